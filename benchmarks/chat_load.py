@@ -1,0 +1,193 @@
+"""Load generators for chat completions whose own cost stays small beside the server's.
+
+`request_once` is a blocking socket with TCP_QUICKACK for latencies; `drive` keeps many streams
+open from one event loop for throughput. Neither parses what it does not measure.
+"""
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvmesh.demo.corpus import words
+
+MODEL = "kvmesh-demo"
+LONGEST_S = 300.0
+TCP_QUICKACK = getattr(socket, "TCP_QUICKACK", None)
+
+
+class LoadError(Exception):
+    """The server did not answer as it should; the message has its words."""
+
+
+def chat(messages: list[dict[str, str]], tokens: int, stream: bool) -> bytes:
+    """A request body that generates exactly `tokens` tokens."""
+    body: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": tokens}
+    return msgspec.json.encode({**body, "stream": stream, "ignore_eos": True})
+
+
+def prompts(seed: int, tokens: int) -> Iterator[str]:
+    """Endless distinct texts of `tokens` tokens of the demo model."""
+    rng = random.Random(seed)
+    known = words()
+    while True:
+        yield "".join(f" {rng.choice(known)}" for _ in range(tokens))
+
+
+def _post(url: str, body: bytes) -> bytes:
+    place = urlsplit(url)
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {place.netloc}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+@dataclass
+class Timing:
+    """Of one streamed answer: seconds to its first token and to its end, and between pieces."""
+
+    first_s: float = 0.0
+    total_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+
+
+class Connection:
+    """One keep-alive connection with blocking calls and immediate acknowledgements."""
+
+    def __init__(self, url: str) -> None:
+        place = urlsplit(url)
+        self._url = url
+        self._socket = socket.create_connection((place.hostname or "", place.port or 80), 60)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def stream(self, body: bytes) -> Timing:
+        """Send one streaming request and time its answer. Raises LoadError."""
+        data = _post(self._url, body)
+        timing = Timing()
+        started = time.perf_counter()
+        self._socket.sendall(data)
+        seen = b""
+        while not ended(seen):
+            if TCP_QUICKACK is not None:
+                self._socket.setsockopt(socket.IPPROTO_TCP, TCP_QUICKACK, 1)
+            piece = self._socket.recv(1 << 16)
+            if not piece:
+                raise LoadError(f"the server hung up: {seen[-200:]!r}")
+            seen += piece
+            check(seen)
+            if not timing.first_s and has_token(seen):
+                timing.first_s = time.perf_counter() - started
+        timing.total_s = time.perf_counter() - started
+        return timing
+
+
+def check(seen: bytes) -> None:
+    """Raises LoadError unless the answer begins with status 200."""
+    if len(seen) > 12 and not seen.startswith(b"HTTP/1.1 200"):
+        raise LoadError(seen[:400].decode(errors="replace"))
+
+
+def ended(seen: bytes) -> bool:
+    return seen.endswith(b"0\r\n\r\n")
+
+
+def has_token(seen: bytes) -> bool:
+    """Whether a piece of the answer with text in it has arrived."""
+    start = seen.find(b'"content":"')
+    while start >= 0:
+        if seen[start + 11 : start + 12] != b'"':
+            return True
+        start = seen.find(b'"content":"', start + 11)
+    return b'"reasoning_content":"' in seen
+
+
+class _Stream(asyncio.Protocol):
+    """Sends requests one after another on one connection until `bodies` ends."""
+
+    def __init__(self, url: str, bodies: Iterator[bytes], timings: list[Timing]) -> None:
+        self._url = url
+        self._bodies = bodies
+        self._timings = timings
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._send()
+
+    def _send(self) -> None:
+        body = next(self._bodies, None)
+        if body is None:
+            self._transport.close()
+            return
+        self._timing = Timing()
+        self._head, self._need, self._tail = b"", -1, b""
+        self._started = self._latest = time.perf_counter()
+        self._transport.write(_post(self._url, body))
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._need == -1:
+            self._head += data
+            self._read_head()
+        elif self._need:
+            self._need -= len(data)
+        if not self._timing.first_s and b'"content":"' in data:
+            self._timing.first_s = now - self._started
+        self._timing.gaps_s.append(now - self._latest)
+        self._latest = now
+        self._tail = (self._tail + data)[-5:]
+        if self._need <= 0 and (self._need == 0 or self._tail == b"0\r\n\r\n"):
+            self._timing.total_s = now - self._started
+            self._timings.append(self._timing)
+            self._send()
+
+    def _read_head(self) -> None:
+        """-2 when the body is chunked, else how many of its bytes are still to come."""
+        head, found, rest = self._head.partition(b"\r\n\r\n")
+        if not found:
+            return
+        if not head.startswith(b"HTTP/1.1 200"):
+            self._fail(LoadError(self._head[:400].decode(errors="replace")))
+            return
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        length = fields.get(b"content-length")
+        self._need = int(length) - len(rest) if length else -2
+
+    def _fail(self, error: LoadError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+        self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.done.done():
+            return
+        if error is not None or next(self._bodies, None) is not None:
+            self.done.set_exception(LoadError(f"the server hung up: {error}"))
+        else:
+            self.done.set_result(None)
+
+
+async def drive(url: str, bodies: Iterator[bytes], concurrency: int) -> list[Timing]:
+    """Send all `bodies` over `concurrency` connections; a timing per answer. Raises LoadError."""
+    place = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    timings: list[Timing] = []
+    streams = []
+    for _ in range(concurrency):
+        _, stream = await loop.create_connection(
+            lambda: _Stream(url, bodies, timings), place.hostname or "", place.port or 80
+        )
+        streams.append(stream.done)
+    async with asyncio.timeout(LONGEST_S):
+        await asyncio.gather(*streams)
+    return timings

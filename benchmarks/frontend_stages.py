@@ -1,0 +1,115 @@
+"""What the frontend's own code costs, measured in this process: the floor under its figures.
+
+The token path is run twice: with the processor's caches warm, and with other memory walked through
+before every engine step, as other processes do between two steps that are 10 ms apart.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import uvloop
+from chat_load import MODEL, chat
+from common import Report, median
+
+from kvmesh.bus.messages import Chunk, ModelCard, StepOutput, encode
+from kvmesh.demo import model_dir
+from kvmesh.frontend.answer import Answer
+from kvmesh.frontend.choice import Choice
+from kvmesh.frontend.inbox import Inbox, step_decoder
+from kvmesh.frontend.models import Dialect, ServedModel
+from kvmesh.frontend.prepare import Preparer, render
+from kvmesh.frontend.sequence import Sequence
+from kvmesh.frontend.surfaces.base import Renderer
+from kvmesh.frontend.surfaces.chat import Chat
+
+MEMO_BYTES = 256 << 20
+WALKED = 64 << 20
+STREAMS = 8
+STEPS = 600
+
+
+def served() -> ServedModel:
+    """The demo model as a frontend holds it."""
+    card = ModelCard(name=MODEL, files="", block_size=16, context=1 << 17)
+    files = {file.name: file.read_bytes() for file in model_dir().iterdir() if file.is_file()}
+    return ServedModel(card, Dialect(card, files), created=0)
+
+
+def turn_stages(report: Report, model: ServedModel, turns: Iterator[bytes]) -> None:
+    """Milliseconds of each stage of preparing a turn, all turns but the first known in part."""
+    rows = uvloop.run(_turns(model, list(turns)))
+    for place, name in enumerate(("parse its body", "render it", "tokens, hashes")):
+        here = median([row[place] for row in rows[2:]])
+        report.add(f"    in process: {name}", here, "CPU ms/turn")
+
+
+async def _turns(model: ServedModel, bodies: list[bytes]) -> list[tuple[float, float, float]]:
+    preparer, surface = Preparer(MEMO_BYTES), Chat()
+    rows = []
+    for body in bodies:
+        started = time.thread_time()
+        request = surface.parse(body, {}).request
+        parsed = time.thread_time()
+        render(request, model)
+        rendered = time.thread_time()
+        await preparer.prepare(request, model, None)
+        rest = time.thread_time() - rendered - (rendered - parsed)
+        rows.append(((parsed - started) * 1e3, (rendered - parsed) * 1e3, rest * 1e3))
+    return rows
+
+
+class _Sink:
+    """Takes the frames of one stream where an exchange would write them."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+
+    def can_send(self) -> bool:
+        return True
+
+    def send(self, frame: bytes) -> None:
+        return
+
+    def prefilled(self, sequence: Sequence) -> None:
+        return
+
+    def opening(self) -> bytes:
+        return b""
+
+
+def token_path(report: Report, model: ServedModel) -> None:
+    """Microseconds from a message of the bus to the frame that a socket would get."""
+    for name, walked in (("caches warm", 0), ("caches cold", WALKED)):
+        here = uvloop.run(_tokens(model, walked)) * 1e6
+        report.add(f"    in process: its token path, {name}", here, "CPU µs/token")
+
+
+async def _tokens(model: ServedModel, walked: int) -> float:
+    inbox = Inbox(0.0, lambda sequence: None)
+    sequences = [_stream(model, inbox, number) for number in range(STREAMS)]
+    other = np.zeros(max(walked, 8) // 8)
+    spent = 0.0
+    for step in range(STEPS):
+        chunks = [Chunk(s.attempt, step, [300 + step % 64]) for s in sequences]
+        message = encode(StepOutput("worker-0", chunks))
+        other += 1
+        started = time.thread_time()
+        inbox.receive(step_decoder.decode(message))
+        await asyncio.sleep(0)
+        spent += time.thread_time() - started
+    return spent / STEPS / STREAMS
+
+
+def _stream(model: ServedModel, inbox: Inbox, number: int) -> Sequence:
+    call = Chat().parse(chat([{"role": "user", "content": "Hello"}], STEPS, True), {})
+    dialect = model.dialect
+    parser = dialect.grammar.parser([], "<|im_start|>assistant\n", calls=False)
+    answer = Answer(dialect.detokenizers.create(), [], parser)
+    choice = Choice(_Sink(call.renderer), 0, answer, None, one_call=False)
+    sequence = Sequence(f"{call.request.id}-{number}", choice, 0.0)
+    sequence.next_attempt()
+    sequence.place("worker-0", 0.0)
+    inbox.add(sequence)
+    return sequence

@@ -1,0 +1,105 @@
+"""A NATS server and a kvbm for measurements, and what a worker does with them."""
+
+import asyncio
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from local_mesh import free_port, nats_command, wait_for_port
+
+from kvmesh._native import xxh3
+from kvmesh.blocks.attachment import Tenant
+from kvmesh.blocks.client import Prompt, Speeds, StoreClient
+from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.streams import StreamLimits, ensure_streams
+
+NODE = "bench"
+LIMITS = StreamLimits()
+
+
+@dataclass
+class Node:
+    """A NATS server and a kvbm, and connections to them."""
+
+    folder: Path
+    port: int
+    kvbm: list[str]
+
+    def __post_init__(self) -> None:
+        self.server = subprocess.Popen(
+            nats_command(self.folder, self.port), stderr=subprocess.DEVNULL
+        )
+        wait_for_port(self.port)
+        command = [sys.executable, "-m", "kvmesh.cli.main", "kvbm", "--node", NODE]
+        command += ["--nats-url", self.url, *self.kvbm]
+        with (self.folder / "kvbm.log").open("wb") as log:
+            self.manager = subprocess.Popen(command, stdout=log, stderr=log)
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    async def connect(self, name: str) -> Bus:
+        bus = await Bus.connect(BusOptions(url=self.url), name)
+        await ensure_streams(bus, LIMITS)
+        return bus
+
+    def stop(self) -> None:
+        for process in (self.manager, self.server):
+            process.terminate()
+            process.wait(20)
+
+
+@contextmanager
+def node(folder: Path, *kvbm: str) -> Iterator[Node]:
+    running = Node(folder, free_port(), list(kvbm))
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+async def until(check: Callable[[], object], seconds: float = 120.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
+def numbered(name: str, blocks: int, seed: int) -> Prompt:
+    """A prompt whose blocks are called by numbers."""
+    hashes = array("Q", range(seed << 32, (seed << 32) + blocks)).tobytes()
+    digests = b"".join((seed << 64 | i).to_bytes(16, "little") for i in range(blocks))
+    return Prompt(request=name, digests=digests, sequence=hashes, local=hashes, salt=seed)
+
+
+async def attach(bus: Bus, layout: KvLayout) -> StoreClient:
+    tenant = Tenant(node=NODE, instance="bench", model="bench", layout=layout)
+    client = StoreClient(bus, LIMITS, tenant)
+    await client.open()
+    await until(lambda: client.key is not None)
+    return client
+
+
+async def write(client: StoreClient, prompt: Prompt) -> None:
+    size = client.tenant.layout.block_bytes
+    async with client.writing(prompt, 0) as writing:
+        assert writing is not None
+        for block, offset in zip(writing.blocks, writing.offsets, strict=True):
+            view = writing.arena.view(offset, size)
+            view[:8] = (block + 1).to_bytes(8, "little")
+            writing.checksums.append(xxh3(view))
+
+
+async def read(client: StoreClient, prompt: Prompt) -> list[int]:
+    """Have all of a prompt in the arena; blocks by the tier that they were in."""
+    tiers = [0] * 4
+    async with aclosing(client.load(prompt, 0, Speeds(), 0.0, 60.0)) as parts:
+        async for part in parts:
+            for tier in part.tiers:
+                tiers[tier] += 1
+    return tiers

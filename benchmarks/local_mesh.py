@@ -1,0 +1,165 @@
+"""A whole mesh of separate processes, started for a measurement and stopped after it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvmesh.cli.supervisor.nats import server_threads
+
+NATS_SERVER = Path(sys.executable).with_name("nats-server")
+START_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for_port(port: int) -> None:
+    """Return once something listens there; raises RuntimeError if nothing does in time."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return
+    raise RuntimeError(f"nothing listens on port {port}")
+
+
+def nats_command(folder: Path, port: int, limits: str = "") -> list[str]:
+    """What starts a NATS server with JetStream that keeps everything in `folder`."""
+    config = folder / "nats.conf"
+    config.write_text(
+        f"listen: 127.0.0.1:{port}\nmax_payload: 8MB\n"
+        f'jetstream {{ store_dir: "{folder / "js"}"{limits} }}\n'
+    )
+    return [str(NATS_SERVER), "-c", str(config)]
+
+
+class Mesh:
+    """Running processes by name (`nats`, `frontend`, `router`, `indexer`, `worker-0` …)."""
+
+    def __init__(self, folder: Path, options: dict[str, str], frontends: int) -> None:
+        self.folder = folder
+        self.options = options
+        self.nats_port = free_port()
+        self.ports = [free_port() for _ in range(frontends)]
+        self._health_ports: list[int] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    @property
+    def nats_url(self) -> str:
+        return f"nats://127.0.0.1:{self.nats_port}"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def start(self, workers: int) -> None:
+        threads = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1))}  # as `kvmesh up` does
+        self._spawn("nats", nats_command(self.folder, self.nats_port), threads)
+        for name in ("router", "indexer"):
+            self._service(name, name, {})
+        for index in range(workers):
+            port = free_port()
+            self._health_ports.append(port)
+            options = {"KVMESH_MOCK_SEED": str(index), "KVMESH_WORKER_METRICS_PORT": str(port)}
+            self._service("worker", f"worker-{index}", options)
+        for index, port in enumerate(self.ports):
+            name = f"frontend-{index}" if index else "frontend"
+            self._service("frontend", name, {"KVMESH_FRONTEND_PORT": str(port)})
+        self._until_ready()
+
+    def _service(self, role: str, name: str, options: dict[str, str]) -> None:
+        options = {f"KVMESH_{role.upper()}_NAME": name, "KVMESH_NATS_URL": self.nats_url, **options}
+        self._spawn(name, [sys.executable, "-m", "kvmesh.cli.main", role], options)
+
+    def _spawn(self, name: str, command: list[str], options: dict[str, str]) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+        environment = {**kept, **self.options, **options}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        self._processes[name] = process
+
+    def _until_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        answer: object = None
+        while time.monotonic() < deadline:
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    raise RuntimeError(f"{name} ended at its start:\n{self.log(name)}")
+            answer = self._complete()
+            if answer is None and all(self._healthy(port) for port in self._health_ports):
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"the mesh did not start to serve: {answer}")
+
+    def _complete(self) -> str | None:
+        body = {"messages": [{"role": "user", "content": "ready?"}], "max_tokens": 1}
+        request = urllib.request.Request(
+            f"{self.url}/v1/chat/completions",
+            msgspec.json.encode({"model": "kvmesh-demo", **body}),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            urllib.request.urlopen(request, timeout=5).close()
+        except (urllib.error.URLError, OSError) as error:
+            return str(error)
+        return None
+
+    def _healthy(self, port: int) -> bool:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def stop(self) -> None:
+        for name, process in reversed(self._processes.items()):
+            if name != "nats":
+                process.send_signal(signal.SIGTERM)
+        for name, process in reversed(self._processes.items()):
+            if name == "nats":
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def running_mesh(
+    workers: int = 4, speedup: float = 1000.0, frontends: int = 1, **options: str
+) -> Iterator[Mesh]:
+    """A mesh that serves; `options` are further environment variables. Raises RuntimeError."""
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
+        environment = {"KVMESH_MOCK_SPEEDUP": str(speedup), **options}
+        mesh = Mesh(Path(folder), environment, frontends)
+        try:
+            mesh.start(workers)
+            yield mesh
+        finally:
+            mesh.stop()

@@ -1,0 +1,296 @@
+"""How much memory a hit costs: plain times to live, plain LRU, and LRU that is told what ended.
+
+Coding agents (the shipped profile) are replayed against one cache; rounds take a nominal time, so
+that every policy meets the same requests at the same instants. What they use at the moment must be
+in memory whatever the policy; what counts is how many blocks are kept beside that. A time to live
+keeps each for so long after its last use. The engines' own block manager is given room for the
+fewest idle blocks that reach the same hits: as it is if nobody says anything, and with sessions,
+whose ends, rewritten tails and dropped thinking it is told of. What was kept and used again is what
+nobody can do without, even if he knew how long each wait will be.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+import msgspec
+import numpy as np
+from common import Report, parser
+from numpy.typing import NDArray
+
+from kvmesh.retention.claims import THINKING_LEVEL, Wish
+from kvmesh.retention.ranges import Segment
+from kvmesh.worker.scheduling.asking import Asked
+from kvmesh.worker.scheduling.blocks import BlockManager
+from kvmesh.worker.scheduling.keeping import KeepingOptions
+from kvmesh.workload.agents import REQUEST_S, TOKEN_S, AgentGenerator
+from kvmesh.workload.model import Round, Workload
+from kvmesh.workload.profile import load_profile
+
+BLOCK = 256
+PER_MINUTE = 10.0
+TIMES = {"1 min": 60.0, "5 min": 300.0, "1 h": 3600.0}
+FIELD = {"1 min": ("85", "0.74"), "5 min": ("94", "1.9"), "1 h": ("98.6", "5.07")}
+STEPS = 9
+ENDLESS = 1 << 40
+
+
+@dataclass(frozen=True)
+class Use:
+    """A round begins or ends at `at` seconds; `blocks` are those of its prompt and its answer."""
+
+    at: float
+    begins: bool
+    index: int
+    round: Round
+    blocks: "array[int]"
+    last: bool
+
+    @property
+    def prompt(self) -> int:
+        return self.round.input_tokens // BLOCK
+
+    @property
+    def reusable(self) -> int:
+        return (self.round.input_tokens - 1) // BLOCK
+
+
+@dataclass(frozen=True)
+class Held:
+    """Blocks found in the cache in all, and blocks that nobody used on average over time.
+
+    `waited` are those of them that were used again.
+    """
+
+    hits: int
+    idle: float
+    waited: float = 0.0
+
+
+def schedule(workload: Workload) -> list[Use]:
+    """Every begin and end in order, ends first where they coincide."""
+    ends: list[float] = []
+    uses: list[Use] = []
+    last = {round_.session: index for index, round_ in enumerate(workload.rounds)}
+    for index, round_ in enumerate(workload.rounds):
+        start = max((ends[before] for before in round_.after), default=0.0) + round_.at_s
+        ends.append(start + REQUEST_S + TOKEN_S * round_.output_tokens)
+        total = round_.input_tokens + round_.output_tokens
+        blocks = array("Q", workload.tree.blocks(round_.answer, total, BLOCK).tobytes())
+        final = last[round_.session] == index
+        for at, begins in ((start, True), (ends[-1], False)):
+            uses.append(Use(at, begins, index, round_, blocks, final))
+    return sorted(uses, key=lambda use: (use.at, use.begins, use.index))
+
+
+class Timed:
+    """Each block for `ttl` seconds after each use, in memory without bounds.
+
+    `told`: what one session alone uses goes as soon as nobody will extend it.
+    """
+
+    def __init__(self, uses: list[Use], ttl: float, told: bool = False) -> None:
+        self._uses = uses
+        self._ttl = ttl
+        self._told = told
+        self._ids, count = _numbered(uses)
+        self._users = np.zeros(count, np.int64)
+        self._left = np.full(count, -inf)
+        self._shared = _shared(uses, self._ids, count)
+        self._latest: dict[int, NDArray[np.int64]] = {}
+        self._idle = 0.0
+
+    def run(self) -> Held:
+        hits, waited = 0, 0.0
+        for use in self._uses:
+            mine = self._ids[use.index]
+            if not use.begins:
+                self._end(use, mine)
+                continue
+            if self._told:
+                latest = self._latest.pop(use.round.session, mine)
+                self._forget(np.setdiff1d(latest, mine), use.at)
+            gap = self._use(mine[: use.prompt], use.at)
+            gone = np.flatnonzero(gap[: use.reusable] > self._ttl)
+            hits += int(gone[0]) if len(gone) else use.reusable
+            waited += float(gap[gap <= self._ttl].sum())
+        end = self._uses[-1].at
+        self._drop(np.arange(len(self._left)), end)
+        return Held(hits, self._idle / end, waited / end)
+
+    def _use(self, mine: NDArray[np.int64], at: float) -> NDArray[np.float64]:
+        """Begin to use blocks; returns for how long nobody had used each of them."""
+        gap = np.where(self._users[mine] > 0, 0.0, at - self._left[mine])
+        self._idle += float(np.minimum(gap[np.isfinite(gap)], self._ttl).sum())
+        self._users[mine] += 1
+        return gap
+
+    def _end(self, use: Use, mine: NDArray[np.int64]) -> None:
+        self._users[mine[: use.prompt]] -= 1
+        self._left[mine[self._users[mine] == 0]] = use.at
+        if self._told:
+            thinking = use.round.answer != use.round.branch
+            kept = 0 if use.last else use.prompt if thinking else len(mine)
+            self._forget(mine[kept:], use.at)
+            self._latest[use.round.session] = mine
+
+    def _forget(self, blocks: NDArray[np.int64], at: float) -> None:
+        """A session lets go of blocks: those that are its alone leave."""
+        self._drop(blocks[~self._shared[blocks]], at)
+
+    def _drop(self, blocks: NDArray[np.int64], at: float) -> None:
+        idle = blocks[self._users[blocks] == 0]
+        kept = at - self._left[idle]
+        self._idle += float(np.minimum(kept[np.isfinite(kept)], self._ttl).sum())
+        self._left[idle] = -inf
+
+
+def _shared(uses: list[Use], ids: list[NDArray[np.int64]], count: int) -> NDArray[np.bool_]:
+    """Which blocks several sessions use."""
+    owner = np.full(count, -1)
+    shared = np.zeros(count, np.bool_)
+    for use in uses:
+        mine = ids[use.index]
+        shared[mine] |= (owner[mine] >= 0) & (owner[mine] != use.round.session)
+        owner[mine] = use.round.session
+    return shared
+
+
+def in_use(uses: list[Use]) -> float:
+    """Blocks of the prompts that are being answered, on average over time."""
+    ids, count = _numbered(uses)
+    users, active, before, sum_ = np.zeros(count, np.int64), 0, 0.0, 0.0
+    for use in uses:
+        sum_ += active * (use.at - before)
+        before, mine = use.at, ids[use.index][: use.prompt]
+        if use.begins:
+            active += int((users[mine] == 0).sum())
+        users[mine] += 1 if use.begins else -1
+        if not use.begins:
+            active -= int((users[mine] == 0).sum())
+    return sum_ / before
+
+
+def _numbered(uses: list[Use]) -> tuple[list[NDArray[np.int64]], int]:
+    """The blocks of each round as small integers, and how many of those there are."""
+    rounds = {use.index: use.blocks for use in uses}
+    parts = [np.frombuffer(rounds[index], np.uint64) for index in sorted(rounds)]
+    _, numbers = np.unique(np.concatenate(parts), return_inverse=True)
+    return np.split(numbers, np.cumsum([len(p) for p in parts])[:-1]), int(numbers.max()) + 1
+
+
+class Managed:
+    """The engines' block manager under the same uses, with at most `most` blocks that nobody uses.
+
+    `told`: it knows sessions and kinds.
+    """
+
+    def __init__(self, most: int, told: bool) -> None:
+        self._blocks = BlockManager(ENDLESS, KeepingOptions(session_idle_s=inf))
+        self._most = most
+        self._told = told
+
+    def run(self, uses: list[Use]) -> Held:
+        blocks, before = self._blocks, 0.0
+        hits, idle = 0, 0.0
+        for use in uses:
+            idle += blocks.cached * (use.at - before)
+            before = blocks.now = use.at
+            found = blocks.use(use.blocks[: use.prompt]) if use.begins else use.prompt
+            hits += min(found, use.reusable) if use.begins else 0
+            self._fill(use, found)
+            if not use.begins:
+                self._end(use)
+            elif self._told:
+                blocks.keeping.begin(use.blocks[: use.prompt], use.blocks, _asked(use), use.at)
+            if blocks.cached > self._most:
+                blocks.keeping.evict(blocks.cached - self._most, use.at)
+            blocks.take_events()
+        return Held(hits, idle / before)
+
+    def _fill(self, use: Use, first: int) -> None:
+        new = use.blocks[first : use.prompt if use.begins else None]
+        self._blocks.allocate(len(new))
+        self._blocks.promote(use.blocks[first - 1] if first else None, 0, new, new)
+
+    def _end(self, use: Use) -> None:
+        keeping = self._blocks.keeping
+        if self._told:
+            keeping.end(use.blocks, _asked(use), use.at, use.prompt)
+        self._blocks.deref(use.blocks)
+        if self._told and use.last:
+            keeping.release([str(use.round.session)])
+
+
+def _asked(use: Use) -> Asked:
+    """An answer that no later prompt contains was thinking, or is forgotten for another reason."""
+    dropped = use.round.answer != use.round.branch
+    thinking = [Segment(use.prompt, None, Wish(THINKING_LEVEL))] if dropped else []
+    session = str(use.round.session)
+    return Asked(segments=thinking, directives=[], for_prompt=0, tenant="", session=session)
+
+
+def least(uses: list[Use], hits: int, told: bool) -> tuple[int, Held]:
+    """The fewest idle blocks at which the block manager finds as much, and what it holds then."""
+    low, high = 1, len({block for use in uses for block in use.blocks})
+    found = (high, Managed(high, told).run(uses))
+    for _ in range(STEPS):
+        middle = int((low * high) ** 0.5)
+        held = Managed(middle, told).run(uses)
+        if held.hits >= hits:
+            high, found = middle, (middle, held)
+        else:
+            low = middle
+    return found
+
+
+def rows(report: Report, uses: list[Use]) -> Iterator[tuple[float, float, float]]:
+    """Adds the rows of each time to live.
+
+    Yields the percentages of its idle blocks that it needs if told what ended, that LRU needs if
+    told, and that who knows each wait needs.
+    """
+    ideal, active = Timed(uses, inf).run().hits, in_use(uses)
+    report.add("blocks of the prompts that are being answered", active, "blocks")
+    for name, seconds in TIMES.items():
+        ttl = Timed(uses, seconds).run()
+        most, silent = least(uses, ttl.hits, told=False)
+        fewer, told = least(uses, ttl.hits, told=True)
+        short = Timed(uses, seconds, told=True).run()
+        shares = [100 * idle / ttl.idle for idle in (short.idle, told.idle, ttl.waited)]
+        report.add(f"{name}: hits", 100 * ttl.hits / ideal, "% of ideal", FIELD[name][0])
+        report.add(f"{name}: blocks kept idle", ttl.idle / active, "× those", FIELD[name][1])
+        report.add(f"{name}, told what ended", shares[0], "% of these", "", "≤ 60")
+        report.add(f"{name}, LRU, same hits", 100 * silent.idle / ttl.idle, "% of these")
+        report.add(f"{name}, told LRU, same hits", shares[1], "% of these", "", "≤ 60")
+        report.add(f"{name}, told LRU, same hits: room", 100 * fewer / most, "% of LRU's")
+        report.add(f"{name}, if all waits were known", shares[2], "% of these")
+        yield shares[0], shares[1], shares[2]
+
+
+def main() -> None:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--sessions", type=int, default=200)
+    arguments.add_argument("--per-minute", type=float, default=PER_MINUTE)
+    arguments.add_argument("--seed", type=int, default=0)
+    given = arguments.parse_args()
+    profile = load_profile("coding-agents")
+    profile = msgspec.structs.replace(profile, per_minute=given.per_minute)
+    uses = schedule(AgentGenerator(profile, given.seed).workload(given.sessions))
+    title = f"Memory per hit: {len(uses) // 2:,} rounds of coding agents, blocks of {BLOCK} tokens"
+    report = Report(title, "in the field")
+    short, lru, known = (
+        ", ".join(f"{share:.0f}" for share in shares)
+        for shares in zip(*rows(report, uses), strict=True)
+    )
+    report.finish(
+        f"of the idle blocks of times to live of {', '.join(TIMES)}, the same need {short} % if "
+        f"told what ended, and LRU for the same hits {lru} %; whoever knew how long each wait "
+        f"will be would need {known} %: the rest is kept for waits that turn out too long",
+        given.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""How fast the simulator is: requests per CPU second, and a fleet of a thousand engines."""
+
+import resource
+import time
+from pathlib import Path
+from random import Random
+
+from common import Report, parser
+
+from kvmesh.settings.schema import Router
+from kvmesh.simulator.mesh import Simulation
+from kvmesh.simulator.options import Network, Options, WorkerOptions
+from kvmesh.worker.mock.core import CoreOptions
+from kvmesh.worker.scheduling.scheduler import SchedulerLimits
+from kvmesh.workload.formats import load
+from kvmesh.workload.model import Round, Session, Tree, Workload
+
+TOKENS = 262_144
+PEER = "7,000–17,000"
+
+
+def families(requests: int, per_second: float, count: int = 2000, seed: int = 0) -> Workload:
+    """Open-loop requests; each continues one of `count` prompts of 1,024 to 8,192 tokens."""
+    rng, tree = Random(seed), Tree()
+    roots = [(tree.fork(), 512 * rng.randrange(2, 17)) for _ in range(count)]
+    rounds = []
+    for number in range(requests):
+        root, length = rng.choice(roots)
+        own = 512 * rng.randrange(1, 5)
+        branch = tree.fork(root, length)
+        rounds.append(
+            Round(
+                session=number,
+                branch=branch,
+                answer=branch,
+                input_tokens=length + own,
+                output_tokens=rng.randrange(20, 200),
+                at_s=number / per_second,
+            )
+        )
+    sessions = [Session(name=f"s{number}") for number in range(requests)]
+    return Workload(tree=tree, sessions=sessions, rounds=rounds)
+
+
+def speed(workload: Workload, workers: int, block: int) -> float:
+    """Requests per CPU second."""
+    core = CoreOptions(TOKENS // block, SchedulerLimits(block_size=block))
+    fleet = (WorkerOptions(workers, core),)
+    network = Network(loads=0.25 if workers < 100 else 2.0)
+    options = Options(router=Router(policy="kv"), workers=fleet, network=network)
+    begun = time.process_time()
+    Simulation(workload, options).run()
+    return len(workload) / (time.process_time() - begun)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--trace", type=Path, metavar="FILE", help="the conversation trace")
+    arguments.add_argument("--runs", type=int, default=3, metavar="N", help="of each size (3)")
+    arguments.add_argument("--requests", type=int, default=100_000, metavar="N", help="fleet row")
+    chosen = arguments.parse_args()
+    report = Report("Simulator speed (kv)", "Dynamo replay")
+    if chosen.trace is not None and chosen.trace.exists():
+        trace, _ = load(str(chosen.trace))
+        for block in (512, 64, 16):
+            runs = [speed(trace.first(4000), 4, block) for _ in range(chosen.runs)]
+            name = f"conversation trace, 4 workers, block {block}"
+            report.add_runs(name, runs, "requests/CPU s", PEER, "≥ 5,000")
+    else:
+        print("the conversation trace is skipped: --trace names none")
+    begun = time.process_time()
+    speed(families(chosen.requests, per_second=1500.0), 1000, 512)
+    took = time.process_time() - begun
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    report.add(f"1,000 workers, {chosen.requests:,} requests", took, "CPU s", "", "< 600")
+    report.add("memory of that", memory, "GiB", "", "< 4")
+    summary = f"simulator: {chosen.requests:,} requests on 1,000 engines in {took:.0f} CPU s"
+    report.finish(f"{summary} and {memory:.1f} GiB", chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Native core of kvmesh: block hashing and the prefix index."""
+
+from kvmesh.index.interface import Buffer, IndexStats, Segment
+
+def xxh3(data: Buffer, seed: int = 0) -> int:
+    """XXH3-64 of `data` (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md)."""
+
+def block_hashes(tokens: Buffer, block_size: int, previous: int = 0) -> tuple[bytes, bytes]:
+    """Hash the full blocks of a little-endian uint32 token buffer; returns (local, sequence).
+
+    Both are packed little-endian uint64, one per block; a partial last block is left out.
+    local[i] = XXH3-64(tokens of block i, seed 1337);
+    sequence[i] = XXH3-64(le64(sequence[i - 1]) ‖ le64(local[i]), seed 1337), where the first
+    block follows `previous`: a `salt`, or the last sequence hash of a prefix hashed before.
+    Raises ValueError for a block size below 1 or a ragged buffer. Releases the GIL.
+    """
+
+def sequence_hashes(local: Buffer, previous: int = 0) -> bytes:
+    """Chain local hashes into sequence hashes after `previous`, as `block_hashes` does."""
+
+class NativePrefixIndex:
+    """The `PrefixIndex` of `kvmesh.index.interface`; every call releases the GIL."""
+
+    def store(
+        self, rank: int, tier: int, parent: int | None, engine: Buffer, local: Buffer, salt: int = 0
+    ) -> bool: ...
+    def attach(
+        self, rank: int, tier: int, previous: int, engine: Buffer, local: Buffer
+    ) -> None: ...
+    def remove(self, rank: int, tier: int, engine: Buffer) -> int: ...
+    def clear(self, rank: int, tier: int | None = None) -> int: ...
+    def find(self, sequence: Buffer) -> bytes: ...
+    def find_batch(self, sequences: list[Buffer]) -> list[bytes]: ...
+    def dump(self, rank: int) -> list[Segment]: ...
+    def ranks(self) -> bytes: ...
+    def stats(self) -> IndexStats: ...

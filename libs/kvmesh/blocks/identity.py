@@ -1,0 +1,65 @@
+"""Names of blocks in tiers that are shared: 128-bit keyed digests of all that their KV depends on.
+
+The 64-bit hashes of the index only guide; whoever can choose tokens can make two prompts collide in
+them. Under a digest that needs the mesh's key this cannot be done, and by accident it does not
+happen: with 2⁴⁰ blocks the chance is below 2⁻⁴⁸.
+"""
+
+from array import array
+from hashlib import blake2b
+
+import msgspec
+
+from kvmesh.blocks.layout import KvLayout
+
+DIGEST_BYTES = 16
+KEY_BYTES = 32
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+def root_digest(key: bytes, model: str, adapter: str, tenant: str, layout: KvLayout) -> bytes:
+    """What precedes the first block of every prompt in one namespace. `key` has KEY_BYTES."""
+    described = _encode((model, adapter, tenant, layout))
+    return blake2b(described, digest_size=DIGEST_BYTES, key=key).digest()
+
+
+def chain_digests(key: bytes, previous: bytes, tokens: bytes, block_size: int) -> bytes:
+    """Packed digests of the full blocks of `tokens` (packed uint32), each over all before it."""
+    step = 4 * block_size
+    digests = bytearray()
+    for end in range(step, len(tokens) + 1, step):
+        block = blake2b(previous, digest_size=DIGEST_BYTES, key=key)
+        block.update(tokens[end - step : end])
+        previous = block.digest()
+        digests += previous
+    return bytes(digests)
+
+
+class DigestChain:
+    """The digests of one growing prompt, each computed once for as long as the key stays."""
+
+    def __init__(self, model: str, adapter: str, tenant: str, layout: KvLayout) -> None:
+        self._names = (model, adapter, tenant)
+        self._layout = layout
+        self._key = b""
+        self._previous = b""
+        self._digests = bytearray()
+
+    def upto(self, key: bytes, tokens: "array[int]", blocks: int) -> bytes:
+        """Packed digests of the first `blocks` blocks of `tokens` (uint32)."""
+        if key != self._key:
+            self._key = key
+            self._previous = root_digest(key, *self._names, self._layout)
+            self._digests.clear()
+        size = self._layout.block_size
+        known = len(self._digests) // DIGEST_BYTES
+        if known < blocks:
+            rest = tokens[known * size : blocks * size].tobytes()
+            self._digests += chain_digests(key, self._previous, rest, size)
+            self._previous = bytes(self._digests[-DIGEST_BYTES:])
+        return bytes(self._digests[: blocks * DIGEST_BYTES])
+
+
+def split_digests(packed: bytes) -> list[bytes]:
+    """The digests one by one."""
+    return [packed[i : i + DIGEST_BYTES] for i in range(0, len(packed), DIGEST_BYTES)]

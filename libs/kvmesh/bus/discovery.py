@@ -1,0 +1,218 @@
+"""Who is on the mesh: each process holds a lease on a card; everyone may watch the cards.
+
+A lease is a key of the instances bucket, renewed three times per TTL. It ends in one of three
+ways: deleted by its owner on a clean exit, deleted by whoever found that nobody listens on the
+owner's subjects any more, or expired by the server.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+from nats.errors import Error as NatsError
+from nats.js.errors import APIError
+from nats.js.kv import KeyValue
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Instance, encode
+from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.subjects import token
+
+log = logging.getLogger(__name__)
+_card_decoder = msgspec.msgpack.Decoder(Instance)
+
+
+def _key(card: Instance) -> str:
+    return f"{card.role}.{token(card.instance)}"
+
+
+class Term:
+    """How long a lease lasts without renewal: as the bucket says, not as this process is set.
+
+    Processes that are set differently would otherwise see each other leave and return for ever.
+    """
+
+    def __init__(self, bus: Bus, limits: StreamLimits) -> None:
+        self._bus = bus
+        self._set_to = limits.lease_s
+        self._read_at = -1.0
+        self.seconds = limits.lease_s
+
+    async def refresh(self) -> None:
+        """Read it again if the server may be another one; raises what reading a bucket raises."""
+        if self._read_at > self._bus.connected_at:
+            return
+        read_at = asyncio.get_running_loop().time()
+        ttl = (await (await _bucket(self._bus)).status()).ttl
+        self.seconds = ttl or self._set_to
+        self._read_at = read_at
+        if self.seconds != self._set_to:
+            log.info("leases last %g s here, not the %g s set", self.seconds, self._set_to)
+
+
+class Lease:
+    """Keeps `card` in the instances bucket until closed."""
+
+    def __init__(self, bus: Bus, card: Instance, limits: StreamLimits) -> None:
+        self._bus = bus
+        self._limits = limits
+        self._term = Term(bus, limits)
+        self._task: asyncio.Task[None] | None = None
+        self.card = card
+
+    async def open(self) -> None:
+        await self._term.refresh()
+        await self._renew()
+        self._task = asyncio.create_task(self._keep(), name="lease")
+
+    async def update(self, card: Instance) -> None:
+        """Replace the card at once, for example to announce draining."""
+        self.card = card
+        await self._renew()
+
+    async def close(self) -> None:
+        """Withdraw the card, so that watchers see the leave now instead of after the TTL."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        try:
+            async with asyncio.timeout(2):
+                await forget_instance(self._bus, self.card)
+        except (NatsError, APIError, TimeoutError) as error:
+            log.warning("could not withdraw the lease; it will lapse: %s", error)
+
+    async def _renew(self) -> None:
+        bucket = await _bucket(self._bus)
+        await bucket.put(_key(self.card), encode(self.card))
+
+    async def _keep(self) -> None:
+        failing = False
+        while True:
+            await asyncio.sleep(self._term.seconds / 3)
+            try:
+                async with asyncio.timeout(self._term.seconds):
+                    await self._term.refresh()
+                    await self._renew()
+                failing = False
+            except (NatsError, APIError, OSError, TimeoutError) as error:
+                if not failing:
+                    log.warning("cannot renew the lease, retrying: %s", error or "timed out")
+                failing = True
+                await self._restore_buckets()
+
+    async def _restore_buckets(self) -> None:
+        """The bucket lives in server memory: a restarted server has forgotten it."""
+        if not self._bus.client.is_connected:
+            return
+        try:
+            await ensure_streams(self._bus, self._limits)
+        except (NatsError, APIError, OSError, TimeoutError) as error:
+            log.debug("streams not restored yet: %s", error)
+
+
+async def forget_instance(bus: Bus, card: Instance) -> None:
+    """Delete a lease: one's own on exit, or that of a process found dead."""
+    bucket = await _bucket(bus)
+    await bucket.delete(_key(card))
+
+
+async def _bucket(bus: Bus) -> KeyValue:
+    bucket = bus.buckets.get(bus.subjects.instances_bucket)
+    if bucket is None:
+        bucket = await bus.js.key_value(bus.subjects.instances_bucket)
+        bus.buckets[bus.subjects.instances_bucket] = bucket
+    return bucket
+
+
+class Directory:
+    """The live cards, kept current; `joined` and `left` are called on each change.
+
+    A changed card of a known instance is a `joined` again. Entries that are not renewed leave
+    after the TTL even if the server's own notice is lost, but never because of an outage here.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        limits: StreamLimits,
+        joined: Callable[[Instance], None] = lambda _: None,
+        left: Callable[[Instance], None] = lambda _: None,
+    ) -> None:
+        self._bus = bus
+        self._term = Term(bus, limits)
+        self._joined = joined
+        self._left = left
+        self._seen: dict[str, float] = {}
+        self._cards: dict[str, Instance] = {}
+        self._prefix = f"$KV.{bus.subjects.instances_bucket}."
+        self._reader = StreamReader(
+            bus,
+            f"KV_{bus.subjects.instances_bucket}",
+            f"{self._prefix}>",
+            self._on_message,
+            Start(last_per_subject=True),
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def instances(self) -> list[Instance]:
+        return list(self._cards.values())
+
+    @property
+    def lease_s(self) -> float:
+        """How long a lease lasts without renewal, in seconds."""
+        return self._term.seconds
+
+    async def open(self) -> None:
+        """Watch, and return once every card that exists now is known."""
+        await self._term.refresh()
+        await self._reader.open()
+        async with asyncio.timeout(10):
+            await self._reader.caught_up.wait()
+        self._task = asyncio.create_task(self._expire(), name="directory")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._reader.close()
+
+    def _on_message(self, message: StreamMessage) -> None:
+        key = message.subject.removeprefix(self._prefix)
+        if not message.data:
+            self._drop(key)
+            return
+        try:
+            card = _card_decoder.decode(message.data)
+        except msgspec.MsgspecError as error:
+            log.warning("ignored an unreadable card at %s: %s", key, error)
+            return
+        self._seen[key] = asyncio.get_running_loop().time()
+        if self._cards.get(key) != card:
+            self._cards[key] = card
+            self._joined(card)
+
+    def _drop(self, key: str) -> None:
+        self._seen.pop(key, None)
+        card = self._cards.pop(key, None)
+        if card is not None:
+            self._left(card)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(self.lease_s / 3)
+            patience = self.lease_s * 1.5
+            if self._bus.connected_for < patience:
+                continue
+            try:
+                async with asyncio.timeout(self.lease_s):
+                    await self._term.refresh()
+            except (NatsError, APIError, OSError, TimeoutError) as error:
+                log.debug("leases are taken to last %g s: %s", self.lease_s, error)
+                continue
+            now = asyncio.get_running_loop().time()
+            for key in [k for k, seen in self._seen.items() if now - seen > patience]:
+                self._drop(key)

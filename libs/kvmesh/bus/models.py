@@ -1,0 +1,92 @@
+"""Model files on the bus: a worker publishes what a frontend needs to speak its model's dialect.
+
+One object per model: a zstd-compressed tar of the tokenizer, chat template and configuration
+files (never weights), named by the SHA-256 of its content, so that publishing is idempotent.
+"""
+
+import asyncio
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+
+import zstandard
+from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import ModelFilesError
+
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "kvmesh.json",
+)
+MAX_BYTES = 256 << 20
+
+
+def pack(folder: Path) -> bytes:
+    """The archive of a model folder; raises ModelFilesError if it has no tokenizer.json."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelFilesError(f"{folder} has no tokenizer.json: not a Hugging Face model folder")
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name in FILES:
+            file = folder / name
+            if file.is_file():
+                _add(tar, name, file.read_bytes())
+    return zstandard.ZstdCompressor(level=3).compress(buffer.getvalue())
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))
+
+
+def unpack(archive: bytes) -> dict[str, bytes]:
+    """File name to content; raises ModelFilesError on anything but a plain archive of ours."""
+    try:
+        tar_bytes = zstandard.ZstdDecompressor().decompress(archive, max_output_size=MAX_BYTES)
+        with tarfile.open(fileobj=io.BytesIO(tar_bytes)) as tar:
+            return {m.name: _content(tar, m) for m in tar.getmembers() if m.name in FILES}
+    except (zstandard.ZstdError, tarfile.TarError) as error:
+        raise ModelFilesError(f"unreadable model archive: {error}") from error
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    if file is None:
+        raise ModelFilesError(f"{member.name} in a model archive is not a plain file")
+    return file.read()
+
+
+async def publish_model(bus: Bus, folder: Path) -> str:
+    """Store the files of `folder` unless they are there already; returns their digest."""
+    archive = await asyncio.to_thread(pack, folder)
+    digest = hashlib.sha256(archive).hexdigest()
+    store = await bus.js.object_store(bus.subjects.model_bucket)
+    try:
+        await store.get_info(digest)
+    except NotFoundError:
+        await store.put(digest, archive)
+    return digest
+
+
+async def fetch_model(bus: Bus, digest: str) -> dict[str, bytes]:
+    """The files that `publish_model` stored; raises ModelFilesError if they cannot be had."""
+    try:
+        store = await bus.js.object_store(bus.subjects.model_bucket)
+        archive = (await store.get(digest)).data or b""
+    except NotFoundError as error:
+        raise ModelFilesError(f"no model files with digest {digest}") from error
+    except NatsError as error:
+        raise ModelFilesError(f"cannot read model files {digest}: {error}") from error
+    if hashlib.sha256(archive).hexdigest() != digest:
+        raise ModelFilesError(f"model files {digest} are damaged")
+    return await asyncio.to_thread(unpack, archive)

@@ -1,0 +1,179 @@
+"""Every subject, stream, bucket and consumer name of the mesh, built in this one place."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+ROOT = "kvm"  # the first token of every subject
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+_ESCAPED = re.compile(r"=([0-9A-F]{2})")
+
+
+@lru_cache(4096)
+def token(text: str) -> str:
+    """`text` as one subject token: bytes outside [A-Za-z0-9_-] become `=XX`."""
+    return _UNSAFE.sub(lambda m: "".join(f"={b:02X}" for b in m[0].encode()), text)
+
+
+def untoken(subject_token: str) -> str:
+    """The text that `token` encoded."""
+    return re.sub(r"(?:=[0-9A-F]{2})+", lambda m: _unescape(m[0]), subject_token)
+
+
+def _unescape(run: str) -> str:
+    return bytes(int(h, 16) for h in _ESCAPED.findall(run)).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """Names within one mesh, whose namespace is one subject token."""
+
+    namespace: str = "kvmesh"
+
+    def _of(self, *tokens: str) -> str:
+        return ".".join((ROOT, self.namespace, *tokens))
+
+    # JetStream streams and what they capture
+
+    @property
+    def kv_stream(self) -> str:
+        return f"kvm-{self.namespace}-kv"
+
+    @property
+    def route_stream(self) -> str:
+        return f"kvm-{self.namespace}-route"
+
+    @property
+    def seq_stream(self) -> str:
+        return f"kvm-{self.namespace}-seq"
+
+    def kv(self, model: str, worker: str) -> str:
+        return self._of("kv", token(model), token(worker))
+
+    @property
+    def kv_all(self) -> str:
+        return self._of("kv", ">")
+
+    def route(self, model: str) -> str:
+        return self._of("route", token(model))
+
+    @property
+    def route_all(self) -> str:
+        return self._of("route", ">")
+
+    def seq(self, model: str) -> str:
+        return self._of("seq", token(model))
+
+    @property
+    def seq_all(self) -> str:
+        return self._of("seq", ">")
+
+    # buckets
+
+    @property
+    def index_bucket(self) -> str:
+        return f"kvm-{self.namespace}-index"
+
+    @property
+    def model_bucket(self) -> str:
+        return f"kvm-{self.namespace}-models"
+
+    @property
+    def responses_bucket(self) -> str:
+        return f"kvm-{self.namespace}-responses"
+
+    @property
+    def pins_bucket(self) -> str:
+        return f"kvm-{self.namespace}-pins"
+
+    @property
+    def keys_bucket(self) -> str:
+        return f"kvm-{self.namespace}-keys"
+
+    @property
+    def instances_bucket(self) -> str:
+        return f"kvm-{self.namespace}-instances"
+
+    @property
+    def router_bucket(self) -> str:
+        return f"kvm-{self.namespace}-router"
+
+    @property
+    def kvbm_bucket(self) -> str:
+        return f"kvm-{self.namespace}-kvbm"
+
+    @property
+    def identity_key(self) -> str:
+        """Key, in the kvbm bucket, of the secret under which blocks are named in shared tiers."""
+        return "identity"
+
+    def busy_key(self, model: str) -> str:
+        """Key of a model's busy thresholds in the router bucket."""
+        return f"busy.{token(model)}"
+
+    def bandit_key(self, model: str, router: str) -> str:
+        """Key of what one router has learned about a model, in the router bucket."""
+        return f"bandit.{token(model)}.{token(router)}"
+
+    # request/reply in queue groups
+
+    def index(self, model: str) -> str:
+        return self._of("index", token(model))
+
+    @property
+    def index_all(self) -> str:
+        return self._of("index", "*")
+
+    def index_shard(self, model: str, shard: str) -> str:
+        """One shard of a divided index; `shard` names the division as well as the part."""
+        return self._of("index", token(model), token(shard))
+
+    def index_shard_all(self, shard: str) -> str:
+        return self._of("index", "*", token(shard))
+
+    def router(self, model: str) -> str:
+        return self._of("router", token(model))
+
+    @property
+    def sessions(self) -> str:
+        """What frontends ask one another about sessions."""
+        return self._of("sessions")
+
+    # one process each
+
+    def work(self, instance: str) -> str:
+        return self._of("work", token(instance))
+
+    def out(self, frontend: str) -> str:
+        return self._of("out", token(frontend))
+
+    def ctl(self, instance: str) -> str:
+        return self._of("ctl", token(instance))
+
+    def kvbm(self, instance: str) -> str:
+        """What the workers of a node ask of its kvbm."""
+        return self._of("kvbm", token(instance))
+
+    def computing(self, model: str) -> str:
+        """What the kvbms of all nodes tell each other that their workers compute."""
+        return self._of("computing", token(model))
+
+    def load(self, instance: str) -> str:
+        return self._of("load", token(instance))
+
+    @property
+    def load_all(self) -> str:
+        return self._of("load", ">")
+
+    @property
+    def everything(self) -> str:
+        return self._of(">")
+
+    def expand(self, pattern: str) -> str:
+        """A user's short pattern (`kv.>`, `route.*`) within this namespace; full ones unchanged."""
+        return pattern if pattern.startswith("kvm.") else self._of(pattern)
+
+    def parse(self, subject: str) -> tuple[str, tuple[str, ...]]:
+        """The kind of a subject of this mesh (`kv`, `route`, …) and the names after it."""
+        kind, *names = subject.split(".")[2:]
+        return kind, tuple(untoken(name) for name in names)

@@ -1,0 +1,135 @@
+"""The prefix index in plain Python: the statement that the native core is tested against."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from struct import iter_unpack, pack
+from typing import NamedTuple
+
+from kvmesh.index.hashing import sequence_hashes
+from kvmesh.index.interface import MAX_RANKS, TIERS, Buffer, IndexStats, Segment
+
+
+class _Block(NamedTuple):
+    root: bool
+    previous: int
+    local: int
+    sequence: int
+
+
+class ReferencePrefixIndex:
+    """A dictionary of engine hash to block for each (rank, tier)."""
+
+    def __init__(self) -> None:
+        self._held: defaultdict[tuple[int, int], dict[int, _Block]] = defaultdict(dict)
+
+    def store(
+        self, rank: int, tier: int, parent: int | None, engine: Buffer, local: Buffer, salt: int = 0
+    ) -> bool:
+        _check(rank, tier)
+        if parent is None:
+            self._add(rank, tier, True, salt, engine, local)
+            return True
+        held = [self._held[rank, t] for t in (tier, *range(TIERS))]
+        block = next((blocks[parent] for blocks in held if parent in blocks), None)
+        self._add(rank, tier, False, block.sequence if block else None, engine, local)
+        return block is not None
+
+    def attach(self, rank: int, tier: int, previous: int, engine: Buffer, local: Buffer) -> None:
+        _check(rank, tier)
+        self._add(rank, tier, False, previous, engine, local)
+
+    def _add(
+        self, rank: int, tier: int, root: bool, previous: int | None, engine: Buffer, local: Buffer
+    ) -> None:
+        names, locals_ = _hashes(engine), _hashes(local)
+        if len(names) != len(locals_):
+            raise ValueError("engine and local hashes differ in number")
+        if previous is None:
+            return
+        sequences = _hashes(sequence_hashes(local, previous))
+        for name, part, sequence in zip(names, locals_, sequences, strict=True):
+            self._held[rank, tier].setdefault(name, _Block(root, previous, part, sequence))
+            root, previous = False, sequence
+
+    def remove(self, rank: int, tier: int, engine: Buffer) -> int:
+        _check(rank, tier)
+        held = self._held[rank, tier]
+        return sum(held.pop(name, None) is not None for name in _hashes(engine))
+
+    def clear(self, rank: int, tier: int | None = None) -> int:
+        _check(rank, tier or 0)
+        tiers = range(TIERS) if tier is None else [tier]
+        return sum(len(self._held.pop((rank, t), {})) for t in tiers)
+
+    def find(self, sequence: Buffer) -> bytes:
+        prompt = _hashes(sequence)
+        rows = ((rank, *self._depths(rank, prompt)) for rank in {rank for rank, _ in self._held})
+        return b"".join(pack("<5I", *row) for row in rows if any(row[1:]))
+
+    def _depths(self, rank: int, prompt: list[int]) -> Iterator[int]:
+        union: set[int] = set()
+        depth = 0
+        for tier in range(TIERS):
+            union |= {block.sequence for block in self._held[rank, tier].values()}
+            reached = next((i for i, hash_ in enumerate(prompt) if hash_ not in union), len(prompt))
+            yield reached - depth
+            depth = reached
+
+    def find_batch(self, sequences: list[Buffer]) -> list[bytes]:
+        return [self.find(sequence) for sequence in sequences]
+
+    def dump(self, rank: int) -> list[Segment]:
+        _check(rank, 0)
+        return [segment for tier in range(TIERS) for segment in self._segments(rank, tier)]
+
+    def _segments(self, rank: int, tier: int) -> Iterator[Segment]:
+        run: list[tuple[int, _Block]] = []
+        for name, block in self._held[rank, tier].items():
+            if run and (block.root or block.previous != run[-1][1].sequence):
+                yield _segment(tier, run)
+                run = []
+            run.append((name, block))
+        if run:
+            yield _segment(tier, run)
+
+    def ranks(self) -> bytes:
+        ranks = sorted({rank for (rank, _), held in self._held.items() if held})
+        counts = ((rank, *(len(self._held[rank, tier]) for tier in range(TIERS))) for rank in ranks)
+        return b"".join(pack("<5I", *row) for row in counts)
+
+    def stats(self) -> IndexStats:
+        held = [blocks for blocks in self._held.values() if blocks]
+        distinct = {block.sequence for blocks in held for block in blocks.values()}
+        entries = chain.from_iterable(blocks.values() for blocks in held)
+        size = sum(map(sys.getsizeof, held)) + sum(map(sys.getsizeof, entries))
+        return IndexStats(len(distinct), sum(map(len, held)), size)
+
+
+def _segment(tier: int, run: list[tuple[int, _Block]]) -> Segment:
+    first = run[0][1]
+    return Segment(
+        tier,
+        first.root,
+        first.previous,
+        _packed(name for name, _ in run),
+        _packed(block.local for _, block in run),
+    )
+
+
+def _packed(hashes: Iterable[int]) -> bytes:
+    return b"".join(hash_.to_bytes(8, "little") for hash_ in hashes)
+
+
+def _hashes(buffer: Buffer) -> list[int]:
+    if memoryview(buffer).nbytes % 8:
+        raise ValueError("hashes must be whole 64-bit words")
+    return [hash_ for (hash_,) in iter_unpack("<Q", buffer)]
+
+
+def _check(rank: int, tier: int) -> None:
+    if not 0 <= rank < MAX_RANKS:
+        raise ValueError(f"rank {rank} is outside 0..{MAX_RANKS - 1}")
+    if not 0 <= tier < TIERS:
+        raise ValueError(f"tier {tier} is outside 0..{TIERS - 1}")

@@ -1,0 +1,37 @@
+"""A small HTTP endpoint for services that have no API of their own: /metrics, /health, /live."""
+
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+
+def render_metrics(_: web.Request) -> web.Response:
+    """This process's metrics in the Prometheus text format."""
+    return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def serve_metrics(port: int, ready: Callable[[], bool]) -> web.AppRunner | None:
+    """Listen on all addresses at `port`, unless it is 0; `/health` is 503 until `ready()`."""
+    if not port:
+        return None
+
+    async def metrics(request: web.Request) -> web.Response:
+        return render_metrics(request)
+
+    async def health(_: web.Request) -> web.Response:
+        ok = ready()
+        return web.json_response({"status": "ok" if ok else "starting"}, status=200 if ok else 503)
+
+    async def live(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    app = web.Application()
+    app.add_routes(
+        [web.get("/metrics", metrics), web.get("/health", health), web.get("/live", live)]
+    )
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, port=port).start()
+    return runner

@@ -1,0 +1,55 @@
+"""Log lines of a service: text for people, JSON for collectors, always to standard error."""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from kvmesh.settings.schema import Log
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:00.123 W router  message`."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        return f"{clock}.{record.msecs:03.0f} {record.levelname[0]} {self._service}  {text}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (Unix seconds), level, service, logger, message."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure(options: Log, service: str) -> None:
+    """Send this process's log to standard error in the configured form."""
+    handler = logging.StreamHandler(sys.stderr)
+    form = JsonFormatter if options.format == "json" else TextFormatter
+    handler.setFormatter(form(service))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(options.level.upper())
+    logging.getLogger("nats").setLevel(logging.CRITICAL)

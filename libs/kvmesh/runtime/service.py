@@ -1,0 +1,153 @@
+"""The life of one service process: connect, hold a lease, run until told to stop, leave."""
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from importlib.metadata import version
+from typing import Any
+
+import uvloop
+from nats.errors import Error as NatsError
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.errors import BusUnavailable
+from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.runtime import logs
+from kvmesh.settings.schema import Nats as NatsSettings
+from kvmesh.settings.schema import Settings, Streams
+
+log = logging.getLogger(__name__)
+DEFAULT_URL = "nats://127.0.0.1:4222"
+VERSION = version("kvmesh")
+
+
+class StartError(Exception):
+    """A service cannot start; the message says why and what to do, without a traceback.
+
+    With `hopeless`, starting it again the same way does not help.
+    """
+
+    def __init__(self, message: str, hopeless: bool = False) -> None:
+        super().__init__(message)
+        self.hopeless = hopeless
+
+
+class Service:
+    """What a service's main coroutine gets: the bus, the settings, its identity and its tasks."""
+
+    def __init__(self, bus: Bus, settings: Settings, name: str) -> None:
+        self.bus = bus
+        self.settings = settings
+        self.limits = stream_limits(settings.streams)
+        self.name = name
+        self.instance = f"{name}-{secrets.token_hex(4)}"
+        self.stopping = asyncio.Event()
+        self.failed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run a task for the life of the service; if it fails, the service stops with status 1."""
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        log.error("task %s failed; stopping", task.get_name(), exc_info=task.exception())
+        self.failed = True
+        self.stopping.set()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=2)
+        await self.bus.close()
+
+
+Main = Callable[[Service], Awaitable[None]]
+
+
+def run_service(role: str, name: str, settings: Settings, main: Main) -> int:
+    """Run `main` as a process until SIGTERM or SIGINT; returns the exit status.
+
+    As with a wrong command line, that is 2 if starting it again does not help.
+    """
+    name = name or f"{role}-{os.uname().nodename}-{os.getpid()}"
+    logs.configure(settings.log, name)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    try:
+        return uvloop.run(_run(name, settings, main))
+    except StartError as error:
+        log.error("%s", error)
+        return 2 if error.hopeless else 1
+    except BusUnavailable as error:
+        log.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _run(name: str, settings: Settings, main: Main) -> int:
+    bus = await Bus.connect(bus_options(settings.nats), name)
+    service = Service(bus, settings, name)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, service)
+    try:
+        await _prepare(service)
+        await main(service)
+    finally:
+        await service.close()
+    return 1 if service.failed else 0
+
+
+async def _prepare(service: Service) -> None:
+    try:
+        await ensure_streams(service.bus, service.limits)
+    except (NatsError, TimeoutError) as error:
+        raise BusUnavailable(service.bus.options.url, error) from error
+
+
+def _on_signal(service: Service) -> None:
+    if service.stopping.is_set():
+        log.warning("stopped at once by a second signal")
+        sys.stderr.flush()
+        os._exit(130)
+    service.stopping.set()
+
+
+def bus_options(nats: NatsSettings) -> BusOptions:
+    """The bus options that the settings ask for."""
+    return BusOptions(
+        url=nats.url or DEFAULT_URL,
+        namespace=nats.namespace,
+        user=nats.user,
+        password=nats.password,
+        token=nats.token,
+        credentials=nats.credentials,
+        replicas=nats.replicas,
+    )
+
+
+def stream_limits(streams: Streams) -> StreamLimits:
+    """The stream limits that the settings ask for."""
+    return StreamLimits(
+        kv_bytes=streams.kv_bytes,
+        kv_age_s=streams.kv_age_s,
+        route_bytes=streams.route_bytes,
+        route_age_s=streams.route_age_s,
+        seq_bytes=streams.seq_bytes,
+        seq_age_s=streams.seq_age_s,
+        lease_s=streams.lease_s,
+    )

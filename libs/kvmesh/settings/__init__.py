@@ -1,0 +1,16 @@
+"""Typed settings: one schema for the TOML file, the environment and the command line."""
+
+from kvmesh.settings.load import CONFIG, Flag, Option, Place, SettingsError, load, options, to_env
+from kvmesh.settings.schema import Settings
+
+__all__ = [
+    "CONFIG",
+    "Flag",
+    "Option",
+    "Place",
+    "Settings",
+    "SettingsError",
+    "load",
+    "options",
+    "to_env",
+]

@@ -1,0 +1,186 @@
+"""Settings from defaults, a TOML file, the environment and the command line, later ones winning."""
+
+import difflib
+import logging
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+
+from kvmesh.settings.schema import Section, Settings
+
+log = logging.getLogger(__name__)
+PREFIX = "KVMESH_"
+CONFIG = "KVMESH_CONFIG"
+WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+Place: TypeAlias = tuple[str, str]
+
+
+class SettingsError(Exception):
+    """A bad key or value; `where` names it as the user wrote it."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.where = where
+        self.reason = reason
+
+
+class Flag(NamedTuple):
+    """A command-line flag as it was given: its name with the dashes, and its text."""
+
+    name: str
+    text: str
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One setting: its section and key, resolved type, default and description."""
+
+    section: str
+    key: str
+    hint: Any
+    default: Any
+    description: str
+
+    @property
+    def env(self) -> str:
+        return f"{PREFIX}{self.section}_{self.key}".upper()
+
+    @property
+    def type(self) -> Any:
+        """The type without its annotations and without None."""
+        return _base(self.hint)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that a closed set allows; empty for other types."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+
+def options() -> Iterator[Option]:
+    """Every option of the schema, section by section."""
+    for section in msgspec.structs.fields(Settings):
+        cls: type[Section] = section.type
+        hints = get_type_hints(cls, include_extras=True)
+        for field in msgspec.structs.fields(cls):
+            hint = hints[field.name]
+            default = field.default
+            if default is msgspec.NODEFAULT:
+                default = field.default_factory()
+            yield Option(section.name, field.name, hint, default, _description(hint))
+
+
+def _description(hint: Any) -> str:
+    metas = [m for m in get_args(hint)[1:] if isinstance(m, msgspec.Meta)]
+    return next((m.description for m in reversed(metas) if m.description), "")
+
+
+def _base(hint: Any) -> Any:
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (Union, UnionType):
+        return next(_base(arg) for arg in get_args(hint) if arg is not type(None))
+    return hint
+
+
+def load(file: Path | None, env: Mapping[str, str], flags: Mapping[Place, Flag]) -> Settings:
+    """Resolve every option; without `file`, the one that KVMESH_CONFIG in `env` names is read.
+
+    Raises SettingsError naming the file and key, the variable, or the flag at fault.
+    """
+    file = file or (Path(env[CONFIG]) if env.get(CONFIG) else None)
+    known = {(option.section, option.key): option for option in options()}
+    tree: dict[str, dict[str, Any]] = {section: {} for section, _ in known}
+    for (section, key), value in _read(file, known):
+        tree[section][key] = value
+    _warn_unknown(env, [option.env for option in known.values()])
+    for place, option in known.items():
+        if option.env in env:
+            tree[place[0]][place[1]] = _parse(option, env[option.env], option.env)
+        if place in flags:
+            tree[place[0]][place[1]] = _parse(known[place], flags[place].text, flags[place].name)
+    return msgspec.convert(tree, Settings, dec_hook=_path)
+
+
+def to_env(settings: Settings) -> dict[str, str]:
+    """The environment that makes another process load the same settings; defaults are left out."""
+    env: dict[str, str] = {}
+    for option in options():
+        value = getattr(getattr(settings, option.section), option.key)
+        if value == option.default or value is None:
+            continue
+        env[option.env] = ",".join(str(v) for v in value) if isinstance(value, list) else str(value)
+    return env
+
+
+def _read(file: Path | None, known: Mapping[Place, Option]) -> Iterator[tuple[Place, object]]:
+    if file is None:
+        return
+    try:
+        tree = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise SettingsError(str(file), error.strerror or str(error)) from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(str(file), str(error)) from error
+    sections = {section for section, _ in known}
+    for section, content in tree.items():
+        if section not in sections:
+            raise SettingsError(str(file), f"unknown section [{section}]{_hint(section, sections)}")
+        if not isinstance(content, dict):
+            raise SettingsError(str(file), f"{section}: expected a table, [{section}]")
+        for key, value in content.items():
+            option = known.get((section, key))
+            if option is None:
+                near = _hint(key, [k for s, k in known if s == section])
+                raise SettingsError(str(file), f"unknown key {section}.{key}{near}")
+            where = f"{file}: {section}.{key}"
+            yield (section, key), _convert(option, value, value, where, strict=True)
+
+
+def _parse(option: Option, text: str, where: str) -> object:
+    if not text and option.default is None:
+        return None
+    raw: object = text
+    if get_origin(option.type) is list:
+        raw = [part.strip() for part in text.split(",") if part.strip()]
+    elif option.type is bool:
+        raw = WORDS.get(text.lower(), text)
+    return _convert(option, raw, text, where, strict=False)
+
+
+def _convert(option: Option, raw: object, given: object, where: str, strict: bool) -> object:
+    try:
+        return msgspec.convert(raw, option.hint, strict=strict, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        reason = f"must be one of {', '.join(option.choices)}" if option.choices else str(error)
+        raise SettingsError(where, f"{reason[:1].lower()}{reason[1:]} (got {given!r})") from error
+
+
+def _path(cls: type, value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise TypeError(f"expected a path, got `{type(value).__name__}`")
+    return Path(value)
+
+
+def _warn_unknown(env: Mapping[str, str], known: list[str]) -> None:
+    sections = tuple(f"{PREFIX}{s.name}_".upper() for s in msgspec.structs.fields(Settings))
+    for name in env:
+        if name.startswith(sections) and name not in known:
+            log.warning("ignored unknown environment variable %s%s", name, _hint(name, known))
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""

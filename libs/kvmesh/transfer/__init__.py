@@ -1,0 +1,7 @@
+"""Block bytes from one process's memory into another's, over NIXL or TCP."""
+
+from kvmesh.transfer.errors import TransferError
+from kvmesh.transfer.grants import Grant, Region
+from kvmesh.transfer.transport import Transport
+
+__all__ = ["Grant", "Region", "TransferError", "Transport"]

@@ -1,0 +1,128 @@
+"""One connection between a reader and an owner: small messages, and bytes without copies.
+
+A read is: `Want`, `Answer`; the bytes, if they come this way; `Got`, `Answer`. The second answer
+says whether the grant has been good all the time, which the reader of memory that is not copied by
+its owner cannot know otherwise.
+"""
+
+import asyncio
+import socket
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.transfer.errors import Code
+
+MOST_MESSAGE = 4 << 20
+_LENGTH = 4
+_encode = msgspec.msgpack.Encoder().encode
+M = TypeVar("M")
+
+
+class Descriptor(Struct, frozen=True, array_like=True):
+    """Where a grant is, as its reader needs it."""
+
+    host: str
+    port: int
+    token: bytes
+    nixl: bool
+
+
+class Want(Struct, frozen=True, array_like=True):
+    """These ranges (packed offsets and lengths) of a grant; `direct`: read without its owner."""
+
+    token: bytes
+    ranges: bytes
+    direct: bool = False
+
+
+class Got(Struct, frozen=True, array_like=True):
+    """The bytes are there; is all well? `final` gives the grant back."""
+
+    final: bool
+
+
+class Answer(Struct, frozen=True, array_like=True):
+    """No, with a `code`, or yes; then `agent` knows the region at `base` by `metadata`."""
+
+    code: Code | None = None
+    detail: str = ""
+    agent: str = ""
+    base: int = 0
+    metadata: bytes = b""
+
+
+class Closed(Exception):
+    """The other side has closed the connection, or says what cannot be understood."""
+
+
+class Channel:
+    """A non-blocking socket on this event loop."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def connect(cls, host: str, port: int) -> "Channel":
+        """Raises OSError if nobody listens there."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+            return cls(sock)
+        except BaseException:
+            sock.close()
+            raise
+
+    async def send(self, message: Struct) -> None:
+        body = _encode(message)
+        await self.send_bytes(memoryview(len(body).to_bytes(_LENGTH, "big") + body))
+
+    async def receive(self, kind: type[M]) -> M:
+        size = int.from_bytes(await self._exactly(_LENGTH), "big")
+        if size > MOST_MESSAGE:
+            raise Closed(f"a message of {size} bytes")
+        try:
+            return msgspec.msgpack.decode(await self._exactly(size), type=kind)
+        except msgspec.MsgspecError as error:
+            raise Closed(str(error)) from error
+
+    async def send_bytes(self, data: memoryview) -> None:
+        try:
+            await self._loop.sock_sendall(self._sock, data)
+        except OSError as error:
+            raise Closed(error.strerror or str(error)) from error
+
+    async def receive_into(self, place: memoryview) -> None:
+        """Fill `place`."""
+        done = 0
+        while done < len(place):
+            try:
+                count = await self._loop.sock_recv_into(self._sock, place[done:])
+            except OSError as error:
+                raise Closed(error.strerror or str(error)) from error
+            if not count:
+                raise Closed("the connection ended")
+            done += count
+
+    def cut(self) -> None:
+        """Not one more byte leaves or comes, also of what is being sent."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it is closed already
+            return
+
+    def close(self) -> None:
+        self._sock.close()
+
+    async def _exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        await self.receive_into(memoryview(data))
+        return data

@@ -1,0 +1,147 @@
+"""Memory that others may read, and for how long.
+
+A grant names ranges of a region. It ends when its reader gives it back, when it is revoked, or by
+its deadline; from then on no byte of them leaves, and what has left is taken for good by nobody
+who has not yet been told so.
+"""
+
+import asyncio
+import ctypes
+import secrets
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from kvmesh.transfer.channel import Channel
+from kvmesh.transfer.ranges import Allowed, Range, check_range
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+TOKEN_BYTES = 16
+Ending: TypeAlias = Literal["read", "revoked", "expired"]
+
+
+class Grant:
+    """Leave to read some ranges; `descriptor` tells another process where, and the token.
+
+    `on_end` is called once, when the memory is its owner's alone again.
+    """
+
+    def __init__(
+        self,
+        region: "Region",
+        allowed: Allowed,
+        descriptor: bytes,
+        forget: Callable[[], None],
+        on_end: Callable[[Ending], None] | None,
+    ) -> None:
+        self.region = region
+        self.allowed = allowed
+        self.descriptor = descriptor
+        self.readers: set[Channel] = set()
+        self.ended: Ending | None = None
+        self.deadline = 0.0
+        self._forget = forget
+        self._on_end = on_end
+        self._timer: asyncio.TimerHandle | None = None
+
+    def expire_in(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.deadline = loop.time() + seconds
+        self._timer = loop.call_at(self.deadline, self.end, "expired")
+
+    def revoke(self) -> None:
+        """Take it back now; does nothing if it has ended."""
+        self.end("revoked")
+
+    def end(self, ending: Ending) -> None:
+        if self.ended is not None:
+            return
+        self.ended = ending
+        if self._timer is not None:
+            self._timer.cancel()
+        self._forget()
+        for reader in self.readers:
+            reader.cut()
+        if self._on_end is not None:
+            self._on_end(ending)
+
+
+class Grants:
+    """The grants of a process, by their tokens."""
+
+    def __init__(self, describe: Callable[[bytes], bytes]) -> None:
+        self._describe = describe
+        self._by_token: dict[bytes, Grant] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def find(self, token: bytes) -> Grant | None:
+        return self._by_token.get(token)
+
+    def add(
+        self, region: "Region", allowed: Allowed, on_end: Callable[[Ending], None] | None
+    ) -> Grant:
+        token = secrets.token_bytes(TOKEN_BYTES)
+
+        def forget() -> None:
+            del self._by_token[token]
+
+        grant = Grant(region, allowed, self._describe(token), forget, on_end)
+        self._by_token[token] = grant
+        return grant
+
+    def revoke_all(self, region: "Region") -> None:
+        for grant in [g for g in self._by_token.values() if g.region is region]:
+            grant.revoke()
+
+
+class Region:
+    """Memory that can be read from and into; its address stays the same until it is closed.
+
+    `metadata` is what a direct reader has to know of it, if there can be one.
+    """
+
+    def __init__(
+        self, memory: "WriteableBuffer", grants: Grants, on_close: Callable[["Region"], None]
+    ) -> None:
+        self.view = memoryview(memory).cast("B")
+        if self.view.readonly or not len(self.view):
+            raise ValueError("a region needs writable memory")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        self.metadata = b""
+        self._grants = grants
+        self._on_close: Callable[[Region], None] | None = on_close
+
+    def grant(
+        self,
+        ranges: Iterable[tuple[int, int]],
+        seconds: float,
+        on_end: Callable[[Ending], None] | None = None,
+    ) -> Grant:
+        """Let whoever has the descriptor read these (offset, length) for that many seconds.
+
+        Raises ValueError for what is not in the region.
+        """
+        allowed = Allowed((Range(*pair) for pair in ranges), len(self.view))
+        grant = self._grants.add(self, allowed, on_end)
+        grant.expire_in(seconds)
+        return grant
+
+    def part(self, offset: int, length: int) -> memoryview:
+        """Some of the memory; raises ValueError for what is not in it."""
+        check_range(offset, length, len(self.view))
+        return self.view[offset : offset + length]
+
+    def wipe(self, offset: int, length: int) -> None:
+        """Fill with zeros."""
+        ctypes.memset(self.address + offset, 0, length)
+
+    def close(self) -> None:
+        """Revoke all grants and let go of the memory. Reads into it must have ended."""
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            self._grants.revoke_all(self)
+            on_close(self)
+            self.view.release()

@@ -1,0 +1,120 @@
+"""The owner's side: who may read what, and the bytes for those who cannot reach them directly."""
+
+import asyncio
+import logging
+import socket
+
+from kvmesh.transfer.channel import Answer, Channel, Closed, Got, Want
+from kvmesh.transfer.grants import Grant, Grants
+from kvmesh.transfer.ranges import Range, unpack
+
+log = logging.getLogger(__name__)
+WORD_S = 10.0
+STALL_S = 30.0
+GOOD = Answer()
+REVOKED = Answer("revoked", "there is no such grant, or no more")
+BUSY = Answer("busy", "too many readers")
+
+
+class Server:
+    """Serves up to `most` readers at once. `agent` names what direct readers read from."""
+
+    def __init__(self, grants: Grants, most: int, agent: str) -> None:
+        self._grants = grants
+        self._most = most
+        self._agent = agent
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving = 0
+        self._loop = asyncio.get_running_loop()
+
+    async def open(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises OSError."""
+        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        self._listener = socket.create_server(address[:2], family=family, backlog=self._most)
+        self._listener.setblocking(False)
+        self._start(self._accept(self._listener))
+        own: int = self._listener.getsockname()[1]
+        return own
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = await self._loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("cannot take a reader of KV blocks: %s", error)
+                await asyncio.sleep(1.0)
+                continue
+            self._start(self._serve(Channel(sock)))
+
+    def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
+        task = self._loop.create_task(work, name="block reader")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, channel: Channel) -> None:
+        self._serving += 1
+        try:
+            await self._talk(channel)
+        except (Closed, TimeoutError) as error:
+            log.debug("a reader of KV blocks has gone: %s", error or "too slow")
+        finally:
+            self._serving -= 1
+            channel.close()
+
+    async def _talk(self, channel: Channel) -> None:
+        async with asyncio.timeout(WORD_S):
+            want = await channel.receive(Want)
+            grant, ranges, answer = self._check(want)
+            await channel.send(answer)
+        if grant is None:
+            return
+        if not want.direct:
+            await self._send(channel, grant, ranges)
+        async with asyncio.timeout_at(grant.deadline + WORD_S):
+            got = await channel.receive(Got)
+        good = grant.ended is None
+        if good and got.final:
+            grant.end("read")
+        await channel.send(GOOD if good else REVOKED)
+
+    def _check(self, want: Want) -> tuple[Grant | None, list[Range], Answer]:
+        if self._serving > self._most:
+            return None, [], BUSY
+        grant = self._grants.find(want.token)
+        if grant is None:
+            return None, [], REVOKED
+        try:
+            ranges = unpack(want.ranges)
+        except ValueError as error:
+            return None, [], Answer("refused", str(error))
+        refused = grant.allowed.refused(ranges)
+        if refused is not None:
+            reason = f"{refused.length} bytes at {refused.offset} were not granted"
+            return None, [], Answer("refused", reason)
+        if not want.direct:
+            return grant, ranges, GOOD
+        region = grant.region
+        known = Answer(agent=self._agent, base=region.address, metadata=region.metadata)
+        return grant, ranges, known
+
+    async def _send(self, channel: Channel, grant: Grant, ranges: list[Range]) -> None:
+        """The bytes; once the grant ends, its channel is cut in the middle of them."""
+        grant.readers.add(channel)
+        try:
+            for offset, length in ranges:
+                if grant.ended is not None:
+                    raise Closed("the grant has ended")
+                async with asyncio.timeout(STALL_S):
+                    await channel.send_bytes(grant.region.view[offset : offset + length])
+        finally:
+            grant.readers.discard(channel)

@@ -1,0 +1,188 @@
+"""Block bytes from one process's memory into another's."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvmesh.settings.schema import Transfer
+from kvmesh.transfer.channel import Answer, Channel, Closed, Descriptor, Got, Want
+from kvmesh.transfer.errors import TransferError
+from kvmesh.transfer.grants import Grants, Region
+from kvmesh.transfer.nixl import NixlAgent
+from kvmesh.transfer.ranges import Piece, merged, pack
+from kvmesh.transfer.server import Server
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+log = logging.getLogger(__name__)
+WILDCARDS = ("0.0.0.0", "::")
+MOST_READS = 8
+Way: TypeAlias = Literal["nixl", "tcp"]
+
+
+class Transport:
+    """Lends regions of memory to other processes and reads from theirs.
+
+    Every process answers over TCP who may read what. The bytes go directly from memory to memory
+    where both sides have NIXL, else over the same connection. A direct reader is trusted to keep
+    to what was granted to it; over TCP nothing else leaves.
+    """
+
+    def __init__(self, options: Transfer, agent: NixlAgent | None) -> None:
+        self._options = options
+        self._agent = agent
+        self._grants = Grants(self._describe)
+        self._server = Server(self._grants, options.readers, agent.name if agent else "")
+        self._regions: set[Region] = set()
+        self._reading = asyncio.Semaphore(MOST_READS)
+        self._port = 0
+
+    @classmethod
+    async def open(cls, options: Transfer) -> "Transport":
+        """Listen. Raises TransferError if that, or the transport asked for, is not possible."""
+        if options.host in WILDCARDS and not options.advertise:
+            reason = "others need an address: set transfer.advertise"
+            raise TransferError("unavailable", options.host, reason)
+        transport = cls(options, await asyncio.to_thread(_agent, options.via))
+        try:
+            transport._port = await transport._server.open(options.host, options.port)
+        except OSError as error:
+            peer = f"{options.host}:{options.port}"
+            raise TransferError("unavailable", peer, f"cannot listen: {error.strerror}") from error
+        return transport
+
+    @property
+    def direct(self) -> bool:
+        """Whether memory is read through NIXL where the other side has it too."""
+        return self._agent is not None
+
+    def register(self, memory: "WriteableBuffer") -> Region:
+        """Memory to be lent or to be read into; it must stay until the region is closed."""
+        region = Region(memory, self._grants, self._release)
+        if self._agent is not None:
+            self._agent.register(region)
+        self._regions.add(region)
+        return region
+
+    async def read(
+        self,
+        descriptor: bytes,
+        into: Region,
+        pieces: Iterable[tuple[int, int, int]],
+        timeout: float,
+        final: bool = True,
+    ) -> Way:
+        """Copy (remote offset, local offset, length) pieces of what a grant allows.
+
+        `final` gives the grant back. Returns the way the bytes have taken. Raises TransferError,
+        and ValueError for a place outside of `into`.
+        """
+        wanted = merged(Piece(*piece) for piece in pieces)
+        for piece in wanted:
+            into.part(piece.local, piece.length)
+        job = _Job(_decoded(descriptor), into, wanted, final)
+        try:
+            async with asyncio.timeout(timeout), self._reading:
+                return await self._read(job)
+        except Closed as error:
+            raise TransferError("lost", job.peer, str(error)) from error
+        except TimeoutError as error:
+            raise TransferError("timeout", job.peer, f"not done in {timeout:g} s") from error
+
+    async def close(self) -> None:
+        """Revoke every grant, stop listening, let go of all memory."""
+        await self._server.close()
+        for region in list(self._regions):
+            region.close()
+
+    async def _read(self, job: "_Job") -> Way:
+        agent = self._agent if job.owner.nixl else None
+        if agent is None and self._options.via == "nixl":
+            raise TransferError("unavailable", job.peer, "it does not offer NIXL")
+        try:
+            return await _fetch(agent, job)
+        except TransferError as error:
+            if agent is None or error.code != "failed" or self._options.via == "nixl":
+                raise
+            log.warning("%s; trying TCP", error)
+            return await _fetch(None, job)
+
+    def _describe(self, token: bytes) -> bytes:
+        host = self._options.advertise or self._options.host
+        return msgspec.msgpack.encode(Descriptor(host, self._port, token, self.direct))
+
+    def _release(self, region: Region) -> None:
+        self._regions.discard(region)
+        if self._agent is not None:
+            self._agent.deregister(region)
+
+
+class _Job(NamedTuple):
+    """What is to be read from whom."""
+
+    owner: Descriptor
+    into: Region
+    pieces: list[Piece]
+    final: bool
+
+    @property
+    def peer(self) -> str:
+        return f"{self.owner.host}:{self.owner.port}"
+
+
+async def _fetch(agent: NixlAgent | None, job: _Job) -> Way:
+    channel = await _connect(job)
+    try:
+        await channel.send(Want(job.owner.token, pack(job.pieces), direct=agent is not None))
+        answer = _checked(job, await channel.receive(Answer))
+        if agent is not None:
+            await agent.read(job.peer, answer, job.into, job.pieces)
+        else:
+            for piece in job.pieces:
+                await channel.receive_into(job.into.part(piece.local, piece.length))
+        await channel.send(Got(job.final))
+        verdict = await channel.receive(Answer)
+        if verdict.code:
+            for piece in job.pieces:
+                job.into.wipe(piece.local, piece.length)
+        _checked(job, verdict)
+    finally:
+        channel.close()
+    return "tcp" if agent is None else "nixl"
+
+
+async def _connect(job: _Job) -> Channel:
+    try:
+        return await Channel.connect(job.owner.host, job.owner.port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TransferError("unreachable", job.peer, reason) from error
+
+
+def _agent(via: str) -> NixlAgent | None:
+    if via == "tcp":
+        return None
+    try:
+        return NixlAgent()
+    except TransferError as error:
+        if via == "nixl":
+            raise
+        log.info("KV blocks move over TCP: %s", error)
+        return None
+
+
+def _decoded(descriptor: bytes) -> Descriptor:
+    try:
+        return msgspec.msgpack.decode(descriptor, type=Descriptor)
+    except msgspec.MsgspecError as error:
+        raise TransferError("refused", "", f"not a descriptor of a grant: {error}") from error
+
+
+def _checked(job: _Job, answer: Answer) -> Answer:
+    if answer.code:
+        raise TransferError(answer.code, job.peer, answer.detail)
+    return answer

@@ -1,0 +1,186 @@
+// The prefix index: which rank holds which block, and how long a prefix of a prompt it holds.
+//
+// Blocks form a tree: a node for each sequence hash, keyed by it in one of the shards, with a link
+// to its parent (or to its namespace's root) and to its only child (or to a fork record).
+// A rank has a map from engine hash to node for each tier.
+//
+// Let m(r, b) be the lowest tier in which rank r holds block b, 4 if it holds it nowhere, and call
+// r *sound* when m(r, parent of b) <= m(r, b) for each b that it holds; roots are held by all.
+// Invariants
+//   I1  The sequence hash of a block fixes its parent, so m(r, .) along a prompt reads one node for
+//       each position, and for a sound r it never falls from one position to the next.
+//   I2  Hence equal m at two positions means equal m between them. `find` reads the first and the
+//       last position and bisects only where m differs: a prompt that matches whole costs two
+//       reads whatever its length, and one that stops matching costs O(log length) more.
+//   I3  breaks(r)[t] counts the blocks that r holds in tiers 0..t whose parent it does not hold in
+//       tiers 0..t. r is sound when all four are 0; else its bit in `broken` is set, and `find`
+//       walks its prefix position by position. The bit is set before the change that breaks a link
+//       becomes visible, and cleared after the change that mends it.
+//   I4  The ranks of a node change only under its shard's lock and its parent's shard's lock, and
+//       so does the link between the two. A batch takes all the locks it needs beforehand, in the
+//       order of the shards. A rank's maps and counts change under the rank's mutex, which
+//       comes before any shard's lock.
+//   I5  A fork record counts, for each rank and tier, the children that the rank holds with that
+//       lowest tier; with one child, the child's own set tells the same. So the number of links
+//       that a removal breaks is known without visiting children.
+//   I6  A node lives while a rank holds it or it has children. Nodes without holders (a removed
+//       middle block, or the unseen block before an attached segment) count for nothing in `find`.
+//   I7  Readers take no lock and write nothing shared but their epoch pin. For a rank that does not
+//       change during the call the answer is exact; for one that does, each position is read
+//       either before or after the change.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "epoch.hpp"
+#include "flat_map.hpp"
+#include "hashes.hpp"
+#include "node_table.hpp"
+
+namespace kvmesh {
+
+inline constexpr uint32_t MAX_RANKS = 1 << 20;
+
+// One rank's answer: how many leading blocks each tier adds beyond the tiers before it.
+struct Match {
+  uint32_t rank;
+  std::array<uint32_t, TIERS> added;
+};
+static_assert(sizeof(Match) == 20);
+
+// Blocks that one rank holds in one tier, each the parent of the next.
+struct Chain {
+  uint32_t tier;
+  bool root;          // `previous` is a salt; else it is the sequence hash of the block before
+  uint64_t previous;
+  std::vector<uint64_t> engine, local;
+};
+
+struct Stats {
+  size_t blocks = 0, entries = 0, bytes = 0;
+};
+
+class Index {
+ public:
+  Index();
+  Index(const Index&) = delete;
+  Index& operator=(const Index&) = delete;
+  ~Index();
+
+  bool store(uint32_t rank, uint32_t tier, std::optional<uint64_t> parent, Hashes engine,
+             Hashes local, uint64_t salt);
+  void attach(uint32_t rank, uint32_t tier, uint64_t previous, Hashes engine, Hashes local);
+  size_t remove(uint32_t rank, uint32_t tier, Hashes engine);
+  size_t clear(uint32_t rank, std::optional<uint32_t> tier);
+
+  // Appends the matches of one prompt to `out`.
+  void find(Hashes sequence, std::vector<Match>& out) const;
+  // Appends the matches of many; ends[i] is the size of `out` after prompt i.
+  void find_batch(const std::vector<Hashes>& prompts, std::vector<Match>& out,
+                  std::vector<size_t>& ends) const;
+
+  std::vector<Chain> dump(uint32_t rank) const;
+  std::vector<Match> ranks() const;
+  Stats stats() const;
+
+ private:
+  struct Rank {
+    Rank(uint32_t number, NodeSpace& nodes) : number(number), arena(nodes) {}
+
+    mutable std::mutex mutex;
+    const uint32_t number;
+    NodeSpace::Arena arena;
+    FlatMap names[TIERS];  // engine hash -> node
+    FlatMap again;         // node * 4 + tier -> further engine hashes that name the same block
+    std::array<uint32_t, TIERS> breaks{};  // by highest tier that counts
+    bool broken = false;                   // whether any of these is not 0
+  };
+  struct RankChunk {
+    static constexpr uint32_t SIZE = 1024;
+    std::atomic<Rank*> ranks[SIZE]{};
+    std::atomic<bool> broken[SIZE]{};
+  };
+  // Where a chain of new blocks starts: a known node, or the key from which to make one.
+  struct Origin {
+    NodeId node;
+    uint64_t key;
+    RankSet::Word kind;
+  };
+  // What a change of m(rank, block) from `from` to `to` means for the links around the block.
+  struct Move {
+    uint32_t rank, from, to;
+  };
+  class Search;
+  class Restorer;
+
+  Node& node(NodeId id) const { return nodes_[id]; }
+  uint32_t shard_number(NodeId id) const { return Shard::of(node(id).sequence); }
+  Shard& shard_of(uint64_t sequence) const { return *shards_[Shard::of(sequence)]; }
+  Shard& shard(NodeId id) const { return shard_of(node(id).sequence); }
+  RankSet::Word ranks_at(uint64_t sequence) const;
+  void prefetch_slots(Hashes prompt) const;
+  void prefetch_nodes(Hashes prompt) const;
+  bool is_broken(uint32_t rank) const;
+  uint32_t universe() const { return highest_rank_.load(std::memory_order_relaxed); }
+
+  Rank* rank(uint32_t number) const;
+  Rank& obtain_rank(uint32_t number);
+  template <typename F>
+  void for_each_rank(F&& visit) const {
+    for (const auto& slot : chunks_) {
+      const RankChunk* chunk = slot.load(std::memory_order_acquire);
+      if (chunk == nullptr) continue;
+      for (const auto& place : chunk->ranks) {
+        const Rank* rank = place.load(std::memory_order_acquire);
+        if (rank == nullptr) continue;
+        const std::lock_guard guard(rank->mutex);
+        visit(*rank);
+      }
+    }
+  }
+  static NodeId name_of(const Rank& rank, uint32_t tier, uint64_t engine);
+
+  void append(Rank& rank, uint32_t tier, Origin origin, Hashes engine, Hashes local);
+  void append_some(Rank& rank, uint32_t tier, Origin& origin, Hashes engine, Hashes local,
+                   uint64_t epoch);
+  size_t remove_some(Rank& rank, uint32_t tier, Hashes engine, uint64_t epoch);
+  void drop_some(Rank& rank, uint32_t tier, const NodeId* held, size_t count, uint64_t epoch);
+
+  std::pair<NodeId, bool> obtain(Rank& rank, uint64_t key, const Seed& seed, uint64_t epoch);
+  NodeId join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at, uint64_t sequence,
+              uint64_t local, uint64_t epoch);
+  NodeId leave(Rank& rank, uint32_t tier, NodeId id, uint64_t epoch);
+  NodeId retire(Rank& rank, NodeId id, uint64_t epoch);
+  void release(Rank& rank, NodeId id, uint64_t epoch);
+  static bool is_idle(const Node& node);
+  uint32_t lowest_at(NodeId id, uint32_t rank) const;
+
+  void break_links(Rank& rank, Move move, uint32_t parent_at);
+  void break_links_below(Rank& rank, Move move, NodeId id);
+  void mend_links(Rank& rank, Move move, NodeId id);
+  void mend_own_link(Rank& rank, Move move, uint32_t parent_at);
+
+  void link(NodeId parent, NodeId child);
+  void unlink(NodeId parent, NodeId child);
+  void count_child(NodeId parent, Move move);
+  std::array<uint32_t, TIERS> children_of(NodeId id, uint32_t rank) const;
+  void set_breaks(Rank& rank, const std::array<uint32_t, TIERS>& breaks);
+
+  std::vector<Chain> chains(const Rank& rank, uint32_t tier) const;
+
+  mutable Epochs epochs_;
+  NodeSpace nodes_;
+  std::array<std::unique_ptr<Shard>, Shard::COUNT> shards_;
+  std::array<std::atomic<RankChunk*>, MAX_RANKS / RankChunk::SIZE> chunks_{};
+  std::atomic<uint32_t> highest_rank_{0};
+  std::atomic<uint32_t> broken_{0};      // how many ranks are broken
+  std::atomic<uint32_t> tiers_used_{0};  // a mask of the tiers that ever held a block
+};
+
+}  // namespace kvmesh

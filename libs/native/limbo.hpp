@@ -1,0 +1,50 @@
+// Memory that readers may still see: allocated by a writer, freed once no pin can reach it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <new>
+
+#include "epoch.hpp"
+
+namespace kvmesh {
+
+// Used by one writer at a time (under its shard's lock).
+class Limbo {
+ public:
+  explicit Limbo(const Epochs& epochs) : epochs_(epochs) {}
+  Limbo(const Limbo&) = delete;
+  Limbo& operator=(const Limbo&) = delete;
+  ~Limbo() {
+    for (const Retired& retired : retired_) ::operator delete(retired.memory);
+  }
+
+  void* allocate(size_t bytes) {
+    bytes_ += bytes;
+    return ::operator new(bytes);
+  }
+
+  void retire(void* memory, size_t bytes, uint64_t epoch) {
+    retired_.push_back({memory, bytes, epoch});
+    while (epochs_.reusable(retired_.front().epoch)) {
+      bytes_ -= retired_.front().bytes;
+      ::operator delete(retired_.front().memory);
+      retired_.pop_front();
+    }
+  }
+
+  size_t bytes() const { return bytes_; }
+
+ private:
+  struct Retired {
+    void* memory;
+    size_t bytes;
+    uint64_t epoch;
+  };
+  const Epochs& epochs_;
+  std::deque<Retired> retired_;
+  size_t bytes_ = 0;
+};
+
+}  // namespace kvmesh

@@ -1,0 +1,249 @@
+// The Python face of the native core: argument checks, buffers in, bytes out.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include <deque>
+
+#include "index.hpp"
+#include "xxh3.hpp"
+
+namespace nb = nanobind;
+using namespace kvmesh;
+
+namespace {
+
+// A borrowed view of any object with the buffer protocol, for the length of one call.
+class View {
+ public:
+  explicit View(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+  ~View() { PyBuffer_Release(&buffer_); }
+
+  const uint8_t* data() const { return static_cast<const uint8_t*>(buffer_.buf); }
+  size_t size() const { return static_cast<size_t>(buffer_.len); }
+
+ private:
+  Py_buffer buffer_;
+};
+
+nb::bytes uninitialized(size_t size) {
+  PyObject* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+  if (raw == nullptr) throw nb::python_error();
+  return nb::steal<nb::bytes>(raw);
+}
+
+uint8_t* writable(nb::bytes& bytes) {
+  return reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(bytes.ptr()));
+}
+
+void write_hash(uint8_t* words, size_t i, uint64_t hash) {
+  std::memcpy(words + 8 * i, &hash, sizeof hash);
+}
+
+Hashes hashes(const View& view) {
+  if (view.size() % 8 != 0) throw nb::value_error("hashes must be whole 64-bit words");
+  return {view.data(), view.size() / 8};
+}
+
+// Handing the interpreter over costs more than hashing less than this.
+constexpr size_t LONG = 16 << 10;
+
+uint64_t xxh3(nb::handle data, uint64_t seed) {
+  const View view(data);
+  const Xxh3 hash(seed);
+  if (view.size() < LONG) return hash(view.data(), view.size());
+  const nb::gil_scoped_release released;
+  return hash(view.data(), view.size());
+}
+
+std::pair<nb::bytes, nb::bytes> block_hashes(nb::handle tokens, size_t block_size,
+                                             uint64_t previous) {
+  const View view(tokens);
+  if (block_size == 0) throw nb::value_error("block_size must be positive");
+  if (view.size() % 4 != 0) throw nb::value_error("tokens must be whole 32-bit words");
+  const size_t count = view.size() / 4 / block_size;
+  nb::bytes local = uninitialized(8 * count), sequence = uninitialized(8 * count);
+  uint8_t *to_local = writable(local), *to_sequence = writable(sequence);
+  const nb::gil_scoped_release released;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t hash = BLOCK_HASH(view.data() + 4 * block_size * i, 4 * block_size);
+    previous = BLOCK_HASH.pair(previous, hash);
+    write_hash(to_local, i, hash);
+    write_hash(to_sequence, i, previous);
+  }
+  return {local, sequence};
+}
+
+nb::bytes sequence_hashes(nb::handle local, uint64_t previous) {
+  const View view(local);
+  const Hashes locals = hashes(view);
+  nb::bytes sequence = uninitialized(view.size());
+  uint8_t* out = writable(sequence);
+  const nb::gil_scoped_release released;
+  for (size_t i = 0; i < locals.count; ++i) {
+    previous = BLOCK_HASH.pair(previous, locals[i]);
+    write_hash(out, i, previous);
+  }
+  return sequence;
+}
+
+void check_rank(uint64_t rank) {
+  if (rank >= MAX_RANKS) throw nb::value_error("rank is out of range");
+}
+
+void check_tier(uint64_t tier) {
+  if (tier >= TIERS) throw nb::value_error("tier is out of range");
+}
+
+// The arguments of a call that adds blocks, checked.
+struct Blocks {
+  Blocks(uint64_t rank, uint64_t tier, nb::handle engine, nb::handle local)
+      : engine_view(engine), local_view(local) {
+    check_rank(rank);
+    check_tier(tier);
+    if (this->engine().count != this->local().count) {
+      throw nb::value_error("engine and local hashes differ in number");
+    }
+  }
+  Hashes engine() const { return hashes(engine_view); }
+  Hashes local() const { return hashes(local_view); }
+
+  View engine_view, local_view;
+};
+
+bool store(Index& index, uint64_t rank, uint64_t tier, std::optional<uint64_t> parent,
+           nb::handle engine, nb::handle local, uint64_t salt) {
+  const Blocks blocks(rank, tier, engine, local);
+  const nb::gil_scoped_release released;
+  return index.store(rank, tier, parent, blocks.engine(), blocks.local(), salt);
+}
+
+void attach(Index& index, uint64_t rank, uint64_t tier, uint64_t previous, nb::handle engine,
+            nb::handle local) {
+  const Blocks blocks(rank, tier, engine, local);
+  const nb::gil_scoped_release released;
+  index.attach(rank, tier, previous, blocks.engine(), blocks.local());
+}
+
+size_t remove_blocks(Index& index, uint64_t rank, uint64_t tier, nb::handle engine) {
+  check_rank(rank);
+  check_tier(tier);
+  const View view(engine);
+  const Hashes names = hashes(view);
+  const nb::gil_scoped_release released;
+  return index.remove(rank, tier, names);
+}
+
+size_t clear(Index& index, uint64_t rank, std::optional<uint64_t> tier) {
+  check_rank(rank);
+  check_tier(tier.value_or(0));
+  const nb::gil_scoped_release released;
+  return index.clear(rank, tier);
+}
+
+nb::bytes packed(const Match* rows, size_t count) {
+  return nb::bytes(reinterpret_cast<const char*>(rows), count * sizeof(Match));
+}
+
+// Matches of the query in progress; kept to reuse its memory.
+thread_local std::vector<Match> matches;
+thread_local std::vector<size_t> ends;
+
+nb::bytes find(const Index& index, nb::handle sequence) {
+  const View view(sequence);
+  const Hashes prompt = hashes(view);
+  matches.clear();
+  {
+    const nb::gil_scoped_release released;
+    index.find(prompt, matches);
+  }
+  return packed(matches.data(), matches.size());
+}
+
+nb::list find_batch(const Index& index, nb::list sequences) {
+  std::deque<View> views;
+  std::vector<Hashes> prompts;
+  for (nb::handle sequence : sequences) prompts.push_back(hashes(views.emplace_back(sequence)));
+  matches.clear();
+  ends.clear();
+  {
+    const nb::gil_scoped_release released;
+    index.find_batch(prompts, matches, ends);
+  }
+  nb::list found;
+  size_t from = 0;
+  for (const size_t end : ends) {
+    found.append(packed(matches.data() + from, end - from));
+    from = end;
+  }
+  return found;
+}
+
+nb::bytes packed(const std::vector<uint64_t>& values) {
+  return nb::bytes(reinterpret_cast<const char*>(values.data()), 8 * values.size());
+}
+
+nb::object interface(const char* name) {
+  return nb::module_::import_("kvmesh.index.interface").attr(name);
+}
+
+nb::list dump(const Index& index, uint64_t rank) {
+  check_rank(rank);
+  std::vector<Chain> chains;
+  {
+    const nb::gil_scoped_release released;
+    chains = index.dump(rank);
+  }
+  const nb::object segment = interface("Segment");
+  nb::list segments;
+  for (const Chain& chain : chains) {
+    segments.append(segment(chain.tier, chain.root, chain.previous, packed(chain.engine),
+                            packed(chain.local)));
+  }
+  return segments;
+}
+
+nb::bytes ranks(const Index& index) {
+  std::vector<Match> rows;
+  {
+    const nb::gil_scoped_release released;
+    rows = index.ranks();
+  }
+  return packed(rows.data(), rows.size());
+}
+
+nb::object stats(const Index& index) {
+  Stats stats;
+  {
+    const nb::gil_scoped_release released;
+    stats = index.stats();
+  }
+  return interface("IndexStats")(stats.blocks, stats.entries, stats.bytes);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native core of kvmesh: block hashing and the prefix index.";
+  m.def("xxh3", &xxh3, nb::arg("data"), nb::arg("seed") = 0);
+  m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"),
+        nb::arg("previous") = 0);
+  m.def("sequence_hashes", &sequence_hashes, nb::arg("local"), nb::arg("previous") = 0);
+  nb::class_<Index>(m, "NativePrefixIndex")
+      .def(nb::init<>())
+      .def("store", &store, nb::arg("rank"), nb::arg("tier"), nb::arg("parent").none(),
+           nb::arg("engine"), nb::arg("local"), nb::arg("salt") = 0)
+      .def("attach", &attach, nb::arg("rank"), nb::arg("tier"), nb::arg("previous"),
+           nb::arg("engine"), nb::arg("local"))
+      .def("remove", &remove_blocks, nb::arg("rank"), nb::arg("tier"), nb::arg("engine"))
+      .def("clear", &clear, nb::arg("rank"), nb::arg("tier") = nb::none())
+      .def("find", &find, nb::arg("sequence"))
+      .def("find_batch", &find_batch, nb::arg("sequences"))
+      .def("dump", &dump, nb::arg("rank"))
+      .def("ranks", &ranks)
+      .def("stats", &stats);
+}

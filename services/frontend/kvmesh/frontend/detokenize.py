@@ -1,0 +1,140 @@
+"""Token ids back to text, a few at a time, never splitting a character.
+
+Two implementations of `Detokenizer`: a table of bytes for byte-level BPE (what nearly every agent
+model uses), and the tokenizer's own decoder for all others.
+"""
+
+import codecs
+from typing import Any, Protocol
+
+import msgspec
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer(Protocol):
+    """State of one sequence."""
+
+    def feed(self, ids: list[int]) -> str:
+        """The text that `ids` complete; bytes of an unfinished character wait for the next call."""
+        ...
+
+    def finish(self) -> str:
+        """What is left, with U+FFFD for a character that never came."""
+        ...
+
+
+class ByteTable:
+    """The bytes of every token id of a byte-level tokenizer; ids in `hidden` render as nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        table = [b""] * (max(tokenizer.get_vocab().values()) + 1)
+        byte_of = _BYTE_OF_CHAR
+        for text, token_id in tokenizer.get_vocab().items():
+            if token_id in hidden:
+                continue
+            raw = token_id not in added and all(c in byte_of for c in text)
+            table[token_id] = bytes(byte_of[c] for c in text) if raw else text.encode()
+        self.table = table
+
+
+class ByteDetokenizer:
+    """Joins table entries and decodes UTF-8 incrementally."""
+
+    def __init__(self, table: ByteTable) -> None:
+        self._table = table.table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def feed(self, ids: list[int]) -> str:
+        table = self._table
+        try:
+            if len(ids) == 1:
+                return self._decode(table[ids[0]])
+            return self._decode(b"".join([table[i] for i in ids]))
+        except IndexError:
+            return self._decode(b"".join([table[i] for i in ids if i < len(table)]))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class StreamDetokenizer:
+    """The `tokenizers` library's own incremental decoder, for any kind of tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._unshown: list[int] = []
+
+    def feed(self, ids: list[int]) -> str:
+        parts: list[str] = []
+        for token_id in ids:
+            if token_id in self._hidden:
+                continue
+            part = self._stream.step(self._tokenizer, token_id)
+            self._unshown.append(token_id)
+            if part is not None:
+                self._unshown.clear()
+                parts.append(part)
+        return "".join(parts)
+
+    def finish(self) -> str:
+        rest = self._tokenizer.decode(self._unshown, skip_special_tokens=False)
+        return "\ufffd" if "\ufffd" in rest else ""
+
+
+class TokenTexts:
+    """The bytes of single tokens, for log-probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def raw(self, token: int) -> bytes:
+        text = self._tokenizer.id_to_token(token) or ""
+        if token in self._tokenizer.get_added_tokens_decoder():
+            return text.encode()
+        if all(c in _BYTE_OF_CHAR for c in text):
+            return bytes(_BYTE_OF_CHAR[c] for c in text)
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+
+
+class DetokenizerFactory:
+    """Makes detokenizers of one tokenizer; `hidden` ids (end of turn and the like) never show."""
+
+    def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes, hidden: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._table = ByteTable(tokenizer, hidden) if is_byte_level(tokenizer_json) else None
+
+    def create(self) -> Detokenizer:
+        if self._table is not None:
+            return ByteDetokenizer(self._table)
+        return StreamDetokenizer(self._tokenizer, self._hidden)
+
+
+class _TokenizerFile(msgspec.Struct):
+    decoder: dict[str, Any] | None = None
+
+
+def is_byte_level(tokenizer_json: bytes) -> bool:
+    """Whether the tokenizer's decoder is exactly the inverse of GPT-2's byte-to-character map."""
+    decoder = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).decoder or {}
+    if decoder.get("type") == "Sequence":
+        steps = decoder.get("decoders", [])
+        decoder = steps[0] if len(steps) == 1 else {}
+    return decoder.get("type") == "ByteLevel"
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's reversible map: printable bytes stand for themselves, the others for U+0100 on."""
+    keep = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in keep]
+    table = {chr(b): b for b in keep}
+    table.update({chr(0x100 + n): b for n, b in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}

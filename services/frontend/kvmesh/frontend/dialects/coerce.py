@@ -1,0 +1,94 @@
+"""Values that models write as bare text, typed by the schema of their tool."""
+
+import ast
+import json
+from typing import Any, NoReturn
+
+Schema = dict[str, Any]
+
+_OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+
+def property_kinds(schema: Schema, name: str) -> frozenset[str]:
+    """The JSON types that the schema allows for a property; none if it does not say."""
+    properties = schema.get("properties")
+    found = properties.get(name) if isinstance(properties, dict) else None
+    return _kinds(found, schema, 8)
+
+
+def _kinds(node: Any, root: Schema, depth: int) -> frozenset[str]:
+    if not isinstance(node, dict) or depth == 0:
+        return frozenset()
+    if isinstance(node.get("$ref"), str):
+        return _kinds(_resolve(node["$ref"], root), root, depth - 1)
+    named = node.get("type")
+    if isinstance(named, str):
+        return frozenset([named])
+    if isinstance(named, list):
+        return frozenset(kind for kind in named if isinstance(kind, str))
+    values = node.get("enum", [node["const"]] if "const" in node else [])
+    kinds = {_OF_PYTHON.get(type(value), "object") for value in values}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for option in node.get(key) or []:
+            kinds |= _kinds(option, root, depth - 1)
+    return frozenset(kinds)
+
+
+def _resolve(reference: str, root: Schema) -> Any:
+    node: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def coerce(text: str, kinds: frozenset[str]) -> str:
+    """`text` as JSON of one of the `kinds`; as a string if it fits none. Without kinds, guesses."""
+    trimmed = text.strip()
+    if kinds == {"string"}:
+        return _dump(text)
+    for kind in ("null", "boolean", "integer", "number", "array", "object"):
+        if kind in kinds:
+            found = _of_kind(trimmed, kind)
+            if found is not None:
+                return found
+    if "string" in kinds:
+        return _dump(text)
+    value = _literal(trimmed)
+    return _dump(text if value is None and trimmed != "null" else value)
+
+
+def _of_kind(text: str, kind: str) -> str | None:
+    if kind == "null":
+        return "null" if text.lower() in ("null", "none") else None
+    if kind == "boolean":
+        return text.lower() if text.lower() in ("true", "false") else None
+    value = _literal(text)
+    if kind == "integer":
+        whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+        return _dump(int(value)) if whole else None
+    if kind == "number":
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        return _dump(value) if fits else None
+    return _dump(value) if isinstance(value, list if kind == "array" else dict) else None
+
+
+def _literal(text: str) -> Any:
+    """What the text says in JSON, or else in Python's literals; None if in neither."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,64 @@
+"""What a model folder says about its chat template and special tokens."""
+
+import json
+from typing import Any
+
+from kvmesh.frontend.dialects.errors import TemplateError
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+
+
+def sources(files: dict[str, bytes]) -> dict[str, str]:
+    """Template name to source. A `chat_template.jinja` wins over the older places."""
+    if "chat_template.jinja" in files:
+        return {DEFAULT: _text(files, "chat_template.jinja")}
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = _named(read_json(files, name).get("chat_template"))
+        if found:
+            return found
+    return {}
+
+
+def special_tokens(files: dict[str, bytes]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and the like, as text."""
+    merged = read_json(files, "special_tokens_map.json") | read_json(files, "tokenizer_config.json")
+    tokens = {key: _token(value) for key, value in merged.items() if key.endswith("_token")}
+    return {key: text for key, text in tokens.items() if text is not None}
+
+
+def read_json(files: dict[str, bytes], name: str) -> dict[str, Any]:
+    """The object in a file, or an empty one if the folder lacks it."""
+    if name not in files:
+        return {}
+    try:
+        value = json.loads(files[name])
+    except ValueError as error:
+        raise TemplateError(f"{name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TemplateError(f"{name} is not a JSON object")
+    return value
+
+
+def _named(value: Any) -> dict[str, str]:
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    if isinstance(value, dict):
+        return {str(name): str(source) for name, source in value.items()}
+    if isinstance(value, list):
+        entries = [entry for entry in value if isinstance(entry, dict) and "template" in entry]
+        return {str(entry.get("name", DEFAULT)): str(entry["template"]) for entry in entries}
+    return {}
+
+
+def _token(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _text(files: dict[str, bytes], name: str) -> str:
+    try:
+        return files[name].decode()
+    except UnicodeDecodeError as error:
+        raise TemplateError(f"{name} is not UTF-8") from error

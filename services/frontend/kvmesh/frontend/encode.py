@@ -1,0 +1,119 @@
+"""Text to tokens, reusing the tokens of every part of a conversation that was seen before.
+
+A tokenizer splits text at special tokens before anything else, so what stands between two of them
+is tokenized by itself, whatever surrounds it. In a rendered conversation special tokens mark the
+messages: a turn repeats the parts of the turn before it, and only new ones need the tokenizer.
+"""
+
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import pairwise
+
+from tokenizers import AddedToken, Tokenizer
+
+from kvmesh.frontend.pretokenize import NotUnderstood
+from kvmesh.frontend.words import WordEncoder, packed
+
+log = logging.getLogger(__name__)
+ENTRY_BYTES = 300
+_PROBE = "  Hello there,\n\n the 12345 quick  foxes'll jump — naïve 日本 🦀\n\n\n"
+
+
+class SegmentMemo:
+    """Tokens by (tenant, text), least recently used out first; `limit` in bytes bounds it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: OrderedDict[tuple[int, str], bytes] = OrderedDict()
+        self.bytes = 0
+
+    def get(self, tenant: int, text: str) -> bytes | None:
+        key = (tenant, text)
+        tokens = self._held.get(key)
+        if tokens is not None:
+            self._held.move_to_end(key)
+        return tokens
+
+    def put(self, tenant: int, text: str, tokens: bytes) -> None:
+        size = _size(text, tokens)
+        key = (tenant, text)
+        if size > self._limit or key in self._held:
+            return
+        self._held[key] = tokens
+        self.bytes += size
+        while self.bytes > self._limit:
+            (_, old_text), old_tokens = self._held.popitem(last=False)
+            self.bytes -= _size(old_text, old_tokens)
+
+
+def _size(text: str, tokens: bytes) -> int:
+    # characters beyond Latin-1 take two or four bytes each
+    width = 1 if text.isascii() else 4
+    return ENTRY_BYTES + width * len(text) + len(tokens)
+
+
+class TextEncoder:
+    """Splits text at special tokens; `encode_segments` is slow and may run in any thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        markers = [t.content for t in tokenizer.get_added_tokens_decoder().values() if _hard(t)]
+        markers.sort(key=len, reverse=True)
+        self.longest_marker = max(map(len, markers), default=0)
+        pattern = "|".join(re.escape(marker) for marker in markers)
+        self._marker = re.compile(pattern) if markers else None
+        self._words: WordEncoder | None = None
+        if not self._is_faithful(markers):
+            self._marker = None
+        self._words = self._word_encoder()
+        if self._words is not None and not self._is_faithful(markers):
+            log.warning("this tokenizer is not what its file says: its texts are not cut here")
+            self._words = None
+
+    def segments(self, text: str) -> list[str]:
+        """Parts whose tokens, one after the other, are the tokens of the whole."""
+        if self._marker is None:
+            return [text]
+        starts = [match.start() for match in self._marker.finditer(text)]
+        edges = [0, *starts, len(text)]
+        return [text[a:b] for a, b in pairwise(edges) if a < b]
+
+    def encode_segments(self, segments: list[str]) -> list[bytes]:
+        """Packed tokens of each; adds no special tokens."""
+        words = self._words
+        found = [words.encode(segment) if words else None for segment in segments]
+        left = [text for text, tokens in zip(segments, found, strict=True) if tokens is None]
+        if not left:
+            return [tokens for tokens in found if tokens is not None]
+        others = iter(self._by_library(left))
+        return [next(others) if tokens is None else tokens for tokens in found]
+
+    def _by_library(self, segments: list[str]) -> list[bytes]:
+        encodings = self._tokenizer.encode_batch_fast(segments, add_special_tokens=False)
+        return [packed(encoding.ids) for encoding in encodings]
+
+    def encode_text(self, text: str) -> bytes:
+        """Packed tokens of a plain text with what the tokenizer puts around one."""
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0]
+        return packed(encoding.ids)
+
+    def _word_encoder(self) -> WordEncoder | None:
+        try:
+            return WordEncoder(self._tokenizer)
+        except NotUnderstood as reason:
+            log.info("the tokenizers library cuts all texts of this model: %s", reason)
+            return None
+
+    def _is_faithful(self, markers: Iterable[str]) -> bool:
+        """Whether parts really tokenize as in the whole: tried, since no file promises it."""
+        text = _PROBE + "".join(f"{marker}{_PROBE} x {marker}\n" for marker in markers)
+        whole = self._by_library([text])
+        return b"".join(self.encode_segments(self.segments(text))) == b"".join(whole)
+
+
+def _hard(token: AddedToken) -> bool:
+    return bool(token.special) and not (
+        token.normalized or token.lstrip or token.rstrip or token.single_word
+    )

@@ -1,0 +1,166 @@
+"""Who is asking: finds the account of a request, and keeps the list of keys current."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from nats.errors import Error as NatsError
+from nats.js.api import KeyValueConfig
+from nats.js.errors import APIError
+
+from kvmesh.bus.buckets import read_bucket
+from kvmesh.bus.client import Bus
+from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.frontend.limits import Account, Accounts, Key, Scope
+from kvmesh.frontend.tenants import salted
+
+log = logging.getLogger(__name__)
+RELOAD_S = 1.0
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """A keys file: `[[key]]` tables."""
+
+    key: list[Key] = []
+
+
+class KeysError(Exception):
+    """A keys file cannot be used; `file` names it."""
+
+    def __init__(self, file: Path, reason: str) -> None:
+        super().__init__(f"{file}: {reason}")
+        self.file = file
+
+
+def read_keys(file: Path) -> list[Key]:
+    """The keys of a TOML file; raises KeysError naming the file and the fault."""
+    try:
+        return msgspec.toml.decode(file.read_bytes(), type=_File).key
+    except OSError as error:
+        raise KeysError(file, error.strerror or str(error)) from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise KeysError(file, str(error)) from error
+
+
+class Gate:
+    """Lets everyone in when there are no keys, else only their holders.
+
+    `local`: only this machine can reach the frontend.
+    """
+
+    def __init__(self, bus: Bus, file: Path | None, use_bucket: bool, local: bool) -> None:
+        self._bus = bus
+        self._file = file
+        self._use_bucket = use_bucket
+        self._local = local
+        self._accounts = Accounts()
+        self._stamp: object = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether keys are asked for at all."""
+        return self._file is not None or self._use_bucket
+
+    def account(self, headers: Mapping[str, str]) -> Account | None:
+        """None where no keys are configured; raises ApiError (401) for a wrong or missing one.
+
+        Every request passes here first: headers that are no text are refused too (400).
+        """
+        _check_text(headers)
+        return self._accounts.find(secret_of(headers)) if self.closed else None
+
+    def tenant(self, headers: Mapping[str, str]) -> str:
+        """The cache and storage namespace of whoever asks."""
+        account = self.account(headers)
+        own = headers.get("x-tenant-id", "")
+        return own if account is None else salted(account.key.tenant, own)
+
+    def permit(self, headers: Mapping[str, str], scope: Scope) -> Account | None:
+        """Who may do more than ask models: keys with the scope, or all where only this machine is.
+
+        Raises ApiError (401, 403).
+        """
+        account = self.account(headers)
+        if account is not None:
+            account.require(scope)
+        elif not self._local:
+            reason = f"This needs an API key with the scope `{scope}`; no keys are configured."
+            raise ApiError("permission", reason, code="scope_missing")
+        return account
+
+    async def open(self) -> None:
+        """Read the keys for the first time; raises KeysError."""
+        if self.closed:
+            await self._reload()
+
+    async def run(self) -> None:
+        """Follow changes for ever; a bad change is logged and the keys before it stay."""
+        while self.closed:
+            await asyncio.sleep(RELOAD_S)
+            try:
+                await self._reload()
+            except (KeysError, NatsError, APIError, TimeoutError) as error:
+                self._complain(str(error) or type(error).__name__)
+
+    def _complain(self, reason: str) -> None:
+        if self._stamp != reason:
+            self._stamp = reason
+            log.error("the API keys stay as they were: %s", reason)
+
+    async def _reload(self) -> None:
+        stamp = _stamp(self._file), await self._revision()
+        if stamp == self._stamp:
+            return
+        keys = read_keys(self._file) if self._file is not None else []
+        if self._use_bucket:
+            keys += await self._bucket_keys()
+        self._accounts.replace(keys, asyncio.get_running_loop().time())
+        self._stamp = stamp
+        log.info("%d API keys", len(self._accounts))
+
+    async def _revision(self) -> int:
+        if not self._use_bucket:
+            return 0
+        bucket = await self._bus.js.create_key_value(
+            KeyValueConfig(
+                bucket=self._bus.subjects.keys_bucket, replicas=self._bus.options.replicas
+            )
+        )
+        return (await bucket.status()).stream_info.state.last_seq
+
+    async def _bucket_keys(self) -> list[Key]:
+        bucket = self._bus.subjects.keys_bucket
+        found = await read_bucket(self._bus, bucket)
+        try:
+            return [msgspec.json.decode(value, type=Key) for value in found.values()]
+        except msgspec.MsgspecError as error:
+            raise KeysError(Path(bucket), str(error)) from error
+
+
+def secret_of(headers: Mapping[str, str]) -> str | None:
+    """The key as OpenAI's clients send it, or as Anthropic's do."""
+    bearer = headers.get("authorization", "")
+    if bearer[:7].lower() == "bearer ":
+        return bearer[7:].strip()
+    return headers.get("x-api-key")
+
+
+def _check_text(headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise InvalidRequest(f"Header `{name}` is not valid UTF-8.") from None
+
+
+def _stamp(file: Path | None) -> object:
+    if file is None:
+        return None
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise KeysError(file, error.strerror or str(error)) from error
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,180 @@
+"""The generating endpoints: one way for every API from body to answer."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from kvmesh.frontend import metrics
+from kvmesh.frontend.bodies import JSON, read_body, refuse, unexpected
+from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.errors import ApiError, Overloaded
+from kvmesh.frontend.exchange import Engine, Exchange
+from kvmesh.frontend.gate import Gate
+from kvmesh.frontend.limits import Account
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.prepare import Preparer
+from kvmesh.frontend.responses_store import ResponseStore
+from kvmesh.frontend.streams import EventStream, StreamKeeper
+from kvmesh.frontend.surfaces.base import Call, Surface, Thread
+from kvmesh.frontend.turns import Turns
+from kvmesh.settings.schema import Frontend as FrontendSettings
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the handlers need."""
+
+    settings: FrontendSettings
+    registry: ModelRegistry
+    preparer: Preparer
+    engine: Engine
+    keeper: StreamKeeper
+    responses: ResponseStore
+    gate: Gate
+    turns: Turns
+
+
+class Generation:
+    """Makes a handler for each surface; they differ by the surface alone."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._loop = asyncio.get_running_loop()
+        self._in_flight = 0
+
+    def handler(self, surface: Surface) -> Handler:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            started = self._loop.time()
+            status, model = 499, ""
+            self._in_flight += 1
+            try:
+                self._admit()
+                account = self._parts.gate.account(http.headers)
+                with entered(account, started):
+                    body = await read_body(http, self._parts.settings)
+                    call = surface.parse(body, http.headers)
+                    if account is not None:
+                        account.check(call.request)
+                    response = await self._answer(http, surface, call, account, started)
+                status, model = response.status, call.request.model
+            except ApiError as error:
+                response = refuse(surface, error)
+                status = response.status
+            except ConnectionError:
+                raise
+            except Exception as error:
+                response = refuse(surface, unexpected(error))
+                status = response.status
+            finally:
+                self._in_flight -= 1
+                metrics.requests.labels(surface.name, model, status).inc()
+            return response
+
+        return handle
+
+    def _admit(self) -> None:
+        if self._in_flight > self._parts.settings.max_in_flight:
+            raise Overloaded("The server is at its limit of concurrent requests.")
+
+    async def _answer(
+        self,
+        http: web.Request,
+        surface: Surface,
+        call: Call,
+        account: Account | None,
+        started: float,
+    ) -> web.StreamResponse:
+        request = call.request
+        model, adapter = self._parts.registry.resolve(request.model)
+        await self._continue(call)
+        prepared = await self._parts.preparer.prepare(request, model, adapter)
+        model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
+        turn = self._parts.turns.begin(prepared)
+        exchange = Exchange(self._parts.engine, prepared, call.renderer, started, account)
+        try:
+            async with exchange:
+                if request.stream:
+                    return await self._stream(http, surface, exchange, call.thread)
+                return await self._whole(exchange, call.thread)
+        finally:
+            self._parts.turns.end(turn, exchange, surface.in_order)
+
+    async def _whole(self, exchange: Exchange, thread: Thread | None) -> web.Response:
+        await exchange.place()
+        await exchange.follow()
+        request = exchange.prepared.request
+        body = exchange.renderer.whole(exchange.summary())
+        await self._keep(thread, request, body)
+        return web.Response(body=body, headers={"X-Request-Id": request.id}, content_type=JSON)
+
+    async def _continue(self, call: Call) -> None:
+        """Put the stored conversation that a request continues before its own messages."""
+        if call.thread is not None and call.thread.previous is not None:
+            tenant = call.request.cache_salt
+            call.thread.extend(await self._parts.responses.history(call.thread.previous, tenant))
+
+    async def _keep(self, thread: Thread | None, request: GenerateRequest, body: bytes) -> None:
+        if thread is not None and thread.store:
+            turn = thread.turn(body)
+            turn.tenant = request.cache_salt
+            await self._parts.responses.put(turn)
+
+    async def _stream(
+        self, http: web.Request, surface: Surface, exchange: Exchange, thread: Thread | None
+    ) -> web.StreamResponse:
+        """The stream opens when a worker has the request, or when its first keep-alive is due."""
+        stream = EventStream(http, exchange.prepared.request.id)
+        placing = asyncio.ensure_future(exchange.place())
+        try:
+            await asyncio.wait([placing], timeout=self._parts.settings.keepalive_s)
+            if placing.done():
+                await placing
+            await stream.open(exchange.renderer.begin())
+            exchange.stream = stream
+            self._parts.keeper.add(stream, surface.keepalive, exchange.resume)
+            return await stream.close(await self._rest(exchange, placing, thread))
+        finally:
+            placing.cancel()
+            self._parts.keeper.remove(stream)
+
+    async def _rest(
+        self, exchange: Exchange, placing: "asyncio.Future[None]", thread: Thread | None
+    ) -> bytes:
+        """Follow the exchange to its end; what is left to write then, be it an error."""
+        try:
+            await placing
+            exchange.resume()
+            await exchange.follow()
+            summary = exchange.summary()
+            last = b"".join(exchange.last) + exchange.renderer.done(summary)
+            if thread is not None and thread.store:
+                body = exchange.renderer.whole(summary)
+                await self._keep(thread, exchange.prepared.request, body)
+            return last
+        except ApiError as error:
+            log.warning("request %s failed: %s", exchange.prepared.request.id, error)
+            return exchange.renderer.failed(error)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            return exchange.renderer.failed(unexpected(error))
+
+
+@contextmanager
+def entered(account: Account | None, now: float) -> Iterator[None]:
+    """Count a request against its account while it runs."""
+    if account is None:
+        yield
+        return
+    account.enter(now)
+    try:
+        yield
+    finally:
+        account.leave()

@@ -1,0 +1,80 @@
+"""The endpoints that only tell: models, health, metrics."""
+
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from kvmesh.frontend.bodies import JSON, refuse
+from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.gate import Gate
+from kvmesh.frontend.models import ModelRegistry, ServedModel
+from kvmesh.frontend.surfaces import openai
+from kvmesh.runtime.http import render_metrics
+
+
+class Readiness(Protocol):
+    """Who knows what the frontend still lacks to serve requests."""
+
+    def missing(self) -> list[str]: ...
+
+
+class Information:
+    """Handlers."""
+
+    def __init__(self, registry: ModelRegistry, gate: Gate, ready: Readiness) -> None:
+        self._registry = registry
+        self._gate = gate
+        self._ready = ready
+
+    async def models(self, http: web.Request) -> web.Response:
+        try:
+            self._gate.account(http.headers)
+        except ApiError as error:
+            return refuse(openai.SHAPE, error)
+        found = [entry for model in self._registry.models for entry in _entries(model)]
+        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
+        return _json({"object": "list", "data": found, "has_more": False, **ends})
+
+    async def model(self, http: web.Request) -> web.Response:
+        try:
+            self._gate.account(http.headers)
+            model, adapter = self._registry.resolve(http.match_info["id"])
+        except ApiError as error:
+            return refuse(openai.SHAPE, error)
+        return _json(_entry(model, adapter))
+
+    async def health(self, _: web.Request) -> web.Response:
+        missing = self._ready.missing()
+        status = {"status": "not_ready", "missing": missing} if missing else {"status": "ok"}
+        return _json(status, 503 if missing else 200)
+
+    async def live(self, _: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def metrics(self, http: web.Request) -> web.Response:
+        return render_metrics(http)
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type=JSON)
+
+
+def _entries(model: ServedModel) -> list[dict[str, object]]:
+    return [_entry(model, adapter) for adapter in (None, *model.card.adapters)]
+
+
+def _entry(model: ServedModel, adapter: str | None) -> dict[str, object]:
+    """Fields of the OpenAI API, of the Anthropic API, and the context as others name it."""
+    return {
+        "id": adapter or model.card.name,
+        "object": "model",
+        "type": "model",
+        "display_name": adapter or model.card.name,
+        "created": model.created,
+        "created_at": model.created_at,
+        "owned_by": "kvmesh",
+        "root": model.card.name,
+        "context_length": model.card.context,
+        "max_model_len": model.card.context,
+    }

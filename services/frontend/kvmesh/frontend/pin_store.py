@@ -1,0 +1,102 @@
+"""The pins that hold now, in a bucket that all frontends share."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+
+import msgspec
+from msgspec import Struct
+from nats.errors import Error as NatsError
+from nats.js.api import KeyValueConfig, StorageType
+from nats.js.errors import APIError, KeyDeletedError, KeyNotFoundError
+from nats.js.kv import KeyValue
+
+from kvmesh.bus.buckets import read_bucket
+from kvmesh.bus.client import Bus
+from kvmesh.frontend.errors import Unavailable
+
+TTL_S = 86400.0
+MAX_BYTES = 256 << 20
+TIMEOUT_S = 5.0
+
+
+class KeptPin(Struct, frozen=True):
+    """A pin of a tenant: the prefix as packed sequence hashes. Times are Unix seconds."""
+
+    id: str
+    tenant: str
+    model: str
+    tokens: int
+    sequence: bytes
+    priority: int
+    created: float
+    expires: float
+
+
+_decoder = msgspec.msgpack.Decoder(KeptPin)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class PinStore:
+    """Reads and writes pins; the bucket is made on first use. Raises Unavailable."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._config = KeyValueConfig(
+            bucket=bus.subjects.pins_bucket,
+            ttl=TTL_S,
+            max_bytes=MAX_BYTES,
+            storage=StorageType.FILE,
+            replicas=bus.options.replicas,
+        )
+        self._bucket: KeyValue | None = None
+
+    async def put(self, pin: KeptPin) -> None:
+        async with self._open() as bucket:
+            await bucket.put(_key(pin.tenant, pin.id), _encode(pin))
+
+    async def get(self, tenant: str, pin: str, now: float) -> KeptPin | None:
+        """None if there is no such pin, or no longer."""
+        async with self._open() as bucket:
+            try:
+                found = _decoder.decode((await bucket.get(_key(tenant, pin))).value or b"")
+            except (KeyNotFoundError, KeyDeletedError):
+                return None
+            return found if found.expires > now else None
+
+    async def delete(self, pin: KeptPin) -> None:
+        async with self._open() as bucket:
+            await bucket.delete(_key(pin.tenant, pin.id))
+
+    async def of(self, tenant: str, now: float) -> list[KeptPin]:
+        """A tenant's pins, oldest first."""
+        return await self._read(f"{_name(tenant)}.*", now)
+
+    async def all(self, now: float) -> list[KeptPin]:
+        return await self._read(">", now)
+
+    async def _read(self, keys: str, now: float) -> list[KeptPin]:
+        async with self._open():
+            found = await read_bucket(self._bus, self._bus.subjects.pins_bucket, keys)
+        pins = [_decoder.decode(value) for value in found.values()]
+        alive = [pin for pin in pins if pin.expires > now]
+        return sorted(alive, key=lambda pin: pin.created)
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[KeyValue]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                if self._bucket is None:
+                    self._bucket = await self._bus.js.create_key_value(self._config)
+                yield self._bucket
+        except (NatsError, APIError, TimeoutError) as error:
+            raise Unavailable(f"Pins cannot be read or changed: {error or 'timed out'}") from error
+
+
+def _key(tenant: str, pin: str) -> str:
+    return f"{_name(tenant)}.{_name(pin)}"
+
+
+def _name(text: str) -> str:
+    return blake2b(text.encode(), digest_size=12).hexdigest()

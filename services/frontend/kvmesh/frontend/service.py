@@ -1,0 +1,224 @@
+"""The frontend process: HTTP on one side, the mesh on the other."""
+
+import asyncio
+import logging
+import sys
+import time
+
+import msgspec
+from aiohttp import web
+from nats.aio.subscription import Subscription
+from prometheus_client import REGISTRY
+
+from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.messages import Instance, Load, Role
+from kvmesh.frontend import siblings
+from kvmesh.frontend.app import application
+from kvmesh.frontend.connections import Runner
+from kvmesh.frontend.dispatch import Dispatcher
+from kvmesh.frontend.exchange import Engine
+from kvmesh.frontend.gate import Gate, KeysError
+from kvmesh.frontend.generation import Parts
+from kvmesh.frontend.inbox import Inbox, step_decoder
+from kvmesh.frontend.keeping import Keeping
+from kvmesh.frontend.metrics import Loads
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.monitor import Monitor
+from kvmesh.frontend.prepare import Preparer
+from kvmesh.frontend.responses_store import ResponseStore
+from kvmesh.frontend.streams import StreamKeeper
+from kvmesh.frontend.tracking import Tracker
+from kvmesh.runtime.http import serve_metrics
+from kvmesh.runtime.service import VERSION, Service, StartError
+from kvmesh.settings.schema import Frontend as FrontendSettings
+
+log = logging.getLogger(__name__)
+GRACE_S = 10.0
+SWITCH_S = 0.001  # how long a thread that tokenizes may keep the event loop waiting
+MAX_HEADER = 64 << 10  # harnesses put JSON into headers
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+load_decoder = msgspec.msgpack.Decoder(Load)
+
+
+class Frontend:
+    """Wires the parts of one frontend together."""
+
+    def __init__(self, service: Service) -> None:
+        settings = service.settings.frontend
+        self._service = service
+        self._settings = settings
+        self.registry = ModelRegistry(service.bus, service.spawn)
+        self.loads = Loads()
+        self.directory = Directory(service.bus, service.limits, self._joined, self._left)
+        self.inbox = Inbox(settings.frame_interval_s, lambda s: self.monitor.hole(s))
+        self.tracker = Tracker(service.bus, service.instance)
+        self.dispatcher = Dispatcher(
+            service.bus,
+            service.instance,
+            self.inbox,
+            self.tracker,
+            self.directory,
+            settings,
+        )
+        self._tokens: Subscription | None = None
+        service.bus.on_reconnect.append(self.dispatcher.router_waits.interrupt)
+        self.monitor = Monitor(
+            service.bus,
+            self.dispatcher.offers,
+            self.tracker,
+            settings.stall_timeout_s,
+            self._backlog,
+        )
+        local = settings.host in LOOPBACK
+        self.gate = Gate(service.bus, settings.keys_file, settings.keys_bucket, local)
+        self.keeper = StreamKeeper(settings.keepalive_s, settings.slow_reader_s)
+        self.preparer = Preparer(settings.prepare_cache_bytes)
+        self.keeping = Keeping(
+            service, self.registry, self.preparer, self.directory, self.tracker, self.gate
+        )
+
+    def _backlog(self) -> int:
+        return self._tokens.pending_msgs if self._tokens is not None else 0
+
+    def _joined(self, card: Instance) -> None:
+        self.registry.joined(card)
+        self.loads.joined(card)
+        self.keeping.joined(card)
+
+    def _left(self, card: Instance) -> None:
+        self.registry.left(card)
+        self.loads.left(card)
+        self.keeping.left(card)
+        if card.role is Role.WORKER:
+            self.monitor.worker_left(card)
+        if card.role is Role.ROUTER:
+            self.dispatcher.router_waits.interrupt()
+
+    def missing(self) -> list[str]:
+        """What this frontend still lacks to serve requests."""
+        bus = self._service.bus
+        if not bus.client.is_connected:
+            return ["nats"]
+        roles = {card.role for card in self.directory.instances}
+        missing = [role.value for role in (Role.ROUTER, Role.WORKER) if role not in roles]
+        if not missing and not self.registry.models:
+            missing.append("model")
+        return missing
+
+    async def open(self) -> None:
+        service = self._service
+        subjects = service.bus.subjects
+        self._tokens = await service.bus.subscribe(
+            subjects.out(service.instance), step_decoder, self.inbox.receive
+        )
+        await service.bus.subscribe(subjects.load_all, load_decoder, self.loads.receive)
+        try:
+            await self.gate.open()
+        except KeysError as error:
+            raise StartError(str(error)) from error
+        await self.directory.open()
+        await self.keeping.open(self.directory.instances)
+        service.spawn(self.gate.run(), "keys")
+        service.spawn(self.tracker.run(), "tracker")
+        service.spawn(self.monitor.run(), "monitor")
+        service.spawn(self.keeper.run(), "streams")
+
+    async def close(self) -> None:
+        await self.keeping.close()
+        await self.tracker.flush()
+        await self.directory.close()
+
+    def application(self) -> web.Application:
+        settings = self._settings
+        engine = Engine(
+            self.dispatcher, self.inbox, self.monitor, self.tracker, settings.route_timeout_s
+        )
+        responses = ResponseStore(
+            self._service.bus, settings.responses_ttl_s, settings.responses_bytes
+        )
+        parts = Parts(
+            settings,
+            self.registry,
+            self.preparer,
+            engine,
+            self.keeper,
+            responses,
+            self.gate,
+            self.keeping.turns,
+        )
+        return application(parts, self, self.keeping.routes)
+
+
+async def main(service: Service) -> None:
+    """Serve until the service stops, then finish what is being answered."""
+    sys.setswitchinterval(SWITCH_S)
+    siblings.check(service.settings)
+    frontend = Frontend(service)
+    settings = service.settings.frontend
+    _check_openness(settings, frontend.gate.closed)
+    await frontend.open()
+    REGISTRY.register(frontend.loads)
+    runner = Runner(
+        frontend.application(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=GRACE_S,
+        keepalive_timeout=settings.idle_timeout_s,
+        max_field_size=MAX_HEADER,
+        max_line_size=MAX_HEADER,
+    )
+    await runner.setup()
+    endpoint = await _listen(runner, service)
+    card = Instance(
+        instance=service.instance,
+        role=Role.FRONTEND,
+        name=service.name,
+        version=VERSION,
+        started=time.time(),
+        endpoint=endpoint,
+    )
+    lease = Lease(service.bus, card, service.limits)
+    await lease.open()
+    log.info("listening on %s", endpoint)
+    others = asyncio.create_task(siblings.keep(service), name="siblings")
+    service.spawn(siblings.follow_parent(service), "parent")
+    metrics = await serve_metrics(settings.metrics_port, lambda: not frontend.missing())
+    try:
+        await service.stopping.wait()
+    finally:
+        await lease.close()
+        await runner.cleanup()
+        if metrics is not None:
+            await metrics.cleanup()
+        await asyncio.wait([others])
+        await frontend.close()
+        REGISTRY.unregister(frontend.loads)
+
+
+async def _listen(runner: Runner, service: Service) -> str:
+    settings = service.settings.frontend
+    shared = settings.processes > 1 or settings.reuse_port
+    site = web.TCPSite(runner, settings.host, settings.port, reuse_port=shared or None)
+    try:
+        await site.start()
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
+        ) from error
+    host, port = runner.addresses[0][:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _check_openness(settings: FrontendSettings, keys: bool) -> None:
+    """Without keys anyone who reaches the port may use it: on loopback only, unless told."""
+    if keys:
+        return
+    if settings.host in LOOPBACK:
+        log.info("no API keys are configured: open to everyone on this machine")
+    elif settings.allow_anonymous:
+        log.warning("no API keys are configured: open to everyone who reaches %s", settings.host)
+    else:
+        raise StartError(
+            f"refusing to serve everyone on {settings.host}: configure frontend.keys_file or"
+            " frontend.keys_bucket, or set frontend.allow_anonymous"
+        )

@@ -1,0 +1,93 @@
+"""What an answer has said so far, as parts in generation order; every API reads it in its way."""
+
+from enum import Enum
+
+from kvmesh.frontend.conversation import (
+    AnswerEvent,
+    Block,
+    Text,
+    TextDelta,
+    Thinking,
+    ThinkingDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
+)
+
+
+class Kind(Enum):
+    TEXT = "text"
+    THINKING = "thinking"
+    CALL = "call"
+
+
+class Part:
+    """One run of text or thinking, or one tool call (`start` is set; the text is arguments)."""
+
+    __slots__ = ("_pieces", "kind", "start")
+
+    def __init__(self, kind: Kind, start: ToolCallStart | None = None) -> None:
+        self.kind = kind
+        self.start = start
+        self._pieces: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def block(self) -> Block | None:
+        """What it is as part of a conversation; nothing if it is empty."""
+        text, call = self.text, self.start
+        if call is not None:
+            return ToolCall(call.id, call.name, text, call.namespace, call.custom)
+        if not text:
+            return None
+        return Thinking(text) if self.kind is Kind.THINKING else Text(text)
+
+
+class Transcript:
+    """Parts of one choice."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+
+    def add(self, event: AnswerEvent) -> tuple[Part, str] | None:
+        """The part that an event belongs to, with the text it adds; None for the end of a call."""
+        if isinstance(event, TextDelta):
+            return self._extend(Kind.TEXT, event.text)
+        if isinstance(event, ThinkingDelta):
+            return self._extend(Kind.THINKING, event.text)
+        if isinstance(event, ToolCallStart):
+            self.parts.append(Part(Kind.CALL, event))
+            return self.parts[-1], ""
+        if isinstance(event, ToolCallDelta):
+            return self._extend(Kind.CALL, event.arguments)
+        return None
+
+    def _extend(self, kind: Kind, text: str) -> tuple[Part, str]:
+        if not self.parts or self.parts[-1].kind is not kind:
+            self.parts.append(Part(kind))
+        self.parts[-1].add(text)
+        return self.parts[-1], text
+
+    def blocks(self, in_order: bool) -> list[Block]:
+        """As a client gives them back: in their order, or thinking, text and calls as APIs that
+
+        have a field for each."""
+        if in_order:
+            return [block for part in self.parts if (block := part.block) is not None]
+        thinking, text = self.joined(Kind.THINKING), self.joined(Kind.TEXT)
+        spoken: list[Block] = [Thinking(thinking)] if thinking else []
+        spoken += [Text(text)] if text else []
+        return spoken + [block for part in self.calls if (block := part.block) is not None]
+
+    @property
+    def calls(self) -> list[Part]:
+        return [part for part in self.parts if part.kind is Kind.CALL]
+
+    def joined(self, kind: Kind) -> str:
+        return "".join(part.text for part in self.parts if part.kind is kind)

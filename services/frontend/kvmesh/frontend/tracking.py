@@ -1,0 +1,56 @@
+"""What this frontend tells the mesh about its requests: active sequences, and what came true."""
+
+import asyncio
+import logging
+
+from nats.errors import Error as NatsError
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Outcome, SeqBatch, SeqEvent
+
+log = logging.getLogger(__name__)
+GATHER_S = 0.003
+MAX_PENDING = 100_000
+
+
+class Tracker:
+    """Gathers sequence events per model over a few milliseconds and publishes them in order."""
+
+    def __init__(self, bus: Bus, instance: str) -> None:
+        self._bus = bus
+        self._instance = instance
+        self._pending: dict[str, list[SeqEvent]] = {}
+        self._outcomes: list[tuple[str, Outcome]] = []
+        self._due = asyncio.Event()
+
+    def event(self, model: str, event: SeqEvent) -> None:
+        events = self._pending.setdefault(model, [])
+        if len(events) < MAX_PENDING:
+            events.append(event)
+        self._due.set()
+
+    def outcome(self, model: str, outcome: Outcome) -> None:
+        if len(self._outcomes) < MAX_PENDING:
+            self._outcomes.append((model, outcome))
+        self._due.set()
+
+    async def run(self) -> None:
+        """Publish for ever."""
+        while True:
+            await self._due.wait()
+            await asyncio.sleep(GATHER_S)
+            self._due.clear()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Publish what is pending now."""
+        pending, self._pending = self._pending, {}
+        outcomes, self._outcomes = self._outcomes, []
+        try:
+            for model, events in pending.items():
+                batch = SeqBatch(source=self._instance, events=events)
+                await self._bus.publish(self._bus.subjects.seq(model), batch)
+            for model, outcome in outcomes:
+                await self._bus.publish(self._bus.subjects.route(model), outcome)
+        except NatsError as error:
+            log.warning("lost %d sequence updates: %s", len(pending) + len(outcomes), error)

@@ -1,0 +1,135 @@
+"""From a message of the KV stream to a batch of events that the index can trust.
+
+A whole batch that cannot be read is refused; a single unreadable event within one is replaced by
+`BAD`, so that its id still counts and the events around it are not lost.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvmesh.bus.messages import KvBatch, KvEvent, Removed, Stored
+from kvmesh.bus.subjects import untoken
+from kvmesh.index.interface import TIERS
+
+MAX_RANKS = 4096
+MAX_NAME = 512
+MAX_EVENT_ID = 1 << 62
+
+
+class Malformed(Exception):
+    """A message that is not a KvBatch of the worker whose subject it came on."""
+
+
+class Bad:
+    """Stands for an event that could not be read. `unknown_tag`: of a kind that we do not know."""
+
+    __slots__ = ("reason", "unknown_tag")
+
+    def __init__(self, reason: str, unknown_tag: bool) -> None:
+        self.reason = reason
+        self.unknown_tag = unknown_tag
+
+
+class Source(NamedTuple):
+    """Who publishes on one subject of the KV stream."""
+
+    model: str
+    worker: str
+
+
+class Events(NamedTuple):
+    """A validated batch: `first` is the id of the first of `events`."""
+
+    source: Source
+    instance: str
+    rank: int
+    first: int
+    time: float
+    events: Sequence[KvEvent | Bad]
+
+
+class _Envelope(NamedTuple):
+    worker: str
+    instance: str
+    rank: int
+    first: int
+    time: float
+
+
+_batch: Final = msgspec.msgpack.Decoder(KvBatch)
+_loose: Final = msgspec.msgpack.Decoder(tuple[str, str, int, int, float, list[msgspec.Raw]])
+_event: Final = msgspec.msgpack.Decoder(KvEvent)
+_tagged: Final = msgspec.msgpack.Decoder(list[object])
+_TAGS: Final = ("stored", "removed", "cleared")
+
+
+def source_of(subject: str) -> Source:
+    """`kvm.<ns>.kv.<model>.<worker>` taken apart."""
+    model, worker = subject.split(".")[-2:]
+    return Source(untoken(model), untoken(worker))
+
+
+def decode(source: Source, data: bytes) -> Events:
+    """Read one message; raises Malformed if the envelope is unusable."""
+    try:
+        batch = _batch.decode(data)
+        events: Sequence[KvEvent | Bad] = batch.events
+        if any(_fault(event) for event in batch.events):
+            events = [_checked(event) for event in batch.events]
+        envelope = _Envelope(batch.worker, batch.instance, batch.rank, batch.first, batch.time)
+    except msgspec.MsgspecError:
+        envelope, events = _decode_loosely(data)
+    _check_envelope(source, envelope)
+    return Events(source, envelope.instance, envelope.rank, envelope.first, envelope.time, events)
+
+
+def _decode_loosely(data: bytes) -> tuple[_Envelope, list[KvEvent | Bad]]:
+    try:
+        worker, instance, rank, first, stamp, raw = _loose.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Malformed(str(error)) from None
+    return _Envelope(worker, instance, rank, first, stamp), [_decode_event(event) for event in raw]
+
+
+def _decode_event(raw: msgspec.Raw) -> KvEvent | Bad:
+    try:
+        return _checked(_event.decode(raw))
+    except msgspec.MsgspecError as error:
+        return Bad(str(error), _has_unknown_tag(raw))
+
+
+def _has_unknown_tag(raw: msgspec.Raw) -> bool:
+    try:
+        fields = _tagged.decode(raw)
+    except msgspec.MsgspecError:
+        return False
+    return bool(fields) and isinstance(fields[0], str) and fields[0] not in _TAGS
+
+
+def _checked(event: KvEvent) -> KvEvent | Bad:
+    fault = _fault(event)
+    return Bad(fault, unknown_tag=False) if fault else event
+
+
+def _fault(event: KvEvent) -> str:
+    if event.tier is not None and not 0 <= event.tier < TIERS:
+        return f"tier {event.tier}"
+    if isinstance(event, Stored):
+        if len(event.engine) % 8 or len(event.engine) != len(event.local):
+            return f"{len(event.engine)} bytes of engine and {len(event.local)} of local hashes"
+    elif isinstance(event, Removed) and len(event.engine) % 8:
+        return f"{len(event.engine)} bytes of engine hashes"
+    return ""
+
+
+def _check_envelope(source: Source, envelope: _Envelope) -> None:
+    if envelope.worker != source.worker:
+        raise Malformed(f"a batch of {envelope.worker[:64]!r} on the subject of {source.worker!r}")
+    if not 0 < len(envelope.instance) <= MAX_NAME:
+        raise Malformed(f"an instance id of {len(envelope.instance)} characters")
+    if not 0 <= envelope.rank < MAX_RANKS:
+        raise Malformed(f"rank {envelope.rank}")
+    if not 0 <= envelope.first < MAX_EVENT_ID:
+        raise Malformed(f"event id {envelope.first}")

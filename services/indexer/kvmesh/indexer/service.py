@@ -1,0 +1,227 @@
+"""The indexer process: follows the KV events, answers overlap queries, repairs what was missed."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import msgspec
+from nats.errors import Error as NatsError
+from prometheus_client import REGISTRY
+
+from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.errors import BusError, BusUnavailable
+from kvmesh.bus.messages import ControlReply, Dump, Instance, RankKey, Role
+from kvmesh.index import create_index
+from kvmesh.indexer.feed import Feed
+from kvmesh.indexer.holdings import Holdings
+from kvmesh.indexer.keeper import Keeper, Thresholds
+from kvmesh.indexer.metrics import StateCollector
+from kvmesh.indexer.queries import Desk
+from kvmesh.indexer.readiness import Readiness
+from kvmesh.indexer.shards import Shard
+from kvmesh.runtime.http import serve_metrics
+from kvmesh.runtime.service import VERSION, Service, StartError
+
+log = logging.getLogger(__name__)
+TICK_S = 0.05
+SWEEP_S = 1.0
+CURB_S = 10.0
+DUMP_TIMEOUT_S = 1.0
+MAX_ASKING = 64
+STATE = "state"
+SHARD = "shard"
+READY = "ready"
+
+
+class Indexer:
+    """One replica. Ready, and in the queue group, only while its state is current."""
+
+    def __init__(self, service: Service) -> None:
+        settings = service.settings.indexer
+        self._service = service
+        self._bus = service.bus
+        self.shard = _shard(service)
+        self.holdings = Holdings(create_index(), self.shard)
+        self.feed = Feed(service.bus, self.holdings)
+        self.desk = Desk(service.bus, self.holdings, self.feed, settings.shard_timeout_s)
+        thresholds = Thresholds.of(settings, service.limits)
+        self.keeper = Keeper(service.bus, self.holdings, self.feed, thresholds)
+        self.readiness = Readiness(settings.lag_limit_s)
+        self.dump_requests = 0
+        self._directory = Directory(
+            service.bus, service.limits, self.holdings.joined, self.holdings.left
+        )
+        self._lease = Lease(service.bus, self._card("catching up"), service.limits)
+        self._asking = asyncio.Semaphore(MAX_ASKING)
+
+    def _card(self, state: str) -> Instance:
+        service = self._service
+        return Instance(
+            instance=service.instance,
+            role=Role.INDEXER,
+            name=service.name,
+            version=VERSION,
+            started=time.time(),
+            labels={STATE: state, SHARD: self.shard.label},
+        )
+
+    @property
+    def ready(self) -> bool:
+        return self.desk.is_open
+
+    async def run(self) -> None:
+        """Serve until the service is told to stop. Raises BusUnavailable if it cannot begin."""
+        stopping = self._service.stopping
+        try:
+            await self._begin()
+        except (NatsError, OSError, TimeoutError) as error:
+            raise BusUnavailable(self._bus.options.url, error) from error
+        if not stopping.is_set():
+            self._service.spawn(self._follow(), "readiness")
+            self._service.spawn(self._repair(), "repair")
+            self._service.spawn(self.keeper.run(self._leads), "snapshots")
+            await stopping.wait()
+        await self.desk.close()
+        await self.feed.close()
+        await self._directory.close()
+        await self._lease.close()
+
+    async def _begin(self) -> None:
+        """From a snapshot and the stream to the present."""
+        await self._lease.open()
+        if self._service.settings.indexer.reset_states:
+            await self.keeper.reset()
+        covered = await self.keeper.restore()
+        await self._directory.open()
+        await self.feed.open(covered)
+        await self.feed.catch_up(self._service.stopping)
+        self.holdings.reconcile()
+
+    # --- readiness
+
+    async def _follow(self) -> None:
+        """Join the queue group while current; leave it while lagging."""
+        while not self._service.stopping.is_set():
+            ready = self.readiness.update(self.feed.lag)
+            if ready and not self.desk.is_open:
+                await self.desk.open()
+                await self._tell(READY)
+                blocks = self.holdings.index.stats().blocks
+                log.info("ready: %d blocks, %d ranks", blocks, self.holdings.ranks)
+            elif self.desk.is_open and not ready:
+                await self.desk.close()
+                await self._tell("lagging")
+                log.warning("%.1f s behind the KV stream: not answering", self.feed.lag)
+            await asyncio.sleep(TICK_S * 5)
+
+    async def _tell(self, state: str) -> None:
+        labels = {**self._lease.card.labels, STATE: state}
+        try:
+            await self._lease.update(msgspec.structs.replace(self._lease.card, labels=labels))
+        except (NatsError, OSError, TimeoutError) as error:
+            log.debug("the card will change with the next renewal: %s", error)
+
+    def _leads(self) -> bool:
+        """The longest-serving ready replica of a shard writes its snapshots."""
+        peers = [
+            (card.started, card.instance)
+            for card in self._directory.instances
+            if card.role is Role.INDEXER
+            and card.labels.get(SHARD) == self.shard.label
+            and card.labels.get(STATE) == READY
+        ]
+        return self.ready and bool(peers) and min(peers)[1] == self._service.instance
+
+    # --- repair
+
+    async def _repair(self) -> None:
+        """Ask for dumps and forget the dead, for as long as the service lives."""
+        delay = random.uniform(0, 4 * TICK_S)  # apart from other replicas: one dump serves all
+        swept = curbed = 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = asyncio.get_running_loop().time()
+            for key in self.holdings.due(now, delay):
+                self._service.spawn(self._ask(key), "dump")
+            if now > swept + SWEEP_S:
+                swept = now
+                self.holdings.sweep(now, self._directory.lease_s)
+            if now > curbed + CURB_S:
+                curbed = now
+                self._curb()
+
+    def _curb(self) -> None:
+        for key in self.holdings.curb():
+            log.error("rank %d of %s tells of more blocks than it has", key.rank, key.instance)
+
+    async def _ask(self, key: RankKey) -> None:
+        subject = self._bus.subjects.ctl(key.instance)
+        async with self._asking:
+            self.dump_requests += 1
+            try:
+                reply = await self._bus.request(
+                    subject, Dump(key.rank), ControlReply, DUMP_TIMEOUT_S
+                )
+            except (BusError, NatsError, OSError, msgspec.MsgspecError) as error:
+                log.warning("rank %d of %s did not dump: %s", key.rank, key.instance, error)
+                return
+        if reply.ok:
+            log.info("asked rank %d of %s for a dump", key.rank, key.instance)
+        else:
+            log.warning("rank %d of %s will not dump: %s", key.rank, key.instance, reply.reason)
+
+    # --- metrics
+
+    def measures(self) -> Mapping[str, float]:
+        """Every figure that `metrics` names."""
+        stats = self.holdings.index.stats()
+        return {
+            **asdict(self.holdings.counts),
+            "messages": self.feed.messages,
+            "malformed": self.feed.malformed,
+            "holes": self.feed.holes,
+            "dump_requests": self.dump_requests,
+            "queries": self.desk.queries,
+            "prompts": self.desk.prompts,
+            "bad_queries": self.desk.bad,
+            "shard_errors": self.desk.shard_errors,
+            "snapshots": self.keeper.written,
+            "snapshot_failures": self.keeper.failed,
+            "snapshots_skipped": self.keeper.skipped,
+            "snapshot_bytes": self.keeper.size,
+            "snapshot_seq": self.keeper.covered,
+            "applied_seq": self.feed.applied,
+            "pending": self.feed.pending,
+            "lag_seconds": self.feed.lag,
+            "blocks": stats.blocks,
+            "entries": stats.entries,
+            "memory_bytes": stats.bytes,
+            "ranks": self.holdings.ranks,
+            "unknown_ranks": self.holdings.unknown,
+            "ready": float(self.ready),
+        }
+
+
+def _shard(service: Service) -> Shard:
+    settings = service.settings.indexer
+    try:
+        return Shard(settings.shard, settings.shards, settings.shard_by)
+    except ValueError as error:
+        raise StartError(f"indexer: {error}") from error
+
+
+async def main(service: Service) -> None:
+    """Run an indexer until the service is told to stop."""
+    indexer = Indexer(service)
+    collector = StateCollector(indexer.measures)
+    REGISTRY.register(collector)
+    metrics = await serve_metrics(service.settings.indexer.metrics_port, lambda: indexer.ready)
+    try:
+        await indexer.run()
+    finally:
+        REGISTRY.unregister(collector)
+        if metrics is not None:
+            await metrics.cleanup()

@@ -1,0 +1,85 @@
+"""What the mesh asks of a kvbm on its control subject."""
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from kvmesh.bus.messages import (
+    Clear,
+    Control,
+    ControlReply,
+    Drain,
+    Dump,
+    Pin,
+    Ping,
+    Release,
+    Unpin,
+)
+from kvmesh.kvbm.core.manager import Manager
+
+log = logging.getLogger(__name__)
+decoder: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
+
+
+class ControlDesk:
+    """Obeys commands. `dump` publishes a rank's contents, `leave` ends the process."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        settle: Callable[[], None],
+        clock: Callable[[], float],
+        dump: Callable[[int], None],
+        leave: Callable[[], None],
+    ) -> None:
+        self._manager = manager
+        self._settle = settle
+        self._clock = clock
+        self._dump = dump
+        self._leave = leave
+
+    def obey(self, command: Control) -> ControlReply:
+        reply = self._obey(command, self._clock())
+        self._settle()
+        return reply
+
+    def _obey(self, command: Control, now: float) -> ControlReply:
+        match command:
+            case Clear():
+                return ControlReply(True, blocks=self._clear(command, now))
+            case Release():
+                return ControlReply(True, blocks=self._manager.release(command.sessions, now))
+            case Pin():
+                return ControlReply(True, blocks=self._manager.pin(command, now))
+            case Unpin(name):
+                return _unpinned(self._manager.unpin(name, now))
+            case Dump(rank):
+                return self._start_dump(rank)
+            case Drain():
+                self._leave()
+            case Ping():
+                pass
+            case _:
+                return ControlReply(False, "a kvbm runs no requests")
+        return ControlReply(True)
+
+    def _clear(self, command: Clear, now: float) -> int:
+        blocks = self._manager.clear(command, now)
+        models = command.model or ", ".join(self._manager.models) or "no model"
+        whose = "everything" if command.salt is None else f"namespace {command.salt:016x}"
+        tiers = ", ".join(map(str, command.tiers)) or "all"
+        log.info("cleared %d blocks: %s of %s, tiers: %s", blocks, whose, models, tiers)
+        return blocks
+
+    def _start_dump(self, rank: int) -> ControlReply:
+        if not 0 <= rank < len(self._manager.models):
+            return ControlReply(False, f"there is no rank {rank}")
+        self._dump(rank)
+        return ControlReply(True)
+
+
+def _unpinned(blocks: int | None) -> ControlReply:
+    return ControlReply(
+        blocks is not None, "" if blocks is not None else "no such pin", blocks or 0
+    )

@@ -1,0 +1,14 @@
+"""What can go wrong in the block manager."""
+
+
+class KvbmError(Exception):
+    """Base of this package's errors."""
+
+
+class TooSmall(KvbmError):
+    """A tier of `capacity` bytes cannot hold even one block of `needed` bytes."""
+
+    def __init__(self, needed: int, capacity: int) -> None:
+        super().__init__(f"a tier of {capacity} bytes cannot hold a block of {needed} bytes")
+        self.needed = needed
+        self.capacity = capacity

@@ -1,0 +1,371 @@
+"""Onboarding: what of a prompt a worker gets, from which tier, and whom it waits for."""
+
+from array import array
+from typing import NamedTuple
+
+from kvmesh.bus.kvbm import Fetch, Fetched
+from kvmesh.kvbm.core.announced import Announced, Computer
+from kvmesh.kvbm.core.block import ARENA, DISK, REMOTE, Block, Copy, State
+from kvmesh.kvbm.core.claims import Claims, Further, Others
+from kvmesh.kvbm.core.economy import Engine, Step, worth
+from kvmesh.kvbm.core.prompt import Prompt
+from kvmesh.kvbm.core.store import Store
+from kvmesh.kvbm.core.tickets import Reading
+
+AHEAD_BYTES = 64 << 20
+LEAST_AHEAD = 8
+AHEAD_SHARE = 4
+LOOKUP_BLOCKS = 4096
+PREPARE_BLOCKS = 64
+CLAIM_S = 0.1
+
+
+class Lookup(NamedTuple):
+    """How many of a prompt's blocks from `first` on are there beyond this node?
+
+    With `further`, how many has that node made ready for this one?
+    """
+
+    ticket: int
+    prompt: Prompt
+    first: int
+    engine: Engine
+    further: Further | None = None
+
+    @property
+    def digests(self) -> list[bytes]:
+        end = self.first + LOOKUP_BLOCKS
+        if self.further is not None:
+            end = min(self.further.end, self.first + PREPARE_BLOCKS)
+        return self.prompt.digests[self.first : end]
+
+
+class Fetches:
+    """All reading tickets. `name` is that of this node among those that may claim the same."""
+
+    def __init__(
+        self,
+        store: Store,
+        announced: Announced,
+        claims: Claims,
+        others: Others,
+        decay_s: float,
+        name: str,
+    ) -> None:
+        self._store = store
+        self._announced = announced
+        self._claims = claims
+        self._others = others
+        self._decay_s = decay_s
+        self._name = name
+        share = store.tiers[ARENA].slots.capacity // AHEAD_SHARE
+        self._ahead_bytes = min(AHEAD_BYTES, share)
+        self._blocked: dict[bytes, set[int]] = {}
+        self._parked: set[int] = set()
+        self._lookups: list[Lookup] = []
+        self.readings: dict[int, Reading] = {}
+
+    def start(self, number: int, message: Fetch, prompt: Prompt, beyond: bool = True) -> Reading:
+        """Begin a reading ticket, parked until it is `due`; may look `beyond` this node."""
+        computer = (message.attachment, message.request)
+        store = self._store
+        store.touch(prompt.digests)
+        held = min(message.held, len(prompt))
+        end = self._reach(prompt, held, computer, message.wait_s > 0)
+        engine = Engine(message.compute_tps, message.load_bps)
+        chosen = self._chosen(prompt, engine, held, end)
+        reading = Reading(
+            number,
+            message.attachment,
+            prompt,
+            computer if message.computes else None,
+            engine,
+            held,
+            chosen,
+            message.wait_s,
+            store.now,
+        )
+        self.readings[number] = reading
+        self.park(reading, store.now + message.wait_s)
+        self._count(prompt, range(chosen), held)
+        if beyond and chosen == end and self._is_worth_a_lookup(reading):
+            self._look(reading)
+        self._announce(reading)
+        self.advance(reading)
+        return reading
+
+    def take_lookups(self) -> list[Lookup]:
+        """What to ask beyond this node; `found` is to be told of each."""
+        taken, self._lookups = self._lookups, []
+        return taken
+
+    def found(self, lookup: Lookup, count: int, further: Further | None) -> None:
+        """The first `count` blocks of a lookup are there, and a node may have more of them."""
+        reading = self.readings.get(lookup.ticket)
+        if reading is None or not reading.looking:
+            return
+        reading.looking = False
+        if count or reading.further is None:
+            reading.moved = self._store.now
+        there = reading.prompt.digests[reading.end : reading.end + count]
+        end = self._extend(reading, there)
+        if reading.end == end < len(reading.prompt):
+            self._look_further(reading, lookup, further)
+        if not reading.looking:
+            self._announce(reading)
+        self.poke(there)
+        self.advance(reading)
+
+    def _extend(self, reading: Reading, there: list[bytes]) -> int:
+        """These next blocks are beyond this node. Returns where they and what is here end."""
+        store, prompt, start = self._store, reading.prompt, reading.end
+        for index, digest in enumerate(there, start):
+            store.remember(store.blocks.get(digest) or prompt.block(index))
+        self._announced.settled(there, store.now)
+        end = self._reach(prompt, start, reading.computer, reading.patience_s > 0)
+        reading.end = self._chosen(prompt, reading.engine, start, end)
+        self._count(prompt, range(start, reading.end), start)
+        return end
+
+    def _look(self, reading: Reading, further: Further | None = None) -> None:
+        reading.looking = True
+        reading.further = further or reading.further
+        lookup = Lookup(reading.number, reading.prompt, reading.end, reading.engine, further)
+        self._lookups.append(lookup)
+
+    def _look_further(self, reading: Reading, last: Lookup, further: Further | None) -> None:
+        """Ask the node that has more, or the one that computes it.
+
+        If it gives up, look around again: the others who waited for it do so, too.
+        """
+        if reading.patience_s <= 0 or self._is_impatient(reading):
+            return
+        if last.further is not None and further is None:
+            self._others.drop(last.further.owner, reading.prompt, reading.end)
+            self._look(reading)
+            self._announce(reading)
+        elif (further := further or self._claimed(reading)) is not None:
+            self._store.counts.further += reading.further is None
+            self._look(reading, further)
+
+    def _claimed(self, reading: Reading) -> Further | None:
+        """Who computes what follows, unless this request has claimed it first."""
+        further = self._others.find(reading.prompt, reading.end)
+        mine = self._claims.first(reading.computer)
+        if further is None or (
+            mine is not None and mine <= reading.end and self._name < further.owner
+        ):
+            return None
+        return further
+
+    @property
+    def looking(self) -> int:
+        """Tickets for which a lookup runs."""
+        return sum(reading.looking for reading in self.readings.values())
+
+    def park(self, reading: Reading, until: float) -> None:
+        """The worker waits for more of it."""
+        reading.parked = until
+        self._parked.add(reading.number)
+
+    def answer(self, reading: Reading) -> Fetched:
+        """Give what is ready. A ticket that the worker knows stays until it is given back."""
+        first, taken = reading.next, reading.ready
+        reading.given += taken
+        reading.next += len(taken)
+        reading.ready, reading.parked = [], None
+        self._parked.discard(reading.number)
+        tiers = [reading.sources.pop(first + i, ARENA) for i in range(len(taken))]
+        for tier in tiers:
+            self._store.counts.onboarded[tier] += 1
+        reading.known = reading.known or bool(reading.given or reading.pending)
+        return Fetched(
+            reading.number if reading.known else 0,
+            array("Q", (copy.offset for copy in taken)).tobytes(),
+            array("Q", (copy.checksum for copy in taken)).tobytes(),
+            bytes(tiers),
+            reading.pending,
+        )
+
+    def finish(self, reading: Reading) -> None:
+        """Nothing of it is used any more."""
+        del self.readings[reading.number]
+        self._parked.discard(reading.number)
+        self._unblock(reading)
+        for copy in reversed(reading.copies()):
+            self._store.release(copy)
+
+    def take_due(self) -> list[Reading]:
+        """Whose workers should be answered now."""
+        due = [r for n in self._parked if (r := self.readings[n]).due(self._store.now)]
+        self._parked.difference_update(reading.number for reading in due)
+        return due
+
+    def poke(self, digests: list[bytes] | set[bytes]) -> None:
+        """Something has become of these blocks: see who can go on."""
+        for digest in digests:
+            for number in sorted(self._blocked.get(digest, ())):
+                reading = self.readings[number]
+                reading.moved = self._store.now
+                self.advance(reading)
+
+    def expire(self) -> None:
+        """Who has waited long enough for others goes on alone."""
+        for reading in list(self.readings.values()):
+            if reading.blocked is not None and self._is_impatient(reading):
+                self._let_go(reading)
+                self.advance(reading)
+
+    # how far, and whether
+
+    def _chosen(self, prompt: Prompt, engine: Engine, start: int, end: int) -> int:
+        """The end of what is worth loading of the blocks `start` to `end`."""
+        steps = [self._step(prompt, index) for index in range(start, end)]
+        chosen = start + worth(steps, engine, _block_size(prompt))
+        self._store.counts.declined += end - chosen
+        return chosen
+
+    def _is_worth_a_lookup(self, reading: Reading) -> bool:
+        """Whether blocks that only the remote store may have would be loaded."""
+        prompt, left = reading.prompt, len(reading.prompt) - reading.end
+        if self._store.far is None or not left:
+            return False
+        speed = self._store.traffic[REMOTE, ARENA].speed(self._store.now)
+        step = Step(prompt.space.block_bytes, speed, 0)
+        return worth([step] * left, reading.engine, _block_size(prompt)) > 0
+
+    def _reach(self, prompt: Prompt, held: int, computer: Computer | None, wait: bool) -> int:
+        """The end of the longest prefix that is somewhere, or that somebody else computes."""
+        blocks, announced = self._store.blocks, self._announced
+        for index in range(held, len(prompt)):
+            digest = prompt.digests[index]
+            if digest not in blocks and not (wait and announced.by(digest) not in (None, computer)):
+                return index
+        return len(prompt)
+
+    def _step(self, prompt: Prompt, index: int) -> Step:
+        size = prompt.space.block_bytes
+        block = self._store.blocks.get(prompt.digests[index])
+        if block is None or ARENA in block.copies:
+            return Step(size, 0.0, 0)
+        traffic = self._store.traffic[min(block.copies), ARENA]
+        return Step(size, traffic.speed(self._store.now), traffic.moving * size)
+
+    def _count(self, prompt: Prompt, asked: range, held: int) -> None:
+        for index in asked:
+            block = self._store.blocks.get(prompt.digests[index])
+            if block is not None:
+                block.uses.hit(self._store.now, self._decay_s)
+                if index >= held:
+                    self._store.counts.hits[min(block.copies)] += 1
+
+    def _announce(self, reading: Reading) -> None:
+        """Blocks after the end are computed by this request, unless somebody has them."""
+        if reading.computer is None:
+            return
+        missing = [d for d in reading.prompt.digests[reading.end :] if d not in self._store.blocks]
+        self._announced.add(reading.computer, missing, self._store.now)
+        self._claim(reading, reading.computer, len(missing))
+
+    def _claim(self, reading: Reading, computer: Computer, missing: int) -> None:
+        """Tell the other nodes, if they can have it and it takes longer than to ask for it."""
+        prompt, first = reading.prompt, reading.end
+        tokens, tps = missing * _block_size(prompt), reading.engine.compute_tps
+        if self._store.far is None or (missing and tps and tokens / tps < CLAIM_S):
+            return
+        if reading.looking and (further := self._others.find(prompt, first)) is not None:
+            first = further.end
+        self._claims.make(computer, prompt, first if missing else len(prompt), self._store.now)
+
+    # on the way
+
+    def advance(self, reading: Reading) -> None:
+        """Look ahead, and see what of it has come."""
+        self._unblock(reading)
+        self._settle(reading)
+        most = max(LEAST_AHEAD, self._ahead_bytes // reading.prompt.space.slot)
+        while reading.reached < reading.end and len(reading.ahead) < most:
+            copy = self._next(reading)
+            if copy is None:
+                break
+            at_once = copy.ready and not reading.ahead
+            (reading.ready if at_once else reading.ahead).append(copy)
+        if reading.pending:
+            self._block(reading)
+
+    def _settle(self, reading: Reading) -> None:
+        """Move what has come from `ahead` to `ready`; what has gone is looked for again."""
+        while reading.ahead and reading.ahead[0].ready:
+            reading.ready.append(reading.ahead.popleft())
+        if any(copy.state is State.DROPPED for copy in reading.ahead):
+            self._release_ahead(reading)
+
+    def _next(self, reading: Reading) -> Copy | None:
+        """The copy of the next block, in use; None if it has to be waited for, or the end."""
+        index = reading.reached
+        block = self._store.blocks.get(reading.prompt.digests[index])
+        copy = self._take(reading, block, index) if block is not None else None
+        if copy is None and not self._comes(reading, index):
+            self._cut(reading, index)
+        return copy
+
+    def _take(self, reading: Reading, block: Block, index: int) -> Copy | None:
+        copy = block.copies.get(ARENA)
+        if copy is not None:
+            return self._store.hold(copy)
+        source = block.ready(DISK) or block.ready(REMOTE)
+        target = self._store.reserve(block, ARENA) if source is not None else None
+        if source is None or target is None:
+            return None
+        reading.sources[index] = source.tier
+        self._store.move(source, target)
+        return self._store.hold(target)
+
+    def _comes(self, reading: Reading, index: int) -> bool:
+        """Whether somebody else makes this block, and is still waited for."""
+        computer = self._announced.by(reading.prompt.digests[index])
+        if computer is None or computer == reading.computer:
+            return False
+        if self._is_impatient(reading):
+            return False
+        self._store.counts.waits += not reading.waited
+        reading.waited = True
+        return True
+
+    def _is_impatient(self, reading: Reading) -> bool:
+        return self._store.now - reading.moved > reading.patience_s
+
+    def _let_go(self, reading: Reading) -> None:
+        """Do without what another worker, or another node, should have made ready by now."""
+        if reading.looking and reading.further is not None:
+            self._cut(reading, reading.end)
+        if reading.ahead and not reading.ahead[0].inbound:
+            self._release_ahead(reading)
+            self._cut(reading, reading.reached)
+
+    def _release_ahead(self, reading: Reading) -> None:
+        while reading.ahead:
+            self._store.release(reading.ahead.pop())
+
+    def _cut(self, reading: Reading, index: int) -> None:
+        reading.end = index
+        reading.looking = False
+        self._announce(reading)
+
+    # who waits for what
+
+    def _block(self, reading: Reading) -> None:
+        reading.blocked = reading.prompt.digests[reading.next + len(reading.ready)]
+        self._blocked.setdefault(reading.blocked, set()).add(reading.number)
+
+    def _unblock(self, reading: Reading) -> None:
+        if reading.blocked is not None:
+            waiting = self._blocked[reading.blocked]
+            waiting.discard(reading.number)
+            if not waiting:
+                del self._blocked[reading.blocked]
+            reading.blocked = None
+
+
+def _block_size(prompt: Prompt) -> int:
+    return prompt.space.layout.block_size

@@ -1,0 +1,166 @@
+"""One file of blocks on a local disk, read and written straight from and to arena memory.
+
+The file grows by whole steps of reserved space, so that a disk which fills up is noticed then and
+not in the middle of a block. Blocking calls: they run in threads, several at once.
+"""
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TypeAlias
+
+from kvmesh.kvbm.core.errors import KvbmError
+
+log = logging.getLogger(__name__)
+LOCK = "lock"
+BLOCKS = "blocks"
+SMALLEST_STEP = 4 << 20
+LARGEST_STEP = 256 << 20
+STEPS = 16
+VECTORS = 512
+RETRY_S = 300.0
+Transfer: TypeAlias = Callable[[int, list[memoryview], int], int]
+
+
+class DiskError(KvbmError):
+    """The disk tier cannot be used; the message says where, why, and what to change."""
+
+
+class DiskFull(KvbmError):
+    """The file cannot grow beyond `usable` bytes."""
+
+    def __init__(self, usable: int, reason: str) -> None:
+        super().__init__(reason)
+        self.usable = usable
+
+
+class Disk:
+    """`capacity` bytes in the folder `path`, locked until `close`; `spare` bytes stay free there.
+
+    Raises DiskError.
+    """
+
+    def __init__(self, path: Path, capacity: int, spare: int) -> None:
+        self.path = path
+        self.capacity = capacity
+        self._step = min(LARGEST_STEP, max(SMALLEST_STEP, capacity // STEPS))
+        self._spare = spare
+        self._growing = Lock()
+        self._refused = -RETRY_S
+        self._lock = _locked(path)
+        try:
+            self._file, self.direct = _opened(path / BLOCKS)
+            self.reserved = min(capacity, os.fstat(self._file).st_size)
+            os.ftruncate(self._file, self.reserved)
+            self.grow(1)
+        except (OSError, DiskFull) as error:
+            os.close(self._lock)
+            raise DiskError(f"cannot keep blocks in {path}: {error}; set kvbm.disk_path") from error
+
+    def grow(self, end: int) -> None:
+        """Reserve space for the first `end` bytes. Raises DiskFull."""
+        with self._growing:
+            while self.reserved < end:
+                self._grow_a_step()
+
+    def _grow_a_step(self) -> None:
+        step = min(self._step, self.capacity - self.reserved)
+        free = self._free()
+        if free - step < self._spare:
+            raise DiskFull(
+                self.reserved, f"{free} bytes are free, {self._spare} of which are to stay so"
+            )
+        try:
+            os.posix_fallocate(self._file, self.reserved, step)
+        except OSError as error:
+            self._refused = time.monotonic()
+            raise DiskFull(self.reserved, error.strerror or str(error)) from error
+        self.reserved += step
+
+    def _free(self) -> int:
+        there = os.statvfs(self.path)
+        return there.f_bavail * there.f_frsize
+
+    def room(self, size: int) -> int:
+        """How many bytes may be used now, where so far `size` may: less if others need them.
+
+        More than that only if it is worth it, and some time after the file system refused to grow.
+        """
+        loose = self._free() - self._spare
+        if loose < 0:
+            return min(size, max(0, self.reserved + loose) // self._step * self._step)
+        if size == self.capacity or time.monotonic() < self._refused + RETRY_S:
+            return size
+        if self.reserved + loose >= self.capacity:
+            return self.capacity
+        most = (self.reserved + loose) // self._step * self._step
+        return most if most >= size + 2 * self._step else size
+
+    def cut(self, end: int) -> None:
+        """Give back what is reserved beyond the first `end` bytes; raises OSError."""
+        with self._growing:
+            if end < self.reserved:
+                os.ftruncate(self._file, end)
+                self.reserved = end
+
+    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Write neighbouring slots. Raises DiskFull or OSError."""
+        size = sum(view.nbytes for view in views)
+        self.grow(offset + size)
+        self._all(os.pwritev, offset, views)
+
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Read neighbouring slots; raises OSError."""
+        self._all(os.preadv, offset, views)
+
+    def _all(self, call: Transfer, offset: int, views: Sequence[memoryview]) -> None:
+        left = list(views)
+        while left:
+            done = call(self._file, left[:VECTORS], offset)
+            if not done:
+                raise OSError(f"{self.path / BLOCKS} ends before {offset}")
+            offset += done
+            left = _after(left, done)
+
+    def close(self) -> None:
+        with self._growing:
+            os.close(self._file)
+            self._file = -1
+        os.close(self._lock)
+
+
+def _after(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of `views` after their first `done` bytes."""
+    for place, view in enumerate(views):
+        if done < view.nbytes:
+            return [view[done:], *views[place + 1 :]]
+        done -= view.nbytes
+    return []
+
+
+def _locked(path: Path) -> int:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DiskError(f"cannot use {path}: {error.strerror}; set kvbm.disk_path") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise DiskError(f"another kvbm uses {path}; set kvbm.disk_path") from None
+    return lock
+
+
+def _opened(path: Path) -> tuple[int, bool]:
+    """The file, and whether it is read and written without the page cache."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600), True
+    except OSError as error:
+        log.info("%s has no direct I/O (%s): the page cache is used", path, error.strerror)
+        return os.open(path, flags, 0o600), False

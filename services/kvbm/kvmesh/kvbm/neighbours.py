@@ -1,0 +1,151 @@
+"""The kvbms of other nodes: who is there, what they compute, and what they make ready for this one.
+
+One that fails is left alone for a while.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from kvmesh.blocks.identity import split_digests
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery import Directory
+from kvmesh.bus.errors import BusError
+from kvmesh.bus.kvbm import Computing, Declined, Prepare, Prepared
+from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.kvbm.core.claims import Claims, Further, Others, Telling
+from kvmesh.kvbm.core.fetches import Lookup
+
+log = logging.getLogger(__name__)
+PREPARE_S = 0.25
+ANSWER_S = 2.0
+PAUSE_S = 0.05
+REST_S = 10.0
+FAILURES = (BusError, NatsError, OSError, TimeoutError, msgspec.MsgspecError)
+_decoder = msgspec.msgpack.Decoder(Computing)
+Answered = Prepared | Declined
+
+
+class Neighbours:
+    """Hears their claims into `others`, and tells what is in `claims`.
+
+    `came` gets the cards of those that join or change, `left` of those that leave.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        limits: StreamLimits,
+        instance: str,
+        claims: Claims,
+        others: Others,
+        came: Callable[[Instance], None],
+        left: Callable[[Instance], None],
+    ) -> None:
+        self._bus = bus
+        self._instance = instance
+        self._claims = claims
+        self._others = others
+        self._came = came
+        self._left = left
+        self._clock = asyncio.get_running_loop().time
+        self._directory = Directory(bus, limits, self._on_card, self._on_leave)
+        self._resting: dict[str, float] = {}
+        self._subscriptions: list[Subscription] = []
+
+    async def open(self) -> None:
+        await self._directory.open()
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+        await self._directory.close()
+
+    @property
+    def cards(self) -> list[Instance]:
+        return [card for card in self._directory.instances if self._is_other(card)]
+
+    @property
+    def awake(self) -> set[str]:
+        """Those that may be asked for something."""
+        now, names = self._clock(), (card.instance for card in self.cards)
+        return {name for name in names if self._resting.get(name, 0.0) <= now}
+
+    def rest(self, instance: str, error: Exception) -> None:
+        """It has failed: leave it alone."""
+        log.warning("leaving %s alone for %g s: %s", instance, REST_S, error)
+        self._resting[instance] = self._clock() + REST_S
+        self._others.leave(instance)
+
+    # what is computed
+
+    async def follow(self, model: str) -> None:
+        """Hear from now on what they compute of a model."""
+        subject = self._bus.subjects.computing(model)
+        self._subscriptions.append(await self._bus.subscribe(subject, _decoder, self._hear))
+
+    def tell(self, tellings: Iterable[Telling]) -> None:
+        for model, number, marks in tellings:
+            message = Computing(self._instance, number, b"".join(marks), self._claims.lasts_s)
+            self._bus.post(self._bus.subjects.computing(model), message)
+
+    def _hear(self, message: Computing) -> None:
+        owner, now = message.instance, self._clock()
+        if owner == self._instance or self._resting.get(owner, 0.0) > now:
+            return
+        until = now + min(message.lasts_s, self._claims.lasts_s)
+        self._others.hear(owner, message.number, split_digests(message.digests), until)
+
+    # what they make ready
+
+    async def prepare(
+        self, lookup: Lookup, further: Further, stored: bool
+    ) -> tuple[list[bytes], Further | None]:
+        """Which blocks of a lookup may be read now, and who is to be asked for more."""
+        space, digests = lookup.prompt.space, lookup.digests
+        engine = lookup.engine
+        message = Prepare(
+            space.model,
+            space.layout,
+            b"".join(digests),
+            engine.compute_tps,
+            engine.load_bps,
+            PREPARE_S,
+            stored,
+        )
+        reply = await self._ask(further.owner, message)
+        if reply is None:
+            return [], None
+        if not reply.blocks and reply.more:
+            await asyncio.sleep(PAUSE_S)
+        more = reply.more or 0 < reply.blocks == len(digests) < further.end - lookup.first
+        return digests[: reply.blocks], further if more else None
+
+    async def _ask(self, owner: str, message: Prepare) -> Prepared | None:
+        subject = self._bus.subjects.kvbm(owner)
+        either: type[Answered] = Answered  # type: ignore[assignment]
+        try:
+            reply = await self._bus.request(subject, message, either, PREPARE_S + ANSWER_S)
+        except FAILURES as error:
+            self.rest(owner, error)
+            return None
+        return reply if isinstance(reply, Prepared) else None
+
+    # who is there
+
+    def _is_other(self, card: Instance) -> bool:
+        return card.role is Role.KVBM and card.instance != self._instance
+
+    def _on_card(self, card: Instance) -> None:
+        if self._is_other(card):
+            self._came(card)
+
+    def _on_leave(self, card: Instance) -> None:
+        self._resting.pop(card.instance, None)
+        self._others.leave(card.instance)
+        self._left(card)

@@ -1,0 +1,163 @@
+"""Blocks in a shared folder: a file per block, whose time of change is when its lease began."""
+
+import asyncio
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvmesh.kvbm.remote.interface import (
+    MOST_NOTE_BYTES,
+    NOTE_LENGTH_BYTES,
+    RemoteBlock,
+    RemoteError,
+)
+
+T = TypeVar("T")
+THREADS = 4
+SWEEP_TO = 0.9
+STALE_WRITE_S = 600.0
+
+
+class FolderStore:
+    """At most about `capacity` bytes over all nodes: the oldest files go when `tend` finds more.
+
+    `timeout_s` bounds how long a call is waited for, as a network file system may hang. Raises
+    RemoteError if the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path, lease_s: float, timeout_s: float, capacity: int) -> None:
+        self._folder = folder
+        self._lease_s = lease_s
+        self._timeout_s = timeout_s
+        self._capacity = capacity
+        self._threads = ThreadPoolExecutor(THREADS, "shared folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ".lock").touch()
+        except OSError as error:
+            raise RemoteError("open", str(error)) from error
+
+    async def find(self, digests: Sequence[bytes]) -> int:
+        return await self._run("find", lambda: self._find(digests))
+
+    async def put(self, blocks: Sequence[RemoteBlock]) -> None:
+        await self._run("put", lambda: self._write(blocks))
+
+    async def get(self, digests: Sequence[bytes], into: Sequence[memoryview]) -> list[bytes | None]:
+        return await self._run("get", lambda: list(map(self._read, digests, into)))
+
+    async def drop(self, digests: Sequence[bytes]) -> None:
+        await self._run("drop", lambda: self._unlink(digests))
+
+    async def tend(self) -> None:
+        await self._run("tend", self._sweep)
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, operation: str, call: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await loop.run_in_executor(self._threads, call)
+        except (OSError, TimeoutError) as error:
+            raise RemoteError(operation, str(error) or "no answer in time") from error
+
+    def _path(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self._folder / name[:2] / name
+
+    def _find(self, digests: Sequence[bytes]) -> int:
+        oldest = time.time() - self._lease_s
+        for i, digest in enumerate(digests):
+            path = self._path(digest)
+            try:
+                if path.stat().st_mtime < oldest:
+                    return i
+                os.utime(path)
+            except FileNotFoundError:
+                return i
+        return len(digests)
+
+    def _unlink(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self._path(digest).unlink(missing_ok=True)
+
+    def _write(self, blocks: Sequence[RemoteBlock]) -> None:
+        for block in blocks:
+            self._write_one(block)
+
+    def _write_one(self, block: RemoteBlock) -> None:
+        path = self._path(block.digest)
+        if path.exists():
+            return
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        length = len(block.note).to_bytes(NOTE_LENGTH_BYTES, "little")
+        try:
+            with draft.open("wb") as file:
+                file.writelines((length, block.note, block.content))
+            draft.replace(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+
+    def _read(self, digest: bytes, into: memoryview) -> bytes | None:
+        with suppress(FileNotFoundError), self._path(digest).open("rb", buffering=0) as file:
+            length = int.from_bytes(file.read(NOTE_LENGTH_BYTES), "little")
+            size = os.fstat(file.fileno()).st_size
+            if length < MOST_NOTE_BYTES and size == NOTE_LENGTH_BYTES + length + into.nbytes:
+                note = file.read(length)
+                return note if _read_full(file.fileno(), into) else None
+        return None
+
+    def _sweep(self) -> None:
+        """Remove ended leases, then the oldest files; one node at a time does it."""
+        with self._alone() as alone:
+            if not alone:
+                return
+            now = time.time()
+            files = sorted(self._files())
+            excess = sum(size for _, size, _ in files) - self._capacity
+            if excess > 0:
+                excess += int((1 - SWEEP_TO) * self._capacity)
+            for changed, size, path in files:
+                lease_s = STALE_WRITE_S if path.name.startswith(".") else self._lease_s
+                if excess <= 0 and now - changed < lease_s:
+                    continue
+                path.unlink(missing_ok=True)
+                excess -= size
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        for path in self._folder.glob("??/*"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                yield status.st_mtime, status.st_size, path
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        with (self._folder / ".lock").open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                yield False
+            else:
+                yield True
+
+
+def _read_full(descriptor: int, into: memoryview) -> bool:
+    done = 0
+    while done < into.nbytes:
+        count = os.readv(descriptor, [into[done:]])
+        if not count:
+            return False
+        done += count
+    return True

@@ -1,0 +1,75 @@
+"""The kvbm process: the lower tiers of one node, until it is told to leave."""
+
+from nats.errors import Error as NatsError
+from prometheus_client import REGISTRY
+
+from kvmesh.bus.errors import BusUnavailable
+from kvmesh.kvbm.core.block import ARENA, DISK
+from kvmesh.kvbm.core.errors import KvbmError
+from kvmesh.kvbm.core.manager import Manager
+from kvmesh.kvbm.core.rules import Rules
+from kvmesh.kvbm.core.store import Remote
+from kvmesh.kvbm.identity import parse_key, shared_key
+from kvmesh.kvbm.metrics import ManagerCollector
+from kvmesh.kvbm.node import KvbmNode
+from kvmesh.kvbm.remote.interface import RemoteError
+from kvmesh.kvbm.storage import Storage
+from kvmesh.retention.ranges import RetentionError, parse_defaults
+from kvmesh.runtime.http import serve_metrics
+from kvmesh.runtime.service import Service, StartError
+from kvmesh.settings.schema import Kvbm as KvbmSettings
+
+MOST_REMOTE = 1 << 20
+PEER_LEASE_S = 10.0
+
+
+def rules(settings: KvbmSettings) -> Rules:
+    """What the settings say of decisions. Raises RetentionError."""
+    shares = bool(settings.remote_url)
+    lease_s = settings.remote_lease_s if shares else PEER_LEASE_S
+    disk = {DISK: settings.disk_bytes} if settings.disk_path is not None else {}
+    return Rules(
+        capacities={ARENA: settings.host_bytes, **disk},
+        budget=settings.tenant_share,
+        disk_frequency=settings.disk_frequency,
+        remote=Remote(MOST_REMOTE, lease_s) if shares or settings.peers else None,
+        shares=shares,
+        remote_frequency=settings.remote_frequency,
+        decay_s=settings.decay_s,
+        patience_s=settings.compute_patience_s,
+        defaults=parse_defaults(settings.retention),
+    )
+
+
+async def main(service: Service) -> None:
+    """Keep the blocks of a node until the service is told to stop."""
+    settings = service.settings.kvbm
+    try:
+        manager = Manager(rules(settings), service.instance)
+        key = parse_key(settings.key) if settings.key else await shared_key(service.bus)
+        storage = await Storage.claim(settings, service.bus.options.namespace)
+    except (KvbmError, RemoteError, RetentionError) as error:
+        raise StartError(f"kvbm: {error}") from error
+    except (NatsError, TimeoutError) as error:
+        raise BusUnavailable(service.bus.options.url, error) from error
+    try:
+        await _serve(service, KvbmNode(service, manager, storage, key))
+    finally:
+        storage.close()
+
+
+async def _serve(service: Service, node: KvbmNode) -> None:
+    collector = ManagerCollector(node.manager, node.desk, node.divisions)
+    REGISTRY.register(collector)
+    metrics = await serve_metrics(service.settings.kvbm.metrics_port, lambda: node.ready)
+    try:
+        await node.open()
+        await service.stopping.wait()
+        await node.close()
+    except (NatsError, OSError, TimeoutError) as error:
+        raise BusUnavailable(service.bus.options.url, error) from error
+    finally:
+        await node.settle_tiers()
+        REGISTRY.unregister(collector)
+        if metrics is not None:
+            await metrics.cleanup()

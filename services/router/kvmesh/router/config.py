@@ -1,0 +1,70 @@
+"""What the schema cannot say about the router's settings: finite numbers and their relations."""
+
+import math
+
+from kvmesh.bus.messages import Thresholds
+from kvmesh.router.cost import CostModel
+from kvmesh.router.errors import ConfigError
+from kvmesh.router.registry import make_policy
+from kvmesh.settings.schema import Router
+
+
+def check_settings(settings: Router) -> None:
+    """Raise ConfigError naming the key and the reason, unless the settings make sense."""
+    for key in settings.__struct_fields__:
+        _finite(key, getattr(settings, key))
+    if settings.program_pause_target > settings.program_pause:
+        raise ConfigError("program_pause_target", "must not be above program_pause")
+    if settings.program_demote > settings.program_pause:
+        raise ConfigError("program_demote", "must not be above program_pause")
+    if settings.program_hysteresis >= settings.program_pause:
+        raise ConfigError("program_hysteresis", "must be below program_pause")
+    if settings.kv_events and settings.predicted_ttl_s > settings.sequence_ttl_s:
+        raise ConfigError("predicted_ttl_s", "must not be above sequence_ttl_s")
+    if settings.rescore_s > settings.starvation_s:
+        raise ConfigError("rescore_s", "must not be above starvation_s")
+    fair_weights(settings)
+    make_policy(settings.policy, settings)
+
+
+def _finite(key: str, value: object) -> None:
+    numbers = value if isinstance(value, list) else [value]
+    for number in numbers:
+        if isinstance(number, float) and not (math.isfinite(number) and number >= 0):
+            raise ConfigError(key, f"{number} is not a finite number of at least 0")
+
+
+def cost_model(settings: Router, worth: list[float] | None = None) -> CostModel:
+    """The cost model that the settings describe, with other credits if given."""
+    first, second, third, fourth = worth or settings.overlap_credits
+    return CostModel(
+        credits=(first, second, third, fourth),
+        prefill_weight=settings.prefill_weight,
+        request_weight=settings.request_weight,
+        credit_decay=settings.credit_decay,
+        temperature=settings.temperature,
+    )
+
+
+def thresholds(settings: Router) -> Thresholds:
+    """The busy thresholds that hold until someone sets others."""
+    return Thresholds(
+        blocks=settings.busy_blocks,
+        blocks_share=settings.busy_blocks_share,
+        prefill_tokens=settings.busy_prefill_tokens,
+    )
+
+
+def fair_weights(settings: Router) -> dict[str, float]:
+    """Weight per fair class; a class that is not named has weight 1."""
+    weights = {}
+    for entry in settings.fair_weights:
+        name, _, text = entry.rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if not name or not (math.isfinite(weight) and weight > 0):
+            raise ConfigError("fair_weights", f"{entry!r} is not NAME=WEIGHT with a weight above 0")
+        weights[name] = weight
+    return weights

@@ -1,0 +1,354 @@
+"""The router of one model as plain synchronous code: the live service and the simulator run it."""
+
+import logging
+import math
+from collections import Counter
+from random import Random
+
+import numpy as np
+
+from kvmesh.bus.messages import (
+    Candidate,
+    Decision,
+    Instance,
+    Load,
+    Outcome,
+    RouteEvent,
+    RouteRequest,
+    SeqAdd,
+    SeqEvent,
+    SeqFree,
+    prefill_part,
+)
+from kvmesh.router.arrays import Slots
+from kvmesh.router.config import cost_model, thresholds
+from kvmesh.router.cost import CostModel
+from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, Overloaded
+from kvmesh.router.overlaps import Overlaps, OverlapWatch, overlap_by_slot
+from kvmesh.router.policies import Kv, Policy
+from kvmesh.router.predicted import PredictedPrefixes
+from kvmesh.router.prefixes import HASH
+from kvmesh.router.registry import make_policy
+from kvmesh.router.reports import Reports
+from kvmesh.router.sequences import ActiveSequences
+from kvmesh.router.view import Choice, View
+from kvmesh.router.workers import UNMET, RankTable, Serves
+from kvmesh.settings.schema import Router
+
+log = logging.getLogger(__name__)
+SHOWN = 16
+IDLE_GRACE_S = 15.0  # from a placement until an idle engine proves that it is lost
+
+
+class RouterCore:
+    """Decides placements from what it has been told; `epoch` is the Unix time of `now` = 0."""
+
+    def __init__(
+        self, model: str, router: str, settings: Router, rng: Random, epoch: float = 0.0
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.table = RankTable()
+        self._reports = Reports(self.table)
+        self.active = ActiveSequences(self.table, settings.sequence_ttl_s)
+        self.limits = thresholds(settings)
+        self.faults: Counter[str] = Counter()
+        self.epoch = epoch
+        self._router = router
+        self._rng = rng
+        ttl = settings.predicted_ttl_s if settings.kv_events else settings.approximate_ttl_s
+        self._predicted = PredictedPrefixes(ttl)
+        self._watch = OverlapWatch()
+        self._model = cost_model(settings)
+        self._prefill_model = cost_model(settings, settings.prefill_credits)
+        self._decode_model = cost_model(settings, settings.decode_credits)
+        self._policies: dict[str, Policy] = {}
+        self.policy = self._named(settings.policy)
+
+    # facts
+
+    def join(self, card: Instance) -> None:
+        """Take in the card of a worker of this model, or of any kvbm, or a change to it."""
+        self.table.join(card)
+
+    def leave(self, instance: str) -> None:
+        slots = self.table.leave(instance)
+        self._predicted.forget(slots)
+        self._reports.forget(slots)
+
+    def report(self, load: Load, now: float) -> None:
+        """Take an engine's own account of its load."""
+        slot = self._reports.take(load, now)
+        if slot is not None and not load.running + load.waiting:
+            self.active.forget_idle(slot, now - IDLE_GRACE_S)
+
+    def apply(self, event: SeqEvent, now: float) -> None:
+        """Apply an active-sequence event, one's own or that of a replica."""
+        if isinstance(event, SeqAdd):
+            self._add(event, min(event.time - self.epoch, now), now)
+        else:
+            self.active.apply(event, now)
+        if isinstance(event, SeqFree):
+            self._freed([event.request], now)
+
+    def _freed(self, requests: list[str], now: float) -> None:
+        for policy in self._policies.values():
+            for request in requests:
+                policy.freed(request, now)
+
+    def _add(self, event: SeqAdd, at: float, now: float) -> None:
+        known = event.request in self.active
+        self.active.apply(event, at)
+        if not known and at + self.settings.sequence_ttl_s > now:
+            slot = self.table.slot(event.instance, event.rank)
+            self._predicted.add(slot, event.sequence, at)
+
+    def follow(self, event: RouteEvent, now: float) -> None:
+        """Tell the policies of a decision or an outcome, one's own or that of a replica."""
+        at = min(event.time - self.epoch, now)
+        for policy in self._policies.values():
+            if isinstance(event, Outcome):
+                policy.finished(event, at)
+            else:
+                policy.placed(event, at)
+
+    def expire(self, now: float) -> list[str]:
+        """Forget what is out of date; call about once a second. Returns the requests given up."""
+        self._predicted.expire(now)
+        for policy in self._policies.values():
+            policy.tick(now)
+        lost = self.active.expire(now)
+        self._freed(lost, now)
+        return lost
+
+    # decisions
+
+    def decide(
+        self,
+        request: RouteRequest,
+        overlaps: Overlaps | None,
+        now: float,
+        arrived: float | None = None,
+        index_s: float = 0.0,
+        note: str | None = None,
+    ) -> Decision:
+        """Choose a rank; raises RouteError if there is none. Changes no load: see `commit`."""
+        view = self.view(request, overlaps, now)
+        name = request.policy or self.settings.policy
+        policy = self._of_request(name)
+        model = self._model.overridden(request.overrides) if request.overrides else self._model
+        choice = self._choose(name, policy, view, model)
+        if overlaps is not None and arrived is not None:
+            self._watch.look(self.model, request.sequence, bool(overlaps.rows), now)
+        prefill = None
+        if self.table.splits:
+            view, choice, prefill = self._split(name, policy, view, choice)
+        chosen, *candidates = _candidates(view, choice)
+        return Decision(
+            request=request.request,
+            model=self.model,
+            time=now + self.epoch,
+            router=self._router,
+            policy=name,
+            chosen=chosen,
+            candidates=candidates,
+            eligible=len(view),
+            prefill=prefill,
+            tokens=request.tokens,
+            sequence=request.sequence,
+            max_tokens=request.max_tokens,
+            block_size=self.table.block_size,
+            hints=request.hints,
+            wait_s=0.0 if arrived is None else max(now - arrived - index_s, 0.0),
+            index_s=index_s,
+            attempt=len(request.placement.exclude),
+            note=note or choice.note,
+        )
+
+    def commit(self, decision: Decision, now: float) -> list[SeqAdd]:
+        """Count a decision's request as active; the events tell the replicas."""
+        whole = -(-decision.tokens // max(self.table.block_size, 1))
+        chosen, prefill = decision.chosen, decision.prefill
+        if prefill is None:
+            events = [self._added(decision, decision.request, chosen, sum(chosen.overlap))]
+        else:
+            events = [
+                self._added(decision, decision.request, chosen, whole),
+                self._added(
+                    decision, prefill_part(decision.request), prefill, sum(prefill.overlap)
+                ),
+            ]
+        for event in events:
+            self.apply(event, now)
+        self.follow(decision, now)
+        return events
+
+    def _added(self, decision: Decision, name: str, at: Candidate, overlap: int) -> SeqAdd:
+        return SeqAdd(
+            request=name,
+            instance=at.instance,
+            rank=at.rank,
+            sequence=decision.sequence,
+            tokens=decision.tokens,
+            overlap=overlap,
+            osl=max(decision.hints.osl or 0, 0),
+            time=decision.time,
+        )
+
+    def view(
+        self,
+        request: RouteRequest,
+        overlaps: Overlaps | None,
+        now: float,
+        serves: Serves = "all",
+        slots: Slots | None = None,
+    ) -> View:
+        """The candidates of a request; raises RouteError if none is eligible or all are busy."""
+        table = self.table
+        size = table.block_size
+        _check(request, size)
+        if slots is None:
+            slots = self.eligible(request, serves)
+        predicted = self._predicted.depths(request.sequence, table.size)
+        shared = self.active.shared(request.sequence)
+        tokens, blocks = table.loads(slots)
+        prefer = request.placement.prefer
+        return View(
+            request=request,
+            now=now,
+            prompt=request.tokens / size,
+            slots=slots,
+            overlap=overlap_by_slot(table, overlaps, predicted).take(slots, 0),
+            prefill=tokens / size,
+            decode=blocks - (shared.take(slots) + -request.tokens // size),
+            requests=table.requests.take(slots),
+            table=table,
+            overlaps=overlaps,
+            preference=table.preference(prefer, slots) if prefer else None,
+        )
+
+    def eligible(self, request: RouteRequest, serves: Serves = "all") -> Slots:
+        """The slots that may take the request now; raises NoWorkers or Overloaded."""
+        placement, adapter = request.placement, request.adapter
+        slots = self.table.eligible(placement, adapter, serves)
+        if not len(slots):
+            reason = self.table.why_none(placement, adapter)
+            raise NoWorkers(reason, unmet=reason == UNMET)
+        if self.limits != _UNLIMITED:
+            slots = self.table.under(self.limits, slots)
+            if not len(slots):
+                raise Overloaded("every worker is past its busy threshold", 1.0)
+        return slots
+
+    def _choose(self, name: str, policy: Policy, view: View, model: CostModel) -> Choice:
+        """The policy's choice, or that of `kv` if the policy fails."""
+        try:
+            choice = policy.choose(view, model, self._rng)
+            if not 0 <= choice.chosen < len(view) or len(choice.cost) != len(view):
+                raise IndexError(f"chose {choice.chosen} of {len(view)} candidates")
+        except Exception as error:  # a policy may be anyone's code
+            self.faults[name] += 1
+            if self.faults[name] == 1:
+                log.exception("policy %s failed; kv decides instead", name)
+            choice = _FALLBACK.choose(view, model, self._rng)
+            return choice._replace(note=f"kv in place of {name}: {error or type(error).__name__}")
+        return choice
+
+    def _split(
+        self, name: str, policy: Policy, view: View, choice: Choice
+    ) -> tuple[View, Choice, Candidate | None]:
+        """Let one worker prefill and another decode, if the prompt is worth it and both are there.
+
+        Short prompts and hot prefixes stay where they are, and so does everything while the
+        prefill workers have more to do than `disagg_backlog` engine steps.
+        """
+        request, size = view.request, self.table.block_size
+        uncached = request.tokens - view.overlap[choice.chosen].sum() * size
+        if uncached < self.settings.disagg_tokens:
+            return view, choice, None
+        prefill = self._part(view, "prefill")
+        decode = self._part(view, "decode")
+        if prefill is None or decode is None:
+            return view, choice, None
+        first = self._choose(name, policy, prefill, self._prefill_model)
+        second = self._choose(name, policy, decode, self._decode_model)
+        return decode, second, _candidates(prefill, first)[0]
+
+    def _part(self, view: View, serves: Serves) -> View | None:
+        request, table = view.request, self.table
+        slots = table.eligible(request.placement, request.adapter, serves)
+        slots = table.under(self.limits, slots)
+        if serves == "prefill":
+            most = self.settings.disagg_backlog * table.step_tokens.take(slots)
+            slots = slots[(table.loads(slots)[0] <= most) | (most == 0)]
+        if not len(slots):
+            return None
+        return self.view(request, view.overlaps, view.now, serves, slots)
+
+    def _of_request(self, name: str) -> Policy:
+        """A policy by name; a request may not have code loaded that nobody installed as one."""
+        known = self._policies.get(name)
+        if known is not None:
+            return known
+        if ":" in name:
+            raise InvalidRequest(f"{name!r} is not the name of an installed policy")
+        try:
+            return self._named(name)
+        except ConfigError as error:
+            raise InvalidRequest(error.reason) from None
+
+    def _named(self, name: str) -> Policy:
+        policy = self._policies[name] = make_policy(name, self.settings)
+        return policy
+
+
+_UNLIMITED = thresholds(Router())
+_FALLBACK = Kv()
+
+
+def _candidates(view: View, choice: Choice) -> list[Candidate]:
+    """The chosen one, then the cheapest ones in order."""
+    chosen, ranks = choice.chosen, view.table.ranks
+    facts = [view.slots, view.overlap, view.prefill, view.decode, view.requests, choice.cost]
+    if len(view) > SHOWN:
+        few = np.append(choice.cost.argpartition(SHOWN)[:SHOWN], chosen)
+        facts = [fact.take(few, 0) for fact in facts]
+        chosen = SHOWN
+    facts[1] = facts[1].astype(np.int64)
+    candidates = [
+        Candidate(
+            instance=ranks[slot].instance,
+            worker=ranks[slot].worker,
+            rank=ranks[slot].rank,
+            overlap=overlap,
+            prefill=prefill,
+            decode=decode,
+            requests=int(requests),
+            cost=cost,
+        )
+        for slot, overlap, prefill, decode, requests, cost in zip(
+            *[fact.tolist() for fact in facts], strict=True
+        )
+    ]
+    return [candidates[chosen], *sorted(candidates[:SHOWN], key=_cost_of)]
+
+
+def _cost_of(candidate: Candidate) -> float:
+    return candidate.cost
+
+
+def _check(request: RouteRequest, block_size: int) -> None:
+    """Raise InvalidRequest unless the request's numbers make sense."""
+    blocks, ragged = divmod(len(request.sequence), HASH)
+    if ragged:
+        raise InvalidRequest("the sequence hashes are not whole 64-bit numbers")
+    if not (math.isfinite(request.deadline_s) and request.deadline_s > 0):
+        raise InvalidRequest(f"a deadline of {request.deadline_s} s")
+    if not 0 <= request.hints.latency_sensitivity <= 1:
+        raise InvalidRequest("latency_sensitivity is not between 0 and 1")
+    if not all(map(math.isfinite, request.placement.prefer.values())):
+        raise InvalidRequest("a preference is not a finite number")
+    if request.tokens < 1:
+        raise InvalidRequest(f"a prompt of {request.tokens} tokens")
+    if blocks * block_size > request.tokens:
+        raise InvalidRequest(f"{blocks} blocks of {block_size} do not fit {request.tokens} tokens")

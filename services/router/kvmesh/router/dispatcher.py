@@ -1,0 +1,371 @@
+"""Who may go now and who waits: the queue of one model, as plain synchronous code.
+
+Every replica holds the waiting requests of all replicas, learned from the active-sequence stream,
+so all see the same order; a replica places only its own, each when it is first of all. The stream
+is the order: a request takes its place when its own event comes back.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import inf
+
+import msgspec
+import numpy as np
+
+from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqAdd, SeqEvent, SeqFree, SeqWait
+from kvmesh.router.config import fair_weights
+from kvmesh.router.core import RouterCore
+from kvmesh.router.errors import Overloaded, RouteError
+from kvmesh.router.overlaps import Overlaps
+from kvmesh.router.waiting import Lane
+
+FOREIGN_PATIENCE_S = 0.25  # for the replica whose turn it is to move
+ECHO_PATIENCE_S = 0.5  # for one's own entry to come back from the stream
+NEWCOMER_S = 5.0  # until the card of a new replica must have been seen
+_ENCODE = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One request on its way through the router. Times are the core's."""
+
+    request: RouteRequest
+    arrived: float
+    overlaps: Overlaps | None = None
+    index_s: float = 0.0
+    note: str | None = None
+    scored: float = 0.0
+    lane: str = ""
+    waiting: SeqWait | None = None
+    result: Decision | Refused | None = None
+
+    @property
+    def deadline(self) -> float:
+        return self.arrived + self.request.deadline_s
+
+
+@dataclass
+class Steps:
+    """What the shell must do after a step: publish events and answer tickets."""
+
+    events: list[SeqEvent] = field(default_factory=list)
+    done: list[Ticket] = field(default_factory=list)
+
+
+class Dispatcher:
+    """Places tickets at once where there is room, else in order. `router` is the own instance."""
+
+    def __init__(self, core: RouterCore, router: str) -> None:
+        settings = core.settings
+        self.core = core
+        self._router = router
+        self._settings = settings
+        self._weights = fair_weights(settings)
+        self._lanes: dict[str, Lane] = {}
+        self._lane_of: dict[str, str] = {}
+        self._own: dict[str, Ticket] = {}
+        self._held: dict[str, Ticket] = {}
+        self._stalled: dict[str, tuple[str, float]] = {}
+        self._rate = 0.0
+        self._rated = 0.0
+        self._roomy = np.zeros(0, np.int64), 0  # where room was found last, among which slots
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait here and in the other replicas."""
+        return len(self._lane_of) + len(self._held)
+
+    @property
+    def own(self) -> list[Ticket]:
+        return [*self._own.values(), *self._held.values()]
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(e.cost for lane in self._lanes.values() for e in lane.entries.values())
+
+    # steps
+
+    def submit(self, ticket: Ticket, now: float) -> Steps:
+        """Take in a request: place it, let it wait, or refuse it."""
+        ticket.scored = now
+        steps = Steps()
+        try:
+            if not self.core.policy.admits(ticket.request, now):
+                self._hold(ticket)
+            elif self._must_wait(ticket):
+                self._park(ticket, now, steps)
+            else:
+                self._place(ticket, now, steps)
+        except RouteError as error:
+            _finish(ticket, error.refusal, steps)
+        return steps
+
+    def apply(self, event: SeqEvent, now: float) -> None:
+        """Apply an event of the active-sequence stream, one's own or that of a replica."""
+        if isinstance(event, SeqWait):
+            self._enter(event)
+            return
+        if isinstance(event, SeqFree):
+            self._leave(event.request, placed=False)
+        elif isinstance(event, SeqAdd):
+            self._leave(event.request, placed=True)
+        self.core.apply(event, now)
+
+    def pump(self, now: float) -> Steps:
+        """Place whoever can go now; call when load may have fallen."""
+        steps = Steps()
+        if self._held:
+            self._admit(now, steps)
+        for name in list(self._lanes):
+            while self._release(name, now, steps):
+                pass
+        return steps
+
+    def cancel(self, request: str) -> Steps:
+        """Its sender does not want a placement any more."""
+        steps = Steps()
+        ticket = self._own.pop(request, None) or self._held.pop(request, None)
+        if ticket is not None:
+            self._leave(request, placed=False)
+            steps.events.append(SeqFree(request))
+        return steps
+
+    def expire(self, now: float) -> Steps:
+        """Refuse the own requests whose deadline has passed; drop those of others."""
+        steps = Steps()
+        for ticket in list(self._own.values()):
+            unseen = ticket.request.request not in self._lane_of
+            if unseen and ticket.waiting is not None and ticket.scored < now - ECHO_PATIENCE_S:
+                self._enter(ticket.waiting)
+        for ticket in self.own:
+            if ticket.deadline <= now:
+                steps.events += self.cancel(ticket.request.request).events
+                waited = now - ticket.arrived
+                reason = f"no placement within {waited:.1f} s"
+                after = self.retry_after()
+                _finish(ticket, Refused(code="deadline", reason=reason, retry_after_s=after), steps)
+        late = now + self.core.epoch - 5.0
+        for lane in list(self._lanes.values()):
+            for entry in [e for e in lane.entries.values() if e.deadline < late]:
+                self._leave(entry.request, placed=False)
+        return steps
+
+    def keep(self, routers: Collection[str], now: float) -> None:
+        """Only these replicas are there: what waited in others waits no more."""
+        young = now + self.core.epoch - NEWCOMER_S
+        for lane in list(self._lanes.values()):
+            for entry in list(lane.entries.values()):
+                known = entry.router == self._router or entry.router in routers
+                if not known and entry.arrived < young:
+                    self._leave(entry.request, placed=False)
+
+    def stale(self, now: float) -> list[Ticket]:
+        """Own waiting tickets whose overlaps should be asked anew."""
+        oldest = now - self._settings.rescore_s
+        return [t for t in self.own if t.scored < oldest and t.request.sequence]
+
+    def rescore(self, ticket: Ticket, overlaps: Overlaps | None, now: float) -> Steps:
+        """Take new overlaps of a waiting ticket, and its new place in the queue if that differs."""
+        steps = Steps()
+        ticket.overlaps, ticket.scored = overlaps, now
+        if ticket.waiting is not None and ticket.request.request in self._own:
+            entry = self._entry(ticket, now)
+            if entry.key != ticket.waiting.key:
+                ticket.waiting = entry
+                steps.events.append(entry)
+        return steps
+
+    def retry_after(self) -> float:
+        """Seconds in which what waits now should have gone, at the present rate; 1 to 60."""
+        if self._rate <= 0:
+            return 1.0
+        return min(max(self.waiting_tokens / self._rate, 1.0), 60.0)
+
+    # placing
+
+    def _place(self, ticket: Ticket, now: float, steps: Steps) -> None:
+        decision = self.core.decide(
+            ticket.request, ticket.overlaps, now, ticket.arrived, ticket.index_s, ticket.note
+        )
+        steps.events += self.core.commit(decision, now)
+        self._rate_placed(decision, now)
+        _finish(ticket, decision, steps)
+
+    def _rate_placed(self, decision: Decision, now: float) -> None:
+        """Tokens per second that go out, smoothed over about 10 s."""
+        held = sum(decision.chosen.overlap) * self.core.table.block_size
+        share = min((now - self._rated) / 10.0, 1.0)
+        if share > 0:
+            self._rate *= 1 - share
+            self._rated = now
+        self._rate += max(decision.tokens - held, 0) / 10.0
+
+    def _must_wait(self, ticket: Ticket) -> bool:
+        if not self._settings.queue_threshold or self.core.policy.shift(ticket.request) == inf:
+            return False
+        ticket.lane = _lane(ticket.request)
+        lane = self._lanes.get(ticket.lane)
+        return bool(lane) or not self._room(ticket.request)
+
+    def _room(self, request: RouteRequest) -> bool:
+        """Whether some eligible rank is below the threshold of active prefill."""
+        slots = self.core.eligible(request)
+        of, slot = self._roomy
+        if of is slots and self._has_room_at(slot):
+            return True
+        table = self.core.table
+        limit = self._settings.queue_threshold * table.step_tokens.take(slots)
+        free = ((table.loads(slots)[0] <= limit) | (limit == 0)).nonzero()[0]
+        if not len(free):
+            return False
+        self._roomy = slots, int(slots[free[0]])
+        return True
+
+    def _has_room_at(self, slot: int) -> bool:
+        cells = self.core.table.cells
+        limit = self._settings.queue_threshold * cells.step_tokens[slot]
+        waiting = cells.prefill_tokens[slot] + cells.foreign_tokens[slot]
+        return max(waiting, 0.0) <= limit or not limit
+
+    # waiting
+
+    def _hold(self, ticket: Ticket) -> None:
+        self._bound()
+        self._held[ticket.request.request] = ticket
+
+    def _admit(self, now: float, steps: Steps) -> None:
+        for name, ticket in list(self._held.items()):
+            if self.core.policy.admits(ticket.request, now):
+                del self._held[name]
+                admitted = self.submit(ticket, now)
+                steps.events += admitted.events
+                steps.done += admitted.done
+
+    def _park(self, ticket: Ticket, now: float, steps: Steps) -> None:
+        self._bound()
+        ticket.waiting = self._entry(ticket, now)
+        self._own[ticket.request.request] = ticket
+        steps.events.append(ticket.waiting)
+
+    def _bound(self) -> None:
+        if self.waiting + 1 > self._settings.queue_limit:
+            after = self.retry_after()
+            raise Overloaded(f"{self._settings.queue_limit} requests wait already", after)
+
+    def _entry(self, ticket: Ticket, now: float) -> SeqWait:
+        request, epoch = ticket.request, self.core.epoch
+        view = self.core.view(request, ticket.overlaps, now)
+        held = int(view.overlap.sum(1).max()) * self.core.table.block_size
+        uncached = max(request.tokens - held, 1)
+        return SeqWait(
+            request=request.request,
+            router=self._router,
+            lane=ticket.lane,
+            tier=max(request.hints.strict_priority, 0),
+            fair_class=request.hints.fair_class or request.hints.tenant or "",
+            key=self._key(request, ticket.arrived + epoch, uncached),
+            cost=uncached,
+            arrived=ticket.arrived + epoch,
+            deadline=ticket.deadline + epoch,
+        )
+
+    def _key(self, request: RouteRequest, arrived: float, uncached: int) -> float:
+        settings, hints = self._settings, request.hints
+        priority = max(hints.priority, 0)
+        if settings.queue_order == "wspt":
+            return -(1 + priority) / uncached
+        if settings.queue_order == "lcfs":
+            return -arrived
+        shift = priority * settings.priority_shift_s
+        shift += min(max(hints.latency_sensitivity, 0.0), 1.0) * settings.latency_shift_s
+        return arrived - shift - self.core.policy.shift(request)
+
+    def _enter(self, entry: SeqWait) -> None:
+        if entry.router == self._router and entry.request not in self._own:
+            return
+        lane = self._lanes.get(entry.lane)
+        if lane is None:
+            settings = self._settings
+            lane = Lane(settings.queue_quantum, self._weights, settings.starvation_s)
+            self._lanes[entry.lane] = lane
+        lane.push(entry)
+        self._lane_of[entry.request] = entry.lane
+
+    def _leave(self, request: str, placed: bool) -> None:
+        name = self._lane_of.pop(request, None)
+        if name is not None:
+            lane = self._lanes[name]
+            lane.remove(request, placed)
+            self._stalled.pop(name, None)
+            if not lane:
+                del self._lanes[name]
+        if not placed:
+            self._own.pop(request, None)
+            self._held.pop(request, None)
+
+    def _release(self, name: str, now: float, steps: Steps) -> bool:
+        """Place the first of a lane if it is one's own and there is room.
+
+        True if the lane has moved on, and whoever is next now may go too.
+        """
+        lane = self._lanes.get(name)
+        head = lane.head(now + self.core.epoch) if lane else None
+        if lane is None or head is None:
+            return False
+        ticket = self._own.get(head.request)
+        if ticket is None:
+            return self._pass_over(name, lane, head, now)
+        try:
+            if not self._room(ticket.request):
+                return False
+            self._place(ticket, now, steps)
+        except RouteError as error:
+            steps.events.append(SeqFree(ticket.request.request))
+            _finish(ticket, error.refusal, steps)
+        self._own.pop(ticket.request.request, None)
+        self._leave(ticket.request.request, placed=isinstance(ticket.result, Decision))
+        return True
+
+    def _pass_over(self, name: str, lane: Lane, head: SeqWait, now: float) -> bool:
+        """Forget what waits in a replica that had its turn, and room, and did not move.
+
+        If it was only slow, it will place its requests all the same.
+        """
+        own = next((t for t in self._own.values() if t.lane == name), None)
+        if own is None or not self._has_room(own):
+            self._stalled.pop(name, None)
+            return False
+        stalled, since = self._stalled.setdefault(name, (head.request, now))
+        if stalled != head.request:
+            self._stalled[name] = (head.request, now)
+            return False
+        if now - since < FOREIGN_PATIENCE_S:
+            return False
+        for entry in [e for e in lane.entries.values() if e.router == head.router]:
+            self._leave(entry.request, placed=False)
+        return True
+
+    def _has_room(self, ticket: Ticket) -> bool:
+        try:
+            return self._room(ticket.request)
+        except RouteError:
+            return True  # it is to be refused, not to wait
+
+
+def _finish(ticket: Ticket, result: Decision | Refused, steps: Steps) -> None:
+    ticket.result = result
+    steps.done.append(ticket)
+
+
+def _lane(request: RouteRequest) -> str:
+    """Requests that may run on the same workers wait for each other."""
+    if request.placement == _ANYWHERE and request.adapter is None:
+        return ""
+    constraints = _ENCODE((request.placement, request.adapter))
+    return blake2b(constraints, digest_size=8).hexdigest()
+
+
+_ANYWHERE = RouteRequest(
+    request="", model="", sequence=b"", tokens=0, max_tokens=0, deadline_s=0
+).placement

@@ -1,0 +1,170 @@
+"""Asking the index for overlaps: no task per question, and those that arrive together share one."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import monotonic
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from nats.aio.msg import Msg
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import OverlapQuery, RankKey
+from kvmesh.router.overlaps import Overlaps
+
+log = logging.getLogger(__name__)
+MOST_PROMPTS = 64
+MOST_FLIGHTS = 4
+ROW = 20  # five uint32
+
+
+class _Reply(msgspec.Struct, array_like=True):
+    """An OverlapReply whose ranks, much the same each time, are decoded only when they differ."""
+
+    ranks: msgspec.Raw
+    rows: list[bytes]
+
+
+_replies = msgspec.msgpack.Decoder(_Reply)
+_ranks = msgspec.msgpack.Decoder(list[RankKey])
+
+
+class Answer(NamedTuple):
+    """Overlaps, or None and why not; `seconds` is how long the query took."""
+
+    overlaps: Overlaps | None
+    seconds: float
+    failure: str | None = None
+
+
+Done = Callable[[Answer], None]
+
+
+class Question(NamedTuple):
+    """A prompt, given as its packed sequence hashes, and who wants to know."""
+
+    sequence: bytes
+    salt: int | None
+    done: Done
+
+
+class Flight(NamedTuple):
+    """One query on its way."""
+
+    started: float
+    questions: list[Question]
+    timer: asyncio.TimerHandle
+
+
+class IndexClient:
+    """One model's index, over the bus. Failures are answers; an outage is logged once."""
+
+    def __init__(self, bus: Bus, model: str, timeout: float) -> None:
+        self._bus = bus
+        self._loop = asyncio.get_running_loop()
+        self._subject = bus.subjects.index(model)
+        self._model = model
+        self._timeout = timeout
+        self._inbox = bus.client.new_inbox()
+        self._queued: list[Question] = []
+        self._flights: dict[str, Flight] = {}
+        self._sent = 0
+        self._failing = False
+        self._known: tuple[bytes, list[RankKey]] = (b"", [])
+
+    async def open(self) -> None:
+        """Hear answers; to be called before the first question."""
+        await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._receive)
+
+    def ask(self, question: Question) -> None:
+        """Have `question.done` called with the overlaps, perhaps before this returns."""
+        if self._failing and self._flights:  # one at a time tries, the others need not wait
+            question.done(Answer(None, 0.0, "index unavailable"))
+            return
+        self._queued.append(question)
+        if len(self._flights) < MOST_FLIGHTS:
+            self._send()
+
+    async def find(self, sequence: bytes, salt: int | None = None) -> Answer:
+        """The overlaps of a prompt."""
+        future: asyncio.Future[Answer] = self._loop.create_future()
+
+        def done(answer: Answer) -> None:
+            if not future.done():
+                future.set_result(answer)
+
+        self.ask(Question(sequence, salt, done))
+        return await future
+
+    def _send(self) -> None:
+        questions = self._queued[:MOST_PROMPTS]
+        del self._queued[:MOST_PROMPTS]
+        if not questions:
+            return
+        self._sent += 1
+        token = str(self._sent)
+        timer = self._loop.call_later(self._timeout, self._late, token)
+        self._flights[token] = Flight(monotonic(), questions, timer)
+        salts = {question.salt for question in questions}
+        query = OverlapQuery(
+            [question.sequence for question in questions], salts.pop() if len(salts) == 1 else None
+        )
+        self._bus.post(self._subject, query, f"{self._inbox}.{token}")
+
+    def _receive(self, msg: Msg) -> None:
+        token = msg.subject.rpartition(".")[2]
+        if token not in self._flights:
+            return
+        if msg.headers is not None and msg.headers.get("Status") == "503":
+            self._land(token, None, f"nobody answers on {self._subject}")
+            return
+        try:
+            reply = _replies.decode(msg.data)
+            ranks = self._ranks_of(reply.ranks)
+            _check(reply, len(ranks), len(self._flights[token].questions))
+        except msgspec.MsgspecError as error:
+            self._land(token, None, f"unreadable answer: {error}")
+            return
+        self._land(token, [Overlaps(ranks, rows) for rows in reply.rows])
+
+    def _ranks_of(self, raw: msgspec.Raw) -> list[RankKey]:
+        packed = bytes(raw)
+        if packed != self._known[0]:
+            self._known = (packed, _ranks.decode(packed))
+        return self._known[1]
+
+    def _late(self, token: str) -> None:
+        self._land(token, None, f"no answer on {self._subject} within {self._timeout:g} s")
+
+    def _land(self, token: str, found: list[Overlaps] | None, failure: str = "") -> None:
+        flight = self._flights.pop(token, None)
+        if flight is None:
+            return
+        flight.timer.cancel()
+        self._note(failure)
+        seconds = monotonic() - flight.started
+        for at, question in enumerate(flight.questions):
+            if found is None:
+                question.done(Answer(None, seconds, f"index unavailable: {failure}"))
+            else:
+                question.done(Answer(found[at], seconds))
+        self._send()
+
+    def _note(self, failure: str) -> None:
+        if failure and not self._failing:
+            log.warning("routing %s without overlaps: %s", self._model, failure)
+        if self._failing and not failure:
+            log.info("the index of %s answers again", self._model)
+        self._failing = bool(failure)
+
+
+def _check(reply: _Reply, ranks: int, prompts: int) -> None:
+    if len(reply.rows) != prompts:
+        raise msgspec.ValidationError(f"{len(reply.rows)} answers to {prompts} prompts")
+    for rows in reply.rows:
+        if len(rows) % ROW:
+            raise msgspec.ValidationError(f"rows of {len(rows)} bytes")
+        if rows and np.frombuffer(rows, "<u4")[::5].max() >= ranks:
+            raise msgspec.ValidationError("a row names no rank")

@@ -1,0 +1,80 @@
+"""What a router process counts, under `kvmesh_router_`."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from kvmesh.bus.messages import Decision
+from kvmesh.router.dispatcher import Dispatcher
+from kvmesh.router.prefixes import HASH
+
+_FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0)
+_SLOW = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PREFIX = "kvmesh_router"
+
+decisions = Counter(f"{_PREFIX}_decisions", "Requests placed", ["model", "policy"])
+refusals = Counter(f"{_PREFIX}_refusals", "Requests refused", ["model", "code"])
+faults = Gauge(f"{_PREFIX}_policy_faults", "Failed choices, made by kv", ["model", "policy"])
+core_seconds = Histogram(
+    f"{_PREFIX}_core_seconds", "Time of one decision in the core", ["model"], buckets=_FAST
+)
+index_seconds = Histogram(
+    f"{_PREFIX}_index_seconds", "Time of one index query", ["model"], buckets=_FAST
+)
+wait_seconds = Histogram(
+    f"{_PREFIX}_queue_wait_seconds", "Time in the queue", ["model"], buckets=_SLOW
+)
+index_failures = Counter(f"{_PREFIX}_index_failures", "Index queries without an answer", ["model"])
+prompt_blocks = Counter(f"{_PREFIX}_prompt_blocks", "Blocks of placed prompts", ["model"])
+overlap_blocks = Counter(
+    f"{_PREFIX}_overlap_blocks", "Of them, held by the chosen worker", ["model"]
+)
+missed_blocks = Counter(
+    f"{_PREFIX}_missed_overlap_blocks",
+    "Blocks by which another shown rank overlapped more",
+    ["model"],
+)
+lost = Counter(f"{_PREFIX}_lost_sequences", "Active requests given up as lost", ["model"])
+ranks = Gauge(f"{_PREFIX}_ranks", "Known data-parallel ranks", ["model"])
+active_requests = Gauge(f"{_PREFIX}_active_requests", "Tracked active requests", ["model"])
+queued = Gauge(f"{_PREFIX}_queue_requests", "Requests waiting, of all replicas", ["model"])
+queued_tokens = Gauge(f"{_PREFIX}_queue_tokens", "Their uncached tokens", ["model"])
+
+
+class ModelMetrics:
+    """The series of one model, bound once: looking labels up costs more than counting."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.core_seconds = core_seconds.labels(model)
+        self.index_seconds = index_seconds.labels(model)
+        self.index_failures = index_failures.labels(model)
+        self.lost = lost.labels(model)
+        self._wait = wait_seconds.labels(model)
+        self._prompt = prompt_blocks.labels(model)
+        self._overlap = overlap_blocks.labels(model)
+        self._missed = missed_blocks.labels(model)
+        self._by_policy: dict[str, Counter] = {}
+
+    def placed(self, decision: Decision) -> None:
+        """Count one placement."""
+        counter = self._by_policy.get(decision.policy)
+        if counter is None:
+            counter = self._by_policy[decision.policy] = decisions.labels(
+                self._model, decision.policy
+            )
+        counter.inc()
+        held = sum(decision.chosen.overlap)
+        self._wait.observe(decision.wait_s)
+        self._prompt.inc(len(decision.sequence) // HASH)
+        self._overlap.inc(held)
+        best = max((sum(c.overlap) for c in decision.candidates), default=held)
+        self._missed.inc(max(best - held, 0))
+
+    def sizes(self, dispatcher: Dispatcher) -> None:
+        """Set what is a level, not a count."""
+        core = dispatcher.core
+        ranks.labels(self._model).set(len(core.table.slot_of))
+        active_requests.labels(self._model).set(len(core.active))
+        queued.labels(self._model).set(dispatcher.waiting)
+        queued_tokens.labels(self._model).set(dispatcher.waiting_tokens)
+        for policy, count in core.faults.items():
+            faults.labels(self._model, policy).set(count)

@@ -1,0 +1,66 @@
+"""Policies by name: the built-in ones, entry points, and `module:Class`."""
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from kvmesh.router.bandit import Thompson
+from kvmesh.router.errors import ConfigError
+from kvmesh.router.policies import (
+    Kv,
+    KvMultiplicative,
+    LeastLoaded,
+    LoadAware,
+    Policy,
+    PowerOfTwo,
+    RoundRobin,
+    Uniform,
+)
+from kvmesh.router.program import ProgramPolicy
+from kvmesh.router.session import Session
+from kvmesh.settings.schema import Router
+
+ENTRY_POINTS = "kvmesh.policies"
+BUILT_IN: dict[str, Callable[[Router], Policy]] = {
+    "kv": lambda _: Kv(),
+    "kv-multiplicative": lambda _: KvMultiplicative(),
+    "least-loaded": lambda _: LeastLoaded(),
+    "power-of-two": lambda _: PowerOfTwo(),
+    "load-aware": lambda settings: LoadAware(settings.load_beta),
+    "session": lambda s: Session(s.session_mode, s.session_ttl_s, s.session_spill),
+    "thompson": lambda s: Thompson(
+        s.thompson_exploration, s.thompson_forgetting, s.thompson_feedback_s, s.thompson_trust
+    ),
+    "program": ProgramPolicy,
+    "round-robin": lambda _: RoundRobin(),
+    "random": lambda _: Uniform(),
+}
+
+
+def make_policy(name: str, settings: Router) -> Policy:
+    """A new policy called `name`; raises ConfigError if there is none or it cannot be made."""
+    if name in BUILT_IN:
+        return BUILT_IN[name](settings)
+    policy = _load(name)()
+    if not isinstance(policy, Policy):
+        raise ConfigError("policy", f"{name} is not a kvmesh.router.policies.Policy")
+    return policy
+
+
+def installed() -> dict[str, str]:
+    """Policies of other distributions: entry point name to where it is."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _load(name: str) -> Callable[[], object]:
+    places = installed()
+    place = places.get(name, name)
+    module, colon, attribute = place.partition(":")
+    if not colon:
+        known = ", ".join(sorted({*BUILT_IN, *places}))
+        raise ConfigError("policy", f"{name!r} is none of {known}, nor module:Class")
+    try:
+        found: Callable[[], object] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("policy", f"cannot load {place}: {error}") from error
+    return found

@@ -1,0 +1,241 @@
+"""The router on the bus: facts in, decisions out. All choices are the core's."""
+
+import asyncio
+import logging
+import time
+from datetime import UTC, datetime, timedelta
+from time import monotonic
+
+import msgspec
+
+from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.messages import (
+    Instance,
+    Load,
+    ModelCard,
+    Role,
+    RouteEvent,
+    SeqBatch,
+    Thresholds,
+)
+from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.subjects import untoken
+from kvmesh.router.config import check_settings, thresholds
+from kvmesh.router.errors import ConfigError
+from kvmesh.router.model_router import ModelRouter
+from kvmesh.router.registry import make_policy
+from kvmesh.runtime.http import serve_metrics
+from kvmesh.runtime.service import VERSION, Service, StartError
+
+log = logging.getLogger(__name__)
+TICK_S = 0.1
+SWEEP_S = 1.0
+_sequences = msgspec.msgpack.Decoder(SeqBatch)
+_routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
+_loads = msgspec.msgpack.Decoder(Load)
+_thresholds = msgspec.msgpack.Decoder(Thresholds)
+
+
+class RouterService:
+    """All models of one router process; with `serves` false it only knows, for use as a library."""
+
+    def __init__(self, service: Service, serves: bool = True) -> None:
+        self._service = service
+        self._serves = serves
+        self._models: dict[str, ModelRouter] = {}
+        self._model_of: dict[str, str] = {}
+        self._kvbms: dict[str, Instance] = {}
+        self._routers: set[str] = set()
+        self._limits: dict[str, Thresholds] = {}
+        self._joined_model = asyncio.Event()
+        self.ready = False
+        bus, subjects = service.bus, service.bus.subjects
+        self._directory = Directory(bus, service.limits, self._joined, self._left)
+        self._sequences = StreamReader(
+            bus, subjects.seq_stream, subjects.seq_all, self._on_sequences, Start()
+        )
+        bucket = subjects.router_bucket
+        self._busy_prefix = f"$KV.{bucket}.{subjects.busy_key('')}"
+        self._busy = StreamReader(
+            bus,
+            f"KV_{bucket}",
+            f"{self._busy_prefix}>",
+            self._on_thresholds,
+            Start(last_per_subject=True),
+        )
+        self._routes = self._route_reader()
+
+    def _route_reader(self) -> StreamReader | None:
+        settings, bus = self._service.settings.router, self._service.bus
+        follows = make_policy(settings.policy, settings).follows
+        if not follows:
+            return None
+        since = datetime.now(UTC) - timedelta(seconds=follows)
+        subjects = bus.subjects
+        return StreamReader(
+            bus, subjects.route_stream, subjects.route_all, self._on_route, Start(time=since)
+        )
+
+    @property
+    def _readers(self) -> list[StreamReader]:
+        return [r for r in (self._busy, self._sequences, self._routes) if r is not None]
+
+    async def run(self) -> None:
+        """Be a process of the mesh until the service is told to stop."""
+        service = self._service
+        runner = await serve_metrics(service.settings.router.metrics_port, lambda: self.ready)
+        card = Instance(
+            instance=service.instance,
+            role=Role.ROUTER,
+            name=service.name,
+            version=VERSION,
+            started=time.time(),
+        )
+        lease = Lease(service.bus, card, service.limits)
+        await lease.open()
+        try:
+            await self.open()
+            await service.stopping.wait()
+            await self.close()
+        finally:
+            await lease.close()
+            if runner is not None:
+                await runner.cleanup()
+
+    async def open(self) -> None:
+        """Learn who is there and what is running, then serve."""
+        await self._directory.open()
+        for reader in self._readers:
+            await reader.open()
+        await self._warm_up()
+        bus = self._service.bus
+        await bus.subscribe(bus.subjects.load_all, _loads, self._on_load)
+        self.ready = True
+        if self._serves:
+            for router in list(self._models.values()):
+                await router.serve()
+        self._service.spawn(self._tick(), "tick")
+
+    async def close(self) -> None:
+        for reader in self._readers:
+            await reader.close()
+        await self._directory.close()
+
+    async def model(self, name: str, timeout: float) -> ModelRouter:
+        """The router of a model, once it has a worker, for use here; raises TimeoutError."""
+        async with asyncio.timeout(timeout):
+            while name not in self._model_of.values():
+                self._joined_model.clear()
+                await self._joined_model.wait()
+        router = self._router(name)
+        await router.index.open()
+        return router
+
+    async def _warm_up(self) -> None:
+        try:
+            async with asyncio.timeout(10):
+                for reader in self._readers:
+                    await reader.caught_up.wait()
+        except TimeoutError:
+            log.warning("serving before the streams are replayed: it takes too long")
+
+    async def _tick(self) -> None:
+        swept = monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = monotonic()
+            sweep = now - swept >= SWEEP_S
+            swept = now if sweep else swept
+            for router in list(self._models.values()):
+                if sweep:
+                    router.sweep(self._routers, now)
+                router.tick(now)
+
+    def _router(self, model: str) -> ModelRouter:
+        router = self._models.get(model)
+        if router is None:
+            router = self._models[model] = ModelRouter(self._service, model)
+            router.core.limits = self._limits.get(model, router.core.limits)
+            for card in self._kvbms.values():
+                router.core.join(card)
+        return router
+
+    def _joined(self, card: Instance) -> None:
+        if card.role is Role.ROUTER:
+            self._routers.add(card.instance)
+        elif card.role is Role.KVBM:
+            self._kvbms[card.instance] = card
+            for router in self._models.values():
+                router.core.join(card)
+        elif card.role is Role.WORKER and card.model is not None:
+            self._worker_joined(card, card.model)
+
+    def _worker_joined(self, card: Instance, model: ModelCard) -> None:
+        self._model_of[card.instance] = model.name
+        router = self._router(model.name)
+        router.core.join(card)
+        router.eased()
+        self._joined_model.set()
+        if self.ready and self._serves:
+            self._service.spawn(router.serve(), "serve")
+
+    def _left(self, card: Instance) -> None:
+        self._routers.discard(card.instance)
+        if self._kvbms.pop(card.instance, None) is not None:
+            for router in self._models.values():
+                router.core.leave(card.instance)
+        model = self._model_of.pop(card.instance, None)
+        if model is not None:
+            self._models[model].core.leave(card.instance)
+            self._models[model].eased()
+
+    def _on_sequences(self, message: StreamMessage) -> None:
+        try:
+            batch = _sequences.decode(message.data)
+        except msgspec.MsgspecError as error:
+            log.warning("ignored malformed active sequences at %d: %s", message.seq, error)
+            return
+        router = self._router(_model(message))
+        for event in batch.events:
+            router.apply(event)
+        router.eased()
+
+    def _on_route(self, message: StreamMessage) -> None:
+        try:
+            event = _routes.decode(message.data)
+        except msgspec.MsgspecError as error:
+            log.warning("ignored a malformed decision at %d: %s", message.seq, error)
+            return
+        self._router(_model(message)).core.follow(event, monotonic())
+
+    def _on_thresholds(self, message: StreamMessage) -> None:
+        model = untoken(message.subject.removeprefix(self._busy_prefix))
+        try:
+            limits = _thresholds.decode(message.data) if message.data else None
+        except msgspec.MsgspecError as error:
+            log.warning("ignored malformed busy thresholds of %s: %s", model, error)
+            return
+        limits = limits or thresholds(self._service.settings.router)
+        self._limits[model] = limits
+        if model in self._models:
+            self._models[model].core.limits = limits
+        log.info("busy thresholds of %s: %s", model, limits)
+
+    def _on_load(self, load: Load) -> None:
+        model = self._model_of.get(load.instance)
+        if model is not None:
+            self._models[model].core.report(load, monotonic())
+            self._models[model].eased()
+
+
+def _model(message: StreamMessage) -> str:
+    return untoken(message.subject.rpartition(".")[2])
+
+
+async def main(service: Service) -> None:
+    """Run a router until the service stops; raises StartError on a bad configuration."""
+    try:
+        check_settings(service.settings.router)
+    except ConfigError as error:
+        raise StartError(str(error)) from error
+    await RouterService(service).run()

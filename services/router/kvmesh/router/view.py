@@ -1,0 +1,61 @@
+"""What a policy sees of one request and its candidates, and what it answers."""
+
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from kvmesh.bus.messages import RouteRequest
+from kvmesh.router.arrays import Floats, Slots
+from kvmesh.router.overlaps import Overlaps
+from kvmesh.router.workers import Rank, RankTable
+
+
+class View(Struct, frozen=True, eq=False):
+    """The eligible ranks of one request. Arrays hold one entry per candidate, loads in blocks.
+
+    `prompt` is the prompt's length in blocks. `overlap` has a row per candidate and a column per
+    tier: the leading blocks that the tier adds beyond the tiers before it. `prefill` is what is
+    being prefilled there already; `decode` the blocks active there if this request came too;
+    `requests` the number of active requests; `total` the blocks of the rank (0: unknown).
+    `preference` scales the cost of each candidate, if the request prefers some.
+    `overlaps` is the index's answer as it came. Policies must not write to any of it.
+    """
+
+    request: RouteRequest
+    now: float
+    prompt: float
+    slots: Slots
+    overlap: Floats
+    prefill: Floats
+    decode: Floats
+    requests: Floats
+    table: RankTable
+    overlaps: Overlaps | None = None
+    preference: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def total(self) -> Floats:
+        return self.table.total_blocks.take(self.slots)
+
+    def rank(self, index: int) -> Rank:
+        """Who candidate `index` is."""
+        return self.table.ranks[int(self.slots[index])]
+
+    def find(self, instance: str, rank: int = 0) -> int | None:
+        """The candidate that is this data-parallel rank of an instance, if it is eligible."""
+        slot = self.table.known(instance, rank)
+        if slot is None:
+            return None
+        at = int(self.slots.searchsorted(slot))
+        return at if at < len(self.slots) and self.slots[at] == slot else None
+
+
+class Choice(NamedTuple):
+    """The chosen candidate and what each one would have cost, in the policy's own unit."""
+
+    chosen: int
+    cost: Floats
+    note: str | None = None

@@ -1,0 +1,161 @@
+"""The order in which waiting requests leave: tiers, then fair classes in turn, then a policy key.
+
+The same entries pushed and removed in the same order give the same order out, in every replica:
+nothing here depends on who asks or when, except that an entry older than a bound goes first.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Mapping
+
+from kvmesh.bus.messages import SeqWait
+
+
+class FairClass:
+    """Waiting requests of one class within one tier, lowest key first."""
+
+    __slots__ = ("deficit", "heap", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.deficit = 0.0
+        self.heap: list[tuple[float, float, str]] = []
+
+
+class Tier:
+    """Deficit round robin (Shreedhar and Varghese 1995) over classes; cost in uncached tokens.
+
+    A class in turn may send while its deficit covers the next request; each turn adds `quantum`
+    times its weight. A class that runs empty loses its deficit and its turn.
+    """
+
+    def __init__(self, quantum: float, weights: Mapping[str, float]) -> None:
+        self._quantum = quantum
+        self._weights = weights
+        self._classes: dict[str, FairClass] = {}
+        self._turns: deque[FairClass] = deque()
+
+    def push(self, entry: SeqWait) -> None:
+        fair = self._classes.get(entry.fair_class)
+        if fair is None:
+            fair = self._classes[entry.fair_class] = FairClass(entry.fair_class)
+            self._turns.append(fair)
+            if len(self._turns) == 1:
+                self._credit(fair)
+        heapq.heappush(fair.heap, (entry.key, entry.arrived, entry.request))
+
+    def head(self, entries: Mapping[str, SeqWait]) -> str | None:
+        """The request whose turn it is, or None; moves the turn to its class."""
+        passed = 0
+        while self._turns:
+            fair = self._turns[0]
+            first = self._first(fair, entries)
+            if first is None:
+                self._turns.popleft()
+                del self._classes[fair.name]
+                self._credit_front()
+                passed = 0
+            elif fair.deficit >= entries[first].cost or len(self._turns) == 1:
+                return first
+            elif passed == len(self._turns):
+                self._skip_rounds(entries)
+                passed = 0
+            else:
+                passed += 1
+                self._turns.rotate(-1)
+                self._credit_front()
+        return None
+
+    def _skip_rounds(self, entries: Mapping[str, SeqWait]) -> None:
+        """Credit at once all whole rounds in which nobody could send yet."""
+        needed = []
+        for fair in self._turns:
+            first = self._first(fair, entries)
+            if first is None:
+                return
+            missing = entries[first].cost - fair.deficit
+            needed.append(math.ceil(missing / self._share(fair)))
+        for fair in self._turns:
+            fair.deficit += max(min(needed) - 1, 0) * self._share(fair)
+
+    def charge(self, entry: SeqWait) -> None:
+        """A request of this tier was placed."""
+        fair = self._classes.get(entry.fair_class)
+        if fair is not None:
+            fair.deficit = max(fair.deficit - entry.cost, 0.0)
+
+    def _first(self, fair: FairClass, entries: Mapping[str, SeqWait]) -> str | None:
+        while fair.heap:
+            key, _, request = fair.heap[0]
+            entry = entries.get(request)
+            if entry is not None and entry.key == key and entry.fair_class == fair.name:
+                return request
+            heapq.heappop(fair.heap)
+        return None
+
+    def _credit_front(self) -> None:
+        if self._turns:
+            self._credit(self._turns[0])
+
+    def _credit(self, fair: FairClass) -> None:
+        fair.deficit += self._share(fair)
+
+    def _share(self, fair: FairClass) -> float:
+        return self._quantum * self._weights.get(fair.name, 1.0)
+
+
+class Lane:
+    """Waiting requests under the same constraints, of every replica."""
+
+    def __init__(self, quantum: float, weights: Mapping[str, float], starvation: float) -> None:
+        self._quantum = quantum
+        self._weights = weights
+        self._starvation = starvation
+        self._tiers: dict[int, Tier] = {}
+        self._by_age: list[tuple[float, str]] = []
+        self.entries: dict[str, SeqWait] = {}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def push(self, entry: SeqWait) -> None:
+        """Add an entry, or put it in another place."""
+        known = self.entries.get(entry.request)
+        if known == entry:
+            return
+        if known is not None and known.tier != entry.tier:
+            self.remove(entry.request, placed=False)
+        self.entries[entry.request] = entry
+        tier = self._tiers.get(entry.tier)
+        if tier is None:
+            tier = self._tiers[entry.tier] = Tier(self._quantum, self._weights)
+        tier.push(entry)
+        tier.head(self.entries)  # settled now, so that the order depends on the events alone
+        if known is None:
+            heapq.heappush(self._by_age, (entry.arrived, entry.request))
+
+    def remove(self, request: str, placed: bool) -> SeqWait | None:
+        """Take an entry out; one that was placed is charged to its class."""
+        entry = self.entries.pop(request, None)
+        if entry is not None and placed:
+            self._tiers[entry.tier].charge(entry)
+        if entry is not None:
+            self._settle(entry.tier)
+        return entry
+
+    def _settle(self, number: int) -> None:
+        if self._tiers[number].head(self.entries) is None:
+            del self._tiers[number]
+
+    def head(self, time: float) -> SeqWait | None:
+        """Who is next at `time` (Unix seconds)."""
+        while self._by_age and self._by_age[0][1] not in self.entries:
+            heapq.heappop(self._by_age)
+        if self._by_age and time - self._by_age[0][0] > self._starvation:
+            return self.entries[self._by_age[0][1]]
+        for number in sorted(self._tiers, reverse=True):
+            request = self._tiers[number].head(self.entries)
+            if request is not None:
+                return self.entries[request]
+        return None

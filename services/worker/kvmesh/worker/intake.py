@@ -1,0 +1,34 @@
+"""Whether a worker takes a piece of work: decided before the engine sees it."""
+
+from kvmesh.bus.messages import Work, WorkReply
+from kvmesh.worker.engine import EngineInfo
+
+ACCEPTED = WorkReply(status="accepted")
+KEPT = WorkReply(status="accepted", kept=True)
+INCOMPLETE = WorkReply(status="incomplete", reason="the prompt it builds on is not here any more")
+BUSY = WorkReply(status="busy", reason="too many requests wait in the engine")
+DRAINING = WorkReply(status="draining", reason="this worker is leaving")
+
+
+def check(work: Work, info: EngineInfo) -> str:
+    """Why `work` can never run on this engine; empty if it can."""
+    length, ragged = divmod(len(work.tokens), 4)
+    if ragged:
+        return f"the token buffer has {len(work.tokens)} bytes, not a multiple of 4"
+    if not length:
+        return "the prompt is empty"
+    if length >= info.context:
+        return f"the prompt has {length} tokens; with an answer, at most {info.context} fit"
+    if not 0 <= work.generated < length:
+        return f"{work.generated} generated tokens in a prompt of {length}"
+    if work.sampling.max_tokens <= work.generated:
+        return f"max_tokens is {work.sampling.max_tokens}, with {work.generated} generated before"
+    if not 0 <= work.rank < info.capacity.dp_ranks:
+        return f"there is no rank {work.rank}"
+    if work.adapter is not None and work.adapter not in info.adapters:
+        return f"there is no adapter {work.adapter}"
+    return ""
+
+
+def invalid(reason: str) -> WorkReply:
+    return WorkReply(status="invalid", reason=reason)

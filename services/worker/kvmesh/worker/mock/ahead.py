@@ -1,0 +1,29 @@
+"""Decode steps that are planned together and taken later, as far as time has passed by then."""
+
+from msgspec import Struct
+
+
+class Ahead(Struct, frozen=True):
+    """Stretches of equal steps: how many, and the seconds of each. There is at least one step.
+
+    `steps` and `duration`, in seconds, are those of all stretches together.
+    """
+
+    stretches: list[tuple[int, float]]
+    steps: int
+    duration: float
+
+    def until(self, elapsed: float) -> "Ahead":
+        """These steps up to the one that is under way after `elapsed` seconds, which ends yet."""
+        kept: list[tuple[int, float]] = []
+        total, duration = 0, 0.0
+        for steps, seconds in self.stretches:
+            ends_here = elapsed <= steps * seconds
+            taken = min(steps, max(1, -int(-elapsed // seconds))) if ends_here else steps
+            kept.append((taken, seconds))
+            total += taken
+            duration += taken * seconds
+            if ends_here:
+                break
+            elapsed -= steps * seconds
+        return Ahead(kept, total, duration)

@@ -1,0 +1,89 @@
+"""What a Hugging Face model folder says about its model, and the card that tells the mesh."""
+
+import json
+import logging
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kvmesh.bus.messages import ModelCard
+from kvmesh.demo import model_dir
+from kvmesh.settings.schema import Worker
+from kvmesh.worker.engine import EngineError, EngineInfo, not_installed
+
+log = logging.getLogger(__name__)
+DEFAULT_CONTEXT = 131072
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+
+
+def default_model(engine: str, place: Path) -> Path:
+    """The folder of the model of a worker that was given none, made below `place` if need be.
+
+    Raises EngineError if such an engine must be given one.
+    """
+    if engine == "mock":
+        return model_dir()
+    if engine != "torch":
+        raise EngineError(f"the {engine} engine needs a model: --model FOLDER")
+    try:
+        tiny = import_module("kvmesh.worker.torch.tiny")
+    except ModuleNotFoundError as error:
+        raise not_installed(engine, error) from error
+    folder = place / "tiny"
+    log.info("no model is given: making a tiny one with random weights")
+    tiny.make_tiny_model(folder)
+    return folder
+
+
+def model_context(folder: Path) -> int:
+    """Longest sequence in tokens, from config.json or tokenizer_config.json; else 131,072."""
+    config = _read(folder / "config.json")
+    nested = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)]
+    for section in (config, *nested):
+        length = section.get("max_position_embeddings")
+        if isinstance(length, int) and length > 0:
+            return length
+    length = _read(folder / "tokenizer_config.json").get("model_max_length")
+    return length if isinstance(length, int) and 0 < length < 1 << 31 else DEFAULT_CONTEXT
+
+
+def model_card(worker: Worker, folder: Path, info: EngineInfo, files: str) -> ModelCard:
+    """The card of a model; dialects come from the settings, else from the folder's kvmesh.json."""
+    hints = _read(folder / "kvmesh.json")
+    return ModelCard(
+        name=worker.served_name or folder.name,
+        context=info.context,
+        block_size=info.block_size,
+        files=files,
+        adapters=info.adapters,
+        structural_tags=info.structural_tags,
+        tool_parser=worker.tool_parser or hints.get("tool_parser"),
+        reasoning_parser=worker.reasoning_parser or hints.get("reasoning_parser"),
+    )
+
+
+def node_name(worker: Worker) -> str:
+    """The machine whose block manager a worker uses."""
+    return worker.node or os.uname().nodename
+
+
+def card_labels(worker: Worker) -> dict[str, str]:
+    """The labels of a worker's card; raises EngineError for one that is not `key=value`."""
+    labels: dict[str, str] = {}
+    for text in worker.labels:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise EngineError(f"label {text!r} is not of the form key=value")
+        labels[key] = value
+    return labels
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"cannot read {file}: {error}") from error
+    return content if isinstance(content, dict) else {}

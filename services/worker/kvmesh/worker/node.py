@@ -1,0 +1,376 @@
+"""One worker on the mesh: an engine, its lease, and the subjects on which it works and tells."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery import Lease
+from kvmesh.bus.messages import (
+    Cancel,
+    Chunk,
+    Clear,
+    Control,
+    ControlReply,
+    Drain,
+    Dump,
+    Instance,
+    KvEvent,
+    Load,
+    ModelCard,
+    Pin,
+    Ping,
+    Prefetch,
+    Release,
+    Resend,
+    Role,
+    StepOutput,
+    Unpin,
+    Work,
+    WorkReply,
+)
+from kvmesh.bus.models import publish_model
+from kvmesh.bus.publisher import KvPublisher
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.runtime.service import VERSION
+from kvmesh.settings.schema import Settings
+from kvmesh.worker import intake
+from kvmesh.worker.engine import Delta, Engine, EngineError, EngineInfo, Rejected
+from kvmesh.worker.model import card_labels, model_card, node_name
+from kvmesh.worker.prompts import Prompts
+from kvmesh.worker.retaining import Retaining, obey, outcomes
+from kvmesh.worker.scheduling.counters import RetentionState
+from kvmesh.worker.tiers import TierCounts, Tiered, prefetch
+from kvmesh.worker.transcripts import Transcripts
+from kvmesh.worker.watch import StallWatch
+
+log = logging.getLogger(__name__)
+HEARTBEAT_S = 1.0
+SOON = 0.75  # of the interval of loads: from then on one goes with the next tokens
+STALL_LOOKS = 10
+ABORTED = "the worker is leaving"
+_work_decoder = msgspec.msgpack.Decoder(Work)
+_control_decoder: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
+
+
+class WorkerNode:
+    """Joins the mesh with `start`, leaves it with `drain` and `close`.
+
+    `on_end` is called when the node should leave: asked to over the bus (None), or because its
+    engine has died.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        engine: Engine,
+        settings: Settings,
+        folder: Path,
+        name: str,
+        instance: str,
+        limits: StreamLimits,
+        on_end: Callable[[EngineError | None], None],
+    ) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._settings = settings
+        self._folder = folder
+        self._name = name
+        self._limits = limits
+        self._on_end = on_end
+        self._transcripts = Transcripts()
+        self._prompts = Prompts()
+        self._outbox: deque[tuple[str, object]] = deque()
+        self._outbox_wake = asyncio.Event()
+        self._muted = False
+        self._load_interval = settings.worker.load_interval_s
+        self._told: list[Load] = []
+        self._changed_at = 0.0
+        self._told_at = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._subscriptions: list[Subscription] = []
+        self._publisher: KvPublisher | None = None
+        self._lease: Lease | None = None
+        self.info: EngineInfo | None = None
+        self.instance = instance
+        self.draining = False
+
+    @property
+    def ready(self) -> bool:
+        return self._lease is not None and not self.draining
+
+    @property
+    def events_published(self) -> int:
+        return self._publisher.published if self._publisher is not None else 0
+
+    def load(self) -> list[Load]:
+        """The load of each rank; empty before the start."""
+        return self._engine.load(self.instance) if self.info is not None else []
+
+    def retention(self) -> list[RetentionState]:
+        """What each rank keeps; empty before the start, and for engines that do not know."""
+        engine = self._engine
+        return engine.retention() if self.info and isinstance(engine, Retaining) else []
+
+    def tier_counts(self) -> TierCounts | None:
+        """What has moved between the engine and the tiers below it, if there are any."""
+        engine = self._engine
+        return engine.tier_counts() if self.info and isinstance(engine, Tiered) else None
+
+    async def start(self, files: str | None = None) -> None:
+        """Start the engine, then join; raises EngineError or a bus error.
+
+        `files` is the digest of the model's files if somebody has published them already.
+        """
+        self.info = await self._engine.start(self)
+        serves = self._settings.worker.serves
+        if serves != "aggregated" and not self.info.hands_off:
+            raise EngineError(f"the {self.info.name} engine, so configured, cannot serve {serves}")
+        files = files or await publish_model(self._bus, self._folder)
+        model = model_card(self._settings.worker, self._folder, self.info, files)
+        self._publisher = KvPublisher(
+            self._bus,
+            self._bus.subjects.kv(model.name, self._name),
+            self._name,
+            self.instance,
+            self._settings.worker.event_interval_s,
+            self._engine.dump,
+        )
+        self._publisher.start()
+        self._tasks = [
+            asyncio.create_task(self._send_outputs(), name="outputs"),
+            asyncio.create_task(self._send_load(), name="load"),
+            asyncio.create_task(self._watch_engine(), name="watchdog"),
+        ]
+        await self._listen()
+        self._lease = Lease(self._bus, self._card(self.info, model), self._limits)
+        await self._lease.open()
+        log.info("serving %s on %s as %s", model.name, self.info.name, self.instance)
+
+    async def drain(self, timeout: float) -> None:
+        """Take nothing new and let running requests end; after `timeout` seconds abort them."""
+        self.draining = True
+        if self._lease is not None:
+            await self._lease.update(replace(self._lease.card, draining=True))
+        try:
+            async with asyncio.timeout(timeout):
+                await self._engine.drain()
+        except TimeoutError:
+            left = self._transcripts.live
+            log.warning("%d requests did not end in %g s: aborting them", len(left), timeout)
+        for request in self._transcripts.live:
+            self._engine.abort(request)
+
+    async def close(self) -> None:
+        """Leave the mesh: withdraw the lease, send what is unsent, stop the engine."""
+        if self._lease is not None:
+            await self._lease.close()
+            self._lease = None
+        await self._unsubscribe()
+        await self._engine.close()
+        if self._publisher is not None:
+            await self._publisher.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._flush_outputs()
+
+    async def _unsubscribe(self) -> None:
+        while self._subscriptions:
+            try:
+                await self._subscriptions.pop().unsubscribe()
+            except NatsError as error:
+                log.warning("could not unsubscribe: %s", error)
+
+    # what the engine tells
+
+    def output(self, deltas: list[Delta]) -> None:
+        now = asyncio.get_running_loop().time()
+        for frontend, chunks in self._transcripts.add(deltas, now).items():
+            self._tell_frontend(frontend, chunks)
+        if now - self._told_at > SOON * self._load_interval:
+            self._tell_load(now)  # with the tokens, it wakes nobody by itself
+
+    def events(self, rank: int, events: list[KvEvent]) -> None:
+        if self._publisher is not None:
+            self._publisher.add(rank, events)
+
+    def lost(self, rank: int, count: int) -> None:
+        if self._publisher is not None:
+            self._publisher.skip(rank, count)
+
+    def failed(self, error: EngineError) -> None:
+        """Requests get an end that tells their frontends to move them elsewhere."""
+        self.draining = True
+        live = self._transcripts.live
+        self.output([Delta(request, [], finish="abort", error=str(error)) for request in live])
+        self._on_end(error)
+
+    # what the mesh asks
+
+    async def _listen(self) -> None:
+        subjects, answer = self._bus.subjects, self._bus.answer
+        self._subscriptions = [
+            await answer(subjects.work(self.instance), _work_decoder, self._take, intake.invalid),
+            await answer(
+                subjects.ctl(self.instance),
+                _control_decoder,
+                self._obey,
+                lambda reason: ControlReply(False, reason),
+            ),
+        ]
+
+    def _take(self, offered: Work) -> WorkReply:
+        if self.draining or self.info is None:
+            return intake.DRAINING
+        if offered.request in self._transcripts:
+            return intake.ACCEPTED
+        work = self._prompts.complete(offered)
+        if work is None:
+            return intake.INCOMPLETE
+        if reason := intake.check(work, self.info):
+            return intake.invalid(reason)
+        if self._full(work.rank):
+            return intake.BUSY
+        if reason := self._begin(work, self.info):
+            return intake.invalid(reason)
+        return intake.KEPT if self._prompts.keep(work, offered.base) else intake.ACCEPTED
+
+    def _begin(self, work: Work, info: EngineInfo) -> str:
+        """Why the engine does not take it; empty if it does."""
+        self._transcripts.open(work, *outcomes(self._engine, work, info.retention))
+        try:
+            self._engine.submit(work)
+        except Rejected as rejected:
+            self._transcripts.drop(work.request)
+            return rejected.reason
+        except Exception:
+            # a defect of the engine; elsewhere the same request would meet it again
+            log.exception("the engine failed to take request %s", work.request)
+            self._transcripts.drop(work.request)
+            return "the engine failed on it; its worker has logged why"
+        return ""
+
+    def _full(self, rank: int) -> bool:
+        most = self._settings.worker.max_waiting
+        if self._transcripts.live_count < most:
+            return False
+        return any(load.rank == rank and load.waiting >= most for load in self.load())
+
+    def _obey(self, command: Control) -> ControlReply:
+        match command:
+            case Cancel(request):
+                return _known(self._engine.abort(request))
+            case Resend(request, offset):
+                return _known(self._resend(request, offset))
+            case Dump(rank):
+                return self._start_dump(rank)
+            case Clear() | Release() | Pin() | Unpin():
+                return obey(self._engine, self._settings.worker.engine, command)
+            case Prefetch():
+                return prefetch(self._engine, self._settings.worker.engine, command)
+            case Drain():
+                self._on_end(None)
+            case Ping():
+                pass
+        return ControlReply(True)
+
+    def _resend(self, request: str, offset: int) -> bool:
+        found = self._transcripts.resend(request, offset)
+        if found is not None:
+            self._tell_frontend(found[0], [found[1]])
+        return found is not None
+
+    def _start_dump(self, rank: int) -> ControlReply:
+        if self.info is None or not 0 <= rank < self.info.capacity.dp_ranks:
+            return ControlReply(False, f"there is no rank {rank}")
+        self._engine.dump(rank)
+        return ControlReply(True)
+
+    # what goes out
+
+    def _tell_frontend(self, frontend: str, chunks: list[Chunk]) -> None:
+        self._post(self._bus.subjects.out(frontend), StepOutput(self.instance, chunks))
+
+    def _tell_load(self, now: float) -> None:
+        """Unless it is what was told last, and that not long ago."""
+        self._told_at = now
+        loads = self.load()
+        if loads == self._told and now - self._changed_at < HEARTBEAT_S:
+            return
+        self._told, self._changed_at = loads, now
+        for load in loads:
+            self._post(self._bus.subjects.load(self.instance), load)
+
+    def _post(self, subject: str, message: object) -> None:
+        if self._outbox or not self._bus.try_publish(subject, message):
+            self._outbox.append((subject, message))
+            self._outbox_wake.set()
+
+    async def _send_outputs(self) -> None:
+        while True:
+            await self._outbox_wake.wait()
+            self._outbox_wake.clear()
+            await self._flush_outputs()
+
+    async def _flush_outputs(self) -> None:
+        while self._outbox:
+            await self._publish(*self._outbox.popleft())
+
+    async def _publish(self, subject: str, message: object) -> None:
+        """Send and forget: tokens can be asked for again, and load is told again soon."""
+        try:
+            await self._bus.publish(subject, message)
+            self._muted = False
+        except NatsError as error:
+            if not self._muted:
+                log.warning("cannot publish: %s", error or type(error).__name__)
+            self._muted = True
+
+    async def _send_load(self) -> None:
+        """Tell it when no tokens took it along."""
+        clock = asyncio.get_running_loop().time
+        self._told_at = clock()
+        while True:
+            left = self._told_at + self._load_interval - clock()
+            if left <= 0:
+                self._tell_load(clock())
+                left = self._load_interval
+            await asyncio.sleep(left)
+
+    async def _watch_engine(self) -> None:
+        """An engine that has work and takes no step is dead, even if its process is not."""
+        timeout = self._settings.worker.hang_timeout_s
+        watch = StallWatch(STALL_LOOKS)
+        while not watch.stalled:
+            await asyncio.sleep(timeout / STALL_LOOKS)
+            watch.look(self.load())
+        self.failed(EngineError(f"the engine has work but took no step for {timeout:g} s"))
+
+    def _card(self, info: EngineInfo, model: ModelCard) -> Instance:
+        return Instance(
+            instance=self.instance,
+            role=Role.WORKER,
+            name=self._name,
+            version=VERSION,
+            started=time.time(),
+            model=model,
+            capacity=info.capacity,
+            engine=info.name,
+            serves=self._settings.worker.serves,
+            labels=card_labels(self._settings.worker),
+            node=node_name(self._settings.worker) if info.tiered else "",
+        )
+
+
+def _known(known: bool) -> ControlReply:
+    return ControlReply(known, "" if known else "no such request here")

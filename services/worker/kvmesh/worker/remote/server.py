@@ -1,0 +1,174 @@
+"""What an inference server says about itself over HTTP, and how it is doing."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import aiohttp
+from msgspec import Struct
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvmesh.worker.engine import EngineError
+
+PROBE_TIMEOUT_S = 5.0
+_VLLM = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "usage": "vllm:kv_cache_usage_perc",
+    "steps": "vllm:iteration_tokens_total_count",
+}
+_SGLANG = {
+    "running": "sglang:num_running_reqs",
+    "waiting": "sglang:num_queue_reqs",
+    "usage": "sglang:token_usage",
+}
+
+
+class ServerInfo(Struct, frozen=True, kw_only=True):
+    """Zeros where the server does not say."""
+
+    model: str
+    owner: str
+    version: str = ""
+    context: int = 0
+    block_size: int = 0
+    blocks: int = 0
+    max_sequences: int = 0
+    adapters: list[str] = []
+
+
+class Gauges(NamedTuple):
+    """What the server's metrics say now; None where they do not. `usage` is a share of blocks."""
+
+    running: int | None = None
+    waiting: int | None = None
+    usage: float | None = None
+    steps: float | None = None
+
+
+class Server:
+    """A client of the server's own endpoints. Raises EngineError where it cannot do without."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url.rstrip("/")
+
+    async def describe(self, model: str) -> ServerInfo:
+        """Which model it serves (`model`, or the first one) and all that it tells about it."""
+        listed = (await self._json("/v1/models")).get("data") or []
+        bases = [card for card in listed if not card.get("parent")]
+        wanted = [card for card in bases if model in ("", card["id"])]
+        if not wanted:
+            names = ", ".join(card["id"] for card in bases) or "none"
+            raise EngineError(f"{self._url} serves no model {model!r}; it has: {names}")
+        card = wanted[0]
+        info = ServerInfo(
+            model=card["id"],
+            owner=card.get("owned_by") or "",
+            version=await self._version(),
+            context=card.get("max_model_len") or 0,
+            adapters=[c["id"] for c in listed if c.get("parent")],
+        )
+        return await self._with_sizes(info)
+
+    async def check_token_ids(self, model: str) -> None:
+        """Have it generate one token, to see that it takes and tells token ids."""
+        body = {
+            "model": model,
+            "prompt": [1],
+            "max_tokens": 1,
+            "stop_token_ids": [],
+            "return_token_ids": True,
+        }
+        path = f"{self._url}/v1/completions"
+        try:
+            async with self._http.post(path, json=body | {"stream": False}) as answer:
+                answer.raise_for_status()
+                choice = (await answer.json())["choices"][0]
+        except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
+            raise EngineError(f"cannot use {path}: {error or 'timed out'}") from error
+        if choice.get("token_ids") is None:
+            raise EngineError(f"{path} does not tell token ids (return_token_ids)")
+
+    async def healthy(self) -> bool:
+        """Whether /health answers with 200 in time."""
+        try:
+            timeout = aiohttp.ClientTimeout(PROBE_TIMEOUT_S)
+            async with self._http.get(f"{self._url}/health", timeout=timeout) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def gauges(self) -> Gauges:
+        """Its load, from /metrics; empty if it has none."""
+        samples = {name: value for name, _, value in await self._metrics()}
+        names = _SGLANG if _SGLANG["running"] in samples else _VLLM
+        found = {key: samples.get(name) for key, name in names.items()}
+        counts = {key: None if (n := found[key]) is None else int(n) for key in found}
+        return Gauges(counts["running"], counts["waiting"], found["usage"], found.get("steps"))
+
+    async def clear(self, owner: str) -> bool:
+        """Have the server drop its prefix cache, where it lets its clients do so."""
+        path = "/flush_cache" if owner == "sglang" else "/reset_prefix_cache"
+        try:
+            async with self._http.post(self._url + path) as answer:
+                return answer.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def _with_sizes(self, info: ServerInfo) -> ServerInfo:
+        if info.owner == "sglang":
+            said = await self._optional("/get_server_info") or await self._optional("/server_info")
+            page = said.get("page_size") or 0
+            return replace(
+                info,
+                block_size=page,
+                blocks=(said.get("max_total_num_tokens") or 0) // (page or 1),
+                max_sequences=said.get("max_running_requests") or 0,
+            )
+        config = [labels for name, labels, _ in await self._metrics() if name.endswith("_info")]
+        sizes = next((labels for labels in config if "num_gpu_blocks" in labels), {})
+        return replace(
+            info,
+            block_size=_whole(sizes.get("block_size")),
+            blocks=_whole(sizes.get("num_gpu_blocks")),
+        )
+
+    async def _version(self) -> str:
+        return str((await self._optional("/version")).get("version", ""))
+
+    async def _json(self, path: str) -> dict[str, Any]:
+        try:
+            async with self._http.get(self._url + path) as answer:
+                answer.raise_for_status()
+                found = await answer.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise EngineError(f"cannot use {self._url}{path}: {error or 'timed out'}") from error
+        if not isinstance(found, dict):
+            raise EngineError(f"{self._url}{path} is not a JSON object")
+        return found
+
+    async def _optional(self, path: str) -> dict[str, Any]:
+        try:
+            return await self._json(path)
+        except EngineError:
+            return {}
+
+    async def _metrics(self) -> list[tuple[str, dict[str, str], float]]:
+        timeout = aiohttp.ClientTimeout(PROBE_TIMEOUT_S)
+        try:
+            async with self._http.get(f"{self._url}/metrics", timeout=timeout) as answer:
+                text = await answer.text() if answer.status == 200 else ""
+            return list(_samples(text))
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return []
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else 0

@@ -1,0 +1,184 @@
+"""The KV blocks of one rank: which exist, who uses them, and the events that tell the mesh.
+
+A block is *private* while it fills (it has no identity and cannot be shared), then it is promoted
+under its sequence hash. A full block is *active* while running sequences refer to it, *inactive*
+afterwards, when it can be used again or evicted. Four signals drive it: use (take a reference),
+deref (return it), destroy (drop private blocks) and promote (private becomes full).
+
+Invariant: a block outlives none of its ancestors. A sequence refers to its whole prefix, and what
+others hang on is not evicted before those.
+"""
+
+from array import array
+from collections.abc import Iterator
+
+from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored
+from kvmesh.worker.scheduling.keeping import Keeping, KeepingOptions
+from kvmesh.worker.scheduling.runs import Run, RunTree, Way
+
+ENGINE = 0
+DUMP_BLOCKS = 4096
+DEFAULTS = KeepingOptions()
+
+
+class BlockManager:
+    """At most `capacity` blocks: `active` (private ones included) and `cached`, the inactive ones.
+
+    Prefixes are arrays of sequence hashes (typecode Q), one for each block from the first on. `now`
+    is in seconds, set by whoever knows it. `keeping` has the order of eviction, `tier` is that of
+    the events. What is in memory `above` at the end of a session is used there.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        options: KeepingOptions = DEFAULTS,
+        tier: int = ENGINE,
+        above: "BlockManager | None" = None,
+    ) -> None:
+        self.capacity = capacity
+        self.tier = tier
+        self.active = 0
+        self.cached = 0
+        self.now = 0.0
+        self._tree = RunTree()
+        self._above = above
+        self.keeping = Keeping(options, capacity, self._tree, self._cut, self._held_above)
+        self._evicted = array("Q")
+        self._events: list[KvEvent] = []
+
+    @property
+    def available(self) -> int:
+        """Blocks that can still be allocated, by eviction if need be."""
+        return self.capacity - self.active
+
+    @property
+    def contents(self) -> set[int]:
+        """The hashes of all full blocks."""
+        return {block for run in self._tree for block in run.hashes}
+
+    def continues(self, parent: int | None, block: int) -> bool:
+        """Whether `block` is held; `parent` is the last one of a sequence's prefix."""
+        return block in self._tree.after(self._tree.ending(parent))
+
+    def match(self, hashes: "array[int]") -> tuple[int, int]:
+        """Leading blocks held, and how many of those are inactive. Changes nothing."""
+        way = self._tree.way(hashes)
+        inactive = sum([len(run.hashes) for run in way.runs if not run.refs])
+        if way.over and not way.runs[-1].refs:
+            inactive -= way.over
+        return way.held, inactive
+
+    def use(self, hashes: "array[int]") -> int:
+        """Take a reference on the leading blocks of a prefix that are held; returns how many."""
+        way = self._tree.way(hashes)
+        self._refer(way)
+        return way.held
+
+    def allocate(self, count: int) -> bool:
+        """Make `count` private blocks, evicting if need be; False changes nothing: no room."""
+        if count > self.available:
+            return False
+        self.keeping.evict(self.active + self.cached + count - self.capacity, self.now)
+        self.active += count
+        return True
+
+    def destroy(self, count: int) -> None:
+        """Drop `count` private blocks; nobody was told of them."""
+        self.active -= count
+
+    def promote(
+        self, parent: int | None, salt: int, hashes: "array[int]", local: "array[int]"
+    ) -> None:
+        """Turn as many private blocks into full ones that follow `parent`, one reference each.
+
+        A block that is held already is referred to instead.
+        """
+        self.active -= len(hashes)
+        before = self._tree.ending(parent)
+        way = self._tree.way(hashes, before)
+        self._refer(way)
+        if way.held < len(hashes):
+            before = way.runs[-1] if way.runs else before
+            self._store(before, salt, hashes[way.held :], local[way.held :])
+
+    def deref(self, hashes: "array[int]", priority: int = 0) -> None:
+        """Return one reference on each block of a prefix; what nobody uses becomes inactive."""
+        run = self._tree.ending(hashes[-1]) if hashes else None
+        while run is not None:
+            run.refs -= 1
+            run.priority = max(run.priority, priority)
+            self.keeping.end_use(run, self.now)
+            if not run.refs:
+                self.active -= len(run)
+                self.cached += len(run)
+            run = run.parent
+
+    def clear(self, salt: int | None = None) -> int:
+        """Drop every inactive block, of one namespace if told; returns how many that was."""
+        return self.keeping.clear(salt)
+
+    def take_events(self) -> list[KvEvent]:
+        """What changed since the last call, in order."""
+        self._flush_evicted()
+        events, self._events = self._events, []
+        return events
+
+    def dump(self) -> list[KvEvent]:
+        """A `Cleared`, then every full block, parents first."""
+        return [Cleared(), *self.stored()]
+
+    def stored(self) -> list[KvEvent]:
+        """Every full block, parents first."""
+        return [event for run in self._tree for event in self._told(run)]
+
+    def _refer(self, way: Way) -> None:
+        if way.over:
+            lower = way.runs[-1]
+            way.runs[-1] = self._tree.split(lower, len(lower) - way.over)
+        for run in way.runs:
+            if not run.refs:
+                self.keeping.begin_use(run, self.now)
+                self.cached -= len(run)
+                self.active += len(run)
+            run.refs += 1
+
+    def _store(
+        self, before: Run | None, salt: int, hashes: "array[int]", local: "array[int]"
+    ) -> None:
+        parent = None if before is None else before.hashes[-1]
+        if before is not None and _is_own_end(before):
+            self._tree.extend(before, hashes, local)
+        else:
+            self._tree.grow(before, hashes, local, salt).refs = 1
+        self.active += len(hashes)
+        self._flush_evicted()
+        root_salt = salt if parent is None else 0
+        self._events.append(Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), root_salt))
+
+    def _cut(self, run: Run, count: int) -> None:
+        self._evicted += self._tree.cut(run, count)
+        self.cached -= count
+
+    def _flush_evicted(self) -> None:
+        if self._evicted:
+            self._events.append(Removed(self.tier, self._evicted.tobytes()))
+            self._evicted = array("Q")
+
+    def _held_above(self, prompt: "array[int]") -> int:
+        return self._above.match(prompt)[0] if self._above is not None else 0
+
+    def _told(self, run: Run) -> Iterator[Stored]:
+        """A run as events of at most `DUMP_BLOCKS` blocks."""
+        parent = None if run.parent is None else run.parent.hashes[-1]
+        for start in range(0, len(run), DUMP_BLOCKS):
+            part = slice(start, start + DUMP_BLOCKS)
+            hashes, local = run.hashes[part], run.local[part]
+            salt = run.salt if parent is None else 0
+            yield Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), salt)
+            parent = hashes[-1]
+
+
+def _is_own_end(run: Run) -> bool:
+    """Whether what its only user adds may become part of the run."""
+    return run.refs == 1 and not run.children and not run.priority and run.keep is None

@@ -1,0 +1,131 @@
+"""Full blocks as a compressed radix tree over their hashes: what is used together is one node.
+
+A hash names its block together with all blocks before it. So the last hash of a run tells of the
+whole run, and what a prefix costs depends on how often others part from it, not on its length.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from kvmesh.retention.claims import Keep
+
+
+class Run:
+    """Consecutive blocks with the same users: each of `refs` sequences uses all of them.
+
+    `hashes` and `local` have an entry for each block; `children` go on after the last one, by the
+    first hash of each. `salt` counts only without a `parent`. `keep` is what was asked for it.
+    """
+
+    __slots__ = ("children", "hashes", "keep", "local", "parent", "priority", "refs", "salt")
+
+    def __init__(
+        self, hashes: "array[int]", local: "array[int]", parent: "Run | None", salt: int
+    ) -> None:
+        self.hashes = hashes
+        self.local = local
+        self.parent = parent
+        self.salt = salt
+        self.refs = 0
+        self.priority = 0
+        self.keep: Keep | None = None
+        self.children: dict[int, Run] = {}
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+
+class Way(Struct):
+    """The runs that `held` leading blocks of a prefix lie on; `over` blocks of the last do not."""
+
+    runs: list[Run]
+    held: int
+    over: int
+
+
+class RunTree:
+    """Every full block, in one run."""
+
+    def __init__(self) -> None:
+        self.roots: dict[int, Run] = {}
+        self._by_end: dict[int, Run] = {}
+
+    def __iter__(self) -> Iterator[Run]:
+        """All runs, parents first."""
+        waiting = list(self.roots.values())
+        while waiting:
+            run = waiting.pop()
+            yield run
+            waiting.extend(run.children.values())
+
+    def ending(self, block: int | None) -> Run | None:
+        """The run whose last block this is, None for None; KeyError if no run ends there."""
+        return None if block is None else self._by_end[block]
+
+    def after(self, run: Run | None) -> dict[int, Run]:
+        """What follows a run, or begins a prefix, by first block."""
+        return self.roots if run is None else run.children
+
+    def way(self, hashes: "array[int]", start: Run | None = None) -> Way:
+        """Follow `hashes` from the end of `start` as far as there are blocks."""
+        runs: list[Run] = []
+        at, end, children = 0, len(hashes), self.after(start)
+        while at < end:
+            run = children.get(hashes[at])
+            if run is None:
+                break
+            runs.append(run)
+            length = len(run.hashes)
+            if at + length > end or hashes[at + length - 1] != run.hashes[-1]:
+                common = _common(run.hashes, hashes, at)
+                return Way(runs, at + common, length - common)
+            at += length
+            children = run.children
+        return Way(runs, at, 0)
+
+    def grow(self, parent: Run | None, hashes: "array[int]", local: "array[int]", salt: int) -> Run:
+        """A new run behind `parent`."""
+        run = self.after(parent)[hashes[0]] = Run(hashes, local, parent, salt)
+        self._by_end[hashes[-1]] = run
+        return run
+
+    def extend(self, run: Run, hashes: "array[int]", local: "array[int]") -> None:
+        """Add blocks to the end of a run without children."""
+        del self._by_end[run.hashes[-1]]
+        run.hashes += hashes
+        run.local += local
+        self._by_end[hashes[-1]] = run
+
+    def split(self, run: Run, at: int) -> Run:
+        """Make the first `at` blocks of `run` a run of their own, which is returned."""
+        upper = self.grow(run.parent, run.hashes[:at], run.local[:at], run.salt)
+        upper.refs, upper.priority = run.refs, run.priority
+        upper.keep = run.keep.copy() if run.keep is not None else None
+        del run.hashes[:at]
+        del run.local[:at]
+        run.parent = upper
+        upper.children[run.hashes[0]] = run
+        return upper
+
+    def cut(self, run: Run, count: int) -> "array[int]":
+        """Drop the last `count` blocks of a run without children; returns them, last one first."""
+        del self._by_end[run.hashes[-1]]
+        keep = len(run.hashes) - count
+        gone = run.hashes[keep:]
+        if keep:
+            del run.hashes[keep:]
+            del run.local[keep:]
+            self._by_end[run.hashes[-1]] = run
+        else:
+            del self.after(run.parent)[gone[0]]
+        gone.reverse()
+        return gone
+
+
+def _common(run: "array[int]", hashes: "array[int]", at: int) -> int:
+    """How many leading blocks of `run` are those of `hashes` from `at` on."""
+    most = min(len(run), len(hashes) - at)
+    return bisect_left(range(most), True, key=lambda place: run[place] != hashes[at + place])

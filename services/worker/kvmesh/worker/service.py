@@ -1,0 +1,106 @@
+"""The worker process: one engine on the mesh until it is told to leave."""
+
+import asyncio
+import logging
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from prometheus_client import REGISTRY
+
+from kvmesh.blocks.attachment import ArenaUser, Tenant
+from kvmesh.blocks.client import StoreClient
+from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.errors import ModelFilesError
+from kvmesh.runtime.http import serve_metrics
+from kvmesh.runtime.service import Service, StartError
+from kvmesh.settings.schema import Worker
+from kvmesh.worker.engine import EngineContext, EngineError, StoreFactory, create_engine
+from kvmesh.worker.metrics import LoadCollector, RetentionCollector
+from kvmesh.worker.model import default_model, node_name
+from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.tiers import TierCollector
+
+log = logging.getLogger(__name__)
+
+
+async def main(service: Service) -> None:
+    """Serve until `service.stopping`, then drain and leave."""
+    with TemporaryDirectory(prefix="kvmesh-model-") as place:
+        await _serve_model(service, await _model(service.settings.worker, Path(place)))
+
+
+async def _model(worker: Worker, place: Path) -> Path:
+    folder = worker.model
+    try:
+        if folder is None:
+            folder = await asyncio.to_thread(default_model, worker.engine, place)
+    except EngineError as error:
+        raise StartError(str(error), hopeless=True) from error
+    if not (folder / "tokenizer.json").is_file():
+        reason = f"{folder} is not a Hugging Face model folder: it has no tokenizer.json"
+        raise StartError(reason, hopeless=True)
+    return folder
+
+
+async def _serve_model(service: Service, folder: Path) -> None:
+    settings = service.settings
+
+    def leave(error: EngineError | None) -> None:
+        if error is not None:
+            log.error("%s", error)
+            service.failed = True
+        service.stopping.set()
+
+    try:
+        engine = create_engine(EngineContext(settings, folder, _store(service, folder)))
+        node = WorkerNode(
+            service.bus,
+            engine,
+            settings,
+            folder,
+            service.name,
+            service.instance,
+            service.limits,
+            leave,
+        )
+        await _serve(service, node)
+    except (EngineError, ModelFilesError) as error:
+        raise StartError(str(error)) from error
+
+
+def _store(service: Service, folder: Path) -> StoreFactory:
+    """Makes clients of the block manager on this worker's node."""
+    worker = service.settings.worker
+
+    def connect(layout: KvLayout, user: ArenaUser) -> StoreClient:
+        tenant = Tenant(
+            node=node_name(worker),
+            instance=service.instance,
+            model=worker.served_name or folder.name,
+            layout=layout,
+        )
+        return StoreClient(service.bus, service.limits, tenant, user)
+
+    return connect
+
+
+async def _serve(service: Service, node: WorkerNode) -> None:
+    worker = service.settings.worker
+    collectors = [
+        LoadCollector(node.load),
+        RetentionCollector(node.retention),
+        TierCollector(node.tier_counts),
+    ]
+    for collector in collectors:
+        REGISTRY.register(collector)
+    http = await serve_metrics(worker.metrics_port, lambda: node.ready)
+    try:
+        await node.start()
+        await service.stopping.wait()
+        await node.drain(0 if service.failed else worker.drain_timeout_s)
+    finally:
+        await node.close()
+        for collector in collectors:
+            REGISTRY.unregister(collector)
+        if http is not None:
+            await http.cleanup()

@@ -1,0 +1,151 @@
+"""Choices and structural tags written as grammars in llguidance's variant of Lark."""
+
+import json
+import re
+from collections.abc import Mapping
+
+# A model that cannot make up its mind would fill its answer with blanks.
+_JSON_OPTIONS = {"whitespace_pattern": r"\n? {0,16}"}
+_ANY = "/(.|\\n)*/"
+
+
+def choice(options: object, special: Mapping[str, int]) -> str:
+    """A grammar of fixed texts; raises ValueError if they are not an array of strings.
+
+    `special` maps the texts that are tokens of their own, and cannot be spelled, to those tokens.
+    """
+    if not isinstance(options, list) or not options or not all(isinstance(o, str) for o in options):
+        raise ValueError("choices must be a JSON array of strings")
+    writer = _Writer(special)
+    return "start: " + " | ".join(writer.literal(option) for option in options)
+
+
+def structural(tag: object, special: Mapping[str, int]) -> str:
+    """A grammar of xgrammar's structural tags: `format` trees, and the older flat `structures`.
+
+    Raises ValueError for what is neither.
+    """
+    writer = _Writer(special)
+    match tag:
+        case {"format": dict(tree)}:
+            start = writer.node(tree)
+        case {"structures": list(structures), "triggers": list(triggers)} if structures:
+            start = writer.triggered(triggers, [_flat(s) for s in structures], False)
+        case _:
+            raise ValueError("a structural tag needs `format`, or `structures` and `triggers`")
+    return "\n".join(["%llguidance {}", f"start: {start}", *writer.rules])
+
+
+def _flat(structure: object) -> dict[str, object]:
+    match structure:
+        case {"begin": str(begin), "schema": schema, "end": str(end)}:
+            content = {"type": "json_schema", "json_schema": schema}
+            return {"type": "tag", "begin": begin, "content": content, "end": end}
+    raise ValueError("a structure needs `begin`, `schema` and `end`")
+
+
+def lean(schema: object) -> object:
+    """The same JSON schema, told to allow few blanks."""
+    return {"x-guidance": _JSON_OPTIONS, **schema} if isinstance(schema, dict) else schema
+
+
+class _Writer:
+    """Turns nodes into rules; each method returns the name of the rule that it has added."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self.rules: list[str] = []
+        self._special = special
+        texts = sorted(special, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+
+    def literal(self, text: str) -> str:
+        """An expression for exactly this text."""
+        parts = self._split.split(text) if self._split is not None else [text]
+        whole = [self._part(part) for part in parts if part]
+        return " ".join(whole) or '""'
+
+    def _part(self, text: str) -> str:
+        token = self._special.get(text)
+        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
+
+    def _text_until(self, end: str) -> str:
+        """Free text up to the first occurrence of `end`, which is part of it."""
+        first = self.literal(end).split(" ")[0]
+        if first.startswith("<["):
+            return self._add(f"{self._add(_ANY)} {self.literal(end)}")
+        return self._add(_regex("(.|\\n)*" + re.escape(end)), "[lazy]")
+
+    def node(self, node: object) -> str:
+        match node:
+            case {"type": "const_string", "value": str(value)}:
+                return self._add(self.literal(value))
+            case {"type": "json_schema", "json_schema": schema}:
+                return self._add(_json(schema))
+            case {"type": "regex", "pattern": str(pattern)}:
+                return self._add(_regex(pattern))
+            case {"type": "any_text"}:
+                return self._add(_ANY)
+            case {"type": "sequence", "elements": list(elements)} if elements:
+                return self._add(" ".join(self.node(element) for element in elements))
+            case {"type": "or", "elements": list(elements)} if elements:
+                return self._add(" | ".join(self.node(element) for element in elements))
+            case {"type": "tag", "begin": str(begin), "content": content, "end": str(end)}:
+                return self._enclosed(begin, content, end)
+            case {"type": "tags_with_separator", "tags": list(tags), **options} if tags:
+                return self._separated(tags, options)
+            case {"type": "triggered_tags", "triggers": list(triggers), "tags": list(tags), **rest}:
+                return self.triggered(triggers, tags, bool(rest.get("at_least_one")))
+        raise ValueError(f"unknown structural tag {node!r:.80}")
+
+    def triggered(self, triggers: list[str], tags: list[dict[str, object]], must: bool) -> str:
+        """Free text in which a trigger begins one of the tags that start with it."""
+        if not tags:
+            raise ValueError("triggered tags need tags")
+        text = self._free(triggers)
+        calls = " | ".join(self._after_trigger(triggers, tag, text) for tag in tags)
+        return self._add(f"({calls}){'+' if must else '*'} {text}")
+
+    def _free(self, triggers: list[str]) -> str:
+        """Text without any of `triggers`; thinking may open and close in it."""
+        first = {self.literal(trigger).split(" ")[0] for trigger in triggers if trigger}
+        tokens = [f"<[{i}]>" for i in self._special.values()]
+        spelled = [re.escape(t) for t in triggers if t and not self.literal(t).startswith("<[")]
+        barred = [" & ~" + _regex("(.|\\n)*" + text + "(.|\\n)*") for text in spelled]
+        name = f"TEXT{len(self.rules)}"
+        self.rules.append(f"{name}: /(.|\\n)+/{''.join(barred)}")
+        parts = [name, *(token for token in tokens if token not in first)]
+        return self._add(f"({' | '.join(parts)})*")
+
+    def _after_trigger(self, triggers: list[str], tag: dict[str, object], text: str) -> str:
+        begin, end = str(tag["begin"]), str(tag["end"])
+        trigger = next((t for t in triggers if t and begin.startswith(t)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger for the tag that begins with {begin!r}")
+        if self.literal(begin).startswith("<["):
+            trigger = ""
+        head = f"{text} {self._text_until(trigger)}" if trigger else text
+        return self._add(f"{head} {self._enclosed(begin[len(trigger) :], tag['content'], end)}")
+
+    def _separated(self, tags: list[object], options: dict[object, object]) -> str:
+        tag = self._add(" | ".join(self.node(tag) for tag in tags))
+        if options.get("stop_after_first"):
+            return tag
+        return self._add(f"{tag} ({self.literal(str(options.get('separator', '')))} {tag})*")
+
+    def _enclosed(self, begin: str, content: object, end: str) -> str:
+        if isinstance(content, dict) and content.get("type") == "any_text" and end:
+            return self._add(f"{self.literal(begin)} {self._text_until(end)}")
+        return self._add(f"{self.literal(begin)} {self.node(content)} {self.literal(end)}")
+
+    def _add(self, body: str, options: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+
+def _json(schema: object) -> str:
+    return f"%json {json.dumps(lean(schema))}"
+
+
+def _regex(pattern: str) -> str:
+    return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern) + "/"

@@ -1,0 +1,139 @@
+"""What each request has generated here, for a frontend that lost a message on the way."""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from kvmesh.bus.messages import Chunk, Work
+from kvmesh.worker.engine import Delta
+
+
+class Transcript:
+    """The tokens of one request, of which the first is the `first`-th of its answer."""
+
+    __slots__ = (
+        "cached",
+        "decode",
+        "error",
+        "finish",
+        "first",
+        "frontend",
+        "handoff",
+        "logprobs",
+        "retention",
+        "tokens",
+    )
+
+    def __init__(
+        self, frontend: str, first: int, retention: list[str] | None, decode: str | None
+    ) -> None:
+        self.frontend = frontend
+        self.first = first
+        self.tokens: list[int] = []
+        self.logprobs: list[dict[int, float]] = []
+        self.cached: list[int] | None = None
+        self.finish: str | None = None
+        self.error: str | None = None
+        self.handoff: dict[str, Any] | None = None
+        self.retention = retention
+        self.decode = decode
+
+    def append(self, delta: Delta) -> Chunk:
+        offset = self.first + len(self.tokens)
+        self.tokens += delta.tokens
+        if delta.logprobs is not None:
+            self.logprobs += delta.logprobs
+        if delta.cached is not None:
+            self.cached = delta.cached
+            self.retention = delta.retention or self.retention
+        self.finish, self.error, self.handoff = delta.finish, delta.error, delta.handoff
+        self.decode = delta.decode or self.decode
+        return Chunk(
+            delta.request,
+            offset,
+            delta.tokens,
+            delta.finish,
+            delta.error,
+            delta.cached,
+            delta.logprobs,
+            delta.handoff,
+            self.retention if delta.cached is not None else None,
+            self.decode if delta.finish is not None else None,
+        )
+
+    def since(self, request: str, offset: int) -> Chunk:
+        """Everything from the `offset`-th token of the answer on, as one chunk."""
+        at = max(0, offset - self.first)
+        logprobs = self.logprobs[at:] or None
+        tokens = self.tokens[at:]
+        return Chunk(
+            request,
+            self.first + at,
+            tokens,
+            self.finish,
+            self.error,
+            self.cached,
+            logprobs,
+            self.handoff,
+            self.retention if self.cached is not None else None,
+            self.decode if self.finish is not None else None,
+        )
+
+
+class Transcripts:
+    """Live requests and those that ended less than `keep_s` seconds ago."""
+
+    def __init__(self, keep_s: float = 10.0) -> None:
+        self._keep_s = keep_s
+        self._by_request: dict[str, Transcript] = {}
+        self._ended: deque[tuple[float, str]] = deque()
+        self.live_count = 0
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._by_request
+
+    @property
+    def live(self) -> list[str]:
+        return [request for request, t in self._by_request.items() if t.finish is None]
+
+    def open(
+        self, work: Work, retention: list[str] | None = None, decode: str | None = None
+    ) -> None:
+        """Begin; `retention` is told with the first tokens and `decode` with the last ones.
+
+        Both only if the engine says nothing else.
+        """
+        self._by_request[work.request] = Transcript(
+            work.frontend, work.generated, retention, decode
+        )
+        self.live_count += 1
+
+    def drop(self, request: str) -> None:
+        """Forget a request that never began."""
+        if self._by_request.pop(request, None) is not None:
+            self.live_count -= 1
+
+    def add(self, deltas: Iterable[Delta], now: float) -> dict[str, list[Chunk]]:
+        """Number the tokens and sort them by frontend; news of ended requests is dropped."""
+        chunks: dict[str, list[Chunk]] = {}
+        for delta in deltas:
+            transcript = self._by_request.get(delta.request)
+            if transcript is None or transcript.finish is not None:
+                continue
+            chunks.setdefault(transcript.frontend, []).append(transcript.append(delta))
+            if delta.finish is not None:
+                self._ended.append((now, delta.request))
+                self.live_count -= 1
+        self._expire(now)
+        return chunks
+
+    def resend(self, request: str, offset: int) -> tuple[str, Chunk] | None:
+        """The frontend of a request and its tokens from `offset` on; None if it is not known."""
+        transcript = self._by_request.get(request)
+        if transcript is None:
+            return None
+        return transcript.frontend, transcript.since(request, offset)
+
+    def _expire(self, now: float) -> None:
+        while self._ended and now - self._ended[0][0] > self._keep_s:
+            self._by_request.pop(self._ended.popleft()[1], None)

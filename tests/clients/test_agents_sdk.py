@@ -1,0 +1,51 @@
+"""The openai-agents SDK: a whole tool loop, on either of OpenAI's APIs."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from agents import (
+    Agent,
+    Model,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+from support.frontend import MODEL
+from support.mesh import Mesh
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+set_tracing_disabled(True)
+
+
+@function_tool
+def get_weather(city: str) -> str:
+    """The weather of a city."""
+    return f"It is sunny in {city}."
+
+
+@pytest_asyncio.fixture(params=["responses", "chat"], loop_scope="session")
+async def model(mesh: Mesh, request: pytest.FixtureRequest) -> AsyncIterator[Model]:
+    async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="x", max_retries=0) as client:
+        if request.param == "chat":
+            yield OpenAIChatCompletionsModel(MODEL, client)
+        else:
+            yield OpenAIResponsesModel(MODEL, client)
+
+
+async def test_an_agent_calls_its_tool_and_answers(model: Model) -> None:
+    agent = Agent(name="a", instructions="Help.", model=model, tools=[get_weather])
+    result = await Runner.run(agent, "How is the weather in Oslo?")
+    assert result.final_output == "It is sunny in Oslo. Bye."
+
+
+async def test_an_agent_streams_its_loop(model: Model) -> None:
+    agent = Agent(name="a", instructions="Help.", model=model, tools=[get_weather])
+    result = Runner.run_streamed(agent, "How is the weather in Oslo?")
+    names = [e.name async for e in result.stream_events() if e.type == "run_item_stream_event"]
+    assert "tool_called" in names
+    assert "tool_output" in names
+    assert result.final_output == "It is sunny in Oslo. Bye."

@@ -1,0 +1,64 @@
+"""Nothing piles up: after many requests of all kinds a frontend holds what it held before."""
+
+import asyncio
+import random
+
+import pytest
+from support.attack import Footprint, footprint, idle, short, whole
+from support.mesh import Mesh
+from support.wait import PATIENCE_S, eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+GENERATING = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
+AT_ONCE = 32
+SPARE_FILES = 8
+SPARE_BYTES = 24 << 20
+
+
+async def one(mesh: Mesh, rng: random.Random) -> None:
+    """A request that is served, refused, left, or not even finished."""
+    path = rng.choice(GENERATING)
+    tokens = rng.choice([1, 8, 2000])
+    body = short(path, tokens, rng.random() < 0.7)
+    kind = rng.choice(["whole", "whole", "left", "broken", "cut"])
+    if kind == "broken":
+        body = body.replace(b'"model"', rng.choice([b'"model', b'"mode"', b'"model":5,"x"']))
+    data = whole(path, body, "Connection: close")
+    reader, writer = await asyncio.open_connection("127.0.0.1", mesh.port)
+    try:
+        writer.write(data[: rng.randrange(len(data))] if kind == "cut" else data)
+        if kind == "left":
+            await asyncio.wait_for(reader.read(1 << 16), PATIENCE_S)
+        elif kind != "cut" and tokens < 2000:
+            await asyncio.wait_for(reader.read(), PATIENCE_S)
+    finally:
+        writer.transport.abort()
+
+
+async def round_of(mesh: Mesh, count: int, seed: int) -> Footprint:
+    """What the frontend holds after `count` requests, when it is idle again."""
+    rng = random.Random(seed)
+    for _ in range(0, count, AT_ONCE):
+        await asyncio.gather(*(one(mesh, rng) for _ in range(AT_ONCE)))
+    await idle(mesh)
+    return footprint(mesh)
+
+
+async def check(mesh: Mesh, count: int) -> None:
+    """A warm-up fills caches and pools; from then on equal rounds leave equal traces."""
+    start = footprint(mesh).files
+    await round_of(mesh, count, seed=0)
+    first = await round_of(mesh, count, seed=1)
+    second = await round_of(mesh, count, seed=2)
+    await eventually(lambda: footprint(mesh).files <= start + SPARE_FILES, what="files are closed")
+    assert second.memory - first.memory < SPARE_BYTES, (first, second)
+
+
+async def test_a_few_hundred_requests_leave_nothing(mesh: Mesh) -> None:
+    await check(mesh, 256)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_many_thousand_requests_leave_nothing(mesh: Mesh) -> None:
+    await check(mesh, 8192)

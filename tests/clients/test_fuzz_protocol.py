@@ -1,0 +1,255 @@
+"""Clients that misuse the connection: they cost bounded time and memory, and leave nothing."""
+
+import asyncio
+import json
+import random
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from support.attack import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    SHORTEST,
+    drain,
+    footprint,
+    half_close,
+    head,
+    idle,
+    raw,
+    send,
+    short,
+    whole,
+)
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.wait import PATIENCE_S, eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SETTINGS = {
+    "KVMESH_MOCK_SPEEDUP": "20",
+    "KVMESH_MOCK_OUTPUT_TOKENS": "200000",
+    "KVMESH_FRONTEND_BODY_TIMEOUT_S": "1",
+    "KVMESH_FRONTEND_IDLE_TIMEOUT_S": "2",
+    "KVMESH_FRONTEND_SLOW_READER_S": "1",
+    "KVMESH_FRONTEND_KEEPALIVE_S": "0.5",
+}
+LONG = 20_000
+paths = pytest.mark.parametrize("path", list(SHORTEST))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def strict(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Mesh]:
+    """A mesh that waits for nobody for long."""
+    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("strict"), SETTINGS)
+    try:
+        mesh.start_all(workers=2)
+        await mesh.ready()
+        yield mesh
+    finally:
+        mesh.stop()
+
+
+async def healthy(mesh: Mesh) -> None:
+    """It still serves, and holds nothing of anyone."""
+    await idle(mesh)
+    reply = await asyncio.to_thread(send, mesh, CHAT, short(CHAT, 2))
+    assert reply.status == 200
+
+
+async def closed_by_server(connection: socket.socket) -> bytes:
+    return await asyncio.to_thread(drain, connection)
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"", b"POST /v1/chat", b"POST / HTTP/1.1\r\nHost: x\r\nx-a", b"\r\n" * 10, b"\x16\x03\x01"],
+)
+async def test_headers_that_never_end_are_cut(strict: Mesh, begun: bytes) -> None:
+    with raw(strict) as connection:
+        connection.sendall(begun)
+        await closed_by_server(connection)
+    await healthy(strict)
+
+
+async def test_headers_that_trickle_are_cut(strict: Mesh) -> None:
+    """Bytes that arrive do not make a request: the time for its headers is bounded."""
+    with raw(strict) as connection:
+        connection.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-slow: ")
+        connection.setblocking(False)
+        await asyncio.wait_for(_trickle(connection, b"a"), PATIENCE_S)
+    await healthy(strict)
+
+
+async def _trickle(connection: socket.socket, byte: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    gone = asyncio.ensure_future(loop.sock_recv(connection, 1 << 16))
+    try:
+        while not gone.done():
+            await loop.sock_sendall(connection, byte)
+            await asyncio.wait([gone], timeout=0.1)
+    except ConnectionError:
+        pass
+    finally:
+        gone.cancel()
+
+
+@paths
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_trickles_is_refused(strict: Mesh, path: str, chunked: bool) -> None:
+    coding = ["Transfer-Encoding: chunked"] if chunked else ["Content-Length: 1000"]
+    with raw(strict) as connection:
+        connection.sendall(head(path, None, *coding))
+        for _ in range(3):
+            connection.sendall(b"1\r\n{\r\n" if chunked else b"{")
+        answer = await asyncio.to_thread(connection.recv, 1 << 16)
+        assert answer.startswith(b"HTTP/1.1 400"), answer
+    await healthy(strict)
+
+
+async def test_a_chunked_body_without_end_is_cut_at_the_limit(strict: Mesh) -> None:
+    before = footprint(strict).memory
+    chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
+
+    def pour() -> bytes:
+        with raw(strict) as connection:
+            connection.sendall(head(CHAT, None, "Transfer-Encoding: chunked"))
+            try:
+                for _ in range(200):
+                    connection.sendall(chunk)
+            except OSError:
+                pass
+            return drain(connection)
+
+    answer = await asyncio.to_thread(pour)
+    assert not answer or answer[9:12] in (b"413", b"400"), answer
+    assert footprint(strict).memory - before < 256 << 20
+    await healthy(strict)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: x\r\nx-a: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: x\r\n" + b"x-a: b\r\n" * 50_000 + b"\r\n",
+        b"GET /live HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"\x00\x01\x02\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+    ],
+    ids=range(8),
+)
+async def test_malformed_requests_are_refused(strict: Mesh, request_bytes: bytes) -> None:
+    with raw(strict) as connection:
+        try:
+            connection.sendall(request_bytes)
+        except OSError:
+            return
+        half_close(connection)
+        answer = await closed_by_server(connection)
+    assert not answer or answer[9:10] == b"4", answer[:200]
+    if answer:
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert "Traceback" not in strict.logs()
+    await healthy(strict)
+
+
+@paths
+async def test_pipelined_requests_are_answered_in_turn(strict: Mesh, path: str) -> None:
+    count = 100
+    one = whole(path, short(path, 2))
+    last = whole(path, short(path, 2), "Connection: close")
+    with raw(strict) as connection:
+        await asyncio.to_thread(connection.sendall, one * (count - 1) + last)
+        answer = await closed_by_server(connection)
+    assert answer.count(b"HTTP/1.1 200 OK") == count
+    await healthy(strict)
+
+
+@paths
+async def test_a_half_closed_client_is_answered(strict: Mesh, path: str) -> None:
+    with raw(strict) as connection:
+        connection.sendall(whole(path, short(path, 4, stream=True), "Connection: close"))
+        half_close(connection)
+        answer = await closed_by_server(connection)
+    assert not answer or answer.startswith(b"HTTP/1.1 200")
+    await healthy(strict)
+
+
+@paths
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_leaves_at_any_moment_frees_everything(
+    strict: Mesh, path: str, stream: bool
+) -> None:
+    rng = random.Random(1)
+    request = whole(path, short(path, LONG, stream=stream))
+
+    async def leave() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", strict.port)
+        sent = rng.choice([len(request), len(request), rng.randrange(len(request))])
+        writer.write(request[:sent])
+        try:
+            async with asyncio.timeout(rng.random() / 2):
+                await reader.readexactly(rng.randrange(1, 20_000))
+        except (TimeoutError, asyncio.IncompleteReadError):
+            pass
+        writer.transport.abort() if rng.random() < 0.5 else writer.close()
+
+    await asyncio.gather(*(leave() for _ in range(40)))
+    await healthy(strict)
+
+
+@pytest.mark.parametrize(
+    ("path", "details"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 20}),
+        (COMPLETIONS, {"logprobs": 20}),
+        (RESPONSES, {"top_logprobs": 20}),
+    ],
+)
+async def test_a_slow_reader_is_paused_and_then_cut(
+    strict: Mesh, path: str, details: dict[str, object]
+) -> None:
+    """Probabilities make a stream large enough to fill what the kernels hold."""
+    body = json.loads(short(path, LONG, stream=True))
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(PATIENCE_S)
+    connection.connect(("127.0.0.1", strict.port))
+    with connection:
+        connection.sendall(whole(path, json.dumps({**body, **details}).encode()))
+        name = "kvmesh_frontend_active_requests"
+        await eventually(lambda: strict.metric(name) == 1, what="it is served")
+        await idle(strict)
+    assert "cut a client that has not read" in strict.logs()
+    await healthy(strict)
+
+
+async def test_a_continued_request_waits_for_the_go(strict: Mesh) -> None:
+    body = short(MESSAGES, 2)
+    with raw(strict) as connection:
+        connection.sendall(head(MESSAGES, len(body), "Expect: 100-continue"))
+        assert (await asyncio.to_thread(connection.recv, 100)).startswith(b"HTTP/1.1 100")
+        connection.sendall(body)
+        assert (await asyncio.to_thread(connection.recv, 100)).startswith(b"HTTP/1.1 200")
+    await healthy(strict)
+
+
+async def test_no_connection_is_left_open(strict: Mesh) -> None:
+    """Those that clients forgot are closed by the server's own patience."""
+    before = footprint(strict).files
+    sockets = [socket.create_connection(("127.0.0.1", strict.port)) for _ in range(200)]
+    for connection in sockets:
+        connection.sendall(whole(RESPONSES, short(RESPONSES, 1)))
+    await asyncio.gather(*(closed_by_server(connection) for connection in sockets))
+    await eventually(lambda: footprint(strict).files <= before + 8)
+    for connection in sockets:
+        connection.close()
+    await healthy(strict)

@@ -1,0 +1,74 @@
+"""The published description and the server agree: what it describes is what is answered."""
+
+import json
+from collections.abc import Mapping
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from support.attack import idle, send
+from support.frontend import MODEL
+from support.mesh import Mesh
+from support.wait import PATIENCE_S
+
+from kvmesh.frontend.openapi import ENDPOINTS, document
+
+OPERATIONS = [
+    pytest.param(endpoint.method.upper(), endpoint.path, mode)
+    for endpoint in ENDPOINTS
+    for mode in GenerationMode
+    if endpoint.body is not None or mode is GenerationMode.POSITIVE
+]
+OVERLOADS = (429, 503, 504, 529)
+CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# each is met by no worker, and a frontend waits some seconds for one that does
+NOWHERE = ("routing_constraints", "backend_instance_id", "dp_rank")
+DESCRIPTION = schemathesis.openapi.from_dict(document())
+bounded = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_the_description_is_the_served_one(mesh: Mesh) -> None:
+    reply = send(mesh, "/openapi.json", None)
+    assert reply.json() == json.loads(json.dumps(document()))
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
+@bounded
+@given(data=st.data())
+def test_answers_are_as_described(
+    mesh: Mesh, method: str, path: str, mode: GenerationMode, data: DataObject
+) -> None:
+    operation = DESCRIPTION[path][method]
+    case = data.draw(operation.as_strategy(generation_mode=mode))
+    if data.draw(st.booleans()) and isinstance(case.body, dict):
+        case.body = served(case.body)  # type: ignore[assignment]  # plain JSON
+    response = case.call(base_url=mesh.url, timeout=PATIENCE_S)
+    assert response.status_code < 500 or response.status_code in OVERLOADS, response.content
+    case.validate_response(response, checks=CHECKS)
+
+
+def served(body: Mapping[str, object]) -> dict[str, object]:
+    """The body for a model that there is, with a short answer by any worker."""
+    changed: dict[str, object] = {**body, "model": MODEL}
+    changed.update(dict.fromkeys(LIMITS, 4))
+    if isinstance(nvext := body.get("nvext"), dict):
+        changed["nvext"] = {k: v for k, v in nvext.items() if k not in NOWHERE}
+    return changed
+
+
+async def test_nothing_is_left_over(mesh: Mesh) -> None:
+    await idle(mesh)

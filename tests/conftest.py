@@ -1,0 +1,20 @@
+"""What holds for every test."""
+
+from collections.abc import Generator
+
+import pytest
+from hypothesis import HealthCheck, settings
+from support import evidence
+
+# A shared machine may be slow at any moment: how long an example takes says nothing about it.
+settings.register_profile("kvmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvmesh")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add what processes have said to the report of a failure."""
+    report = yield
+    if report.failed:
+        report.sections.extend(evidence.sections())
+    return report

@@ -1,0 +1,203 @@
+"""The vLLM engine on a real vLLM: what every engine must do, and that its cache is told truly."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+from prometheus_client import REGISTRY
+from support.engine_suite import EngineSuite
+from support.nats import free_port
+from support.vllm import VllmRun, prompt, work
+from support.wait import eventually
+
+from kvmesh.bus.messages import Guided, Sampling
+from kvmesh.worker.engine import EngineError, Rejected
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tiny_model: Path) -> AsyncIterator[VllmRun]:
+    made = await VllmRun.start(tiny_model)
+    yield made
+    await made.engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def started(shared: VllmRun) -> VllmRun:
+    """The shared engine with an empty cache and a fresh record."""
+    await asyncio.wait_for(shared.engine.drain(), 60)
+    await shared.settled()
+    shared.engine.clear()
+    await eventually(lambda: not shared.held, what="the cache is empty")
+    shared.sink.deltas.clear()
+    shared.sink.order.clear()
+    return shared
+
+
+class TestVllm(EngineSuite):
+    """What every engine must do."""
+
+
+async def test_equal_prompts_at_once_are_held_until_the_last_copy_goes(started: VllmRun) -> None:
+    await started.do(*(work(f"r{i}", prompt(200), max_tokens=2) for i in range(4)))
+    await started.settled()
+    assert started.depth(prompt(200)) == 192
+    await started.do(work("again", prompt(200), max_tokens=1))
+    assert started.sink.cached("again") == 192
+
+
+async def test_under_random_load_the_events_tell_what_vllm_reuses(started: VllmRun) -> None:
+    """Blocks are evicted all the time; every prediction from the events is what vLLM reports."""
+    rng = random.Random(5)
+    removed = started.sink.removed
+    for round_ in range(12):
+        batch = [
+            work(f"x{round_}-{i}", prompt(rng.randrange(40, 400), rng.randrange(6)), 4)
+            for i in range(6)
+        ]
+        await started.do(*batch)
+        await started.settled()
+        probe = prompt(rng.randrange(40, 400), rng.randrange(6))
+        expected = started.depth(probe)
+        await started.do(work(f"probe{round_}", probe, max_tokens=1))
+        assert started.sink.cached(f"probe{round_}") == expected
+    assert started.sink.removed > removed
+    await started.settled()
+    assert started.load().cached_blocks == len(started.sink.held[0])
+    before = set(started.sink.held[0])
+    started.engine.dump(0)
+    assert started.sink.held[0] == before
+
+
+async def test_clear_empties_the_cache_once_nobody_uses_it(started: VllmRun) -> None:
+    started.engine.submit(work("a", prompt(100), max_tokens=200))
+    await eventually(lambda: started.held)
+    started.engine.clear()
+    await started.ended("a")
+    await eventually(lambda: not started.held)
+
+
+async def test_a_schema_is_followed(started: VllmRun) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    guided = Guided(kind="json_schema", value=json.dumps(schema))
+    sampling = Sampling(max_tokens=40, temperature=0.0, guided=guided)
+    await started.do(work("a", prompt(40), sampling=sampling))
+    from tokenizers import Tokenizer
+
+    from kvmesh.demo import model_dir
+
+    text = Tokenizer.from_file(str(model_dir() / "tokenizer.json")).decode(started.sink.tokens("a"))
+    assert json.loads(text)["n"] in (1, 2)
+    choice = Guided(kind="choice", value='["yes", "no"]')
+    await started.do(
+        work("b", prompt(40), sampling=Sampling(max_tokens=9, temperature=0.0, guided=choice))
+    )
+    assert started.sink.finish("b") == "stop"
+
+
+async def test_bad_constraints_and_ranks_are_the_callers_error(started: VllmRun) -> None:
+    guided = Guided(kind="json_schema", value='{"type": "nonsense"}')
+    await started.do(work("a", prompt(40), sampling=Sampling(max_tokens=4, guided=guided)))
+    assert started.sink.finish("a") == "error"
+    assert started.sink.deltas["a"][-1].error
+    with pytest.raises(Rejected, match="rank 9"):
+        started.engine.submit(work("b", prompt(40), rank=9))
+    with pytest.raises(Rejected, match="temperature"):
+        started.engine.submit(
+            work("c", prompt(40), sampling=Sampling(max_tokens=4, temperature=-1))
+        )
+
+
+async def test_the_load_is_what_the_scheduler_says(started: VllmRun) -> None:
+    for i in range(7):
+        started.engine.submit(work(f"r{i}", prompt(100, first=i), max_tokens=100))
+
+    def loaded() -> bool:
+        load = started.load()
+        return (load.running, load.waiting) == (4, 3) and load.active_blocks >= 16
+
+    await eventually(loaded)
+    before = started.load().steps
+    await started.ended(*(f"r{i}" for i in range(7)))
+    assert started.load().steps > before
+    assert (started.load().running, started.load().active_blocks) == (0, 0)
+
+
+async def test_a_folder_without_a_model_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="vLLM does not start"):
+        await VllmRun.start(tmp_path)
+
+
+async def test_an_unknown_argument_stops_the_start(tiny_model: Path) -> None:
+    with pytest.raises(EngineError, match="no_such_argument"):
+        await VllmRun.start(tiny_model, "no_such_argument=1")
+
+
+async def test_the_death_of_its_process_is_told(tiny_model: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    mine = psutil.Process()
+    others = set(mine.children(recursive=True))
+    run = await VllmRun.start(tiny_model)
+    run.engine.submit(work("a", prompt(80), max_tokens=400))
+    await eventually(lambda: run.sink.tokens("a"))
+    for child in set(mine.children(recursive=True)) - others:
+        child.kill()
+    await eventually(lambda: run.sink.errors, timeout=30)
+    assert "vLLM has died" in str(run.sink.errors[0])
+    await run.engine.close()
+
+
+async def test_a_decoding_engine_fetches_what_another_has_prefilled(tiny_model: Path) -> None:
+    """Two engines, NIXL between their processes: same answer, and nothing computed twice."""
+    pytest.importorskip("nixl")
+    transfer = [
+        "kv_transfer_config.kv_connector=NixlConnector",
+        "kv_transfer_config.kv_role=kv_both",
+        "kv_transfer_config.kv_buffer_device=cpu",
+    ]
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):
+            patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+            runs.append(await VllmRun.start(tiny_model, *transfer))
+    prefill, decode = runs
+    tokens = prompt(330)
+    await prefill.do(work("a", tokens, max_tokens=1, prefill=True))
+    handoff = prefill.sink.deltas["a"][-1].handoff
+    assert handoff is not None
+    assert handoff["do_remote_prefill"]
+    await decode.do(work("a", tokens, handoff=msgpack_round_trip(handoff)))
+    await prefill.do(work("whole", tokens))
+    assert decode.sink.tokens("a") == prefill.sink.tokens("whole")
+    assert fetched_tokens() >= 320
+    await eventually(lambda: decode.depth(tokens) == 320, what="the fetched blocks are told")
+    for run in runs:
+        await run.engine.close()
+
+
+def fetched_tokens() -> float:
+    """Prompt tokens whose KV the newest vLLM of this process got from elsewhere."""
+    name = "vllm:external_prefix_cache_hits_total"
+    samples = [s for family in REGISTRY.collect() for s in family.samples if s.name == name]
+    return sum(sample.value for sample in samples)
+
+
+def msgpack_round_trip(value: dict[str, object]) -> object:
+    """The same after a journey over the bus."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))

@@ -1,0 +1,145 @@
+"""Real vLLM above a real kvbm: blocks go down, come back, and say the same."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.recorder import Recorder
+from support.vllm import ARGS, SIZE, prompt, work
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.kvbm import Fetch, KvbmRequest
+from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Nats, Streams, Vllm, Worker
+from kvmesh.worker.engine import Engine, EngineContext, create_engine
+from kvmesh.worker.tiers import Tiered
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+]
+DECODER: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
+
+
+class Run:
+    """A vLLM that shares its blocks, beside a kvbm process."""
+
+    def __init__(self, mesh: Mesh, model: Path) -> None:
+        self.mesh = mesh
+        settings = Settings(
+            nats=Nats(url=mesh.nats_url, namespace=mesh.namespace),
+            streams=Streams(lease_s=1),
+            vllm=Vllm(args=ARGS, kvbm=True),
+            worker=Worker(engine="vllm", block_size=SIZE, node="here", served_name="tiny"),
+        )
+        self.sink = Recorder()
+        self.engine: Engine = create_engine(EngineContext(settings, model))
+
+    async def ask(self, name: str, tokens: bytes) -> list[int]:
+        self.engine.submit(work(name, tokens))
+        await eventually(lambda: self.sink.finish(name), timeout=60, what=name)
+        return self.sink.tokens(name)
+
+    async def forget(self) -> None:
+        """Empty vLLM's own cache."""
+        await asyncio.wait_for(self.engine.drain(), 30)
+        self.engine.clear()
+        await self.ask("marker", prompt(SIZE + 1, first=3999))
+        self.sink.deltas.clear()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def run(
+    nats_server: NatsServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Run]:
+    folder = tmp_path_factory.mktemp("node")
+    env = {
+        "KVMESH_KVBM_NODE": "here",
+        "KVMESH_KVBM_DIRECTORY": str(folder / "node"),
+        "KVMESH_KVBM_HOST_BYTES": str(16 << 20),
+    }
+    mesh = Mesh(nats_server.url, folder, env)
+    bus = await Bus.connect(mesh.options, "test")
+    await ensure_streams(bus, StreamLimits(lease_s=1))
+    await bus.close()
+    mesh.start("kvbm", "kvbm-0")
+    run = Run(mesh, tiny_model)
+    try:
+        await run.engine.start(run.sink)
+        yield run
+    finally:
+        await run.engine.close()
+        mesh.stop()
+
+
+async def reloaded(run: Run, tokens: bytes, depth: int) -> str:
+    """Ask until so much of the prompt came from below; the answer is always the same.
+
+    Returns the name of the request that got it.
+    """
+    first = await run.ask("first", tokens)
+    for attempt in range(30):
+        await run.forget()
+        assert await run.ask(f"again{attempt}", tokens) == first
+        if run.sink.cached(f"again{attempt}") == depth:
+            return f"again{attempt}"
+        await asyncio.sleep(0.5)
+    raise AssertionError("nothing came from below")
+
+
+async def test_what_vllm_forgot_comes_back(run: Run) -> None:
+    await reloaded(run, prompt(150), 128)
+
+
+async def test_what_comes_back_is_told_by_tier(run: Run) -> None:
+    assert isinstance(run.engine, Tiered)
+    tokens = prompt(150, first=3)
+    again = await reloaded(run, tokens, 128)
+    await run.ask("held", tokens)
+    assert (run.sink.tiers(again), run.sink.tiers("held")) == ([0, 128], [128])
+    counts = run.engine.tier_counts()
+    assert counts is not None
+    assert counts.loaded[1] >= 4
+    assert counts.written >= 4
+    assert (counts.loaded[2:], counts.skipped, counts.corrupt) == ([0, 0], 0, 0)
+
+
+async def test_the_kvbm_is_told_how_fast_vllm_is(run: Run) -> None:
+    bus = await Bus.connect(run.mesh.options, "listener")
+    asked: list[Fetch] = []
+
+    def note(request: KvbmRequest) -> None:
+        if isinstance(request, Fetch):
+            asked.append(request)
+
+    await bus.subscribe(bus.subjects.expand("kvbm.*"), DECODER, note)
+    tokens = prompt(150, first=5)
+    await reloaded(run, tokens, 128)
+    await run.ask("last", prompt(150, first=6))
+    await eventually(lambda: asked and asked[-1].load_bps > 0, what="it tells both speeds")
+    assert asked[-1].compute_tps > 0
+    await bus.close()
+
+
+async def test_a_whole_number_of_blocks_leaves_one_to_compute(run: Run) -> None:
+    await reloaded(run, prompt(128, first=7), 96)
+
+
+async def test_it_goes_on_without_a_kvbm_and_finds_the_next_one(run: Run) -> None:
+    tokens = prompt(150, first=11)
+    expected = await run.ask("before", tokens)
+    run.mesh.kill("kvbm-0")
+    await run.forget()
+    assert await run.ask("without", tokens) == expected
+    run.mesh.restart("kvbm-0")
+    await run.forget()
+    await reloaded(run, tokens, 128)

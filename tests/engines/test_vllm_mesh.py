@@ -1,0 +1,134 @@
+"""vLLM behind the whole mesh: real processes, HTTP in, vLLM's own figures against the router's."""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Decision, Outcome, RouteEvent
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+]
+ARGS = "enforce_eager=true,num_gpu_blocks_override=64,max_model_len=1024,dtype=float32"
+SIZE = 32
+START_S = 400
+
+
+def make_mesh(nats_server: NatsServer, folder: Path, model: Path, **more: str) -> Mesh:
+    settings = {
+        "KVMESH_WORKER_ENGINE": "vllm",
+        "KVMESH_WORKER_MODEL": str(model),
+        "KVMESH_WORKER_BLOCK_SIZE": str(SIZE),
+        "KVMESH_VLLM_ARGS": ARGS,
+        "KVMESH_ROUTER_PREDICTED_TTL_S": "0",
+    }
+    return Mesh(nats_server.url, folder, {**settings, **more})
+
+
+@pytest.fixture(scope="module")
+def mesh(
+    nats_server: NatsServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mesh]:
+    made = make_mesh(nats_server, tmp_path_factory.mktemp("mesh"), tiny_model)
+    made.start_all(workers=1)
+    yield made
+    made.stop()
+
+
+def post(mesh: Mesh, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        mesh.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return dict(json.load(answer))
+
+
+def chat(mesh: Mesh, messages: list[dict[str, str]]) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": messages, "max_tokens": 40, "temperature": 0}
+    return post(mesh, "/v1/chat/completions", body)
+
+
+def latest(told: list[Decision | Outcome], turn: int) -> tuple[Decision, Outcome] | None:
+    """What was decided about the newest request and what came of it, once both are known."""
+    decisions = [event for event in told if isinstance(event, Decision)]
+    outcomes = [event for event in told if isinstance(event, Outcome)]
+    return (decisions[-1], outcomes[-1]) if len(outcomes) == len(decisions) == turn + 1 else None
+
+
+async def test_prefix_hits_of_a_conversation_are_what_the_router_expected(mesh: Mesh) -> None:
+    await mesh.ready(START_S)
+    bus = await Bus.connect(mesh.options, "test")
+    told: list[Decision | Outcome] = []
+
+    async def keep(event: Decision | Outcome) -> None:
+        told.append(event)
+
+    decoder: msgspec.msgpack.Decoder[RouteEvent] = msgspec.msgpack.Decoder(RouteEvent)
+    await bus.subscribe(bus.subjects.route("tiny"), decoder, keep)
+    messages = [{"role": "user", "content": "What is a mesh? " * 20}]
+    for turn in range(4):
+        answer = await asyncio.to_thread(chat, mesh, messages)
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert (cached > 0) == (turn > 0)
+        found = await eventually(lambda: latest(told, turn), what="its outcome")  # noqa: B023
+        assert found is not None
+        decision, outcome = found
+        assert outcome.cached_tokens == cached
+        assert sum(decision.chosen.overlap) * SIZE == cached
+        text = answer["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "user", "content": f"And then? {turn}"})
+    await bus.close()
+
+
+async def test_a_flood_evicts_and_the_index_knows(mesh: Mesh) -> None:
+    await mesh.ready(START_S)
+    first = [{"role": "user", "content": "Remember this sentence well. " * 20}]
+    chat(mesh, first)
+    for i in range(12):
+        chat(mesh, [{"role": "user", "content": f"{i} is another matter altogether. " * 30}])
+    before = mesh.metric("kvmesh_frontend_cached_tokens_total")
+    again = chat(mesh, first)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] < 64
+    assert mesh.metric("kvmesh_frontend_cached_tokens_total") - before < 64
+
+
+@pytest.fixture
+def apart(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> Iterator[Mesh]:
+    """One vLLM that prefills, one that decodes."""
+    pytest.importorskip("nixl")
+    made = make_mesh(nats_server, tmp_path, tiny_model, KVMESH_ROUTER_DISAGG_TOKENS="100")
+    made.start_all(workers=0)
+    for part in ("prefill", "decode"):
+        made.start("worker", part, KVMESH_WORKER_SERVES=part)
+    yield made
+    made.stop()
+
+
+async def test_a_prompt_is_prefilled_by_another_vllm(apart: Mesh) -> None:
+    def both() -> bool:
+        return sum("worker_running_requests{" in key for key in apart.metrics()) == 2
+
+    await apart.ready(START_S)
+    await eventually(both, timeout=START_S, what="both vLLM serve")
+    messages = [{"role": "user", "content": "What is a mesh? " * 20}]
+    first = await asyncio.to_thread(chat, apart, messages)
+    assert apart.metric("kvmesh_frontend_prefills_total") == 1
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert "was not computed" not in apart.logs()
+    again = await asyncio.to_thread(chat, apart, messages)
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    assert apart.metric("kvmesh_frontend_prefills_total") == 1

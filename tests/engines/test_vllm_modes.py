@@ -1,0 +1,53 @@
+"""vLLM with adapters, and with several data-parallel ranks."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.vllm import PLAIN, VllmRun, prompt, work
+from support.wait import eventually
+
+from kvmesh.settings.schema import Vllm
+from kvmesh.worker.engine import Rejected
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+async def test_an_adapter_answers_differently_from_blocks_of_its_own(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    from support.lora import make_adapter
+
+    adapters = Vllm(adapters=[f"poet={make_adapter(tmp_path / 'poet')}"])
+    run = await VllmRun.start(tiny_model, vllm=adapters)
+    assert run.info.adapters == ["poet"]
+    salt = PLAIN + 1
+    await run.do(work("plain", prompt(80)))
+    await run.do(work("adapted", prompt(80), adapter="poet", salt=salt))
+    assert run.sink.tokens("adapted") != run.sink.tokens("plain")
+    assert run.sink.cached("adapted") == 0
+    await run.do(work("again", prompt(80), adapter="poet", salt=salt))
+    assert run.sink.cached("again") == 64
+    assert run.sink.tokens("again") == run.sink.tokens("adapted")
+    with pytest.raises(Rejected, match="no adapter critic"):
+        run.engine.submit(work("other", prompt(80), adapter="critic"))
+    await run.engine.close()
+
+
+async def test_ranks_have_caches_of_their_own(tiny_model: Path) -> None:
+    run = await VllmRun.start(tiny_model, "data_parallel_size=2")
+    assert run.info.capacity.dp_ranks == 2
+    await run.do(work("first", prompt(80), rank=0))
+    await run.do(work("second", prompt(80), rank=1))
+    assert run.sink.cached("second") == 0
+    await run.do(work("again", prompt(80), rank=1))
+    assert run.sink.cached("again") == 64
+    assert run.sink.tokens("first") == run.sink.tokens("again")
+    await eventually(lambda: len(run.sink.held) == 2, what="both ranks tell their blocks")
+    assert [load.requests for load in run.engine.load("i")] == [1, 2]
+    await asyncio.wait_for(run.engine.drain(), 60)
+    await run.engine.close()

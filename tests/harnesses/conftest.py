@@ -1,0 +1,89 @@
+"""A mesh as a user starts it, whose mock engine follows a script, and a client pointed at it."""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from harnesses.scripts import SCRIPT
+from support.harness import KEY, Limited, Recorder, Workspace
+from support.tap import Tap
+from support.up import Up
+
+from kvmesh.bus.client import BusOptions
+
+MakeMesh = Callable[..., Up]
+SMALL = 24576
+
+
+@pytest.fixture(scope="session")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("script") / "script.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in SCRIPT))
+    return file
+
+
+@pytest.fixture(scope="session")
+def make_mesh(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeMesh]:
+    """Start meshes of two workers, with further flags; they are stopped at the end."""
+    started: list[Up] = []
+
+    def start(*flags: str) -> Up:
+        folder = tmp_path_factory.mktemp("up")
+        up = Up(folder, "--workers", "2", "--mock-script", str(script), *flags)
+        started.append(up)
+        up.start()
+        return up
+
+    yield start
+    for up in started:
+        up.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def mesh(make_mesh: MakeMesh) -> Up:
+    up = make_mesh("--mock-speedup", "20")
+    await up.ready()
+    return up
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def small(make_mesh: MakeMesh) -> Up:
+    """A mesh in whose context the clients' first prompt just fits."""
+    up = make_mesh("--mock-speedup", "20", "--worker-context", str(SMALL))
+    await up.ready()
+    return up
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def limited(make_mesh: MakeMesh, tmp_path_factory: pytest.TempPathFactory) -> Limited:
+    """A mesh that asks for a key, which allows one request at a time."""
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    secret = hashlib.sha256(KEY.encode()).hexdigest()
+    file.write_text(f'[[key]]\nname = "one"\nsha256 = "{secret}"\nconcurrency = 1\n')
+    up = make_mesh("--frontend-keys-file", str(file), "--mock-speedup", "2")
+    await up.ready()
+    return Limited(up.url)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def recorder(mesh: Up) -> AsyncIterator[Recorder]:
+    """What the client is pointed at; afterwards the mesh must have had nothing to complain of."""
+    before = len(mesh.lines)
+    async with Recorder(mesh.url).listening() as recorder:
+        yield recorder
+    complaints = [line for line in mesh.lines[before:] if " W " in line or " E " in line]
+    assert not complaints
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def tap(mesh: Up) -> AsyncIterator[Tap]:
+    async with Tap().listening(BusOptions(url=mesh.nats_url)) as tap:
+        yield tap
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path)

@@ -1,0 +1,156 @@
+"""Codex, headless, on /v1/responses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.harness import KEY, Finished, Limited, Recorder, Workspace
+from support.tap import Tap, assert_grows, shared
+from support.up import Up
+
+pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
+CONFIG = """\
+model = "kvmesh-demo"
+model_provider = "kvmesh"
+model_catalog_json = "{catalog}"
+check_for_update_on_startup = false
+
+[model_providers.kvmesh]
+name = "kvmesh"
+base_url = "{url}/v1"
+wire_api = "responses"
+env_key = "KVMESH_API_KEY"
+
+[analytics]
+enabled = false
+"""
+MODEL = {
+    "slug": "kvmesh-demo",
+    "display_name": "kvmesh demo",
+    "description": "The model of the tests.",
+    "base_instructions": "You are a coding agent.",
+    "context_window": 262144,
+    "shell_type": "unified_exec",
+    "apply_patch_tool_type": "freeform",
+    "input_modalities": ["text"],
+    "supported_reasoning_levels": [],
+    "supports_reasoning_summaries": True,
+    "support_verbosity": False,
+    "supports_parallel_tool_calls": True,
+    "experimental_supported_tools": [],
+    "truncation_policy": {"mode": "tokens", "limit": 10000},
+    "supported_in_api": True,
+    "visibility": "list",
+    "priority": 1,
+}
+
+
+async def codex(url: str, workspace: Workspace, *arguments: str) -> Finished:
+    """`codex exec` with its shell open to it."""
+    configure(workspace.home / ".codex", url)
+    flags = ("--json", "--dangerously-bypass-approvals-and-sandbox")
+    return await workspace.run(
+        "codex", "exec", *flags, *arguments, env={"KVMESH_API_KEY": KEY, "RUST_LOG": "off"}
+    )
+
+
+def configure(folder: Path, url: str) -> None:
+    folder.mkdir(exist_ok=True)
+    catalog = folder / "models.json"
+    catalog.write_text(json.dumps({"models": [MODEL]}))
+    (folder / "config.toml").write_text(CONFIG.format(url=url, catalog=catalog))
+
+
+def said(done: Finished) -> list[str]:
+    """Its messages, once it has completed its turn without an error."""
+    kinds = [event["type"] for event in done.events]
+    assert done.status == 0, done
+    assert kinds[-1] == "turn.completed", done
+    items = [event["item"] for event in done.events if event["type"] == "item.completed"]
+    assert not [item for item in items if item["type"] == "error"]
+    return [item["text"] for item in items if item["type"] == "agent_message"]
+
+
+async def test_it_uses_a_tool_and_answers(
+    recorder: Recorder, tap: Tap, workspace: Workspace
+) -> None:
+    done = await codex(recorder.url, workspace, "Please make codex.txt")
+    assert said(done) == ["I make the file.", "The file codex.txt is made."]
+    assert (workspace.repository / "codex.txt").read_text() == "made-by-codex\n"
+    assert [seen.status for seen in recorder.seen] == [200, 200]
+    works = tap.of(done.events[0]["thread_id"])
+    assert_grows(works)
+    usage = done.events[-1]["usage"]
+    assert usage["cached_input_tokens"] > len(works[0].tokens) // 4 - 16
+    assert usage["reasoning_output_tokens"] > 0
+    second = tap.text(works[1])
+    assert "I write the file first.\n</think>" in second
+    assert "turn_id" not in second
+    assert done.events[0]["thread_id"] not in second
+
+
+async def test_another_conversation_shares_tools_and_instructions(
+    mesh: Up, tap: Tap, workspace: Workspace
+) -> None:
+    for _ in range(2):
+        said(await codex(mesh.url, workspace, "Please make codex.txt"))
+    first, _, again, _ = tap.works
+    assert again.tokens == first.tokens
+
+
+async def test_it_patches_files_by_a_custom_tool(
+    recorder: Recorder, tap: Tap, workspace: Workspace
+) -> None:
+    done = await codex(recorder.url, workspace, "Patch it")
+    assert said(done) == ["It is patched."]
+    assert (workspace.repository / "patched.txt").read_text() == "made-by-patch\n"
+    kinds = [item["type"] for item in recorder.seen[1].body["input"]]
+    assert kinds[-2:] == ["custom_tool_call", "custom_tool_call_output"]
+    assert_grows(tap.works)
+
+
+async def test_a_subagent_belongs_to_its_parent(
+    recorder: Recorder, tap: Tap, workspace: Workspace
+) -> None:
+    done = await codex(recorder.url, workspace, "Spawn one")
+    assert "The other has counted." in said(done)
+    parent = done.events[0]["thread_id"]
+    call = next(i for i in recorder.seen[1].body["input"] if i["type"] == "function_call")
+    assert (call["namespace"], call["name"]) == ("multi_agent_v1", "spawn_agent")
+    hints = {(d.hints.session, d.hints.parent_session) for d in tap.decisions}
+    children = {session for session, above in hints if above == parent}
+    assert hints == {(parent, None), *((child, parent) for child in children)}
+    assert len(children) == 1
+    assert_grows(tap.of(parent))
+
+
+async def test_it_compacts_a_long_conversation(
+    recorder: Recorder, tap: Tap, workspace: Workspace
+) -> None:
+    done = await codex(recorder.url, workspace, "Count far")
+    assert said(done) == ["That was far."]
+    thread = done.events[0]["thread_id"]
+    limit = ("-c", "model_auto_compact_token_limit=10000")
+    done = await codex(recorder.url, workspace, *limit, "resume", thread, "What next?")
+    assert said(done) == ["Nothing more."]
+    kinds = [json.loads(seen.headers["x-codex-turn-metadata"]) for seen in recorder.seen]
+    assert [kind["request_kind"] for kind in kinds] == ["turn", "turn", "compaction", "turn"]
+    assert recorder.seen[2].body["tools"] == []
+    assert {seen.status for seen in recorder.seen} == {200}
+    assert shared(tap.works[0], tap.works[3]) > len(tap.works[0].tokens) // 8
+
+
+async def test_it_waits_when_it_is_told_to(limited: Limited, workspace: Workspace) -> None:
+    async with limited.occupied() as recorder:
+        done = await codex(recorder.url, workspace, "Please make codex.txt")
+    assert said(done)[-1] == "The file codex.txt is made."
+    statuses = [seen.status for seen in recorder.seen]
+    assert statuses[0] == 429
+    assert statuses[-2:] == [200, 200]
+    assert json.loads(recorder.seen[0].answer)["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_it_says_that_there_is_no_room(small: Up, workspace: Workspace) -> None:
+    done = await codex(small.url, workspace, "Read this: " + "some words of it " * 6000)
+    assert done.status == 1
+    assert "ran out of room in the model's context window" in done.events[-1]["error"]["message"]

@@ -1,0 +1,84 @@
+"""Fixtures of the mesh tests: a NATS server per module and a namespace per test."""
+
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from support.kvbm_node import DISK_BYTES, HOST_BYTES, Node
+from support.mesh import Mesh, stream_env
+from support.nats import NatsServer
+from support.worker import Crew, Desk
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.streams import StreamLimits, ensure_streams
+
+
+@pytest.fixture(scope="module")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    store: Path = tmp_path_factory.mktemp("nats")
+    server = NatsServer(store)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def options(nats_server: NatsServer) -> BusOptions:
+    return BusOptions(url=nats_server.url, namespace=f"t{secrets.token_hex(4)}")
+
+
+@pytest.fixture
+def lease_s() -> float:
+    """What a busy machine renews in time; tests of lapsing leases have a shorter one."""
+    return 10.0
+
+
+@pytest.fixture
+def limits(lease_s: float) -> StreamLimits:
+    sizes = {"kv_bytes": 256 << 20, "route_bytes": 64 << 20, "seq_bytes": 64 << 20}
+    return StreamLimits(**sizes, lease_s=lease_s)
+
+
+@pytest_asyncio.fixture
+async def bus(options: BusOptions, limits: StreamLimits) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(options, "test")
+    await ensure_streams(bus, limits)
+    yield bus
+    await bus.close()
+
+
+@pytest_asyncio.fixture
+async def crew(bus: Bus, options: BusOptions, limits: StreamLimits) -> AsyncIterator[Crew]:
+    crew = Crew(options, limits)
+    yield crew
+    for started in crew.started:
+        await started.stop()
+
+
+@pytest_asyncio.fixture
+async def desk(bus: Bus) -> AsyncIterator[Desk]:
+    desk = Desk(bus)
+    await desk.open()
+    yield desk
+    await desk.reader.close()
+
+
+@pytest_asyncio.fixture
+async def node(
+    nats_server: NatsServer, bus: Bus, limits: StreamLimits, tmp_path: Path
+) -> AsyncIterator[Node]:
+    env = {
+        "KVMESH_KVBM_DIRECTORY": str(tmp_path / "node"),
+        "KVMESH_KVBM_HOST_BYTES": str(HOST_BYTES),
+        "KVMESH_KVBM_DISK_PATH": str(tmp_path / "disk"),
+        "KVMESH_KVBM_DISK_BYTES": str(DISK_BYTES),
+        "KVMESH_KVBM_DISK_FREE_BYTES": "0",
+        **stream_env(limits),
+    }
+    node = Node(Mesh(nats_server.url, tmp_path, env, bus.options.namespace), bus, limits)
+    yield node
+    for worker in node.workers:
+        worker.close()
+    node.mesh.stop()

@@ -1,0 +1,376 @@
+"""A worker and its kvbm: what they give each other, and what happens when either is gone."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from support.small_kvbm import KEY, SmallKvbm
+from support.wait import eventually
+
+from kvmesh.blocks.arena import Arena
+from kvmesh.blocks.attachment import Tenant
+from kvmesh.blocks.client import Part, Prompt, Speeds, StoreClient, Writing
+from kvmesh.blocks.identity import chain_digests, root_digest
+from kvmesh.blocks.layout import KvLayout, LayerLayout
+from kvmesh.blocks.prompts import KnownPrompts
+from kvmesh.blocks.writer import WriteThrough
+from kvmesh.bus.client import Bus
+from kvmesh.bus.kvbm import (
+    Attach,
+    Commit,
+    Computed,
+    Corrupt,
+    Declined,
+    Detach,
+    Fetch,
+    Finish,
+    Offer,
+)
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.index import block_hashes
+
+LAYOUT = KvLayout(
+    weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
+)
+TENANT = Tenant(node="here", instance="w-1", model="m", layout=LAYOUT)
+Start = Callable[..., Awaitable[SmallKvbm]]
+
+
+def prompt(blocks: int, first: int = 0, request: str = "r") -> Prompt:
+    tokens = array("I", range(first, first + 4 * blocks)).tobytes()
+    local, sequence = block_hashes(tokens, 4, 0)
+    root = root_digest(KEY, "m", "", "", LAYOUT)
+    digests = chain_digests(KEY, root, tokens, 4)
+    return Prompt(request=request, digests=digests, sequence=sequence, local=local, salt=0)
+
+
+def content(block: int) -> bytes:
+    return bytes([block % 251]) * LAYOUT.block_bytes
+
+
+def fill(writing: Writing) -> "array[int]":
+    for block, offset in zip(writing.blocks, writing.offsets, strict=True):
+        writing.arena.view(offset, LAYOUT.block_bytes)[:] = content(block)
+    return array("Q", [7 + block for block in writing.blocks])
+
+
+@pytest_asyncio.fixture
+async def start(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[Start]:
+    started: list[SmallKvbm] = []
+
+    async def begin(**fields: object) -> SmallKvbm:
+        kvbm = SmallKvbm(bus, limits, tmp_path, **fields)  # type: ignore[arg-type]
+        await kvbm.start()
+        started.append(kvbm)
+        return kvbm
+
+    yield begin
+    for kvbm in started:
+        await kvbm.stop()
+
+
+@pytest_asyncio.fixture
+async def client(bus: Bus, limits: StreamLimits) -> AsyncIterator[StoreClient]:
+    client = StoreClient(bus, limits, TENANT)
+    await client.open()
+    yield client
+    await client.close()
+
+
+async def attached(client: StoreClient, times: int = 1) -> None:
+    await eventually(lambda: client.attachments == times and client.key, what="it attaches")
+
+
+async def give(client: StoreClient, prompt: Prompt, first: int = 0) -> list[int]:
+    async with client.writing(prompt, first) as writing:
+        if writing is None:
+            return []
+        writing.checksums = fill(writing)
+        return list(writing.blocks)
+
+
+async def take(client: StoreClient, prompt: Prompt, held: int = 0) -> list[tuple[int, int]]:
+    """Blocks and their checksums, after a look at what the arena has for them."""
+    got: list[tuple[int, int]] = []
+    async with aclosing(client.load(prompt, held, Speeds(), 0.0, 10.0)) as parts:
+        async for part in parts:
+            for i, offset in enumerate(part.offsets):
+                view = part.arena.view(offset, LAYOUT.block_bytes)
+                assert view == content(part.first + i)
+                got.append((part.first + i, part.checksums[i]))
+    return got
+
+
+async def test_blocks_go_down_and_come_up_again(client: StoreClient, start: Start) -> None:
+    kvbm = await start()
+    await attached(client)
+    assert await give(client, prompt(10)) == list(range(10))
+    await eventually(lambda: len(kvbm.blocks) == 10)
+    assert await give(client, prompt(12)) == [10, 11]
+    await eventually(lambda: len(kvbm.blocks) == 12)
+    assert await take(client, prompt(11), held=2) == [(i, 7 + i) for i in range(2, 11)]
+    await eventually(lambda: not kvbm.tickets, what="tickets are back")
+
+
+class Users:
+    """Counts how often it is given an arena, and told to let go of it."""
+
+    def __init__(self) -> None:
+        self.adopted = 0
+        self.released = 0
+
+    async def adopt(self, arena: Arena) -> None:
+        self.adopted += 1
+
+    async def release(self, arena: Arena) -> None:
+        self.released += 1
+
+
+async def test_closing_in_the_middle_of_leaving_leaves_once(
+    bus: Bus, limits: StreamLimits, start: Start
+) -> None:
+    kvbm = await start(silent={Detach})
+    users = Users()
+    client = StoreClient(bus, limits, TENANT, users)
+    await client.open()
+    await attached(client)
+    attachment = client._attacher.current
+    assert attachment is not None
+    client._attacher.lose(attachment, "the test says so")
+    await eventually(lambda: kvbm.count(Detach) == 1)
+    await client.close()
+    assert users.released == users.adopted
+
+
+async def test_a_growing_prompt_is_told_once(client: StoreClient, start: Start) -> None:
+    kvbm = await start()
+    await attached(client)
+    for end in (100, 103, 110):
+        await give(client, prompt(end))
+    await eventually(lambda: len(kvbm.blocks) == 110)
+    assert await take(client, prompt(120), held=90) == [(i, 7 + i) for i in range(90, 110)]
+    told = [r for r in kvbm.asked if isinstance(r, Offer | Fetch)]
+    assert [len(r.sequence) // 8 for r in told] == [100, 3, 7, 10]
+
+
+async def test_what_the_kvbm_has_forgotten_is_told_again(client: StoreClient, start: Start) -> None:
+    kvbm = await start()
+    await attached(client)
+    assert await give(client, prompt(100)) == list(range(100))
+    await eventually(lambda: len(kvbm.blocks) == 100)
+    kvbm.prompts[1] = KnownPrompts(kvbm.keeps)
+    assert await give(client, prompt(103), first=90) == [100, 101, 102]
+    assert [len(r.sequence) // 8 for r in kvbm.asked if isinstance(r, Offer)] == [100, 3, 103]
+    assert await give(client, prompt(104), first=103) == [103]
+    assert kvbm.count(Offer) == 4
+    assert client.attachments == 1
+
+
+async def test_nobody_there_means_nothing_at_once(client: StoreClient) -> None:
+    async with asyncio.timeout(5):
+        assert await take(client, prompt(3)) == []
+        assert await give(client, prompt(3)) == []
+        client.computed("r")
+    assert client.key is None
+
+
+async def test_a_kvbm_of_another_node_is_not_ours(client: StoreClient, start: Start) -> None:
+    other = await start(node="there", instance="kvbm-0")
+    await start()
+    await attached(client)
+    assert not other.asked
+
+
+async def test_it_attaches_anew_to_a_kvbm_that_forgot(client: StoreClient, start: Start) -> None:
+    kvbm = await start()
+    await attached(client)
+    kvbm.attached.clear()
+    assert await take(client, prompt(3)) == []
+    await attached(client, 2)
+    assert await give(client, prompt(3)) == [0, 1, 2]
+
+
+async def test_it_follows_the_kvbm_over_a_restart(client: StoreClient, start: Start) -> None:
+    first = await start()
+    await attached(client)
+    await first.stop()
+    await eventually(lambda: client.key is None, what="the loss is seen")
+    await start(instance="kvbm-2")
+    await attached(client, 2)
+    assert await give(client, prompt(3)) == [0, 1, 2]
+
+
+async def test_no_answer_loses_the_attachment_not_the_caller(
+    client: StoreClient, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.blocks.client.REQUEST_S", 0.2)
+    kvbm = await start()
+    await attached(client)
+    assert kvbm.locked(1)
+    kvbm.silent = {Fetch}
+    assert await take(client, prompt(3)) == []
+    await attached(client, 2)
+    await eventually(lambda: list(kvbm.attached) == [2], what="the old attachment is gone")
+    assert kvbm.locked(2)
+
+
+async def test_a_copy_under_way_keeps_the_old_attachment(client: StoreClient, start: Start) -> None:
+    kvbm = await start()
+    await attached(client)
+    async with client.writing(prompt(2), 0) as writing:
+        assert writing is not None
+        known = kvbm.attached.copy()
+        kvbm.attached.clear()
+        assert await take(client, prompt(3)) == []
+        assert client.key is None
+        kvbm.attached.update(known)
+        writing.checksums = fill(writing)
+        assert kvbm.locked(1)
+    await attached(client, 2)
+    await eventually(lambda: len(kvbm.blocks) == 2, what="the copy was committed")
+
+
+async def test_a_refused_layout_is_not_tried_again(client: StoreClient, start: Start) -> None:
+    kvbm = await start(declines=Declined("layout", "another model of that name is here"))
+    await eventually(lambda: kvbm.count(Attach) == 1)
+    await start(node="there", instance="kvbm-0")
+    assert await take(client, prompt(3)) == []
+    assert kvbm.count(Attach) == 1
+
+
+async def test_whoever_is_cancelled_leaves_no_ticket(client: StoreClient, start: Start) -> None:
+    kvbm = await start()
+    await attached(client)
+    await give(client, prompt(8))
+    await eventually(lambda: len(kvbm.blocks) == 8)
+    for _ in range(5):
+        taking = asyncio.create_task(take(client, prompt(8)))
+        writing = asyncio.create_task(give(client, prompt(4, first=1000)))
+        fetches = kvbm.count(Fetch)
+        await eventually(lambda seen=fetches: kvbm.count(Fetch) > seen)  # type: ignore[misc]
+        taking.cancel()
+        writing.cancel()
+        await asyncio.wait([taking, writing])
+    await eventually(lambda: not kvbm.tickets, what="tickets are back")
+
+
+async def test_corruption_is_told(client: StoreClient, start: Start) -> None:
+    kvbm = await start()
+    await attached(client)
+    await give(client, prompt(4))
+    await eventually(lambda: len(kvbm.blocks) == 4)
+    async with aclosing(client.load(prompt(4), 0, Speeds(), 0.0, 10.0)) as parts:
+        async for part in parts:
+            assert isinstance(part, Part)
+            client.corrupt(part, prompt(4).digests[32:48])
+    await eventually(lambda: kvbm.count(Corrupt) == 1 and len(kvbm.blocks) == 3)
+    assert await take(client, prompt(4)) == [(0, 7), (1, 8)]
+
+
+class Shelf:
+    """A source whose items are prompts, in hand until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.held: list[Prompt] = []
+        self.gone: set[str] = set()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.fails = False
+
+    def hold(self, item: Prompt, key: bytes) -> Prompt | None:
+        if item.request in self.gone:
+            return None
+        self.held.append(item)
+        return item
+
+    async def copy(self, item: Prompt, writing: Writing) -> "array[int]":
+        await self.gate.wait()
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        return fill(writing)
+
+    def release(self, item: Prompt) -> None:
+        self.held.remove(item)
+
+    def drop(self, item: Prompt) -> None:
+        self.gone.add(item.request)
+
+
+@pytest_asyncio.fixture
+async def shelf() -> Shelf:
+    return Shelf()
+
+
+@pytest_asyncio.fixture
+async def writer(client: StoreClient, shelf: Shelf) -> AsyncIterator["WriteThrough[Prompt]"]:
+    writer = WriteThrough(client, shelf, limit=20)
+    writer.start()
+    yield writer
+    await writer.close()
+
+
+async def test_what_is_put_is_written(
+    client: StoreClient, start: Start, writer: "WriteThrough[Prompt]", shelf: Shelf
+) -> None:
+    kvbm = await start()
+    await attached(client)
+    assert writer.put("a", prompt(5, request="a"), 0, 5)
+    assert writer.put("b", prompt(5, first=100, request="b"), 0, 5)
+    writer.end("a")
+    await eventually(lambda: writer.written == 10 and writer.idle)
+    await eventually(lambda: kvbm.count(Computed) == 1)
+    kinds = [type(asked) for asked in kvbm.asked]
+    assert kinds.index(Computed) > kinds.index(Commit)
+    assert not shelf.held
+
+
+async def test_news_of_a_request_joins_what_waits_of_it(
+    client: StoreClient, start: Start, writer: "WriteThrough[Prompt]", shelf: Shelf
+) -> None:
+    kvbm = await start()
+    await attached(client)
+    shelf.gate.clear()
+    assert writer.put("a", prompt(2), 0, 2)
+    await eventually(lambda: shelf.held)
+    assert writer.put("a", prompt(5), 2, 5)
+    assert writer.put("a", prompt(9), 5, 9)
+    shelf.gate.set()
+    await eventually(lambda: writer.written == 9)
+    assert [len(o.sequence) // 8 for o in kvbm.asked if isinstance(o, Offer)] == [2, 9]
+
+
+async def test_a_full_queue_skips_and_counts(
+    client: StoreClient, start: Start, writer: "WriteThrough[Prompt]", shelf: Shelf
+) -> None:
+    await start()
+    await attached(client)
+    shelf.gate.clear()
+    for name in "ab":
+        assert writer.put(name, prompt(8, first=1000 * ord(name), request=name), 0, 8)
+    await eventually(lambda: len(shelf.held) == 2)
+    assert writer.put("c", prompt(15), 0, 15)
+    assert not writer.put("d", prompt(6), 0, 6)
+    assert writer.skipped == 6
+    shelf.gate.set()
+    await eventually(lambda: writer.idle)
+
+
+async def test_blocks_that_are_gone_or_cannot_be_read_do_no_harm(
+    client: StoreClient, start: Start, writer: "WriteThrough[Prompt]", shelf: Shelf
+) -> None:
+    kvbm = await start()
+    await attached(client)
+    shelf.gone.add("a")
+    writer.put("a", prompt(3, request="a"), 0, 3)
+    await eventually(lambda: writer.idle)
+    assert writer.skipped == 3
+    shelf.fails = True
+    writer.put("b", prompt(3, request="b"), 0, 3)
+    await eventually(lambda: writer.idle and not kvbm.tickets and kvbm.count(Commit) == 1)
+    assert not kvbm.blocks
+    assert not shelf.held
+    assert kvbm.count(Finish) == 0

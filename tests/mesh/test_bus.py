@@ -1,0 +1,367 @@
+"""The bus against a real server: requests, streams that survive, leases that lapse."""
+
+import asyncio
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from nats.errors import NoRespondersError
+from nats.js.errors import APIError
+from support.nats import NatsServer, free_port
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus, BusOptions, Reply, Respond
+from kvmesh.bus.discovery import Directory, Lease, forget_instance
+from kvmesh.bus.errors import BusUnavailable, ModelFilesError, NoResponder, RequestTimeout
+from kvmesh.bus.messages import (
+    ControlReply,
+    Instance,
+    Ping,
+    Role,
+    SeqBatch,
+    SeqFree,
+    encode,
+)
+from kvmesh.bus.models import fetch_model, publish_model
+from kvmesh.bus.reader import TURN_S, Start, StreamMessage, StreamReader
+from kvmesh.bus.streams import StreamLimits, ensure_streams
+
+PING = msgspec.msgpack.Decoder(Ping)
+
+
+def card(name: str) -> Instance:
+    return Instance(
+        instance=f"{name}-1", role=Role.WORKER, name=name, version="0", started=0.0, engine="mock"
+    )
+
+
+async def test_a_request_is_answered_and_absence_is_told_from_silence(bus: Bus) -> None:
+    async def answer(_: Ping, respond: Respond) -> None:
+        await respond(ControlReply(ok=True))
+
+    async def ignore(_: Ping, __: Respond) -> None:
+        return
+
+    await bus.serve(bus.subjects.ctl("a"), PING, answer)
+    await bus.serve(bus.subjects.ctl("b"), PING, ignore)
+    assert (await bus.request(bus.subjects.ctl("a"), Ping(), ControlReply, PATIENCE_S)).ok
+    with pytest.raises(NoResponder):
+        await bus.request(bus.subjects.ctl("c"), Ping(), ControlReply, PATIENCE_S)
+    with pytest.raises(RequestTimeout):
+        await bus.request(bus.subjects.ctl("b"), Ping(), ControlReply, 0.05)
+
+
+async def test_a_malformed_request_is_answered_and_the_server_lives(bus: Bus) -> None:
+    async def answer(_: Ping, respond: Respond) -> None:
+        await respond(ControlReply(ok=True))
+
+    await bus.serve(
+        bus.subjects.ctl("a"), PING, answer, on_malformed=lambda why: ControlReply(False, why)
+    )
+    reply = await bus.request(bus.subjects.ctl("a"), {"type": "nonsense"}, ControlReply, PATIENCE_S)
+    assert not reply.ok
+    assert "nonsense" in reply.reason
+    assert (await bus.request(bus.subjects.ctl("a"), Ping(), ControlReply, PATIENCE_S)).ok
+
+
+async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: Bus) -> None:
+    kept: list[Reply] = []
+
+    def keep(_: Ping, reply: Reply) -> None:
+        kept.append(reply)
+
+    subject = bus.subjects.ctl("a")
+    for _ in range(2):
+        await bus.handle(subject, PING, keep, "group", lambda why: ControlReply(False, why))
+    asked = asyncio.create_task(bus.request(subject, Ping(), ControlReply, PATIENCE_S))
+    await eventually(lambda: kept)
+    kept[0](ControlReply(ok=True))
+    assert (await asked).ok
+    assert len(kept) == 1
+    assert not (await bus.request(subject, {"type": "nonsense"}, ControlReply, PATIENCE_S)).ok
+
+
+async def test_posts_keep_their_order_also_when_the_connection_is_congested(bus: Bus) -> None:
+    subject, heard, padding = bus.subjects.out("f"), [], "x" * 2000
+
+    def hear(event: SeqFree) -> None:
+        heard.append(int(event.request.rstrip("x")))
+
+    await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), hear)
+    for number in range(3000):
+        bus.post(subject, SeqFree(f"{number}{padding}"))
+    await eventually(lambda: len(heard) == 3000)
+    assert heard == list(range(3000))
+
+
+async def test_a_plain_function_gets_all_in_order_and_may_fail(bus: Bus) -> None:
+    subject, heard = bus.subjects.out("f"), []
+
+    def hear(event: SeqFree) -> None:
+        heard.append(int(event.request))
+        if event.request == "7":
+            raise ValueError("seven")
+
+    await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), hear)
+    for number in range(0, 3000, 3):
+        assert bus.try_publish(subject, SeqFree(str(number)))
+        await bus.publish(subject, SeqFree(str(number + 1)))
+        await bus.client.publish(subject, encode(SeqFree(str(number + 2))), headers={"a": "b"})
+    await eventually(lambda: len(heard) == 3000)
+    assert heard == list(range(3000))
+
+
+async def test_what_is_published_during_an_outage_follows(
+    nats_server: NatsServer, bus: Bus
+) -> None:
+    heard: list[str] = []
+    subject = bus.subjects.out("f")
+    await bus.subscribe(
+        subject, msgspec.msgpack.Decoder(SeqFree), lambda event: heard.append(event.request)
+    )
+    await asyncio.to_thread(nats_server.stop)
+    await eventually(lambda: not bus.client.is_connected)
+    assert not bus.try_publish(subject, SeqFree("a"))
+    await bus.publish(subject, SeqFree("a"))
+    await asyncio.to_thread(nats_server.start)
+    await eventually(lambda: bus.try_publish(subject, SeqFree("b")))
+    await eventually(lambda: heard == ["a", "b"])
+
+
+async def test_attempts_that_fail_are_closed(nats_server: NatsServer, bus: Bus) -> None:
+    attempts: list[asyncio.StreamReader] = []
+
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        attempts.append(reader)
+        writer.write(b"hello\r\n")
+        await reader.read()
+        writer.close()
+
+    await asyncio.to_thread(nats_server.stop)
+    async with await asyncio.start_server(babble, "127.0.0.1", nats_server.port):
+        await eventually(lambda: len(attempts) > 2)
+        await eventually(lambda: all(reader.at_eof() for reader in attempts[:2]))
+    await asyncio.to_thread(nats_server.start)
+    await eventually(lambda: bus.client.is_connected)
+
+
+async def test_no_server_is_a_clear_error() -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+    with pytest.raises(BusUnavailable, match=url):
+        await Bus.connect(BusOptions(url=url), "test", timeout=0.5)
+
+
+async def test_a_server_that_says_nothing_is_left(options: BusOptions) -> None:
+    left = asyncio.Event()
+
+    async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        left.set()
+        writer.close()
+
+    async with await asyncio.start_server(ignore, "127.0.0.1", port := free_port()):
+        silent = replace(options, url=f"nats://127.0.0.1:{port}")
+        with pytest.raises(BusUnavailable):
+            await Bus.connect(silent, "test", timeout=0.5)
+        await asyncio.wait_for(left.wait(), PATIENCE_S)
+
+
+class Reading:
+    """A reader that collects the request ids of SeqFree events."""
+
+    def __init__(self, bus: Bus, start: Start) -> None:
+        self.ids: list[str] = []
+        self.recreated = 0
+        self.reader = StreamReader(
+            bus, bus.subjects.seq_stream, bus.subjects.seq_all, self._take, start, self._again
+        )
+
+    def _take(self, message: StreamMessage) -> None:
+        batch = msgspec.msgpack.decode(message.data, type=SeqBatch)
+        self.ids.extend(event.request for event in batch.events)
+
+    def _again(self) -> None:
+        self.recreated += 1
+
+
+async def free(bus: Bus, *ids: str) -> None:
+    for name in ids:
+        await bus.publish(bus.subjects.seq("m"), SeqBatch("test", [SeqFree(name)]))
+    await bus.client.flush()
+
+
+async def test_what_is_stored_is_in_the_stream_and_what_is_not_is_an_error(bus: Bus) -> None:
+    await bus.store(bus.subjects.seq("m"), encode(SeqBatch("test", [SeqFree("a")])), 5)
+    assert (await bus.js.stream_info(bus.subjects.seq_stream)).state.messages == 1
+    with pytest.raises(NoRespondersError):
+        await bus.store("nowhere", b"", 5)
+    small = f"{bus.options.namespace}-small"
+    await bus.js.add_stream(name=small, subjects=[small], max_msg_size=8)
+    with pytest.raises(APIError, match="exceeds"):
+        await bus.store(small, b"too much for it", 5)
+
+
+async def test_a_reader_replays_then_follows(bus: Bus) -> None:
+    await free(bus, "a", "b")
+    reading = Reading(bus, Start())
+    await reading.reader.open()
+    await asyncio.wait_for(reading.reader.caught_up.wait(), PATIENCE_S)
+    assert reading.ids == ["a", "b"]
+    await free(bus, "c")
+    await eventually(lambda: reading.ids == ["a", "b", "c"])
+    resumed = Reading(bus, Start(after=reading.reader.last_seq - 1))
+    await resumed.reader.open()
+    await eventually(lambda: resumed.ids == ["c"])
+    await reading.reader.close()
+    await resumed.reader.close()
+
+
+async def test_a_reader_with_much_to_do_lets_others_run(bus: Bus) -> None:
+    await free(bus, *map(str, range(20)))
+    turns = 0
+    seen: list[int] = []
+
+    def other() -> None:
+        nonlocal turns
+        turns += 1
+        if len(seen) < 20:
+            asyncio.get_running_loop().call_soon(other)
+
+    def slow(_: StreamMessage) -> None:
+        time.sleep(2 * TURN_S)
+        seen.append(turns)
+
+    stream, subject = bus.subjects.seq_stream, bus.subjects.seq("m")
+    reader = StreamReader(bus, stream, subject, slow, Start())
+    await reader.open()
+    other()
+    await eventually(lambda: len(seen) == 20)
+    assert all(after > before for before, after in pairwise(seen))
+    await reader.close()
+
+
+async def test_a_reader_survives_the_loss_of_its_consumer(bus: Bus) -> None:
+    reading = Reading(bus, Start())
+    await reading.reader.open()
+    await free(bus, "a")
+    await eventually(lambda: reading.ids == ["a"])
+    for consumer in await bus.js.consumers_info(bus.subjects.seq_stream):
+        await bus.js.delete_consumer(bus.subjects.seq_stream, consumer.name)
+    await free(bus, "b")
+    await eventually(lambda: reading.ids == ["a", "b"])
+    await reading.reader.close()
+
+
+async def test_a_reader_starts_over_when_the_server_lost_the_stream(
+    nats_server: NatsServer, bus: Bus, limits: StreamLimits
+) -> None:
+    reading = Reading(bus, Start())
+    await reading.reader.open()
+    await free(bus, "a", "b", "c")
+    await eventually(lambda: len(reading.ids) == 3)
+    await asyncio.to_thread(nats_server.wipe)
+    await eventually(lambda: bus.client.is_connected)
+    await ensure_streams(bus, limits)
+    await free(bus, "d")
+    await eventually(lambda: reading.ids[3:] == ["d"])
+    assert reading.recreated == 1
+    await reading.reader.close()
+
+
+async def test_a_lease_joins_changes_and_leaves(bus: Bus, limits: StreamLimits) -> None:
+    lease = Lease(bus, card("w"), limits)
+    await lease.open()
+    joined: list[Instance] = []
+    left: list[Instance] = []
+    directory = Directory(bus, limits, joined.append, left.append)
+    await directory.open()
+    assert [i.name for i in joined] == ["w"]
+    await lease.update(msgspec.structs.replace(lease.card, draining=True))
+    await eventually(lambda: joined[-1].draining)
+    await lease.close()
+    await eventually(lambda: [i.name for i in left] == ["w"])
+    assert directory.instances == []
+    await directory.close()
+
+
+@pytest.mark.parametrize("lease_s", [1.0])
+async def test_a_lease_that_nobody_renews_lapses(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    dying = await Bus.connect(options, "dying")
+    lease = Lease(dying, card("w"), limits)
+    await lease.open()
+    directory = Directory(bus, limits)
+    await directory.open()
+    assert len(directory.instances) == 1
+    await dying.close()
+    await eventually(lambda: directory.instances == [])
+    await directory.close()
+    await lease.close()
+
+
+async def test_processes_that_are_set_differently_agree_on_leases(
+    options: BusOptions, limits: StreamLimits
+) -> None:
+    bus = await Bus.connect(options, "test")
+    await ensure_streams(bus, replace(limits, lease_s=6.0))
+    lease = Lease(bus, card("w"), replace(limits, lease_s=600.0))
+    await lease.open()
+    left: list[Instance] = []
+    directory = Directory(bus, replace(limits, lease_s=0.1), left=left.append)
+    await directory.open()
+    bucket = await bus.js.key_value(bus.subjects.instances_bucket)
+    [key] = await bucket.keys()
+
+    async def renewed() -> bool:
+        return (await bucket.get(key)).revision == 2
+
+    await eventually(renewed)
+    assert left == []
+    await directory.close()
+    await lease.close()
+    await bus.close()
+
+
+@pytest.mark.parametrize("lease_s", [1.0])
+async def test_anyone_may_bury_a_dead_instance(bus: Bus, limits: StreamLimits) -> None:
+    lease = Lease(bus, card("w"), limits)
+    await lease.open()
+    directory = Directory(bus, limits)
+    await directory.open()
+    await forget_instance(bus, lease.card)
+    await eventually(lambda: directory.instances == [])
+    await eventually(lambda: len(directory.instances) == 1)  # it was alive: it renews
+    await directory.close()
+    await lease.close()
+
+
+@pytest.mark.parametrize("lease_s", [1.0])
+async def test_leases_come_back_after_a_server_restart(
+    nats_server: NatsServer, bus: Bus, limits: StreamLimits
+) -> None:
+    lease = Lease(bus, card("w"), limits)
+    await lease.open()
+    directory = Directory(bus, limits)
+    await directory.open()
+    await asyncio.to_thread(nats_server.restart)
+    await eventually(lambda: bus.connected_for > limits.lease_s * 2)
+    await eventually(lambda: [i.name for i in directory.instances] == ["w"])
+    await directory.close()
+    await lease.close()
+
+
+async def test_model_files_travel_and_are_checked(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    (tmp_path / "model.safetensors").write_text("weights stay")
+    digest = await publish_model(bus, tmp_path)
+    assert await publish_model(bus, tmp_path) == digest
+    assert await fetch_model(bus, digest) == {"tokenizer.json": b"{}", "config.json": b'{"a": 1}'}
+    with pytest.raises(ModelFilesError):
+        await fetch_model(bus, "0" * 64)
+    with pytest.raises(ModelFilesError, match=r"tokenizer\.json"):
+        await publish_model(bus, tmp_path / "nowhere")

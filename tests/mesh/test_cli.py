@@ -1,0 +1,191 @@
+"""`kvmesh tail` and `kvmesh status` beside a running mesh."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from support.nats import NatsServer, free_port
+from support.up import Up
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.messages import Cancel, encode
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    up = Up(tmp_path_factory.mktemp("up"), "--workers", "2")
+    up.start()
+    yield up
+    up.close()
+
+
+@pytest_asyncio.fixture
+async def mesh(started: Up) -> Up:
+    await started.ready()
+    return started
+
+
+class Command:
+    """A `kvmesh` subcommand that runs while the test does."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self.reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self.lines.append(line.decode().rstrip("\n"))
+
+    def having(self, *parts: str) -> list[str]:
+        return [line for line in self.lines if all(part in line for part in parts)]
+
+    async def stop(self) -> None:
+        if self.process.returncode is None:
+            self.process.terminate()
+        await self.process.wait()
+        await self.reading
+
+
+Run = Callable[..., Coroutine[Any, Any, Command]]
+
+
+@pytest_asyncio.fixture
+async def run() -> AsyncIterator[Run]:
+    commands: list[Command] = []
+
+    async def start(*arguments: str) -> Command:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvmesh.cli.main", *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        commands.append(Command(process))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        await command.stop()
+
+
+async def test_the_tail_shows_a_request_from_decision_to_end(mesh: Up, run: Run) -> None:
+    tail = await run("tail", "--nats", mesh.nats_url)
+    await eventually(lambda: tail.having("instances", "worker-0"))
+    events = await asyncio.to_thread(mesh.complete, 40, "Tell me of rivers. " * 20)
+    request = json.loads(events[0])["id"]
+    await eventually(lambda: tail.having(f"{request} ✓"))
+    assert tail.having("route", request, "→ worker-", "kv: cost", "2 candidates")
+    assert tail.having("seq", f"add {request}")
+    assert tail.having("seq", f"prefilled {request}")
+    assert tail.having("seq", f"free {request}")
+    await eventually(lambda: tail.having("kv ", "kvmesh-demo worker-", "+"))
+
+
+async def test_the_tail_as_json_is_whole(mesh: Up, run: Run) -> None:
+    tail = await run("tail", "route", "out", "load", "work", "--json", "--nats", mesh.nats_url)
+    await eventually(lambda: tail.having('"Load"'))
+    events = await asyncio.to_thread(mesh.complete)
+    request = json.loads(events[0])["id"]
+    await eventually(lambda: tail.having('"Outcome"', request))
+    shown = [json.loads(line) for line in tail.lines if line.startswith("{")]
+    kinds = {line["message"]["type"] for line in shown}
+    assert {"Load", "Work", "StepOutput", "Decision", "Outcome"} <= kinds
+    decision = next(s["message"] for s in shown if s["message"]["type"] == "Decision")
+    assert {"chosen", "candidates", "sequence", "policy"} <= set(decision)
+
+
+async def test_since_replays_the_streams_and_may_stop_at_the_present(mesh: Up, run: Run) -> None:
+    events = await asyncio.to_thread(mesh.complete)
+    request = json.loads(events[0])["id"]
+    options = ("--since", "1h", "--no-follow", "--nats", mesh.nats_url)
+
+    found: list[Command] = []
+
+    async def ended() -> bool:
+        tail = await run("tail", "route", "seq", *options)
+        assert await asyncio.wait_for(tail.process.wait(), PATIENCE_S) == 0
+        await tail.reading
+        found[:] = [tail]
+        return bool(tail.having(f"{request} ✓") and tail.having("seq", f"free {request}"))
+
+    await eventually(ended)
+    assert found[0].having("route", request, "→")
+
+
+async def test_a_limit_ends_the_tail(mesh: Up, run: Run) -> None:
+    tail = await run("tail", "load.>", "--limit", "2", "--nats", mesh.nats_url)
+    assert await asyncio.wait_for(tail.process.wait(), PATIENCE_S) == 0
+    await tail.reading
+    assert len(tail.lines) == 2
+
+
+async def test_control_messages_are_shown_and_watching_requests_is_announced(
+    bus: Bus, run: Run
+) -> None:
+    options = ("--nats", bus.options.url, "--nats-namespace", bus.options.namespace)
+    tail = await run("tail", ">", *options)
+    await eventually(lambda: tail.having("watching requests"))
+
+    async def seen() -> bool:
+        await bus.client.publish(bus.subjects.ctl("w-1"), encode(Cancel("q1")))
+        await bus.client.publish(bus.subjects.kv("a model", "w"), b"\xc1")
+        return bool(
+            tail.having("ctl", "w-1", "cancel q1") and tail.having("a model w", "undecodable")
+        )
+
+    await eventually(seen)
+
+
+async def test_status_shows_members_streams_and_readers(mesh: Up, run: Run) -> None:
+    await asyncio.to_thread(mesh.complete)
+    status = await run("status", "--nats", mesh.nats_url)
+    assert await asyncio.wait_for(status.process.wait(), PATIENCE_S) == 0
+    await status.reading
+    assert status.having("worker-1-", "worker", "ready", "kvmesh-demo", "0 running")
+    assert status.having("kvm-kvmesh-route")
+    assert status.having("indexer-0", "kvm-kvmesh-kv")
+    assert status.having("kvm-kvmesh-models", "object")
+
+
+async def test_status_as_json(mesh: Up, run: Run) -> None:
+    async def complete() -> bool:
+        status = await run("status", "--json", "--nats", mesh.nats_url)
+        assert await asyncio.wait_for(status.process.wait(), PATIENCE_S) == 0
+        await status.reading
+        report = json.loads("\n".join(status.lines))
+        streams = [stream["name"] for stream in report["streams"]]
+        assert sorted(streams) == ["kvm-kvmesh-kv", "kvm-kvmesh-route", "kvm-kvmesh-seq"]
+        members = sorted(member["card"]["name"] for member in report["instances"])
+        return members == ["frontend-0", "indexer-0", "router-0", "worker-0", "worker-1"]
+
+    await eventually(complete)
+
+
+@pytest.mark.parametrize("command", ["tail", "status"])
+async def test_an_absent_nats_server_is_named(run: Run, command: str) -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+    shown = await run(command, "--nats", url)
+    assert await asyncio.wait_for(shown.process.wait(), PATIENCE_S) == 1
+    await shown.reading
+    assert shown.lines[-1].startswith(f"kvmesh {command}: cannot use NATS at {url}: ")
+    assert "Connect call failed" in shown.lines[-1]
+
+
+@pytest.mark.parametrize("command", ["tail", "status"])
+async def test_no_mesh_is_one_clear_line(
+    run: Run, command: str, nats_server: NatsServer, options: BusOptions
+) -> None:
+    place = ("--nats", nats_server.url, "--nats-namespace", options.namespace)
+    shown = await run(command, *place)
+    assert await asyncio.wait_for(shown.process.wait(), PATIENCE_S) == 1
+    await shown.reading
+    assert shown.lines == [
+        f"kvmesh {command}: no mesh named {options.namespace} at {nats_server.url}"
+    ]

@@ -1,0 +1,162 @@
+"""Prefill and decode on different workers, through the whole mesh: HTTP in, tokens out."""
+
+import asyncio
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Clear, ControlReply
+
+LONG = "Each worker tells what it keeps, and a prompt goes where most of it is kept already. " * 8
+SHORT = "Which worker keeps the most of this?"
+
+
+@pytest.fixture
+def mesh(nats_server: NatsServer, tmp_path: Path) -> Iterator[Mesh]:
+    mesh = Mesh(
+        nats_server.url,
+        tmp_path,
+        env={"KVMESH_ROUTER_DISAGG_TOKENS": "100", "KVMESH_MOCK_SPEEDUP": "5"},
+    )
+    yield mesh
+    mesh.stop()
+
+
+def begin(mesh: Mesh, **prefill: str) -> None:
+    """One worker of each part; the keywords are for the prefill worker alone."""
+    mesh.start("indexer", "indexer-0")
+    mesh.start("router", "router-0")
+    mesh.start("worker", "prefill-0", KVMESH_WORKER_SERVES="prefill", **prefill)
+    mesh.start("worker", "decode-0", KVMESH_WORKER_SERVES="decode")
+    mesh.start("frontend", "frontend-0")
+
+
+async def complete(mesh: Mesh, prompt: str, model: str = "kvmesh-demo", tokens: int = 12) -> Any:
+    def post() -> Any:
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        request = urllib.request.Request(
+            f"{mesh.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return json.load(answer)
+
+    return await asyncio.to_thread(post)
+
+
+def text(answer: Any) -> str:
+    return str(answer["choices"][0]["text"])
+
+
+def cached(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def prefills(mesh: Mesh, result: str) -> float:
+    samples = mesh.metrics().items()
+    return sum(v for k, v in samples if "prefills_total" in k and f'result="{result}"' in k)
+
+
+def loaded(mesh: Mesh, worker: str) -> bool:
+    """Whether it says that it has prompts to compute."""
+    samples = mesh.metrics().items()
+    return any(v for k, v in samples if "worker_prefill_tokens{" in k and f'"{worker}"' in k)
+
+
+def instance(mesh: Mesh, worker: str) -> str:
+    label = re.compile(f'instance="({worker}-[0-9a-f]+)"')
+    return next(found[1] for key in mesh.metrics() if (found := label.search(key)))
+
+
+async def workers(mesh: Mesh, count: int) -> None:
+    """Wait until the router may use that many."""
+
+    def known() -> bool:
+        return sum("worker_running_requests{" in key for key in mesh.metrics()) == count
+
+    await eventually(known, what="every worker tells its load")
+
+
+async def test_long_prompts_are_prefilled_elsewhere_and_short_ones_are_not(mesh: Mesh) -> None:
+    begin(mesh)
+    await mesh.ready()
+    await workers(mesh, 2)
+    first = await complete(mesh, LONG)
+    assert prefills(mesh, "done") == 1
+    assert cached(first) == 0
+    again = await complete(mesh, LONG)
+    assert text(again) == text(first)
+    assert cached(again) > 100
+    await complete(mesh, SHORT)
+    assert prefills(mesh, "done") == 1
+    assert mesh.metric("kvmesh_frontend_prefills_total") == 1
+
+
+async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) -> None:
+    begin(mesh, KVMESH_MOCK_SPEEDUP="0.005")
+    await mesh.ready()
+    await workers(mesh, 2)
+    asking = [asyncio.create_task(complete(mesh, f"{i} {LONG}", tokens=2)) for i in range(6)]
+
+    await eventually(lambda: loaded(mesh, "prefill-0"), what="prompts are there")
+    mesh.kill("prefill-0")
+    answers = await asyncio.gather(*asking)
+    assert all(answer["usage"]["completion_tokens"] == 2 for answer in answers)
+    lost = prefills(mesh, "lost") + prefills(mesh, "gone") + prefills(mesh, "silent")
+    assert lost + prefills(mesh, "done") == mesh.metric("kvmesh_frontend_prefills_total")
+    assert lost
+    assert "was not computed by" in mesh.logs()
+    assert text(await complete(mesh, f"one more {LONG}"))
+
+
+async def test_a_prefill_worker_that_hangs_costs_no_more_than_its_time(mesh: Mesh) -> None:
+    mesh.env["KVMESH_FRONTEND_PREFILL_TIMEOUT_S"] = "0.3"
+    begin(mesh, KVMESH_MOCK_HANG_STEP="1")
+    await mesh.ready()
+    await workers(mesh, 2)
+    assert text(await complete(mesh, LONG))
+    assert prefills(mesh, "timeout") == 1
+    assert mesh.logs().count("was not computed by") == 1
+    mesh.kill("prefill-0")
+
+
+async def test_a_real_model_answers_alike_with_kv_from_another_worker(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+    from kvmesh.worker.torch.tiny import make_tiny_model
+
+    make_tiny_model(tmp_path / "tiny")
+    mesh.env |= {
+        "KVMESH_WORKER_ENGINE": "torch",
+        "KVMESH_WORKER_MODEL": str(tmp_path / "tiny"),
+        "KVMESH_TORCH_THREADS": "1",
+        "KVMESH_TORCH_BLOCKS": "256",
+    }
+    begin(mesh)
+    await mesh.ready()
+    await workers(mesh, 2)
+    apart = await complete(mesh, LONG, "tiny")
+    assert prefills(mesh, "done") == 1
+    assert cached(apart) == 0
+    assert "computed again" not in mesh.logs()
+    bus = await Bus.connect(mesh.options, "test")
+    decoder = instance(mesh, "decode-0")
+    await bus.request(bus.subjects.ctl(decoder), Clear(), ControlReply, PATIENCE_S)
+    await bus.close()
+    mesh.kill("prefill-0")
+    await workers(mesh, 1)
+    alone = await complete(mesh, LONG, "tiny")
+    assert cached(alone) == 0
+    assert text(alone) == text(apart)
+    assert mesh.metric("kvmesh_frontend_prefills_total") == 1

@@ -1,0 +1,483 @@
+"""Endpoints about what is cached, keys that may use them, and what follows an answer."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+from support.frontend import (
+    CONTROLS,
+    MODEL,
+    Client,
+    ScriptedRouter,
+    ScriptedWorker,
+    client_session,
+    scripted_router,
+    scripted_worker,
+)
+from support.mesh import Mesh, stream_env
+from support.nats import NatsServer, free_port
+from support.wait import eventually
+from tokenizers import Tokenizer
+
+from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.discovery import Lease
+from kvmesh.bus.messages import (
+    Cancel,
+    Chunk,
+    Clear,
+    Control,
+    ControlReply,
+    Instance,
+    NodeStore,
+    Pin,
+    Prefetch,
+    Release,
+    Retain,
+    Role,
+    Unpin,
+    Work,
+)
+from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.demo import model_dir
+from kvmesh.index import salt
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
+SETTINGS = stream_env(LIMITS)
+KEYS = """
+[[key]]
+name = "a"
+sha256 = "{a}"
+tenant = "team-a"
+scopes = ["cache"]
+[[key]]
+name = "b"
+sha256 = "{b}"
+tenant = "team-b"
+scopes = ["cache"]
+[[key]]
+name = "plain"
+sha256 = "{plain}"
+tenant = "team-a"
+[[key]]
+name = "root"
+sha256 = "{root}"
+scopes = ["admin"]
+"""
+LONG = "You are an agent who reads and writes files. " * 20
+ASK = {"role": "user", "content": LONG}
+Kind = TypeVar("Kind", bound=Control)
+
+
+class ScriptedStore:
+    """A block manager that only listens."""
+
+    def __init__(self) -> None:
+        self.told: list[Control] = []
+
+    async def answer(self, control: Control, respond: Respond) -> None:
+        self.told.append(control)
+        await respond(ControlReply(ok=True, blocks=3))
+
+
+@dataclass
+class Stage:
+    """Two frontends, two workers of which `a` is preferred, and a block manager."""
+
+    mesh: Mesh
+    bus: Bus
+    client: Client
+    other: Client
+    router: ScriptedRouter
+    a: ScriptedWorker
+    b: ScriptedWorker
+    store: ScriptedStore
+
+    async def post(self, path: str, body: Any, key: str = "a") -> tuple[int, Any]:
+        return await self.client.post(path, {"model": MODEL, **body}, **bearer(key))
+
+    async def call(self, method: str, path: str, key: str = "a", **body: Any) -> tuple[int, Any]:
+        data = msgspec.json.encode({"model": MODEL, **body}) if body else b""
+        async with self.client.session.request(
+            method, self.client.url + path, data=data, headers=bearer(key)
+        ) as response:
+            return response.status, await response.json()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stage]:
+    folder = tmp_path_factory.mktemp("cache")
+    keys = folder / "keys.toml"
+    names = ("a", "b", "plain", "root")
+    keys.write_text(KEYS.format(**{n: hashlib.sha256(n.encode()).hexdigest() for n in names}))
+    settings = {**SETTINGS, "KVMESH_FRONTEND_KEYS_FILE": str(keys)}
+    mesh = Mesh(nats_server.url, folder, settings)
+    bus = await Bus.connect(mesh.options, "test")
+    await ensure_streams(bus, LIMITS)
+    store, port = ScriptedStore(), free_port()
+    await bus.serve(bus.subjects.ctl("store-1"), CONTROLS, store.answer)
+    tiers = NodeStore(directory="/nowhere", tier_bytes=[1, 0, 0], models=[MODEL])
+    card = Instance(
+        instance="store-1", role=Role.KVBM, name="store", version="0", started=0.0, store=tiers
+    )
+    lease = Lease(bus, card, LIMITS)
+    await lease.open()
+    mesh.start("frontend", "frontend-0")
+    mesh.start("frontend", "frontend-1", KVMESH_FRONTEND_PORT=str(port))
+    async with (
+        scripted_router(bus, LIMITS) as router,
+        scripted_worker(bus, LIMITS, "a", adapters=["tuned"]) as a,
+        scripted_worker(bus, LIMITS, "b", [0, 500], adapters=["tuned"]) as b,
+        client_session() as session,
+    ):
+        one, two = Client(mesh.url, session), Client(f"http://127.0.0.1:{port}", session)
+        stage = Stage(mesh, bus, one, two, router, a, b, store)
+        for client in (one, two):
+            await eventually(partial(serves, client))
+        yield stage
+        mesh.stop()
+    await lease.close()
+    await bus.close()
+
+
+async def serves(client: Client) -> bool:
+    """Whether a frontend listens, has loaded the model and knows everyone."""
+    try:
+        async with client.session.get(f"{client.url}/v1/models", headers=bearer("a")) as models:
+            loaded = len((await models.json())["data"]) == 2
+        body = {"sessions": ["none"]}
+        _, answer = await client.post("/v1/sessions/release", body, **bearer("a"))
+        return loaded and len(answer["instances"]) == 3
+    except aiohttp.ClientError:
+        return False
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stage(shared: Stage) -> Stage:
+    shared.router.order = [shared.a.instance, shared.b.instance]
+    shared.router.asked.clear()
+    for worker in (shared.a, shared.b):
+        worker.knows, worker.blocks = True, 2
+        worker.works.clear()
+        worker.told.clear()
+    shared.store.told.clear()
+    return shared
+
+
+def told(holder: ScriptedWorker | ScriptedStore, kind: type[Kind]) -> list[Kind]:
+    return [control for control in holder.told if isinstance(control, kind)]
+
+
+async def once(holder: ScriptedWorker | ScriptedStore, kind: type[Kind]) -> Kind:
+    """The one command of a kind that arrives."""
+    found = await eventually(lambda: told(holder, kind), what=kind.__name__)
+    assert len(found) == 1
+    return found[0]
+
+
+async def turn(
+    stage: Stage, path: str, body: Any, key: str = "a", said: str = "Done.", **headers: str
+) -> tuple[Work, Any]:
+    """A request that `a` answers; its work and the answer."""
+    number = len(stage.a.works)
+    sent = {"model": MODEL, "max_tokens": 99, **body}
+    asking = asyncio.create_task(stage.client.post(path, sent, **bearer(key), **headers))
+    work = await stage.a.work(number)
+    ids = TOKENIZER.encode(said, add_special_tokens=False).ids
+    kept = ["clipped"] * bool(work.retention)
+    chunk = Chunk(work.request, 0, ids, finish="stop", cached=[16, 32], retention=kept or None)
+    chunk.decode = "honoured" if work.decode is not None else None
+    await stage.a.send(work, chunk)
+    status, answer = await asking
+    assert status == 200, answer
+    return work, answer
+
+
+# --- directives ---
+
+
+async def test_a_worker_gets_directives_and_the_caller_what_came_of_them(stage: Stage) -> None:
+    marked = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
+    nvext = {
+        "extra_fields": ["cache"],
+        "retention": {"ranges": [{"start": 0, "end": 32}], "decode": {"priority": 7}},
+    }
+    body = {"system": marked, "messages": [{"role": "user", "content": "Hi"}], "nvext": nvext}
+    work, answer = await turn(stage, MESSAGES, body)
+    system, marks, ranges = work.retention
+    assert (system.kind, system.explicit) == ("system", False)
+    assert (marks.start, marks.ttl_s, marks.explicit) == (0, 300.0, True)
+    assert ranges == Retain(0, 32, explicit=True)
+    assert work.decode == Retain(0, None, 7, None, "decode", True)
+    assert work.tenant == "team-a"
+    assert answer["nvext"]["cache"]["tiers"] == [16, 32]
+    outcomes = [entry["outcome"] for entry in answer["nvext"]["cache"]["retention"]]
+    assert outcomes == ["clipped", "unsupported"]
+    said = {"priority": 7, "duration_s": None, "outcome": "honoured"}
+    assert answer["nvext"]["cache"]["decode"] == said
+    usage = answer["usage"]
+    assert usage["cache_read_input_tokens"] == 48
+    assert sum(v for k, v in usage.items() if k.endswith("input_tokens")) == len(work.tokens) // 4
+    counted = [v for k, v in stage.mesh.metrics().items() if "directives_total" in k]
+    assert counted == [1, 1, 1]
+
+
+async def test_sessions_are_named_within_their_tenant(stage: Stage) -> None:
+    headers = {"x-kvmesh-session-id": "s", "x-kvmesh-parent-session-id": "p"}
+    work, _ = await turn(stage, CHAT, {"messages": [ASK]}, **headers)
+    assert (work.session, work.parent_session) == ("team-a\x1fs", "team-a\x1fp")
+    work, _ = await turn(stage, CHAT, {"messages": [ASK]}, "root", **headers)
+    assert (work.session, work.parent_session) == ("s", "p")
+
+
+# --- scopes ---
+
+ENDPOINTS = [
+    ("POST", "/v1/prefetch"),
+    ("DELETE", "/v1/prefetch/x"),
+    ("POST", "/v1/cache/pins"),
+    ("GET", "/v1/cache/pins"),
+    ("DELETE", "/v1/cache/pins"),
+    ("DELETE", "/v1/cache/pins/x"),
+    ("POST", "/v1/cache/clear"),
+    ("POST", "/v1/sessions/release"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ENDPOINTS)
+async def test_each_needs_a_key_with_the_scope(stage: Stage, method: str, path: str) -> None:
+    status, answer = await stage.call(method, path, "plain")
+    assert (status, answer["error"]["code"]) == (403, "scope_missing")
+    status, _ = await stage.call(method, path, "nobody")
+    assert status == 401
+    assert not stage.a.told + stage.store.told
+
+
+# --- prefetch ---
+
+TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {}}}]
+PROMPTS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [ASK], "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}),
+    (MESSAGES, {"messages": [ASK], "system": "Be brief.", "thinking": {"type": "disabled"}}),
+    (MESSAGES, {"messages": [ASK], "tools": [{"name": "read", "input_schema": {}}]}),
+    ("/v1/responses", {"input": LONG, "instructions": "Be brief.", "store": False}),
+    ("/v1/completions", {"prompt": LONG}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), PROMPTS)
+async def test_a_prefetch_is_the_prompt_of_its_request(
+    stage: Stage, path: str, body: dict[str, Any]
+) -> None:
+    work, _ = await turn(stage, path, body)
+    stage.a.told.clear()
+    status, answer = await stage.post("/v1/prefetch", {**body, "compute": 64, "deadline": 5})
+    assert status == 200, answer
+    prefetch = await once(stage.a, Prefetch)
+    assert (prefetch.tokens, prefetch.salt, prefetch.tenant) == (work.tokens, work.salt, "team-a")
+    assert (prefetch.compute, prefetch.deadline_s, prefetch.at) == (64, 5, None)
+    assert (answer["instance"], answer["tokens"]) == (stage.a.instance, len(work.tokens) // 4)
+    assert stage.router.asked[-1].sequence == stage.router.asked[-2].sequence
+
+
+async def test_a_session_s_last_prompt_is_known_to_every_frontend(stage: Stage) -> None:
+    work, _ = await turn(stage, CHAT, {"messages": [ASK]}, **{"x-kvmesh-session-id": "far"})
+    stage.a.told.clear()
+    body = {"model": MODEL, "session": "far", "at": 4e9}
+    status, answer = await stage.other.post("/v1/prefetch", body, **bearer("a"))
+    assert status == 200, answer
+    prefetch = await once(stage.a, Prefetch)
+    assert (prefetch.tokens, prefetch.salt, prefetch.at) == (work.tokens, work.salt, 4e9)
+    assert prefetch.session == work.session
+    status, answer = await stage.other.post("/v1/prefetch", body, **bearer("b"))
+    assert (status, answer["error"]["code"]) == (404, "session_not_found")
+
+
+async def test_a_prefetch_is_cancelled_by_its_tenant_alone(stage: Stage) -> None:
+    _, answer = await stage.post("/v1/prefetch", {"tokens": list(range(300, 400))})
+    sent = await once(stage.a, Prefetch)
+    path = f"/v1/prefetch/{answer['id']}"
+    status, answer = await stage.call("DELETE", path)
+    assert (status, answer["cancelled"]) == (200, True)
+    await stage.call("DELETE", path, "b")
+    await eventually(lambda: len(told(stage.a, Cancel)) == 2)
+    mine, theirs = told(stage.a, Cancel)
+    assert mine.request == sent.id != theirs.request
+    assert (await stage.call("DELETE", "/v1/prefetch/pf_1"))[0] == 404
+
+
+async def test_a_worker_s_refusal_reaches_the_caller(stage: Stage) -> None:
+    stage.a.knows = False
+    status, answer = await stage.post("/v1/prefetch", {"tokens": [300] * 40})
+    assert (status, answer["error"]["code"]) == (503, "unavailable")
+
+
+@pytest.mark.parametrize("path", ["/v1/prefetch", "/v1/cache/pins"])
+async def test_a_prompt_without_a_full_block_is_refused(stage: Stage, path: str) -> None:
+    status, answer = await stage.post(path, {"tokens": [300] * 15})
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert "which has 16 tokens" in answer["error"]["message"]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "session"),
+    ({"tokens": [1], "prompt": "x"}, "prompt"),
+    ({"prompt": ["x", "y"]}, "prompt"),
+    ({"messages": []}, "messages"),
+    ({"tokens": [1], "deadline": 0}, "deadline"),
+    ({"tokens": [1], "at": "soon"}, "at"),
+]
+
+
+@pytest.mark.parametrize(("body", "where"), WRONG)
+async def test_a_wrong_prompt_is_named(stage: Stage, body: dict[str, Any], where: str) -> None:
+    status, answer = await stage.post("/v1/prefetch", body)
+    assert (status, answer["error"]["param"]) == (400, where)
+
+
+# --- pins ---
+
+
+async def test_a_pin_is_told_to_all_holders_and_seen_by_its_tenant(stage: Stage) -> None:
+    work, _ = await turn(stage, CHAT, {"messages": [ASK]})
+    prompt: dict[str, Any] = {"messages": [ASK]}
+    status, pin = await stage.post("/v1/cache/pins", {**prompt, "ttl": "10m", "priority": 90})
+    assert status == 200, pin
+    for holder in (stage.a, stage.b, stage.store):
+        sent = await once(holder, Pin)
+        assert sent.sequence == stage.router.asked[-1].sequence
+        assert (sent.priority, sent.tenant) == (90, "team-a")
+        assert 0 < sent.ttl_s <= 600
+    assert pin["requested"] == len(work.tokens) // 4 // 16
+    assert (pin["affected"], len(pin["instances"])) == (7, 3)
+    assert {entry["role"] for entry in pin["instances"]} == {"worker", "kvbm"}
+    _, seen = await stage.call("GET", "/v1/cache/pins")
+    assert [entry["id"] for entry in seen["data"]] == [pin["id"]]
+    assert (await stage.call("GET", "/v1/cache/pins", "b"))[1]["data"] == []
+    assert (await stage.call("DELETE", f"/v1/cache/pins/{pin['id']}", "b"))[0] == 404
+    assert (await stage.call("DELETE", "/v1/cache/pins", **prompt))[1]["deleted"]
+    for holder in (stage.a, stage.b, stage.store):
+        assert (await once(holder, Unpin)).id == (told(holder, Pin)[0]).id
+    assert (await stage.call("GET", "/v1/cache/pins"))[1]["data"] == []
+
+
+async def test_pins_are_told_to_who_joins_and_outlive_a_frontend(stage: Stage) -> None:
+    await stage.post("/v1/cache/pins", {"messages": [ASK], "id": "mine"})
+    stage.mesh.kill("frontend-0")
+    stage.mesh.restart("frontend-0")
+    await eventually(lambda: serves(stage.client))
+    _, seen = await stage.call("GET", "/v1/cache/pins")
+    assert [entry["id"] for entry in seen["data"]] == ["mine"]
+    async with scripted_worker(stage.bus, LIMITS, "late", adapters=["tuned"]) as late:
+        sent = await eventually(lambda: told(late, Pin))
+        assert sent[0].id == told(stage.a, Pin)[0].id
+        await stage.call("DELETE", "/v1/cache/pins/mine")
+
+
+async def test_a_pin_needs_a_block(stage: Stage) -> None:
+    status, answer = await stage.post("/v1/cache/pins", {"tokens": [1, 2]})
+    assert (status, "16 tokens" in answer["error"]["message"]) == (400, True)
+    assert (await stage.post("/v1/cache/pins", {"tokens": [1] * 20, "ttl": "9d"}))[0] == 400
+
+
+# --- clear ---
+
+
+async def test_a_tenant_clears_its_own_blocks(stage: Stage) -> None:
+    status, answer = await stage.post("/v1/cache/clear", {})
+    assert (status, answer["blocks"]) == (200, 2 * (2 + 2 + 3))
+    for holder in (stage.a, stage.b, stage.store):
+        salts = {command.salt for command in told(holder, Clear)}
+        assert salts == {salt(MODEL, "", "team-a"), salt(MODEL, "tuned", "team-a")}
+    stage.a.told.clear()
+    await stage.post("/v1/cache/clear", {"model": "tuned", "tiers": [0]})
+    assert await once(stage.a, Clear) == Clear(salt(MODEL, "tuned", "team-a"), [0], MODEL)
+
+
+async def test_tiers_are_cleared_where_they_are(stage: Stage) -> None:
+    _, answer = await stage.post("/v1/cache/clear", {"tiers": [1]})
+    assert [entry["role"] for entry in answer["instances"]] == ["kvbm"]
+    _, answer = await stage.post("/v1/cache/clear", {"tiers": [1, 2]})
+    assert {entry["name"] for entry in answer["instances"]} == {"store", "b"}
+    assert not stage.a.told
+
+
+async def test_everyone_s_blocks_need_the_admin_scope(stage: Stage) -> None:
+    assert (await stage.post("/v1/cache/clear", {"all_tenants": True}))[0] == 403
+    assert (await stage.post("/v1/cache/clear", {"all_tenants": True}, "root"))[0] == 200
+    assert await once(stage.a, Clear) == Clear(None, [], MODEL)
+    log = (stage.mesh.folder / "frontend-0.log").read_text()
+    assert f"the key root: cleared 7 blocks of {MODEL} of all tenants, tiers: all, at 3" in log
+    body = {"model": "tuned", "all_tenants": True}
+    assert (await stage.post("/v1/cache/clear", body, "root"))[0] == 400
+    assert (await stage.post("/v1/cache/clear", {"model": "none"}))[0] == 404
+
+
+# --- release ---
+
+
+async def test_sessions_are_released_within_their_tenant(stage: Stage) -> None:
+    body = {"sessions": ["s", "unknown"], "reason": "compaction", "successor": "t"}
+    status, answer = await stage.post("/v1/sessions/release", body)
+    assert (status, answer["sessions"], answer["blocks"]) == (200, 2, 7)
+    expected = Release(
+        sessions=["team-a\x1fs", "team-a\x1funknown"],
+        reason="compaction",
+        successor="team-a\x1ft",
+    )
+    for holder in (stage.a, stage.b, stage.store):
+        assert await once(holder, Release) == expected
+    assert (await stage.post("/v1/sessions/release", {"sessions": []}))[0] == 400
+
+
+async def test_a_final_turn_releases_its_session(stage: Stage) -> None:
+    headers = {"x-kvmesh-session-id": "s", "x-kvmesh-session-final": "true"}
+    await turn(stage, CHAT, {"messages": [ASK]}, **headers)
+    assert await once(stage.store, Release) == Release(sessions=["team-a\x1fs"])
+    await once(stage.b, Release)
+    control = {"session_id": "t", "action": "close"}
+    await turn(stage, CHAT, {"messages": [ASK], "nvext": {"session_control": control}})
+    assert await eventually(lambda: told(stage.a, Release)[1:])
+
+
+# --- speculative prefill ---
+
+
+async def test_a_hinted_turn_is_computed_ahead_and_what_it_found_is_counted(stage: Stage) -> None:
+    hint = {"agent_hints": {"speculative_prefill": True}}
+    said = "It is a long answer about files. " * 8
+    thought = f"<think>\n{LONG}\n</think>\n\n{said}"
+    earlier = [ASK, {"role": "assistant", "content": "Yes?"}, ASK]
+    body: dict[str, Any] = {"messages": earlier, "nvext": hint, "max_tokens": 900}
+    work, answer = await turn(stage, CHAT, body, said=thought)
+    ahead = await once(stage.a, Prefetch)
+    assert ahead.tokens.startswith(work.tokens)
+    assert (ahead.salt, ahead.tenant) == (work.salt, work.tenant)
+    assert ahead.compute > 0
+    before = stage.mesh.metric("kvmesh_frontend_speculative_tokens_total")
+    message = answer["choices"][0]["message"]
+    spoken = {"role": "assistant", "content": message["content"]}
+    following = {**body, "messages": [*earlier, spoken, ASK]}
+    real, _ = await turn(stage, CHAT, following)
+    assert real.tokens.startswith(ahead.tokens)
+    assert ahead.id in [command.request for command in told(stage.a, Cancel)]
+    await eventually(
+        lambda: (
+            stage.mesh.metric("kvmesh_frontend_speculative_tokens_total") == before + ahead.compute
+        )
+    )

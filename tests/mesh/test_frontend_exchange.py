@@ -1,0 +1,59 @@
+"""One exchange by itself, on a real bus."""
+
+import asyncio
+import gc
+import weakref
+from time import time
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery import Directory
+from kvmesh.bus.messages import Instance, ModelCard
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.demo import model_dir
+from kvmesh.frontend.dispatch import Dispatcher
+from kvmesh.frontend.exchange import Engine, Exchange
+from kvmesh.frontend.inbox import Inbox
+from kvmesh.frontend.models import Dialect, ServedModel
+from kvmesh.frontend.monitor import Monitor
+from kvmesh.frontend.prepare import Preparer
+from kvmesh.frontend.sequence import Sequence
+from kvmesh.frontend.surfaces.chat import Chat
+from kvmesh.frontend.tracking import Tracker
+from kvmesh.settings.schema import Frontend
+
+BODY = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
+
+
+def served() -> ServedModel:
+    card = ModelCard(name="m", files="", block_size=16, context=4096)
+    files = {file.name: file.read_bytes() for file in model_dir().iterdir() if file.is_file()}
+    return ServedModel(card, Dialect(card, files), created=int(time()))
+
+
+def engine(bus: Bus, limits: StreamLimits) -> Engine:
+    def ignore(_: Instance | Sequence) -> None:
+        return
+
+    inbox, tracker = Inbox(0.0, ignore), Tracker(bus, "f-1")
+    directory = Directory(bus, limits, ignore, ignore)
+    dispatcher = Dispatcher(bus, "f-1", inbox, tracker, directory, Frontend())
+    monitor = Monitor(bus, dispatcher.offers, tracker, 60.0, lambda: 0)
+    return Engine(dispatcher, inbox, monitor, tracker, 60.0)
+
+
+async def test_what_is_over_is_gone_without_a_garbage_collection(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    call = Chat().parse(BODY, {})
+    prepared = await Preparer(1 << 20).prepare(call.request, served(), None)
+    now = asyncio.get_running_loop().time()
+    exchange = Exchange(engine(bus, limits), prepared, call.renderer, now)
+    gone = weakref.ref(exchange)
+    gc.disable()
+    try:
+        async with exchange:
+            assert exchange.jobs
+        del exchange
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,114 @@
+"""What frontends keep on the bus: stored responses and API keys."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import Raw
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.gate import Gate
+from kvmesh.frontend.limits import Key
+from kvmesh.frontend.responses_store import ResponseNotFound, ResponseStore
+from kvmesh.frontend.surfaces.base import StoredTurn
+
+
+def turn(name: str, text: str = "x", previous: str | None = None, tenant: str = "") -> StoredTurn:
+    item = Raw(msgspec.json.encode({"role": "user", "content": text}))
+    return StoredTurn(f"resp_{name}", previous, [item], [item], Raw(b'{"output":[]}'), tenant)
+
+
+@pytest.fixture
+def store(bus: Bus) -> ResponseStore:
+    return ResponseStore(bus, 60.0, 64 << 20)
+
+
+async def test_a_conversation_comes_back_in_order(store: ResponseStore) -> None:
+    await store.put(turn("a", "one"))
+    await store.put(turn("b", "two", "resp_a"))
+    history = await store.history("resp_b", "")
+    assert [kept.id for kept in history] == ["resp_a", "resp_b"]
+    assert msgspec.json.decode(history[0].input[0])["content"] == "one"
+
+
+async def test_a_large_turn_is_kept_in_parts(store: ResponseStore) -> None:
+    text = "".join(hashlib.sha256(bytes([n % 256, n // 256])).hexdigest() for n in range(40_000))
+    await store.put(turn("large", text))
+    kept = await store.get("resp_large", "")
+    assert msgspec.json.decode(kept.input[0])["content"] == text
+
+
+async def test_a_response_belongs_to_its_tenant(store: ResponseStore) -> None:
+    await store.put(turn("a", tenant="t"))
+    assert (await store.get("resp_a", "t")).id == "resp_a"
+    for tenant in ("", "u"):
+        with pytest.raises(ResponseNotFound):
+            await store.get("resp_a", tenant)
+        with pytest.raises(ResponseNotFound):
+            await store.delete("resp_a", tenant)
+
+
+@pytest.mark.parametrize("name", ["resp_gone", "x", "resp_a.1", "resp_>", "", "resp_" + "a" * 300])
+async def test_what_is_not_there_is_not_found(store: ResponseStore, name: str) -> None:
+    with pytest.raises(ResponseNotFound):
+        await store.get(name, "")
+
+
+async def test_a_deleted_turn_breaks_the_conversation(store: ResponseStore) -> None:
+    await store.put(turn("a"))
+    await store.put(turn("b", previous="resp_a"))
+    await store.delete("resp_a", "")
+    with pytest.raises(ResponseNotFound) as error:
+        await store.history("resp_b", "")
+    assert error.value.response_id == "resp_a"
+
+
+def key(secret: str, name: str) -> Key:
+    return Key(name=name, sha256=hashlib.sha256(secret.encode()).hexdigest())
+
+
+async def test_keys_of_the_bucket_are_taken_up_and_dropped_live(bus: Bus) -> None:
+    gate = Gate(bus, None, use_bucket=True, local=True)
+    await gate.open()
+    running = asyncio.create_task(gate.run())
+    headers = {"x-api-key": "secret"}
+    with pytest.raises(ApiError):
+        gate.account(headers)
+    bucket = await bus.js.key_value(bus.subjects.keys_bucket)
+    await bucket.put("ci", msgspec.json.encode(key("secret", "ci")))
+    await eventually(lambda: knows(gate, "secret"))
+    await bucket.delete("ci")
+    await eventually(lambda: not knows(gate, "secret"))
+    running.cancel()
+
+
+async def test_a_broken_file_leaves_the_keys_as_they_were(bus: Bus, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[[key]]\nname = "a"\nsha256 = "{key("one", "a").sha256}"\n')
+    gate = Gate(bus, file, use_bucket=False, local=True)
+    await gate.open()
+    running = asyncio.create_task(gate.run())
+    file.write_text("[[key")
+    assert knows(gate, "one")
+    file.write_text(f'[[key]]\nname = "b"\nsha256 = "{key("other", "b").sha256}"\n')
+    await eventually(lambda: knows(gate, "other") and not knows(gate, "one"))
+    running.cancel()
+
+
+def knows(gate: Gate, secret: str) -> bool:
+    try:
+        gate.account({"x-api-key": secret})
+    except ApiError:
+        return False
+    return True
+
+
+async def test_without_keys_only_this_machine_may_touch_caches(bus: Bus) -> None:
+    assert Gate(bus, None, use_bucket=False, local=True).permit({}, "cache") is None
+    with pytest.raises(ApiError) as error:
+        Gate(bus, None, use_bucket=False, local=False).permit({}, "cache")
+    assert error.value.kind == "permission"

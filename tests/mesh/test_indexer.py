@@ -1,0 +1,132 @@
+"""The indexer service on a real bus: it follows events, answers queries and repairs gaps."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest_asyncio
+from support.events import MODEL, Publisher, swallow
+from support.indexing import Replicas, ask, told
+from support.wait import PATIENCE_S
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.errors import NoResponder
+from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.streams import StreamLimits
+
+
+@pytest_asyncio.fixture
+async def replicas(options: BusOptions, limits: StreamLimits, bus: Bus) -> AsyncIterator[Replicas]:
+    async with AsyncExitStack() as stack:
+        yield Replicas(options, limits, stack)
+
+
+async def test_a_stored_prompt_is_found_and_a_removed_one_is_not(
+    bus: Bus, limits: StreamLimits, replicas: Replicas
+) -> None:
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    await worker.store(1, 2, 3)
+    await replicas.start()
+    await told(bus, [1, 2, 3, 4], {"w-1": 3})
+    await worker.drop(1, 2, 3)
+    await told(bus, [1, 2, 3], {})
+    await worker.close()
+
+
+async def test_nobody_answers_before_history_is_read_or_after_the_end(
+    bus: Bus, replicas: Replicas
+) -> None:
+    async def silent() -> bool:
+        try:
+            await ask(bus, 1)
+        except NoResponder:
+            return True
+        return False
+
+    assert await silent()
+    replica = await replicas.start()
+    assert not await silent()
+    await replica.stop()
+    assert await silent()
+
+
+async def test_a_lost_batch_is_noticed_and_repaired_by_a_dump(
+    bus: Bus, limits: StreamLimits, replicas: Replicas
+) -> None:
+    await replicas.start()
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    await worker.store(1, 2)
+    await told(bus, [1, 2], {"w-1": 2})
+    worker.send = swallow
+    await worker.drop(1, 2)
+    worker.send = worker.deliver
+    await worker.store(5)
+    await told(bus, [5], {"w-1": 1})
+    assert await ask(bus, 1, 2) == {}
+    assert worker.dumps == 1
+    await worker.close()
+
+
+async def test_a_dead_worker_leaves_the_index(
+    bus: Bus, limits: StreamLimits, replicas: Replicas
+) -> None:
+    await replicas.start()
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    await worker.store(1)
+    await told(bus, [1], {"w-1": 1})
+    await worker.close()
+    await told(bus, [1], {})
+
+
+async def test_a_restarted_worker_replaces_its_former_self(
+    bus: Bus, limits: StreamLimits, replicas: Replicas
+) -> None:
+    await replicas.start()
+    first = Publisher(bus, limits, "w", "w-1")
+    await first.open()
+    await first.store(1)
+    await told(bus, [1], {"w-1": 1})
+    second = Publisher(bus, limits, "w", "w-2")
+    await second.open()
+    await told(bus, [1], {})
+    await second.store(1, 2)
+    await told(bus, [1, 2], {"w-2": 2})
+    await first.close()
+    await told(bus, [1, 2], {"w-2": 2})
+    await second.close()
+
+
+async def test_workers_long_gone_are_not_in_the_answers_of_a_new_replica(
+    bus: Bus, limits: StreamLimits, replicas: Replicas
+) -> None:
+    gone = Publisher(bus, limits, "gone", "gone-1")
+    await gone.store(1)
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    await worker.store(1)
+    await replicas.start()
+    assert await ask(bus, 1) == {"w-1": 1}
+    await worker.close()
+
+
+async def test_malformed_messages_and_queries_do_not_stop_the_service(
+    bus: Bus, limits: StreamLimits, replicas: Replicas
+) -> None:
+    replica = await replicas.start()
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    for junk in (b"", b"\xc1", b"\xff" * 1000):
+        await bus.client.publish(bus.subjects.kv(MODEL, "w"), junk)
+        reply = await bus.client.request(bus.subjects.index(MODEL), junk, timeout=PATIENCE_S)
+        assert reply.data
+    query = OverlapQuery([b"odd"])
+    reply_ = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, PATIENCE_S)
+    assert reply_ == OverlapReply([], [])
+    await worker.store(1)
+    await told(bus, [1], {"w-1": 1})
+    measures = replica.indexer.measures()
+    assert measures["malformed"] == 3
+    assert measures["bad_queries"] == 4
+    await worker.close()

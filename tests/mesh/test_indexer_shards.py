@@ -1,0 +1,114 @@
+"""A divided index on a real bus: whichever part is asked, the answer is whole."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Literal
+
+import pytest
+import pytest_asyncio
+from support.events import MODEL, Publisher, depths, prompt
+from support.indexing import Replicas, ask, told
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.index.interface import Buffer, PrefixIndex
+from kvmesh.runtime.service import StartError
+from kvmesh.settings.schema import Indexer as Settings
+
+PROMPTS = [(i, i + 1, i + 2) for i in range(1, 40, 3)]
+
+
+@pytest_asyncio.fixture
+async def replicas(options: BusOptions, limits: StreamLimits, bus: Bus) -> AsyncIterator[Replicas]:
+    async with AsyncExitStack() as stack:
+        yield Replicas(options, limits, stack)
+
+
+@pytest.mark.parametrize("by", ["root", "namespace"])
+async def test_shards_together_know_what_one_index_would(
+    bus: Bus, limits: StreamLimits, replicas: Replicas, by: Literal["root", "namespace"]
+) -> None:
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    for blocks in PROMPTS:
+        await worker.store(*blocks)
+    parts = [
+        await replicas.start(Settings(shards=3, shard=number, shard_by=by)) for number in range(3)
+    ]
+    query = OverlapQuery([prompt(blocks) for blocks in PROMPTS] + [b""])
+    for _ in range(10):  # whoever the server picks
+        reply = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, PATIENCE_S)
+        assert [depths(reply, i) for i in range(len(PROMPTS))] == [{"w-1": 3}] * len(PROMPTS)
+        assert reply.rows[-1] == b""
+    held = [part.indexer.holdings.index.stats().blocks for part in parts]
+    assert sum(held) == 3 * len(PROMPTS)
+    assert max(held) < sum(held) or by == "namespace"
+    await worker.close()
+
+
+async def test_prompts_of_a_missing_shard_count_zero(
+    bus: Bus, limits: StreamLimits, replicas: Replicas
+) -> None:
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    for blocks in PROMPTS:
+        await worker.store(*blocks)
+    part = await replicas.start(Settings(shards=2, shard=1, shard_by="root"))
+    found = [bool(await ask(bus, *blocks)) for blocks in PROMPTS]
+    assert True in found
+    assert False in found
+    assert part.indexer.desk.shard_errors == found.count(False)
+    await replicas.start(Settings(shards=2, shard=0, shard_by="root"))
+    for blocks in PROMPTS:
+        await told(bus, list(blocks), {"w-1": 3})
+    await worker.close()
+
+
+async def test_a_shard_that_does_not_exist_is_a_clear_error(replicas: Replicas) -> None:
+    with pytest.raises(StartError, match="shard 2 of 2"):
+        await replicas.start(Settings(shards=2, shard=2))
+
+
+class SlowIndex:
+    """An index on which every store takes a while, as on a machine with too little to spare."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self.seconds = 0.0
+
+    def store(
+        self, rank: int, tier: int, parent: int | None, engine: Buffer, local: Buffer, salt: int
+    ) -> bool:
+        time.sleep(self.seconds)
+        return self._index.store(rank, tier, parent, engine, local, salt)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._index, name)
+
+
+async def test_a_lagging_replica_withdraws_and_comes_back(
+    bus: Bus, limits: StreamLimits, replicas: Replicas
+) -> None:
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    replica = await replicas.start(Settings(lag_limit_s=0.5))
+    slow = SlowIndex(replica.indexer.holdings.index)
+    replica.indexer.holdings.index = slow  # type: ignore[assignment]
+    await worker.store(1)
+    await told(bus, [1], {"w-1": 1})
+    slow.seconds = 0.01
+
+    async def publish() -> None:
+        for i in range(2, 400):
+            await worker.store(i)
+        await bus.client.flush()
+
+    await asyncio.gather(publish(), eventually(lambda: not replica.indexer.ready))
+    slow.seconds = 0.0
+    await eventually(lambda: replica.indexer.ready)
+    await told(bus, [399], {"w-1": 1})
+    await worker.close()

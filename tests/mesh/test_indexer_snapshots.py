@@ -1,0 +1,200 @@
+"""Snapshots on a real bus: written by one replica, restored by the next, never trusted blindly."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+import pytest_asyncio
+from support.events import Publisher
+from support.indexing import Replica, Replicas, ask, overwrite_newest, told
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.indexer.store import SLOTS, SnapshotStore
+from kvmesh.settings.schema import Indexer as Settings
+
+OFTEN = Settings(snapshot_threshold=10)
+
+
+@pytest_asyncio.fixture
+async def replicas(options: BusOptions, limits: StreamLimits, bus: Bus) -> AsyncIterator[Replicas]:
+    async with AsyncExitStack() as stack:
+        yield Replicas(options, limits, stack)
+
+
+@pytest_asyncio.fixture
+async def worker(bus: Bus, limits: StreamLimits) -> AsyncIterator[Publisher]:
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    yield worker
+    await worker.close()
+
+
+async def fill(worker: Publisher, start: int, count: int = 10) -> None:
+    """Store prompts of two blocks: (start, start + 1), (start + 1, start + 2), …"""
+    for first in range(start, start + count):
+        await worker.store(first, first + 1)
+    await worker.bus.client.flush()
+
+
+async def covered(bus: Bus) -> list[int]:
+    return [slot.covered for slot in await SnapshotStore(bus).slots("whole")]
+
+
+async def first_seq(bus: Bus) -> int:
+    return (await bus.js.stream_info(bus.subjects.kv_stream)).state.first_seq
+
+
+async def generations(bus: Bus, worker: Publisher, count: int, start: int = 1) -> None:
+    """Make the leader write this many snapshots, one per ten messages."""
+    for generation in range(count):
+        before = await covered(bus)
+        await fill(worker, start + 10 * generation)
+
+        async def newer(before: list[int] = before) -> bool:
+            return (await covered(bus))[:1] > before[:1]
+
+        await eventually(newer)
+
+
+async def test_a_replica_restores_what_the_stream_no_longer_has(
+    bus: Bus, worker: Publisher, replicas: Replicas
+) -> None:
+    first = await replicas.start(OFTEN)
+    await generations(bus, worker, 4)
+    assert len(await covered(bus)) == SLOTS
+    await eventually(lambda: purged(bus))
+    await fill(worker, 101, 3)
+    await first.stop()
+    second = await replicas.start(Settings())
+    assert await ask(bus, 1, 2) == {"w-1": 2}
+    assert await ask(bus, 103, 104) == {"w-1": 2}
+    assert second.indexer.feed.messages < 20
+    assert worker.dumps == 0
+
+
+async def purged(bus: Bus) -> bool:
+    return await first_seq(bus) > 1
+
+
+async def test_the_stream_keeps_what_the_snapshot_before_the_newest_needs(
+    bus: Bus, worker: Publisher, replicas: Replicas
+) -> None:
+    replica = await replicas.start(OFTEN)
+    await generations(bus, worker, 3)
+    await eventually(lambda: replica.indexer.keeper.written == 3)
+    newest, before, _ = await covered(bus)
+    await eventually(lambda: purged(bus))
+    assert await first_seq(bus) == before + 1
+    assert before < newest
+
+
+@pytest.mark.parametrize(("harm", "version"), [(b"damage", 1), (None, 999)])
+async def test_an_unusable_newest_snapshot_is_skipped(
+    bus: Bus,
+    worker: Publisher,
+    replicas: Replicas,
+    harm: bytes | None,
+    version: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = await replicas.start(OFTEN)
+    await generations(bus, worker, 3)
+    await first.stop()
+    await overwrite_newest(bus, harm, version)
+    second = await replicas.start(Settings())
+    assert second.indexer.measures()["snapshots_skipped"] == 1
+    assert sum("skipped snapshot whole" in line for line in caplog.messages) == 1
+    assert await ask(bus, 1, 2) == {"w-1": 2}
+    assert await ask(bus, 30, 31) == {"w-1": 2}
+    assert worker.dumps == 0
+
+
+async def test_a_snapshot_whose_chunks_are_gone_is_skipped(
+    bus: Bus, worker: Publisher, replicas: Replicas
+) -> None:
+    first = await replicas.start(OFTEN)
+    await generations(bus, worker, 2)
+    await first.stop()
+    slot = (await SnapshotStore(bus).slots("whole"))[0]
+    bucket = bus.subjects.index_bucket
+    await bus.js.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.C.{slot.nuid}")
+    second = await replicas.start(Settings())
+    assert second.indexer.keeper.skipped == 1
+    assert await ask(bus, 20, 21) == {"w-1": 2}
+
+
+async def test_chunks_without_an_object_are_swept_away(
+    bus: Bus, worker: Publisher, replicas: Replicas
+) -> None:
+    bucket = bus.subjects.index_bucket
+    orphan = f"$O.{bucket}.C.lost"
+    await bus.js.publish(orphan, b"half a snapshot")
+    await replicas.start(OFTEN)
+    await generations(bus, worker, 3)
+
+    async def swept() -> bool:
+        info = await bus.js.stream_info(f"OBJ_{bucket}", subjects_filter=orphan)
+        return not info.state.subjects
+
+    await eventually(swept)
+
+
+async def test_only_one_of_several_replicas_writes(
+    bus: Bus, worker: Publisher, replicas: Replicas
+) -> None:
+    several = [await replicas.start(OFTEN) for _ in range(3)]
+
+    def writers() -> list[Replica]:
+        return [r for r in several if r.indexer.keeper.written]
+
+    await generations(bus, worker, 2)
+    await eventually(writers)
+    (leader,) = writers()
+    await leader.stop()
+    await generations(bus, worker, 1, start=101)
+    await eventually(lambda: len(writers()) == 2)
+
+
+async def test_a_hole_in_the_stream_is_filled_by_dumps_even_of_idle_workers(
+    bus: Bus, limits: StreamLimits, worker: Publisher, replicas: Replicas
+) -> None:
+    idle = Publisher(bus, limits, "idle", "idle-1")
+    await idle.open()
+    await idle.store(1, 2)
+    await fill(worker, 1)
+    await bus.js.purge_stream(bus.subjects.kv_stream, seq=6)
+    replica = await replicas.start(Settings())
+    await told(bus, [1, 2], {"w-1": 2, "idle-1": 2})
+    assert (idle.dumps, worker.dumps) == (1, 1)
+    assert replica.indexer.feed.holes == 1
+    await idle.close()
+
+
+async def test_reset_states_starts_empty_and_learns_from_the_living(
+    bus: Bus, worker: Publisher, replicas: Replicas
+) -> None:
+    first = await replicas.start(OFTEN)
+    await generations(bus, worker, 2)
+    await first.stop()
+    second = await replicas.start(Settings(reset_states=True))
+    assert await covered(bus) == []
+    assert second.indexer.keeper.covered == 0
+    await told(bus, [1, 2], {"w-1": 2})
+    assert worker.dumps == 1
+
+
+async def test_a_deleted_stream_does_not_revive_its_snapshot(
+    bus: Bus, limits: StreamLimits, worker: Publisher, replicas: Replicas
+) -> None:
+    first = await replicas.start(OFTEN)
+    await generations(bus, worker, 1)
+    await first.stop()
+    await bus.js.delete_stream(bus.subjects.kv_stream)
+    await ensure_streams(bus, limits)
+    second = await replicas.start(Settings())
+    assert second.indexer.keeper.skipped == 1
+    await worker.store(500, 501)
+    await told(bus, [500, 501], {"w-1": 2})
+    assert await ask(bus, 1, 2) == {"w-1": 2}

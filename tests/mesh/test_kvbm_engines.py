@@ -1,0 +1,237 @@
+"""Torch engines above a real kvbm process: the same answers from every tier and through crashes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.redis import RedisServer
+from support.torch_tiers import Answer, Host, make_work
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.streams import StreamLimits
+
+Start = Callable[..., Awaitable[Host]]
+BLOCK_BYTES = 16384
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(8000) for _ in range(length)]
+
+
+class Nodes:
+    """The kvbm processes of nodes."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def start(self, node: str = "here", **settings: str) -> None:
+        settings = {
+            "node": node,
+            "directory": str(self.mesh.folder / f"node-{node}"),
+            "host_bytes": str(8 << 20),
+            **settings,
+        }
+        env = {f"KVMESH_KVBM_{name.upper()}": value for name, value in settings.items()}
+        self.mesh.start("kvbm", node, **env)
+
+
+@pytest_asyncio.fixture
+async def nodes(nats_server: NatsServer, bus: Bus, tmp_path: Path) -> AsyncIterator[Nodes]:
+    mesh = Mesh(nats_server.url, tmp_path, namespace=bus.options.namespace)
+    yield Nodes(mesh)
+    mesh.stop()
+
+
+@pytest_asyncio.fixture
+async def start(bus: Bus, limits: StreamLimits) -> AsyncIterator[Start]:
+    hosts: list[Host] = []
+
+    async def begin(name: str, blocks: int = 256, attach: bool = True, node: str = "here") -> Host:
+        host = Host(bus, limits, name, blocks, node)
+        hosts.append(host)
+        await host.start(attach)
+        return host
+
+    yield begin
+    for host in hosts:
+        await host.engine.close()
+
+
+async def expected(start: Start, prompts: dict[str, list[int]], tokens: int) -> dict[str, Answer]:
+    """What each is answered by an engine that has nothing but itself."""
+    alone = await start("alone", attach=False)
+    await alone.run(*(make_work(name, p, tokens) for name, p in prompts.items()))
+    return {name: alone.answer(name) for name in prompts}
+
+
+async def test_every_tier_in_turn(nodes: Nodes, start: Start, tmp_path: Path) -> None:
+    prompts = {f"r{i}": prompt(200 + i, i) for i in range(8)}
+    answers = await expected(start, prompts, 6)
+    disk = str(tmp_path / "disk")
+    nodes.start(host_bytes=str(64 * BLOCK_BYTES), disk_path=disk, disk_frequency="1")
+    one, two = await start("w-1"), await start("w-2")
+    for name, tokens in prompts.items():
+        await one.run(make_work(name, tokens, 6))
+        await one.written()
+    tiers: set[int] = set()
+    for host in (two, one):
+        for name, tokens in [(name, p) for name, p in prompts.items() for _ in range(2)]:
+            host.engine.clear()
+            host.told.deltas.clear()
+            await host.run(make_work(name, tokens, 6))
+            await host.written()
+            assert host.answer(name) == answers[name]
+            tiers.update(tier for tier, held in enumerate(host.cached(name)) if held)
+        await host.check_books()
+    assert tiers >= {1, 2}
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """How nodes share blocks: by a folder, Redis, or out of memory that the index knows of."""
+    if request.param == "folder":
+        yield {"remote_url": f"file://{tmp_path / 'shared'}", "remote_frequency": "1"}
+    elif request.param == "memory":
+        yield {"peers": "true"}
+    else:
+        server = RedisServer(tmp_path)
+        server.start()
+        yield {"remote_url": server.url, "remote_frequency": "1"}
+        server.kill()
+
+
+def agree(one: Host, other: Host, name: str) -> None:
+    """Fails the test at once, also where an assertion would only mean that it is not yet so."""
+    if one.answer(name) != other.answer(name):
+        pytest.fail(f"{name} was answered in two ways")
+
+
+@pytest.mark.parametrize("settings", ["folder", "redis", "memory"], indirect=True)
+async def test_what_another_node_has(nodes: Nodes, start: Start, settings: dict[str, str]) -> None:
+    nodes.mesh.start("indexer", "indexer-0")
+    nodes.start("here", **settings)
+    nodes.start("there", **settings)
+    one, two = await start("w-1"), await start("w-2", node="there")
+    attempts = count()
+
+    async def ask_another() -> bool:
+        """A prompt that is new to both; how soon its blocks are to be had elsewhere varies."""
+        attempt = next(attempts)
+        name, tokens = f"r{attempt}", prompt(200, attempt)
+        await one.run(make_work(name, tokens))
+        await one.written()
+        await asyncio.sleep(0.2 * attempt)
+        await two.run(make_work(name, tokens))
+        agree(one, two, name)
+        return two.cached(name) == [0, 0, 0, 192]
+
+    await eventually(ask_another, 60, "all comes from the other node")
+    await two.written()
+    await two.check_books()
+
+
+async def test_what_another_node_computes(nodes: Nodes, start: Start) -> None:
+    nodes.mesh.start("indexer", "indexer-0")
+    nodes.mesh.env["KVMESH_TRANSFER_VIA"] = "tcp"
+    for node in ("here", "there"):
+        nodes.start(node, peers="true", host_bytes=str(32 << 20))
+    one, two = await start("w-1"), await start("w-2", node="there")
+    attempts = count()
+
+    async def ask_both() -> bool:
+        """The same of both, almost at once; who is first does not matter."""
+        attempt = next(attempts)
+        name, tokens = f"r{attempt}", prompt(3000, attempt)
+        asking = asyncio.create_task(one.run(make_work(name, tokens)))
+        await asyncio.sleep(0.02 * attempt)
+        await two.run(make_work(name, tokens))
+        await asking
+        agree(one, two, name)
+        return sorted([one.cached(name), two.cached(name)]) == [[0], [0, 0, 0, 2992]]
+
+    await eventually(ask_both, 120, "one computes it and the other loads it")
+    for host in (one, two):
+        await host.written()
+        await host.check_books()
+
+
+async def test_the_kvbm_dies_again_and_again(nodes: Nodes, start: Start) -> None:
+    rng = Random(7)
+    shared = prompt(120)
+    prompts = {f"r{i}": [*shared[: 16 * (i % 8)], *prompt(40 + 3 * i, i)] for i in range(12)}
+    answers = await expected(start, prompts, 10)
+    nodes.start()
+    hosts = [await start("w-1", blocks=40), await start("w-2", blocks=60)]
+
+    async def work(host: Host) -> None:
+        for _ in range(4):
+            host.engine.clear()
+            host.told.deltas.clear()
+            names = rng.sample(list(prompts), 6)
+            await host.run(*(make_work(name, prompts[name], 10) for name in names))
+            assert {name: host.answer(name) for name in names} == {n: answers[n] for n in names}
+
+    working = [asyncio.create_task(work(host)) for host in hosts]
+
+    def loads_again(before: int) -> bool:
+        done = all(task.done() for task in working)
+        return done or sum(host.lower.counts.loaded[1] for host in hosts) > before
+
+    while not all(task.done() for task in working):
+        loaded = sum(host.lower.counts.loaded[1] for host in hosts)
+        await asyncio.wait(working, timeout=0.3)
+        nodes.mesh.kill("here")
+        nodes.mesh.restart("here")
+        await eventually(partial(loads_again, loaded), what="blocks are loaded again")
+    await asyncio.gather(*working)
+    for host in hosts:
+        await host.written()
+        await host.check_books()
+        await host.attached()
+
+
+def resources() -> tuple[int, int]:
+    """Open descriptors and resident pages of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(list(Path("/proc/self/fd").iterdir())), pages
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+async def test_nothing_grows_in_a_long_run(nodes: Nodes, start: Start, tmp_path: Path) -> None:
+    rng = Random(3)
+    prompts = {f"r{i}": [*prompt(80)[: 16 * (i % 5)], *prompt(90, i)] for i in range(40)}
+    answers = await expected(start, prompts, 4)
+    disk = str(tmp_path / "disk")
+    nodes.start(host_bytes=str(96 * BLOCK_BYTES), disk_path=disk, disk_frequency="1")
+    hosts = [await start("w-1", blocks=40), await start("w-2", blocks=40)]
+    before = (0, 0)
+    for turn in range(400):
+        host = rng.choice(hosts)
+        host.told.deltas.clear()
+        names = rng.sample(list(prompts), 4)
+        await host.run(*(make_work(name, prompts[name], 4) for name in names))
+        assert all(host.answer(name) == answers[name] for name in names)
+        if rng.random() < 0.2:
+            host.engine.clear()
+        if turn == 100:
+            before = resources()
+    for host in hosts:
+        await host.written()
+        await host.check_books()
+        assert min(host.lower.counts.loaded[1:3]) > 0
+    files, pages = resources()
+    assert files <= before[0] + 4
+    assert pages <= before[1] * 1.1

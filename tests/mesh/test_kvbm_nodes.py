@@ -1,0 +1,307 @@
+"""Block managers of two nodes that share a store or memory: what one computes the other loads."""
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from support.kvbm import Names, TestWorker, find_kvbm, layout, tokens
+from support.mesh import Mesh, stream_env
+from support.nats import NatsServer, free_port
+from support.redis import RedisServer
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Clear, ControlReply
+from kvmesh.bus.streams import StreamLimits
+
+
+@pytest.fixture
+def limits(limits: StreamLimits) -> StreamLimits:
+    """With leases that a busy machine renews in time."""
+    return replace(limits, lease_s=10.0)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["redis", "folder"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "none":
+        return ""
+    if request.param == "folder":
+        return f"file://{tmp_path}/shared"
+    server: RedisServer = request.getfixturevalue("redis")
+    return server.url
+
+
+PEERS = {"KVMESH_KVBM_PEERS": "true", "KVMESH_TRANSFER_VIA": "tcp"}
+
+
+class Nodes:
+    """A kvbm and a worker on each of some nodes."""
+
+    def __init__(self, mesh: Mesh, bus: Bus, limits: StreamLimits) -> None:
+        self.mesh = mesh
+        self.bus = bus
+        self.limits = limits
+        self.workers: list[TestWorker] = []
+        self.ports: dict[str, int] = {}
+
+    async def start(self, name: str, shape: KvLayout | None = None, /, **env: str) -> TestWorker:
+        self.ports[name] = free_port()
+        self.mesh.start(
+            "kvbm",
+            name,
+            KVMESH_KVBM_NODE=name,
+            KVMESH_KVBM_DIRECTORY=str(self.mesh.folder / name),
+            KVMESH_KVBM_METRICS_PORT=str(self.ports[name]),
+            **env,
+        )
+        known = {worker.card.instance for worker in self.workers}
+        card = await find_kvbm(self.bus, self.limits, known)
+        worker = TestWorker(self.bus, card, shape or layout())
+        self.workers.append(worker)
+        await worker.attach()
+        return worker
+
+    async def clear(self, worker: TestWorker, *tiers: int) -> None:
+        subject = self.bus.subjects.ctl(worker.card.instance)
+        await self.bus.request(subject, Clear(tiers=list(tiers)), ControlReply, PATIENCE_S)
+
+    def metric(self, node: str, sample: str) -> float:
+        address = f"http://127.0.0.1:{self.ports[node]}/metrics"
+        with urllib.request.urlopen(address, timeout=PATIENCE_S) as answer:
+            lines = answer.read().decode().splitlines()
+        wanted = f"kvmesh_kvbm_{sample} "
+        return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
+
+    async def reaches(self, node: str, sample: str, value: float) -> None:
+        def there() -> bool:
+            return self.metric(node, sample) == value
+
+        await eventually(lambda: asyncio.to_thread(there), what=f"{sample} of {node} is {value}")
+
+    async def shared(self, node: str, blocks: int) -> None:
+        sample = 'blocks{tier="3"}'
+        await eventually(
+            lambda: self.metric(node, sample) == blocks, what=f"{blocks} blocks shared"
+        )
+        done = 'moving_blocks{source="1",target="3"}'
+        await eventually(lambda: self.metric(node, done) == 0, what="nothing under way")
+
+
+@pytest_asyncio.fixture
+async def nodes(
+    nats_server: NatsServer, bus: Bus, limits: StreamLimits, url: str, tmp_path: Path
+) -> AsyncIterator[Nodes]:
+    env = {
+        "KVMESH_KVBM_HOST_BYTES": str(4 << 20),
+        "KVMESH_KVBM_REMOTE_URL": url,
+        "KVMESH_KVBM_REMOTE_FREQUENCY": "1",
+        "KVMESH_KVBM_REMOTE_TIMEOUT_S": "2",
+        **stream_env(limits),
+    }
+    nodes = Nodes(Mesh(nats_server.url, tmp_path, env, bus.options.namespace), bus, limits)
+    yield nodes
+    for worker in nodes.workers:
+        worker.close()
+    nodes.mesh.stop()
+
+
+async def test_what_one_node_computes_the_other_loads(nodes: Nodes) -> None:
+    east = await nodes.start("east")
+    names = east.names(tokens(50))
+    await east.put(names)
+    await nodes.shared("east", 50)
+    west = await nodes.start("west")
+    taken = await west.get(names)
+    assert (taken.tiers, taken.bad) == ([3] * 50, 0)
+    assert (await west.get(names)).tiers == [1] * 50
+    longer = west.names(tokens(60))
+    assert await west.put(longer, 50) == 10
+    await nodes.shared("west", 60)
+    assert (await east.get(longer)).tiers == [1] * 50 + [3] * 10
+    assert not (await east.get(east.names(tokens(10, 9)))).blocks
+
+
+async def test_cleared_blocks_are_gone_everywhere(nodes: Nodes) -> None:
+    east, west = await nodes.start("east"), await nodes.start("west")
+    names = east.names(tokens(10))
+    await east.put(names)
+    await nodes.shared("east", 10)
+    await nodes.clear(east)
+
+    async def gone() -> bool:
+        return not (await west.get(names)).blocks
+
+    await eventually(gone)
+
+
+@pytest.mark.parametrize("url", ["redis"], indirect=True)
+async def test_without_its_store_a_node_goes_on(nodes: Nodes, redis: RedisServer) -> None:
+    east = await nodes.start("east")
+    names = east.names(tokens(10))
+    await east.put(names)
+    await nodes.shared("east", 10)
+    await nodes.clear(east, 1)
+    redis.kill()
+    assert not (await east.get(names)).blocks
+    assert await east.put(names) == 10
+    assert len((await east.get(names)).blocks) == 10
+    log = nodes.mesh.folder / "east.log"
+    seeds = count(2)
+    assert log.read_text().count("going on without the remote tier") == 1
+    redis.start()
+
+    async def again() -> bool:
+        await east.get(east.names(tokens(4, next(seeds))))
+        return "the remote tier answers again" in log.read_text()
+
+    await eventually(again)
+
+
+@pytest.mark.parametrize("url", ["folder"], indirect=True)
+async def test_a_block_that_rots_in_the_store_is_dropped(nodes: Nodes) -> None:
+    east = await nodes.start("east")
+    names = east.names(tokens(10))
+    await east.put(names)
+    await nodes.shared("east", 10)
+    await nodes.clear(east, 1)
+    (file,) = nodes.mesh.folder.glob(f"shared/*/??/{names.digest(6).hex()}")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    taken = await east.get(names)
+    assert (len(taken.blocks), taken.bad) == (6, 0)
+    await eventually(lambda: not file.exists())
+    assert nodes.metric("east", "corrupt_blocks_total") == 1
+
+
+@pytest.mark.parametrize("url", ["none"], indirect=True)
+async def test_a_node_reads_anothers_memory(nodes: Nodes) -> None:
+    nodes.mesh.start("indexer", "indexer-0")
+    east, west = await nodes.start("east", **PEERS), await nodes.start("west", **PEERS)
+    prompts = [east.names(tokens(20, seed)) for seed in (1, 2)]
+    for names in prompts:
+        assert await east.put(names) == 20
+    first, second = prompts
+
+    async def loaded() -> bool:
+        taken = await west.get(first)
+        assert not taken.bad
+        return taken.tiers == [3] * 20
+
+    await eventually(loaded)
+    assert (await west.get(first)).tiers == [1] * 20
+    await eventually(lambda: nodes.metric("east", 'used_bytes{tier="1"}') == 40 * 8192)
+    assert nodes.metric("east", "lent_blocks_total") >= 20
+    nodes.mesh.kill("east")
+    assert not (await west.get(second)).blocks
+    assert await west.put(second) == 20
+
+
+async def compute(nodes: Nodes, east: TestWorker, names: Names) -> None:
+    """Begin to compute a prompt in the east, and have the west know."""
+    assert not (await east.get(names, request="r", wait_s=1.0)).blocks
+    await nodes.reaches("west", "heard_claims", 1)
+
+
+@pytest.mark.parametrize("url", ["none", "folder"], indirect=True)
+async def test_what_another_node_computes_is_waited_for(nodes: Nodes, url: str) -> None:
+    env = {"KVMESH_KVBM_REMOTE_FREQUENCY": "2"} if url else PEERS
+    east, west = await nodes.start("east", **env), await nodes.start("west", **env)
+    names = east.names(tokens(20))
+    await compute(nodes, east, names)
+    waiting = asyncio.create_task(west.get(names, wait_s=60.0))
+    await nodes.reaches("west", "peer_waits_total", 1)
+    assert await east.put(names.upto(12)) == 12
+    await nodes.reaches("west", 'blocks{tier="1"}', 12)
+    assert await east.put(names, 12) == 8
+    await east.computed("r")
+    taken = await waiting
+    assert (taken.tiers, taken.bad) == ([3] * 20, 0)
+    await nodes.reaches("west", "heard_claims", 0)
+    assert nodes.metric("east", "prepared_blocks_total") == 20
+    await nodes.reaches("west", "announced_blocks", 0)
+
+
+@pytest.mark.parametrize("url", ["none"], indirect=True)
+@pytest.mark.parametrize("end", ["gives up", "dies"])
+async def test_who_does_not_compute_it_in_the_end_is_left(nodes: Nodes, end: str) -> None:
+    east, west = await nodes.start("east", **PEERS), await nodes.start("west", **PEERS)
+    names = east.names(tokens(20))
+    await compute(nodes, east, names)
+    waiting = asyncio.create_task(west.get(names, wait_s=60.0))
+    await nodes.reaches("west", "peer_waits_total", 1)
+    if end == "dies":
+        nodes.mesh.kill("east")
+    else:
+        await east.computed("r")
+    async with asyncio.timeout(30):
+        assert not (await waiting).blocks
+    assert nodes.metric("west", "announced_blocks") == 20
+    assert await west.put(names) == 20
+
+
+@pytest.mark.parametrize("url", ["none"], indirect=True)
+async def test_a_node_reads_anothers_disk(nodes: Nodes) -> None:
+    disk = {
+        "KVMESH_KVBM_DISK_PATH": str(nodes.mesh.folder / "disk"),
+        "KVMESH_KVBM_DISK_BYTES": str(8 << 20),
+        "KVMESH_KVBM_DISK_FREE_BYTES": "0",
+        "KVMESH_KVBM_DISK_FREQUENCY": "1",
+    }
+    nodes.mesh.start("indexer", "indexer-0")
+    east, west = await nodes.start("east", **PEERS, **disk), await nodes.start("west", **PEERS)
+    names = east.names(tokens(100))
+    assert await east.put(names) == 100
+    await nodes.reaches("east", 'blocks{tier="2"}', 100)
+    await nodes.reaches("east", 'moving_blocks{source="1",target="2"}', 0)
+    await nodes.clear(east, 1)
+
+    async def loaded() -> bool:
+        taken = await west.get(names, wait_s=30.0)
+        assert not taken.bad
+        return taken.tiers == [3] * 100
+
+    await eventually(loaded)
+    assert nodes.metric("east", 'moved_blocks_total{source="2",target="1"}') == 100
+
+
+@pytest.mark.parametrize("url", ["folder"], indirect=True)
+async def test_nodes_of_other_layouts_share_nothing_and_it_is_said(nodes: Nodes) -> None:
+    east = await nodes.start("east")
+    west = await nodes.start("west", layout(weights="other"))
+    sample = 'divided_nodes{model="m"}'
+    for node in ("east", "west"):
+        await nodes.reaches(node, sample, 1)
+    await east.put(east.names(tokens(10)))
+    await nodes.shared("east", 10)
+    assert not (await west.get(west.names(tokens(10)))).blocks
+    same = TestWorker(nodes.bus, west.card, layout())
+    nodes.workers.append(same)
+    await same.attach()
+    assert len((await same.get(same.names(tokens(10)))).blocks) == 10
+    for node in ("east", "west"):
+        await nodes.reaches(node, sample, 0)
+    log = (nodes.mesh.folder / "west.log").read_text()
+    (line,) = [line for line in log.splitlines() if "no blocks of m are shared with east" in line]
+    assert f"here {west.shape.summary}; there {east.shape.summary}" in line
+
+
+@pytest.mark.parametrize("url", ["folder"], indirect=True)
+def test_a_store_of_no_known_kind_is_refused(nodes: Nodes) -> None:
+    nodes.mesh.start("kvbm", "kv", KVMESH_KVBM_REMOTE_URL="s3://bucket")
+    assert nodes.mesh.processes["kv"].wait(PATIENCE_S) == 1
+    assert "is not a redis://" in (nodes.mesh.folder / "kv.log").read_text()

@@ -1,0 +1,215 @@
+"""The router service over a real bus, with a scripted index."""
+
+import asyncio
+import logging
+
+import msgspec
+import pytest
+from support.routers import Tail, ask, placed, running_router, running_workers, scripted_index
+from support.routing import request, sequence
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus, BusOptions, Respond
+from kvmesh.bus.messages import (
+    Decision,
+    Hints,
+    Load,
+    OverlapQuery,
+    Placement,
+    Refused,
+    RouteEvent,
+    RouteRequest,
+    SeqAdd,
+    SeqBatch,
+    SeqFree,
+)
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.router.policies import Kv
+from kvmesh.router.registry import BUILT_IN
+
+TEN = sequence(*range(10))
+DECISIONS = msgspec.msgpack.Decoder(RouteEvent)
+SEQUENCES = msgspec.msgpack.Decoder(SeqBatch)
+
+
+def decisions(bus: Bus) -> Tail[Decision]:
+    return Tail(bus, bus.subjects.route_stream, bus.subjects.route("m"), DECISIONS)
+
+
+def sequences(bus: Bus) -> Tail[SeqBatch]:
+    return Tail(bus, bus.subjects.seq_stream, bus.subjects.seq("m"), SEQUENCES)
+
+
+async def test_a_request_goes_where_its_prefix_is(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    await scripted_index(bus, {"b": (6,)})
+    async with (
+        running_workers(bus, limits, "a", "b"),
+        running_router(options),
+        decisions(bus) as routes,
+        sequences(bus) as active,
+    ):
+        reply = await placed(bus, request("1", TEN, explain=True))
+        assert (reply.instance, reply.rank, reply.overlap) == ("b", 0, [6, 0, 0, 0])
+        await eventually(lambda: len(routes.seen) == 1 and len(active.seen) == 1)
+        assert reply.decision == routes.seen[0]
+        assert [c.instance for c in routes.seen[0].candidates] == ["b", "a"]
+        (add,) = active.seen[0].events
+        assert isinstance(add, SeqAdd)
+        assert (add.request, add.instance, add.overlap) == ("1", "b", 6)
+
+
+async def test_load_of_earlier_requests_is_seen_by_another_replica(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    await scripted_index(bus, {})
+    async with running_workers(bus, limits, "a", "b"):
+        async with running_router(options, "r1", predicted_ttl_s=0.0):
+            pinned = Placement(instance="a")
+            for name in ("1", "2"):
+                await placed(bus, request(name, TEN, placement=pinned))
+        async with running_router(
+            options, "r2", predicted_ttl_s=0.0
+        ):  # r1 is gone: this one replays the stream
+            assert (await placed(bus, request("3", TEN))).instance == "b"
+            subject = bus.subjects.seq("m")
+            await bus.publish(subject, SeqBatch("f", [SeqFree("1"), SeqFree("2")]))
+            reply = await placed(bus, request("4", TEN, explain=True))
+            assert reply.instance == "a"
+
+
+async def test_an_index_outage_is_noted_and_does_not_stop_routing(
+    bus: Bus, options: BusOptions, limits: StreamLimits, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def never(_: OverlapQuery, __: Respond) -> None:
+        return
+
+    decoder = msgspec.msgpack.Decoder(OverlapQuery)
+    silent = await bus.serve(bus.subjects.index("m"), decoder, never, queue="index")
+    async with (
+        running_workers(bus, limits, "a", "b"),
+        running_router(options, index_timeout_s=0.05),
+    ):
+        with caplog.at_level(logging.WARNING, "kvmesh.router"):
+            reply = await placed(bus, request("1", TEN, explain=True))
+            await placed(bus, request("2", TEN))
+        assert reply.decision is not None
+        assert "index unavailable" in (reply.decision.note or "")
+        outages = [r for r in caplog.records if "without overlaps" in r.message]
+        assert len(outages) == 1
+        await silent.unsubscribe()
+        await scripted_index(bus, {"a": (10,)})
+
+        async def overlaps_again() -> bool:
+            return (await placed(bus, request("3", TEN))).overlap == [10, 0, 0, 0]
+
+        await eventually(overlaps_again)
+
+
+async def test_requests_do_not_wait_for_each_others_index_queries(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    held: list[Respond] = []
+
+    async def hold(_: OverlapQuery, respond: Respond) -> None:
+        held.append(respond)
+
+    decoder = msgspec.msgpack.Decoder(OverlapQuery)
+    await bus.serve(bus.subjects.index("m"), decoder, hold, queue="index")
+    async with running_workers(bus, limits, "a"), running_router(options, index_timeout_s=1.0):
+        await placed(bus, request("0", b"", tokens=3))
+        asked = [asyncio.create_task(placed(bus, request("1", TEN)))]
+        await eventually(lambda: len(held) == 1)
+        asked.append(asyncio.create_task(placed(bus, request("2", TEN))))
+        await eventually(lambda: len(held) == 2)
+        await asyncio.gather(*asked)
+
+
+async def test_refusals_say_why(bus: Bus, options: BusOptions, limits: StreamLimits) -> None:
+    async with running_router(options):
+        async with running_workers(bus, limits, "a"):
+            await placed(bus, request("1", TEN))
+            bad = await ask(bus, request("2", TEN, policy="fastest"))
+            assert isinstance(bad, Refused)
+            assert (bad.code, "fastest" in bad.reason) == ("invalid", True)
+            answer = await bus.client.request(bus.subjects.router("m"), b"\xc1", timeout=PATIENCE_S)
+            assert msgspec.msgpack.decode(answer.data, type=Refused).code == "invalid"
+
+        async def left() -> bool:
+            reply = await ask(bus, request("3", TEN))
+            assert isinstance(reply, Refused)
+            assert (reply.code, reply.reason) == ("no_workers", "no worker serves this model")
+            return True
+
+        await eventually(left)
+
+
+async def test_reported_load_steers_away(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    await scripted_index(bus, {})
+    load = Load(
+        instance="a", rank=0, running=9, waiting=9, active_blocks=900, cached_blocks=0,
+        total_blocks=1024, prefill_tokens=9000, steps=0, prompt_tokens=0, cached_tokens=0,
+        output_tokens=0, requests=0,
+    )  # fmt: skip
+    async with running_workers(bus, limits, "a", "b"), running_router(options):
+        await placed(bus, request("0", TEN))
+        await bus.publish(bus.subjects.load("a"), load)
+
+        async def seen() -> bool:
+            reply = await placed(bus, request("1", TEN, explain=True))
+            assert reply.decision is not None
+            by_name = {c.instance: c for c in reply.decision.candidates}
+            return by_name["a"].decode >= 900
+
+        await eventually(seen)
+
+
+class Fragile(Kv):
+    """Fails where no policy is expected to."""
+
+    def admits(self, request: RouteRequest, now: float) -> bool:
+        raise RuntimeError("broken")
+
+
+async def test_a_router_that_fails_says_so_and_goes_on(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    async with (
+        running_workers(bus, limits, "a"),
+        running_router(options, policy=f"{__name__}:Fragile"),
+    ):
+        for name in ("1", "2"):
+            reply = await ask(bus, request(name, TEN))
+            assert isinstance(reply, Refused)
+            assert reply.code == "unavailable"
+
+
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+async def test_every_policy_serves(
+    bus: Bus, options: BusOptions, limits: StreamLimits, policy: str
+) -> None:
+    await scripted_index(bus, {"a": (4,)})
+    async with running_workers(bus, limits, "a", "b"), running_router(options, policy=policy):
+        for number in range(8):
+            message = request(str(number), sequence(number, 1, 2), hints=Hints(session="s"))
+            assert (await placed(bus, message)).instance in "ab"
+
+
+async def test_without_events_the_index_is_not_asked(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    async with running_workers(bus, limits, "a", "b"), running_router(options, kv_events=False):
+        home = (await placed(bus, request("1", TEN))).instance
+        await bus.publish(bus.subjects.seq("m"), SeqBatch("f", [SeqFree("1")]))
+
+        async def known() -> bool:
+            reply = await placed(bus, request("2", TEN, explain=True))
+            assert reply.decision is not None
+            assert reply.decision.note is None
+            by_name = {c.instance: c.overlap[0] for c in reply.decision.candidates}
+            return by_name[home] == 10
+
+        await eventually(known)

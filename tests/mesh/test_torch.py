@@ -1,0 +1,161 @@
+"""A real model behind the whole mesh: `kvmesh model tiny`, `kvmesh up --engine torch`, all APIs."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.up import Up
+from support.wait import PATIENCE_S, eventually
+
+pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+
+LONG = "What one worker has computed, another need not compute again. " * 12
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    folder: Path = tmp_path_factory.mktemp("torch")
+    command = [sys.executable, "-m", "kvmesh.cli.main", "model", "tiny", str(folder / "tiny")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "kvmesh up --engine torch --model" in done.stdout
+    options = ["--engine", "torch", "--model", str(folder / "tiny"), "--workers", "2"]
+    options += ["--kvbm", "--kvbm-host-bytes", str(64 << 20)]
+    options += ["--kvbm-directory", str(folder / "node")]
+    up = Up(folder, *options, "--torch-threads", "1")
+    up.start()
+    yield up
+    up.close()
+
+
+def post(up: Up, path: str, **body: object) -> dict[str, Any]:
+    request = urllib.request.Request(
+        up.url + path,
+        json.dumps({"model": "tiny", **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def chat(up: Up, text: str, **fields: object) -> dict[str, Any]:
+    return post(up, "/v1/chat/completions", messages=[{"role": "user", "content": text}], **fields)
+
+
+async def test_every_api_answers_and_a_cached_prompt_is_answered_alike(up: Up) -> None:
+    await up.ready()
+    first = chat(up, LONG, max_tokens=12, temperature=0)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+    async def cached() -> bool:
+        again = chat(up, LONG, max_tokens=12, temperature=0)
+        assert first["choices"][0]["message"] == again["choices"][0]["message"]
+        return bool(again["usage"]["prompt_tokens_details"]["cached_tokens"] > 100)
+
+    await eventually(cached)
+    message = {"role": "user", "content": "Hi"}
+    anthropic = post(up, "/v1/messages", messages=[message], max_tokens=5)
+    assert anthropic["usage"]["output_tokens"] == 5
+    response = post(up, "/v1/responses", input="Hi", max_output_tokens=5)
+    assert response["usage"]["output_tokens"] == 5
+    assert post(up, "/v1/completions", prompt="Hi", max_tokens=5)["choices"][0]["text"]
+
+
+async def test_a_random_model_keeps_to_a_schema(up: Up) -> None:
+    await up.ready()
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}, "count": {"enum": [1, 2, 3]}},
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema, "strict": True}}
+    answer = chat(up, "Which?", max_tokens=200, response_format=form)
+    found = json.loads(answer["choices"][0]["message"]["content"])
+    assert found["colour"] in ("red", "green")
+    assert found["count"] in (1, 2, 3)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def metric(up: Up, name: str, label: str = "") -> float:
+    """The sum of a metric over all its labels, or those with `label`, as the frontend shows it."""
+    with urllib.request.urlopen(f"{up.url}/metrics", timeout=PATIENCE_S) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+async def begun(up: Up) -> float:
+    """How many requests the workers have begun, once their news of it has stopped to change."""
+    seen: list[float] = []
+
+    def steady() -> bool:
+        seen.append(metric(up, "kvmesh_worker_requests"))
+        return len(seen) > 40 and len(set(seen[-40:])) == 1
+
+    await eventually(steady)
+    return seen[-1]
+
+
+async def rested(up: Up, requests: float) -> None:
+    """Wait until the workers have begun so many requests and none is left."""
+    await eventually(
+        lambda: (
+            metric(up, "kvmesh_worker_requests") >= requests
+            and metric(up, "kvmesh_worker_running_requests") == 0
+            and metric(up, "kvmesh_worker_waiting_requests") == 0
+        ),
+        timeout=60,
+    )
+
+
+async def test_a_prefetched_prompt_is_computed_when_its_request_comes(up: Up) -> None:
+    await up.ready()
+    messages = [{"role": "user", "content": f"Ahead of time: {LONG}"}]
+    before = await begun(up)
+    sent = post(up, "/v1/prefetch", messages=messages, compute=4096)
+    await rested(up, before + 1)
+    there = {"backend_instance_id": sent["instance"]}
+    answer = post(up, "/v1/chat/completions", messages=messages, max_tokens=4, nvext=there)
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == sent["blocks"] * 16
+
+
+async def test_a_hinted_turn_finds_its_beginning_computed(up: Up) -> None:
+    await up.ready()
+    said = "Word for word, and nothing else than that. " * 4
+    schema = {"type": "object", "properties": {"a": {"enum": [said]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+    messages = [{"role": "user", "content": f"Please say: {said}"}]
+    hint = {"agent_hints": {"speculative_prefill": True}, "extra_fields": ["worker_id"]}
+    before = await begun(up)
+    first = chat_on(up, messages, response_format=form, max_tokens=900, nvext=hint)
+    await rested(up, before + 2)
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "More."}]
+    there = {"backend_instance_id": first["nvext"]["worker_id"]["instance"]}
+    chat_on(up, messages, max_tokens=4, nvext=there)
+    ahead = "kvmesh_frontend_speculative_tokens_total"
+    await eventually(lambda: metric(up, ahead, "useful") > 0)
+    assert metric(up, ahead, "wasted") == 0
+
+
+def chat_on(up: Up, messages: list[dict[str, Any]], **fields: object) -> dict[str, Any]:
+    return post(up, "/v1/chat/completions", messages=messages, temperature=0, **fields)
+
+
+async def test_what_one_worker_has_computed_is_credited_to_both(up: Up) -> None:
+    """The engine's blocks to the one, those in its node's memory to the other."""
+    await up.ready()
+    fields: dict[str, object] = {"max_tokens": 2, "nvext": {"extra_fields": ["routing"]}}
+
+    async def credited() -> bool:
+        routing = chat(up, f"Shared. {LONG}", **fields)["nvext"]["routing"]
+        own, lower = routing["chosen"]["overlap"][0], routing["best_rejected"]["overlap"][1]
+        return bool(own > 5 and lower > 5)
+
+    await eventually(credited)

@@ -1,0 +1,235 @@
+"""`kvmesh up` end to end: a mesh that serves, heals, stops in order and leaves nothing behind."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.nats import SERVER, NatsServer, free_port
+from support.up import Up, alive
+from support.wait import PATIENCE_S, eventually
+
+START = ("nats", "indexer-0", "router-0", "worker-0", "worker-1", "frontend-0")
+Factory = Callable[..., Up]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """A mesh of two workers for the tests that leave it healthy."""
+    up = Up(tmp_path_factory.mktemp("up"), "--workers", "2")
+    up.start()
+    yield up
+    up.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Factory]:
+    """Start meshes that are stopped at the end of the test."""
+    started: list[Up] = []
+
+    def start(*arguments: str) -> Up:
+        up = Up(tmp_path, *arguments)
+        started.append(up)
+        up.start()
+        return up
+
+    yield start
+    for up in started:
+        up.close()
+
+
+async def test_it_says_where_it_serves_and_does(shared: Up) -> None:
+    await shared.ready()
+    assert f"OPENAI_BASE_URL={shared.url}/v1" in shared.output
+    assert f"ANTHROPIC_BASE_URL={shared.url}" in shared.output
+    assert set(shared.children()) == set(START)
+    events = await asyncio.to_thread(shared.complete)
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[0])["object"] == "chat.completion.chunk"
+
+
+async def test_the_line_to_try_works(shared: Up) -> None:
+    await shared.ready()
+    at = next(n for n, line in enumerate(shared.lines) if "curl -N" in line)
+    command = "\n".join(shared.lines[at : at + 2])
+    tried = await asyncio.to_thread(
+        subprocess.run, command, shell=True, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert tried.stdout.rstrip().endswith("data: [DONE]")
+
+
+@pytest.mark.parametrize("name", START)
+async def test_a_killed_process_comes_back_and_the_mesh_serves(shared: Up, name: str) -> None:
+    await shared.ready()
+    await eventually(lambda: set(shared.children()) == set(START))
+    old = shared.children()[name]
+    os.kill(old, signal.SIGKILL)
+    await eventually(lambda: shared.children().get(name, old) != old, what=f"{name} is back")
+    assert f"{name} was killed by SIGKILL; starting it again" in shared.output
+    await eventually(lambda: asyncio.to_thread(shared.serves), what="serves again")
+
+
+async def test_an_interrupt_stops_everything_and_a_second_start_serves(make: Factory) -> None:
+    up = make("--workers", "1")
+    await up.ready()
+    for _ in range(2):
+        children = up.children()
+        assert len(children) == 5
+        up.signal(signal.SIGINT)
+        assert await up.ended() == 0
+        assert up.lines[-1].endswith("stopped")
+        assert [name for name, pid in children.items() if alive(pid)] == []
+        up.lines.clear()
+        up.start()
+        await up.ready()
+    assert await asyncio.to_thread(up.serves)
+
+
+async def test_a_second_interrupt_stops_at_once(make: Factory) -> None:
+    up = make("--workers", "1")
+    await up.ready()
+    children = up.children()
+    os.kill(children["frontend-0"], signal.SIGSTOP)
+    up.signal(signal.SIGTERM)
+    await eventually(lambda: "stopping" in up.output)
+    up.signal(signal.SIGTERM)
+    assert await up.ended() == 0
+    assert not any(alive(pid) for pid in children.values())
+
+
+async def test_what_does_not_stop_in_time_is_killed(make: Factory) -> None:
+    up = make("--workers", "1", "--stop-timeout-s", "0.5")
+    await up.ready()
+    children = up.children()
+    os.kill(children["worker-0"], signal.SIGSTOP)
+    up.signal(signal.SIGTERM)
+    assert await up.ended() == 0
+    assert "did not stop within 0.5 s: killed" in up.output
+    assert not any(alive(pid) for pid in children.values())
+
+
+async def test_a_killed_supervisor_leaves_no_orphan(make: Factory) -> None:
+    up = make("--workers", "1")
+    await up.ready()
+    children = up.children()
+    up.signal(signal.SIGKILL)
+    await up.ended()
+    await eventually(lambda: not any(alive(pid) for pid in children.values()))
+
+
+@pytest.mark.parametrize("flag", ["--port", "--nats-port"])
+async def test_a_taken_port_is_named_with_its_flag(make: Factory, flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        up = make(flag, str(number))
+        assert await up.ended() == 1
+    assert f":{number}" in up.output
+    assert up.output.endswith(f"choose another with {flag}")
+
+
+async def test_a_state_directory_in_use_is_refused(make: Factory) -> None:
+    first = make("--workers", "1")
+    await first.ready()
+    second = make()
+    assert await second.ended() == 1
+    assert "--state-dir" in second.output
+    assert await asyncio.to_thread(first.serves)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--model", "nothing"], "nothing is not a Hugging Face model folder"),
+        (["--engine", "openai"], "the openai engine needs a model"),
+    ],
+)
+async def test_a_worker_that_cannot_start_ends_the_start(
+    make: Factory, options: list[str], reason: str
+) -> None:
+    up = make("--workers", "1", *options)
+    assert await up.ended(60) == 1
+    assert "kvmesh up: worker-0 exited with status 2" in up.output
+    assert up.output.count(reason) == 1
+
+
+async def test_a_start_that_takes_too_long_names_who_is_missing(make: Factory) -> None:
+    up = make("--workers", "1", "--ready-timeout-s", "0.001")
+    assert await up.ended() == 1
+    assert "kvmesh up: not ready within 0.001 s; no sign of frontend-0" in up.output
+
+
+@pytest.fixture
+def plain_nats(tmp_path: Path) -> Iterator[str]:
+    """A server without JetStream; yields its URL."""
+    port = free_port()
+    with (tmp_path / "nats.log").open("wb") as log:
+        server = subprocess.Popen([SERVER, "-a", "127.0.0.1", "-p", str(port)], stderr=log)
+    yield f"nats://127.0.0.1:{port}"
+    server.terminate()
+    server.wait(PATIENCE_S)
+
+
+async def test_a_nats_server_without_jetstream_is_a_clear_error(
+    make: Factory, plain_nats: str
+) -> None:
+    up = make("--workers", "1", "--nats", plain_nats)
+    assert await up.ended() == 1
+    assert f"kvmesh up: cannot use JetStream at {plain_nats}" in up.output
+
+
+async def test_an_absent_nats_server_is_a_clear_error(make: Factory) -> None:
+    up = make("--nats", f"nats://127.0.0.1:{free_port()}")
+    assert await up.ended() == 1
+    assert "is the URL of --nats right?" in up.output
+
+
+async def test_a_given_nats_server_is_used(make: Factory, nats_server: NatsServer) -> None:
+    up = make("--workers", "1", "--nats", nats_server.url, "--nats-namespace", "given")
+    await up.ready()
+    assert "nats" not in up.children()
+    assert await asyncio.to_thread(up.serves)
+    assert f"NATS             {nats_server.url}" in up.output
+
+
+async def test_states_outlive_a_restart_unless_reset(make: Factory) -> None:
+    async def decisions(up: Up) -> int:
+        report = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "kvmesh.cli.main", "status", "--json", "--nats", up.nats_url],
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+        streams = json.loads(report.stdout)["streams"]
+        return next(s["messages"] for s in streams if s["name"].endswith("route"))  # type: ignore[no-any-return]
+
+    first = make("--workers", "1")
+    await first.ready()
+    assert await asyncio.to_thread(first.serves)
+    first.signal(signal.SIGTERM)
+    await first.ended()
+    second = make("--workers", "1")
+    await second.ready()
+    assert await decisions(second) > 0
+    second.signal(signal.SIGTERM)
+    await second.ended()
+    third = make("--workers", "1", "--reset-states")
+    await third.ready()
+    assert await decisions(third) == 0
+
+
+async def test_as_json_every_line_is_an_object(make: Factory) -> None:
+    up = make("--workers", "1", "--log-format", "json")
+    await up.ready()
+    up.signal(signal.SIGTERM)
+    await up.ended()
+    services = {json.loads(line)["service"] for line in up.lines}
+    assert {"up", "worker-0", "frontend-0", "router-0"} <= services

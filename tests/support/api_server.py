@@ -1,0 +1,348 @@
+"""A small inference server: real HTTP, real ZeroMQ events, the published API of vLLM and SGLang.
+
+Its model is a function of the last tokens, so that an answer can be continued anywhere; its cache
+is blocks in order of use, of which running requests hold theirs; its scheduler goes by priority.
+"""
+
+import asyncio
+import json
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from support.zmq_publisher import EngineCache, ZmqPublisher
+
+VOCABULARY = 4000
+
+
+def next_token(tokens: list[int]) -> int:
+    return (sum(3 * token + i for i, token in enumerate(tokens[-6:])) * 7 + 11) % VOCABULARY
+
+
+def continuation(tokens: list[int], count: int) -> list[int]:
+    """What the model answers to a prompt."""
+    whole = list(tokens)
+    for _ in range(count):
+        whole.append(next_token(whole))
+    return whole[len(tokens) :]
+
+
+@dataclass
+class Request:
+    """One request; `news` gets (token or None, finish or None) after each step."""
+
+    body: dict[str, Any]
+    tokens: list[int]
+    limit: int
+    stops: list[int]
+    rank: int
+    extra: str | None
+    priority: int
+    news: asyncio.Queue[tuple[int, str | None]] = field(default_factory=asyncio.Queue)
+    prompt: int = 0
+    cached: int = 0
+    held: list[int] = field(default_factory=list)
+
+
+class EventSink(Protocol):
+    """Where cache events go, as vLLM's maps."""
+
+    async def send(self, *events: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class ApiServer:
+    """Serves on `url`; `style` is "vllm" or "sglang"."""
+
+    folder: Path
+    style: str = "vllm"
+    blocks: int = 64
+    block_size: int = 16
+    context: int = 512
+    max_sequences: int = 4
+    token_ids: bool = True
+    step_s: float = 0.001
+    zmq: bool = True
+
+    def __post_init__(self) -> None:
+        if self.zmq:
+            self.publisher = ZmqPublisher(self.folder)
+            self.events: EventSink = self.publisher
+        self.cache = EngineCache(self.block_size)
+        self.held: OrderedDict[int, int] = OrderedDict()  # hash → users
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.status = 200
+        self.steps = 0
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.get("/version", self._version),
+                web.get("/get_server_info", self._server_info),
+                web.post("/v1/completions", self._completions),
+                web.post("/generate", self._generate),
+                web.post("/reset_prefix_cache", self._reset),
+                web.post("/flush_cache", self._reset),
+            ]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await self.publisher.start()
+        self.begin()
+
+    def begin(self) -> None:
+        """Run the engine alone, for a stand-in that has another front."""
+        self._task = asyncio.create_task(self._run())
+
+    def stop(self) -> None:
+        """Stop the engine, from any thread."""
+        if self._task is not None:
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self.publisher.close()
+
+    # the engine
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            await self._admit()
+            for request in list(self.running):
+                await self._advance(request)
+            self.steps += bool(self.running)
+
+    async def _admit(self) -> None:
+        sign = 1 if self.style == "vllm" else -1
+        self.waiting.sort(key=lambda request: sign * request.priority)
+        while self.waiting and len(self.running) < self.max_sequences:
+            request = self.waiting[0]
+            need = -(-(request.prompt + request.limit) // self.block_size)
+            busy = sum(users > 0 for users in self.held.values())
+            promised = sum(
+                -(-(other.prompt + other.limit) // self.block_size) for other in self.running
+            )
+            if max(busy, promised) + need > self.blocks:
+                return
+            self.running.append(self.waiting.pop(0))
+            await self._prefill(request)
+
+    async def _prefill(self, request: Request) -> None:
+        names = self.cache.hashes(request.tokens, request.extra)
+        known = next((i for i, name in enumerate(names) if name not in self.held), len(names))
+        request.cached = min(known * self.block_size, request.prompt - 1)
+        for name in names[:known]:
+            self._use(request, name)
+        await self._store(request, known)
+
+    async def _store(self, request: Request, start: int) -> None:
+        names = self.cache.hashes(request.tokens, request.extra)
+        events = []
+        for name in names[start:]:
+            if name not in self.held and len(self.held) >= self.blocks:
+                events.append(self._evict())
+            self._use(request, name)
+        if names[start:]:
+            stored = self.cache.stored(request.tokens, start, request.extra)
+            if self.style == "sglang":
+                stored.pop("extra_keys")
+                stored["salt"] = request.extra
+            events.append(stored)
+        if events:
+            await self.events.send(*events)
+
+    def _use(self, request: Request, name: int) -> None:
+        self.held[name] = self.held.get(name, 0) + 1
+        self.held.move_to_end(name)
+        request.held.append(name)
+
+    def _evict(self) -> dict[str, Any]:
+        name = next(name for name, users in self.held.items() if not users)
+        del self.held[name]
+        return {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"}
+
+    async def _advance(self, request: Request) -> None:
+        # the KV of a token exists once the next one is computed
+        if len(request.tokens) > request.prompt and len(request.tokens) % self.block_size == 0:
+            await self._store(request, len(request.held))
+        token = next_token(request.tokens)
+        request.tokens.append(token)
+        generated = len(request.tokens) - request.prompt
+        finish = "stop" if token in request.stops else None
+        finish = finish or ("length" if generated >= request.limit else None)
+        request.news.put_nowait((token, finish))
+        if finish is not None:
+            self.release(request)
+
+    def release(self, request: Request) -> None:
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+            for name in reversed(request.held):
+                if name in self.held:
+                    self.held[name] -= 1
+                    self.held.move_to_end(name)
+
+    # its HTTP
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        tokens = body["prompt"]
+        if self.status != 200 or len(tokens) >= self.context:
+            code = self.status if self.status != 200 else 400
+            error = {"message": f"no: {code}", "code": code}
+            return web.json_response({"error": error}, status=code)
+        request = self._submit(http, body, tokens, body["max_tokens"], body["stop_token_ids"])
+        request.extra = body.get("cache_salt")
+        if not body["stream"]:
+            token, finish = await request.news.get()
+            return web.json_response(self._completion_chunk(request, token, finish, []))
+        return await self._stream(http, request, self._completion_chunk)
+
+    def _completion_chunk(
+        self, request: Request, token: int, finish: str | None, generated: list[int]
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "text": "x", "finish_reason": finish}
+        if request.body.get("return_token_ids") and self.token_ids:
+            choice["token_ids"] = [token]
+        if (count := request.body.get("logprobs")) is not None:
+            top = {f"token_id:{(token + i) % VOCABULARY}": -0.1 - i for i in range(count)}
+            choice["logprobs"] = {
+                "tokens": [f"token_id:{token}"],
+                "token_logprobs": [-0.1],
+                "top_logprobs": [top],
+            }
+        return {"object": "text_completion", "choices": [choice]}
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        sampling = body["sampling_params"]
+        limit, stops = sampling["max_new_tokens"], sampling["stop_token_ids"]
+        request = self._submit(http, body, body["input_ids"], limit, stops)
+        request.extra = body.get("extra_key")
+        return await self._stream(http, request, self.generate_chunk)
+
+    def generate_chunk(
+        self, request: Request, token: int, finish: str | None, generated: list[int]
+    ) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "finish_reason": None if finish is None else {"type": finish},
+            "prompt_tokens": request.prompt,
+            "completion_tokens": len(generated),
+            "cached_tokens": request.cached,
+        }
+        if request.body.get("return_logprob"):
+            count = request.body["top_logprobs_num"]
+            meta["output_token_logprobs"] = [[-0.1, t, None] for t in generated]
+            meta["output_top_logprobs"] = [
+                [[-0.1 - i, (t + i) % VOCABULARY, None] for i in range(count)] for t in generated
+            ]
+        return {"text": "x", "output_ids": list(generated), "meta_info": meta}
+
+    def _submit(
+        self, http: web.Request, body: dict[str, Any], tokens: list[int], limit: int, stops: Any
+    ) -> Request:
+        if body["stream"]:
+            self.bodies.append(body)
+        self.headers.append(dict(http.headers))
+        return self.enter(body, tokens, limit, stops)
+
+    def enter(self, body: dict[str, Any], tokens: list[int], limit: int, stops: Any) -> Request:
+        """Queue a request."""
+        request = Request(body, list(tokens), limit, stops, 0, None, body.get("priority", 0))
+        request.prompt = len(tokens)
+        self.waiting.append(request)
+        return request
+
+    async def _stream(self, http: web.Request, request: Request, chunk: Any) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(http)
+        generated: list[int] = []
+        try:
+            finish: str | None = None
+            while finish is None:
+                token, finish = await request.news.get()
+                generated.append(token)
+                data = json.dumps(chunk(request, token, finish, generated))
+                await answer.write(f"data: {data}\n\n".encode())
+            await answer.write(b"data: [DONE]\n\n")
+        finally:
+            self.release(request)
+        return answer
+
+    async def _models(self, _: web.Request) -> web.Response:
+        card = {"id": "served", "owned_by": self.style, "max_model_len": self.context}
+        adapter = {"id": "lora-a", "owned_by": self.style, "parent": "served"}
+        return web.json_response({"object": "list", "data": [card, adapter]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=self.status)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "9.9"})
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        tokens = self.blocks * self.block_size
+        sizes = {"page_size": self.block_size, "max_total_num_tokens": tokens}
+        return web.json_response(sizes | {"max_running_requests": self.max_sequences})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        if self.style == "sglang":
+            lines = [f"sglang:num_running_reqs {len(self.running)}"]
+            lines.append(f"sglang:num_queue_reqs {len(self.waiting)}")
+            return web.Response(text="\n".join(lines) + "\n")
+        sizes = f'block_size="{self.block_size}",num_gpu_blocks="{self.blocks}"'
+        busy = sum(users > 0 for users in self.held.values()) / self.blocks
+        text = f"""# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{{{sizes}}} 1.0
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0"}} {len(self.running)}
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{engine="0"}} {len(self.waiting)}
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{{engine="0"}} {busy}
+# TYPE vllm:iteration_tokens_total histogram
+vllm:iteration_tokens_total_bucket{{engine="0",le="+Inf"}} {self.steps}
+vllm:iteration_tokens_total_count{{engine="0"}} {self.steps}
+vllm:iteration_tokens_total_sum{{engine="0"}} {self.steps}
+"""
+        return web.Response(text=text)
+
+    async def _reset(self, _: web.Request) -> web.Response:
+        await self.reset()
+        return web.Response()
+
+    async def reset(self) -> None:
+        """Drop every block that nobody uses."""
+        gone = [name for name, users in self.held.items() if not users]
+        for name in gone:
+            del self.held[name]
+        removed = {"type": "BlockRemoved", "block_hashes": gone, "medium": "GPU"}
+        await self.events.send(removed)
+
+
+def unpack(tokens: bytes) -> list[int]:
+    return array("I", tokens).tolist()

@@ -1,0 +1,147 @@
+"""Attacks on a frontend: any request over a raw connection, and what must hold afterwards."""
+
+import http.client
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from socket import SHUT_WR, create_connection, socket
+
+import msgspec
+
+from support.frontend import MODEL
+from support.mesh import Mesh
+from support.wait import PATIENCE_S, eventually
+
+JSON_HEADERS = {"Content-Type": "application/json"}
+HI = [{"role": "user", "content": "Hi"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+# the shortest request of each generating API, without its limit of tokens
+SHORTEST: dict[str, dict[str, object]] = {
+    CHAT: {"model": MODEL, "messages": HI},
+    COMPLETIONS: {"model": MODEL, "prompt": "Hi"},
+    MESSAGES: {"model": MODEL, "messages": HI},
+    RESPONSES: {"model": MODEL, "input": "Hi", "store": False},
+}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole HTTP answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> dict[str, object]:
+        return msgspec.json.decode(self.body, type=dict[str, object])
+
+
+def short(path: str, tokens: int, stream: bool = False) -> bytes:
+    """A valid body for a generating endpoint that asks for `tokens` tokens."""
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    return json.dumps({**SHORTEST[path], limit: tokens, "stream": stream}).encode()
+
+
+def send(
+    mesh: Mesh, path: str, body: bytes | None, headers: dict[str, str | bytes] | None = None
+) -> Reply:
+    """POST `body`, or GET where there is none; raises TimeoutError on a hang."""
+    connection = http.client.HTTPConnection("127.0.0.1", mesh.port, timeout=PATIENCE_S)
+    try:
+        connection.putrequest("GET" if body is None else "POST", path)
+        for name, value in {**JSON_HEADERS, **(headers or {})}.items():
+            connection.putheader(name, value)
+        if body is not None:
+            connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        found = {name.lower(): value for name, value in answer.getheaders()}
+        return Reply(answer.status, found, answer.read())
+    finally:
+        connection.close()
+
+
+def check_error(path: str, reply: Reply) -> None:
+    """An error must have the form that clients of its API parse."""
+    answer = reply.json()
+    error = answer["error"]
+    assert isinstance(error, dict), answer
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    if path.startswith(MESSAGES):
+        assert answer["type"] == "error"
+        assert isinstance(answer["request_id"], str)
+    else:
+        assert set(error) == {"message", "type", "param", "code"}
+
+
+def check_refused_or_served(path: str, reply: Reply) -> None:
+    """What any body may lead to: an answer, or an error that names the caller's fault."""
+    assert reply.status < 500, (path, reply)
+    if reply.status >= 400:
+        check_error(path, reply)
+    elif not reply.headers["content-type"].startswith("text/event-stream"):
+        assert reply.json()
+
+
+async def idle(mesh: Mesh, timeout: float = PATIENCE_S) -> None:
+    """Wait until no process of the mesh holds anything of any request."""
+    for name in (
+        "kvmesh_frontend_active_requests",
+        "kvmesh_worker_running_requests",
+        "kvmesh_worker_waiting_requests",
+    ):
+        await eventually(lambda n=name: mesh.metric(n) == 0, timeout, name)
+
+
+@contextmanager
+def raw(mesh: Mesh, timeout: float = PATIENCE_S, receive_buffer: int = 0) -> Iterator[socket]:
+    """A TCP connection; `receive_buffer` bytes at most wait in the kernel on this side."""
+    with create_connection(("127.0.0.1", mesh.port), timeout=timeout) as connection:
+        yield connection
+
+
+def head(path: str, length: int | None = None, *lines: str) -> bytes:
+    """A POST's request line and headers."""
+    sized = [] if length is None else [f"Content-Length: {length}"]
+    text = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *sized, *lines]
+    return ("\r\n".join(text) + "\r\n\r\n").encode()
+
+
+def whole(path: str, body: bytes, *lines: str) -> bytes:
+    return head(path, len(body), *lines) + body
+
+
+def drain(connection: socket) -> bytes:
+    """Everything until the server closes; raises TimeoutError if it never does."""
+    parts = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def half_close(connection: socket) -> None:
+    connection.shutdown(SHUT_WR)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a process holds: open file descriptors, and resident memory in bytes."""
+
+    files: int
+    memory: int
+
+
+def footprint(mesh: Mesh, name: str = "frontend-0") -> Footprint:
+    pid = mesh.processes[name].pid
+    with open(f"/proc/{pid}/statm") as file:
+        pages = int(file.read().split()[1])
+    return Footprint(len(os.listdir(f"/proc/{pid}/fd")), pages * resource.getpagesize())

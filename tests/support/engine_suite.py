@@ -1,0 +1,148 @@
+"""What every engine must do, whichever one it is: subclass it beside a fixture named `started`.
+
+Lengths are in blocks, since engines differ in the sizes that they take.
+"""
+
+import asyncio
+from array import array
+
+import pytest
+
+from kvmesh.bus.messages import Sampling
+from kvmesh.worker.engine import Rejected
+from support.engines import Started
+from support.wait import PATIENCE_S, eventually
+
+
+class EngineSuite:
+    """An engine of 64 blocks, 4 sequences at once, and a context of 512 tokens."""
+
+    async def test_it_says_what_it_is(self, started: Started) -> None:
+        info = started.info
+        assert (info.context, info.capacity.blocks, info.capacity.max_sequences) == (512, 64, 4)
+        assert len(started.engine.load("i")) == info.capacity.dp_ranks
+
+    async def test_tokens_stream_and_end(self, started: Started) -> None:
+        await started.run("a", started.prompt(2.5))
+        assert len(started.sink.tokens("a")) == 12
+        assert started.sink.finish("a") == "length"
+        assert len(started.sink.deltas["a"]) > 2
+        assert started.sink.cached("a") == 0
+
+    async def test_the_same_prompt_is_answered_alike(self, started: Started) -> None:
+        await started.run("a", started.prompt(2.5))
+        await started.run("b", started.prompt(2.5))
+        assert started.sink.tokens("a") == started.sink.tokens("b")
+
+    async def test_a_stop_token_ends_the_answer(self, started: Started) -> None:
+        await started.run("a", started.prompt(2.5))
+        tokens = started.sink.tokens("a")
+        sampling = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=[tokens[4]])
+        await started.run("b", started.prompt(2.5), sampling=sampling)
+        assert started.sink.finish("b") == "stop"
+        assert started.sink.tokens("b") == tokens[: tokens.index(tokens[4]) + 1]
+
+    async def test_what_was_generated_elsewhere_is_continued(self, started: Started) -> None:
+        await started.run("a", started.prompt(2.5))
+        tokens = started.sink.tokens("a")
+        longer = started.prompt(2.5) + array("I", tokens[:5]).tobytes()
+        await started.run("b", longer, generated=5)
+        assert started.sink.tokens("b") == tokens[5:]
+
+    async def test_an_abort_is_the_last_word(self, started: Started) -> None:
+        before = started.load().aborted
+        started.submit("a", started.prompt(2.5), max_tokens=400)
+        await started.begun("a")
+        assert started.engine.abort("a")
+        assert not started.engine.abort("a")
+        assert not started.engine.abort("never")
+        await asyncio.wait_for(started.engine.drain(), PATIENCE_S)
+        assert started.sink.finish("a") == "abort"
+        assert (started.load().aborted, started.load().active_blocks) == (before + 1, 0)
+
+    async def test_many_at_once_are_as_good_as_alone(self, started: Started) -> None:
+        before = started.load().requests
+        await started.run("alone", started.prompt(2.2, first=3))
+        names = [f"r{i}" for i in range(10)]
+        for i, name in enumerate(names):
+            started.submit(name, started.prompt(2.2, first=i))
+        await started.ended(*names)
+        assert started.sink.tokens("r3") == started.sink.tokens("alone")
+        assert all(len(started.sink.tokens(name)) == 12 for name in names)
+        assert started.load().requests == before + 11
+
+    async def test_higher_priority_overtakes_what_waits(self, started: Started) -> None:
+        for i in range(4):
+            started.submit(f"busy{i}", started.prompt(1.3, first=i), max_tokens=60)
+        await eventually(lambda: len(started.sink.order) == 4)
+        for name, priority in (("low", 0), ("high", 5), ("late", 5), ("lowest", -3)):
+            tokens = started.prompt(1.3, first=len(name))
+            started.submit(name, tokens, max_tokens=30, priority=priority)
+        await started.ended("low", "high", "late", "lowest")
+        order = [name for name in started.sink.order if not name.startswith("busy")]
+        assert order == ["high", "late", "low", "lowest"]
+
+    async def test_a_prefix_is_reused_and_the_events_are_exact(self, started: Started) -> None:
+        short, long = started.prompt(2.5), started.prompt(6.3)
+        await started.run("a", short, max_tokens=1)
+        await eventually(lambda: started.held == set(started.sequence(short)))
+        await started.run("b", long, max_tokens=1)
+        assert started.sink.cached("b") == 2 * started.size
+        await eventually(lambda: started.held == set(started.sequence(long)))
+
+    async def test_tenants_do_not_share(self, started: Started) -> None:
+        tokens, other = started.prompt(2.5), started.salt + 1
+        await started.run("a", tokens, max_tokens=1)
+        await started.run("b", tokens, max_tokens=1, salt=other)
+        assert started.sink.cached("b") == 0
+        both = {*started.sequence(tokens), *started.sequence(tokens, other)}
+        await eventually(lambda: started.held == both)
+        await started.run("c", tokens, max_tokens=1, salt=other)
+        assert started.sink.cached("c") == 2 * started.size
+
+    async def test_the_blocks_of_an_answer_serve_the_next_turn(self, started: Started) -> None:
+        await started.run("a", started.prompt(2.5), max_tokens=2 * started.size - 2)
+        answer = array("I", [*started.sink.tokens("a"), 1, 2, 3]).tobytes()
+        await started.run("b", started.prompt(2.5) + answer)
+        assert started.sink.cached("b") == 4 * started.size
+
+    async def test_eviction_is_told_and_the_contents_stay_true(self, started: Started) -> None:
+        removed = started.sink.removed
+        for i in range(30):
+            started.submit(f"r{i}", started.prompt(3.8 + 0.2 * i, first=i % 7))
+        await started.ended(*(f"r{i}" for i in range(30)))
+        await started.settled()
+        assert started.sink.removed > removed
+        assert len(started.sink.held[0]) == started.load().cached_blocks
+        before = set(started.sink.held[0])
+        started.sink.held[0].add(1)
+        started.engine.dump(0)
+        assert started.sink.held[0] == before
+
+    async def test_more_than_fits_is_queued_and_all_of_it_done(self, started: Started) -> None:
+        names = [f"r{i}" for i in range(12)]
+        for i, name in enumerate(names):
+            started.submit(name, started.prompt(12.5, first=i), max_tokens=100)
+        load = started.load()
+        assert load.waiting + load.running == 12
+        await started.ended(*names)
+        assert all(len(started.sink.tokens(name)) == 100 for name in names)
+
+    async def test_a_drain_waits_for_everything(self, started: Started) -> None:
+        for i in range(6):
+            started.submit(f"r{i}", started.prompt(3.1, first=i), max_tokens=40)
+        await asyncio.wait_for(started.engine.drain(), 60)
+        assert all(started.sink.finish(f"r{i}") == "length" for i in range(6))
+        assert started.load().running == 0
+
+    async def test_a_rank_that_is_not_there_is_rejected(self, started: Started) -> None:
+        with pytest.raises(Rejected, match="rank 9"):
+            started.submit("a", started.prompt(1), rank=9)
+
+    async def test_log_probabilities_come_with_their_tokens(self, started: Started) -> None:
+        sampling = Sampling(max_tokens=5, temperature=0.0, logprobs=3, ignore_eos=True)
+        await started.run("a", started.prompt(2.5), sampling=sampling)
+        given = [row for delta in started.sink.deltas["a"] for row in delta.logprobs or []]
+        for token, row in zip(started.sink.tokens("a"), given, strict=True):
+            assert len(row) >= 3
+            assert row[token] == max(row.values()) <= 0

@@ -1,0 +1,129 @@
+"""An engine on its own with a recorder for its sink, made by a factory per engine."""
+
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import Load, Prefetch, Sampling, Work
+from kvmesh.demo import model_dir
+from kvmesh.index import block_hashes
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Mock, Torch, Worker
+from kvmesh.worker.engine import Engine, EngineContext, EngineInfo, create_engine
+from support.recorder import Recorder
+from support.tiny import tiny_model
+from support.wait import eventually
+
+SALT = 77
+
+
+@dataclass
+class Started:
+    """A started engine of 64 blocks and 512 tokens of context, and its recorder."""
+
+    engine: Engine
+    info: EngineInfo
+    sink: Recorder
+    salt: int = SALT
+
+    @property
+    def size(self) -> int:
+        return self.info.block_size
+
+    @property
+    def held(self) -> set[int]:
+        """Sequence hashes that the events say are held."""
+        return self.sink.sequences
+
+    def prompt(self, blocks: float, first: int = 0) -> bytes:
+        return prompt(int(blocks * self.size), first)
+
+    def sequence(self, tokens: bytes, salt: int | None = None) -> list[int]:
+        """The sequence hashes of a prompt's full blocks."""
+        return sequence(tokens, self.salt if salt is None else salt, self.size)
+
+    def submit(self, name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> None:
+        self.engine.submit(work(name, tokens, max_tokens, **{"salt": self.salt, **fields}))
+
+    async def run(self, name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> None:
+        self.submit(name, tokens, max_tokens, **fields)
+        await self.ended(name)
+
+    async def ended(self, *names: str) -> None:
+        def over() -> bool:
+            assert not self.sink.errors
+            return all(self.sink.finish(name) for name in names)
+
+        await eventually(over, what=f"end of {names}")
+
+    async def begun(self, name: str) -> None:
+        await eventually(lambda: self.sink.tokens(name), what=f"tokens of {name}")
+
+    async def settled(self) -> None:
+        """Return once every event so far has arrived."""
+
+    def load(self) -> Load:
+        return self.engine.load("i")[0]
+
+
+Factory = Callable[[], Awaitable[Started]]
+
+
+async def start_mock(**options: object) -> Started:
+    mock = replace(Mock(blocks=64, max_sequences=4, max_batched_tokens=256, speedup=20), **options)
+    settings = Settings(mock=mock, worker=Worker(block_size=16, context=512))
+    engine, sink = create_engine(EngineContext(settings, model_dir())), Recorder()
+    return Started(engine, await engine.start(sink), sink)
+
+
+async def start_torch() -> Started:
+    torch = Torch(blocks=64, max_sequences=4, max_batched_tokens=256, threads=1)
+    worker = Worker(engine="torch", block_size=16, context=512)
+    context = EngineContext(Settings(torch=torch, worker=worker), tiny_model())
+    engine, sink = create_engine(context), Recorder()
+    return Started(engine, await engine.start(sink), sink)
+
+
+async def start_mock_tiers() -> Started:
+    return await start_mock(host_blocks=96, disk_blocks=256)
+
+
+FACTORIES: dict[str, Factory] = {
+    "mock": start_mock,
+    "mock with tiers": start_mock_tiers,
+    "torch": start_torch,
+}
+ENGINES = sorted(FACTORIES)
+
+
+@asynccontextmanager
+async def running(name: str) -> AsyncIterator[Started]:
+    """The engine of that name, closed in the end; skips the test if it is not installed."""
+    if name == "torch":
+        pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+    made = await FACTORIES[name]()
+    yield made
+    await made.engine.close()
+
+
+def prompt(length: int, first: int = 0) -> bytes:
+    return array("I", [(first + 13 * i) % 4000 for i in range(length)]).tobytes()
+
+
+def work(name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> Work:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    base = Work(request=name, frontend="f", tokens=tokens, sampling=sampling, salt=SALT)
+    return replace(base, **fields)
+
+
+def sequence(tokens: bytes, salt: int = SALT, size: int = 16) -> list[int]:
+    """The sequence hashes of a prompt's full blocks."""
+    return list(array("Q", block_hashes(tokens, size, salt)[1]))
+
+
+def wish(tokens: bytes, name: str = "p", **fields: object) -> Prefetch:
+    return replace(Prefetch(id=name, tokens=tokens, salt=SALT), **fields)

@@ -1,0 +1,203 @@
+"""A holder of blocks as the indexer sees it: numbered KV events, dumps, and its true contents."""
+
+import struct
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import msgspec
+from nats.aio.subscription import Subscription
+
+from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.discovery import Lease
+from kvmesh.bus.messages import (
+    Capacity,
+    Cleared,
+    Control,
+    ControlReply,
+    Dump,
+    Instance,
+    KvBatch,
+    KvEvent,
+    ModelCard,
+    NodeStore,
+    OverlapReply,
+    Removed,
+    Role,
+    Stored,
+)
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.index import salt, sequence_hashes
+
+CONTROL: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
+MODEL = "m"
+SALT = salt(MODEL)
+OPAQUE = 0x5555
+
+
+def pack(hashes: Iterable[int]) -> bytes:
+    return array("Q", hashes).tobytes()
+
+
+def prompt(blocks: Iterable[int]) -> bytes:
+    """The packed sequence hashes of a prompt given by its local hashes."""
+    return sequence_hashes(pack(blocks), SALT)
+
+
+def depths(reply: OverlapReply, place: int = 0) -> dict[str, int]:
+    """Blocks that each instance holds of one prompt, in all tiers."""
+    rows = struct.iter_unpack("<5I", reply.rows[place])
+    return {reply.ranks[rank].instance: sum(tiers) for rank, *tiers in rows}
+
+
+class Contents:
+    """What one tier holds: sequence hash of each block to the one before it and its local hash.
+
+    Each change returns the events that tell of it. Engine hashes differ from sequence hashes.
+    """
+
+    def __init__(self, tier: int = 0) -> None:
+        self.tier = tier
+        self.blocks: dict[int, tuple[int | None, int]] = {}
+
+    def depth(self, blocks: Iterable[int]) -> int:
+        """Leading blocks of this prompt that are held: the truth that the index must tell."""
+        hashes = array("Q", prompt(blocks))
+        return next((i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes))
+
+    def store(self, blocks: Sequence[int]) -> list[KvEvent]:
+        """Hold every block of a prompt; one event for each run that was not held."""
+        hashes = array("Q", prompt(blocks))
+        events: list[KvEvent] = []
+        run: list[int] = []
+        for i, hash_ in enumerate(hashes):
+            if hash_ in self.blocks:
+                run = self._close(run, events)
+                continue
+            self.blocks[hash_] = (hashes[i - 1] if i else None, blocks[i])
+            run.append(hash_)
+        self._close(run, events)
+        return events
+
+    def _close(self, run: list[int], events: list[KvEvent]) -> list[int]:
+        if run:
+            events.append(self._stored(run, detached=False))
+        return []
+
+    def _stored(self, run: list[int], detached: bool) -> Stored:
+        before, _ = self.blocks[run[0]]
+        parent = None if before is None or detached else before ^ OPAQUE
+        engine = pack(hash_ ^ OPAQUE for hash_ in run)
+        local = pack(self.blocks[hash_][1] for hash_ in run)
+        return Stored(self.tier, parent, engine, local, SALT, before if detached else None)
+
+    def drop(self, blocks: Iterable[int], keep: int = 0) -> list[KvEvent]:
+        """Hold no block of this prompt after the first `keep`, whoever shares it."""
+        hashes = [h for h in array("Q", prompt(blocks))[keep:] if h in self.blocks]
+        return self._remove(hashes)
+
+    def evict(self, choose: Callable[[list[int]], int]) -> list[KvEvent]:
+        """Drop one block, wherever in a prompt it is."""
+        return self._remove([choose(list(self.blocks))] if self.blocks else [])
+
+    def _remove(self, hashes: list[int]) -> list[KvEvent]:
+        for hash_ in hashes:
+            del self.blocks[hash_]
+        return [Removed(self.tier, pack(hash_ ^ OPAQUE for hash_ in hashes))] if hashes else []
+
+    def dump(self) -> list[KvEvent]:
+        events: list[KvEvent] = [Cleared()]
+        told: set[int | None] = {None}
+        for hash_, (before, _) in self.blocks.items():
+            events.append(self._stored([hash_], detached=before not in told))
+            told.add(hash_)
+        return events
+
+
+class Publisher:
+    """One worker instance. `send` carries each batch to the bus; tests replace it to do harm."""
+
+    rank = 0
+    tier = 0
+
+    def __init__(
+        self, bus: Bus, limits: StreamLimits, name: str, instance: str, node: str = ""
+    ) -> None:
+        self.bus = bus
+        self.name = name
+        self.instance = instance
+        self.node = node
+        self.contents = Contents(self.tier)
+        self.next = 0
+        self.dumps = 0
+        self.lease = Lease(bus, self._card(), limits)
+        self.send: Callable[[KvBatch], Awaitable[None]] = self.deliver
+        self._control: Subscription | None = None
+
+    def _card(self) -> Instance:
+        return Instance(
+            instance=self.instance,
+            role=Role.WORKER,
+            name=self.name,
+            version="0",
+            started=time.time(),
+            model=ModelCard(name=MODEL, context=1 << 20, block_size=16, files=""),
+            capacity=Capacity(blocks=1 << 20, max_sequences=1, max_batched_tokens=1),
+            node=self.node,
+        )
+
+    async def open(self) -> None:
+        subject = self.bus.subjects.ctl(self.instance)
+        self._control = await self.bus.serve(subject, CONTROL, self._on_control)
+        await self.lease.open()
+
+    async def close(self) -> None:
+        await self.lease.close()
+        if self._control is not None:
+            await self._control.unsubscribe()
+            self._control = None
+
+    async def _on_control(self, command: Control, respond: Respond) -> None:
+        if isinstance(command, Dump):
+            self.dumps += 1
+            await self.publish(self.contents.dump())
+        await respond(ControlReply(ok=isinstance(command, Dump)))
+
+    async def store(self, *blocks: int) -> None:
+        """Hold one whole prompt."""
+        await self.publish(self.contents.store(blocks))
+
+    async def drop(self, *blocks: int) -> None:
+        """Hold nothing of that prompt any more."""
+        await self.publish(self.contents.drop(blocks))
+
+    async def publish(self, events: list[KvEvent]) -> None:
+        batch = KvBatch(self.name, self.instance, self.rank, self.next, time.time(), events)
+        self.next += len(events)
+        await self.send(batch)
+
+    async def deliver(self, batch: KvBatch) -> None:
+        """Put a batch on the stream; it is not awaited there."""
+        await self.bus.publish(self.bus.subjects.kv(MODEL, self.name), batch)
+
+
+class Kvbm(Publisher):
+    """One kvbm instance with its blocks of MODEL, its second model, in host memory."""
+
+    rank = 1
+    tier = 1
+
+    def _card(self) -> Instance:
+        return Instance(
+            instance=self.instance,
+            role=Role.KVBM,
+            name=self.name,
+            version="0",
+            started=time.time(),
+            node=self.node,
+            store=NodeStore(directory="", tier_bytes=[1 << 30, 0, 0], models=["other", MODEL]),
+        )
+
+
+async def swallow(_: KvBatch) -> None:
+    """In place of `send`: the batch never leaves the worker."""

@@ -1,0 +1,196 @@
+"""A real frontend process among scripted peers: tests decide what routers and workers do."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.discovery import Lease
+from kvmesh.bus.messages import (
+    Cancel,
+    Capacity,
+    Chunk,
+    Control,
+    ControlReply,
+    Instance,
+    ModelCard,
+    Refused,
+    Resend,
+    Role,
+    Routed,
+    RouteReply,
+    RouteRequest,
+    StepOutput,
+    Work,
+    WorkReply,
+)
+from kvmesh.bus.models import publish_model
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.demo import model_dir
+from support.wait import PATIENCE_S
+
+MODEL = "kvmesh-demo"
+CONTEXT = 2048
+ROUTES = msgspec.msgpack.Decoder(RouteRequest)
+WORKS = msgspec.msgpack.Decoder(Work)
+CONTROLS: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
+
+
+class ScriptedRouter:
+    """Sends to the first of `order` that is not excluded; `refusal` overrides.
+
+    With `parks` it lets all requests wait.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.refusal: Refused | None = None
+        self.parks = False
+        self.asked: list[RouteRequest] = []
+
+    async def answer(self, request: RouteRequest, respond: Respond) -> None:
+        self.asked.append(request)
+        if not self.parks:
+            await respond(self.choose(request))
+
+    def choose(self, request: RouteRequest) -> RouteReply:
+        if self.refusal is not None:
+            return self.refusal
+        for instance in self.order:
+            if instance not in request.placement.exclude:
+                return Routed(instance=instance, rank=0, overlap=[0, 0, 0, 0])
+        return Refused(code="no_workers", reason="all are excluded", retry_after_s=2.0)
+
+
+class ScriptedWorker:
+    """Takes work as `status` says and sends exactly what the test tells it to.
+
+    With `keeps` it says that it keeps prompts; it has none of those that build on another.
+    """
+
+    def __init__(self, bus: Bus, name: str) -> None:
+        self.bus = bus
+        self.instance = f"{name}-1"
+        self.status = "accepted"
+        self.knows = True
+        self.keeps = False
+        self.works: list[Work] = []
+        self.cancelled: list[str] = []
+        self.resends: list[Resend] = []
+        self.told: list[Control] = []
+        self.blocks = 0
+        self._arrived = asyncio.Condition()
+        self._subscriptions: list[Any] = []
+
+    async def listen(self) -> None:
+        subjects = self.bus.subjects
+        self._subscriptions = [
+            await self.bus.serve(subjects.work(self.instance), WORKS, self._work),
+            await self.bus.serve(subjects.ctl(self.instance), CONTROLS, self._control),
+        ]
+
+    async def deafen(self) -> None:
+        """Stop listening, as a killed process does."""
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+
+    async def _work(self, work: Work, respond: Respond) -> None:
+        status = "incomplete" if work.base else self.status
+        await respond(WorkReply(status=status, kept=self.keeps))  # type: ignore[arg-type]
+        async with self._arrived:
+            self.works.append(work)
+            self._arrived.notify_all()
+
+    async def _control(self, control: Control, respond: Respond) -> None:
+        if isinstance(control, Cancel):
+            self.cancelled.append(control.request)
+        if isinstance(control, Resend):
+            self.resends.append(control)
+        self.told.append(control)
+        await respond(ControlReply(ok=self.knows, blocks=self.blocks))
+
+    async def work(self, number: int = 0) -> Work:
+        """The `number`-th work that arrives here."""
+        async with asyncio.timeout(PATIENCE_S), self._arrived:
+            await self._arrived.wait_for(lambda: len(self.works) > number)
+            return self.works[number]
+
+    async def send(self, work: Work, *chunks: Chunk) -> None:
+        subject = self.bus.subjects.out(work.frontend)
+        await self.bus.publish(subject, StepOutput(self.instance, list(chunks)))
+
+
+@asynccontextmanager
+async def scripted_worker(
+    bus: Bus, limits: StreamLimits, name: str, tier_blocks: Sequence[int] = (), **card: Any
+) -> AsyncIterator[ScriptedWorker]:
+    """A worker of the demo model on the mesh; other keywords change its model card."""
+    files = await publish_model(bus, model_dir())
+    fields: dict[str, Any] = {"name": MODEL, "context": CONTEXT, "block_size": 16, "files": files}
+    model = ModelCard(**{**fields, "structural_tags": True, **card})
+    worker = ScriptedWorker(bus, name)
+    instance = Instance(
+        instance=worker.instance,
+        role=Role.WORKER,
+        name=name,
+        version="0",
+        started=0.0,
+        model=model,
+        capacity=Capacity(
+            blocks=1000,
+            max_sequences=8,
+            max_batched_tokens=2048,
+            tier_blocks=list(tier_blocks),
+        ),
+    )
+    await worker.listen()
+    lease = Lease(bus, instance, limits)
+    await lease.open()
+    yield worker
+    await lease.close()
+
+
+@asynccontextmanager
+async def scripted_router(bus: Bus, limits: StreamLimits) -> AsyncIterator[ScriptedRouter]:
+    router = ScriptedRouter()
+    await bus.serve(bus.subjects.router(MODEL), ROUTES, router.answer, queue="router")
+    card = Instance(instance="router-1", role=Role.ROUTER, name="router", version="0", started=0.0)
+    lease = Lease(bus, card, limits)
+    await lease.open()
+    yield router
+    await lease.close()
+
+
+def client_session() -> aiohttp.ClientSession:
+    """With a connection per request: the frontend may be closing an idle one just then."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+
+
+class Client:
+    """A plain HTTP client of one frontend."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.session = session
+
+    async def post(self, path: str, body: object, **headers: str) -> tuple[int, Any]:
+        """Status and decoded body; `body` is sent as it is if it is bytes."""
+        data = io.BytesIO(body if isinstance(body, bytes) else msgspec.json.encode(body))
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def stream(self, path: str, body: object, **headers: str) -> aiohttp.ClientResponse:
+        data = msgspec.json.encode(body)
+        return await self.session.post(self.url + path, data=data, headers=headers)
+
+
+async def events(response: aiohttp.ClientResponse) -> list[Any]:
+    """All events of a stream to its end; comments left out, `[DONE]` as a string."""
+    text = await response.text()
+    data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [part if part == "[DONE]" else msgspec.json.decode(part) for part in data]

@@ -1,0 +1,189 @@
+"""Real coding agents, run headless, and what they and the mesh tell about it."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+INSTALLED = Path(__file__).parents[2] / ".agents" / "node_modules" / ".bin"
+KEY = "sk-of-the-tests"
+OWN_HEADERS = {"host", "content-length", "transfer-encoding", "accept-encoding", "content-encoding"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A client that has ended."""
+
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What it printed as JSON, one object per line."""
+        lines = [line for line in self.output.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in lines]
+
+
+class Workspace:
+    """An empty home and an empty git repository, where a client runs with no other settings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home = folder / "home"
+        self.repository = folder / "repository"
+        self.home.mkdir(parents=True)
+        self.repository.mkdir()
+        author = ("-c", "user.name=Tester", "-c", "user.email=tester@localhost")
+        for command in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "Begin"]):
+            subprocess.run(["git", *command], cwd=self.repository, check=True)
+
+    async def run(
+        self, program: str, *arguments: str, env: dict[str, str], timeout: float = 90.0
+    ) -> Finished:
+        """Run an installed client to its end; raises TimeoutError, having killed it."""
+        command = INSTALLED / program
+        assert command.exists(), f"{command} is missing: run `make agents`"
+        process = await asyncio.create_subprocess_exec(
+            command,
+            *arguments,
+            cwd=self.repository,
+            env={"PATH": os.environ["PATH"], "HOME": str(self.home), "TERM": "dumb", **env},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            output, errors = await asyncio.wait_for(process.communicate(), timeout)
+        finally:
+            _kill_group(process.pid)
+        assert process.returncode is not None
+        return Finished(process.returncode, output.decode(), errors.decode())
+
+
+def _kill_group(pid: int) -> None:
+    """The client and whatever it left running."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request as the client sent it, and the status and body that it got."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    status: int
+    answer: bytes = field(repr=False)
+
+
+Intervene = Callable[[str, dict[str, Any]], web.Response | None]
+
+
+class Recorder:
+    """Stands between a client and the mesh, and remembers what passes.
+
+    `intervene`, if set, may answer a request in the mesh's place; `refused` is set by a 429.
+    """
+
+    def __init__(self, target: str, refused: asyncio.Event | None = None) -> None:
+        self.seen: list[Seen] = []
+        self.intervene: Intervene | None = None
+        self.url = ""
+        self._target = target
+        self._refused = refused
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["Recorder"]:
+        application = web.Application(client_max_size=1 << 26)
+        application.router.add_route("*", "/{path:.*}", self._pass)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = "http://{}:{}".format(*runner.addresses[0])
+        yield self
+        await runner.cleanup()
+
+    async def _pass(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw) if raw else {}
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        own = self.intervene(request.path, body) if self.intervene is not None else None
+        if own is not None:
+            answer = own.body if isinstance(own.body, bytes) else b""
+            self.seen.append(Seen(request.path_qs, headers, body, own.status, answer))
+            return own
+        return await self._forward(request, raw, body, headers)
+
+    async def _forward(
+        self, request: web.Request, raw: bytes, body: dict[str, Any], headers: dict[str, str]
+    ) -> web.StreamResponse:
+        url = self._target + request.path_qs
+        kept = {k: v for k, v in headers.items() if k not in OWN_HEADERS}
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as session,
+            session.request(request.method, url, data=raw, headers=kept) as answer,
+        ):
+            found = {k: v for k, v in answer.headers.items() if k.lower() not in OWN_HEADERS}
+            response = web.StreamResponse(status=answer.status, headers=found)
+            await response.prepare(request)
+            parts = []
+            async for part in answer.content.iter_any():
+                parts.append(part)
+                await response.write(part)
+            whole = b"".join(parts)
+            self.seen.append(Seen(request.path_qs, headers, body, answer.status, whole))
+            if answer.status == 429 and self._refused is not None:
+                self._refused.set()
+            await response.write_eof()
+            return response
+
+    def to(self, path: str) -> list[Seen]:
+        """What went to one path, whatever its query."""
+        return [seen for seen in self.seen if seen.path.partition("?")[0] == path]
+
+
+class Limited:
+    """A mesh whose only key may have one request at a time."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @asynccontextmanager
+    async def occupied(self) -> AsyncIterator[Recorder]:
+        """Hold the one request until another was refused; what the other is pointed at."""
+        refused = asyncio.Event()
+        async with (
+            Recorder(self._url, refused).listening() as recorder,
+            asyncio.TaskGroup() as tasks,
+        ):
+            held = asyncio.Event()
+            tasks.create_task(self._hold(held, refused))
+            await held.wait()
+            yield recorder
+
+    async def _hold(self, held: asyncio.Event, refused: asyncio.Event) -> None:
+        body = {"model": "kvmesh-demo", "prompt": "Go on", "max_tokens": 100_000, "stream": True}
+        body["ignore_eos"] = True
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = f"{self._url}/v1/completions"
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(url, json=body) as answer,
+        ):
+            assert answer.status == 200
+            held.set()
+            await asyncio.wait_for(refused.wait(), 60)

@@ -1,0 +1,87 @@
+"""Indexer replicas inside the test's process, and questions to whichever of them answers."""
+
+import asyncio
+import struct
+from contextlib import AsyncExitStack
+
+from nats.js.api import ObjectMeta
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.errors import BusError
+from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.indexer.service import Indexer
+from kvmesh.indexer.store import SnapshotStore
+from kvmesh.runtime.service import Service
+from kvmesh.settings.schema import Indexer as IndexerSettings
+from kvmesh.settings.schema import Settings
+from support.events import MODEL, depths, prompt
+from support.wait import eventually
+
+
+class Replica:
+    """One running replica; `stop` may be called at any time."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.indexer = Indexer(service)
+        self.task = asyncio.create_task(self.indexer.run())
+
+    async def stop(self) -> None:
+        self.service.stopping.set()
+        await self.task
+        await self.service.close()
+
+
+class Replicas:
+    """Starts replicas on one mesh."""
+
+    def __init__(self, options: BusOptions, limits: StreamLimits, stack: AsyncExitStack) -> None:
+        self._options = options
+        self._limits = limits
+        self._stack = stack
+
+    async def start(self, settings: IndexerSettings | None = None, ready: bool = True) -> Replica:
+        """One more replica, ready when this returns unless told otherwise."""
+        bus = await Bus.connect(self._options, "indexer")
+        service = Service(bus, Settings(indexer=settings or IndexerSettings()), "indexer")
+        service.limits = self._limits
+        self._stack.push_async_callback(service.close)
+        replica = Replica(service)
+        self._stack.push_async_callback(replica.stop)
+        if ready:
+            await eventually(lambda: replica.indexer.ready or replica.task.done())
+        return replica
+
+
+async def ask(bus: Bus, *blocks: int) -> dict[str, int]:
+    """How many leading blocks of this prompt each instance holds, according to the mesh."""
+    query = OverlapQuery([prompt(list(blocks))])
+    return depths(await bus.request(bus.subjects.index(MODEL), query, OverlapReply, 10))
+
+
+async def told(bus: Bus, blocks: list[int], expected: dict[str, int]) -> None:
+    """Wait until the mesh gives this answer."""
+
+    async def matches() -> bool:
+        try:
+            found = await ask(bus, *blocks)
+        except BusError as error:
+            raise AssertionError(f"no answer: {error}") from error
+        assert found == expected
+        return True
+
+    await eventually(matches, what=f"{blocks} held as {expected}")
+
+
+async def overwrite_newest(bus: Bus, harm: bytes | None = None, version: int = 1) -> None:
+    """Damage the newest snapshot in the middle, or give it another format version."""
+    slot = (await SnapshotStore(bus).slots("whole"))[0]
+    data = bytearray(await SnapshotStore(bus).read(slot))
+    if harm is None:
+        data[8:10] = struct.pack("<H", version)
+    else:
+        data[len(data) // 2 : len(data) // 2 + len(harm)] = harm
+    bucket = await bus.js.object_store(bus.subjects.index_bucket)
+    meta = ObjectMeta(name=slot.name, headers={"covered": str(slot.covered)})
+    await bucket.put(slot.name, bytes(data), meta)

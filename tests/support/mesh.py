@@ -1,0 +1,122 @@
+"""A whole mesh for tests: real processes of the real command line on one NATS server."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kvmesh.bus.client import BusOptions
+from kvmesh.bus.streams import StreamLimits
+from support.evidence import Evidence, log_files
+from support.nats import free_port
+from support.wait import PATIENCE_S, eventually
+
+
+def stream_env(limits: StreamLimits) -> dict[str, str]:
+    """The settings that give processes the streams that a test has made."""
+    return {
+        "KVMESH_STREAMS_LEASE_S": str(limits.lease_s),
+        "KVMESH_STREAMS_KV_BYTES": str(limits.kv_bytes),
+        "KVMESH_STREAMS_ROUTE_BYTES": str(limits.route_bytes),
+        "KVMESH_STREAMS_SEQ_BYTES": str(limits.seq_bytes),
+    }
+
+
+@dataclass
+class Mesh:
+    """Processes by name. `env` holds settings for all of them, as KVMESH_… variables."""
+
+    nats_url: str
+    folder: Path
+    env: dict[str, str] = field(default_factory=dict)
+    namespace: str = field(default_factory=lambda: f"t{secrets.token_hex(4)}")
+    port: int = field(default_factory=free_port)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    commands: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.evidence = Evidence(partial(log_files, self.folder))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def options(self) -> BusOptions:
+        return BusOptions(url=self.nats_url, namespace=self.namespace)
+
+    def start(self, role: str, name: str, **env: str) -> None:
+        """Start one service process; extra keywords are environment variables for it alone."""
+        self.commands[name] = (role, env)
+        settings = {
+            "KVMESH_NATS_URL": self.nats_url,
+            "KVMESH_NATS_NAMESPACE": self.namespace,
+            "KVMESH_STREAMS_LEASE_S": "10",  # which a busy machine renews in time
+            "KVMESH_FRONTEND_PORT": str(self.port),
+            f"KVMESH_{role}_NAME".upper(): name,
+        }
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "kvmesh.cli.main", role],
+                env={**os.environ, **settings, **self.env, **env},
+                stdout=log,
+                stderr=log,
+            )
+
+    def start_all(self, workers: int = 2) -> None:
+        self.start("indexer", "indexer-0")
+        self.start("router", "router-0")
+        for index in range(workers):
+            self.start("worker", f"worker-{index}")
+        self.start("frontend", "frontend-0")
+
+    async def ready(self, timeout: float = 120.0) -> None:
+        """Wait until the frontend says that it can serve."""
+        await eventually(self._healthy, timeout=timeout, what="the mesh is ready")
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=PATIENCE_S) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def metrics(self) -> dict[str, float]:
+        """The frontend's metrics: sample with its labels → value."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE_S) as answer:
+            lines = answer.read().decode().splitlines()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over all its labels."""
+        return sum(v for k, v in self.metrics().items() if k.partition("{")[0] == name)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        process = self.processes.pop(name)
+        process.send_signal(number)
+        process.wait(PATIENCE_S)
+
+    def restart(self, name: str) -> None:
+        """Start a killed process again, as a supervisor would."""
+        role, env = self.commands[name]
+        self.start(role, name, **env)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {name}\n{text}" for name, text in log_files(self.folder).items())
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(PATIENCE_S)
+        self.processes.clear()

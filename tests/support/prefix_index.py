@@ -1,0 +1,34 @@
+"""What the tests of the prefix index share: factories, hash arrays, decoded answers."""
+
+from collections.abc import Callable, Iterable
+from struct import iter_unpack, pack
+
+import pytest
+
+from kvmesh.index import PrefixIndex, Segment, create_index
+from kvmesh.index.reference import ReferencePrefixIndex
+
+Factory = Callable[[], PrefixIndex]
+FACTORIES = [
+    pytest.param(ReferencePrefixIndex, id="reference"),
+    pytest.param(create_index, id="native"),
+]
+
+
+def hashes(values: Iterable[int]) -> bytes:
+    return b"".join(pack("<Q", value) for value in values)
+
+
+def rows(answer: bytes) -> dict[int, tuple[int, ...]]:
+    """Return rank -> one number for each tier."""
+    decoded = list(iter_unpack("<5I", answer))
+    assert len({row[0] for row in decoded}) == len(decoded), "a rank has two rows"
+    return {rank: tuple(counts) for rank, *counts in decoded}
+
+
+def load(index: PrefixIndex, rank: int, segments: list[Segment]) -> None:
+    for tier, root, previous, engine, local in segments:
+        if root:
+            assert index.store(rank, tier, None, engine, local, previous)
+        else:
+            index.attach(rank, tier, previous, engine, local)

@@ -1,0 +1,79 @@
+"""A sink for engines that keeps everything and knows what the events say is held."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from kvmesh.bus.messages import Cleared, KvEvent, Removed
+from kvmesh.index import sequence_hashes
+from kvmesh.worker.engine import Delta, EngineError
+
+
+@dataclass
+class Recorder:
+    """`held` is engine hashes by rank, `sequences` the mesh's hashes of all of them.
+
+    `below` are those of each tier below, of all ranks.
+    """
+
+    deltas: dict[str, list[Delta]] = field(default_factory=dict)
+    held: dict[int, set[int]] = field(default_factory=dict)
+    below: dict[int, set[int]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    removed: int = 0
+    lost_events: int = 0
+    errors: list[EngineError] = field(default_factory=list)
+    _names: dict[int, int] = field(default_factory=dict)
+
+    def output(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            if delta.request not in self.deltas:
+                self.order.append(delta.request)
+            self.deltas.setdefault(delta.request, []).append(delta)
+
+    def events(self, rank: int, events: list[KvEvent]) -> None:
+        for event in events:
+            if isinstance(event, Cleared):
+                self.held[rank] = set()
+                self.below.clear()
+                continue
+            tiers, key = (self.below, event.tier) if event.tier else (self.held, rank)
+            held = tiers.setdefault(key, set())
+            if isinstance(event, Removed):
+                gone = set(array("Q", event.engine))
+                self.removed += len(gone)
+                assert gone <= held
+                held -= gone
+            else:
+                assert event.parent is None or self._holds(event.parent)
+                before = event.salt if event.parent is None else self._names[event.parent]
+                before = before if event.previous is None else event.previous
+                engine = array("Q", event.engine)
+                sequences = array("Q", sequence_hashes(event.local, before))
+                self._names.update(zip(engine, sequences, strict=True))
+                held |= set(engine)
+
+    def _holds(self, name: int) -> bool:
+        return any(name in held for held in (*self.held.values(), *self.below.values()))
+
+    def lost(self, rank: int, count: int) -> None:
+        self.lost_events += count
+
+    def failed(self, error: EngineError) -> None:
+        self.errors.append(error)
+
+    @property
+    def sequences(self) -> set[int]:
+        return {self._names[name] for held in self.held.values() for name in held}
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for delta in self.deltas.get(name, []) for token in delta.tokens]
+
+    def finish(self, name: str) -> str | None:
+        return self.deltas[name][-1].finish if self.deltas.get(name) else None
+
+    def tiers(self, name: str) -> list[int]:
+        """Prompt tokens that were not computed, by tier."""
+        return next(d.cached for d in self.deltas[name] if d.cached is not None)
+
+    def cached(self, name: str) -> int:
+        return sum(self.tiers(name))

@@ -1,0 +1,147 @@
+"""Router services in this process over a real bus, with a scripted index and a tail of streams."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvmesh.bus.client import Bus, BusOptions, Respond
+from kvmesh.bus.discovery import Lease
+from kvmesh.bus.errors import NoResponder, RequestTimeout
+from kvmesh.bus.messages import (
+    OverlapQuery,
+    OverlapReply,
+    Refused,
+    Routed,
+    RouteReply,
+    RouteRequest,
+)
+from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.router.service import RouterService
+from kvmesh.runtime.service import Service
+from kvmesh.settings.schema import Router, Settings, Streams
+from support.routing import overlaps, worker
+from support.wait import PATIENCE_S, eventually
+
+QUERIES = msgspec.msgpack.Decoder(OverlapQuery)
+T = TypeVar("T")
+
+
+class RunningRouter:
+    """A router service as a task of the test."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.router = RouterService(service)
+        self.task = asyncio.create_task(self.router.run())
+
+    @property
+    def read(self) -> int:
+        """The sequence of the last message about active requests that it knows of."""
+        return self.router._sequences.last_seq
+
+    async def stop(self) -> None:
+        """As SIGTERM does; raises what made it fail."""
+        self.service.stopping.set()
+        await self.task
+        await self.service.close()
+        assert not self.service.failed
+
+    async def kill(self) -> None:
+        """As SIGKILL does: the connection goes first, nothing is withdrawn."""
+        await self.service.bus.client.close()
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        await self.service.close()
+
+
+async def start_router(options: BusOptions, name: str = "r", **router: Any) -> RunningRouter:
+    """Start a router with these settings of its section."""
+    settings = Settings(router=Router(**router), streams=Streams(lease_s=10.0))
+    return RunningRouter(Service(await Bus.connect(options, name), settings, name))
+
+
+async def caught_up(bus: Bus, routers: list[RunningRouter]) -> None:
+    """Wait until they all know what is on the stream of active requests now."""
+    last = (await bus.js.stream_info(bus.subjects.seq_stream)).state.last_seq
+    await eventually(lambda: all(router.read >= last for router in routers))
+
+
+@asynccontextmanager
+async def running_router(
+    options: BusOptions, name: str = "r", **router: Any
+) -> AsyncIterator[RunningRouter]:
+    running = await start_router(options, name, **router)
+    try:
+        yield running
+    finally:
+        await running.stop()
+
+
+@asynccontextmanager
+async def running_workers(
+    bus: Bus, limits: StreamLimits, *names: str, **changes: Any
+) -> AsyncIterator[list[Lease]]:
+    """Worker cards on the mesh; nothing listens for work."""
+    leases = [Lease(bus, worker(name, **changes), limits) for name in names]
+    for lease in leases:
+        await lease.open()
+    try:
+        yield leases
+    finally:
+        for lease in leases:
+            await lease.close()
+
+
+async def scripted_index(bus: Bus, held: dict[str, tuple[int, ...]]) -> None:
+    """Serve an index that answers every prompt with the same overlaps."""
+    answer = overlaps(held)
+
+    async def find(query: OverlapQuery, respond: Respond) -> None:
+        await respond(OverlapReply(answer.ranks, [answer.rows] * len(query.prompts)))
+
+    await bus.serve(bus.subjects.index("m"), QUERIES, find, queue="index")
+
+
+async def ask(
+    bus: Bus, message: RouteRequest, timeout: float = 5.0, model: str = "m"
+) -> Routed | Refused:
+    """The answer of a router; asks again while none serves, or one died with the request."""
+    subject = bus.subjects.router(model)
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while True:
+        try:
+            return await bus.request(subject, message, RouteReply, timeout)  # type: ignore[arg-type]
+        except (NoResponder, RequestTimeout):
+            if asyncio.get_running_loop().time() > deadline:
+                raise
+            await asyncio.sleep(0.02)
+
+
+async def placed(bus: Bus, message: RouteRequest) -> Routed:
+    """The placement of a request that must get one."""
+    reply = await ask(bus, message)
+    assert isinstance(reply, Routed), reply
+    return reply
+
+
+class Tail(Generic[T]):
+    """Everything on a stream so far, decoded."""
+
+    def __init__(self, bus: Bus, stream: str, subject: str, decoder: Any) -> None:
+        self.seen: list[T] = []
+        self._decoder = decoder
+        self._reader = StreamReader(bus, stream, subject, self._take, Start())
+
+    def _take(self, message: StreamMessage) -> None:
+        self.seen.append(self._decoder.decode(message.data))
+
+    async def __aenter__(self) -> "Tail[T]":
+        await self._reader.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._reader.close()

@@ -1,0 +1,78 @@
+"""What frontends send to workers and routers decide, as anyone on the bus can see it."""
+
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise, takewhile
+
+import msgspec
+from tokenizers import Tokenizer
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.messages import Decision, Outcome, Work
+from kvmesh.demo import model_dir
+from support.wait import eventually
+
+
+class Tap:
+    """What frontends send to workers, and the routers' decisions, in order."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.decisions: list[Decision] = []
+        self.outcomes: list[Outcome] = []
+        self._tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+
+    @asynccontextmanager
+    async def listening(self, options: BusOptions) -> AsyncIterator["Tap"]:
+        bus = await Bus.connect(options, "tap")
+        work = msgspec.msgpack.Decoder(Work)
+        route = msgspec.msgpack.Decoder(Decision | Outcome)
+
+        async def on_work(message: Work) -> None:
+            self.works.append(self._whole(message))
+
+        async def on_route(message: Decision | Outcome) -> None:
+            known = self.decisions if isinstance(message, Decision) else self.outcomes
+            known.append(message)  # type: ignore[arg-type]
+
+        await bus.subscribe(bus.subjects.expand("work.*"), work, on_work)
+        await bus.subscribe(bus.subjects.route_all, route, on_route)
+        yield self
+        await bus.close()
+
+    def _whole(self, work: Work) -> Work:
+        """With its whole prompt, where only what is new of it was sent."""
+        if not work.base:
+            return work
+        base = next(known for known in reversed(self.works) if known.request == work.base)
+        tokens = base.tokens[: 4 * work.shared] + work.tokens
+        return msgspec.structs.replace(work, tokens=tokens, base="", shared=0)
+
+    async def outcome(self, work: Work) -> Outcome:
+        """What came of it, once that is known."""
+        found = await eventually(lambda: [o for o in self.outcomes if o.request == work.request])
+        return found[-1]
+
+    def text(self, work: Work) -> str:
+        """The prompt as the engine's tokenizer reads it."""
+        ids = array("I", work.tokens).tolist()
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def of(self, session: str) -> list[Work]:
+        return [work for work in self.works if work.session == session]
+
+
+def shared(before: Work, after: Work) -> int:
+    """How many tokens two prompts begin with alike."""
+    pairs = zip(array("I", before.tokens), array("I", after.tokens), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def assert_grows(works: list[Work]) -> None:
+    """Each prompt is the beginning of the next one, token by token."""
+    assert len(works) > 1
+    for before, after in pairwise(works):
+        assert len(after.tokens) > len(before.tokens)
+        assert after.tokens.startswith(before.tokens), f"turn {after.turn} rewrites its past"

@@ -1,0 +1,159 @@
+"""A torch core driven step by step, with everything that it tells."""
+
+import itertools
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from msgspec.structs import replace
+
+from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
+from kvmesh.index import block_hashes
+from kvmesh.worker.engine import Delta
+from kvmesh.worker.scheduling.keeping import KeepingOptions
+from kvmesh.worker.scheduling.scheduler import SchedulerLimits
+from kvmesh.worker.torch import exchange
+from kvmesh.worker.torch.core import TorchCore
+from kvmesh.worker.torch.model import PagedModel, load_model
+from kvmesh.worker.torch.sampling import Sampler
+
+BLOCK = 16
+SALT = 77
+PASS_TOKENS = 32
+
+
+def load(folder: Path, block_size: int = BLOCK) -> PagedModel:
+    torch.set_num_threads(1)
+    return load_model(folder, "auto", "cpu", block_size, PASS_TOKENS)
+
+
+def make_core(model: PagedModel, blocks: int = 64, budget: int = 256, batch: int = 8) -> TorchCore:
+    """A core with a pool of its own."""
+    model.allocate(blocks)
+    limits = SchedulerLimits(
+        block_size=BLOCK, max_sequences=batch, max_batched_tokens=budget, watermark=0.0
+    )
+    return TorchCore(model, limits, blocks, blocks * BLOCK, KeepingOptions())
+
+
+def make_work(name: str, tokens: list[int], max_tokens: int = 12, **sampling: object) -> Work:
+    """Greedy, with the two likeliest log probabilities, unless told otherwise."""
+    base = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
+    return Work(
+        request=name,
+        frontend="f",
+        tokens=array("I", tokens).tobytes(),
+        sampling=replace(base, **sampling),
+        salt=SALT,
+    )
+
+
+def hashes(tokens: list[int]) -> tuple[bytes, bytes]:
+    """Local and sequence hashes of the full blocks."""
+    return block_hashes(array("I", tokens).tobytes(), BLOCK, SALT)
+
+
+class Taken(NamedTuple):
+    """Blocks outside of an engine."""
+
+    layout: KvLayout
+    sequence: "array[int]"
+    local: "array[int]"
+    tokens: list[int]
+    data: list[bytes]
+
+
+@dataclass
+class Driver:
+    """Runs a core and keeps what it tells; `held` is what the events say is held."""
+
+    core: TorchCore
+    deltas: dict[str, list[Delta]] = field(default_factory=dict)
+    events: list[KvEvent] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+
+    def submit(self, work: Work) -> None:
+        model = self.core.model
+        tokens = array("I", work.tokens).tolist()
+        sampler = Sampler(work.sampling, tokens, [], model.stop_tokens, seed=5)
+        self.core.submit(work, sampler)
+        self.deltas[work.request] = []
+
+    def step(self) -> None:
+        step, events = self.core.plan(0.0)
+        self.note(events)
+        if step.turns:
+            self.core.run(step)
+            deltas, events = self.core.commit(step, 0.0)
+            self.note(events)
+            for delta in deltas:
+                self.deltas[delta.request].append(delta)
+
+    def run(self, *works: Work) -> None:
+        """Submit these and step until nothing is left to do."""
+        for work in works:
+            self.submit(work)
+        for _ in range(5000):
+            if not self.core.busy:
+                return
+            self.step()
+        raise AssertionError("the core does not come to an end")
+
+    def answer(self, name: str) -> list[tuple[int, dict[int, float]]]:
+        """Tokens with their log probabilities, to the last bit."""
+        told = self.deltas[name]
+        tokens = itertools.chain.from_iterable(delta.tokens for delta in told)
+        rows = itertools.chain.from_iterable(delta.logprobs or [] for delta in told)
+        return list(zip(tokens, rows, strict=True))
+
+    def cached(self, name: str) -> int:
+        return sum(self.deltas[name][0].cached or [])
+
+    def note(self, events: list[KvEvent]) -> None:
+        self.events += events
+        for event in events:
+            if isinstance(event, Cleared):
+                self.held.clear()
+            elif isinstance(event, Removed):
+                gone = set(array("Q", event.engine))
+                assert gone <= self.held
+                self.held -= gone
+            else:
+                new = set(array("Q", event.engine))
+                assert not new & self.held
+                self.held |= new
+
+    def take_out(self, tokens: list[int]) -> "Taken":
+        """Copy what is held of a prompt."""
+        local, sequence = (array("Q", packed) for packed in hashes(tokens))
+        prints = self.prints(tokens)
+        held, places = exchange.hold(self.core, sequence, prints)
+        data = self.core.model.memory.save(places)
+        self.core.blocks.deref(held)
+        return Taken(self.core.model.layout, held, local[: len(held)], tokens, data)
+
+    def bring_in(self, taken: "Taken") -> int:
+        """Store what was taken and is not held; how many of its blocks are held then."""
+        exchange.check_layout(self.core, taken.layout)
+        self.core.slots.release_idle()
+        prints = self.prints(taken.tokens)
+        prefix = exchange.Prefix(
+            self.core, taken.sequence, taken.local, prints, SALT, self.take_events
+        )
+        places = prefix.reserve(len(taken.data) - prefix.held)
+        data = taken.data[prefix.held : prefix.held + len(places)]
+        self.core.model.memory.load(places, data)
+        prefix.fill(places, len(places))
+        prefix.release()
+        self.take_events()
+        return prefix.held
+
+    def prints(self, tokens: list[int]) -> bytes:
+        prints = self.core.guard.prints(make_work("", tokens))
+        return prints.upto(array("I", tokens), len(tokens) // BLOCK)
+
+    def take_events(self) -> None:
+        self.note(self.core.take_events())

@@ -1,0 +1,125 @@
+"""Torch engines on a node with a block manager: submitted to directly, everything noted."""
+
+from array import array
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvmesh.blocks.attachment import ArenaUser, Tenant
+from kvmesh.blocks.client import StoreClient
+from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import KvEvent, Sampling, Work
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Torch
+from kvmesh.worker.engine import Delta, EngineError
+from kvmesh.worker.torch.engine import TorchEngine
+from kvmesh.worker.torch.lower import LowerTiers
+from support.tiny import tiny_model
+from support.wait import eventually
+
+SALT = 5
+BLOCK = 16
+
+
+def make_work(
+    name: str, tokens: list[int], max_tokens: int = 8, salt: int = SALT, tenant: str = ""
+) -> Work:
+    """Greedy, with the two likeliest log probabilities."""
+    return Work(
+        request=name,
+        frontend="f",
+        tokens=array("I", tokens).tobytes(),
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2),
+        salt=salt,
+        tenant=tenant,
+    )
+
+
+@dataclass
+class Told:
+    """An engine's sink."""
+
+    deltas: dict[str, list[Delta]] = field(default_factory=dict)
+    failures: list[EngineError] = field(default_factory=list)
+
+    def output(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self.deltas.setdefault(delta.request, []).append(delta)
+
+    def events(self, rank: int, events: list[KvEvent]) -> None:
+        pass
+
+    def lost(self, rank: int, count: int) -> None:
+        pass
+
+    def failed(self, error: EngineError) -> None:
+        self.failures.append(error)
+
+
+Answer = list[tuple[int, dict[int, float]]]
+
+
+class Host:
+    """One worker's engine."""
+
+    def __init__(
+        self, bus: Bus, limits: StreamLimits, name: str, blocks: int = 256, node: str = "here"
+    ) -> None:
+        def connect(layout: KvLayout, user: ArenaUser) -> StoreClient:
+            tenant = Tenant(node=node, instance=name, model="tiny", layout=layout)
+            self.client = StoreClient(bus, limits, tenant, user)
+            return self.client
+
+        settings = Settings(torch=Torch(blocks=blocks, threads=1, pass_tokens=32))
+        self.engine = TorchEngine(settings, tiny_model(), connect)
+        self.told = Told()
+
+    async def start(self, attach: bool = True) -> None:
+        await self.engine.start(self.told)
+        if attach:
+            await self.attached()
+
+    async def attached(self, times: int = 1) -> None:
+        await eventually(
+            lambda: self.client.key is not None and self.client.attachments >= times,
+            what="it attaches",
+        )
+
+    @property
+    def lower(self) -> LowerTiers:
+        assert self.engine._lower is not None
+        return self.engine._lower
+
+    async def run(self, *works: Work) -> None:
+        """Submit these together and wait until all have ended."""
+        for work in works:
+            self.engine.submit(work)
+        for work in works:
+            await eventually(partial(self.ended, work.request), what=work.request)
+
+    async def written(self) -> None:
+        await eventually(lambda: self.lower.writer.idle, what="all is written")
+
+    def ended(self, name: str) -> str | None:
+        assert not self.told.failures
+        return next((d.finish for d in self.told.deltas.get(name, []) if d.finish), None)
+
+    def answer(self, name: str) -> Answer:
+        """Tokens with their log probabilities, to the last bit."""
+        told = self.told.deltas[name]
+        return [
+            (token, row)
+            for delta in told
+            for token, row in zip(delta.tokens, delta.logprobs or [], strict=True)
+        ]
+
+    def cached(self, name: str) -> list[int]:
+        return next(d.cached for d in self.told.deltas[name] if d.cached is not None)
+
+    async def check_books(self) -> None:
+        """Soon nothing is referred to any more, and each block has its place."""
+        core = self.engine._core
+        await eventually(lambda: core.blocks.active == 0, what="all blocks are given back")
+        assert core.slots.contents == core.blocks.contents
+        assert core.slots.free + len(core.slots.contents) == core.blocks.capacity

@@ -1,0 +1,149 @@
+"""`kvmesh up` as a user runs it: one subprocess, its output, and the processes under it."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from support.evidence import Evidence
+from support.nats import free_port
+from support.wait import PATIENCE_S, eventually
+
+NAMES = [f"KVMESH_{role}_NAME=" for role in ("FRONTEND", "ROUTER", "INDEXER", "WORKER")]
+
+
+class Up:
+    """A running `kvmesh up` on ports of its own, with its state below `folder`."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.port = free_port()
+        self.nats_port = free_port()
+        self.folder = folder
+        self.lines: list[str] = []
+        self.evidence = Evidence(lambda: {"kvmesh up": self.output})
+        self._arguments = arguments
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def nats_url(self) -> str:
+        return f"nats://127.0.0.1:{self.nats_port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "kvmesh.cli.main", "up"),
+                *("--port", str(self.port), "--nats-port", str(self.nats_port)),
+                *("--state-dir", str(self.folder / "state")),
+                *("--ready-timeout-s", "120", *self._arguments),
+            ],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")},
+        )
+        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as output:
+            self.lines.extend(line.rstrip("\n") for line in iter(output.readline, ""))
+
+    async def ready(self, timeout: float = 120.0) -> None:
+        """Wait for the line to try, which is the last of a good start."""
+        await eventually(lambda: "curl -N" in self.output or self.status is not None, timeout)
+        assert self.status is None, self.output
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, once it has ended."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def ended(self, timeout: float = PATIENCE_S) -> int:
+        """Wait for the end; returns the exit status."""
+        await eventually(lambda: self.status is not None, timeout, "kvmesh up has not ended")
+        assert self.status is not None
+        return self.status
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(PATIENCE_S)
+
+    def children(self) -> dict[str, int]:
+        """The processes right under it: name to pid."""
+        pids = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return {name: int(pid) for pid in pids if (name := _name(int(pid)))}
+
+    def complete(self, max_tokens: int = 8, prompt: str = "Hello") -> list[str]:
+        """Stream a chat completion; returns the data of its events. Raises OSError if refused."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        body = {
+            "model": "kvmesh-demo",
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "stream": True,
+        }
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            text = response.read().decode()
+            assert response.status == 200, text
+        finally:
+            connection.close()
+        return [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+
+    def serves(self) -> bool:
+        """Whether a completion comes through, whole."""
+        try:
+            return self.complete()[-1] == "[DONE]"
+        except (OSError, http.client.HTTPException) as error:
+            raise AssertionError(f"not served: {error!r}") from error
+
+
+def _name(pid: int) -> str:
+    """The name of a supervised process; empty while it starts or once it is gone."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        environ = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    except OSError:
+        return ""
+    if b"nats-server" in command:
+        return "nats"
+    names = (v.removeprefix(n) for v in environ for n in NAMES if v.startswith(n))
+    return next(names, "") if b"kvmesh.cli.main" in command else ""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,70 @@
+"""A started vLLM of 64 blocks of 32 tokens (512 tokens of context) for tests."""
+
+from array import array
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import Work
+from kvmesh.index import salt
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Vllm, Worker
+from kvmesh.worker.engine import Engine, EngineContext, EngineInfo, create_engine
+from support import engines
+from support.engines import Started, prompt
+from support.recorder import Recorder
+from support.wait import eventually
+
+__all__ = ["ARGS", "PLAIN", "SIZE", "VllmRun", "prompt", "sequence", "work"]
+SIZE = 32
+PLAIN = salt("tiny")
+ARGS = [
+    "enforce_eager=true",
+    "num_gpu_blocks_override=64",
+    "max_model_len=512",
+    "max_num_seqs=4",
+    "dtype=float32",
+]
+
+
+def work(name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> Work:
+    return engines.work(name, tokens, max_tokens, **{"salt": PLAIN, **fields})
+
+
+def sequence(tokens: bytes, seed: int = PLAIN) -> list[int]:
+    return engines.sequence(tokens, seed, SIZE)
+
+
+class VllmRun(Started):
+    """A vLLM and what it has told."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, sink: Recorder) -> None:
+        super().__init__(engine, info, sink, salt=PLAIN)
+        self.markers = 0
+
+    @classmethod
+    async def start(cls, model: Path, *more: str, vllm: Vllm | None = None) -> "VllmRun":
+        """With more arguments for vLLM; raises EngineError."""
+        vllm = replace(vllm or Vllm(), args=[*ARGS, *more])
+        settings = Settings(vllm=vllm, worker=Worker(engine="vllm", block_size=SIZE))
+        engine, sink = create_engine(EngineContext(settings, model)), Recorder()
+        return cls(engine, await engine.start(sink), sink)
+
+    async def do(self, *items: Work) -> None:
+        """Submit these and wait for their ends."""
+        for item in items:
+            self.engine.submit(item)
+        await self.ended(*(item.request for item in items))
+
+    async def settled(self) -> None:
+        """Events come in order, so a last one tells."""
+        self.markers += 1
+        tokens = array("I", [4000 + self.markers] * (SIZE + 1)).tobytes()
+        await self.do(work(f"marker{self.markers}", tokens, max_tokens=1))
+        await eventually(lambda: sequence(tokens)[0] in self.held, what="the marker's event")
+
+    def depth(self, tokens: bytes) -> int:
+        """Leading tokens of a prompt that the events say are held, as vLLM would reuse them."""
+        hashes, held = sequence(tokens), self.held
+        count = next((i for i, hash_ in enumerate(hashes) if hash_ not in held), len(hashes))
+        return min(count, (len(tokens) // 4 - 1) // SIZE) * SIZE

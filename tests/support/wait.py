@@ -1,0 +1,39 @@
+"""Waiting on conditions instead of on time."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, overload
+
+T = TypeVar("T")
+PATIENCE_S = 60.0  # what does not come on the slowest of machines in this time never will
+
+
+@overload
+async def eventually(
+    check: Callable[[], Awaitable[T]], timeout: float = PATIENCE_S, what: str = ""
+) -> T: ...
+@overload
+async def eventually(check: Callable[[], T], timeout: float = PATIENCE_S, what: str = "") -> T: ...
+async def eventually(
+    check: Callable[[], T | Awaitable[T]], timeout: float = PATIENCE_S, what: str = ""
+) -> T:
+    """Poll `check` until it returns something true; raises AssertionError after `timeout` seconds.
+
+    Assertion errors inside `check` count as "not yet"; the last one is shown on failure.
+    """
+    deadline = time.monotonic() + timeout
+    last: object = None
+    while True:
+        try:
+            value = check()
+            result = await value if inspect.isawaitable(value) else value
+            if result:
+                return result
+            last = result
+        except AssertionError as error:
+            last = error
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:g} s: {what or check}: {last!r}")
+        await asyncio.sleep(0.02)

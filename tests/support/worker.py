@@ -1,0 +1,174 @@
+"""A worker in the test's own process, a desk to talk to it, and a reader of its events."""
+
+from array import array
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.messages import (
+    Chunk,
+    Cleared,
+    ControlReply,
+    KvBatch,
+    KvEvent,
+    Load,
+    Removed,
+    Sampling,
+    StepOutput,
+    Work,
+    WorkReply,
+)
+from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.demo import model_dir
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Mock, Worker
+from kvmesh.worker.engine import EngineContext, EngineError, create_engine
+from kvmesh.worker.node import WorkerNode
+from support.wait import PATIENCE_S, eventually
+
+FAST = Mock(blocks=256, speedup=50.0)
+SLOW = Mock(blocks=256, speedup=1.0)
+SALT = 11
+
+
+def prompt(length: int, first: int = 0) -> bytes:
+    return array("I", [(first + 7 * i) % 5000 for i in range(length)]).tobytes()
+
+
+def work(name: str, tokens: bytes, max_tokens: int = 20, **fields: object) -> Work:
+    base = Work(
+        request=name,
+        frontend="front",
+        tokens=tokens,
+        sampling=Sampling(max_tokens=max_tokens),
+        salt=SALT,
+    )
+    return msgspec.structs.replace(base, **fields)
+
+
+@dataclass
+class Contents:
+    """What the KV stream says about each rank; holes in the numbering fail unless `tolerant`."""
+
+    held: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    next_id: dict[tuple[str, int], int] = field(default_factory=dict)
+    dumps: int = 0
+    holes: int = 0
+    tolerant: bool = False
+
+    def take(self, message: StreamMessage) -> None:
+        batch = msgspec.msgpack.decode(message.data, type=KvBatch)
+        key = (batch.instance, batch.rank)
+        expected = self.next_id.setdefault(key, 0)
+        if batch.first + len(batch.events) == expected:
+            return  # sent twice because its acknowledgement was lost
+        if batch.first != expected:
+            assert self.tolerant, f"a hole before {batch.first}: {expected}"
+            self.holes += 1
+        self.next_id[key] = batch.first + len(batch.events)
+        for event in batch.events:
+            self._apply(self.held.setdefault(key, set()), event)
+
+    def _apply(self, held: set[int], event: KvEvent) -> None:
+        if isinstance(event, Cleared):
+            self.dumps += 1
+            held.clear()
+        elif isinstance(event, Removed):
+            held.difference_update(array("Q", event.engine))
+        else:
+            assert self.tolerant or event.parent is None or event.parent in held
+            assert (event.parent is None) == (event.salt == SALT)
+            held.update(array("Q", event.engine))
+
+
+class Desk:
+    """The frontend's side of the conversation, and a reader of the KV stream."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.loads: list[Load] = []
+        self.contents = Contents()
+        self.reader = StreamReader(
+            bus, bus.subjects.kv_stream, bus.subjects.kv_all, self.contents.take, Start()
+        )
+
+    async def open(self) -> None:
+        async def on_output(output: StepOutput) -> None:
+            for chunk in output.chunks:
+                self.chunks.setdefault(chunk.request, []).append(chunk)
+
+        async def on_load(load: Load) -> None:
+            self.loads.append(load)
+
+        subjects = self.bus.subjects
+        await self.bus.subscribe(
+            subjects.out("front"), msgspec.msgpack.Decoder(StepOutput), on_output
+        )
+        await self.bus.subscribe(subjects.load_all, msgspec.msgpack.Decoder(Load), on_load)
+        await self.reader.open()
+
+    async def offer(self, instance: str, item: Work, timeout: float = PATIENCE_S) -> WorkReply:
+        return await self.bus.request(self.bus.subjects.work(instance), item, WorkReply, timeout)
+
+    async def control(self, instance: str, command: object) -> ControlReply:
+        return await self.bus.request(
+            self.bus.subjects.ctl(instance), command, ControlReply, PATIENCE_S
+        )
+
+    def finish(self, name: str) -> str | None:
+        return next((c.finish for c in self.chunks.get(name, []) if c.finish), None)
+
+    async def done(self, name: str) -> list[int]:
+        await eventually(lambda: self.finish(name), what=f"{name} ends")
+        return self.tokens(name)
+
+    def tokens(self, name: str) -> list[int]:
+        found: list[int] = []
+        for chunk in self.chunks[name]:
+            assert chunk.offset == self.chunks[name][0].offset + len(found)
+            found += chunk.tokens
+        return found
+
+
+@dataclass
+class Started:
+    """A worker in this process, with its own connection."""
+
+    bus: Bus
+    node: WorkerNode
+    ends: list[EngineError | None]
+
+    @property
+    def instance(self) -> str:
+        return self.node.instance
+
+    async def stop(self) -> None:
+        await self.node.close()
+        await self.bus.close()
+
+
+class Crew:
+    """Starts workers and stops them after the test."""
+
+    def __init__(self, options: BusOptions, limits: StreamLimits) -> None:
+        self._options = options
+        self._limits = limits
+        self.started: list[Started] = []
+
+    async def start(
+        self, mock: Mock, worker: Worker | None = None, instance: str = "w-1"
+    ) -> Started:
+        settings = Settings(mock=mock, worker=worker or Worker())
+        bus = await Bus.connect(self._options, "worker")
+        ends: list[EngineError | None] = []
+        engine = create_engine(EngineContext(settings, model_dir()))
+        node = WorkerNode(
+            bus, engine, settings, model_dir(), "w", instance, self._limits, ends.append
+        )
+        started = Started(bus, node, ends)
+        self.started.append(started)
+        await node.start()
+        return started

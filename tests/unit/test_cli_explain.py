@@ -1,0 +1,71 @@
+"""What `kvmesh explain` says of a decision and its outcome."""
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvmesh.bus.messages import Candidate, Decision, Outcome, RouteEvent
+from kvmesh.cli.explain import best_rejected, show
+
+
+def candidate(worker: str, cost: float, overlap: int = 0) -> Candidate:
+    return Candidate(
+        instance=f"{worker}-1", worker=worker, rank=0, overlap=[overlap, 0, 3, 0], prefill=1.0,
+        decode=12.0, requests=2, cost=cost,
+    )  # fmt: skip
+
+
+DECISION = Decision(
+    request="chatcmpl-1", model="m", time=0.0, router="r", policy="kv",
+    chosen=candidate("a", 10.0, 8), candidates=[candidate("a", 10.0, 8), candidate("b", 18.5)],
+    tokens=170, sequence=b"\0" * 80, max_tokens=5, block_size=16, eligible=7, wait_s=1.25,
+    index_s=0.0004, note="session affinity",
+)  # fmt: skip
+OUTCOME = Outcome(
+    request="chatcmpl-1", instance="a-1", time=1.0, cached_tokens=128, output_tokens=1234,
+    ttft_s=0.05, total_s=3.0, finish="stop",
+)  # fmt: skip
+
+
+def text(*events: RouteEvent) -> str:
+    out = io.StringIO()
+    show(events, Console(file=out, width=160, highlight=False))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "chatcmpl-1: 170 tokens of m, 10 full blocks",
+        "to a rank 0 (a-1) by kv",
+        "waited 1.25 s in the queue, 0.4 ms for the index",
+        "note: session affinity",
+        "8.5 cheaper than the best other one, b rank 0",
+        "disk blocks",
+        "and 5 more",
+        "stop on a-1",
+        "first token after 50.0 ms, all 1,234 after 3.00 s",
+        "cached 128 prompt tokens, 176 were expected",
+    ],
+)
+def test_the_text_has_what_matters(part: str) -> None:
+    assert part in text(DECISION, OUTCOME)
+
+
+def test_tiers_that_nobody_uses_are_left_out() -> None:
+    assert "host blocks" not in text(DECISION)
+
+
+def test_a_choice_against_the_cost_is_told() -> None:
+    dearer = msgspec.structs.replace(DECISION, chosen=DECISION.candidates[1])
+    assert "8.5 dearer than the best other one, a rank 0" in text(dearer)
+    alone = msgspec.structs.replace(DECISION, candidates=[])
+    assert best_rejected(alone) is None
+    assert "▸" in text(alone)
+
+
+def test_an_outcome_without_a_decision_or_token_is_shown() -> None:
+    lost = msgspec.structs.replace(OUTCOME, ttft_s=None, finish="error")
+    assert "no token, all" in text(lost)

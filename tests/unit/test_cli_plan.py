@@ -1,0 +1,88 @@
+"""Which processes a mesh on one machine consists of, and what each is told."""
+
+from kvmesh.cli.supervisor.plan import frontend_ports, service_specs
+from kvmesh.settings import Flag, Settings, load
+from kvmesh.settings.load import Place
+
+
+def settings(**flags: str) -> Settings:
+    places: dict[Place, Flag] = {}
+    for name, text in flags.items():
+        section, key = name.split("__")
+        places[section, key] = Flag(name, text)
+    return load(None, {}, places)
+
+
+def test_the_default_mesh() -> None:
+    specs = service_specs(settings(), {})
+    assert [spec.name for spec in specs] == [
+        "indexer-0",
+        "router-0",
+        *(f"worker-{n}" for n in range(4)),
+        "frontend-0",
+    ]
+    assert {spec.argv[1:] for spec in specs if spec.role == "worker"} == {
+        ("-m", "kvmesh.cli.main", "worker")
+    }
+
+
+def test_a_process_gets_its_name_and_the_settings_and_nothing_stale() -> None:
+    chosen = settings(up__workers="2", nats__url="nats://h:1", worker__name="east")
+    environ = {"PATH": "/bin", "KVMESH_CONFIG": "/x.toml", "KVMESH_MOCK_BLOCKS": "1"}
+    worker = service_specs(chosen, environ)[3]
+    assert worker.name == "east-1"
+    assert worker.env["PATH"] == "/bin"
+    assert load(None, worker.env, {}) == load(
+        None,
+        {},
+        {
+            ("up", "workers"): Flag("", "2"),
+            ("nats", "url"): Flag("", "nats://h:1"),
+            ("worker", "name"): Flag("", "east-1"),
+        },
+    )
+
+
+def test_frontends_listen_on_consecutive_ports() -> None:
+    chosen = settings(up__frontends="3", up__workers="0", frontend__port="9000")
+    specs = [spec for spec in service_specs(chosen, {}) if spec.role == "frontend"]
+    ports = [load(None, spec.env, {}).frontend.port for spec in specs]
+    assert ports == frontend_ports(chosen) == [9000, 9001, 9002]
+
+
+def test_metrics_ports_are_consecutive_over_all_roles() -> None:
+    chosen = settings(up__workers="2", up__metrics_port="9100")
+    found = []
+    for spec in service_specs(chosen, {}):
+        if spec.role != "frontend":
+            own = getattr(load(None, spec.env, {}), spec.role)
+            found.append((spec.name, own.metrics_port))
+    assert found == [
+        ("indexer-0", 9100),
+        ("router-0", 9101),
+        ("worker-0", 9102),
+        ("worker-1", 9103),
+    ]
+
+
+def test_with_prefill_workers_the_others_decode() -> None:
+    chosen = settings(up__workers="2", up__prefill_workers="1")
+    workers = [spec for spec in service_specs(chosen, {}) if spec.role == "worker"]
+    assert {spec.name: load(None, spec.env, {}).worker.serves for spec in workers} == {
+        "worker-prefill-0": "prefill",
+        "worker-0": "decode",
+        "worker-1": "decode",
+    }
+
+
+def test_a_block_manager_comes_before_the_workers_of_its_node() -> None:
+    chosen = settings(up__kvbm="true", up__workers="1", kvbm__node="east")
+    specs = service_specs(chosen, {})
+    assert [spec.name for spec in specs] == [
+        "indexer-0",
+        "router-0",
+        "kvbm-0",
+        "worker-0",
+        "frontend-0",
+    ]
+    assert load(None, specs[3].env, {}).worker.node == "east"

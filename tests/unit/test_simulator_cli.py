@@ -1,0 +1,61 @@
+"""`kvmesh simulate` as its user meets it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvmesh.cli.main import main
+
+FEW = ("simulate", "demo", "--limit", "40", "--block-size", "64")
+
+
+def simulate(*more: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([*FEW, *more])
+    return int(ended.value.code or 0)
+
+
+def test_policies_side_by_side_and_all_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = ("json", "html", "perfetto")
+    files = [tmp_path / f"figures.{kind}" for kind in kinds]
+    flags = [f"--{kind}={tmp_path}/figures.{kind}" for kind in kinds]
+    assert simulate("--policy", "kv,session", *flags) == 0
+    out = capsys.readouterr().out
+    assert "session" in out
+    assert "share of ideal" in out
+    assert [run["policy"] for run in json.loads(files[0].read_text())] == ["kv", "session"]
+    assert "<svg" in files[1].read_text()
+    assert json.loads(files[2].read_text())["traceEvents"]
+
+
+def test_groups_of_unlike_engines(tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    groups = ("--group", "1:serves=prefill,speedup=2", "--group", "2:serves=decode,blocks=2048")
+    assert simulate(*groups, "--json", str(file)) == 0
+    (run,) = json.loads(file.read_text())
+    assert [worker["name"] for worker in run["workers"]] == ["worker-0", "worker-1", "worker-2"]
+    assert run["failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--group", "2:size=4"), "size"),
+        (("--group", "many"), "many"),
+        (("--group", "2", "--workers", "3"), "exclude"),
+        (("--group", "2:serves=prefill"), "decode"),
+        (("--fault", "explode:1@3"), "explode"),
+        (("--policy", "best"), "best"),
+        (("--event-loss", "1.5"), "event loss"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(
+    flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(*flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvmesh simulate: ")
+    assert reason in line

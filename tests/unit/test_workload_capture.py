@@ -1,0 +1,161 @@
+"""Captures: decisions and outcomes become rounds with their waits, sharing and lengths."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome
+from kvmesh.workload.capture import CaptureError, Recorder, assemble, fitting_block_size
+
+BLOCK = 16
+
+
+def decided(
+    request: str, arrival: float, blocks: Iterable[int], tokens: int, hints: Hints | None = None
+) -> Decision:
+    chosen = Candidate(
+        instance="w-1", worker="w", rank=0, overlap=[], prefill=0, decode=0, requests=0, cost=0
+    )
+    return Decision(
+        request=request,
+        model="m",
+        time=arrival + 0.25,
+        router="r",
+        policy="kv",
+        chosen=chosen,
+        candidates=[],
+        tokens=tokens,
+        sequence=np.fromiter(blocks, np.uint64).tobytes(),
+        max_tokens=10,
+        hints=hints or Hints(),
+        wait_s=0.25,
+    )
+
+
+def ended(request: str, time: float, output: int = 10, finish: str = "length") -> Outcome:
+    return Outcome(
+        request=request,
+        instance="w-1",
+        time=time,
+        cached_tokens=0,
+        output_tokens=output,
+        ttft_s=0.1,
+        total_s=1.0,
+        finish=finish,
+    )
+
+
+def recorded(*events: Decision | Outcome, model: str | None = None) -> Recorder:
+    recorder = Recorder(model)
+    for event in events:
+        recorder.add(event)
+    return recorder
+
+
+SESSION = Hints(session="s", priority=3)
+
+
+def test_times_count_from_the_first_arrival() -> None:
+    recorder = recorded(
+        decided("b", 1005.0, range(100, 104), 70),
+        decided("a", 1000.0, range(4), 70),
+        ended("b", 1007.0),
+        ended("a", 1006.0),
+    )
+    workload = assemble(recorder.taken)
+    assert [round_.at_s for round_ in workload.rounds] == [0.0, 5.0]
+    assert [s.name for s in workload.sessions] == ["a", "b"]
+
+
+def test_a_round_after_the_end_of_the_one_before_waits_for_it() -> None:
+    recorder = recorded(
+        decided("a", 1000.0, range(4), 64, SESSION),
+        ended("a", 1002.0, output=20),
+        decided("b", 1003.5, range(8), 130, SESSION),
+        ended("b", 1004.0),
+        decided("c", 1003.9, range(8), 129, SESSION),
+        ended("c", 1009.0),
+    )
+    first, second, third = assemble(recorder.taken).rounds
+    assert second.after == (0,)
+    assert second.at_s == pytest.approx(1.5)
+    assert third.after == ()
+    assert third.at_s == pytest.approx(3.9)
+    assert {r.session for r in (first, second, third)} == {0}
+    assert first.priority == 3
+
+
+def test_shared_hashes_are_shared_tokens_and_answers_go_on() -> None:
+    recorder = recorded(
+        decided("a", 0.0, range(4), 70, SESSION),
+        ended("a", 1.0, output=30),
+        decided("b", 2.0, range(8), 130, SESSION),
+        ended("b", 3.0),
+        decided("c", 4.0, [0, 1, 50], 50),
+        ended("c", 5.0),
+    )
+    workload = assemble(recorder.taken)
+    one, two, three = workload.rounds
+    assert workload.block_size == BLOCK
+    assert workload.tree.shared(one.branch, three.branch, 48) == 32
+    assert workload.tree.shared(one.answer, two.branch, 100) == 100
+
+
+def test_children_know_their_parents() -> None:
+    recorder = recorded(
+        decided("a", 0.0, range(2), 33, SESSION),
+        ended("a", 1.0),
+        decided("b", 0.5, [9, 10], 33, Hints(session="child", parent_session="s")),
+        ended("b", 1.0),
+    )
+    assert assemble(recorder.taken).sessions[1].parent == 0
+
+
+def test_sessions_end_as_they_did() -> None:
+    last = Hints(session="s", session_final=True)
+    recorder = recorded(
+        decided("a", 0.0, range(2), 33, SESSION),
+        ended("a", 1.0),
+        decided("b", 2.0, range(2), 33, last),
+        ended("b", 3.0),
+    )
+    assert [session.ends for session in assemble(recorder.taken).sessions] == [True]
+
+
+def test_what_has_no_outcome_is_left_out_and_counted() -> None:
+    recorder = recorded(decided("a", 0, range(2), 40), ended("a", 1), decided("b", 0, [], 5))
+    assert len(recorder.taken) == 1
+    assert recorder.unfinished == 1
+
+
+def test_other_models_are_left_out() -> None:
+    recorder = recorded(decided("a", 0, range(2), 40), ended("a", 1), model="other")
+    assert recorder.taken == []
+
+
+def test_a_client_that_left_leaves_again() -> None:
+    recorder = recorded(decided("a", 0, range(2), 40), ended("a", 1, 7, "cancelled"))
+    assert assemble(recorder.taken).rounds[0].abort_after == 7
+
+
+@pytest.mark.parametrize("size", [1, 16, 48, 64])
+def test_the_block_size_follows_from_the_counts(size: int) -> None:
+    prompts = [7, 63, 64, 129, 1000, 4097]
+    events = [decided(str(n), 0, range(n // size), n) for n in prompts]
+    recorder = recorded(*events, *[ended(str(n), 1) for n in prompts])
+    assert fitting_block_size(recorder.taken) == size
+
+
+def test_mixed_block_sizes_are_refused() -> None:
+    recorder = recorded(
+        *(decided(f"a{size}", 0, range(1000 // size), 1000) for size in (16, 64)),
+        *(ended(f"a{size}", 1) for size in (16, 64)),
+    )
+    with pytest.raises(CaptureError, match="several block sizes"):
+        assemble(recorder.taken)
+
+
+def test_nothing_is_no_workload() -> None:
+    with pytest.raises(CaptureError, match="no finished requests"):
+        assemble([])

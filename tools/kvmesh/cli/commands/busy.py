@@ -1,0 +1,73 @@
+"""`kvmesh busy`: the thresholds at which workers take no new requests, while the mesh runs."""
+
+import argparse
+import sys
+
+from kvmesh.bus.messages import Thresholds
+from kvmesh.settings import Settings
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh busy MODEL [options]"
+    parser.epilog = "Without thresholds, shows those that were set. They outlive the routers."
+    parser.add_argument("model", metavar="MODEL", help="the model's name")
+    parser.add_argument("--blocks", type=int, metavar="N", help="active blocks of a rank")
+    parser.add_argument(
+        "--blocks-share", type=float, metavar="X", help="active blocks over all blocks of a rank"
+    )
+    parser.add_argument("--prefill-tokens", type=int, metavar="N", help="tokens in prefill")
+    parser.add_argument(
+        "--reset", action="store_true", help="forget them: the routers' own settings hold again"
+    )
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    import msgspec
+    from nats.js.errors import KeyNotFoundError
+
+    from kvmesh.bus.client import Bus
+    from kvmesh.bus.messages import encode
+    from kvmesh.cli.session import run_on_bus
+
+    wanted = Thresholds(
+        blocks=arguments.blocks,
+        blocks_share=arguments.blocks_share,
+        prefill_tokens=arguments.prefill_tokens,
+    )
+    reason = _objection(wanted)
+    if reason:
+        print(f"kvmesh busy: {reason}", file=sys.stderr)
+        return 2
+
+    async def main(bus: Bus) -> int:
+        bucket = await bus.js.key_value(bus.subjects.router_bucket)
+        key = bus.subjects.busy_key(arguments.model)
+        if arguments.reset:
+            await bucket.delete(key)
+        elif wanted != Thresholds():
+            await bucket.put(key, encode(wanted))
+        try:
+            held = msgspec.msgpack.decode((await bucket.get(key)).value or b"", type=Thresholds)
+        except KeyNotFoundError:
+            print(f"{arguments.model}: as the routers are configured")
+            return 0
+        print(f"{arguments.model}: {_text(held)}")
+        return 0
+
+    return run_on_bus("busy", settings, main)
+
+
+def _objection(wanted: Thresholds) -> str:
+    """What is wrong with the thresholds; empty if nothing."""
+    share = wanted.blocks_share
+    if share is not None and not 0 < share <= 1:
+        return f"--blocks-share {share:g} is not above 0 and at most 1"
+    for flag, value in (("blocks", wanted.blocks), ("prefill-tokens", wanted.prefill_tokens)):
+        if value is not None and value < 1:
+            return f"--{flag} {value} is not at least 1"
+    return ""
+
+
+def _text(held: Thresholds) -> str:
+    named = [(name.replace("_", "-"), getattr(held, name)) for name in held.__struct_fields__]
+    return ", ".join(f"{name} {value:g}" for name, value in named if value is not None)

@@ -1,0 +1,49 @@
+"""`kvmesh explain`: why a request went where it went, and what came of it."""
+
+import argparse
+import sys
+
+from kvmesh.cli.commands.tail import moment
+from kvmesh.settings import Settings
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh explain REQUEST_ID [options]"
+    parser.epilog = (
+        "The id is that of the response, or its X-Request-Id header. Overlaps and loads are in "
+        "blocks; candidates are in the order of their cost."
+    )
+    parser.add_argument("request", metavar="REQUEST_ID", help="as in chatcmpl-…")
+    parser.add_argument("--json", action="store_true", help="the messages, one JSON object each")
+    parser.add_argument(
+        "--since",
+        type=moment,
+        metavar="AGO",
+        help="search from then on only: 90s, 5m, 2h, 1d or a time [default the whole stream]",
+    )
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    import msgspec
+    from rich.console import Console
+
+    from kvmesh.bus.client import Bus
+    from kvmesh.cli.decode import plain
+    from kvmesh.cli.explain import find_events, show
+    from kvmesh.cli.session import run_on_bus
+
+    async def main(bus: Bus) -> int:
+        events = await find_events(bus, arguments.request, arguments.since)
+        if not events:
+            print(f"kvmesh explain: no decision about {arguments.request}", file=sys.stderr)
+            return 1
+        if arguments.json:
+            for event in events:
+                print(msgspec.json.encode(plain(event)).decode())
+        else:
+            console = Console(highlight=False)
+            wide = console if console.is_terminal else Console(highlight=False, width=160)
+            show(events, wide)
+        return 0
+
+    return run_on_bus("explain", settings, main)

@@ -1,0 +1,41 @@
+"""`kvmesh simulate`: a workload under one or several policies, in virtual time."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, write
+from kvmesh.router.errors import ConfigError
+from kvmesh.settings import Settings
+from kvmesh.simulator.options import SimulationError
+from kvmesh.simulator.show import show
+from kvmesh.worker.mock.profile import ProfileError
+from kvmesh.workload.errors import WorkloadError
+from kvmesh.workload.formats import load
+
+WORKERS = 4
+BLOCK_SIZE = 16
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="WORKLOAD", help="a trace, a profile or a shipped name")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N requests only")
+    parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
+    add_scenario(parser)
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    try:
+        workload, _ = load(arguments.source, arguments.repair, arguments.seed)
+        workload = workload.first(arguments.limit)
+        core = mock_core(settings, arguments.block_size or BLOCK_SIZE)
+        options = scenarios(arguments, settings, WORKERS, core)
+        runs = [simulate(workload, each) for each in options]
+    except (WorkloadError, SimulationError, ConfigError, ProfileError, OSError) as error:
+        print(f"kvmesh simulate: {error}", file=sys.stderr)
+        return 2
+    show([result for _, result in runs], Console())
+    write(arguments, f"{Path(arguments.source).name}, {len(workload):,} requests", runs)
+    return 0

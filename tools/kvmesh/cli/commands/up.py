@@ -1,0 +1,69 @@
+"""`kvmesh up`: a whole mesh on this machine, supervised."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from kvmesh.cli.supervisor.claims import claim
+from kvmesh.cli.supervisor.console import LogStream, Notes
+from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.cli.supervisor.guide import Guide
+from kvmesh.cli.supervisor.mesh import Mesh
+from kvmesh.cli.supervisor.nats import server_spec
+from kvmesh.cli.supervisor.plan import Spec, service_specs
+from kvmesh.settings import Settings
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Ctrl-C stops everything in order, a second Ctrl-C at once."
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    try:
+        with ExitStack() as held:
+            claimed = claim(settings, held)
+            asyncio.run(_supervise(claimed, embedded=not settings.nats.url))
+    except UpError as error:
+        print(f"kvmesh up: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _supervise(settings: Settings, embedded: bool) -> None:
+    specs = service_specs(settings, os.environ)
+    if embedded:
+        specs.insert(0, server_spec(settings, os.environ))
+    if not sys.stdout.isatty() or settings.log.format == "json":
+        await _mesh(settings, specs, _print)[0].run()
+        return
+    from kvmesh.cli.supervisor.table import LiveTable
+
+    table = LiveTable()
+    mesh, guide = _mesh(settings, specs, table.emit)
+    showing = asyncio.create_task(table.show(mesh.processes, guide))
+    try:
+        await mesh.run()
+    finally:
+        showing.cancel()
+        await asyncio.wait({showing})
+
+
+def _mesh(settings: Settings, specs: list[Spec], emit: Callable[[str], None]) -> tuple[Mesh, Guide]:
+    width = max(len(spec.name) for spec in specs)
+    log = LogStream(emit, width, settings.log.format == "json", sys.stdout.isatty())
+    logging.getLogger().handlers[:] = [Notes(log)]
+    guide = Guide(settings, specs, log)
+    return Mesh(specs, guide, log, settings.up.stop_timeout_s), guide
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # nobody reads any more: end as a signal would
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,223 @@
+"""`kvmesh workload`: read, analyse, synthesise, generate and capture workloads."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from kvmesh.bus.client import Bus
+from kvmesh.cli.commands.tail import moment
+from kvmesh.cli.flags import Parser, add_flags
+from kvmesh.settings import Settings
+from kvmesh.workload.analysis import analyze
+from kvmesh.workload.errors import WorkloadError
+from kvmesh.workload.formats import SUFFIXES, load, save
+from kvmesh.workload.model import Workload
+from kvmesh.workload.show import show
+
+SOURCE = "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped profile's name"
+FILES = "file to write; its suffix tells the format: " + ", ".join(
+    f"{suffix} {name}" for suffix, name in SUFFIXES.items()
+)
+UNSET = {"num_requests": "default: as many as the seed has", "max_isl": "default: no limit"}
+Action = Callable[[argparse.Namespace, Settings], int]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh workload ACTION … [options]"
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=Parser
+    )
+
+    def action(name: str, run: Action, help_text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=help_text, prog=f"kvmesh workload {name}")
+        added.set_defaults(perform=run)
+        return added
+
+    _read_options(action("read", _read, "check a workload, or convert it to another format"))
+    _analyze_options(action("analyze", _analyze, "show how long, how shared and how paced it is"))
+    _synthesize_options(action("synthesize", _synthesize, "a new trace with the structure of one"))
+    _generate_options(action("generate", _generate, "agent sessions drawn from a profile"))
+    _capture_options(action("capture", _capture, "what a live mesh has served, without any text"))
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    perform: Action = arguments.perform
+    try:
+        return perform(arguments, settings)
+    except (WorkloadError, OSError) as error:
+        print(f"kvmesh workload: {error}", file=sys.stderr)
+        return 2
+
+
+def _source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help=SOURCE)
+    parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
+
+
+def _output(parser: argparse.ArgumentParser, required: bool) -> None:
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=required, help=FILES)
+    _block_size(parser, "tokens per hash id of a Mooncake file")
+
+
+def _block_size(parser: argparse.ArgumentParser, help_text: str) -> None:
+    parser.add_argument("--block-size", type=count, metavar="N", help=help_text)
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _load(arguments: argparse.Namespace) -> Workload:
+    workload, repairs = load(arguments.source, arguments.repair, arguments.seed)
+    for repair, count in repairs.counts().items():
+        print(f"repaired {count:,}×: {repair}", file=sys.stderr)
+    return workload
+
+
+def _save(workload: Workload, arguments: argparse.Namespace) -> None:
+    if arguments.output is None:
+        return
+    for loss in save(workload, arguments.output, arguments.block_size):
+        print(f"not in this format: {loss}", file=sys.stderr)
+    size = arguments.output.stat().st_size
+    print(f"wrote {len(workload):,} requests to {arguments.output} ({size:,} bytes)")
+
+
+# --- read --------------------------------------------------------------------------------------
+
+
+def _read_options(parser: argparse.ArgumentParser) -> None:
+    _source(parser)
+    _output(parser, required=False)
+
+
+def _read(arguments: argparse.Namespace, _: Settings) -> int:
+    workload = _load(arguments)
+    print(f"{len(workload):,} requests in {len(workload.sessions):,} sessions")
+    _save(workload, arguments)
+    return 0
+
+
+# --- analyze -----------------------------------------------------------------------------------
+
+
+def _analyze_options(parser: argparse.ArgumentParser) -> None:
+    _source(parser)
+    _block_size(parser, "count hits in blocks of N tokens (the trace's own)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+
+
+def _analyze(arguments: argparse.Namespace, _: Settings) -> int:
+    analysis = analyze(_load(arguments), arguments.block_size)
+    show(analysis, Console())
+    if arguments.json is not None:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(analysis)) + b"\n")
+    return 0
+
+
+# --- synthesize --------------------------------------------------------------------------------
+
+
+def _synthesize_options(parser: argparse.ArgumentParser) -> None:
+    from kvmesh.workload.synthesizer import Options
+
+    _source(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help=FILES)
+    for field in msgspec.structs.fields(Options):
+        if field.name == "seed":
+            continue
+        default = None if field.default is msgspec.NODEFAULT else field.default
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            metavar="X",
+            default=default,
+            help=f"default {default}" if default is not None else UNSET[field.name],
+        )
+    parser.epilog = Options.__doc__
+
+
+def _synthesize(arguments: argparse.Namespace, _: Settings) -> int:
+    from kvmesh.workload.synthesizer import Options, Synthesizer
+
+    workload = _load(arguments)
+    given = {
+        field.name: getattr(arguments, field.name)
+        for field in msgspec.structs.fields(Options)
+        if getattr(arguments, field.name) is not None
+    }
+    try:
+        options = msgspec.convert({"num_requests": len(workload), **given}, Options, strict=False)
+    except msgspec.ValidationError as error:
+        raise WorkloadError(str(error).replace("`$.", "`--").replace("_", "-")) from error
+    _save(Synthesizer(workload, options).workload(), arguments)
+    return 0
+
+
+# --- generate ----------------------------------------------------------------------------------
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", nargs="?", metavar="PROFILE", help="a TOML file or shipped name")
+    parser.add_argument("--sessions", type=count, metavar="N", help="the profile's own number")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
+    parser.add_argument("--print", action="store_true", help="show the profile itself, as TOML")
+    _output(parser, required=False)
+    parser.epilog = "Without PROFILE, lists those that ship with the mesh."
+
+
+def _generate(arguments: argparse.Namespace, _: Settings) -> int:
+    from kvmesh.workload.agents import AgentGenerator
+    from kvmesh.workload.profile import builtin, load_profile
+
+    if arguments.profile is None:
+        for name in builtin():
+            print(f"{name:<16}  {load_profile(name).description}")
+        return 0
+    profile = load_profile(arguments.profile)
+    if arguments.print:
+        print(builtin().get(arguments.profile, Path(arguments.profile)).read_text(), end="")
+        return 0
+    workload = AgentGenerator(profile, arguments.seed).workload(arguments.sessions)
+    if arguments.output is None:
+        show(analyze(workload), Console())
+    _save(workload, arguments)
+    return 0
+
+
+# --- capture -----------------------------------------------------------------------------------
+
+
+def _capture_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--since",
+        type=moment,
+        default="15m",
+        metavar="AGO",
+        help="from then on: 90s, 5m, 2h, 1d or a time (15m)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="of this model only")
+    _output(parser, required=True)
+    add_flags(parser, "", ("nats", "log"))
+
+
+def _capture(arguments: argparse.Namespace, settings: Settings) -> int:
+    from kvmesh.cli.session import run_on_bus
+    from kvmesh.workload.capture import assemble, capture
+
+    async def record(bus: Bus) -> int:
+        recorder = await capture(bus, arguments.since, arguments.model)
+        workload = assemble(recorder.taken)
+        if recorder.unfinished:
+            print(f"left out {recorder.unfinished:,} without an outcome", file=sys.stderr)
+        _save(workload, arguments)
+        return 0
+
+    return run_on_bus("workload", settings, record)

@@ -1,0 +1,90 @@
+"""Any message of the mesh, decoded by the kind of its subject and made ready for JSON."""
+
+import struct
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.bus.kvbm import Computing, KvbmRequest
+from kvmesh.bus.messages import (
+    Control,
+    Instance,
+    KvBatch,
+    Load,
+    OverlapQuery,
+    RouteEvent,
+    RouteRequest,
+    SeqBatch,
+    SessionQuery,
+    StepOutput,
+    Work,
+)
+
+STREAMED = ("kv", "route", "seq")
+REQUESTS = ("index", "router", "work", "ctl", "kvbm")
+HASHES = frozenset({"parent", "previous", "salt"})
+TOKENS = frozenset({"tokens"})
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "kv": msgspec.msgpack.Decoder(KvBatch),
+    "route": msgspec.msgpack.Decoder(RouteEvent),
+    "seq": msgspec.msgpack.Decoder(SeqBatch),
+    "index": msgspec.msgpack.Decoder(OverlapQuery),
+    "router": msgspec.msgpack.Decoder(RouteRequest),
+    "work": msgspec.msgpack.Decoder(Work),
+    "out": msgspec.msgpack.Decoder(StepOutput),
+    "ctl": msgspec.msgpack.Decoder(Control),
+    "kvbm": msgspec.msgpack.Decoder(KvbmRequest),
+    "computing": msgspec.msgpack.Decoder(Computing),
+    "sessions": msgspec.msgpack.Decoder(SessionQuery),
+    "load": msgspec.msgpack.Decoder(Load),
+    "instances": msgspec.msgpack.Decoder(Instance),
+}
+_anything = msgspec.msgpack.Decoder()
+
+
+class Undecodable(Struct, frozen=True):
+    """What stands for a message that is not what its subject promises."""
+
+    error: str
+    size: int
+
+
+def decode(kind: str, data: bytes) -> object:
+    """The message; plain values for a kind of a newer version; Undecodable if it is damaged."""
+    try:
+        return _decoders.get(kind, _anything).decode(data)
+    except msgspec.MsgspecError as error:
+        return Undecodable(str(error), len(data))
+
+
+def plain(value: object, field: str = "") -> object:
+    """`value` for JSON, with named fields; hashes are hexadecimal, as JSON numbers lose bits."""
+    if isinstance(value, Struct):
+        names = value.__struct_fields__
+        fields = {name: plain(getattr(value, name), name) for name in names}
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, bytes):
+        return unpack_tokens(value) if field in TOKENS else [hexadecimal(h) for h in hashes(value)]
+    if isinstance(value, dict):
+        return {str(key): plain(item, field) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, field) for item in value]
+    if isinstance(value, int) and field in HASHES:
+        return hexadecimal(value)
+    return value
+
+
+def hashes(packed: bytes) -> tuple[int, ...]:
+    """Packed little-endian uint64 as integers."""
+    return struct.unpack(f"<{len(packed) // 8}Q", packed[: len(packed) // 8 * 8])
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Packed little-endian uint32 as integers."""
+    return list(struct.unpack(f"<{len(packed) // 4}I", packed[: len(packed) // 4 * 4]))
+
+
+def hexadecimal(value: int) -> str:
+    """A 64-bit hash as 16 digits."""
+    return f"{value & 0xFFFFFFFFFFFFFFFF:016x}"

@@ -1,0 +1,169 @@
+"""Why a request went where it went: its decisions and outcomes as text, and finding them."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Candidate, Decision, Outcome, RouteEvent
+from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+
+QUIET_S = 10.0
+_routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
+TIERS = ("engine", "host", "disk", "remote")
+
+
+async def find_events(bus: Bus, request: str, since: datetime | None) -> list[RouteEvent]:
+    """Every decision and outcome of a request that the stream still has, in order.
+
+    A request that was placed again has ids REQUEST.1, REQUEST.2, …; they are found too.
+    Raises TimeoutError if the stream cannot be read to its end.
+    """
+    found: list[RouteEvent] = []
+    wanted = request.encode()
+
+    def take(message: StreamMessage) -> None:
+        if wanted not in message.data:
+            return
+        event = _routes.decode(message.data)
+        if event.request == request or event.request.startswith(f"{request}."):
+            found.append(event)
+
+    start = Start() if since is None else Start(time=since)
+    subjects = bus.subjects
+    reader = StreamReader(bus, subjects.route_stream, subjects.route_all, take, start)
+    await reader.open()
+    try:
+        async with asyncio.timeout(QUIET_S):
+            await reader.caught_up.wait()
+    finally:
+        await reader.close()
+    return found
+
+
+def show(events: Iterable[RouteEvent], console: Console) -> None:
+    """Print each decision with its candidates, and what came of it."""
+    decisions: dict[str, Decision] = {}
+    for event in events:
+        if isinstance(event, Decision):
+            decisions[event.request] = event
+            console.print(render_decision(event))
+        else:
+            console.print(render_outcome(event, decisions.get(event.request)))
+
+
+def render_decision(decision: Decision) -> RenderableType:
+    """Where the request went, when, and what each candidate would have cost."""
+    chosen = decision.chosen
+    blocks = len(decision.sequence) // 8
+    lines = [
+        f"{decision.request}: {decision.tokens:,} tokens of {decision.model}, {blocks} full blocks",
+        f"  to {chosen.worker} rank {chosen.rank} ({chosen.instance}) by {decision.policy}"
+        f" at {_clock(decision.time)}, decided by {decision.router}",
+        f"  waited {_ms(decision.wait_s)} in the queue, {_ms(decision.index_s)} for the index",
+    ]
+    if decision.attempt:
+        lines.append(f"  attempt {decision.attempt + 1}: earlier workers did not take it")
+    if decision.prefill is not None:
+        first = decision.prefill
+        lines.append(f"  prefilled by {first.worker} rank {first.rank} ({first.instance})")
+    if decision.note:
+        lines.append(f"  note: {decision.note}")
+    best = best_rejected(decision)
+    if best is not None:
+        lines.append(f"  {_against(chosen, best)}")
+    return Group(Text("\n".join(lines)), Text(), _table(decision), Text())
+
+
+def render_outcome(outcome: Outcome, decision: Decision | None) -> RenderableType:
+    """What came true, beside what the decision predicted."""
+    lines = [
+        f"{outcome.request}: {outcome.finish} on {outcome.instance} at {_clock(outcome.time)}",
+        f"  {_first(outcome.ttft_s)}, all {outcome.output_tokens:,} after {_ms(outcome.total_s)}",
+        f"  cached {outcome.cached_tokens:,} prompt tokens{_predicted(decision)}",
+    ]
+    return Group(Text("\n".join(lines)), Text())
+
+
+def best_rejected(decision: Decision) -> Candidate | None:
+    """The cheapest candidate that was not chosen."""
+    chosen = (decision.chosen.instance, decision.chosen.rank)
+    others = [c for c in decision.candidates if (c.instance, c.rank) != chosen]
+    return min(others, key=lambda c: c.cost, default=None)
+
+
+def _against(chosen: Candidate, best: Candidate) -> str:
+    difference = best.cost - chosen.cost
+    name = f"{best.worker} rank {best.rank}"
+    if difference == 0:
+        return f"as good as {name}"
+    word = "cheaper" if difference > 0 else "dearer"
+    return f"{abs(difference):.1f} {word} than the best other one, {name}"
+
+
+def _table(decision: Decision) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    for heading in ("worker", "rank"):
+        table.add_column(heading, no_wrap=True)
+    tiers = _tiers(decision)
+    for heading in (*tiers, "prefilling", "decoding", "requests", "cost"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    chosen = decision.chosen
+    shown = decision.candidates or [chosen]
+    if not any(_same(c, chosen) for c in shown):
+        shown = [*shown, chosen]
+    for candidate in shown:
+        table.add_row(
+            "▸" if _same(candidate, chosen) else "",
+            candidate.worker,
+            str(candidate.rank),
+            *(str(candidate.overlap[place]) for place in tiers.values()),
+            f"{candidate.prefill:.1f}",
+            f"{candidate.decode:.1f}",
+            str(candidate.requests),
+            f"{candidate.cost:.2f}",
+        )
+    more = decision.eligible - len(shown)
+    if more > 0:
+        table.add_row("", f"and {more} more")
+    return table
+
+
+def _tiers(decision: Decision) -> dict[str, int]:
+    """Heading and column of the tiers in which some candidate holds a block; always the first."""
+    places = range(len(decision.chosen.overlap))
+    candidates = [decision.chosen, *decision.candidates]
+    used = [p for p in places if p == 0 or any(c.overlap[p] for c in candidates)]
+    return {f"{TIERS[place]} blocks": place for place in used if place < len(TIERS)}
+
+
+def _same(one: Candidate, other: Candidate) -> bool:
+    return (one.instance, one.rank) == (other.instance, other.rank)
+
+
+def _predicted(decision: Decision | None) -> str:
+    if decision is None or not decision.block_size:
+        return ""
+    held = sum(decision.chosen.overlap) * decision.block_size
+    return f", {held:,} were expected"
+
+
+def _clock(seconds: float) -> str:
+    stamp = datetime.fromtimestamp(seconds, UTC).astimezone()
+    day = "" if time.time() - seconds < 86400 else f"{stamp:%Y-%m-%d} "
+    return f"{day}{stamp:%H:%M:%S}.{stamp.microsecond // 1000:03d}"
+
+
+def _first(seconds: float | None) -> str:
+    return "no token" if seconds is None else f"first token after {_ms(seconds)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,140 @@
+"""Command-line flags generated from the settings schema."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_origin
+
+from kvmesh.settings import CONFIG, Flag, Option, Place, options
+
+ALIASES = {
+    ("nats", "url"): "--nats",
+    ("worker", "engine"): "--engine",
+    ("worker", "model"): "--model",
+    ("frontend", "port"): "--port",
+    ("router", "policy"): "--policy",
+}
+METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: "BOOL"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and which flag was probably meant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            message = f"unknown flag {unknown[1]}{did_you_mean(unknown[1], known)}"
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class _Record(argparse.Action):
+    """Keeps a flag as the user wrote it, for errors that name it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        section, _, key = self.dest.partition(".")
+        text = values if isinstance(values, str) else str(self.const)
+        given(namespace)[section, key] = Flag(option_string or self.dest, text)
+
+
+class _Extend(_Record):
+    """A flag for a list: given again, it adds to what was given before."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        section, _, key = self.dest.partition(".")
+        before = given(namespace).get((section, key))
+        joined = f"{before.text},{values}" if before is not None else values
+        super().__call__(parser, namespace, joined, option_string)
+
+
+def given(namespace: argparse.Namespace) -> dict[Place, Flag]:
+    """The settings flags of a command line, by section and key."""
+    flags: dict[Place, Flag] = vars(namespace).setdefault("settings_flags", {})
+    return flags
+
+
+def add_flags(parser: argparse.ArgumentParser, own: str, sections: Iterable[str]) -> None:
+    """Add --config and a flag per option: bare for section `own`, `--section-key` for others."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help=f"settings as a TOML file [{CONFIG}]"
+    )
+    groups = {name: parser.add_argument_group(name) for name in (own, *sections) if name}
+    for option in options():
+        if option.section in groups:
+            _add(groups[option.section], option, _names(option, own))
+
+
+def _names(option: Option, own: str) -> list[str]:
+    key = option.key.replace("_", "-")
+    if option.section == own:
+        return [f"--{key}"]
+    alias = ALIASES.get((option.section, option.key))
+    full = f"--{option.section}-{key}"
+    return [alias, full] if alias and (own == "up" or option.section == "nats") else [full]
+
+
+def _add(group: argparse._ArgumentGroup, option: Option, names: list[str]) -> None:
+    dest = f"{option.section}.{option.key}"
+    help_text = describe(option).replace("%", "%%")
+    action = _Extend if get_origin(option.type) is list else _Record
+    kind: dict[str, Any] = {"action": action, "dest": dest, "default": argparse.SUPPRESS}
+    if option.type is not bool:
+        group.add_argument(*names, metavar=metavar(option), help=help_text, **kind)
+        return
+    opposite = [f"--no-{name.removeprefix('--')}" for name in names]
+    group.add_argument(*names, nargs=0, const="true", help=help_text, **kind)
+    group.add_argument(*opposite, nargs=0, const="false", help=argparse.SUPPRESS, **kind)
+
+
+def describe(option: Option) -> str:
+    """The description, the default and the environment variable of an option."""
+    default = one_line(option.default)
+    return f"{option.description} [{f'default {default}; ' if default else ''}{option.env}]"
+
+
+def metavar(option: Option) -> str:
+    """What stands for an option's value in a help text."""
+    if option.choices:
+        return "|".join(option.choices)
+    if get_origin(option.type) is list:
+        return "X,X,…"
+    return METAVARS[option.type]
+
+
+def text(value: object) -> str:
+    """A setting's value as it is written in a flag or a variable; empty for none."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return ",".join(text(part) for part in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def one_line(value: object) -> str:
+    """A setting's value for people to read: line breaks are escaped."""
+    return text(value).replace("\n", "\\n")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown word."""
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""

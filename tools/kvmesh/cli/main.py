@@ -1,0 +1,68 @@
+"""The `kvmesh` command: finds the subcommand, resolves its settings, runs it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvmesh.cli.flags import Parser, add_flags, did_you_mean, given
+from kvmesh.cli.parsers import check_parsers
+from kvmesh.cli.registry import COMMANDS, Command
+from kvmesh.settings import SettingsError, load
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one subcommand and exit with its status; 2 means a usage or settings error."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one subcommand; returns its exit status."""
+    parser = Parser(
+        prog="kvmesh",
+        usage="kvmesh COMMAND [options]",
+        description="A mesh that serves open-weight models to coding agents.",
+        epilog=f"commands:\n{_listing()}\n\nkvmesh COMMAND --help shows a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", help=argparse.SUPPRESS)
+    name = parser.parse_args(arguments[:1] or ["--help"]).command
+    command = next((c for c in COMMANDS if c.name == name), None)
+    if command is None:
+        parser.error(f"unknown command {name}{did_you_mean(name, [c.name for c in COMMANDS])}")
+    return _run(command, arguments[1:])
+
+
+def _listing() -> str:
+    width = max(len(c.name) for c in COMMANDS)
+    return "\n".join(f"  {c.name:<{width}}  {c.help}" for c in COMMANDS)
+
+
+def _run(command: Command, arguments: Sequence[str]) -> int:
+    implementation = command.load()
+    description = f"{command.help[0].upper()}{command.help[1:]}."
+    parser = Parser(
+        prog=f"kvmesh {command.name}", usage="%(prog)s [options]", description=description
+    )
+    implementation.configure(parser)
+    if command.own or command.sections:
+        add_flags(parser, command.own, command.sections)
+    namespace = parser.parse_args(arguments)
+    namespace.command = command.name
+    try:
+        settings = load(getattr(namespace, "config", None), os.environ, given(namespace))
+        check_parsers(settings)
+    except SettingsError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    try:
+        return implementation.run(namespace, settings)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Parser names are known to the frontend and told to the worker: the composition checks them."""
+
+from kvmesh.settings import Settings, SettingsError
+
+
+def check_parsers(settings: Settings) -> None:
+    """Raises SettingsError if the worker is told a parser that there is not."""
+    tool, reasoning = settings.worker.tool_parser, settings.worker.reasoning_parser
+    if not tool and not reasoning:
+        return
+    from kvmesh.frontend.dialects import UnknownParser, choose
+
+    try:
+        choose("", tool_parser=tool or None, reasoning_parser=reasoning or None)
+    except UnknownParser as error:
+        flag = "tool_parser" if error.name == tool else "reasoning_parser"
+        raise SettingsError(f"worker.{flag}", str(error)) from error

@@ -1,0 +1,59 @@
+"""The settings as a TOML file and as the tables of docs/configuration.md."""
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+
+from kvmesh.cli.flags import metavar, one_line, text
+from kvmesh.settings import Option, Settings, options
+
+
+def toml(settings: Settings) -> str:
+    """Every option with its value in effect; those without a value are commented out."""
+    return "\n".join(_toml_lines(settings)) + "\n"
+
+
+def _toml_lines(settings: Settings) -> Iterator[str]:
+    for section, members in _sections():
+        values = getattr(settings, section)
+        yield f"[{section}]"
+        for option in members:
+            value = getattr(values, option.key)
+            line = f"{option.key} = {_toml_value(value)}"
+            yield f"{'# ' if value is None else ''}{line}  # {option.description}"
+        yield ""
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_toml_value(part) for part in value)}]"
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    return json.dumps(text(value), ensure_ascii=False)
+
+
+def markdown() -> str:
+    """One table per section: key, environment variable, value, default and meaning."""
+    return "\n".join(_markdown_lines())
+
+
+def _markdown_lines() -> Iterator[str]:
+    for section, members in _sections():
+        yield f"## [{section}]\n"
+        yield "| key | environment | value | default | meaning |"
+        yield "| --- | --- | --- | --- | --- |"
+        for option in members:
+            default = one_line(option.default).replace("|", "\\|")
+            cells = [
+                f"`{option.key}`",
+                f"`{option.env}`",
+                metavar(option).replace("|", "\\|"),
+                f"`{default}`" if default else "–",
+                option.description,
+            ]
+            yield f"| {' | '.join(cells)} |"
+        yield ""
+
+
+def _sections() -> Iterator[tuple[str, Iterator[Option]]]:
+    return groupby(options(), key=lambda option: option.section)

@@ -1,0 +1,101 @@
+"""Every subcommand of `kvmesh`: a line here and a module that is imported only when it runs.
+
+The module has `configure(parser)`, which adds the command's own arguments, and
+`run(arguments, settings) -> int`, which returns the exit status.
+"""
+
+import argparse
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from kvmesh.settings import Settings
+
+BUS = ("nats", "log")
+SERVICE = ("nats", "streams", "log")
+ENGINES = ("mock", "torch", "vllm", "remote", "sglang", "trtllm")
+ROLES = ("frontend", "router", "indexer", "kvbm", "worker", *ENGINES, "transfer")
+
+
+class Implementation(Protocol):
+    """What a command's module provides."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace, settings: Settings) -> int: ...
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: options of the section `own` are bare flags, those of `sections` prefixed."""
+
+    name: str
+    help: str
+    module: str
+    own: str = ""
+    sections: tuple[str, ...] = ()
+
+    def load(self) -> Implementation:
+        return cast(Implementation, import_module(self.module))
+
+
+def _service(role: str, help: str, *more: str) -> Command:  # noqa: A002
+    return Command(role, help, "kvmesh.cli.commands.service", role, (*more, *SERVICE))
+
+
+COMMANDS = (
+    Command(
+        "up",
+        "run a whole mesh on this machine",
+        "kvmesh.cli.commands.up",
+        own="up",
+        sections=(*ROLES, *SERVICE),
+    ),
+    _service("frontend", "run one frontend: HTTP in, tokens out"),
+    _service("router", "run one router: which worker, and when"),
+    _service("indexer", "run one indexer: who holds which block"),
+    _service(
+        "kvbm", "run the block manager of this node: KV blocks in memory and on disk", "transfer"
+    ),
+    _service("worker", "run one worker: an engine and its publisher", *ENGINES, "transfer"),
+    Command("tail", "show what passes over the bus", "kvmesh.cli.commands.tail", sections=BUS),
+    Command(
+        "status", "show who and what is on the mesh", "kvmesh.cli.commands.status", sections=BUS
+    ),
+    Command(
+        "explain",
+        "show why a request went where it went",
+        "kvmesh.cli.commands.explain",
+        sections=BUS,
+    ),
+    Command(
+        "busy", "show or set when workers take no more", "kvmesh.cli.commands.busy", sections=BUS
+    ),
+    Command("replay", "send a trace to a mesh and time the answers", "kvmesh.cli.commands.replay"),
+    Command(
+        "workload",
+        "read, analyse, synthesise, generate and capture workloads",
+        "kvmesh.cli.commands.workload",
+    ),
+    Command(
+        "simulate",
+        "run a workload under any policy in virtual time",
+        "kvmesh.cli.commands.simulate",
+        sections=("router", "mock"),
+    ),
+    Command(
+        "whatif",
+        "replay what a live mesh has just served under other policies",
+        "kvmesh.cli.commands.whatif",
+        sections=("router", "mock", *BUS),
+    ),
+    Command("model", "make a small model for the torch engine", "kvmesh.cli.commands.model"),
+    Command("parser", "show how a model's raw output parses", "kvmesh.cli.commands.parser"),
+    Command(
+        "config",
+        "show the settings in effect",
+        "kvmesh.cli.commands.config",
+        sections=(*ROLES, *SERVICE, "up"),
+    ),
+    Command("version", "print the version", "kvmesh.cli.commands.version"),
+)

@@ -1,0 +1,138 @@
+"""The state of a mesh as seen from the bus: instances and their load, streams, readers, buckets."""
+
+import asyncio
+import time
+
+import msgspec
+from msgspec import Struct
+from nats.js.api import StreamInfo
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery import Directory
+from kvmesh.bus.messages import Instance, Load, Role
+from kvmesh.runtime.service import stream_limits
+from kvmesh.settings import Settings
+
+LOAD_S = 1.2
+
+
+class Member(Struct, kw_only=True):
+    """One process: its card, its age in seconds, and its load per rank if it is a worker."""
+
+    card: Instance
+    age_s: float
+    load: list[Load]
+
+
+class Reader(Struct, kw_only=True):
+    """A consumer of a stream: whose it is and how many messages it has yet to read."""
+
+    name: str
+    owner: str
+    lag: int
+
+
+class Stream(Struct, kw_only=True):
+    """A stream; sizes in messages and bytes."""
+
+    name: str
+    messages: int
+    bytes: int
+    first: int
+    last: int
+    readers: list[Reader]
+
+
+class Bucket(Struct, kw_only=True):
+    """A key-value (`kv`) or object (`object`) bucket."""
+
+    name: str
+    kind: str
+    messages: int
+    bytes: int
+
+
+class Report(Struct, kw_only=True):
+    """All that `kvmesh status` tells."""
+
+    nats: str
+    server: str
+    namespace: str
+    time: float
+    instances: list[Member]
+    streams: list[Stream]
+    buckets: list[Bucket]
+
+
+async def gather(bus: Bus, settings: Settings) -> Report:
+    """Ask the bus; raises nats.js NotFoundError if there is no mesh of this namespace."""
+    loads: dict[str, dict[int, Load]] = {}
+
+    async def keep(load: Load) -> None:
+        loads.setdefault(load.instance, {})[load.rank] = load
+
+    await bus.subscribe(bus.subjects.load_all, msgspec.msgpack.Decoder(Load), keep)
+    directory = Directory(bus, stream_limits(settings.streams))
+    await directory.open()
+    infos = [info for info in await bus.js.streams_info() if _ours(bus, info)]
+    streams = [await _stream(bus, info) for info in infos if _bucket_kind(info) is None]
+    await _wait_for_loads(loads, directory)
+    cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
+    await directory.close()
+    server, version = bus.client.connected_url, bus.client.connected_server_version
+    return Report(
+        nats=server.netloc if server else "",
+        server=f"{version.major}.{version.minor}.{version.patch}",
+        namespace=bus.options.namespace,
+        time=time.time(),
+        instances=[_member(card, loads.get(card.instance, {})) for card in cards],
+        streams=streams,
+        buckets=[_bucket(info) for info in infos if _bucket_kind(info) is not None],
+    )
+
+
+async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Directory) -> None:
+    workers = {card.instance for card in directory.instances if card.role is Role.WORKER}
+    deadline = time.monotonic() + LOAD_S
+    while not workers <= loads.keys() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+
+
+def _member(card: Instance, loads: dict[int, Load]) -> Member:
+    age = max(0.0, time.time() - card.started)
+    return Member(card=card, age_s=age, load=[loads[rank] for rank in sorted(loads)])
+
+
+def _ours(bus: Bus, info: StreamInfo) -> bool:
+    name = (info.config.name or "").removeprefix("KV_").removeprefix("OBJ_")
+    return name.startswith(bus.subjects.kv_stream.removesuffix("kv"))
+
+
+def _bucket_kind(info: StreamInfo) -> str | None:
+    prefix = (info.config.name or "").partition("_")[0]
+    return {"KV": "kv", "OBJ": "object"}.get(prefix)
+
+
+def _bucket(info: StreamInfo) -> Bucket:
+    return Bucket(
+        name=(info.config.name or "").partition("_")[2],
+        kind=_bucket_kind(info) or "",
+        messages=info.state.messages,
+        bytes=info.state.bytes,
+    )
+
+
+async def _stream(bus: Bus, info: StreamInfo) -> Stream:
+    name = info.config.name or ""
+    readers = [
+        Reader(name=c.name, owner=c.config.description or "", lag=c.num_pending or 0)
+        for c in await bus.js.consumers_info(name)
+    ]
+    return Stream(
+        name=name,
+        messages=info.state.messages,
+        bytes=info.state.bytes,
+        first=info.state.first_seq,
+        last=info.state.last_seq,
+        readers=sorted(readers, key=lambda reader: reader.owner),
+    )

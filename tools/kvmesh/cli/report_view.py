@@ -1,0 +1,113 @@
+"""The report of `kvmesh status` as JSON or as tables."""
+
+from itertools import combinations
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvmesh.blocks.layout import divided
+from kvmesh.bus.messages import Load, NodeStore
+from kvmesh.cli.report import Bucket, Member, Report, Stream
+from kvmesh.cli.units import duration, size
+
+PIPE_WIDTH = 160
+
+
+def show_json(report: Report) -> None:
+    """The report as one indented JSON object."""
+    print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+
+
+def show_tables(report: Report) -> None:
+    """The report as tables, as wide as the terminal or PIPE_WIDTH."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    console.print(f"mesh {report.namespace} on NATS {report.server} at {report.nats}")
+    for table in (
+        _instances(report.instances),
+        _streams(report.streams),
+        _readers(report.streams),
+        _buckets(report.buckets),
+    ):
+        console.print()
+        console.print(table if table.row_count else f"[dim]no {table.columns[0].header}s[/dim]")
+    divisions = _divisions(report.instances)
+    if divisions.row_count:
+        console.print("\n[yellow]These block managers do not share all blocks:[/yellow]")
+        console.print(divisions)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
+    return table
+
+
+_NUMBERS = frozenset({"age", "messages", "bytes", "first", "last", "readers", "lag"})
+
+
+def _instances(members: list[Member]) -> Table:
+    table = _table("instance", "role", "age", "state", "model", "load", "labels")
+    for member in members:
+        card = member.card
+        table.add_row(
+            card.instance,
+            card.role if card.serves == "aggregated" else f"{card.serves} {card.role}",
+            duration(member.age_s),
+            "[yellow]draining[/yellow]" if card.draining else "ready",
+            card.model.name if card.model else "",
+            _tiers(card.store) if card.store else "; ".join(map(_load, member.load)),
+            " ".join(f"{key}={value}" for key, value in card.labels.items()),
+        )
+    return table
+
+
+def _tiers(store: NodeStore) -> str:
+    names = ("memory", "disk", "remote")
+    sizes = zip(store.tier_bytes, names, strict=False)
+    return ", ".join(f"{size(count)} of {name}" for count, name in sizes if count)
+
+
+def _divisions(members: list[Member]) -> Table:
+    """The layouts of models of which some nodes have none in common."""
+    layouts = {m.card.instance: m.card.store.layouts for m in members if m.card.store}
+    pairs = combinations(layouts.values(), 2)
+    table = _table("model", "block manager", "layout of its workers")
+    for model in sorted({model for ours, theirs in pairs for model in divided(ours, theirs)}):
+        for instance, has in layouts.items():
+            for layout in has.get(model, []):
+                table.add_row(model, instance, layout)
+    return table
+
+
+def _load(load: Load) -> str:
+    blocks = f"{load.active_blocks}+{load.cached_blocks} of {load.total_blocks} blocks"
+    return f"{load.running} running, {load.waiting} waiting, {blocks}"
+
+
+def _streams(streams: list[Stream]) -> Table:
+    table = _table("stream", "messages", "bytes", "first", "last", "readers")
+    for stream in streams:
+        numbers = (stream.first, stream.last, len(stream.readers))
+        table.add_row(
+            stream.name, str(stream.messages), size(stream.bytes), *(str(n) for n in numbers)
+        )
+    return table
+
+
+def _readers(streams: list[Stream]) -> Table:
+    table = _table("reader", "stream", "lag")
+    for stream in streams:
+        for reader in stream.readers:
+            table.add_row(reader.owner or reader.name, stream.name, str(reader.lag))
+    return table
+
+
+def _buckets(buckets: list[Bucket]) -> Table:
+    table = _table("bucket", "kind", "messages", "bytes")
+    for bucket in buckets:
+        table.add_row(bucket.name, bucket.kind, str(bucket.messages), size(bucket.bytes))
+    return table

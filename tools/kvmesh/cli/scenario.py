@@ -1,0 +1,167 @@
+"""What `simulate` and `whatif` share: scenario flags, running under each policy, reports."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from kvmesh.router.config import check_settings
+from kvmesh.settings import Settings
+from kvmesh.simulator.figures import Figures, figures
+from kvmesh.simulator.mesh import Simulation
+from kvmesh.simulator.options import Fault, Network, Options, SimulationError, WorkerOptions
+from kvmesh.simulator.page import page
+from kvmesh.simulator.perfetto import perfetto
+from kvmesh.worker.mock.core import CoreOptions
+from kvmesh.worker.mock.profile import Profile
+from kvmesh.worker.mock.timing import Polynomial
+from kvmesh.worker.scheduling.scheduler import SchedulerLimits
+from kvmesh.worker.scheduling.tiers import tier_options
+from kvmesh.workload.model import Workload
+
+Run = tuple[Simulation, Figures]
+
+
+def add_scenario(parser: argparse.ArgumentParser) -> None:
+    """Flags of the fleet, the network and the reports."""
+    parser.add_argument("--policy", "--compare", metavar="A,B,…", help="run under each of these")
+    parser.add_argument("--workers", type=int, metavar="N", help="mock engines")
+    parser.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        metavar="COUNT[:KEY=VALUE,…]",
+        help="instead, unlike engines: 2:serves=prefill,speedup=2 and 6:serves=decode,blocks=8192",
+    )
+    parser.add_argument("--routers", type=int, default=1, metavar="N", help="router replicas (1)")
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="times divided by X")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
+    parser.add_argument("--block-size", type=int, metavar="N", help="tokens per KV block")
+    parser.add_argument("--event-delay", type=float, default=0.003, metavar="S", help="KV events")
+    parser.add_argument("--event-loss", type=float, default=0.0, metavar="SHARE", help="KV events")
+    parser.add_argument("--sync-delay", type=float, default=0.002, metavar="S", help="of replicas")
+    parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="KIND:WORKER@S",
+        help="die:0@30, leave:1@60 or join:4@90; may be given again",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write the last run's trace")
+
+
+def scenarios(
+    arguments: argparse.Namespace, settings: Settings, workers: int, core: CoreOptions
+) -> list[Options]:
+    """The options of each policy asked for; raises SimulationError or ConfigError."""
+    names = (arguments.policy or settings.router.policy).split(",")
+    return [_scenario(arguments, settings, name.strip(), workers, core) for name in names]
+
+
+def _scenario(
+    arguments: argparse.Namespace, settings: Settings, policy: str, workers: int, core: CoreOptions
+) -> Options:
+    router = msgspec.structs.replace(settings.router, policy=policy)
+    check_settings(router)
+    options = Options(
+        router=router,
+        workers=_fleet(arguments, workers, core),
+        replicas=arguments.routers,
+        network=Network(
+            kv_events=arguments.event_delay,
+            event_loss=arguments.event_loss,
+            replicas=arguments.sync_delay,
+        ),
+        faults=tuple(_fault(text) for text in arguments.fault),
+        speed=arguments.speed,
+        seed=arguments.seed,
+    )
+    options.check()
+    return options
+
+
+def _fleet(
+    arguments: argparse.Namespace, workers: int, core: CoreOptions
+) -> tuple[WorkerOptions, ...]:
+    if arguments.group and arguments.workers:
+        raise SimulationError("--workers and --group exclude each other")
+    if not arguments.group:
+        return (WorkerOptions(arguments.workers or workers, core),)
+    return tuple(_group(text, core) for text in arguments.group)
+
+
+class _Group(msgspec.Struct, forbid_unknown_fields=True):
+    """What a group may have of its own."""
+
+    serves: Literal["aggregated", "prefill", "decode"] = "aggregated"
+    speedup: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+def _group(text: str, core: CoreOptions) -> WorkerOptions:
+    count, _, rest = text.partition(":")
+    try:
+        pairs = dict(part.split("=", 1) for part in rest.split(",") if part)
+        group = msgspec.convert(pairs, _Group, strict=False)
+        own = replace(
+            core, speedup=group.speedup or core.speedup, blocks=group.blocks or core.blocks
+        )
+        return WorkerOptions(int(count), own, group.serves)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise SimulationError(f"--group {text}: {error}") from None
+
+
+def mock_core(settings: Settings, block_size: int) -> CoreOptions:
+    """Engines as the [mock] settings describe them; raises ProfileError."""
+    mock = settings.mock
+    return CoreOptions(
+        blocks=mock.blocks,
+        limits=SchedulerLimits(
+            block_size=block_size,
+            max_sequences=mock.max_sequences,
+            max_batched_tokens=mock.max_batched_tokens,
+            watermark=mock.watermark,
+        ),
+        model=Profile.load(mock.profile) if mock.profile else Polynomial(),
+        tiers=tier_options(mock),
+        speedup=mock.speedup,
+    )
+
+
+def _fault(text: str) -> Fault:
+    kind, _, rest = text.partition(":")
+    worker, _, time = rest.partition("@")
+    try:
+        fields = {"kind": kind, "worker": int(worker), "time": float(time)}
+        return msgspec.convert(fields, Fault)
+    except (ValueError, msgspec.ValidationError):
+        reason = "expected KIND:WORKER@SECONDS, such as die:0@30"
+        raise SimulationError(f"--fault {text}: {reason}") from None
+
+
+def simulate(workload: Workload, options: Options) -> Run:
+    """One run, with a progress bar on standard error."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(options.router.policy, total=len(workload))
+        simulation = Simulation(workload, options, lambda: bar.advance(task))
+        simulation.run()
+    return simulation, figures(simulation)
+
+
+def write(arguments: argparse.Namespace, title: str, runs: Sequence[Run]) -> None:
+    """Write the reports that were asked for."""
+    if arguments.json:
+        data = msgspec.json.encode([result for _, result in runs])
+        arguments.json.write_bytes(msgspec.json.format(data, indent=2))
+    if arguments.html:
+        arguments.html.write_text(page(title, runs))
+    if arguments.perfetto:
+        arguments.perfetto.write_bytes(perfetto(runs[-1][0]))

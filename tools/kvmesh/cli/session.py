@@ -1,0 +1,38 @@
+"""A command's short stay on the bus."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+
+from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError
+from kvmesh.runtime import logs
+from kvmesh.runtime.service import bus_options
+from kvmesh.settings import Settings
+
+CONNECT_S = 5.0
+
+
+def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[int]]) -> int:
+    """Connect, run `main`, disconnect; returns its status, or 1 after saying what went wrong."""
+    logs.configure(settings.log, name)
+    try:
+        return asyncio.run(_run(name, settings, main))
+    except NotFoundError:
+        url = bus_options(settings.nats).url
+        reason = f"no mesh named {settings.nats.namespace} at {url}"
+    except (BusError, NatsError, TimeoutError) as error:
+        reason = str(error) or type(error).__name__
+    print(f"kvmesh {name}: {reason}", file=sys.stderr)
+    return 1
+
+
+async def _run(name: str, settings: Settings, main: Callable[[Bus], Awaitable[int]]) -> int:
+    bus = await Bus.connect(bus_options(settings.nats), name, timeout=CONNECT_S)
+    try:
+        return await main(bus)
+    finally:
+        await bus.close()

@@ -1,0 +1,81 @@
+"""Ports and directories that a mesh needs for itself, checked before anything starts."""
+
+import fcntl
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TextIO
+
+from msgspec.structs import replace
+
+from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.settings import Settings
+
+LOOPBACK = "127.0.0.1"
+
+
+def claim(settings: Settings, held: ExitStack) -> Settings:
+    """`settings` with free ports in place of 0 and the URL of the embedded NATS server, if any.
+
+    Raises UpError naming the flag to change; what must stay claimed goes into `held`.
+    """
+    up, frontend, taken = settings.up, settings.frontend, set[int]()
+    if not settings.nats.url:
+        held.enter_context(_lock(up.state_dir))
+        port = _claim_port(LOOPBACK, up.nats_port, "--nats-port", taken)
+        url = f"nats://{LOOPBACK}:{port}"
+        settings = replace(settings, nats=replace(settings.nats, url=url))
+    if up.frontends:
+        port = _claim_port(frontend.host, frontend.port, "--port", taken)
+        settings = replace(settings, frontend=replace(frontend, port=port))
+        for further in range(port + 1, port + up.frontends):
+            _claim_port(frontend.host, further, "--port", taken)
+    if up.metrics_port:
+        workers = up.workers + up.prefill_workers
+        for number in range(up.indexers + up.routers + up.kvbm + workers):
+            _claim_port("", up.metrics_port + number, "--metrics-port", taken)
+    return settings
+
+
+def _lock(state_dir: Path) -> TextIO:
+    """Claim the state directory for as long as the returned file stays open."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        file = (state_dir / "lock").open("w")
+    except OSError as error:
+        raise UpError(f"cannot use state directory {state_dir}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UpError(
+            f"another mesh uses {state_dir}; choose another directory with --state-dir"
+        ) from None
+    return file
+
+
+def _claim_port(host: str, port: int, flag: str, taken: set[int]) -> int:
+    """`port` if it is free, or a free one for 0; raises UpError naming `flag` otherwise."""
+    while True:
+        found = _bind(host, port, flag)
+        if found not in taken:
+            taken.add(found)
+            return found
+        if port:
+            raise UpError(f"port {port} is asked for twice; choose another with {flag}")
+
+
+def _bind(host: str, port: int, flag: str) -> int:
+    try:
+        family = socket.getaddrinfo(
+            host or None, port, flags=socket.AI_PASSIVE, type=socket.SOCK_STREAM
+        )[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            found: int = probe.getsockname()[1]
+            return found
+    except OSError as error:
+        raise UpError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}"
+        ) from error

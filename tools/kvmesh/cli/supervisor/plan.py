@@ -1,0 +1,83 @@
+"""Which processes a mesh on one machine consists of, and what each is told: no I/O here."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from kvmesh.settings import CONFIG, Settings, options, to_env
+
+START_ORDER = ("nats", "indexer", "router", "kvbm", "worker", "frontend")
+STOP_ORDER = ("frontend", "worker", "kvbm", "router", "indexer", "nats")
+COUNTS = {
+    "indexer": "indexers",
+    "router": "routers",
+    "kvbm": "kvbm",
+    "worker": "workers",
+    "frontend": "frontends",
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One process: its name, what it does, and how to start it."""
+
+    name: str
+    role: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def service_specs(settings: Settings, environ: Mapping[str, str]) -> list[Spec]:
+    """The service processes that `settings.up` asks for, in the order in which they start."""
+    inherited = _without_settings(environ)
+    metrics = count(settings.up.metrics_port)
+    return [
+        Spec(name, role, _argv(role), {**inherited, **to_env(own)})
+        for role in START_ORDER
+        if role in COUNTS
+        for name, own in _instances(role, settings, metrics)
+    ]
+
+
+def frontend_ports(settings: Settings) -> list[int]:
+    """The HTTP ports of the frontends."""
+    first = settings.frontend.port
+    return [first + number for number in range(settings.up.frontends)]
+
+
+def _argv(role: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "kvmesh.cli.main", role)
+
+
+def _instances(
+    role: str, settings: Settings, metrics: Iterator[int]
+) -> Iterator[tuple[str, Settings]]:
+    for number, own in enumerate(_sections(role, settings)):
+        if role == "frontend":
+            own = msgspec.structs.replace(own, port=own.port + number)
+        elif settings.up.metrics_port:
+            own = msgspec.structs.replace(own, metrics_port=next(metrics))
+        yield own.name, msgspec.structs.replace(settings, **{role: own})
+
+
+def _sections(role: str, settings: Settings) -> Iterator[Any]:
+    """The settings of each process of a role, under its name."""
+    section, replace = getattr(settings, role), msgspec.structs.replace
+    if role == "worker" and settings.up.kvbm and not section.node:
+        section = replace(section, node=settings.kvbm.node)
+    if role == "worker" and settings.up.prefill_workers:
+        for number in range(settings.up.prefill_workers):
+            name = f"{section.name or role}-prefill-{number}"
+            yield replace(section, name=name, serves="prefill")
+        section = replace(section, serves="decode")
+    for number in range(getattr(settings.up, COUNTS[role])):
+        yield replace(section, name=f"{section.name or role}-{number}")
+
+
+def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    ours = {option.env for option in options()} | {CONFIG}
+    return {name: value for name, value in environ.items() if name not in ours}

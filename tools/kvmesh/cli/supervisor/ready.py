@@ -1,0 +1,69 @@
+"""Whether a frontend serves, and how to tell a user to reach it."""
+
+import asyncio
+import http.client
+import json
+from collections.abc import Sequence
+
+POLL_S = 0.05
+TIMEOUT_S = 2.0
+
+
+async def until_healthy(host: str, ports: Sequence[int]) -> None:
+    """Return once /health of every port answers 200."""
+    for port in ports:
+        while (await asyncio.to_thread(_get, host, port, "/health"))[0] != http.client.OK:
+            await asyncio.sleep(POLL_S)
+
+
+async def models(host: str, port: int) -> list[str]:
+    """The names that /v1/models lists."""
+    status, body = await asyncio.to_thread(_get, host, port, "/v1/models")
+    return [model["id"] for model in json.loads(body)["data"]] if status == http.client.OK else []
+
+
+def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def reachable(host: str) -> str:
+    """An address under which this machine reaches a server that listens on `host`."""
+    if host in ("", "0.0.0.0"):
+        return "127.0.0.1"
+    return "::1" if host == "::" else host
+
+
+def announcement(host: str, ports: Sequence[int], models: Sequence[str], nats_url: str) -> str:
+    """Where to point a client, and a line to try."""
+    authority = f"[{host}]" if ":" in host else host
+    base = f"http://{authority}:{ports[0]}"
+    more = f"  (and ports {', '.join(map(str, ports[1:]))})" if len(ports) > 1 else ""
+    model = models[0] if models else "MODEL"
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 32,
+        "stream": True,
+    }
+    return "\n".join(
+        [
+            "",
+            f"  kvmesh serves {', '.join(models) or 'no model yet'}{more}",
+            "",
+            f"  OpenAI API       export OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY=none",
+            f"  Anthropic API    export ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY=none",
+            f"  NATS             {nats_url}",
+            "",
+            f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json' \\",
+            f"    -d '{json.dumps(body)}'",
+            "",
+        ]
+    )

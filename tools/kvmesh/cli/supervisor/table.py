@@ -1,0 +1,77 @@
+"""The live table of `kvmesh up` in a terminal: processes, and the load of the workers."""
+
+import asyncio
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvmesh.cli.supervisor.life import State
+from kvmesh.cli.supervisor.process import Supervised
+from kvmesh.cli.units import duration
+
+if TYPE_CHECKING:
+    from kvmesh.bus.messages import Load
+    from kvmesh.cli.supervisor.guide import Guide
+    from kvmesh.cli.supervisor.watch import Watch
+
+REFRESH_S = 0.5
+COLOURS = {
+    State.STARTING: "yellow",
+    State.RUNNING: "green",
+    State.WAITING: "red",
+    State.STOPPING: "yellow",
+    State.STOPPED: "dim",
+}
+
+
+class LiveTable:
+    """A table at the foot of the terminal, below the log that `emit` prints."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def emit(self, text: str) -> None:
+        self._console.print(Text.from_ansi(text), soft_wrap=True)
+
+    async def show(self, processes: Iterable[Supervised], guide: "Guide") -> None:
+        """Keep the table current until cancelled."""
+        with self._live:
+            while True:
+                now = asyncio.get_running_loop().time()
+                self._live.update(render(processes, guide.watch, now), refresh=True)
+                await asyncio.sleep(REFRESH_S)
+
+
+def render(processes: Iterable[Supervised], watch: "Watch | None", now: float) -> Table:
+    """The table at monotonic time `now`."""
+    loads = watch.loads if watch else {}
+    present = watch.present if watch else set()
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for heading in ("process", "state", "pid", "up", "restarts", "load"):
+        table.add_column(heading)
+    for process in processes:
+        life, name = process.life, process.spec.name
+        running = life.state is State.RUNNING
+        ready = running and name in present
+        table.add_row(
+            name,
+            Text("ready" if ready else life.state, COLOURS[life.state]),
+            str(life.pid or "–"),
+            duration(now - life.since) if running else "–",
+            str(life.restarts),
+            describe(loads[name].values()) if running and name in loads else "",
+        )
+    return table
+
+
+def describe(loads: "Collection[Load]") -> str:
+    """The load of a worker's ranks in a few words."""
+    running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
+    blocks = max(1, sum(load.total_blocks for load in loads))
+    active = sum(load.active_blocks for load in loads) / blocks
+    return f"{running} running, {waiting} waiting, {active:.0%} of blocks active"

@@ -1,0 +1,76 @@
+"""The mesh as the supervisor sees it on the bus: who holds a lease, and how loaded workers are."""
+
+import asyncio
+from collections.abc import Collection
+
+import msgspec
+from nats.errors import Error as NatsError
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery import Directory
+from kvmesh.bus.errors import BusUnavailable
+from kvmesh.bus.messages import Instance, Load
+from kvmesh.bus.streams import ensure_streams, purge_states
+from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.runtime.service import bus_options, stream_limits
+from kvmesh.settings import Settings
+
+CONNECT_S = 5.0
+
+
+class Watch:
+    """Follows leases and load messages; `loads` is by process name, then by rank."""
+
+    def __init__(self, bus: Bus, settings: Settings) -> None:
+        self._bus = bus
+        self._limits = stream_limits(settings.streams)
+        self._directory = Directory(bus, self._limits, self._joined)
+        self._changed = asyncio.Event()
+        self.loads: dict[str, dict[int, Load]] = {}
+
+    @classmethod
+    async def connect(cls, settings: Settings) -> "Watch":
+        """Raises UpError if NATS is not there."""
+        try:
+            bus = await Bus.connect(bus_options(settings.nats), "up", timeout=CONNECT_S)
+        except BusUnavailable as error:
+            raise UpError(f"{error}; is the URL of --nats right?") from error
+        return cls(bus, settings)
+
+    async def purge(self) -> None:
+        """Empty the streams and delete the index snapshots."""
+        await purge_states(self._bus)
+
+    async def follow(self) -> None:
+        """Begin; returns once the leases that exist now are known. Raises UpError."""
+        try:
+            await ensure_streams(self._bus, self._limits)
+            await self._directory.open()
+        except NatsError as error:
+            raise UpError(f"cannot use JetStream at {self._bus.options.url}: {error}") from error
+        loads = self._bus.subjects.load_all
+        await self._bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._keep)
+
+    @property
+    def present(self) -> set[str]:
+        """The names of all processes that hold a lease."""
+        return {card.name for card in self._directory.instances}
+
+    async def everyone(self, names: Collection[str]) -> None:
+        """Return once each of `names` holds a lease."""
+        while not self.present.issuperset(names):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        await self._directory.close()
+        await self._bus.close()
+
+    def _joined(self, _: Instance) -> None:
+        self._changed.set()
+
+    async def _keep(self, load: Load) -> None:
+        ranks = self.loads.setdefault(load.instance.rpartition("-")[0], {})
+        if any(held.instance != load.instance for held in ranks.values()):
+            ranks.clear()
+        ranks[load.rank] = load

@@ -1,0 +1,397 @@
+"""A whole mesh in virtual time: clients, routers, index and engines, each the live core."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import isnan
+from random import Random
+
+from kvmesh.bus.messages import (
+    Decision,
+    Hints,
+    KvEvent,
+    Load,
+    Outcome,
+    Placement,
+    RankKey,
+    Removed,
+    RouteRequest,
+    SeqEvent,
+    SeqFree,
+    SeqPrefilled,
+    SeqProgress,
+)
+from kvmesh.index import create_index
+from kvmesh.indexer.decoding import Events, Source
+from kvmesh.indexer.holdings import Holdings
+from kvmesh.router.dispatcher import Ticket
+from kvmesh.router.overlaps import Overlaps
+from kvmesh.simulator.agenda import Action, Agenda
+from kvmesh.simulator.fleet import Worker, make_card
+from kvmesh.simulator.flight import Flight
+from kvmesh.simulator.ledger import Ledger
+from kvmesh.simulator.options import Fault, Options, WorkerOptions
+from kvmesh.simulator.prompts import HASH, Prompts
+from kvmesh.simulator.records import Records, Span, WorkerRecord
+from kvmesh.simulator.routers import Routers
+from kvmesh.worker.mock.core import MockCore, Output
+from kvmesh.workload.model import Workload
+
+MODEL = "simulated"
+PROGRESS_TOKENS = 64
+PROGRESS_S = 2.0
+SAMPLE_S = 1.0
+RETRIES = 50
+NOBODY = RankKey("", 0)
+ANYWHERE = Placement()
+
+
+class Simulation:
+    """One run of a workload under one set of options. `progress` is told of each ended round."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        options: Options,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        options.check()
+        self.workload = workload
+        self.options = options
+        self.records = Records(len(workload))
+        self.workers: dict[str, Worker] = {}
+        self.worker_records: dict[str, WorkerRecord] = {}
+        self.agenda = Agenda()
+        self.holdings = Holdings(create_index())
+        self._ledger = Ledger(workload, self.records, options.block_size)
+        self._rank_names: list[RankKey] = []
+        self._ranks_size = (0, 0)
+        self._progress = progress
+        self._prompts = Prompts(workload, MODEL, options.block_size)
+        self._losses = Random(f"{options.seed} losses")
+        self._under_way: deque[tuple[float, Events]] = deque()
+        self._flights: dict[str, Flight] = {}
+        self._numbers: dict[str, int] = {}
+        self._lives: dict[int, int] = {}
+        self._groups: dict[int, WorkerOptions] = {}
+        self._left = len(workload)
+        if not self._left:
+            self.agenda.stop()
+        self._final = workload.final()
+        self._waits = [len(round_.after) for round_ in workload.rounds]
+        self._followers: list[list[int]] = [[] for _ in workload.rounds]
+        self.routers = Routers(
+            self.agenda,
+            MODEL,
+            options.router,
+            options.replicas,
+            options.seed,
+            options.network.replicas,
+            self._find,
+            self._routed,
+        )
+        self._populate()
+        self._schedule()
+
+    def run(self) -> Records:
+        """Let time pass until every round has ended."""
+        self.agenda.run()
+        self.agenda.now += self.options.network.kv_events
+        self._hear_events()
+        for worker in self.workers.values():
+            self._close(worker)
+        return self.records
+
+    # --- the fleet
+
+    def _populate(self) -> None:
+        number = 0
+        for group in self.options.workers:
+            for _ in range(group.count):
+                self._groups[number] = group
+                self._join(number)
+                number += 1
+        for fault in self.options.faults:
+            self.agenda.at(fault.time, partial(self._fault, fault))
+        self.agenda.after(self.options.network.loads, self._report)
+        self.agenda.after(PROGRESS_S, self._tell_progress)
+
+    def _join(self, number: int) -> None:
+        group = self._groups.get(number, self.options.workers[0])
+        core = group.core
+        life = self._lives.get(number, 0)
+        self._lives[number] = life + 1
+        card = make_card(number, life, MODEL, group)
+        worker = Worker(
+            self.agenda,
+            card,
+            MockCore(replace(core, tell_tokens=False)),
+            self._delivered,
+            self._published,
+            self.options.horizon_s,
+        )
+        self.workers[card.instance] = worker
+        self.worker_records[card.instance] = WorkerRecord(card.name)
+        self._numbers[card.instance] = number
+        self.holdings.joined(card)
+        self.routers.join(card)
+
+    def _fault(self, fault: Fault) -> None:
+        if fault.kind == "join":
+            self._join(fault.worker)
+            return
+        for worker in list(self.workers.values()):
+            if self._numbers[worker.instance] == fault.worker and worker.alive:
+                self._remove(worker, fault.kind == "die")
+
+    def _remove(self, worker: Worker, at_once: bool) -> None:
+        """A worker that dies loses its work to others; one that leaves first finishes it."""
+        self.routers.leave(worker.instance)
+        if not at_once:
+            worker.draining = True
+            return
+        for request, generated in worker.progress():
+            self._flights[request].generated = generated
+        worker.alive = False
+        self._hear_events()
+        self.holdings.left(worker.card)
+        self._ranks_size = (0, 0)
+        self._close(worker)
+        del self.workers[worker.instance]
+        for flight in [f for f in self._flights.values() if f.instance == worker.instance]:
+            self._move(flight)
+
+    def _move(self, flight: Flight) -> None:
+        del self._flights[flight.attempt]
+        self.routers.publish([SeqFree(flight.attempt)])
+        flight.moved()
+        self.records.moves[flight.index] += 1
+        self._ask(flight)
+
+    def _close(self, worker: Worker) -> None:
+        record, core = self.worker_records[worker.instance], worker.core
+        record.busy_s, record.steps = core.counters.busy_s, core.counters.steps
+        record.requests = core.counters.requests
+        record.prompt_tokens = core.counters.prompt_tokens
+        record.cached_tokens = core.counters.cached_tokens
+        record.output_tokens = core.counters.output_tokens
+        record.preemptions = core.scheduler.preemptions
+
+    def _report(self) -> None:
+        for worker in self.workers.values():
+            load = worker.load()
+            self.routers.report(load)
+            self._sample(load)
+        self.agenda.after(self.options.network.loads, self._report)
+
+    def _sample(self, load: Load) -> None:
+        now, samples = self.agenda.now, self.worker_records[load.instance].samples
+        if not samples or now - samples[-1].time >= SAMPLE_S:
+            samples.append(
+                Span(now, load.running, load.waiting, load.active_blocks, load.cached_blocks)
+            )
+
+    # --- KV events
+
+    def _published(self, worker: Worker, events: list[KvEvent]) -> None:
+        first = worker.event_id
+        worker.event_id += len(events)
+        record = self.worker_records[worker.instance]
+        for event in events:
+            if isinstance(event, Removed):
+                record.evicted_blocks += len(event.engine) // HASH
+        network = self.options.network
+        if network.event_loss and self._losses.random() < network.event_loss:
+            return
+        source = Source(MODEL, worker.card.name)
+        batch = Events(source, worker.instance, 0, first, self.agenda.now, events)
+        self._under_way.append((self.agenda.now + network.kv_events, batch))
+
+    def _hear_events(self) -> None:
+        """Let the index take what has reached it by now; only before it is asked does it matter."""
+        under_way, now = self._under_way, self.agenda.now
+        while under_way and under_way[0][0] <= now:
+            self.holdings.apply(under_way.popleft()[1])
+        if not self.options.network.event_loss:
+            return
+        for key in self.holdings.due(self.agenda.now, self.options.network.dump):
+            worker = self.workers.get(key.instance)
+            if worker is not None:
+                self._published(worker, worker.core.dump())
+
+    def _find(self, sequence: bytes) -> Overlaps:
+        self._hear_events()
+        return Overlaps(self._ranks(), self.holdings.index.find(sequence))
+
+    def _ranks(self) -> list[RankKey]:
+        """The names of the index's ranks; a new list whenever they change."""
+        holdings = self.holdings
+        size = (len(holdings.keys), holdings.ranks)
+        if size != self._ranks_size:
+            self._ranks_size = size
+            self._rank_names = [key or NOBODY for key in holdings.keys]
+        return self._rank_names
+
+    # --- clients
+
+    def _schedule(self) -> None:
+        arrivals: list[tuple[float, Action]] = []
+        for index, round_ in enumerate(self.workload.rounds):
+            for before in round_.after:
+                self._followers[before].append(index)
+            if not round_.after:
+                arrivals.append((round_.at_s / self.options.speed, partial(self._arrive, index)))
+        self.agenda.plan(arrivals)
+
+    def _arrive(self, index: int) -> None:
+        round_ = self.workload.rounds[index]
+        hashes = self._prompts.of(round_)
+        self.records.arrived[index] = self.agenda.now
+        self._ledger.arrived(index)
+        session = self.workload.sessions[round_.session].name
+        self._ask(Flight(index, round_, hashes, session))
+
+    def _ask(self, flight: Flight) -> None:
+        self.routers.ask(self._route_request(flight))
+
+    def _route_request(self, flight: Flight) -> RouteRequest:
+        round_ = flight.round
+        session = self.workload.sessions[round_.session]
+        parent = None if session.parent is None else self.workload.sessions[session.parent].name
+        self._flights[flight.attempt] = flight
+        size = self.options.block_size
+        return RouteRequest(
+            request=flight.attempt,
+            model=MODEL,
+            sequence=flight.hashes.whole[: flight.tokens // size * HASH],
+            tokens=flight.tokens,
+            max_tokens=round_.output_tokens - flight.generated,
+            deadline_s=self.options.deadline_s,
+            hints=Hints(
+                priority=round_.priority,
+                session=flight.session,
+                parent_session=parent,
+                session_final=flight.index in self._final,
+                osl=None,
+            ),
+            placement=ANYWHERE,
+        )
+
+    def _routed(self, ticket: Ticket) -> None:
+        flight = self._flights[ticket.request.request]
+        result = ticket.result
+        if isinstance(result, Decision):
+            self._ledger.placed(flight.index, result, ticket.overlaps)
+            self._place(flight, result)
+            return
+        del self._flights[flight.attempt]
+        flight.refusals += 1
+        if result is None or flight.refusals > RETRIES or result.code in ("invalid", "deadline"):
+            self._end(flight, result.reason if result else "no answer")
+            return
+        flight.next_attempt()
+        self.agenda.after(result.retry_after_s, partial(self._ask, flight))
+
+    def _place(self, flight: Flight, decision: Decision) -> None:
+        index, chosen = flight.index, decision.chosen.instance
+        self.records.placed[index] = self.agenda.now
+        if decision.prefill is None:
+            self._submit(flight, chosen)
+        else:
+            flight.decoder = chosen
+            self._submit(flight, decision.prefill.instance)
+
+    def _submit(self, flight: Flight, instance: str) -> None:
+        flight.instance = instance
+        self.records.worker[flight.index] = self._numbers[instance]
+        try:
+            self.workers[instance].submit(flight.request(self._prompts.salt))
+        except ValueError as error:
+            del self._flights[flight.attempt]
+            self.routers.publish([SeqFree(flight.attempt)])
+            self._end(flight, str(error))
+
+    # --- answers
+
+    def _delivered(self, worker: Worker, outputs: list[Output]) -> None:
+        for output in outputs:
+            flight = self._flights.get(output.request)
+            if flight is not None:
+                self._take(worker, flight, output)
+
+    def _take(self, worker: Worker, flight: Flight, output: Output) -> None:
+        index, records = flight.index, self.records
+        if output.cached is not None:
+            self.routers.publish([SeqPrefilled(flight.attempt)])
+            if isnan(records.first[index]):
+                records.first[index] = self.agenda.now + self.options.network.overhead
+                records.cached[index] = sum(output.cached)
+                self._ledger.computed(index)
+        flight.generated = output.offset + len(output.tokens)
+        if output.finish is None:
+            return
+        if flight.decoder and flight.generated < flight.target:
+            self._hand_over(flight)
+        else:
+            self._finish(worker, flight, output.finish)
+
+    def _hand_over(self, flight: Flight) -> None:
+        """Its prompt is computed; it goes on where it was meant to be decoded, KV and all."""
+        decoder, flight.decoder = flight.decoder, ""
+        if decoder in self.workers:
+            flight.remote = flight.tokens - 1
+            self._submit(flight, decoder)
+        else:
+            self._move(flight)
+
+    def _tell_progress(self) -> None:
+        """What clients tell the routers of answers that go on, now and then."""
+        events: list[SeqEvent] = []
+        for worker in self.workers.values():
+            for request, generated in worker.progress():
+                flight = self._flights[request]
+                flight.generated = generated
+                if generated - flight.told >= PROGRESS_TOKENS:
+                    flight.told = generated
+                    events.append(SeqProgress(request, generated))
+        if events:
+            self.routers.publish(events)
+        self.agenda.after(PROGRESS_S, self._tell_progress)
+
+    def _finish(self, worker: Worker, flight: Flight, finish: str) -> None:
+        del self._flights[flight.attempt]
+        index, records, now = flight.index, self.records, self.agenda.now
+        self._ledger.ended(index, flight.generated)
+        self.routers.publish([SeqFree(flight.attempt)])
+        records.output[index] = flight.generated
+        self.routers.follow(
+            Outcome(
+                request=flight.attempt,
+                instance=worker.instance,
+                time=now,
+                cached_tokens=records.cached[index],
+                output_tokens=flight.generated,
+                ttft_s=records.first[index] - records.arrived[index],
+                total_s=now - records.arrived[index],
+                finish=finish,
+            )
+        )
+        self._end(flight, None)
+
+    def _end(self, flight: Flight, error: str | None) -> None:
+        index = flight.index
+        self.records.error[index] = error
+        self.records.ended[index] = self.agenda.now + self.options.network.overhead
+        if flight.session and index in self._final:
+            for worker in self.workers.values():
+                worker.release(flight.session)
+        self._left -= 1
+        self._progress()
+        for follower in self._followers[index]:
+            self._waits[follower] -= 1
+            if not self._waits[follower]:
+                delay = self.workload.rounds[follower].at_s / self.options.speed
+                self.agenda.after(delay, partial(self._arrive, follower))
+        if not self._left:
+            self.agenda.stop()

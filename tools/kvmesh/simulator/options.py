@@ -1,0 +1,80 @@
+"""What is simulated: the fleet, the network, the faults, and how clients behave."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvmesh.settings.schema import Router
+from kvmesh.worker.mock.core import CoreOptions
+
+
+class SimulationError(Exception):
+    """The simulation cannot run as asked; the message names the option and the reason."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """One group of identical workers; `serves` is their part in disaggregated serving."""
+
+    count: int = 4
+    core: CoreOptions = field(default_factory=CoreOptions)
+    serves: Literal["aggregated", "prefill", "decode"] = "aggregated"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of the fleet at `time` seconds: a worker dies, leaves after its work, or joins."""
+
+    time: float
+    kind: Literal["die", "leave", "join"]
+    worker: int = 0
+
+
+@dataclass(frozen=True)
+class Network:
+    """Delays in seconds, and the share of KV event batches that get lost.
+
+    `overhead` is what the path around the engine adds before the first token.
+    """
+
+    overhead: float = 0.003
+    kv_events: float = 0.003
+    replicas: float = 0.002
+    loads: float = 0.25
+    event_loss: float = 0.0
+    dump: float = 0.05
+
+
+@dataclass(frozen=True)
+class Options:
+    """A whole scenario. `speed` divides the workload's times; `deadline_s` bounds queueing.
+
+    `horizon_s` is how far the decode steps of an engine are planned ahead: a matter of speed only.
+    """
+
+    router: Router = field(default_factory=Router)
+    workers: tuple[WorkerOptions, ...] = (WorkerOptions(),)
+    replicas: int = 1
+    network: Network = field(default_factory=Network)
+    faults: tuple[Fault, ...] = ()
+    speed: float = 1.0
+    seed: int = 0
+    deadline_s: float = 600.0
+    horizon_s: float = 0.5
+
+    @property
+    def block_size(self) -> int:
+        return self.workers[0].core.limits.block_size
+
+    def check(self) -> None:
+        """Raise SimulationError unless the scenario makes sense."""
+        sizes = {group.core.limits.block_size for group in self.workers}
+        if len(sizes) != 1:
+            raise SimulationError(f"workers must agree on the block size, not use {sorted(sizes)}")
+        if all(group.serves == "prefill" for group in self.workers if group.count):
+            raise SimulationError("some workers must decode, not all only prefill")
+        if self.replicas < 1 or sum(group.count for group in self.workers) < 1:
+            raise SimulationError("there must be at least one router and one worker")
+        if not 0 <= self.network.event_loss < 1:
+            raise SimulationError("event loss must be at least 0 and below 1")
+        if self.speed <= 0:
+            raise SimulationError("speed must be above 0")

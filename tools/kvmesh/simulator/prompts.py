@@ -1,0 +1,45 @@
+"""From a workload's tree of tokens to block hashes, as the mesh would compute them."""
+
+from typing import NamedTuple
+
+from kvmesh.index import salt, sequence_hashes
+from kvmesh.workload.model import Round, Workload
+
+HASH = 8
+
+
+class Hashes(NamedTuple):
+    """Packed hashes of a round: of its prompt, and of prompt and answer together."""
+
+    prompt: bytes
+    local: bytes
+    whole: bytes
+
+
+class Prompts:
+    """Hashes of a workload's rounds at the engines' block size.
+
+    A block's place on its branch stands for its tokens: equal content, equal local hash, which is
+    all that matters to caches and index.
+    """
+
+    def __init__(self, workload: Workload, model: str, block_size: int) -> None:
+        self._workload = workload
+        self._size = block_size
+        self._places = b""
+        self.salt = salt(model, "", "")
+
+    def of(self, round_: Round) -> Hashes:
+        local = self._local(round_)
+        whole = sequence_hashes(local, self.salt)
+        return Hashes(whole[: round_.input_tokens // self._size * HASH], local, whole)
+
+    def _local(self, round_: Round) -> bytes:
+        size, total = self._size, round_.input_tokens + round_.output_tokens
+        if len(self._places) < total // size * HASH:
+            self._places = bytes(total // size * HASH)
+        parts = [
+            sequence_hashes(self._places[: (s.end // size - s.start // size) * HASH], s.branch)
+            for s in self._workload.tree.back(round_.answer, total)
+        ]
+        return b"".join(reversed(parts))

@@ -1,0 +1,1 @@
+"""Workloads: reading, writing, analysing, synthesising, generating and replaying them."""

@@ -1,0 +1,182 @@
+"""Captures of a live mesh: its routing decisions and their outcomes as a workload.
+
+Only lengths, block hashes, sessions and times are read; the bus never carries text on these
+subjects, and prompts cannot be had back from salted hashes.
+"""
+
+import asyncio
+from datetime import datetime
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Decision, Outcome, RouteEvent
+from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.workload.errors import WorkloadError
+from kvmesh.workload.model import Round, Session, Tree, Workload
+from kvmesh.workload.mooncake import TreeBuilder
+from kvmesh.workload.sharing import link_answers
+
+
+class CaptureError(WorkloadError):
+    """Nothing to capture, or decisions that fit no block size."""
+
+
+class Taken(Struct, frozen=True, kw_only=True):
+    """A finished request: arrival and end in Unix seconds."""
+
+    decision: Decision
+    outcome: Outcome
+    arrival: float
+    end: float
+
+
+class Recorder:
+    """Pairs decisions with outcomes; a request that was moved counts from its last placement."""
+
+    def __init__(self, model: str | None = None) -> None:
+        self._model = model
+        self._open: dict[str, Decision] = {}
+        self._taken: dict[str, Taken] = {}
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._open)
+
+    @property
+    def taken(self) -> list[Taken]:
+        """Finished requests by arrival."""
+        return sorted(self._taken.values(), key=lambda taken: taken.arrival)
+
+    def add(self, event: RouteEvent) -> None:
+        if isinstance(event, Decision):
+            if self._model in (None, event.model):
+                self._open[event.request] = event
+            return
+        decision = self._open.pop(event.request, None)
+        if decision is not None:
+            self._taken[event.request] = Taken(
+                decision=decision,
+                outcome=event,
+                arrival=decision.time - decision.wait_s,
+                end=event.time,
+            )
+
+
+def fitting_block_size(taken: list[Taken]) -> int:
+    """The block size under which every prompt has as many full blocks as it has hashes.
+
+    Of several, the largest power of two among them, else the largest. Raises CaptureError.
+    """
+    low, high = 1, 1 << 16
+    for each in taken:
+        count, tokens = len(each.decision.sequence) // 8, each.decision.tokens
+        low = max(low, tokens // (count + 1) + 1)
+        if count:
+            high = min(high, tokens // count)
+    if low > high:
+        raise CaptureError("the decisions are of several block sizes; name one model")
+    power = 1 << (high.bit_length() - 1)
+    return power if power >= low else high
+
+
+def assemble(taken: list[Taken]) -> Workload:
+    """The workload of captured requests, its time starting with the first. Raises CaptureError.
+
+    A round that began after the one before it in its session had ended waits for it; others
+    start at their own time.
+    """
+    if not taken:
+        raise CaptureError("no finished requests in this window")
+    size = fitting_block_size(taken)
+    writer = _Writer(taken[0].arrival, size)
+    for each in taken:
+        writer.add(each)
+    workload = Workload(
+        tree=writer.tree, sessions=writer.sessions, rounds=writer.rounds, block_size=size
+    )
+    for members in workload.of_sessions():
+        link_answers(workload, members)
+    return workload
+
+
+class _Writer:
+    def __init__(self, origin: float, block_size: int) -> None:
+        self.tree = Tree()
+        self.sessions: list[Session] = []
+        self.rounds: list[Round] = []
+        self._origin = origin
+        self._builder = TreeBuilder(self.tree, block_size)
+        self._known: dict[str, int] = {}
+        self._last: dict[int, tuple[int, float]] = {}
+
+    def add(self, taken: Taken) -> None:
+        decision, outcome = taken.decision, taken.outcome
+        session = self._session(decision)
+        if decision.hints.session_final:
+            self.sessions[session] = msgspec.structs.replace(self.sessions[session], ends=True)
+        hashes = memoryview(decision.sequence).cast("Q").tolist()
+        branch = self._builder.add(hashes)
+        before = self._last.get(session)
+        follows = before is not None and before[1] <= taken.arrival
+        self._last[session] = (len(self.rounds), taken.end)
+        tokens = max(1, decision.tokens)
+        self.rounds.append(
+            Round(
+                session=session,
+                branch=branch,
+                answer=self.tree.fork(branch, tokens),
+                input_tokens=tokens,
+                output_tokens=outcome.output_tokens,
+                at_s=taken.arrival - (before[1] if before and follows else self._origin),
+                after=(before[0],) if before and follows else (),
+                wait="pause" if follows else "",
+                priority=decision.hints.priority,
+                abort_after=_left_after(outcome),
+            )
+        )
+
+    def _session(self, decision: Decision) -> int:
+        name = decision.hints.session
+        if name is not None and name in self._known:
+            return self._known[name]
+        parent = self._known.get(decision.hints.parent_session or "")
+        self.sessions.append(Session(name=name or decision.request, parent=parent))
+        if name is not None:
+            self._known[name] = len(self.sessions) - 1
+        return len(self.sessions) - 1
+
+
+def _left_after(outcome: Outcome) -> int | None:
+    return max(1, outcome.output_tokens) if outcome.finish == "cancelled" else None
+
+
+async def capture(bus: Bus, since: datetime, model: str | None, timeout: float = 60.0) -> Recorder:
+    """Read what was decided and finished from `since` until now. Raises CaptureError."""
+    recorder = Recorder(model)
+    decoder = msgspec.msgpack.Decoder(RouteEvent)
+    unreadable = 0
+
+    def take(message: StreamMessage) -> None:
+        nonlocal unreadable
+        try:
+            recorder.add(decoder.decode(message.data))
+        except msgspec.MsgspecError:
+            unreadable += 1
+
+    start = Start(time=since)
+    subjects = bus.subjects
+    subject = subjects.route(model) if model else subjects.route_all
+    reader = StreamReader(bus, subjects.route_stream, subject, take, start)
+    await reader.open()
+    try:
+        async with asyncio.timeout(timeout):
+            await reader.caught_up.wait()
+    except TimeoutError:
+        raise CaptureError(f"the stream of decisions was not read within {timeout:g} s") from None
+    finally:
+        await reader.close()
+    if unreadable:
+        raise CaptureError(f"{unreadable} decisions of another version cannot be read")
+    return recorder

@@ -1,0 +1,65 @@
+"""Distributions given by the quantiles that measurement papers publish."""
+
+import math
+import random
+from bisect import bisect
+from statistics import NormalDist
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+_NORMAL = NormalDist()
+_MEDIAN, _P90, _P99 = (_NORMAL.inv_cdf(share) for share in (0.5, 0.9, 0.99))
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Quantiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A positive quantity by its median and, for a spread, its 90th and 99th percentile.
+
+    Between and beyond these points it is piecewise log-normal: the logarithm is linear in the
+    normal quantile, so a published heavy tail is met at every published point.
+    """
+
+    p50: Positive
+    p90: Positive | None = None
+    p99: Positive | None = None
+    min: float = 0.0
+    max: float = math.inf
+
+    def __post_init__(self) -> None:
+        points = [p for p in (self.p50, self.p90, self.p99) if p is not None]
+        if points != sorted(points):
+            raise ValueError("percentiles must not fall")
+        if self.p99 is not None and self.p90 is None:
+            raise ValueError("p99 needs p90 beside it")
+        if self.min > self.max:
+            raise ValueError("min is above max")
+
+    def sample(self, rng: random.Random) -> float:
+        """One value, within `min` and `max`."""
+        value = self.p50 if self.p90 is None else self.at(rng.random())
+        return min(max(value, self.min), self.max)
+
+    def at(self, share: float) -> float:
+        """The quantile below which `share` (above 0, below 1) of the values lie, before limits."""
+        knots = [(_MEDIAN, self.p50), (_P90, self.p90 or self.p50)]
+        if self.p99 is not None:
+            knots.append((_P99, self.p99))
+        place = _NORMAL.inv_cdf(min(max(share, 1e-12), 1 - 1e-12))
+        index = min(max(bisect([z for z, _ in knots], place), 1), len(knots) - 1)
+        (z0, v0), (z1, v1) = knots[index - 1], knots[index]
+        slope = (math.log(v1) - math.log(v0)) / (z1 - z0)
+        return math.exp(min(math.log(v0) + slope * (place - z0), 700.0))
+
+
+Amount = float | Quantiles
+
+
+def draw(amount: Amount, rng: random.Random) -> float:
+    """A value of a constant or of a distribution."""
+    return amount.sample(rng) if isinstance(amount, Quantiles) else amount
+
+
+def draw_int(amount: Amount, rng: random.Random, least: int = 0) -> int:
+    """A whole number of at least `least`."""
+    return max(least, round(draw(amount, rng)))

@@ -1,0 +1,235 @@
+"""New traces with the sharing structure of a seed trace.
+
+The prompts of the seed form a prefix tree of blocks. Blocks that several prompts pass are its
+*core*; what only one prompt has is a *leaf*. A synthetic prompt is a walk from the root of the core
+by the seed's transition probabilities, chains without a choice counting as one step, and then a
+leaf with lengths drawn from those of the seed.
+"""
+
+import random
+from bisect import bisect
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvmesh.workload.errors import WorkloadError
+from kvmesh.workload.model import ROOT, Round, Session, Tree, Workload
+
+LEAST = 8
+TRIES = 1000
+Factor = Annotated[float, Meta(gt=0)]
+
+
+class SynthesisError(WorkloadError):
+    """A seed that is not a tree, or options that no prompt can meet."""
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """What to change about the seed.
+
+    Lengths of shared parts, of unique parts and of answers are multiplied; the core is repeated
+    `prefix_root_multiplier` times with nothing shared between copies; arrivals come `speedup_ratio`
+    times faster; prompts above `max_isl` tokens are not taken.
+    """
+
+    num_requests: Annotated[int, Meta(ge=1)]
+    prefix_len_multiplier: Factor = 1.0
+    prefix_root_multiplier: Annotated[int, Meta(ge=1)] = 1
+    prompt_len_multiplier: Factor = 1.0
+    osl_multiplier: Factor = 1.0
+    speedup_ratio: Factor = 1.0
+    max_isl: Annotated[int, Meta(ge=1)] | None = None
+    block_size: Annotated[int, Meta(ge=1)] = 512
+    seed: int = 0
+
+
+class Node:
+    """A contracted chain of core blocks, below it further chains; `leaves` end after it."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.children: list[Node] = []
+        self.visits = 0
+        self.leaves: list[Leaf] = []
+        self.weights: list[int] = []
+
+
+class Leaf(Struct, frozen=True):
+    """How a prompt of the seed went on after the core: unique tokens, then answer tokens."""
+
+    tokens: int
+    output: int
+
+
+class Core:
+    """The shared part of a seed's prompts as a tree of chains. Raises SynthesisError."""
+
+    def __init__(self, workload: Workload, block_size: int) -> None:
+        paths = [self._path(workload, r, block_size) for r in workload.rounds]
+        self._visits, self._parents = _count(paths)
+        self.root = Node(0)
+        self._nodes: dict[int, Node] = {ROOT: self.root}
+        for path, round_ in zip(paths, workload.rounds, strict=True):
+            self._add(path, round_, block_size)
+        _contract(self.root)
+        for node, _ in _walks(self.root):
+            node.weights = list(accumulate((child.visits for child in node.children), initial=0))
+        self.by_depth = _leaves_by_depth(self.root)
+
+    def _path(self, workload: Workload, round_: Round, block_size: int) -> list[int]:
+        blocks: list[int] = workload.tree.blocks(
+            round_.branch, round_.input_tokens, block_size
+        ).tolist()
+        return blocks
+
+    def _add(self, path: list[int], round_: Round, block_size: int) -> None:
+        node, depth = self.root, 0
+        node.visits += 1
+        for block in path:
+            if self._visits[block] < 2:
+                break
+            below = self._nodes.get(block)
+            if below is None:
+                below = self._nodes[block] = Node(1)
+                node.children.append(below)
+            node, depth = below, depth + 1
+            node.visits += 1
+        unique = round_.input_tokens - depth * block_size
+        node.leaves.append(Leaf(unique, round_.output_tokens))
+
+
+def _count(paths: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
+    """Visits and parent of every block; each block must have one parent."""
+    visits: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    for path in paths:
+        before = ROOT
+        for block in path:
+            if parents.setdefault(block, before) != before:
+                raise SynthesisError(f"block {block} follows two blocks: not a prefix tree")
+            visits[block] = visits.get(block, 0) + 1
+            before = block
+    return visits, parents
+
+
+def _contract(root: Node) -> None:
+    """Merge each node with its only child where no prompt leaves in between."""
+    open_ = list(root.children)
+    while open_:
+        node = open_.pop()
+        while len(node.children) == 1 and not node.leaves:
+            child = node.children[0]
+            node.blocks += child.blocks
+            node.children, node.leaves = child.children, child.leaves
+        open_.extend(node.children)
+
+
+def _walks(root: Node) -> Iterator[tuple[Node, int]]:
+    """Every node with the number of blocks down to its end."""
+    open_ = [(root, 0)]
+    while open_:
+        node, depth = open_.pop()
+        yield node, depth
+        open_.extend((child, depth + child.blocks) for child in node.children)
+
+
+def _leaves_by_depth(root: Node) -> dict[int, list[Leaf]]:
+    """Leaves pooled by the power of two of their depth, so that length keeps to context."""
+    pools: dict[int, list[Leaf]] = {}
+    for node, depth in _walks(root):
+        pools.setdefault(depth.bit_length(), []).extend(node.leaves)
+    return pools
+
+
+class Synthesizer:
+    """Draws requests like those of a seed trace; everything follows from the options."""
+
+    def __init__(self, workload: Workload, options: Options) -> None:
+        if not workload.rounds:
+            raise SynthesisError("the seed trace has no requests")
+        if any(round_.after for round_ in workload.rounds):
+            raise SynthesisError("the seed is closed-loop: generate it from a profile instead")
+        self._options = options
+        self._rng = random.Random(options.seed)
+        self._core = Core(workload, options.block_size)
+        self._gaps = _gaps(workload)
+        self._tree = Tree()
+        self._branches: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def workload(self) -> Workload:
+        """`num_requests` independent requests in the order of their arrival."""
+        options = self._options
+        rounds: list[Round] = []
+        clock = 0.0
+        for index in range(options.num_requests):
+            branch, tokens, output = self._prompt()
+            rounds.append(
+                Round(
+                    session=index,
+                    branch=branch,
+                    answer=self._tree.fork(branch, tokens),
+                    input_tokens=tokens,
+                    output_tokens=output,
+                    at_s=clock,
+                )
+            )
+            clock += self._rng.choice(self._gaps) / options.speedup_ratio
+        return Workload(
+            tree=self._tree,
+            sessions=[Session(name=f"r{index}") for index in range(len(rounds))],
+            rounds=rounds,
+        )
+
+    def _prompt(self) -> tuple[int, int, int]:
+        """Branch, prompt tokens and answer tokens of one request."""
+        options = self._options
+        for _ in range(TRIES):
+            way, depth = self._walk()
+            leaf = self._leaf(way[-1], depth)
+            core = round(depth * options.block_size * options.prefix_len_multiplier)
+            tokens = core + round(leaf.tokens * options.prompt_len_multiplier)
+            if tokens and (options.max_isl is None or tokens <= options.max_isl):
+                copy = self._rng.randrange(options.prefix_root_multiplier)
+                branch = self._tree.fork(self._lay(way, copy), core)
+                return branch, tokens, max(1, round(leaf.output * options.osl_multiplier))
+        raise SynthesisError(f"no prompt of at most {options.max_isl} tokens in {TRIES} tries")
+
+    def _walk(self) -> tuple[list[Node], int]:
+        """Chains from the root of the core to where a leaf begins, and their blocks."""
+        node, way, depth = self._core.root, [self._core.root], 0
+        while True:
+            total = node.weights[-1] + len(node.leaves)
+            place = bisect(node.weights, self._rng.randrange(total)) - 1
+            if place == len(node.children):
+                return way, depth
+            node = node.children[place]
+            way.append(node)
+            depth += node.blocks
+
+    def _leaf(self, node: Node, depth: int) -> Leaf:
+        """From this place in the seed if it has seen enough, else from others as deep."""
+        pool = node.leaves
+        if len(pool) < LEAST:
+            pool = self._core.by_depth[depth.bit_length()]
+        return self._rng.choice(pool)
+
+    def _lay(self, way: list[Node], copy: int) -> int:
+        """The branch along a walk in one copy of the core; made when first walked."""
+        scale = self._options.block_size * self._options.prefix_len_multiplier
+        branch, depth = ROOT, 0
+        for node in way:
+            key = (id(node), copy)
+            known = self._branches.get(key)
+            if known is None:
+                known = (self._tree.fork(branch, round(depth * scale)), depth + node.blocks)
+                self._branches[key] = known
+            branch, depth = known
+        return branch
+
+
+def _gaps(workload: Workload) -> list[float]:
+    """Seconds between arrivals of the seed."""
+    times = sorted(round_.at_s for round_ in workload.rounds if not round_.after)
+    return [b - a for a, b in pairwise(times)] or [0.0]

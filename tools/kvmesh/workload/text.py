@@ -1,0 +1,51 @@
+"""Prompts as text: a workload's tokens spelled in words, equal prefixes in equal words."""
+
+from collections import OrderedDict
+
+import numpy as np
+
+from kvmesh.demo.corpus import words
+from kvmesh.workload.model import Segment, Tree, mix
+
+CACHE_CHARACTERS = 64 << 20
+
+
+class Speller:
+    """Spells prompts for a tokenizer that makes `tokens_per_word` tokens of an average word.
+
+    Every word of the list is one token of the demo model. `overhead` is the number of tokens that
+    the served chat template adds to a message. Two seeds have no prefix in common.
+    """
+
+    def __init__(
+        self, tree: Tree, tokens_per_word: float = 1.0, overhead: int = 0, seed: int = 0
+    ) -> None:
+        self._tree = tree
+        self._offset = seed << 40
+        self._scale = tokens_per_word
+        self._overhead = overhead
+        self._words = np.array([f" {word}" for word in words()], dtype=object)
+        self._cache: OrderedDict[Segment, str] = OrderedDict()
+        self._held = 0
+
+    def prompt(self, branch: int, tokens: int) -> str:
+        """Text of a prompt that comes to `tokens` tokens with the template's own (at least one)."""
+        length = max(1, tokens - self._overhead)
+        return "".join(self._segment(segment) for segment in self._tree.way(branch, length))
+
+    def _segment(self, segment: Segment) -> str:
+        text = self._cache.get(segment)
+        if text is not None:
+            self._cache.move_to_end(segment)
+            return text
+        text = self._spell(segment)
+        self._cache[segment] = text
+        self._held += len(text)
+        while self._held > CACHE_CHARACTERS and len(self._cache) > 1:
+            self._held -= len(self._cache.popitem(last=False)[1])
+        return text
+
+    def _spell(self, segment: Segment) -> str:
+        positions = np.arange(round(segment.start / self._scale), round(segment.end / self._scale))
+        chosen = mix(segment.branch + self._offset, positions) % np.uint64(len(self._words))
+        return "".join(self._words[chosen.astype(np.intp)])

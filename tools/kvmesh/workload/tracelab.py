@@ -1,0 +1,188 @@
+"""TraceLab session traces: CSV, one closed-loop round per line.
+
+`session_id,arrival_time,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms`: a round's
+prompt is `prefix_len` tokens of what the session holds plus `input_len` new ones; the next round
+starts `tool_wait_after_ms` after it has ended. `arrival_time` (ms) starts the session.
+"""
+
+import csv
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvmesh.workload.errors import Problem, Repairs, TraceError, WorkloadError
+from kvmesh.workload.model import Round, Session, Tree, Workload
+
+Amount = Annotated[int, Meta(ge=0)]
+
+
+class Row(Struct, kw_only=True):
+    session_id: str
+    arrival_time: Annotated[float, Meta(ge=0)]
+    round_idx: Amount
+    prefix_len: Amount
+    input_len: Amount
+    output_len: Amount
+    tool_wait_after_ms: Annotated[float, Meta(ge=0)]
+
+
+COLUMNS = tuple(Row.__struct_fields__)
+
+
+def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
+    """The workload of a trace and what was repaired in it; raises TraceError or OSError."""
+    repairs = Repairs(file, repair)
+    sessions = _sessions(file, repairs)
+    if not sessions:
+        raise TraceError(file, repairs.problems or [Problem(1, "no sessions in this file", "")])
+    ordered = sorted(sessions.values(), key=lambda rows: rows[0][1].arrival_time)
+    workload = _assemble(ordered, repairs)
+    repairs.settle()
+    return workload, repairs
+
+
+def _sessions(file: Path, repairs: Repairs) -> dict[str, list[tuple[int, Row]]]:
+    sessions: dict[str, list[tuple[int, Row]]] = {}
+    with file.open(newline="", encoding="utf-8", errors="replace") as lines:
+        reader = csv.DictReader(lines)
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise TraceError(file, [Problem(1, f"no column {', '.join(missing)}", "")])
+        for fields in reader:
+            try:
+                row = msgspec.convert(fields, Row, strict=False)
+            except msgspec.ValidationError as error:
+                reason = str(error).replace("`$.", "`")
+                repairs.note(reader.line_num, reason, "dropped the line")
+                continue
+            sessions.setdefault(row.session_id, []).append((reader.line_num, row))
+    return sessions
+
+
+def _assemble(sessions: list[list[tuple[int, Row]]], repairs: Repairs) -> Workload:
+    tree = Tree()
+    drafts: list[tuple[float, int, Round]] = []
+    for index, rows in enumerate(sessions):
+        _order(rows, repairs)
+        drafts.extend(_chain(index, rows, tree, repairs))
+    drafts.sort(key=lambda draft: draft[0])
+    return Workload(
+        tree=tree,
+        sessions=[Session(name=rows[0][1].session_id) for rows in sessions],
+        rounds=_number(drafts),
+    )
+
+
+def _order(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
+    expected = list(range(len(rows)))
+    for (line, row), place in zip(rows, expected, strict=True):
+        if row.round_idx != place:
+            reason = f"round {row.round_idx} of session {row.session_id} where {place} belongs"
+            repairs.note(line, reason, "renumbered the rounds")
+            rows.sort(key=lambda numbered: numbered[1].round_idx)
+            return
+
+
+def _chain(
+    session: int, rows: list[tuple[int, Row]], tree: Tree, repairs: Repairs
+) -> list[tuple[float, int, Round]]:
+    """The rounds of one session, each with the time at which it would run at the earliest."""
+    branch, held, clock, wait_s = tree.fork(), 0, rows[0][1].arrival_time / 1e3, 0.0
+    chain: list[tuple[float, int, Round]] = []
+    for place, (line, row) in enumerate(rows):
+        prefix, tokens = row.prefix_len, row.prefix_len + row.input_len
+        if place and prefix > held:
+            reason = f"prefix_len {prefix} is more than the {held} tokens that the session holds"
+            repairs.note(line, reason, "counted the excess as new tokens")
+            prefix = held
+        if tokens == 0:
+            repairs.note(line, "an empty prompt", "made it one token")
+            tokens = 1
+        if place and prefix < held:
+            branch = tree.fork(branch, prefix)
+        round_ = Round(
+            session=session,
+            branch=branch,
+            answer=branch,
+            input_tokens=tokens,
+            output_tokens=row.output_len,
+            at_s=wait_s if place else clock,
+            wait="tool" if wait_s else "",
+        )
+        clock += wait_s
+        chain.append((clock, place, round_))
+        held = tokens + row.output_len
+        wait_s = row.tool_wait_after_ms / 1e3
+    return chain
+
+
+def _number(drafts: list[tuple[float, int, Round]]) -> list[Round]:
+    """Rounds in their order, each after the one before it in its session."""
+    last: dict[int, int] = {}
+    rounds: list[Round] = []
+    for _, place, round_ in drafts:
+        after = (last[round_.session],) if place else ()
+        last[round_.session] = len(rounds)
+        rounds.append(msgspec.structs.replace(round_, after=after))
+    return rounds
+
+
+def write(workload: Workload, file: Path) -> list[str]:
+    """Write the sessions; returns what the format cannot hold, in words.
+
+    Raises WorkloadError for a session whose rounds do not wait for each other.
+    """
+    losses = _losses(workload)
+    with file.open("w", newline="") as out:
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for session, members in enumerate(workload.of_sessions()):
+            for place, index in enumerate(members):
+                writer.writerow(_line(workload, session, members, place, index))
+    return losses
+
+
+def _line(
+    workload: Workload, session: int, members: list[int], place: int, index: int
+) -> list[str | int]:
+    rounds = workload.rounds
+    round_, prefix = rounds[index], 0
+    if place:
+        before = rounds[members[place - 1]]
+        if members[place - 1] not in round_.after:
+            name = workload.sessions[session].name
+            raise WorkloadError(f"session {name!r} is not closed-loop: TraceLab cannot hold it")
+        held = min(before.input_tokens + before.output_tokens, round_.input_tokens)
+        prefix = workload.tree.shared(before.answer, round_.branch, held)
+    following = rounds[members[place + 1]].at_s if place + 1 < len(members) else 0.0
+    first = rounds[members[0]]
+    return [
+        workload.sessions[session].name,
+        round((0.0 if first.after else first.at_s) * 1e3),
+        place,
+        prefix,
+        round_.input_tokens - prefix,
+        round_.output_tokens,
+        round(following * 1e3),
+    ]
+
+
+def _losses(workload: Workload) -> list[str]:
+    kept = [len(round_.after) for round_ in workload.rounds]
+    children = sum(session.parent is not None for session in workload.sessions)
+    tree = workload.tree
+    roots = {tree.way(round_.branch, 1)[0].branch for round_ in workload.rounds}
+    losses = []
+    if children:
+        losses.append(f"{children} child sessions start on their own")
+    if any(count > 1 for count in kept):
+        losses.append(f"{sum(count > 1 for count in kept)} waits for several rounds")
+    if len(roots) < len(workload.sessions):
+        losses.append("prefixes shared between sessions")
+    if any(round_.priority for round_ in workload.rounds):
+        losses.append("priorities")
+    if any(session.ends for session in workload.sessions):
+        losses.append("that sessions end")
+    return losses
