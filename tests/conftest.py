@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import os
 from collections.abc import Generator
 
 import pytest
@@ -9,6 +10,10 @@ from support import evidence
 # A shared machine may be slow at any moment: how long an example takes says nothing about it.
 settings.register_profile("kvmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvmesh")
+
+# With CI set pytest explains every failed comparison in full, which for large values takes minutes;
+# `eventually` sees many of those before one holds.
+os.environ.pop("CI", None)
 
 
 @pytest.hookimpl(wrapper=True)
