@@ -15,6 +15,7 @@ from support.nats import NatsServer, free_port
 from support.redis import RedisServer
 from support.wait import PATIENCE_S, eventually
 
+from kvmesh.blocks.identity import KEY_BYTES, fingerprint
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Clear, ControlReply
@@ -237,6 +238,22 @@ async def test_what_another_node_computes_is_waited_for(nodes: Nodes, url: str) 
 
 
 @pytest.mark.parametrize("url", ["none"], indirect=True)
+async def test_who_joins_late_hears_what_is_computed(nodes: Nodes) -> None:
+    env = {**PEERS, "KVMESH_KVBM_COMPUTE_PATIENCE_S": "3600"}  # nothing is told again by itself
+    east = await nodes.start("east", **env)
+    names = east.names(tokens(20))
+    assert not (await east.get(names, request="r")).blocks
+    west = await nodes.start("west", **env)
+    await nodes.reaches("west", "heard_claims", 1)
+    waiting = asyncio.create_task(west.get(names, wait_s=60.0))
+    await nodes.reaches("west", "peer_waits_total", 1)
+    assert await east.put(names) == 20
+    await east.computed("r")
+    assert (await waiting).tiers == [3] * 20
+    await nodes.reaches("west", "heard_claims", 0)
+
+
+@pytest.mark.parametrize("url", ["none"], indirect=True)
 @pytest.mark.parametrize("end", ["gives up", "dies"])
 async def test_who_does_not_compute_it_in_the_end_is_left(nodes: Nodes, end: str) -> None:
     east, west = await nodes.start("east", **PEERS), await nodes.start("west", **PEERS)
@@ -298,6 +315,25 @@ async def test_nodes_of_other_layouts_share_nothing_and_it_is_said(nodes: Nodes)
     log = (nodes.mesh.folder / "west.log").read_text()
     (line,) = [line for line in log.splitlines() if "no blocks of m are shared with east" in line]
     assert f"here {west.shape.summary}; there {east.shape.summary}" in line
+
+
+@pytest.mark.parametrize("url", ["folder"], indirect=True)
+async def test_nodes_of_other_keys_share_nothing_and_it_is_said(nodes: Nodes) -> None:
+    keys = [bytes([n]) * KEY_BYTES for n in (1, 2)]
+    east = await nodes.start("east", KVMESH_KVBM_KEY=keys[0].hex())
+    west = await nodes.start("west", KVMESH_KVBM_KEY=keys[1].hex())
+    for node in ("east", "west"):
+        await nodes.reaches(node, "strange_nodes", 1)
+    await east.put(east.names(tokens(10)))
+    await nodes.shared("east", 10)
+    assert not (await west.get(west.names(tokens(10)))).blocks
+    log = (nodes.mesh.folder / "west.log").read_text()
+    (line,) = [line for line in log.splitlines() if "no blocks are shared with east" in line]
+    assert f"(fingerprint here {fingerprint(keys[1])}; there {fingerprint(keys[0])})" in line
+    assert not any(key.hex() in log for key in keys)
+    nodes.mesh.kill("west")
+    await nodes.start("west-again", KVMESH_KVBM_KEY=keys[0].hex())
+    await nodes.reaches("west-again", "strange_nodes", 0)
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)

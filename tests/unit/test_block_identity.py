@@ -5,7 +5,15 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from kvmesh.blocks.identity import DigestChain, chain_digests, root_digest, split_digests
+from kvmesh.blocks.identity import (
+    FINGERPRINT_BYTES,
+    KEY_BYTES,
+    DigestChain,
+    chain_digests,
+    fingerprint,
+    root_digest,
+    split_digests,
+)
 from kvmesh.blocks.layout import KvLayout, LayerLayout, divided
 
 KEY = bytes(range(32))
@@ -66,6 +74,13 @@ def test_a_growing_prompt_is_digested_once() -> None:
     assert chain.upto(KEY, tokens, 4) == whole
     assert chain.upto(KEY, tokens, 1) == whole[:16]
     assert chain.upto(bytes(32), tokens, 4) == b"".join(digests(key=bytes(32)))
+
+
+def test_a_fingerprint_tells_keys_apart() -> None:
+    prints = {fingerprint(bytes([n]) * KEY_BYTES) for n in range(200)}
+    assert len(prints) == 200
+    assert {len(text) for text in prints} == {2 * FINGERPRINT_BYTES}
+    assert not any(digest.hex().startswith(fingerprint(KEY)) for digest in digests())
 
 
 def test_a_layout_in_words() -> None:

@@ -7,8 +7,8 @@ from kvmesh.cli.report import Member, Report
 from kvmesh.cli.report_view import show_tables
 
 
-def kvbm(name: str, **layouts: list[str]) -> Member:
-    store = NodeStore(directory="/d", tier_bytes=[1 << 30, 0, 0], layouts=layouts)
+def kvbm(name: str, key: str = "", **layouts: list[str]) -> Member:
+    store = NodeStore(directory="/d", tier_bytes=[1 << 30, 0, 0], layouts=layouts, key=key)
     card = Instance(instance=name, role=Role.KVBM, name=name, version="0", started=0.0, store=store)
     return Member(card=card, age_s=1.0, load=[])
 
@@ -34,4 +34,16 @@ def test_nodes_that_share_nothing_are_listed(capsys: pytest.CaptureFixture[str])
         ["m", "k-2", "uint8"],
         ["n", "k-0", "bfloat16"],
         ["n", "k-2", "float32"],
+    ]
+
+
+def test_nodes_whose_keys_differ_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    alike = [kvbm("k-0", "aa11"), kvbm("k-1", "aa11"), kvbm("alone")]
+    assert "different keys" not in shown(capsys, *alike)
+    text = shown(capsys, *alike, kvbm("k-2", "bb22"))
+    lines = text.partition("of different keys share nothing")[2].splitlines()
+    assert [line.split() for line in lines[2:]] == [
+        ["k-0", "aa11"],
+        ["k-1", "aa11"],
+        ["k-2", "bb22"],
     ]

@@ -20,7 +20,7 @@ from kvmesh.bus.kvbm import (
 )
 from kvmesh.bus.messages import Clear
 from kvmesh.kvbm.core.block import ARENA, DISK, REMOTE, Space
-from kvmesh.kvbm.core.claims import MOST_MARKS, Claims, Further, Others
+from kvmesh.kvbm.core.claims import MOST_MARKS, MOST_REPEATED, Claims, Further, Others
 from kvmesh.kvbm.core.fetches import Lookup
 from kvmesh.kvbm.core.guest import Guest
 from kvmesh.kvbm.core.manager import Manager, Parked
@@ -300,6 +300,19 @@ def test_claims_are_renewed_while_they_hold_and_lapse_after() -> None:
     claims.renew([], 40.0)
     claims.renew([], 47.0)
     assert (len(claims), claims.take()) == (0, [])
+
+
+def test_what_is_under_way_is_told_to_newcomers() -> None:
+    claims = Claims(30.0)
+    prompts = [prompt_of(named(8, seed)) for seed in range(MOST_REPEATED + 3)]
+    for number, prompt in enumerate(prompts):
+        claims.make((1, str(number)), prompt, 0, 0.0)
+    told = claims.take()
+    assert claims.under_way("m") == told[-MOST_REPEATED:]
+    for number in range(1, len(prompts)):
+        claims.end((1, str(number)))
+    assert claims.under_way("m") == told[:1]
+    assert claims.under_way("n") == []
 
 
 def test_a_long_prompt_is_told_of_in_a_few_digests() -> None:

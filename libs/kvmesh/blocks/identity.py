@@ -14,7 +14,13 @@ from kvmesh.blocks.layout import KvLayout
 
 DIGEST_BYTES = 16
 KEY_BYTES = 32
+FINGERPRINT_BYTES = 4
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+def fingerprint(key: bytes) -> str:
+    """Tells keys apart: 8 hexadecimal digits, of which nothing else follows (docs/kvbm.md)."""
+    return blake2b(digest_size=FINGERPRINT_BYTES, key=key, person=b"fingerprint").hexdigest()
 
 
 def root_digest(key: bytes, model: str, adapter: str, tenant: str, layout: KvLayout) -> bytes:

@@ -59,7 +59,8 @@ class NodeStore(Struct, frozen=True, kw_only=True):
     it holds blocks of: a model's place in it is its rank in KV events. `tier_blocks` says how many
     blocks of all models together each tier can have; it is empty if that is not known. `endpoint`
     describes, to whoever uses the same transport, how the arena is read from other nodes. If blocks
-    are shared with other nodes, `layouts` are those of its workers by model, in words.
+    are shared with other nodes, `layouts` are those of its workers by model, in words, and `key` is
+    the fingerprint of the key that names them.
     """
 
     directory: str
@@ -68,6 +69,7 @@ class NodeStore(Struct, frozen=True, kw_only=True):
     models: list[str] = []
     endpoint: dict[str, Any] = {}
     layouts: dict[str, list[str]] = {}
+    key: str = ""
 
 
 class Instance(Struct, frozen=True, kw_only=True):

@@ -158,6 +158,10 @@ class Subjects:
         """What the kvbms of all nodes tell each other that their workers compute."""
         return self._of("computing", token(model))
 
+    def computing_before(self, instance: str) -> str:
+        """What the others tell one kvbm of what began before it could hear of it."""
+        return self._of("computing", "before", token(instance))
+
     def load(self, instance: str) -> str:
         return self._of("load", token(instance))
 

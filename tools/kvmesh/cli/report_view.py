@@ -37,6 +37,10 @@ def show_tables(report: Report) -> None:
     if divisions.row_count:
         console.print("\n[yellow]These block managers do not share all blocks:[/yellow]")
         console.print(divisions)
+    keys = _keys(report.instances)
+    if keys.row_count:
+        console.print("\n[yellow]Block managers of different keys share nothing:[/yellow]")
+        console.print(keys)
 
 
 def _table(*headings: str) -> Table:
@@ -80,6 +84,15 @@ def _divisions(members: list[Member]) -> Table:
         for instance, has in layouts.items():
             for layout in has.get(model, []):
                 table.add_row(model, instance, layout)
+    return table
+
+
+def _keys(members: list[Member]) -> Table:
+    """The fingerprints of the block managers' keys, if they are not all the same."""
+    keys = {m.card.instance: m.card.store.key for m in members if m.card.store and m.card.store.key}
+    table = _table("block manager", "fingerprint of its key")
+    for instance, key in keys.items() if len(set(keys.values())) > 1 else ():
+        table.add_row(instance, key)
     return table
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from kvmesh.blocks.identity import fingerprint
 from kvmesh.kvbm.core.record import Opened, Record
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ _decoder: "msgspec.msgpack.Decoder[Record]" = msgspec.msgpack.Decoder(Record)
 
 
 def opened(extent: int, key: bytes) -> Opened:
-    """The first record; the key is told by a digest of it."""
-    return Opened(VERSION, extent, blake2b(key, digest_size=8).digest())
+    """The first record; the key is told by its fingerprint."""
+    return Opened(VERSION, extent, fingerprint(key))
 
 
 class Journal:

@@ -114,6 +114,8 @@ class ManagerCollector(Collector):
         for model, nodes in self._divisions.nodes.items():
             divided.add_metric([model], nodes)
         yield from (refused, outcomes, divided)
+        text = "Other nodes with which no blocks at all are shared: their key is another"
+        yield GaugeMetricFamily(PREFIX + "strange_nodes", text, value=self._divisions.strangers)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

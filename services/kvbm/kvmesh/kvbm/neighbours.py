@@ -34,7 +34,8 @@ Answered = Prepared | Declined
 class Neighbours:
     """Hears their claims into `others`, and tells what is in `claims`.
 
-    `came` gets the cards of those that join or change, `left` of those that leave.
+    `came` gets the cards of those that join or change, `left` of those that leave. `key` is the
+    fingerprint of this node's key.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Neighbours:
         bus: Bus,
         limits: StreamLimits,
         instance: str,
+        key: str,
         claims: Claims,
         others: Others,
         came: Callable[[Instance], None],
@@ -49,6 +51,7 @@ class Neighbours:
     ) -> None:
         self._bus = bus
         self._instance = instance
+        self._key = key
         self._claims = claims
         self._others = others
         self._came = came
@@ -56,9 +59,11 @@ class Neighbours:
         self._clock = asyncio.get_running_loop().time
         self._directory = Directory(bus, limits, self._on_card, self._on_leave)
         self._resting: dict[str, float] = {}
+        self._told: dict[str, frozenset[str]] = {}
         self._subscriptions: list[Subscription] = []
 
     async def open(self) -> None:
+        await self._listen(self._bus.subjects.computing_before(self._instance))
         await self._directory.open()
 
     async def close(self) -> None:
@@ -72,33 +77,51 @@ class Neighbours:
 
     @property
     def awake(self) -> set[str]:
-        """Those that may be asked for something."""
-        now, names = self._clock(), (card.instance for card in self.cards)
-        return {name for name in names if self._resting.get(name, 0.0) <= now}
+        """Those that may be asked for blocks: they name them alike, and have not failed lately."""
+        now = self._clock()
+        alike = (c.instance for c in self.cards if c.store is not None and c.store.key == self._key)
+        return {name for name in alike if self._resting.get(name, 0.0) <= now}
 
     def rest(self, instance: str, error: Exception) -> None:
         """It has failed: leave it alone."""
         log.warning("leaving %s alone for %g s: %s", instance, REST_S, error)
-        self._resting[instance] = self._clock() + REST_S
+        now = self._clock()
+        self._resting = {name: until for name, until in self._resting.items() if until > now}
+        self._resting[instance] = now + REST_S
         self._others.leave(instance)
 
     # what is computed
 
     async def follow(self, model: str) -> None:
         """Hear from now on what they compute of a model."""
-        subject = self._bus.subjects.computing(model)
-        self._subscriptions.append(await self._bus.subscribe(subject, _decoder, self._hear))
+        await self._listen(self._bus.subjects.computing(model))
 
     def tell(self, tellings: Iterable[Telling]) -> None:
-        for model, number, marks in tellings:
-            message = Computing(self._instance, number, b"".join(marks), self._claims.lasts_s)
-            self._bus.post(self._bus.subjects.computing(model), message)
+        for telling in tellings:
+            self._post(self._bus.subjects.computing(telling.model), telling)
+
+    def _tell_newcomer(self, card: Instance) -> None:
+        """Whose workers' models are new to it has not heard what is computed of them now."""
+        models = frozenset(card.store.layouts if card.store is not None else ())
+        subject = self._bus.subjects.computing_before(card.instance)
+        for model in models - self._told.get(card.instance, frozenset()):
+            for telling in self._claims.under_way(model):
+                self._post(subject, telling)
+        self._told[card.instance] = models
+
+    def _post(self, subject: str, telling: Telling) -> None:
+        marks = b"".join(telling.marks)
+        message = Computing(self._instance, telling.number, marks, self._claims.lasts_s)
+        self._bus.post(subject, message)
+
+    async def _listen(self, subject: str) -> None:
+        self._subscriptions.append(await self._bus.subscribe(subject, _decoder, self._hear))
 
     def _hear(self, message: Computing) -> None:
         owner, now = message.instance, self._clock()
         if owner == self._instance or self._resting.get(owner, 0.0) > now:
             return
-        until = now + min(message.lasts_s, self._claims.lasts_s)
+        until = now + min(self._claims.lasts_s, message.lasts_s)  # in this order: it may be NaN
         self._others.hear(owner, message.number, split_digests(message.digests), until)
 
     # what they make ready
@@ -143,9 +166,11 @@ class Neighbours:
 
     def _on_card(self, card: Instance) -> None:
         if self._is_other(card):
+            self._tell_newcomer(card)
             self._came(card)
 
     def _on_leave(self, card: Instance) -> None:
         self._resting.pop(card.instance, None)
+        self._told.pop(card.instance, None)
         self._others.leave(card.instance)
         self._left(card)

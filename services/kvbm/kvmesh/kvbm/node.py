@@ -10,6 +10,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js.errors import APIError
 
+from kvmesh.blocks.identity import fingerprint
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.messages import ControlReply, Instance, NodeStore, Role
 from kvmesh.bus.publisher import KvPublisher
@@ -66,7 +67,8 @@ class KvbmNode:
                 self._shelf.shrink,
                 manager.give_up_disk,
             )
-        self.divisions = Divisions()
+        self._key = fingerprint(key)
+        self.divisions = Divisions(self._key)
         self._neighbours: Neighbours | None = None
         self._peers: Peers | None = None
         if manager.store.far is not None:
@@ -74,6 +76,7 @@ class KvbmNode:
                 service.bus,
                 service.limits,
                 service.instance,
+                self._key,
                 manager.claims,
                 manager.others,
                 self._on_neighbour,
@@ -117,9 +120,9 @@ class KvbmNode:
             self._control.obey,
             lambda reason: ControlReply(False, reason),
         )
+        await self._outside.open()
         self._lease.card = self._card()
         await self._lease.open()
-        await self._outside.open()
         self._settle()
         for loop in (self._tick, self._reclaim, self._save, self._fit, self._send):
             self._service.spawn(loop(), loop.__name__.strip("_"))
@@ -188,7 +191,8 @@ class KvbmNode:
     def _introduce(self) -> None:
         """New layouts and workers change the card; new models also get a publisher."""
         self._introduced = self._known
-        for model in self.manager.models[len(self._publishers) :]:
+        models = self.manager.models[len(self._publishers) :]
+        for model in models:
             publisher = KvPublisher(
                 self._bus,
                 self._bus.subjects.kv(model, self._service.name),
@@ -199,13 +203,18 @@ class KvbmNode:
             )
             publisher.start()
             self._publishers.append(publisher)
-            if self._neighbours is not None:
-                self._service.spawn(self._neighbours.follow(model), "neighbours")
-        if self.ready:
-            self._service.spawn(self._renew_card(), "card")
+        self._service.spawn(self._show(models), "card")
         if self._neighbours is not None:
             for card in self._neighbours.cards:
                 self.divisions.compare(self.manager.in_use, card)
+
+    async def _show(self, models: list[str]) -> None:
+        """Follow new models first: who sees on the card that there are workers tells of them."""
+        if self._neighbours is not None:
+            for model in models:
+                await self._neighbours.follow(model)
+        if self.ready:
+            await self._renew_card()
 
     @property
     def _known(self) -> tuple[int, frozenset[int]]:
@@ -289,6 +298,7 @@ class KvbmNode:
                 tier_blocks=self.manager.most_blocks,
                 models=list(self.manager.models),
                 layouts=self.manager.in_use if self._neighbours is not None else {},
+                key=self._key if self._neighbours is not None else "",
             ),
         )
 

@@ -14,6 +14,7 @@ from kvmesh.kvbm.core.prompt import Prompt
 
 MOST_MARKS = 256
 MOST_HEARD = 1 << 17
+MOST_REPEATED = 256
 
 
 class Telling(NamedTuple):
@@ -77,6 +78,11 @@ class Claims:
                 self._tellings.append(claim.telling)
             elif now - claim.told > self.lasts_s:
                 del self._by[computer]
+
+    def under_way(self, model: str) -> list[Telling]:
+        """What has been told of a model and still holds, for whoever could not hear it."""
+        told = [claim.telling for claim in self._by.values() if claim.telling.model == model]
+        return told[-MOST_REPEATED:]
 
     def take(self) -> list[Telling]:
         """What is to be told."""

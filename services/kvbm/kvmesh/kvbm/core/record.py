@@ -14,7 +14,7 @@ class Opened(Struct, frozen=True, array_like=True, tag="opened"):
 
     version: int
     extent: int
-    key: bytes
+    key: str
 
 
 class Layout(Struct, frozen=True, array_like=True, tag="layout"):
