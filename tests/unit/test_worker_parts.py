@@ -1,7 +1,9 @@
 """The pure parts of a worker: intake, transcripts, the event backlog, model folders, metrics."""
 
 import json
+import tempfile
 from array import array
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -258,10 +260,15 @@ def test_metrics_show_the_load_of_each_rank() -> None:
         assert line in text
 
 
-def test_a_mock_needs_no_model_and_a_random_one_is_made_for_torch(tmp_path: Path) -> None:
-    assert (default_model("mock", tmp_path) / "tokenizer.json").is_file()
+def test_a_mock_needs_no_model_and_a_random_one_is_made_for_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ExitStack() as made:
+        assert (default_model("mock", made) / "tokenizer.json").is_file()
+        with pytest.raises(EngineError, match="the vllm engine needs a model: --model FOLDER"):
+            default_model("vllm", made)
+        assert not list(tmp_path.iterdir())
+        pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+        assert list(default_model("torch", made).glob("*.safetensors"))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(EngineError, match="the vllm engine needs a model: --model FOLDER"):
-        default_model("vllm", tmp_path)
-    pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
-    assert list(default_model("torch", tmp_path).glob("*.safetensors"))

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvmesh.bus.messages import ModelCard
@@ -17,8 +19,8 @@ DEFAULT_CONTEXT = 131072
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
 
-def default_model(engine: str, place: Path) -> Path:
-    """The folder of the model of a worker that was given none, made below `place` if need be.
+def default_model(engine: str, made: ExitStack) -> Path:
+    """The folder of the model of a worker that was given none; `made` removes what it must make.
 
     Raises EngineError if such an engine must be given one.
     """
@@ -30,7 +32,7 @@ def default_model(engine: str, place: Path) -> Path:
         tiny = import_module("kvmesh.worker.torch.tiny")
     except ModuleNotFoundError as error:
         raise not_installed(engine, error) from error
-    folder = place / "tiny"
+    folder = Path(made.enter_context(TemporaryDirectory(prefix="kvmesh-model-"))) / "tiny"
     log.info("no model is given: making a tiny one with random weights")
     tiny.make_tiny_model(folder)
     return folder

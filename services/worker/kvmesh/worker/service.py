@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from prometheus_client import REGISTRY
 
@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 async def main(service: Service) -> None:
     """Serve until `service.stopping`, then drain and leave."""
-    with TemporaryDirectory(prefix="kvmesh-model-") as place:
-        await _serve_model(service, await _model(service.settings.worker, Path(place)))
+    with ExitStack() as made:
+        await _serve_model(service, await _model(service.settings.worker, made))
 
 
-async def _model(worker: Worker, place: Path) -> Path:
+async def _model(worker: Worker, made: ExitStack) -> Path:
     folder = worker.model
     try:
         if folder is None:
-            folder = await asyncio.to_thread(default_model, worker.engine, place)
+            folder = await asyncio.to_thread(default_model, worker.engine, made)
     except EngineError as error:
         raise StartError(str(error), hopeless=True) from error
     if not (folder / "tokenizer.json").is_file():
@@ -53,6 +53,9 @@ async def _serve_model(service: Service, folder: Path) -> None:
 
     try:
         engine = create_engine(EngineContext(settings, folder, _store(service, folder)))
+    except EngineError as error:
+        raise StartError(str(error), hopeless=True) from error
+    try:
         node = WorkerNode(
             service.bus,
             engine,
