@@ -145,18 +145,19 @@ async def test_a_state_directory_in_use_is_refused(make: Factory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("options", "process", "reason"),
     [
-        (["--model", "nothing"], "nothing is not a Hugging Face model folder"),
-        (["--engine", "openai"], "the openai engine needs a model"),
+        (["--model", "nothing"], "worker-0", "nothing is not a Hugging Face model folder"),
+        (["--engine", "openai"], "worker-0", "the openai engine needs a model"),
+        (["--policy", "fastest"], "router-0", "[router] policy: 'fastest' is none of"),
     ],
 )
-async def test_a_worker_that_cannot_start_ends_the_start(
-    make: Factory, options: list[str], reason: str
+async def test_a_setting_that_a_process_refuses_ends_the_start(
+    make: Factory, options: list[str], process: str, reason: str
 ) -> None:
     up = make("--workers", "1", *options)
     assert await up.ended(60) == 1
-    assert "kvmesh up: worker-0 exited with status 2" in up.output
+    assert f"kvmesh up: {process} exited with status 2" in up.output
     assert up.output.count(reason) == 1
 
 

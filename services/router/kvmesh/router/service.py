@@ -237,5 +237,5 @@ async def main(service: Service) -> None:
     try:
         check_settings(service.settings.router)
     except ConfigError as error:
-        raise StartError(str(error)) from error
+        raise StartError(str(error), hopeless=True) from error
     await RouterService(service).run()
