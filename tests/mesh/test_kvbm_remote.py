@@ -86,6 +86,15 @@ async def test_only_leading_blocks_are_found(store: RemoteStore) -> None:
     assert await store.find([]) == 0
 
 
+@pytest.mark.parametrize("missing", [0, 63, 64, 200, 255])
+async def test_a_long_prefix_is_found_to_its_end(store: RemoteStore, missing: int) -> None:
+    """It is looked up in parts."""
+    await store.put([block(number) for number in range(256) if number != missing])
+    assert await store.find(names(*range(256))) == missing
+    await store.put([block(missing)])
+    assert await store.find(names(*range(256))) == 256
+
+
 async def test_a_block_is_never_changed(store: RemoteStore) -> None:
     await store.put([block(1)])
     other = RemoteBlock(block(1).digest, b"other", memoryview(b"x" * 100))

@@ -1,9 +1,14 @@
 """Single decisions of the block manager: what is worth loading, who is waited for, what lasts."""
 
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvmesh.kvbm.core import economy
 from kvmesh.kvbm.core.announced import Announced
 from kvmesh.kvbm.core.block import Frequency
 from kvmesh.kvbm.core.economy import Engine, Step, Traffic, worth
@@ -39,6 +44,26 @@ def test_what_is_queued_counts_once() -> None:
     engine = Engine(compute_tps=1600, load_bps=1e10)
     assert worth([Step(MB, 1e9, 100 * MB)] * 5, engine, 16) == 0
     assert worth([Step(MB, 1e9, 100 * MB)] * 20, engine, 16) == 20
+
+
+@given(
+    st.lists(
+        st.builds(
+            Step,
+            st.just(MB),
+            st.sampled_from([0.0, 2.0**25, 2.0**30, 2.0**40]),
+            st.sampled_from([0, 4 * MB, 64 * MB]),
+            st.integers(1, 40),
+        ),
+        max_size=5,
+    )
+)
+def test_a_run_of_blocks_is_as_worthy_as_its_blocks(runs: list[Step]) -> None:
+    """All durations are sums of powers of two, so that none is rounded."""
+    engine = Engine(compute_tps=1024, load_bps=0)
+    single = [replace(run, blocks=1) for run in runs for _ in range(run.blocks)]
+    with patch.object(economy, "START_S", 2.0**-9):
+        assert worth(runs, engine, 16) == worth(single, engine, 16)
 
 
 def moved(traffic: Traffic, blocks: int, start: float, seconds: float) -> None:

@@ -69,6 +69,16 @@ class PoolMachine(RuleBasedStateMachine):
             self._add(key, standing)
             key = self.parents[key]
 
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        """Plain keys are used at once; some are not here."""
+        keys = data.draw(st.lists(st.sampled_from([0, *self.order]), unique=True))
+        self.pool.touch(keys)
+        for key in filter(None, keys):
+            self.standings[key] = PLAIN
+            self.order.remove(key)
+            self.order.append(key)
+
     @precondition(lambda self: self.order)
     @rule(data=st.data(), standing=STANDINGS)
     def revise(self, data: st.DataObject, standing: Standing) -> None:

@@ -10,7 +10,7 @@ any time.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import count
 from math import inf
 from typing import Generic, TypeAlias, TypeVar
@@ -57,6 +57,20 @@ class EvictionPool(Generic[K]):
         """Take out a key if it is here."""
         if self._plain.pop(key, None) is None and self._entries.pop(key, None) is not None:
             self._covered.discard(key)
+
+    def touch(self, keys: Iterable[K]) -> None:
+        """Those of these keys that are here are the most recently used now, in this order.
+
+        Nothing may be asked for them: whatever they were inserted with, they are plain now.
+        """
+        plain, stamps = self._plain, self._stamps
+        for key in keys:
+            if key in plain:
+                plain[key] = next(stamps)
+                plain.move_to_end(key)
+            elif key in self._entries:
+                self.discard(key)
+                plain[key] = next(stamps)
 
     def standing(self, key: K) -> Standing:
         """What a key was inserted with, or set to since; KeyError."""

@@ -46,9 +46,9 @@ class Announced:
         """`computer` computes those of these that nobody else does."""
         mine = self._by.get(computer) or Announcement(computer, now)
         mine.heard = now
-        for digest in digests:
-            if self._of.setdefault(digest, mine) is mine:
-                mine.digests.add(digest)
+        new = [digest for digest in digests if digest not in self._of]
+        self._of.update(dict.fromkeys(new, mine))
+        mine.digests.update(new)
         if mine.digests:
             self._by[computer] = mine
 

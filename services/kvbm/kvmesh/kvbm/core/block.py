@@ -73,7 +73,8 @@ class Frequency:
         return max(0.0, self.value - (now - self.since) // decay_s)
 
     def hit(self, now: float, decay_s: float) -> None:
-        self.value = min(MOST_FREQUENT, 2 * max(1.0, self.now(now, decay_s)))
+        value = self.value - (now - self.since) // decay_s
+        self.value = 2.0 if value <= 1.0 else min(MOST_FREQUENT, 2 * value)
         self.since = now
 
 

@@ -69,7 +69,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One block on its way to an engine: bytes, the speed of its tier, bytes queued before it.
+    """Blocks on their way to an engine, all alike: bytes of each, the speed of their tier, bytes
+    queued before them, and how many there are.
 
     A speed of 0 is not known, and not counted until it is.
     """
@@ -77,6 +78,7 @@ class Step:
     size: int
     bps: float
     queued: int
+    blocks: int = 1
 
 
 def worth(steps: Sequence[Step], engine: Engine, block_size: int) -> int:
@@ -85,14 +87,15 @@ def worth(steps: Sequence[Step], engine: Engine, block_size: int) -> int:
     The stages of loading overlap, so that a block costs what its slowest stage does.
     """
     if not engine.compute_tps:
-        return len(steps)
+        return sum(step.blocks for step in steps)
     gain, best, count = -START_S, 0.0, 0
-    waited = 0
-    for number, step in enumerate(steps, 1):
+    waited = number = 0
+    for step in steps:
         gain -= _seconds(max(0, step.queued - waited), step.bps)
         waited = max(waited, step.queued)
         slowest = max(_seconds(step.size, engine.load_bps), _seconds(step.size, step.bps))
-        gain += block_size / engine.compute_tps - slowest
+        gain += step.blocks * (block_size / engine.compute_tps - slowest)
+        number += step.blocks
         if gain > best:
             best, count = gain, number
     return count

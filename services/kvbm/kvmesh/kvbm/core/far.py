@@ -41,11 +41,13 @@ class FarTier:
             self._heard[copy] = self._turn.now
             self._heard.move_to_end(copy)
 
-    def hold(self, copy: Copy) -> None:
-        copy.users += 1
+    def hold(self, *copies: Copy) -> None:
+        for copy in copies:
+            copy.users += 1
 
-    def release(self, copy: Copy) -> None:
-        copy.users -= 1
+    def release(self, *copies: Copy) -> None:
+        for copy in copies:
+            copy.users -= 1
 
     def drop(self, copy: Copy) -> None:
         """Forget it."""

@@ -1,7 +1,10 @@
 """Onboarding: what of a prompt a worker gets, from which tier, and whom it waits for."""
 
 from array import array
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
 
 from kvmesh.bus.kvbm import Fetch, Fetched
 from kvmesh.kvbm.core.announced import Announced, Computer
@@ -18,6 +21,7 @@ AHEAD_SHARE = 4
 LOOKUP_BLOCKS = 4096
 PREPARE_BLOCKS = 64
 CLAIM_S = 0.1
+Found: TypeAlias = Sequence[Block | None]
 
 
 class Lookup(NamedTuple):
@@ -65,15 +69,20 @@ class Fetches:
         self._lookups: list[Lookup] = []
         self.readings: dict[int, Reading] = {}
 
-    def start(self, number: int, message: Fetch, prompt: Prompt, beyond: bool = True) -> Reading:
-        """Begin a reading ticket, parked until it is `due`; may look `beyond` this node."""
+    def start(
+        self, number: int, message: Fetch, prompt: Prompt, found: Found, beyond: bool = True
+    ) -> Reading:
+        """Begin a reading ticket, parked until it is `due`; may look `beyond` this node.
+
+        `found` are the prompt's blocks.
+        """
         computer = (message.attachment, message.request)
         store = self._store
-        store.touch(prompt.digests)
-        held = min(message.held, len(prompt))
-        end = self._reach(prompt, held, computer, message.wait_s > 0)
+        store.touch(found)
+        held = max(0, min(message.held, len(prompt)))
+        end = self._reach(prompt, found, held, computer, message.wait_s > 0)
         engine = Engine(message.compute_tps, message.load_bps)
-        chosen = self._chosen(prompt, engine, held, end)
+        chosen = held + self._worth(prompt, engine, found[held:end])
         reading = Reading(
             number,
             message.attachment,
@@ -87,7 +96,8 @@ class Fetches:
         )
         self.readings[number] = reading
         self.park(reading, store.now + message.wait_s)
-        self._count(prompt, range(chosen), held)
+        self._count(found[:held])
+        self._count_hits(found[held:chosen])
         if beyond and chosen == end and self._is_worth_a_lookup(reading):
             self._look(reading)
         self._announce(reading)
@@ -122,9 +132,11 @@ class Fetches:
         for index, digest in enumerate(there, start):
             store.remember(store.blocks.get(digest) or prompt.block(index))
         self._announced.settled(there, store.now)
-        end = self._reach(prompt, start, reading.computer, reading.patience_s > 0)
-        reading.end = self._chosen(prompt, reading.engine, start, end)
-        self._count(prompt, range(start, reading.end), start)
+        found = store.find(prompt.digests[start:])
+        end = self._reach(prompt, found, start, reading.computer, reading.patience_s > 0)
+        chosen = self._worth(prompt, reading.engine, found[: end - start])
+        self._count_hits(found[:chosen])
+        reading.end = start + chosen
         return end
 
     def _look(self, reading: Reading, further: Further | None = None) -> None:
@@ -175,9 +187,10 @@ class Fetches:
         reading.next += len(taken)
         reading.ready, reading.parked = [], None
         self._parked.discard(reading.number)
-        tiers = [reading.sources.pop(first + i, ARENA) for i in range(len(taken))]
-        for tier in tiers:
-            self._store.counts.onboarded[tier] += 1
+        sources = reading.sources
+        tiers = [sources.pop(first + i, ARENA) if sources else ARENA for i in range(len(taken))]
+        for tier, count in Counter(tiers).items():
+            self._store.counts.onboarded[tier] += count
         reading.known = reading.known or bool(reading.given or reading.pending)
         return Fetched(
             reading.number if reading.known else 0,
@@ -192,8 +205,7 @@ class Fetches:
         del self.readings[reading.number]
         self._parked.discard(reading.number)
         self._unblock(reading)
-        for copy in reversed(reading.copies()):
-            self._store.release(copy)
+        self._store.release(*reversed(reading.copies()))
 
     def take_due(self) -> list[Reading]:
         """Whose workers should be answered now."""
@@ -203,7 +215,7 @@ class Fetches:
 
     def poke(self, digests: list[bytes] | set[bytes]) -> None:
         """Something has become of these blocks: see who can go on."""
-        for digest in digests:
+        for digest in [digest for digest in digests if digest in self._blocked]:
             for number in sorted(self._blocked.get(digest, ())):
                 reading = self.readings[number]
                 reading.moved = self._store.now
@@ -218,12 +230,13 @@ class Fetches:
 
     # how far, and whether
 
-    def _chosen(self, prompt: Prompt, engine: Engine, start: int, end: int) -> int:
-        """The end of what is worth loading of the blocks `start` to `end`."""
-        steps = [self._step(prompt, index) for index in range(start, end)]
-        chosen = start + worth(steps, engine, _block_size(prompt))
-        self._store.counts.declined += end - chosen
-        return chosen
+    def _worth(self, prompt: Prompt, engine: Engine, found: Found) -> int:
+        """How many of these blocks, which follow each other, are worth loading."""
+        tiers = [ARENA if b is None or ARENA in b.copies else min(b.copies) for b in found]
+        steps = [self._step(prompt, tier, len(list(same))) for tier, same in groupby(tiers)]
+        count = worth(steps, engine, _block_size(prompt))
+        self._store.counts.declined += len(found) - count
+        return count
 
     def _is_worth_a_lookup(self, reading: Reading) -> bool:
         """Whether blocks that only the remote store may have would be loaded."""
@@ -231,33 +244,44 @@ class Fetches:
         if self._store.far is None or not left:
             return False
         speed = self._store.traffic[REMOTE, ARENA].speed(self._store.now)
-        step = Step(prompt.space.block_bytes, speed, 0)
-        return worth([step] * left, reading.engine, _block_size(prompt)) > 0
+        step = Step(prompt.space.block_bytes, speed, 0, left)
+        return worth([step], reading.engine, _block_size(prompt)) > 0
 
-    def _reach(self, prompt: Prompt, held: int, computer: Computer | None, wait: bool) -> int:
-        """The end of the longest prefix that is somewhere, or that somebody else computes."""
-        blocks, announced = self._store.blocks, self._announced
-        for index in range(held, len(prompt)):
-            digest = prompt.digests[index]
-            if digest not in blocks and not (wait and announced.by(digest) not in (None, computer)):
-                return index
+    def _reach(
+        self, prompt: Prompt, found: Found, start: int, computer: Computer | None, wait: bool
+    ) -> int:
+        """The end of the longest prefix that is somewhere, or that somebody else computes.
+
+        `found` are the last blocks of the prompt, those from `start` on among them.
+        """
+        skipped = len(prompt) - len(found)
+        for index in range(start, len(prompt)):
+            if found[index - skipped] is None:
+                by = self._announced.by(prompt.digests[index]) if wait else None
+                if by is None or by == computer:
+                    return index
         return len(prompt)
 
-    def _step(self, prompt: Prompt, index: int) -> Step:
+    def _step(self, prompt: Prompt, tier: int, blocks: int) -> Step:
         size = prompt.space.block_bytes
-        block = self._store.blocks.get(prompt.digests[index])
-        if block is None or ARENA in block.copies:
-            return Step(size, 0.0, 0)
-        traffic = self._store.traffic[min(block.copies), ARENA]
-        return Step(size, traffic.speed(self._store.now), traffic.moving * size)
+        if tier == ARENA:
+            return Step(size, 0.0, 0, blocks)
+        traffic = self._store.traffic[tier, ARENA]
+        return Step(size, traffic.speed(self._store.now), traffic.moving * size, blocks)
 
-    def _count(self, prompt: Prompt, asked: range, held: int) -> None:
-        for index in asked:
-            block = self._store.blocks.get(prompt.digests[index])
+    def _count(self, found: Found) -> None:
+        """These are asked for."""
+        now, decay_s = self._store.now, self._decay_s
+        for block in found:
             if block is not None:
-                block.uses.hit(self._store.now, self._decay_s)
-                if index >= held:
-                    self._store.counts.hits[min(block.copies)] += 1
+                block.uses.hit(now, decay_s)
+
+    def _count_hits(self, found: Found) -> None:
+        """These are asked for, and given."""
+        self._count(found)
+        tiers = Counter(min(block.copies) for block in found if block is not None)
+        for tier, count in tiers.items():
+            self._store.counts.hits[tier] += count
 
     def _announce(self, reading: Reading) -> None:
         """Blocks after the end are computed by this request, unless somebody has them."""
@@ -283,6 +307,8 @@ class Fetches:
         """Look ahead, and see what of it has come."""
         self._unblock(reading)
         self._settle(reading)
+        if not reading.ahead:
+            self._take_ready(reading)
         most = max(LEAST_AHEAD, self._ahead_bytes // reading.prompt.space.slot)
         while reading.reached < reading.end and len(reading.ahead) < most:
             copy = self._next(reading)
@@ -292,6 +318,18 @@ class Fetches:
             (reading.ready if at_once else reading.ahead).append(copy)
         if reading.pending:
             self._block(reading)
+
+    def _take_ready(self, reading: Reading) -> None:
+        """Use what follows and is in the arena."""
+        copies: list[Copy] = []
+        for digest in reading.prompt.digests.between(reading.reached, reading.end):
+            block = self._store.blocks.get(digest)
+            copy = block.ready(ARENA) if block is not None else None
+            if copy is None:
+                break
+            copies.append(copy)
+        self._store.hold(*copies)
+        reading.ready += copies
 
     def _settle(self, reading: Reading) -> None:
         """Move what has come from `ahead` to `ready`; what has gone is looked for again."""
@@ -312,14 +350,16 @@ class Fetches:
     def _take(self, reading: Reading, block: Block, index: int) -> Copy | None:
         copy = block.copies.get(ARENA)
         if copy is not None:
-            return self._store.hold(copy)
+            self._store.hold(copy)
+            return copy
         source = block.ready(DISK) or block.ready(REMOTE)
         target = self._store.reserve(block, ARENA) if source is not None else None
         if source is None or target is None:
             return None
         reading.sources[index] = source.tier
         self._store.move(source, target)
-        return self._store.hold(target)
+        self._store.hold(target)
+        return target
 
     def _comes(self, reading: Reading, index: int) -> bool:
         """Whether somebody else makes this block, and is still waited for."""

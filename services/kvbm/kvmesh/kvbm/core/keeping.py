@@ -64,7 +64,8 @@ class Keeping:
 
     def ask(self, prompt: Prompt, wishes: Mapping[int, Wish], blocks: Iterable[Block]) -> None:
         """Keep a prompt's blocks as it wishes, and as pins do, in every tier that has them."""
-        copies = [copy for block in blocks for copy in self._here(block)]
+        tiers = self._store.tiers
+        copies = [c for block in blocks for c in block.copies.values() if c.tier in tiers]
         directives: dict[int, Directive] = {}
         if wishes or any(copy.keep is not None for copy in copies):
             shared = self._sessions.shared(prompt.digests, prompt.session)
@@ -82,7 +83,7 @@ class Keeping:
         """What the blocks of these copies, which follow each other, are kept for."""
         found: list[Retain] = []
         for copy in copies:
-            retain = self._retain(copy)
+            retain = self._retain(copy) if copy.keep is not None else None
             if retain is None:
                 continue
             last = found[-1] if found else None

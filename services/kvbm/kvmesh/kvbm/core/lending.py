@@ -1,7 +1,7 @@
 """What a node does for others: it lends blocks, and makes ready those that they wait for."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvmesh.bus.kvbm import Fetch, Prepare, Prepared
 from kvmesh.kvbm.core.block import ARENA, REMOTE, Block, Copy, Space
@@ -30,7 +30,7 @@ class Lending:
         fetches: Fetches,
         shares: bool,
         numbers: Iterator[int],
-        consider: Callable[[Iterable[Block]], None],
+        consider: Callable[[Sequence[Block]], None],
         go_on: Callable[[], None],
     ) -> None:
         self._store = store
@@ -53,16 +53,16 @@ class Lending:
             copy = block.ready(ARENA) if block is not None else None
             if copy is None or copy.block.space.block_bytes != block_bytes:
                 break
-            lent.append(self._store.hold(copy))
-        self._store.touch(digests[: len(lent)])
+            lent.append(copy)
+        self._store.hold(*lent)
+        self._store.touch([copy.block for copy in lent])
         self._store.counts.lent += len(lent)
         return lent
 
     def take_back(self, lent: list[Copy], now: float) -> None:
         """The other node has read them, or never will."""
         self._store.begin(now)
-        for copy in reversed(lent):
-            self._store.release(copy)
+        self._store.release(*reversed(lent))
         self._go_on()
 
     def prepare(self, message: Prepare, space: Space | None, now: float) -> Prepared | Reading:
@@ -75,7 +75,8 @@ class Lending:
         digests = Digests(message.digests)
         prompt = Prompt(space, digests, array("Q"), array("Q"), 0, "", None, [])
         number = next(self._numbers)
-        reading = self._fetches.start(number, _fetch(message), prompt, beyond=False)
+        found = self._store.find(digests)
+        reading = self._fetches.start(number, _fetch(message), prompt, found, beyond=False)
         self._fetches.park(reading, now + min(message.wait_s, MOST_WAIT_S))
         self._asked[number] = message
         self._go_on()

@@ -1,7 +1,7 @@
 """The block manager of a node: every decision, without any I/O; seconds are passed in."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
@@ -235,9 +235,9 @@ class Manager:
     def _fetch(self, message: Fetch, prompt: Prompt, guest: Guest) -> Fetched | Parked:
         self.keeping.reopen(message.session)
         self.keeping.follow(prompt)
-        reading = self.fetches.start(next(self._numbers), message, prompt)
+        found = self.store.find(prompt.digests)
+        reading = self.fetches.start(next(self._numbers), message, prompt, found)
         guest.tickets.add(reading.number)
-        found = [self.store.blocks.get(digest) for digest in prompt.digests]
         blocks = [block for block in found if block is not None]
         self.keeping.ask(prompt, self.keeping.wishes(prompt), blocks)
         self._consider(blocks)
@@ -388,7 +388,6 @@ class Manager:
         for offload in self.offloads.values():
             offload.pump()
 
-    def _consider(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            for offload in self.offloads.values():
-                offload.consider(block)
+    def _consider(self, blocks: Sequence[Block]) -> None:
+        for offload in self.offloads.values():
+            offload.consider(blocks)

@@ -28,7 +28,8 @@ class Offers:
         """Stage what is wanted; also returns the digests that nobody will write now."""
         store = self._store
         first = max(0, message.first)
-        store.touch(prompt.digests[max(0, first - 1) :])  # what is before the last stays with it
+        # what is before the last one stays with it
+        store.touch(store.find(prompt.digests[max(0, first - 1) :]))
         self._keeping.follow(prompt)
         wishes = self._keeping.wishes(prompt, first)
         ephemeral = _thinking_from(prompt, wishes)
@@ -66,9 +67,8 @@ class Offers:
                 written.append(copy.block)
             else:
                 self._store.drop(copy)
-        for copy in reversed(writing.copies):
-            self.staged -= copy.block.space.slot
-            self._store.release(copy)
+        self.staged -= sum(copy.block.space.slot for copy in writing.copies)
+        self._store.release(*reversed(writing.copies))
         self._store.counts.written += len(written)
         return written
 

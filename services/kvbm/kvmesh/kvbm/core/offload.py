@@ -1,6 +1,7 @@
 """What is written through from the arena to a lower tier, and when."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from kvmesh.kvbm.core.block import ARENA, Block
 from kvmesh.kvbm.core.store import Store
@@ -29,18 +30,21 @@ class Offload:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def consider(self, block: Block) -> None:
-        """A block has come to the arena, or was asked for."""
-        if not self.open or self._tier in block.copies or block in self._waiting:
+    def consider(self, blocks: Iterable[Block]) -> None:
+        """Blocks have come to the arena, or were asked for."""
+        if not self.open:
             return
+        for block in [block for block in blocks if self._tier not in block.copies]:
+            if block not in self._waiting and self._is_wanted(block):
+                self._waiting[block] = None
+                if len(self._waiting) > WAITING:
+                    self._waiting.popitem(last=False)
+
+    def _is_wanted(self, block: Block) -> bool:
         tier = self._store.tiers.get(self._tier)
         if tier is not None and not tier.fits(block.space.slot):
-            return
-        if block.uses.now(self._store.now, self._decay_s) < self._frequency:
-            return
-        self._waiting[block] = None
-        if len(self._waiting) > WAITING:
-            self._waiting.popitem(last=False)
+            return False
+        return block.uses.now(self._store.now, self._decay_s) >= self._frequency
 
     def pump(self) -> None:
         """Begin as many moves as may run."""

@@ -34,6 +34,12 @@ class Digests(Sequence[bytes]):
         start = DIGEST_BYTES * place
         return self._packed[start : start + DIGEST_BYTES]
 
+    def between(self, first: int, end: int) -> Iterator[bytes]:
+        """Those from `first` to before `end`, each cut out when it is asked for."""
+        packed = self._packed
+        for at in range(DIGEST_BYTES * first, DIGEST_BYTES * end, DIGEST_BYTES):
+            yield packed[at : at + DIGEST_BYTES]
+
     def __iter__(self) -> Iterator[bytes]:
         return iter(split_digests(self._packed))
 

@@ -4,7 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from math import inf
+from operator import attrgetter
 
 from kvmesh.bus.messages import KvEvent
 from kvmesh.kvbm.core.block import ARENA, DISK, REMOTE, TIERS, Block, Copy, State
@@ -40,6 +42,7 @@ class MoveEnd(Enum):
 
 
 Path = tuple[int, int]
+_tier_of = attrgetter("tier")
 
 
 @dataclass
@@ -106,15 +109,18 @@ class Store:
         self.turn.serial += 1
         self.turn.now = now
 
-    def touch(self, digests: Sequence[bytes]) -> None:
-        """These blocks are asked for; of one prompt the last is evicted first."""
-        for digest in reversed(digests[:]):
-            block = self.blocks.get(digest)
-            if block is not None:
-                block.touched = self.turn.serial
-                for copy in block.copies.values():
-                    if copy.tier in self.tiers:
-                        self.tiers[copy.tier].touch(copy)
+    def find(self, digests: Iterable[bytes]) -> list[Block | None]:
+        """The blocks that are called so, None where there is none."""
+        return list(map(self.blocks.get, digests))
+
+    def touch(self, blocks: Sequence[Block | None]) -> None:
+        """These are asked for; of one prompt the last is evicted first."""
+        serial = self.turn.serial
+        here = [block for block in reversed(blocks) if block is not None]
+        for block in here:
+            block.touched = serial
+        for number, tier in self.tiers.items():
+            tier.touch(block.copies[number] for block in here if number in block.copies)
 
     def named(self, sequence: Iterable[int]) -> list[Block]:
         """Those of these blocks, by sequence hash, that are in some tier."""
@@ -162,12 +168,13 @@ class Store:
         self._events.stored(copy.tier, copy.block)
         self._note(copy, True)
 
-    def hold(self, copy: Copy) -> Copy:
-        self._tier(copy.tier).hold(copy)
-        return copy
+    def hold(self, *copies: Copy) -> None:
+        for tier, same in groupby(copies, key=_tier_of):
+            self._tier(tier).hold(*same)
 
-    def release(self, copy: Copy) -> None:
-        self._tier(copy.tier).release(copy)
+    def release(self, *copies: Copy) -> None:
+        for tier, same in groupby(copies, key=_tier_of):
+            self._tier(tier).release(*same)
 
     def drop(self, copy: Copy) -> None:
         self._tier(copy.tier).drop(copy)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvmesh.kvbm.core.block import Block, Copy, State
 from kvmesh.kvbm.core.errors import TooSmall
@@ -98,24 +99,34 @@ class Tier:
         claimed = self.slots.claim(block.space.slot, offset)
         return self._add(block, offset) if claimed else None
 
-    def hold(self, copy: Copy) -> None:
-        """One more uses it."""
-        if copy.users == 0:
-            self._pool(copy).discard(copy)
-        copy.users += 1
+    def hold(self, *copies: Copy) -> None:
+        """One more uses each of them."""
+        for copy in copies:
+            if copy.users == 0:
+                self._pool(copy).discard(copy)
+            copy.users += 1
 
-    def release(self, copy: Copy) -> None:
-        """One less uses it."""
-        copy.users -= 1
-        if copy.users:
-            return
-        if copy.state is State.DROPPED:
-            self._free(copy)
-        else:
-            self._pool(copy).add(copy, self._standing(copy))
+    def release(self, *copies: Copy) -> None:
+        """One less uses each of them."""
+        for copy in copies:
+            copy.users -= 1
+            if copy.users:
+                continue
+            if copy.state is State.DROPPED:
+                self._free(copy)
+            else:
+                self._pool(copy).add(copy, self._standing(copy))
 
-    def touch(self, copy: Copy) -> None:
-        """It was asked for."""
+    def touch(self, copies: Iterable[Copy]) -> None:
+        """They were asked for, in this order."""
+        for slot, alike in groupby(copies, key=_plain_slot):
+            if slot:
+                self._pool_of(slot).touch(alike)
+            else:
+                for copy in alike:
+                    self._touch(copy)
+
+    def _touch(self, copy: Copy) -> None:
         if copy.keep is not None:
             self.promises.touch(copy.keep, copy.block.space.slot, self._turn.now)
         pool = self._pool(copy)
@@ -143,7 +154,9 @@ class Tier:
             self._free(copy)
 
     def _pool(self, copy: Copy) -> EvictionPool[Copy]:
-        size = copy.block.space.slot
+        return self._pool_of(copy.block.space.slot)
+
+    def _pool_of(self, size: int) -> EvictionPool[Copy]:
         pool = self._idle.get(size)
         if pool is None:
             pool = self._idle[size] = EvictionPool(self._carries, self._renewed)
@@ -235,3 +248,8 @@ class Tier:
                 copy.keep = None
             self.drop(copy)
         return True
+
+
+def _plain_slot(copy: Copy) -> int:
+    """The size of its slot, or 0 if something is asked for it."""
+    return copy.block.space.slot if copy.keep is None else 0

@@ -15,6 +15,7 @@ from kvmesh.kvbm.remote.interface import NOTE_LENGTH_BYTES, RemoteBlock, RemoteE
 T = TypeVar("T")
 BATCH_BYTES = 8 << 20
 BATCH_KEYS = 4096
+FIRST_KEYS = 64
 CONNECTIONS = 8
 
 
@@ -37,11 +38,13 @@ class RedisStore:
         self._redis = Redis(connection_pool=pool)
 
     async def find(self, digests: Sequence[bytes]) -> int:
-        for start in range(0, len(digests), BATCH_KEYS):
-            part = digests[start : start + BATCH_KEYS]
+        start, count = 0, FIRST_KEYS  # few, as of most prompts nothing is there
+        while start < len(digests):
+            part = digests[start : start + count]
             there = await self._checked("find", lambda part=part: self._renew(part))  # type: ignore[misc]
             if not all(there):
                 return start + there.index(False)
+            start, count = start + count, min(8 * count, BATCH_KEYS)
         return len(digests)
 
     async def put(self, blocks: Sequence[RemoteBlock]) -> None:
