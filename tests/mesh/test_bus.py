@@ -1,6 +1,8 @@
 """The bus against a real server: requests, streams that survive, leases that lapse."""
 
 import asyncio
+import logging
+import re
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -352,6 +354,20 @@ async def test_leases_come_back_after_a_server_restart(
     await eventually(lambda: [i.name for i in directory.instances] == ["w"])
     await directory.close()
     await lease.close()
+
+
+async def test_a_lost_server_is_one_line_with_its_cause(
+    nats_server: NatsServer, bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvmesh.bus")
+    nats_server.kill()
+    await eventually(lambda: not bus.client.is_connected)
+    await eventually(lambda: bus.client.last_error is not None)  # an attempt failed as well
+    await asyncio.to_thread(nats_server.start)
+    await eventually(lambda: bus.connected_for > 0)
+    lost, back = caplog.messages
+    assert re.fullmatch(r"lost the connection to NATS, reconnecting: .+", lost)
+    assert back == f"reconnected to 127.0.0.1:{nats_server.port}"
 
 
 async def test_model_files_travel_and_are_checked(bus: Bus, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import nats
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError, NoRespondersError
+from nats.errors import MaxPayloadError, NoRespondersError, UnexpectedEOF
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.client import JetStreamContext
 from nats.js.errors import APIError
@@ -30,6 +30,7 @@ from kvmesh.bus.subjects import Subjects
 
 log = logging.getLogger(__name__)
 MOST_UNSENT = 65_536
+BROKEN = (OSError, UnexpectedEOF)  # what a server that goes away, or is not back yet, looks like
 T = TypeVar("T")
 Respond = Callable[[object], Awaitable[None]]
 Reply = Callable[[object], None]
@@ -276,16 +277,20 @@ async def _connect_patiently(client: DirectClient, servers: list[str], bus: Bus,
 
 async def _connect(client: DirectClient, servers: list[str], bus: Bus, name: str) -> None:
     options = bus.options
-    last_error: list[str] = []
+    last_error = cause = ""
 
     async def on_error(error: Exception) -> None:
+        nonlocal last_error, cause
         text = str(error) or type(error).__name__
-        if last_error != [text]:
-            last_error[:] = [text]
+        if isinstance(error, BROKEN):
+            cause = text
+        elif last_error != text:
+            last_error = text
             log.warning("nats: %s", text)
 
     async def on_reconnect() -> None:
-        last_error.clear()
+        nonlocal last_error, cause
+        last_error = cause = ""
         client.made()
         bus.connected_at = asyncio.get_running_loop().time()
         log.info("reconnected to %s", client.connected_url and client.connected_url.netloc)
@@ -295,7 +300,7 @@ async def _connect(client: DirectClient, servers: list[str], bus: Bus, name: str
     async def on_disconnect() -> None:
         client.broken()
         if not client.is_closed:
-            log.warning("lost the connection to NATS; reconnecting")
+            log.warning("lost the connection to NATS, reconnecting: %s", cause or "no answer")
 
     await client.connect(
         servers,
