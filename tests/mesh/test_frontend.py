@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -512,3 +513,20 @@ async def test_the_frontend_tells_its_state(stage: Stage) -> None:
         async with stage.client.session.get(stage.client.url + path) as response:
             assert response.status == status
     assert stage.mesh.metric("kvmesh_frontend_active_requests") == 0
+
+
+async def test_a_frontend_that_answers_knows_the_models(stage: Stage, tmp_path: Path) -> None:
+    mesh = Mesh(stage.mesh.nats_url, tmp_path, SETTINGS, stage.mesh.namespace)
+    mesh.start("frontend", "frontend-1")
+
+    async def first_answer() -> int | None:
+        try:
+            async with stage.client.session.get(f"{mesh.url}/v1/models/{MODEL}") as response:
+                return response.status
+        except aiohttp.ClientConnectionError:
+            return None
+
+    try:
+        assert await eventually(first_answer) == 200
+    finally:
+        mesh.stop()

@@ -26,7 +26,7 @@ from kvmesh.frontend.metrics import ModelMetrics
 
 log = logging.getLogger(__name__)
 RETRY_S = 2.0
-Spawn = Callable[[Coroutine[Any, Any, Any], str], object]
+Spawn = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
 
 
 class Dialect:
@@ -111,7 +111,7 @@ class ModelRegistry:
         self._spawn = spawn
         self._cards: dict[str, Instance] = {}
         self._dialects: dict[bytes, Dialect] = {}
-        self._loading: set[bytes] = set()
+        self._loading: dict[bytes, asyncio.Task[Any]] = {}
         self._models: dict[str, ServedModel] = {}
         self._adapters: dict[str, str] = {}
 
@@ -119,6 +119,11 @@ class ModelRegistry:
     def models(self) -> list[ServedModel]:
         """Those that a live worker serves."""
         return [model for model in self._models.values() if model.workers]
+
+    async def settle(self, timeout: float) -> None:
+        """Return once the models known by now are loaded or given up, or after `timeout` s."""
+        if self._loading:
+            await asyncio.wait(self._loading.values(), timeout=timeout)
 
     def resolve(self, name: str) -> tuple[ServedModel, str | None]:
         """The model and adapter called `name`; ModelNotFound, or Unavailable while it loads."""
@@ -140,8 +145,9 @@ class ModelRegistry:
         if key in self._dialects:
             self._admit(card, card.model)
         elif key not in self._loading:
-            self._loading.add(key)
-            self._spawn(self._load(card.model), f"load model {card.model.name}")
+            self._loading[key] = self._spawn(
+                self._load(card.model), f"load model {card.model.name}"
+            )
 
     def left(self, card: Instance) -> None:
         self._cards.pop(card.instance, None)
@@ -177,7 +183,7 @@ class ModelRegistry:
                 # tokenizers raises plain Exception on a bad file; the model stays unknown
                 log.exception("the files of %s are unusable", model.name)
                 break
-        self._loading.discard(key)
+        self._loading.pop(key, None)
         for card in list(self._cards.values()):
             if card.model is not None and _key(card.model) in self._dialects:
                 self._admit(card, card.model)

@@ -34,6 +34,7 @@ from kvmesh.settings.schema import Frontend as FrontendSettings
 
 log = logging.getLogger(__name__)
 GRACE_S = 10.0
+LOADING_S = 10.0  # a model that takes longer is loaded while requests for others are served
 SWITCH_S = 0.001  # how long a thread that tokenizes may keep the event loop waiting
 MAX_HEADER = 64 << 10  # harnesses put JSON into headers
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -157,6 +158,7 @@ async def main(service: Service) -> None:
     settings = service.settings.frontend
     _check_openness(settings, frontend.gate.closed)
     await frontend.open()
+    await frontend.registry.settle(LOADING_S)
     REGISTRY.register(frontend.loads)
     runner = Runner(
         frontend.application(),
