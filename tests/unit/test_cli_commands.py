@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.commands.tail import moment
+from kvmesh.cli.arguments import moment
 from kvmesh.cli.flags import Parser, add_flags, given
 from kvmesh.cli.main import run
 from kvmesh.cli.reference import markdown, toml
@@ -36,6 +36,7 @@ def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ("arguments", "said"),
     [
         (["upp"], "kvmesh: unknown command upp; did you mean up?"),
+        (["--port", "1"], "kvmesh: unknown flag --port"),
         (["router", "--polcy", "kv"], "unknown flag --polcy; did you mean --policy?"),
         (["router", "extra"], "extra"),
         (["router", "--policy"], "--policy"),
@@ -48,6 +49,15 @@ def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["tail", "kv."], "not a subject: 'kv.'"),
         (["tail", "kvm.kv"], "a whole subject has a namespace and a kind: kvm.kv"),
         (["tail", "--limit", "0"], "not a number from 1: '0'"),
+        (["tail", "rout"], "no messages of the kind rout; did you mean route?"),
+        (["tail", "kvm.kvmesh.vk.>"], "no messages of the kind vk"),
+        (["tail", "--no-follow"], "kvmesh tail: --no-follow needs --since"),
+        (["busy", "m", "--reset", "--blocks", "3"], "--reset forgets thresholds"),
+        (["simulate", "demo", "--workers", "0"], "argument --workers: not a number from 1: '0'"),
+        (["simulate", "demo", "--group", "two"], "--group two: expected COUNT"),
+        (["simulate", "demo", "--html", "/nowhere/x"], "there is no folder /nowhere"),
+        (["whatif", "--json", "/"], "/ is a folder"),
+        (["workload", "generate", "demo", "-o", "/nowhere/x.json"], "no folder /nowhere"),
     ],
 )
 def test_a_mistake_gets_one_line_that_names_it(
@@ -81,7 +91,7 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_version_needs_no_service_and_no_bus() -> None:
     code = (
-        "import sys; from kvmesh.cli.main import run; run(['version']); "
+        "import sys; from kvmesh.cli.main import run; run(['--version']); "
         "print([m for m in ('nats', 'aiohttp', 'numpy', 'rich') if m in sys.modules])"
     )
     shown = subprocess.run(

@@ -22,7 +22,7 @@ from kvmesh.bus.messages import (
 )
 
 STREAMED = ("kv", "route", "seq")
-REQUESTS = ("index", "router", "work", "ctl", "kvbm")
+REQUESTS = ("index", "router", "work", "ctl", "kvbm", "sessions")
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -40,6 +40,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "load": msgspec.msgpack.Decoder(Load),
     "instances": msgspec.msgpack.Decoder(Instance),
 }
+KINDS = frozenset(_decoders)
 _anything = msgspec.msgpack.Decoder()
 
 

@@ -26,7 +26,10 @@ def run(arguments: Sequence[str]) -> int:
         epilog=f"commands:\n{_listing()}\n\nkvmesh COMMAND --help shows a command's options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--version", dest="command", action="store_const", const="version", help=argparse.SUPPRESS
+    )
     name = parser.parse_args(arguments[:1] or ["--help"]).command
     command = next((c for c in COMMANDS if c.name == name), None)
     if command is None:

@@ -3,13 +3,13 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
+from kvmesh.cli.arguments import positive, result_file
 from kvmesh.router.config import check_settings
 from kvmesh.settings import Settings
 from kvmesh.simulator.figures import Figures, figures
@@ -30,7 +30,7 @@ Run = tuple[Simulation, Figures]
 def add_scenario(parser: argparse.ArgumentParser) -> None:
     """Flags of the fleet, the network and the reports."""
     parser.add_argument("--policy", "--compare", metavar="A,B,…", help="run under each of these")
-    parser.add_argument("--workers", type=int, metavar="N", help="mock engines")
+    parser.add_argument("--workers", type=positive, metavar="N", help="mock engines")
     parser.add_argument(
         "--group",
         action="append",
@@ -38,10 +38,12 @@ def add_scenario(parser: argparse.ArgumentParser) -> None:
         metavar="COUNT[:KEY=VALUE,…]",
         help="instead, unlike engines: 2:serves=prefill,speedup=2 and 6:serves=decode,blocks=8192",
     )
-    parser.add_argument("--routers", type=int, default=1, metavar="N", help="router replicas (1)")
+    parser.add_argument(
+        "--routers", type=positive, default=1, metavar="N", help="router replicas (1)"
+    )
     parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="times divided by X")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
-    parser.add_argument("--block-size", type=int, metavar="N", help="tokens per KV block")
+    parser.add_argument("--block-size", type=positive, metavar="N", help="tokens per KV block")
     parser.add_argument("--event-delay", type=float, default=0.003, metavar="S", help="KV events")
     parser.add_argument("--event-loss", type=float, default=0.0, metavar="SHARE", help="KV events")
     parser.add_argument("--sync-delay", type=float, default=0.002, metavar="S", help="of replicas")
@@ -52,9 +54,15 @@ def add_scenario(parser: argparse.ArgumentParser) -> None:
         metavar="KIND:WORKER@S",
         help="die:0@30, leave:1@60 or join:4@90; may be given again",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots")
-    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write the last run's trace")
+    parser.add_argument(
+        "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
+    )
+    parser.add_argument(
+        "--html", type=result_file, metavar="FILE", help="write a report with plots"
+    )
+    parser.add_argument(
+        "--perfetto", type=result_file, metavar="FILE", help="write the last run's trace"
+    )
 
 
 def scenarios(
@@ -107,6 +115,8 @@ class _Group(msgspec.Struct, forbid_unknown_fields=True):
 
 def _group(text: str, core: CoreOptions) -> WorkerOptions:
     count, _, rest = text.partition(":")
+    if not count.isdecimal():
+        raise SimulationError(f"--group {text}: expected COUNT or COUNT:KEY=VALUE,…")
     try:
         pairs = dict(part.split("=", 1) for part in rest.split(",") if part)
         group = msgspec.convert(pairs, _Group, strict=False)

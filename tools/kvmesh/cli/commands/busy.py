@@ -3,7 +3,15 @@
 import argparse
 import sys
 
-from kvmesh.bus.messages import Thresholds
+import msgspec
+from nats.js.errors import KeyNotFoundError
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery import Directory
+from kvmesh.bus.messages import Thresholds, encode
+from kvmesh.cli.flags import did_you_mean
+from kvmesh.cli.session import run_on_bus
+from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
 
@@ -22,24 +30,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    import msgspec
-    from nats.js.errors import KeyNotFoundError
-
-    from kvmesh.bus.client import Bus
-    from kvmesh.bus.messages import encode
-    from kvmesh.cli.session import run_on_bus
-
     wanted = Thresholds(
         blocks=arguments.blocks,
         blocks_share=arguments.blocks_share,
         prefill_tokens=arguments.prefill_tokens,
     )
-    reason = _objection(wanted)
+    reason = _objection(wanted, arguments.reset)
     if reason:
         print(f"kvmesh busy: {reason}", file=sys.stderr)
         return 2
 
     async def main(bus: Bus) -> int:
+        await _doubt(bus, settings, arguments.model)
         bucket = await bus.js.key_value(bus.subjects.router_bucket)
         key = bus.subjects.busy_key(arguments.model)
         if arguments.reset:
@@ -57,8 +59,10 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     return run_on_bus("busy", settings, main)
 
 
-def _objection(wanted: Thresholds) -> str:
+def _objection(wanted: Thresholds, reset: bool) -> str:
     """What is wrong with the thresholds; empty if nothing."""
+    if reset and wanted != Thresholds():
+        return "--reset forgets thresholds and cannot set any"
     share = wanted.blocks_share
     if share is not None and not 0 < share <= 1:
         return f"--blocks-share {share:g} is not above 0 and at most 1"
@@ -66,6 +70,17 @@ def _objection(wanted: Thresholds) -> str:
         if value is not None and value < 1:
             return f"--{flag} {value} is not at least 1"
     return ""
+
+
+async def _doubt(bus: Bus, settings: Settings, model: str) -> None:
+    """Say so if nobody serves the model: its name may be mistaken."""
+    directory = Directory(bus, stream_limits(settings.streams))
+    await directory.open()
+    served = {card.model.name for card in directory.instances if card.model is not None}
+    await directory.close()
+    if model not in served:
+        hint = did_you_mean(model, served)
+        print(f"kvmesh busy: no worker serves {model} now{hint}", file=sys.stderr)
 
 
 def _text(held: Thresholds) -> str:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from kvmesh.cli.commands.tail import moment
+from kvmesh.cli.arguments import moment
 from kvmesh.settings import Settings
 
 

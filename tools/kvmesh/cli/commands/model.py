@@ -13,7 +13,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
     about = "a Llama of 3 MB with random weights, which talks nonsense"
     tiny = kinds.add_parser("tiny", help=about, prog="kvmesh model tiny")
-    tiny.add_argument("folder", type=Path, help="where to write it")
+    tiny.add_argument("folder", type=Path, metavar="FOLDER", help="where to write it")
     tiny.add_argument("--seed", type=int, default=0, help="another seed makes other weights")
 
 

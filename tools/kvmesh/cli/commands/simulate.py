@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvmesh.cli.arguments import positive
 from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, write
 from kvmesh.router.errors import ConfigError
 from kvmesh.settings import Settings
@@ -21,7 +22,7 @@ BLOCK_SIZE = 16
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="WORKLOAD", help="a trace, a profile or a shipped name")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N requests only")
+    parser.add_argument("--limit", type=positive, metavar="N", help="the first N requests only")
     parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
     add_scenario(parser)
 

@@ -3,21 +3,21 @@
 import argparse
 import re
 import sys
-from datetime import UTC, datetime, timedelta
 
 from kvmesh.bus.subjects import ROOT
+from kvmesh.cli.arguments import moment, positive
+from kvmesh.cli.decode import KINDS, REQUESTS
+from kvmesh.cli.flags import did_you_mean
 from kvmesh.settings import Settings
-
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh tail [SUBJECT …] [options]"
     parser.epilog = (
         "Kinds: kv (KV events), route (decisions and outcomes), seq (active sequences), instances, "
-        "load, out (tokens), and the requests index, router, work, ctl. While requests are "
-        "watched, NATS takes the watcher for a listener: senders learn of a dead process by "
-        "its lease or a timeout instead of at once."
+        "load, out (tokens), computing (blocks on their way), and the requests "
+        f"{', '.join(REQUESTS)}. While requests are watched, NATS takes the watcher for a "
+        "listener: senders learn of a dead process by its lease or a timeout instead of at once."
     )
     parser.add_argument(
         "subject",
@@ -40,33 +40,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def pattern(text: str) -> str:
-    """A subject of NATS: tokens between dots, whole ones with namespace and kind."""
+    """A subject of NATS: tokens between dots, of which one is the kind of its messages."""
     if not re.fullmatch(r"[^\s.]+(\.[^\s.]+)*", text):
         raise argparse.ArgumentTypeError(f"not a subject: {text!r}")
     if text.startswith(f"{ROOT}.") and text.count(".") < 2:
         raise argparse.ArgumentTypeError(f"a whole subject has a namespace and a kind: {text}")
+    kind = text.split(".")[2 if text.startswith(f"{ROOT}.") else 0]
+    if kind not in ("*", ">", *KINDS):
+        raise argparse.ArgumentTypeError(
+            f"no messages of the kind {kind}{did_you_mean(kind, KINDS)}"
+        )
     return text
 
 
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"not a number from 1: {text!r}")
-    return int(text)
-
-
-def moment(text: str) -> datetime:
-    """`5m` ago, or an ISO 8601 time (local unless it says otherwise)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match:
-        return datetime.now(UTC) - timedelta(seconds=float(match[1]) * UNITS[match[2]])
-    try:
-        return datetime.fromisoformat(text).astimezone(UTC)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"neither 90s, 5m, 2h, 1d nor a time: {text}") from None
-
-
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    if arguments.no_follow and arguments.since is None:
+        print("kvmesh tail: --no-follow needs --since", file=sys.stderr)
+        return 2
     from kvmesh.cli.session import run_on_bus
     from kvmesh.cli.tailing import Form, Tail, Wanted
 

@@ -11,7 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.cli.commands.tail import moment
+from kvmesh.cli.arguments import moment
 from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, write
 from kvmesh.cli.session import run_on_bus
 from kvmesh.router.errors import ConfigError

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from kvmesh.bus.client import Bus
-from kvmesh.cli.commands.tail import moment
+from kvmesh.cli.arguments import moment, positive, result_file
 from kvmesh.cli.flags import Parser, add_flags
 from kvmesh.settings import Settings
 from kvmesh.workload.analysis import analyze
@@ -60,19 +60,14 @@ def _source(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(parser: argparse.ArgumentParser, required: bool) -> None:
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=required, help=FILES)
+    parser.add_argument(
+        "-o", "--output", type=result_file, metavar="FILE", required=required, help=FILES
+    )
     _block_size(parser, "tokens per hash id of a Mooncake file")
 
 
 def _block_size(parser: argparse.ArgumentParser, help_text: str) -> None:
-    parser.add_argument("--block-size", type=count, metavar="N", help=help_text)
-
-
-def count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    parser.add_argument("--block-size", type=positive, metavar="N", help=help_text)
 
 
 def _load(arguments: argparse.Namespace) -> Workload:
@@ -112,7 +107,9 @@ def _read(arguments: argparse.Namespace, _: Settings) -> int:
 def _analyze_options(parser: argparse.ArgumentParser) -> None:
     _source(parser)
     _block_size(parser, "count hits in blocks of N tokens (the trace's own)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument(
+        "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
+    )
 
 
 def _analyze(arguments: argparse.Namespace, _: Settings) -> int:
@@ -130,7 +127,9 @@ def _synthesize_options(parser: argparse.ArgumentParser) -> None:
     from kvmesh.workload.synthesizer import Options
 
     _source(parser)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help=FILES)
+    parser.add_argument(
+        "-o", "--output", type=result_file, metavar="FILE", required=True, help=FILES
+    )
     for field in msgspec.structs.fields(Options):
         if field.name == "seed":
             continue
@@ -166,7 +165,7 @@ def _synthesize(arguments: argparse.Namespace, _: Settings) -> int:
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", nargs="?", metavar="PROFILE", help="a TOML file or shipped name")
-    parser.add_argument("--sessions", type=count, metavar="N", help="the profile's own number")
+    parser.add_argument("--sessions", type=positive, metavar="N", help="the profile's own number")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
     parser.add_argument("--print", action="store_true", help="show the profile itself, as TOML")
     _output(parser, required=False)
