@@ -219,7 +219,8 @@ class RouterService:
         self._limits[model] = limits
         if model in self._models:
             self._models[model].core.limits = limits
-        log.info("busy thresholds of %s: %s", model, limits)
+        told = (f"{name} {value:g}" for name, value in msgspec.to_builtins(limits).items())
+        log.info("busy thresholds of %s: %s", model, ", ".join(told) or "none")
 
     def _on_load(self, load: Load) -> None:
         model = self._model_of.get(load.instance)
