@@ -515,6 +515,38 @@ async def test_the_frontend_tells_its_state(stage: Stage) -> None:
     assert stage.mesh.metric("kvmesh_frontend_active_requests") == 0
 
 
+async def test_a_body_that_is_not_what_its_headers_say_is_no_defect(stage: Stage) -> None:
+    status, answer = await stage.client.post(
+        "/v1/messages", b"\x1f\x8bnothing", **{"Content-Encoding": "gzip"}
+    )
+    assert status == 400
+    reason = "The body cannot be read: Can not decode content-encoding: gzip."
+    assert answer["error"]["message"] == reason
+    await eventually(lambda: stage.mesh.metric("kvmesh_frontend_active_requests") == 0)
+    assert "Traceback" not in stage.mesh.logs()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/v1/messages/batches", {}),
+        ("/v1/models/nobody", {"anthropic-version": "2023-06-01"}),
+        ("/v1/files", {"anthropic-version": "2023-06-01"}),
+        ("/v1/files", {}),
+        ("/v1/models/nobody", {}),
+    ],
+)
+async def test_what_is_not_there_is_told_as_the_client_reads_it(
+    stage: Stage, path: str, headers: dict[str, str]
+) -> None:
+    async with stage.client.session.get(stage.client.url + path, headers=headers) as response:
+        assert response.status == 404
+        answer = await response.json()
+    anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
+    assert (answer.get("type") == "error") == anthropic
+    assert answer["error"]["type"] == ("not_found_error" if anthropic else "invalid_request_error")
+
+
 async def test_a_frontend_that_answers_knows_the_models(stage: Stage, tmp_path: Path) -> None:
     mesh = Mesh(stage.mesh.nats_url, tmp_path, SETTINGS, stage.mesh.namespace)
     mesh.start("frontend", "frontend-1")

@@ -11,7 +11,7 @@ from kvmesh.frontend.generation import Generation, Parts
 from kvmesh.frontend.information import Information, Readiness
 from kvmesh.frontend.openapi import Description
 from kvmesh.frontend.stored import StoredResponses
-from kvmesh.frontend.surfaces import openai
+from kvmesh.frontend.surfaces.callers import shape_for
 from kvmesh.frontend.surfaces.chat import Chat
 from kvmesh.frontend.surfaces.completions import Completions
 from kvmesh.frontend.surfaces.messages import CountTokens, Messages
@@ -52,6 +52,6 @@ def application(parts: Parts, ready: Readiness, more: Sequence[web.RouteDef]) ->
 
 
 async def unknown(http: web.Request) -> web.Response:
-    """No such path, or not with this method, in the shape of the errors of all others."""
+    """No such path, or not with this method."""
     error = ApiError("not_found", f"There is no {http.method} {http.path} here; see /docs.")
-    return refuse(openai.SHAPE, error)
+    return refuse(shape_for(http), error)

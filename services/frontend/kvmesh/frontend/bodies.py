@@ -37,7 +37,8 @@ async def read_body(http: web.Request, settings: FrontendSettings) -> bytes:
     except TimeoutError:
         raise InvalidRequest("The body did not arrive in time.") from None
     except RequestPayloadError as error:
-        raise InvalidRequest(f"The body cannot be read: {error}") from error
+        reason = " ".join(str(error).partition("message:")[2].split())
+        raise InvalidRequest(f"The body cannot be read: {reason or error}.") from error
     if len(body) > limit:
         raise _too_large(limit)
     _check_text(body)

@@ -1,8 +1,10 @@
 """What goes wrong before there is a request: answered and logged as everything else is."""
 
 import logging
+from typing import Any
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
 from kvmesh.frontend.bodies import refuse
 from kvmesh.frontend.errors import InvalidRequest
@@ -28,6 +30,11 @@ class Connection(web.RequestHandler):
         response = refuse(openai.SHAPE, InvalidRequest(f"This is no HTTP request: {reason}."))
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """A body that cannot be decoded was refused; aiohttp meets it again in what is left."""
+        if not isinstance(kwargs.get("exc_info"), RequestPayloadError):
+            super().log_exception(*args, **kwargs)
 
 
 class _Server(web.Server):

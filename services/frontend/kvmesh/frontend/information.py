@@ -9,7 +9,7 @@ from kvmesh.frontend.bodies import JSON, refuse
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.models import ModelRegistry, ServedModel
-from kvmesh.frontend.surfaces import openai
+from kvmesh.frontend.surfaces.callers import shape_for
 from kvmesh.runtime.http import render_metrics
 
 
@@ -31,7 +31,7 @@ class Information:
         try:
             self._gate.account(http.headers)
         except ApiError as error:
-            return refuse(openai.SHAPE, error)
+            return refuse(shape_for(http), error)
         found = [entry for model in self._registry.models for entry in _entries(model)]
         ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
         return _json({"object": "list", "data": found, "has_more": False, **ends})
@@ -41,7 +41,7 @@ class Information:
             self._gate.account(http.headers)
             model, adapter = self._registry.resolve(http.match_info["id"])
         except ApiError as error:
-            return refuse(openai.SHAPE, error)
+            return refuse(shape_for(http), error)
         return _json(_entry(model, adapter))
 
     async def health(self, _: web.Request) -> web.Response:

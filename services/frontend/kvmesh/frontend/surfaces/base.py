@@ -161,7 +161,7 @@ def _at_fault(text: str) -> InvalidRequest:
 
 def check_range(value: float | None, low: float, high: float, param: str) -> None:
     if value is not None and not low <= value <= high:
-        raise InvalidRequest(f"`{param}` must be between {low:g} and {high:g}.", param)
+        raise InvalidRequest(f"`{param}` must be between {low} and {high}.", param)
 
 
 def as_json(value: Any) -> str:

@@ -58,7 +58,17 @@ def parse_body(body: bytes, headers: Headers) -> GenerateRequest:
     return request
 
 
-class Messages:
+class Shape:
+    """The API's own form of errors."""
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        return STATUS[error.kind], json_encode(error_object(error))
+
+
+SHAPE = Shape()
+
+
+class Messages(Shape):
     """The surface."""
 
     name = "messages"
@@ -69,18 +79,12 @@ class Messages:
         request = parse_body(body, headers)
         return Call(request, MessagesAnswer(request))
 
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        return STATUS[error.kind], json_encode(error_object(error))
 
-
-class CountTokens:
+class CountTokens(Shape):
     """POST /v1/messages/count_tokens: exact for the served template."""
 
     def parse(self, body: bytes, headers: Headers) -> GenerateRequest:
         return parse_body(body, headers)
-
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        return STATUS[error.kind], json_encode(error_object(error))
 
     def answer(self, prompts: list[bytes], context: int) -> bytes:
         return json_encode({"input_tokens": sum(len(prompt) // 4 for prompt in prompts)})
