@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvmesh.cli.supervisor.watch import Watch
 
 REFRESH_S = 0.5
+LOAD = ("running", "waiting", "KV in use")
 COLOURS = {
     State.STARTING: "yellow",
     State.RUNNING: "green",
@@ -51,9 +52,9 @@ def render(processes: Iterable[Supervised], watch: "Watch | None", now: float) -
     """The table at monotonic time `now`."""
     loads = watch.loads if watch else {}
     present = watch.present if watch else set()
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for heading in ("process", "state", "pid", "up", "restarts", "load"):
-        table.add_column(heading)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("process", "state", "pid", "up", "restarts", *LOAD):
+        table.add_column(heading, no_wrap=True)
     for process in processes:
         life, name = process.life, process.spec.name
         running = life.state is State.RUNNING
@@ -64,14 +65,14 @@ def render(processes: Iterable[Supervised], watch: "Watch | None", now: float) -
             str(life.pid or "–"),
             duration(now - life.since) if running else "–",
             str(life.restarts),
-            describe(loads[name].values()) if running and name in loads else "",
+            *(describe(loads[name].values()) if running and name in loads else ()),
         )
     return table
 
 
-def describe(loads: "Collection[Load]") -> str:
-    """The load of a worker's ranks in a few words."""
+def describe(loads: "Collection[Load]") -> tuple[str, str, str]:
+    """The load of a worker's ranks: requests that run and wait, share of the blocks in use."""
     running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
     blocks = max(1, sum(load.total_blocks for load in loads))
     active = sum(load.active_blocks for load in loads) / blocks
-    return f"{running} running, {waiting} waiting, {active:.0%} of blocks active"
+    return str(running), str(waiting), f"{active:.0%}"
