@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -547,18 +547,40 @@ async def test_what_is_not_there_is_told_as_the_client_reads_it(
     assert answer["error"]["type"] == ("not_found_error" if anthropic else "invalid_request_error")
 
 
-async def test_a_frontend_that_answers_knows_the_models(stage: Stage, tmp_path: Path) -> None:
+@pytest.fixture
+def second(stage: Stage, tmp_path: Path) -> Iterator[Mesh]:
+    """Another frontend of the same mesh, on its own port."""
     mesh = Mesh(stage.mesh.nats_url, tmp_path, SETTINGS, stage.mesh.namespace)
-    mesh.start("frontend", "frontend-1")
+    mesh.start("frontend", "frontend-1", KVMESH_FRONTEND_DRAIN_TIMEOUT_S="1")
+    yield mesh
+    mesh.stop()
+
+
+async def test_a_frontend_that_stops_says_so_on_every_stream(stage: Stage, second: Mesh) -> None:
+    await second.ready()
+    client = Client(second.url, stage.client.session)
+    chat = await client.stream(CHAT, body(stream=True))
+    messages = await client.stream("/v1/messages", body(stream=True, max_tokens=9))
+    plain = asyncio.create_task(client.post(CHAT, body()))
+    for number in range(3):
+        work = await stage.a.work(number)
+        await stage.a.send(work, Chunk(work.request, 0, ids("One")))
+    second.processes["frontend-1"].terminate()
+    said = "The server is stopping."
+    assert (await events(chat))[-2]["error"]["message"] == said
+    assert (await events(messages))[-1]["error"]["message"] == said
+    status, answer = await plain
+    assert (status, answer["error"]["message"]) == (503, said)
+    assert await asyncio.to_thread(second.processes["frontend-1"].wait, PATIENCE_S) == 0
+
+
+async def test_a_frontend_that_answers_knows_the_models(stage: Stage, second: Mesh) -> None:
 
     async def first_answer() -> int | None:
         try:
-            async with stage.client.session.get(f"{mesh.url}/v1/models/{MODEL}") as response:
+            async with stage.client.session.get(f"{second.url}/v1/models/{MODEL}") as response:
                 return response.status
         except aiohttp.ClientConnectionError:
             return None
 
-    try:
-        assert await eventually(first_answer) == 200
-    finally:
-        mesh.stop()
+    assert await eventually(first_answer) == 200

@@ -127,6 +127,9 @@ class Frontend(Section, frozen=True, kw_only=True):
     slow_reader_s: Annotated[
         Seconds, Meta(description="a client that reads nothing for this long is cut")
     ] = 30.0
+    drain_timeout_s: Annotated[
+        Seconds, Meta(description="longest wait for running answers when told to stop")
+    ] = 60.0
     migration_limit: Annotated[
         int, Meta(ge=0, description="how often a request may move to another worker")
     ] = 3

@@ -14,7 +14,7 @@ from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import ControlReply, Instance, Ping, Resend, SeqProgress
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch import Job
-from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.errors import ApiError, Unavailable
 from kvmesh.frontend.offers import Offers
 from kvmesh.frontend.sequence import Sequence
 from kvmesh.frontend.tracking import Tracker
@@ -50,15 +50,31 @@ class Monitor:
         self._stall_timeout = stall_timeout
         self._backlog = backlog
         self._jobs: dict[int, Job] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._pinged: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
     def add(self, job: Job) -> None:
         self._jobs[id(job)] = job
+        self._idle.clear()
 
     def remove(self, job: Job) -> None:
         self._jobs.pop(id(job), None)
+        if not self._jobs:
+            self._idle.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Return once nothing is in flight; what still is after `timeout` seconds fails."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            for job in self._jobs.values():
+                job.deadline = self._loop.time()
+                if job.sequence.instance:
+                    job.sequence.fail(Unavailable("The server is stopping."))
 
     async def run(self) -> None:
         while True:

@@ -33,7 +33,7 @@ from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.settings.schema import Frontend as FrontendSettings
 
 log = logging.getLogger(__name__)
-GRACE_S = 10.0
+GRACE_S = 3.0  # for last words, once `drain_timeout_s` is over
 LOADING_S = 10.0  # a model that takes longer is loaded while requests for others are served
 SWITCH_S = 0.001  # how long a thread that tokenizes may keep the event loop waiting
 MAX_HEADER = 64 << 10  # harnesses put JSON into headers
@@ -124,6 +124,11 @@ class Frontend:
         service.spawn(self.monitor.run(), "monitor")
         service.spawn(self.keeper.run(), "streams")
 
+    async def drain(self, _: web.Application) -> None:
+        """Let what runs end; after the port was closed, and before connections are."""
+        await self.monitor.drain(self._settings.drain_timeout_s)
+        self.dispatcher.router_waits.interrupt()
+
     async def close(self) -> None:
         await self.keeping.close()
         await self.tracker.flush()
@@ -147,7 +152,9 @@ class Frontend:
             self.gate,
             self.keeping.turns,
         )
-        return application(parts, self, self.keeping.routes)
+        app = application(parts, self, self.keeping.routes)
+        app.on_shutdown.append(self.drain)
+        return app
 
 
 async def main(service: Service) -> None:

@@ -16,7 +16,7 @@ from kvmesh.settings import Settings, options, to_env
 log = logging.getLogger(__name__)
 PARENT = "KVMESH_PARENT_PID"
 RESTART_S = 1.0
-STOP_S = 15.0
+STOP_S = 15.0  # beyond what a sibling may take to drain
 WATCH_S = 1.0
 
 
@@ -45,15 +45,17 @@ async def _keep_one(service: Service, number: int) -> None:
         await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not ended.done():
-            await _stop(process, ended)
+            await _stop(process, ended, service.settings.frontend.drain_timeout_s + STOP_S)
             return
         log.warning("frontend process %d ended with status %s", number, process.returncode)
         await asyncio.sleep(RESTART_S)
 
 
-async def _stop(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
+async def _stop(
+    process: asyncio.subprocess.Process, ended: "asyncio.Task[int]", patience_s: float
+) -> None:
     process.terminate()
-    await asyncio.wait([ended], timeout=STOP_S)
+    await asyncio.wait([ended], timeout=patience_s)
     if not ended.done():
         process.kill()
         await ended

@@ -58,7 +58,9 @@ def _instances(
 ) -> Iterator[tuple[str, Settings]]:
     for number, own in enumerate(_sections(role, settings)):
         if role == "frontend":
-            own = msgspec.structs.replace(own, port=own.port + number)
+            # it must have told its clients before the supervisor's patience ends
+            drain_s = min(own.drain_timeout_s, settings.up.stop_timeout_s / 2)
+            own = msgspec.structs.replace(own, port=own.port + number, drain_timeout_s=drain_s)
         elif settings.up.metrics_port:
             own = msgspec.structs.replace(own, metrics_port=next(metrics))
         yield own.name, msgspec.structs.replace(settings, **{role: own})
