@@ -11,8 +11,9 @@ import pytest_asyncio
 from support.small_kvbm import KEY, SmallKvbm
 from support.wait import eventually
 
+from kvmesh.blocks import attachment
 from kvmesh.blocks.arena import Arena
-from kvmesh.blocks.attachment import Tenant
+from kvmesh.blocks.attachment import Attachment, Tenant
 from kvmesh.blocks.client import Part, Prompt, Speeds, StoreClient, Writing
 from kvmesh.blocks.identity import chain_digests, root_digest
 from kvmesh.blocks.layout import KvLayout, LayerLayout
@@ -232,6 +233,34 @@ async def test_a_copy_under_way_keeps_the_old_attachment(client: StoreClient, st
         assert kvbm.locked(1)
     await attached(client, 2)
     await eventually(lambda: len(kvbm.blocks) == 2, what="the copy was committed")
+
+
+async def test_a_copy_that_takes_long_is_let_end_in_the_end(
+    client: StoreClient,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tries: list[Attachment] = []
+    monkeypatch.setattr(attachment, "QUIET_S", 0.05)
+    monkeypatch.setattr(attachment, "LAST_RETRY_S", 0.05)
+    unused = Attachment.unused
+
+    async def tried(stay: Attachment) -> None:
+        tries.append(stay)
+        await unused(stay)
+
+    monkeypatch.setattr(Attachment, "unused", tried)
+    kvbm = await start()
+    await attached(client)
+    async with client.writing(prompt(2), 0) as writing:
+        assert writing is not None
+        kvbm.attached.pop(1)
+        assert await take(client, prompt(3)) == []
+        await attached(client, 2)
+        await eventually(lambda: len(tries) > 4, what="it is tried again")
+    assert caplog.text.count("still holding it") == 1
+    await eventually(lambda: not list(kvbm.folder.glob("worker-w-1-0.lock")), what="it is let go")
 
 
 async def test_a_refused_layout_is_not_tried_again(client: StoreClient, start: Start) -> None:

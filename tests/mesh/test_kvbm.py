@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from support.kvbm import SALT, SIZE, Names, TestWorker, find_kvbm, layout, tokens
 from support.kvbm_node import ALL_TO_DISK, DISK_BYTES, HOST_BYTES, Node
 from support.wait import PATIENCE_S, eventually
@@ -87,6 +88,22 @@ async def test_who_computes_nothing_more_is_not_waited_for(node: Node) -> None:
     assert not (await waiting).blocks
     assert await other.put(names) == 20
     assert len((await queued).blocks) == 20
+
+
+async def test_who_gives_up_while_it_waits_is_answered(node: Node) -> None:
+    await node.start()
+    first, second = await node.worker(), await node.worker()
+    names = first.names(tokens(8))
+    assert await first.put(names.upto(4)) == 4
+    await first.get(names, request="r1")
+    fetched = await second.fetch(names, request="r2", wait_s=600.0)
+    assert fetched.pending == 4
+    asked = node.metric("requests_total")
+    waiting = asyncio.create_task(second.ask(Await(second.id, fetched.ticket, 600.0), Fetched))
+    await node.reaches("requests_total", asked + 1)
+    await second.ask(Finish(second.id, fetched.ticket), Done)
+    with pytest.raises(AssertionError, match="the ticket has ended"):
+        await waiting
 
 
 async def test_the_index_hears_of_every_tier(node: Node) -> None:
@@ -229,6 +246,15 @@ async def test_a_block_that_is_too_large_is_refused(node: Node) -> None:
     await node.start()
     with pytest.raises(AssertionError, match="cannot hold a block of 8388608 bytes"):
         await node.worker(layout(8 << 20))
+
+
+async def test_blocks_without_bytes_are_refused(node: Node) -> None:
+    await node.start()
+    for shape in (replace(layout(), layers=[]), replace(layout(), block_size=0)):
+        with pytest.raises(AssertionError, match="no tokens or no bytes"):
+            await node.worker(shape)
+    worker = await node.worker()
+    assert await worker.put(worker.names(tokens(2))) == 2
 
 
 @pytest.mark.parametrize("shape", [layout(weights="v"), layout(16384)], ids=["weights", "size"])

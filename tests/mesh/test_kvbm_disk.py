@@ -2,11 +2,12 @@
 
 import os
 import resource
+import signal
 from pathlib import Path
 
 from support.kvbm import tokens
 from support.kvbm_node import ALL_TO_DISK, DISK_BYTES, HOST_BYTES, Node
-from support.wait import eventually
+from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.kvbm import Await, Declined, Done, Finish
 from kvmesh.bus.messages import Clear, Ping
@@ -146,6 +147,25 @@ async def test_a_killed_kvbm_comes_back_with_its_disk(node: Node, tmp_path: Path
     worker.card = second
     declined = await worker.ask(Await(worker.id + 100, half_done.ticket, 0.0), Declined)
     assert declined.code == "unknown"
+
+
+async def test_leaving_while_blocks_move_is_quiet(node: Node) -> None:
+    await node.start(**ALL_TO_DISK)
+    worker = await node.worker()
+    process = node.mesh.processes["kv"]
+    for seed in range(4):
+        await worker.put(worker.names(tokens(100, seed)))
+    node.mesh.kill("kv", signal.SIGTERM)
+    assert process.returncode == 0
+    assert not [word for word in ("Traceback", "failed") if word in node.log]
+
+
+def test_a_journal_that_cannot_be_read_is_told(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "journal").mkdir(parents=True)
+    node.mesh.start("kvbm", "kv")
+    assert node.mesh.processes["kv"].wait(PATIENCE_S) == 1
+    assert "journal: Is a directory; set kvbm.disk_path" in node.log
+    assert "Traceback" not in node.log
 
 
 async def test_a_journal_that_lies_harms_nobody(node: Node, tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """What every store of tier 3 does, and what each does when its server or disk fails."""
 
+import gc
 import os
+import weakref
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from support.redis import RedisServer
 from support.wait import eventually
 
 from kvmesh.kvbm.remote.factory import open_store
-from kvmesh.kvbm.remote.folder import FolderStore
+from kvmesh.kvbm.remote.folder import THREADS, FolderStore
 from kvmesh.kvbm.remote.interface import RemoteBlock, RemoteError, RemoteStore
 from kvmesh.kvbm.remote.redis import BATCH_BYTES, batches
 
@@ -201,3 +204,27 @@ def cut(path: Path) -> None:
 def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(RemoteError):
         opened(url)
+
+
+async def test_a_frozen_folder_holds_up_nothing_but_its_threads(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, LEASE_S, 0.2, CAPACITY)
+    pipe = tmp_path / block(1).digest.hex()[:2] / block(1).digest.hex()
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)  # opening it waits for somebody who writes
+    refused = buffers(THREADS + 4)
+    for buffer in refused:
+        with pytest.raises(RemoteError, match="no answer in time"):
+            await store.get(names(1), [buffer])
+    kept = [weakref.ref(buffer) for buffer in refused]
+    del refused, buffer
+    gc.collect()
+    assert sum(ref() is not None for ref in kept) <= THREADS + 1  # that of the last error, too
+
+    async def answers() -> bool:
+        os.close(os.open(pipe, os.O_RDWR))
+        with suppress(RemoteError):
+            return await store.find(names(2)) == 0
+        return False
+
+    await eventually(answers)
+    await store.close()

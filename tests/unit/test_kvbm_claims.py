@@ -2,8 +2,10 @@
 
 from array import array
 from hashlib import blake2b
+from math import nan
 
 import pytest
+from msgspec.structs import replace
 
 from kvmesh.blocks.identity import split_digests
 from kvmesh.blocks.layout import KvLayout, LayerLayout
@@ -11,6 +13,7 @@ from kvmesh.bus.kvbm import (
     Attach,
     Commit,
     Computed,
+    Declined,
     Fetch,
     Fetched,
     Offer,
@@ -401,3 +404,18 @@ def test_a_node_without_a_store_says_so() -> None:
     assert asked(node, digests, stored=True) == Prepared(0, False)
     other = Prepare("other", LAYOUT, digests, 0.0, 0.0, 0.25)
     assert node.manager.prepare(other, 100.0) == Prepared(0, False)
+
+
+@pytest.mark.parametrize(("cut", "wait_s"), [(1, 0.25), (0, -1.0), (0, nan)])
+def test_what_makes_no_sense_is_not_prepared(cut: int, wait_s: float) -> None:
+    node, _, digests = stocked(ARENA)
+    message = Prepare("m", LAYOUT, digests[cut:], 0.0, 0.0, wait_s)
+    assert node.manager.prepare(message, 100.0) == Prepared(0, False)
+    assert not node.manager.fetches.readings
+
+
+def test_a_model_that_does_not_fit_is_not_on_the_card() -> None:
+    node = Node("a")
+    huge = replace(LAYOUT, layers=[LayerLayout(1, 1 << 20, 1 << 20)])
+    assert isinstance(node.manager.attach(Attach("w", "huge", huge, "lock"), 1.0), Declined)
+    assert node.manager.models == ["m"]

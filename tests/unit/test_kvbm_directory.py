@@ -1,6 +1,7 @@
 """Who holds a node's directory, and what the dead leave in it."""
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,21 @@ def test_a_living_worker_keeps_its_lock(dead: Path) -> None:
     worker.close()
     reclaim()
     assert not dead.exists()
+
+
+def test_who_cannot_be_seen_is_not_taken_for_dead(dead: Path, worker: LivenessLock) -> None:
+    again = NodeDirectory(dead, is_default=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        held = again.is_held("worker-w-1.lock")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert held
+    assert worker.path.exists()
+    again.close()
 
 
 def test_other_directories_of_the_dead_are_reclaimed(memory: Path, dead: Path) -> None:

@@ -67,6 +67,7 @@ class Attachment:
         self.prompts = SentPrompts(attached.keeps)
         self.arena = arena
         self.lock = lock
+        self.overdue = False
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -178,12 +179,12 @@ class Attacher:
             card = self._find()
             if self.current is not None or card is None:
                 retry_s = FIRST_RETRY_S
-                await self._changed.wait()
+                await self._pause(LAST_RETRY_S if self._lost else None)
             elif not await self._attach(card):
                 await self._pause(retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
 
-    async def _pause(self, seconds: float) -> None:
+    async def _pause(self, seconds: float | None) -> None:
         try:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -253,7 +254,9 @@ class Attacher:
             try:
                 await attachment.unused()
             except TimeoutError:
-                log.error("copies from %s do not end; still holding it", attachment.kvbm)
+                if not attachment.overdue:
+                    log.error("copies from %s do not end; still holding it", attachment.kvbm)
+                attachment.overdue = True
                 return
             self._lost.pop(0)
             await self._detach(attachment)

@@ -39,10 +39,14 @@ class NixlAgent:
         self._known: set[tuple[str, bytes]] = set()
 
     def register(self, region: Region) -> None:
-        """Make a region readable; sets its metadata."""
+        """Make a region readable; sets its metadata. Raises TransferError."""
         agent = self._agent
-        handle = agent.register_memory([(region.address, len(region.view), 0, "")], MEMORY)
-        region.metadata = agent.get_partial_agent_metadata(handle, True, [BACKEND])
+        try:
+            handle = agent.register_memory([(region.address, len(region.view), 0, "")], MEMORY)
+            region.metadata = agent.get_partial_agent_metadata(handle, True, [BACKEND])
+        except Exception as error:  # too much to be locked, for example
+            reason = f"NIXL does not register {len(region.view)} bytes: {error}"
+            raise TransferError("unavailable", "", reason) from error
         self._registered[region] = handle
 
     def deregister(self, region: Region) -> None:

@@ -50,11 +50,12 @@ class Server:
         while True:
             try:
                 sock, _ = await self._loop.sock_accept(listener)
+                channel = Channel(sock)
             except OSError as error:
                 log.warning("cannot take a reader of KV blocks: %s", error)
                 await asyncio.sleep(1.0)
                 continue
-            self._start(self._serve(Channel(sock)))
+            self._start(self._serve(channel))
 
     def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
         task = self._loop.create_task(work, name="block reader")

@@ -61,7 +61,10 @@ class Transport:
         return self._agent is not None
 
     def register(self, memory: "WriteableBuffer") -> Region:
-        """Memory to be lent or to be read into; it must stay until the region is closed."""
+        """Memory to be lent or to be read into; it must stay until the region is closed.
+
+        Raises TransferError if NIXL cannot have it.
+        """
         region = Region(memory, self._grants, self._release)
         if self._agent is not None:
             self._agent.register(region)

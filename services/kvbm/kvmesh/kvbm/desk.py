@@ -19,6 +19,7 @@ from kvmesh.kvbm.directory import NodeDirectory
 from kvmesh.kvbm.lender import Lender
 
 log = logging.getLogger(__name__)
+ENDED = Declined("invalid", "the ticket has ended")
 REPLACED = Declined("invalid", "a newer request about the ticket has taken its place")
 _decoder: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
 
@@ -67,7 +68,9 @@ class Desk:
 
     async def send_due(self) -> None:
         """Answer those who waited and need not any more."""
-        for ticket, answer in self._manager.take_answers(self._clock()).items():
+        answers: dict[int, object] = {**self._manager.take_answers(self._clock())}
+        ended = self._parked.keys() - self._manager.fetches.readings.keys() - answers.keys()
+        for ticket, answer in (answers | dict.fromkeys(ended, ENDED)).items():
             respond = self._parked.pop(ticket, None)
             if respond is not None:
                 await _send(respond, answer)

@@ -4,6 +4,7 @@ The kvbm holds an exclusive lock on one file in it, each worker one on a file of
 lets go of a lock when its holder dies, so what the dead have left can be told and removed.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -20,6 +21,7 @@ MEMORY = Path("/dev/shm")
 LOCK = "kvbm.lock"
 PATIENCE_S = 1.0
 RETRY_S = 0.02
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class DirectoryError(KvbmError):
@@ -144,11 +146,14 @@ def _clear(path: Path) -> list[Path]:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether the holder of a lock lives; the file of one that is gone is removed."""
+    """Whether the holder of a lock lives; the file of one that is gone is removed.
+
+    He does if that cannot be seen for want of descriptors: he may be writing to the arena.
+    """
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in EXHAUSTED
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

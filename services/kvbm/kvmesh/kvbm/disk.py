@@ -150,9 +150,11 @@ def _locked(path: Path) -> int:
         raise DiskError(f"cannot use {path}: {error.strerror}; set kvbm.disk_path") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(lock)
-        raise DiskError(f"another kvbm uses {path}; set kvbm.disk_path") from None
+        if isinstance(error, BlockingIOError):
+            raise DiskError(f"another kvbm uses {path}; set kvbm.disk_path") from None
+        raise DiskError(f"cannot lock {path}: {error.strerror}; set kvbm.disk_path") from error
     return lock
 
 

@@ -56,6 +56,7 @@ class KvbmNode:
         self._mover: Mover | None = None
         self._shelf: Shelf | None = None
         self._sending = asyncio.Event()
+        self._settled = False
         self.manager = manager
         if storage.disk is not None:
             self._shelf = Shelf(storage.disk, manager, key, self._clock)
@@ -109,7 +110,7 @@ class KvbmNode:
         return self._subscription is not None and not self.manager.closing
 
     async def open(self) -> None:
-        """Take in what the disk has, then serve. Raises OSError or a bus error."""
+        """Take in what the disk has, then serve. Raises DiskError or a bus error."""
         if self._shelf is not None:
             await self._shelf.open()
         subjects, instance = self._bus.subjects, self._service.instance
@@ -145,6 +146,7 @@ class KvbmNode:
 
     async def settle_tiers(self) -> None:
         """Return once nothing is under way between tiers, and the journal is whole."""
+        self._settled = True
         await self._outside.close()
         if self._mover is not None:
             await self._mover.close()
@@ -155,7 +157,9 @@ class KvbmNode:
     # what comes of requests
 
     def _settle(self) -> None:
-        """Tell what has changed, do what is to be done."""
+        """Tell what has changed, do what is to be done, unless that is over."""
+        if self._settled:
+            return
         store = self.manager.store
         if self._known != self._introduced:
             self._introduce()

@@ -96,12 +96,12 @@ class Peers:
         query = OverlapQuery([sequence], lookup.prompt.salt)
         try:
             reply = await self._bus.request(subject, query, OverlapReply, FIND_S)
-        except FAILURES as error:
+            rows = struct.iter_unpack("<5I", reply.rows[0] if reply.rows else b"")
+            named = [(reply.ranks[rank].instance, a, d) for rank, _, a, d, _ in rows]
+        except (*FAILURES, struct.error, IndexError) as error:
             log.debug("the index does not say what peers have: %s", error)
             return NOBODY, NOBODY
         peers = self._neighbours.awake
-        rows = struct.iter_unpack("<5I", reply.rows[0] if reply.rows else b"")
-        named = ((reply.ranks[rank].instance, a, d) for rank, _, a, d, _ in rows)
         held = [(owner, arena, disk) for owner, arena, disk in named if owner in peers]
         arenas = (Further(owner, arena) for owner, arena, _ in held)
         wholes = (Further(owner, arena + disk) for owner, arena, disk in held)
@@ -127,7 +127,7 @@ class Peers:
         sums = array("Q")
         try:
             sums = await self._read(peer, size, batch)
-        except (*FAILURES, TransferError) as error:
+        except (*FAILURES, TransferError, ValueError) as error:
             self._on_failure(peer, error, batch)
         ends = await asyncio.to_thread(self._checked, batch, sums, size)
         self._moved(ends)
@@ -186,12 +186,10 @@ class Peers:
 
     async def _open_transport(self) -> None:
         try:
-            transport = await Transport.open(self._options)
+            self._transport = await Transport.open(self._options)
+            self._region = self._transport.register(self._arena.map)
         except TransferError as error:
             log.warning("no blocks are read from other nodes: %s", error)
-            return
-        self._transport = transport
-        self._region = transport.register(self._arena.map)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -66,6 +66,8 @@ async def _serve(service: Service, node: KvbmNode) -> None:
         await node.open()
         await service.stopping.wait()
         await node.close()
+    except KvbmError as error:
+        raise StartError(f"kvbm: {error}") from error
     except (NatsError, OSError, TimeoutError) as error:
         raise BusUnavailable(service.bus.options.url, error) from error
     finally:

@@ -4,10 +4,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvmesh.kvbm.core.block import DISK
+from kvmesh.kvbm.core.block import DISK, Copy
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.core.record import Bookkeeper, Opened, Record, block_of, surviving
-from kvmesh.kvbm.disk import Disk
+from kvmesh.kvbm.disk import Disk, DiskError
 from kvmesh.kvbm.journal import Journal, opened
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,14 @@ class Shelf:
         self._saving = asyncio.Lock()
 
     async def open(self) -> None:
-        """Take in the blocks that are still there; raises OSError if the journal is unusable."""
+        """Take in the blocks that are still there; raises DiskError if the journal is unusable."""
+        try:
+            await self._open()
+        except OSError as error:
+            path, reason = self._journal.path, error.strerror or str(error)
+            raise DiskError(f"cannot use {path}: {reason}; set kvbm.disk_path") from error
+
+    async def _open(self) -> None:
         layouts, kept = surviving(await self._read())
         spaces = {
             number: self._manager.restored_space(found.model, found.layout)
@@ -79,15 +86,14 @@ class Shelf:
         """The file cannot grow beyond `usable` bytes."""
         self._manager.resize_disk(min(usable, self._tier.slots.capacity), self._clock())
 
-    async def save(self) -> None:
-        """Write down what has changed since the last call."""
+    async def save(self, last: bool = False) -> None:
+        """Write down what has changed since the last call; the `last` one, what could not be."""
         async with self._saving:
-            await self._save()
+            changes = self._manager.store.take_kept()
+            if changes or (last and self._failing):
+                await self._save(changes)
 
-    async def _save(self) -> None:
-        changes = self._manager.store.take_kept()
-        if not changes:
-            return
+    async def _save(self, changes: list[tuple[bool, Copy]]) -> None:
         records = self._books.changes(changes)
         live = len(self._tier.copies)
         try:
@@ -102,7 +108,7 @@ class Shelf:
             self._failing = True
 
     async def close(self) -> None:
-        await self.save()
+        await self.save(last=True)
         self._journal.close()
 
     async def _rewrite(self) -> None:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 
+from kvmesh.blocks.identity import DIGEST_BYTES
 from kvmesh.bus.kvbm import Fetch, Prepare, Prepared
 from kvmesh.kvbm.core.block import ARENA, REMOTE, Block, Copy, Space
 from kvmesh.kvbm.core.fetches import Fetches
@@ -69,6 +70,8 @@ class Lending:
         """The answer, or that which `answer` is to be called with once it is due."""
         self._store.begin(now)
         if space is None or (message.stored and not self._shares):
+            return Prepared(0, False)
+        if len(message.digests) % DIGEST_BYTES or not message.wait_s >= 0:
             return Prepared(0, False)
         if len(self._asked) >= MOST_ASKED:
             return Prepared(0, True)

@@ -102,6 +102,8 @@ class Manager:
         """Take in a worker; the caller tells it where the arena is."""
         if self.closing:
             return CLOSING
+        if min(message.layout.block_size, message.layout.block_bytes) <= 0:
+            return Declined("layout", f"{message.model}: its blocks have no tokens or no bytes")
         try:
             space = self._space(message.model, message.layout)
         except TooSmall as error:
@@ -141,10 +143,11 @@ class Manager:
         described = encode((model, layout))
         found = self._spaces.get(described)
         if found is None:
-            if model not in self.models:
-                self.models.append(model)
-            found = Space(self.models.index(model), model, layout)
+            rank = self.models.index(model) if model in self.models else len(self.models)
+            found = Space(rank, model, layout)
             self.store.tiers[ARENA].check(found.slot)
+            if rank == len(self.models):
+                self.models.append(model)
             self._spaces[described] = found
         return found
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ class FolderStore:
         self._timeout_s = timeout_s
         self._capacity = capacity
         self._threads = ThreadPoolExecutor(THREADS, "shared folder")
+        self._idle = asyncio.Semaphore(THREADS)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ".lock").touch()
@@ -62,10 +64,14 @@ class FolderStore:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, operation: str, call: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
+        """Once a thread is free: nothing is queued, with its buffers, behind calls that hang."""
+        freed = partial(_release, self._idle, asyncio.get_running_loop())
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await loop.run_in_executor(self._threads, call)
+                await self._idle.acquire()
+                job = self._threads.submit(call)
+                job.add_done_callback(freed)
+                return await asyncio.wrap_future(job)
         except (OSError, TimeoutError) as error:
             raise RemoteError(operation, str(error) or "no answer in time") from error
 
@@ -151,6 +157,11 @@ class FolderStore:
                 yield False
             else:
                 yield True
+
+
+def _release(idle: asyncio.Semaphore, loop: asyncio.AbstractEventLoop, _: object) -> None:
+    with suppress(RuntimeError):  # the loop has ended before the call has
+        loop.call_soon_threadsafe(idle.release)
 
 
 def _read_full(descriptor: int, into: memoryview) -> bool:
