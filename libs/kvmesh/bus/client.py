@@ -29,6 +29,8 @@ from kvmesh.bus.messages import encode
 from kvmesh.bus.subjects import Subjects
 
 log = logging.getLogger(__name__)
+# asyncio says so of every TLS connection that ends, and there is nothing to do about it
+logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has" not in str(record.msg))
 MOST_UNSENT = 65_536
 BROKEN = (OSError, UnexpectedEOF)  # what a server that goes away, or is not back yet, looks like
 T = TypeVar("T")
