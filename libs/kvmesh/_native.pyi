@@ -1,4 +1,7 @@
-"""Native core of kvmesh: block hashing and the prefix index."""
+"""Native core of kvmesh: block hashing, the prefix index, and a router's view of a fleet."""
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.index.interface import Buffer, IndexStats, Segment
 
@@ -17,6 +20,33 @@ def block_hashes(tokens: Buffer, block_size: int, previous: int = 0) -> tuple[by
 
 def sequence_hashes(local: Buffer, previous: int = 0) -> bytes:
     """Chain local hashes into sequence hashes after `previous`, as `block_hashes` does."""
+
+def gather(
+    overlap: NDArray[np.float64],
+    loads: NDArray[np.float64],
+    slots: NDArray[np.int64],
+    columns: Buffer,
+    node_of_slot: NDArray[np.int64] | bytes,
+    nodes: int,
+    rows: Buffer,
+    places: NDArray[np.int64] | bytes,
+    predicted: NDArray[np.float64] | bytes,
+    shared: NDArray[np.float64],
+    blocks: int,
+    block_size: int,
+) -> None:
+    """Write what the candidates `slots` hold of a prompt of `blocks` blocks, and what they carry.
+
+    `overlap` (candidates, TIERS): the leading blocks that a tier adds to those before it. `loads`
+    (3, candidates): blocks in prefill, blocks to decode with if the prompt came too, and requests.
+
+    `columns` (5, room for slots) of float64: prefill tokens and active blocks as counted, what to
+    add to either, and requests. `rows` is a prefix index's answer; `places` has what its numbers
+    of ranks stand for: a slot, or the number of slots plus that of a node, 0 for who is unknown.
+    `shared` is the leading blocks by slot that active requests hold; there are as many slots.
+    `predicted`, leading blocks by slot too, may be empty, as may `node_of_slot` without nodes.
+    Raises ValueError if an output does not fit, IndexError for a number beyond another buffer.
+    """
 
 class NativePrefixIndex:
     """The `PrefixIndex` of `kvmesh.index.interface`; every call releases the GIL."""

@@ -5,6 +5,7 @@
 
 #include <deque>
 
+#include "gather.hpp"
 #include "index.hpp"
 #include "xxh3.hpp"
 
@@ -16,14 +17,15 @@ namespace {
 // A borrowed view of any object with the buffer protocol, for the length of one call.
 class View {
  public:
-  explicit View(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  explicit View(nb::handle object, int flags = PyBUF_SIMPLE) {
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, flags) != 0) throw nb::python_error();
   }
   View(const View&) = delete;
   View& operator=(const View&) = delete;
   ~View() { PyBuffer_Release(&buffer_); }
 
   const uint8_t* data() const { return static_cast<const uint8_t*>(buffer_.buf); }
+  double* doubles() { return static_cast<double*>(buffer_.buf); }
   size_t size() const { return static_cast<size_t>(buffer_.len); }
 
  private:
@@ -225,14 +227,45 @@ nb::object stats(const Index& index) {
   return interface("IndexStats")(stats.blocks, stats.entries, stats.bytes);
 }
 
+template <typename T>
+Numbers<T> numbers(const View& view) {
+  return {view.data(), view.size() / sizeof(T)};
+}
+
+// Too short to be worth handing the interpreter over.
+void gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle columns,
+            nb::handle node_of_slot, size_t nodes, nb::handle rows, nb::handle places,
+            nb::handle predicted, nb::handle shared, double blocks, double block_size) {
+  View to_overlap(overlap, PyBUF_WRITABLE), to_loads(loads, PyBUF_WRITABLE);
+  const View candidates(slots), counted(columns), beside(node_of_slot), found(rows), named(places),
+      expected(predicted), active(shared);
+  const size_t count = candidates.size() / sizeof(int64_t);
+  if (to_overlap.size() != TIERS * count * sizeof(double)) {
+    throw nb::value_error("overlap must have TIERS numbers for each slot");
+  }
+  if (to_loads.size() != 3 * count * sizeof(double)) {
+    throw nb::value_error("loads must have three numbers for each slot");
+  }
+  const Fleet fleet{numbers<double>(counted), active.size() / sizeof(double), nodes,
+                    numbers<int64_t>(beside)};
+  const Prompt prompt{numbers<std::array<uint32_t, 1 + TIERS>>(found), numbers<int64_t>(named),
+                      numbers<double>(expected), numbers<double>(active), blocks, block_size};
+  Gathering(fleet, prompt)
+      .gather(numbers<int64_t>(candidates), to_overlap.doubles(), to_loads.doubles());
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of kvmesh: block hashing and the prefix index.";
+  m.doc() = "Native core of kvmesh: block hashing, the prefix index, and a router's view of a fleet.";
   m.def("xxh3", &xxh3, nb::arg("data"), nb::arg("seed") = 0);
   m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"),
         nb::arg("previous") = 0);
   m.def("sequence_hashes", &sequence_hashes, nb::arg("local"), nb::arg("previous") = 0);
+  m.def("gather", &gather, nb::arg("overlap"), nb::arg("loads"), nb::arg("slots"),
+        nb::arg("columns"), nb::arg("node_of_slot"), nb::arg("nodes"), nb::arg("rows"),
+        nb::arg("places"), nb::arg("predicted"), nb::arg("shared"), nb::arg("blocks"),
+        nb::arg("block_size"));
   nb::class_<Index>(m, "NativePrefixIndex")
       .def(nb::init<>())
       .def("store", &store, nb::arg("rank"), nb::arg("tier"), nb::arg("parent").none(),

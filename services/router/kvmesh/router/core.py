@@ -3,6 +3,7 @@
 import logging
 import math
 from collections import Counter
+from operator import attrgetter
 from random import Random
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvmesh.router.arrays import Slots
 from kvmesh.router.config import cost_model, thresholds
 from kvmesh.router.cost import CostModel
 from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, Overloaded
-from kvmesh.router.overlaps import Overlaps, OverlapWatch, overlap_by_slot
+from kvmesh.router.overlaps import Overlaps, OverlapWatch, gather
 from kvmesh.router.policies import Kv, Policy
 from kvmesh.router.predicted import PredictedPrefixes
 from kvmesh.router.prefixes import HASH
@@ -37,6 +38,7 @@ from kvmesh.settings.schema import Router
 
 log = logging.getLogger(__name__)
 SHOWN = 16
+TOLD = ("placed", "finished", "freed")  # for policies that learn
 IDLE_GRACE_S = 15.0  # from a placement until an idle engine proves that it is lost
 
 
@@ -63,6 +65,7 @@ class RouterCore:
         self._prefill_model = cost_model(settings, settings.prefill_credits)
         self._decode_model = cost_model(settings, settings.decode_credits)
         self._policies: dict[str, Policy] = {}
+        self._told: list[Policy] = []
         self.policy = self._named(settings.policy)
 
     # facts
@@ -84,29 +87,27 @@ class RouterCore:
 
     def apply(self, event: SeqEvent, now: float) -> None:
         """Apply an active-sequence event, one's own or that of a replica."""
-        if isinstance(event, SeqAdd):
-            self._add(event, min(event.time - self.epoch, now), now)
-        else:
-            self.active.apply(event, now)
-        if isinstance(event, SeqFree):
-            self._freed([event.request], now)
+        if type(event) is SeqAdd:
+            self._add(event, now)
+            return
+        self.active.apply(event, now)
+        if type(event) is SeqFree:
+            self._freed(event.request, now)
 
-    def _freed(self, requests: list[str], now: float) -> None:
-        for policy in self._policies.values():
-            for request in requests:
-                policy.freed(request, now)
+    def _freed(self, request: str, now: float) -> None:
+        for policy in self._told:
+            policy.freed(request, now)
 
-    def _add(self, event: SeqAdd, at: float, now: float) -> None:
-        known = event.request in self.active
-        self.active.apply(event, at)
-        if not known and at + self.settings.sequence_ttl_s > now:
-            slot = self.table.slot(event.instance, event.rank)
+    def _add(self, event: SeqAdd, now: float) -> None:
+        at = min(event.time - self.epoch, now)
+        slot = self.active.add(event, at)
+        if slot is not None and at + self.settings.sequence_ttl_s > now:
             self._predicted.add(slot, event.sequence, at)
 
     def follow(self, event: RouteEvent, now: float) -> None:
         """Tell the policies of a decision or an outcome, one's own or that of a replica."""
-        at = min(event.time - self.epoch, now)
-        for policy in self._policies.values():
+        for policy in self._told:
+            at = min(event.time - self.epoch, now)
             if isinstance(event, Outcome):
                 policy.finished(event, at)
             else:
@@ -118,7 +119,8 @@ class RouterCore:
         for policy in self._policies.values():
             policy.tick(now)
         lost = self.active.expire(now)
-        self._freed(lost, now)
+        for request in lost:
+            self._freed(request, now)
         return lost
 
     # decisions
@@ -167,11 +169,11 @@ class RouterCore:
 
     def commit(self, decision: Decision, now: float) -> list[SeqAdd]:
         """Count a decision's request as active; the events tell the replicas."""
-        whole = -(-decision.tokens // max(self.table.block_size, 1))
         chosen, prefill = decision.chosen, decision.prefill
         if prefill is None:
             events = [self._added(decision, decision.request, chosen, sum(chosen.overlap))]
         else:
+            whole = -(-decision.tokens // max(self.table.block_size, 1))
             events = [
                 self._added(decision, decision.request, chosen, whole),
                 self._added(
@@ -179,7 +181,7 @@ class RouterCore:
                 ),
             ]
         for event in events:
-            self.apply(event, now)
+            self._add(event, now)
         self.follow(decision, now)
         return events
 
@@ -211,17 +213,18 @@ class RouterCore:
             slots = self.eligible(request, serves)
         predicted = self._predicted.depths(request.sequence, table.size)
         shared = self.active.shared(request.sequence)
-        tokens, blocks = table.loads(slots)
+        whole = -(-request.tokens // size)
+        overlap, loads = gather(table, slots, overlaps, predicted, shared, whole)
         prefer = request.placement.prefer
         return View(
             request=request,
             now=now,
             prompt=request.tokens / size,
             slots=slots,
-            overlap=overlap_by_slot(table, overlaps, predicted).take(slots, 0),
-            prefill=tokens / size,
-            decode=blocks - (shared.take(slots) + -request.tokens // size),
-            requests=table.requests.take(slots),
+            overlap=overlap,
+            prefill=loads[0],
+            decode=loads[1],
+            requests=loads[2],
             table=table,
             overlaps=overlaps,
             preference=table.preference(prefer, slots) if prefer else None,
@@ -299,56 +302,57 @@ class RouterCore:
 
     def _named(self, name: str) -> Policy:
         policy = self._policies[name] = make_policy(name, self.settings)
+        if any(getattr(type(policy), told) is not getattr(Policy, told) for told in TOLD):
+            self._told.append(policy)
         return policy
 
 
 _UNLIMITED = thresholds(Router())
+_cost_of = attrgetter("cost")
 _FALLBACK = Kv()
 
 
 def _candidates(view: View, choice: Choice) -> list[Candidate]:
     """The chosen one, then the cheapest ones in order."""
-    chosen, ranks = choice.chosen, view.table.ranks
+    chosen, rank_of = choice.chosen, view.table.ranks.__getitem__
     facts = [view.slots, view.overlap, view.prefill, view.decode, view.requests, choice.cost]
     if len(view) > SHOWN:
         few = np.append(choice.cost.argpartition(SHOWN)[:SHOWN], chosen)
         facts = [fact.take(few, 0) for fact in facts]
         chosen = SHOWN
     facts[1] = facts[1].astype(np.int64)
+    slots, *columns = [fact.tolist() for fact in facts]
     candidates = [
         Candidate(
-            instance=ranks[slot].instance,
-            worker=ranks[slot].worker,
-            rank=ranks[slot].rank,
+            instance=instance,
+            worker=worker,
+            rank=rank,
             overlap=overlap,
             prefill=prefill,
             decode=decode,
             requests=int(requests),
             cost=cost,
         )
-        for slot, overlap, prefill, decode, requests, cost in zip(
-            *[fact.tolist() for fact in facts], strict=True
+        for (instance, worker, rank), overlap, prefill, decode, requests, cost in zip(
+            map(rank_of, slots), *columns, strict=True
         )
     ]
     return [candidates[chosen], *sorted(candidates[:SHOWN], key=_cost_of)]
 
 
-def _cost_of(candidate: Candidate) -> float:
-    return candidate.cost
-
-
 def _check(request: RouteRequest, block_size: int) -> None:
     """Raise InvalidRequest unless the request's numbers make sense."""
-    blocks, ragged = divmod(len(request.sequence), HASH)
-    if ragged:
+    size, tokens, prefer = len(request.sequence), request.tokens, request.placement.prefer
+    if size % HASH:
         raise InvalidRequest("the sequence hashes are not whole 64-bit numbers")
-    if not (math.isfinite(request.deadline_s) and request.deadline_s > 0):
+    if not 0 < request.deadline_s < math.inf:
         raise InvalidRequest(f"a deadline of {request.deadline_s} s")
     if not 0 <= request.hints.latency_sensitivity <= 1:
         raise InvalidRequest("latency_sensitivity is not between 0 and 1")
-    if not all(map(math.isfinite, request.placement.prefer.values())):
+    if prefer and not all(map(math.isfinite, prefer.values())):
         raise InvalidRequest("a preference is not a finite number")
-    if request.tokens < 1:
-        raise InvalidRequest(f"a prompt of {request.tokens} tokens")
-    if blocks * block_size > request.tokens:
-        raise InvalidRequest(f"{blocks} blocks of {block_size} do not fit {request.tokens} tokens")
+    if tokens < 1:
+        raise InvalidRequest(f"a prompt of {tokens} tokens")
+    if size // HASH * block_size > tokens:
+        blocks = size // HASH
+        raise InvalidRequest(f"{blocks} blocks of {block_size} do not fit {tokens} tokens")

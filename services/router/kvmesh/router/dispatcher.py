@@ -103,12 +103,12 @@ class Dispatcher:
 
     def apply(self, event: SeqEvent, now: float) -> None:
         """Apply an event of the active-sequence stream, one's own or that of a replica."""
-        if isinstance(event, SeqWait):
+        if type(event) is SeqWait:
             self._enter(event)
             return
-        if isinstance(event, SeqFree):
+        if type(event) is SeqFree:
             self._leave(event.request, placed=False)
-        elif isinstance(event, SeqAdd):
+        elif type(event) is SeqAdd:
             self._leave(event.request, placed=True)
         self.core.apply(event, now)
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvmesh import _native
 from kvmesh.bus.messages import OverlapReply, RankKey
-from kvmesh.router.arrays import Floats
+from kvmesh.router.arrays import Floats, Slots
 from kvmesh.router.prefixes import HASH
 from kvmesh.router.workers import RankTable
 
@@ -26,45 +27,42 @@ class Overlaps(NamedTuple):
         return cls(reply.ranks, reply.rows[prompt])
 
 
-def overlap_by_slot(
-    table: RankTable, overlaps: Overlaps | None, predicted: Floats | None
-) -> Floats:
-    """A row per slot, a column per tier: the blocks that the tier adds to those before it.
+def gather(
+    table: RankTable,
+    slots: Slots,
+    overlaps: Overlaps | None,
+    predicted: Floats | None,
+    shared: Floats,
+    blocks: int,
+) -> tuple[Floats, Floats]:
+    """What some slots hold of a prompt of `blocks` blocks, and what they carry.
 
-    Predicted blocks count as the engine's own (tier 0); lower tiers add what lies beyond. Those of
-    a worker are its own and those of its node's kvbm, whichever reach further.
+    By slot, `predicted` blocks count as the engine's own (tier 0), and `shared` ones, which active
+    requests hold, need no more room. Returns for each of `slots` a row of TIERS: the blocks that
+    the tier adds to those before it, of the rank or its node's kvbm, whichever reach further; and
+    three rows: blocks in prefill, blocks to decode with if the prompt came too, and requests.
     """
-    overlap = np.zeros((TIERS, table.size + 1 + len(table.nodes)))
-    own = overlap[:, : table.size]
-    lower = False
+    rows = b""
+    places: Slots | bytes = b""
     if overlaps is not None and overlaps.rows:
-        found = np.frombuffer(overlaps.rows, "<u4").reshape(-1, 1 + TIERS).T
-        places = table.places(overlaps.ranks).take(found[0])
-        lower = bool(np.count_nonzero(found[2:]))
-        for tier in range(TIERS if lower else 1):
-            overlap[tier].put(places, found[1 + tier])
-    if not lower:
-        if predicted is not None:
-            np.maximum(own[0], predicted, out=own[0])
-        return own.T
-    reach = own.cumsum(0)
-    if predicted is not None:
-        np.maximum(reach, predicted, out=reach)
-    if table.nodes:
-        nodes = _reach_of_nodes(overlap[:, table.size :])
-        np.maximum(reach, nodes.take(table.node_of_slot(), 1), out=reach)
-    return np.diff(reach, axis=0, prepend=0.0).T
-
-
-def _reach_of_nodes(added: Floats) -> Floats:
-    """Leading blocks up to each tier of each node; number 0 is for workers whose node has no kvbm.
-
-    What one node has, any other can read: that counts as its remote tier.
-    """
-    reach: Floats = added.cumsum(0)
-    reach[-1, 1:] = reach[-1, 1:].max()
-    reach[:, 0] = 0
-    return reach
+        rows, places = overlaps.rows, table.places(overlaps.ranks)
+    overlap, loads = np.empty((len(slots), TIERS)), np.empty((3, len(slots)))
+    nodes = len(table.nodes)
+    _native.gather(
+        overlap,
+        loads,
+        slots,
+        table.loaded,
+        table.node_of_slot() if nodes else b"",
+        nodes,
+        rows,
+        places,
+        b"" if predicted is None else predicted,
+        shared,
+        blocks,
+        table.block_size,
+    )
+    return overlap, loads
 
 
 class OverlapWatch:

@@ -47,15 +47,19 @@ class Reports:
         window = self._windows.get(slot)
         if window is None:
             window = self._windows[slot] = _Window(now)
-        tokens = cells.prefill_tokens[slot] - load.prefill_tokens
-        blocks = cells.active_blocks[slot] - load.active_blocks
-        uncounted = load.waiting > 0 and not load.prefill_tokens
-        window.tokens = min(window.tokens, 0.0 if uncounted else tokens)
-        window.blocks = min(window.blocks, 0.0 if load.waiting else blocks)
         closed = now - window.since >= WINDOW_S
-        foreign_tokens, foreign_blocks = cells.foreign_tokens, cells.foreign_blocks
-        foreign_tokens[slot] = _foreign(tokens, window.tokens, closed, foreign_tokens[slot])
-        foreign_blocks[slot] = _foreign(blocks, window.blocks, closed, foreign_blocks[slot])
+        tokens = cells.prefill_tokens[slot] - load.prefill_tokens
+        least = 0.0 if load.waiting > 0 and not load.prefill_tokens else tokens
+        if least < window.tokens:
+            window.tokens = least
+        before = cells.foreign_tokens[slot]
+        cells.foreign_tokens[slot] = _foreign(tokens, window.tokens, closed, before)
+        blocks = cells.active_blocks[slot] - load.active_blocks
+        least = 0.0 if load.waiting else blocks
+        if least < window.blocks:
+            window.blocks = least
+        before = cells.foreign_blocks[slot]
+        cells.foreign_blocks[slot] = _foreign(blocks, window.blocks, closed, before)
         if closed:
             self._windows[slot] = _Window(now)
         return slot

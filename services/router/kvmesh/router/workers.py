@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,7 +33,8 @@ class Rank(NamedTuple):
     rank: int
 
 
-class Cells(NamedTuple):
+@dataclass(slots=True)
+class Cells:
     """The loads of a RankTable, for one slot at a time, which arrays are slow at; one memory."""
 
     prefill_tokens: "memoryview[float]"
@@ -44,6 +46,9 @@ class Cells(NamedTuple):
     step_tokens: "memoryview[float]"
 
 
+COLUMNS = tuple(field.name for field in fields(Cells))
+
+
 class RankTable:
     """Slots are dense and reused; one is given out at the first mention of its rank.
 
@@ -53,7 +58,8 @@ class RankTable:
     Arrays by slot: `prefill_tokens`, `active_blocks` and `requests` as tracked; `foreign_tokens`
     and `foreign_blocks` correct that by what engines report; `total_blocks` and `step_tokens`
     are its KV blocks and the most tokens of one step (0: unknown). `cells` has the same for one
-    slot at a time. `splits`: some worker does nothing but prefill.
+    slot at a time; `loaded` is the memory of its first five columns, as `gather` reads them.
+    `splits`: some worker does nothing but prefill.
     """
 
     cells: Cells
@@ -82,7 +88,7 @@ class RankTable:
         self.version = 0
         self.splits = False
         self.block_size = 0
-        self._lay_out(np.zeros((len(Cells._fields), 16)))
+        self._lay_out(np.zeros((len(COLUMNS), 16)))
 
     # membership
 
@@ -162,7 +168,8 @@ class RankTable:
     def _lay_out(self, columns: Floats) -> None:
         self._columns = columns
         self._tracked, self._foreign = columns[:2], columns[2:4]
-        for name, column in zip(Cells._fields, columns, strict=True):
+        self.loaded = columns[:5].data.cast("B")
+        for name, column in zip(COLUMNS, columns, strict=True):
             setattr(self, name, column)
         self.cells = Cells(*(memoryview(column).cast("B").cast("d") for column in columns))
 
