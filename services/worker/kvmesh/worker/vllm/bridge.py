@@ -141,16 +141,19 @@ class Bridge:
         )
 
 
-class Found(Struct, frozen=True):
+class Found(Struct):
     """Blocks `first` … of a prompt, at these offsets of the arena of that name.
 
-    `tiers` says where each was.
+    `tiers` says where each was, `asked` when vLLM last asked for them (monotonic seconds), and
+    `taken` whether they are to be copied.
     """
 
     first: int
     arena: str
     offsets: "array[int]"
     tiers: bytearray
+    asked: float = 0.0
+    taken: bool = False
 
     def after(self, held: int) -> tuple["array[int]", bytearray]:
         """Offsets and tiers of the blocks that follow the `held` leading ones."""
@@ -177,7 +180,10 @@ class Lookups(Bridge):
         with self._lock:
             if request in self._found:
                 found = self._found[request]
-                return len(found.after(held)[0]) if found is not None else 0
+                if found is None:
+                    return 0
+                found.asked = time.monotonic()
+                return len(found.after(held)[0])
             if request in self._ends:
                 return None
             if self._client.key is None:
@@ -193,9 +199,12 @@ class Lookups(Bridge):
         self._speeds = Speeds(compute_tps=compute_tps, load_bps=load_bps)
 
     def take(self, request: str) -> Found | None:
-        """What has been found; it stays until `finish`."""
+        """What has been found; it stays until `finish`. None if it has been given back."""
         with self._lock:
-            return self._found.get(request)
+            found = self._found.get(request)
+            if found is not None:
+                found.taken = True
+            return found
 
     def finish(self, request: str) -> None:
         """Nothing of what was found is needed any more."""
@@ -220,7 +229,7 @@ class Lookups(Bridge):
             log.error("cannot look for the blocks of request %s: %s", request, error)
         finally:
             with self._lock:
-                if request in self._ends:
+                if self._ends.get(request) is end:
                     self._found.setdefault(request, None)
 
     async def _hold(
@@ -236,8 +245,9 @@ class Lookups(Bridge):
             with self._lock:
                 if found is None or self._ends.get(request) is not end:
                     return
+                found.asked = time.monotonic()
                 self._found[request] = found
-            await self._copied(end)
+            await self._copied(request, found, end)
 
     async def _gather(self, prompt: Prompt, held: int, parts: AsyncIterator[Part]) -> Found | None:
         """All blocks that come and are what they should be; they stay while `parts` is open."""
@@ -264,12 +274,29 @@ class Lookups(Bridge):
         self._checking.note(good * size, time.perf_counter() - start)
         return good
 
-    async def _copied(self, end: asyncio.Event) -> None:
-        try:
-            async with asyncio.timeout(UNCLAIMED_S):
-                await end.wait()
-        except TimeoutError:
-            log.error("what was found has not been copied in %g s", UNCLAIMED_S)
+    async def _copied(self, request: str, found: Found, end: asyncio.Event) -> None:
+        """Return once it has been copied, or vLLM has not asked for it for UNCLAIMED_S.
+
+        What is to be copied is held for as long as that takes: no timer says when a slow copy has
+        ended (docs/adr/0007).
+        """
+        while not end.is_set():
+            try:
+                async with asyncio.timeout(UNCLAIMED_S / 4):
+                    await end.wait()
+            except TimeoutError:
+                if self._is_forgotten(request, found):
+                    log.warning("what was found of request %s has not been asked for", request)
+                    return
+
+    def _is_forgotten(self, request: str, found: Found) -> bool:
+        """Whether nobody asks for it any more; who does so later has it looked for again."""
+        with self._lock:
+            if found.taken or time.monotonic() - found.asked < UNCLAIMED_S:
+                return False
+            if self._found.get(request) is found:
+                del self._found[request], self._ends[request]
+            return True
 
 
 class Staged:

@@ -246,8 +246,10 @@ class _SchedulerSide:
             return
         self._tracks.setdefault(name, Track(request, origin))
         held, found = self._held.pop(name, 0), self.lookups.take(name)
-        if count and found is not None:
-            places = blocks.get_block_ids()[0][held : held + count]
+        places = blocks.get_block_ids()[0][held : held + count]
+        if count and found is None:  # given back meanwhile: vLLM hears that it cannot be loaded
+            self._loads.append(LoadStep(name, "", [], places))
+        elif count and found is not None:
             offsets, tiers = found.after(held)
             self._loads.append(LoadStep(name, found.arena, offsets[:count].tolist(), places))
             blocks_of = Counter(tiers[:count])

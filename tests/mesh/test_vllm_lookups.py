@@ -1,0 +1,110 @@
+"""What vLLM's scheduler has looked up stays in the arena while it may be copied, and no longer."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from support.small_kvbm import KEY, SmallKvbm
+from support.wait import eventually
+
+from kvmesh._native import xxh3
+from kvmesh.blocks.identity import chain_digests, root_digest, split_digests
+from kvmesh.blocks.layout import KvLayout, LayerLayout
+from kvmesh.bus.client import Bus
+from kvmesh.bus.kvbm import Finish
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.worker.vllm import bridge
+from kvmesh.worker.vllm.bridge import BridgeOptions, Lookups, Origin
+
+LAYOUT = KvLayout(
+    weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
+)
+TOKENS = list(range(12))
+
+
+def origin(request: str) -> Origin:
+    return Origin(request=request, salt=0, adapter="", tenant="", session=None, retention=[])
+
+
+@pytest_asyncio.fixture
+async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[SmallKvbm]:
+    """One that has three blocks of zeros."""
+    kvbm = SmallKvbm(bus, limits, tmp_path)
+    await kvbm.start()
+    root = root_digest(KEY, "m", "", "", LAYOUT)
+    packed = chain_digests(KEY, root, array("I", TOKENS).tobytes(), 4)
+    size = LAYOUT.block_bytes
+    for place, digest in enumerate(split_digests(packed)):
+        kvbm.blocks[digest] = (place * size, xxh3(bytes(size)))
+    yield kvbm
+    await kvbm.stop()
+
+
+@pytest_asyncio.fixture
+async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[Lookups]:
+    options = BridgeOptions(
+        url=bus.options.url,
+        namespace=bus.options.namespace,
+        weights="w",
+        node=kvbm.node,
+        instance="vllm",
+        model="m",
+        lease_s=10.0,
+        wait_s=0.0,
+        queue=100,
+    )
+    lookups = await asyncio.to_thread(Lookups, options, LAYOUT)
+    await eventually(lambda: lookups._client.key, what="it attaches")
+    yield lookups
+    await asyncio.to_thread(lookups.close)
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(bridge, "time", clock)
+    monkeypatch.setattr(bridge, "UNCLAIMED_S", 0.2)
+    return clock
+
+
+async def found(lookups: Lookups, request: str) -> None:
+    await eventually(lambda: lookups.find(request, origin(request), TOKENS, 0) == 3)
+
+
+async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
+    lookups: Lookups, kvbm: SmallKvbm, clock: Clock
+) -> None:
+    for request in ("left", "asked", "taken"):
+        await found(lookups, request)
+    assert len(kvbm.tickets) == 3
+    assert lookups.take("taken") is not None
+    clock.now = 0.15
+    assert lookups.find("asked", origin("asked"), TOKENS, 1) == 2
+    clock.now = 0.3
+    await eventually(lambda: kvbm.count(Finish) == 1, what="one is given back")
+    assert lookups.take("left") is None
+    assert lookups.take("asked") is not None
+    clock.now = 10.0
+    await found(lookups, "left")
+    clock.now = 11.0
+    await eventually(lambda: kvbm.count(Finish) == 2, what="it is given back once more")
+    assert len(kvbm.tickets) == 2
+    for request in ("taken", "asked"):
+        lookups.finish(request)
+    await eventually(lambda: not kvbm.tickets)
