@@ -306,6 +306,7 @@ class Shelf:
     def __init__(self) -> None:
         self.held: list[Prompt] = []
         self.gone: set[str] = set()
+        self.broken: set[str] = set()
         self.gate = asyncio.Event()
         self.gate.set()
         self.fails = False
@@ -313,6 +314,8 @@ class Shelf:
     def hold(self, item: Prompt, key: bytes) -> Prompt | None:
         if item.request in self.gone:
             return None
+        if item.request in self.broken:
+            raise RuntimeError("the engine is gone")
         self.held.append(item)
         return item
 
@@ -397,6 +400,10 @@ async def test_blocks_that_are_gone_or_cannot_be_read_do_no_harm(
     writer.put("a", prompt(3, request="a"), 0, 3)
     await eventually(lambda: writer.idle)
     assert writer.skipped == 3
+    shelf.broken |= {"b1", "b2"}  # one for each lane
+    for request in shelf.broken:
+        writer.put(request, prompt(3, request=request), 0, 3)
+    await eventually(lambda: writer.idle)
     shelf.fails = True
     writer.put("b", prompt(3, request="b"), 0, 3)
     await eventually(lambda: writer.idle and not kvbm.tickets and kvbm.count(Commit) == 1)

@@ -136,16 +136,20 @@ class WriteThrough(Generic[Item]):
         return self._source.hold(item, key)
 
     async def _write(self, waiting: _Waiting[Item]) -> None:
-        prompt = self._hold(waiting.item)
-        if prompt is None:
-            self.skipped += waiting.blocks
-            return
         try:
-            async with self._client.writing(prompt, waiting.first) as writing:
-                if writing is not None:
-                    writing.checksums = await self._source.copy(waiting.item, writing)
-                    self.written += len(writing.checksums)
+            prompt = self._hold(waiting.item)
+            if prompt is None:
+                self.skipped += waiting.blocks
+                return
+            try:
+                await self._copy(prompt, waiting)
+            finally:
+                self._source.release(waiting.item)
         except Exception as error:  # of any engine: its blocks can be computed again
             log.error("cannot write blocks through: %s", error or type(error).__name__)
-        finally:
-            self._source.release(waiting.item)
+
+    async def _copy(self, prompt: Prompt, waiting: _Waiting[Item]) -> None:
+        async with self._client.writing(prompt, waiting.first) as writing:
+            if writing is not None:
+                writing.checksums = await self._source.copy(waiting.item, writing)
+                self.written += len(writing.checksums)
