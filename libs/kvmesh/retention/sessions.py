@@ -70,16 +70,20 @@ class SessionBook(Generic[K]):
         left (compaction, edited history, thinking that was dropped). But a session that comes back
         to what it seemed to have left holds several conversations: from then on it leaves nothing.
         """
-        entry = self._sessions.setdefault(session, _Session())
-        self._sessions.move_to_end(session)
+        entry = self._sessions.get(session)
+        if entry is None:
+            entry = self._sessions[session] = _Session()
+        else:
+            self._sessions.move_to_end(session)
         entry.used = now
         self._forget_idle(now)
         if not prompt:
             return []
-        entry.branching = entry.branching or any(
-            place < len(prompt) and prompt[place] == block for place, block in entry.left
-        )
-        left = self._replace(entry, prompt)
+        if entry.left and not entry.branching:
+            entry.branching = any(
+                place < len(prompt) and prompt[place] == block for place, block in entry.left
+            )
+        left = self._replace(entry, prompt) if entry.prompts else ()
         self._add(entry, _Prompt(session, prompt))
         return [Tail(old.blocks, max(at, self.shared(old.blocks))) for old, at in left]
 

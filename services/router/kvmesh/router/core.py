@@ -145,7 +145,7 @@ class RouterCore:
         prefill = None
         if self.table.splits:
             view, choice, prefill = self._split(name, policy, view, choice)
-        chosen, *candidates = _candidates(view, choice)
+        chosen, candidates = _candidates(view, choice)
         return Decision(
             request=request.request,
             model=self.model,
@@ -312,7 +312,7 @@ _cost_of = attrgetter("cost")
 _FALLBACK = Kv()
 
 
-def _candidates(view: View, choice: Choice) -> list[Candidate]:
+def _candidates(view: View, choice: Choice) -> tuple[Candidate, list[Candidate]]:
     """The chosen one, then the cheapest ones in order."""
     chosen, rank_of = choice.chosen, view.table.ranks.__getitem__
     facts = [view.slots, view.overlap, view.prefill, view.decode, view.requests, choice.cost]
@@ -337,7 +337,7 @@ def _candidates(view: View, choice: Choice) -> list[Candidate]:
             map(rank_of, slots), *columns, strict=True
         )
     ]
-    return [candidates[chosen], *sorted(candidates[:SHOWN], key=_cost_of)]
+    return candidates[chosen], sorted(candidates[:SHOWN], key=_cost_of)
 
 
 def _check(request: RouteRequest, block_size: int) -> None:
