@@ -417,6 +417,13 @@ async def test_tiers_are_cleared_where_they_are(stage: Stage) -> None:
     assert not stage.a.told
 
 
+async def test_a_mistyped_limit_clears_nothing(stage: Stage) -> None:
+    status, answer = await stage.post("/v1/cache/clear", {"tier": [1]})
+    assert status == 400
+    assert "`tier`" in answer["error"]["message"]
+    assert not stage.a.told
+
+
 async def test_everyone_s_blocks_need_the_admin_scope(stage: Stage) -> None:
     assert (await stage.post("/v1/cache/clear", {"all_tenants": True}))[0] == 403
     assert (await stage.post("/v1/cache/clear", {"all_tenants": True}, "root"))[0] == 200

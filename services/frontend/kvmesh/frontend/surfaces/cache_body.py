@@ -80,8 +80,11 @@ class UnpinBody(PromptBody, kw_only=True):
     id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
-class ClearBody(Struct, kw_only=True):
-    """Without `tiers` all of them; with `all_tenants` everything of the model."""
+class ClearBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Without `tiers` all of them; with `all_tenants` everything of the model.
+
+    What a mistyped field would have spared must not be dropped.
+    """
 
     model: str
     tiers: Annotated[list[Annotated[int, Meta(ge=0, le=3)]], Meta(max_length=4)] = []
