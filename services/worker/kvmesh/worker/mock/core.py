@@ -153,7 +153,7 @@ class MockCore:
         decoding = self.scheduler.decoding
         if not chunks and not decoding.members:
             return StepResult(self._until_arrival(now), 0, [], self.take_events())
-        seconds = self._seconds(chunks, len(decoding))
+        seconds = self._seconds(chunks, len(decoding.members))
         steps = 1 if chunks else self._repetitions(seconds, horizon)
         outputs: list[Output] = []
         self._decode(steps, outputs)
@@ -202,7 +202,7 @@ class MockCore:
 
     def _seconds(self, chunks: list[Chunk], decoding: int) -> float:
         prefill = self.options.model.prefill(sum([chunk.tokens for chunk in chunks]))
-        decode = self._decode_seconds(decoding, self.blocks.active)
+        decode = self._decode_seconds(decoding, self.blocks.active) if decoding else 0.0
         return prefill / self.options.speedup + decode
 
     def _decode_seconds(self, sequences: int, blocks: int) -> float:
@@ -217,11 +217,12 @@ class MockCore:
 
     def _decode(self, steps: int, outputs: list[Output]) -> None:
         batch = self.scheduler.decoding
-        self.counters.output_tokens += steps * len(batch)
+        self.counters.output_tokens += steps * len(batch.members)
         if self.options.tell_tokens:
             outputs += [_told(s, batch.clock - s.synced, steps) for s in batch.members]
         full = batch.pass_steps(steps)
-        self.scheduler.refill(full)
+        if full:
+            self.scheduler.refill(full)
         for sequence in full:
             self.scheduler.promote(sequence)
             if sequence.missing:

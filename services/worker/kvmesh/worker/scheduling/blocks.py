@@ -64,23 +64,39 @@ class BlockManager:
     def match(self, hashes: "array[int]") -> tuple[int, int]:
         """Leading blocks held, and how many of those are inactive. Changes nothing."""
         way = self._tree.way(hashes)
-        inactive = sum([len(run.hashes) for run in way.runs if not run.refs])
-        if way.over and not way.runs[-1].refs:
-            inactive -= way.over
-        return way.held, inactive
+        return way.held, way.inactive
+
+    def find(self, hashes: "array[int]") -> Way:
+        """Where the leading blocks of a prefix are that are held, for `refer` to use at once."""
+        return self._tree.way(hashes)
+
+    def refer(self, way: Way) -> None:
+        """Take a reference on the blocks of a way."""
+        if way.over:
+            lower = way.runs[-1]
+            way.runs[-1] = self._tree.split(lower, len(lower) - way.over)
+        for run in way.runs:
+            if not run.refs:
+                self.keeping.begin_use(run, self.now)
+                blocks = len(run.hashes)
+                self.cached -= blocks
+                self.active += blocks
+            run.refs += 1
 
     def use(self, hashes: "array[int]") -> int:
         """Take a reference on the leading blocks of a prefix that are held; returns how many."""
         way = self._tree.way(hashes)
-        self._refer(way)
+        self.refer(way)
         return way.held
 
     def allocate(self, count: int) -> bool:
         """Make `count` private blocks, evicting if need be; False changes nothing: no room."""
-        if count > self.available:
+        active = self.active + count
+        if active > self.capacity:
             return False
-        self.keeping.evict(self.active + self.cached + count - self.capacity, self.now)
-        self.active += count
+        if active + self.cached > self.capacity:
+            self.keeping.evict(active + self.cached - self.capacity, self.now)
+        self.active = active
         return True
 
     def destroy(self, count: int) -> None:
@@ -96,22 +112,26 @@ class BlockManager:
         """
         self.active -= len(hashes)
         before = self._tree.ending(parent)
-        way = self._tree.way(hashes, before)
-        self._refer(way)
-        if way.held < len(hashes):
-            before = way.runs[-1] if way.runs else before
-            self._store(before, salt, hashes[way.held :], local[way.held :])
+        if hashes and hashes[0] in self._tree.after(before):
+            way = self._tree.way(hashes, before)
+            self.refer(way)
+            before = way.runs[-1]
+            hashes, local = hashes[way.held :], local[way.held :]
+        if hashes:
+            self._store(before, salt, hashes, local)
 
     def deref(self, hashes: "array[int]", priority: int = 0) -> None:
         """Return one reference on each block of a prefix; what nobody uses becomes inactive."""
         run = self._tree.ending(hashes[-1]) if hashes else None
         while run is not None:
             run.refs -= 1
-            run.priority = max(run.priority, priority)
+            if priority > run.priority:
+                run.priority = priority
             self.keeping.end_use(run, self.now)
             if not run.refs:
-                self.active -= len(run)
-                self.cached += len(run)
+                blocks = len(run.hashes)
+                self.active -= blocks
+                self.cached += blocks
             run = run.parent
 
     def clear(self, salt: int | None = None) -> int:
@@ -120,7 +140,8 @@ class BlockManager:
 
     def take_events(self) -> list[KvEvent]:
         """What changed since the last call, in order."""
-        self._flush_evicted()
+        if self._evicted:
+            self._flush_evicted()
         events, self._events = self._events, []
         return events
 
@@ -132,17 +153,6 @@ class BlockManager:
         """Every full block, parents first."""
         return [event for run in self._tree for event in self._told(run)]
 
-    def _refer(self, way: Way) -> None:
-        if way.over:
-            lower = way.runs[-1]
-            way.runs[-1] = self._tree.split(lower, len(lower) - way.over)
-        for run in way.runs:
-            if not run.refs:
-                self.keeping.begin_use(run, self.now)
-                self.cached -= len(run)
-                self.active += len(run)
-            run.refs += 1
-
     def _store(
         self, before: Run | None, salt: int, hashes: "array[int]", local: "array[int]"
     ) -> None:
@@ -150,9 +160,10 @@ class BlockManager:
         if before is not None and _is_own_end(before):
             self._tree.extend(before, hashes, local)
         else:
-            self._tree.grow(before, hashes, local, salt).refs = 1
+            self._tree.grow(before, hashes[:], local[:], salt).refs = 1
         self.active += len(hashes)
-        self._flush_evicted()
+        if self._evicted:
+            self._flush_evicted()
         root_salt = salt if parent is None else 0
         self._events.append(Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), root_salt))
 
@@ -161,9 +172,8 @@ class BlockManager:
         self.cached -= count
 
     def _flush_evicted(self) -> None:
-        if self._evicted:
-            self._events.append(Removed(self.tier, self._evicted.tobytes()))
-            self._evicted = array("Q")
+        self._events.append(Removed(self.tier, self._evicted.tobytes()))
+        self._evicted = array("Q")
 
     def _held_above(self, prompt: "array[int]") -> int:
         return self._above.match(prompt)[0] if self._above is not None else 0

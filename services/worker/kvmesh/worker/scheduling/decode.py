@@ -13,16 +13,16 @@ Filling: TypeAlias = tuple[int, int, int, Sequence]  # after how many steps, arr
 
 
 class DecodeBatch:
-    """Members in order of joining; `clock` counts the steps taken."""
+    """Members in order of joining; `clock` counts the steps taken.
+
+    Some of `needy` have no room for a token; the others have left.
+    """
 
     def __init__(self) -> None:
         self.clock = 0
         self.members: dict[Sequence, None] = {}
-        self._needy: list[Sequence] = []
+        self.needy: list[Sequence] = []
         self._due: list[tuple[int, int, Sequence]] = []
-
-    def __len__(self) -> int:
-        return len(self.members)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence whose prompt is computed take part from the next step on."""
@@ -38,7 +38,7 @@ class DecodeBatch:
 
     def take_needy(self) -> list[Sequence]:
         """Those without room for a token: each must be granted some, or be removed."""
-        needy, self._needy = self._needy, []
+        needy, self.needy = self.needy, []
         return [sequence for sequence in needy if sequence in self.members]
 
     def grant(self, sequence: Sequence, room: int) -> None:
@@ -89,7 +89,7 @@ class DecodeBatch:
 
     def _await(self, sequence: Sequence) -> None:
         if sequence.room <= 0:
-            self._needy.append(sequence)
+            self.needy.append(sequence)
             return
         sequence.due = min(self.clock + sequence.room, sequence.end)
         heapq.heappush(self._due, (sequence.due, sequence.arrival, sequence))

@@ -119,16 +119,20 @@ class Keeping:
         if run.keep is not None:
             run.keep.renew(now)
         if not run.refs:
-            self.idle.add(run, self.standing(run, now))
+            plain = run.keep is None and not run.priority
+            self.idle.add(run, PLAIN if plain else self.standing(run, now))
 
     def evict(self, count: int, now: float) -> None:
         """Drop the `count` idle blocks that are worth least; there are as many."""
         while count > 0:
             run = self.idle.first(now)
-            part = min(count, len(run))
+            part = min(count, len(run.hashes))
             if run.keep is not None:
                 self.promises.evicted(run.keep, part, now)
-            self._take(run, part)
+            if part == len(run.hashes):
+                self._drop(run)
+            else:
+                self._cut(run, part)
             count -= part
 
     # requests
@@ -310,19 +314,16 @@ class Keeping:
         else:
             run.keep = None
 
-    def _take(self, run: Run, count: int) -> None:
-        if count < len(run):
-            self._cut(run, count)
-            return
+    def _drop(self, run: Run) -> None:
         self.idle.discard(run)
-        self._cut(run, count)
+        self._cut(run, len(run.hashes))
         if run.parent is not None and not run.parent.children:
             self.idle.uncover(run.parent)
 
     # what nobody wants any more
 
     def _forget(self, tails: Iterable[Tail[int]]) -> int:
-        return sum(self._drop_tail(tail) for tail in tails)
+        return sum([self._drop_tail(tail) for tail in tails])
 
     def _drop_tail(self, tail: Tail[int]) -> int:
         prompt = array("Q", tail.prompt)
@@ -349,7 +350,7 @@ class Keeping:
             blocks += len(run)
             if run.keep is not None:
                 self.promises.freed(run.keep, len(run))
-            self._take(run, len(run))
+            self._drop(run)
         return blocks
 
 

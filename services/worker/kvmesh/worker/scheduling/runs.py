@@ -45,6 +45,12 @@ class Way(Struct):
     held: int
     over: int
 
+    @property
+    def inactive(self) -> int:
+        """How many of the blocks nobody uses."""
+        inactive = sum([len(run.hashes) for run in self.runs if not run.refs])
+        return inactive - self.over if self.over and not self.runs[-1].refs else inactive
+
 
 class RunTree:
     """Every full block, in one run."""
@@ -72,7 +78,8 @@ class RunTree:
     def way(self, hashes: "array[int]", start: Run | None = None) -> Way:
         """Follow `hashes` from the end of `start` as far as there are blocks."""
         runs: list[Run] = []
-        at, end, children = 0, len(hashes), self.after(start)
+        at, end = 0, len(hashes)
+        children = self.roots if start is None else start.children
         while at < end:
             run = children.get(hashes[at])
             if run is None:

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Protocol
 
 from msgspec import Struct
@@ -9,11 +10,13 @@ from msgspec import Struct
 from kvmesh.worker.scheduling.asking import NOTHING
 from kvmesh.worker.scheduling.blocks import BlockManager
 from kvmesh.worker.scheduling.decode import DecodeBatch
+from kvmesh.worker.scheduling.runs import Way
 from kvmesh.worker.scheduling.sequence import Request, Sequence, State
 from kvmesh.worker.scheduling.tiers import Tiers
 
 TIME_RESOLUTION_S = 1e-9
 MOST_WORTH = 100
+_RANK = attrgetter("rank")
 
 
 class SchedulerLimits(Struct, frozen=True, kw_only=True):
@@ -44,21 +47,13 @@ class Vet(Protocol):
         ...
 
 
-class Trust:
-    """Takes every hash for what it says."""
-
-    def before_match(self, sequence: Sequence) -> None:
-        pass
-
-    def before_names(self, sequence: Sequence, blocks: int) -> None:
-        pass
-
-
 class Scheduler:
     """Waiting → (arriving →) prefilling → decoding, higher priority first, then by arrival.
 
     When blocks run out, the sequence that would go last is preempted: it returns its blocks to the
     cache, goes back to waiting and later computes again what was evicted meanwhile.
+
+    Without a `vet`, hashes are taken for what they say.
     """
 
     def __init__(
@@ -68,7 +63,7 @@ class Scheduler:
         tiers: Tiers,
         vet: Vet | None = None,
     ) -> None:
-        self._vet = vet or Trust()
+        self._vet = vet
         self.limits = limits
         self.blocks = blocks
         self.tiers = tiers
@@ -77,6 +72,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.decoding = DecodeBatch()
         self.live: dict[str, Sequence] = {}
+        self.waiting_count = 0
         self.preemptions = 0
         self._arrivals = 0
         self._reserve = int(limits.watermark * blocks.capacity)
@@ -87,23 +83,21 @@ class Scheduler:
         """Whether the batch stays as it is until one of its sequences ends or needs a block."""
         if self.arriving:
             return False
-        return self._stuck_at is not None or len(self.live) == self.running
+        return self._stuck_at is not None or not self.waiting_count
 
     @property
     def running(self) -> int:
-        return len(self.arriving) + len(self.prefilling) + len(self.decoding.members)
-
-    @property
-    def waiting_count(self) -> int:
-        return len(self.live) - self.running
+        return len(self.live) - self.waiting_count
 
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens that are queued or under way and not computed yet."""
         if len(self.decoding.members) == len(self.live):
             return 0
-        live = self.live.values()
-        return sum([s.length - s.computed for s in live if s.state is not State.DECODING])
+        under_way = self.prefilling + self.arriving
+        if self.waiting_count:
+            under_way += [s for _, _, s in self.waiting if s.state is State.WAITING]
+        return sum([s.base + s.generated - s.computed for s in under_way])
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request; its id must not be live."""
@@ -127,14 +121,13 @@ class Scheduler:
         self.blocks.now = now
         if self.arriving:
             self._take_arrived(now)
-        for sequence in self.decoding.take_needy():
-            if sequence.state is State.DECODING and self._secure(sequence, 1):
-                self.decoding.grant(sequence, self.limits.block_size)
+        if self.decoding.needy:
+            self._grant_room()
         chunks: list[Chunk] = []
         if not self.prefilling and not self.waiting:
             return chunks
         budget = self.limits.max_batched_tokens - len(self.decoding.members)
-        for sequence in sorted(self.prefilling, key=_rank):
+        for sequence in sorted(self.prefilling, key=_RANK):
             if sequence.state is State.PREFILLING and budget > 0:
                 budget -= self._schedule(sequence, budget, chunks)
         if self.waiting and preemptions == self.preemptions:
@@ -154,6 +147,8 @@ class Scheduler:
             self.decoding.remove(sequence)
         elif sequence.state is State.ARRIVING:
             self.arriving.remove(sequence)
+        else:
+            self.waiting_count -= 1
         worth = min(max(0, sequence.request.priority), MOST_WORTH)
         if self.tiers.lower:
             self.tiers.store(sequence, worth, self.blocks.now)
@@ -184,16 +179,17 @@ class Scheduler:
 
     def promote(self, sequence: Sequence) -> None:
         """Give the blocks that are full by now their identity."""
-        full = sequence.computed // self.limits.block_size
-        if full == sequence.held:
+        first, full = sequence.held, sequence.computed // self.limits.block_size
+        if full == first:
             return
-        if full > len(sequence.sequence):
+        hashes = sequence.sequence
+        if full > len(hashes):
             sequence.hash_to(full)
-        self._vet.before_names(sequence, full)
-        first, held = sequence.held, slice(sequence.held, full)
-        parent = sequence.sequence[first - 1] if first else None
+        if self._vet is not None:
+            self._vet.before_names(sequence, full)
+        parent = hashes[first - 1] if first else None
         self.blocks.promote(
-            parent, sequence.request.salt, sequence.sequence[held], sequence.local[held]
+            parent, sequence.request.salt, hashes[first:full], sequence.local[first:full]
         )
         sequence.private -= full - first
         sequence.held = full
@@ -206,7 +202,8 @@ class Scheduler:
         """
         size, room = self.limits.block_size, self.blocks.available
         filling = self.decoding.filling(steps)
-        heapq.heapify(filling)
+        if len(filling) > 1:
+            heapq.heapify(filling)
         at = filled = 0
         seen: set[int] = set()
         while filling and filling[0][0] < steps:
@@ -277,18 +274,25 @@ class Scheduler:
             self.waiting = [e for e in self.waiting if e[2].state is State.WAITING]
             heapq.heapify(self.waiting)
         heapq.heappush(self.waiting, (*sequence.rank, sequence))
+        self.waiting_count += 1
         self._stuck_at = None
 
+    def _grant_room(self) -> None:
+        for sequence in self.decoding.take_needy():
+            if sequence.state is State.DECODING and self._secure(sequence, 1):
+                self.decoding.grant(sequence, self.limits.block_size)
+
     def _schedule(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        tokens = min(budget, sequence.length - sequence.computed)
-        if not self._secure(sequence, sequence.blocks_for(sequence.computed + tokens)):
+        computed = sequence.computed
+        tokens = min(budget, sequence.length - computed)
+        if not self._secure(sequence, sequence.blocks_for(computed + tokens)):
             return 0
         chunks.append(Chunk(sequence, tokens))
         return tokens
 
     def _secure(self, sequence: Sequence, count: int) -> bool:
         while not self.blocks.allocate(count):
-            victim = max(self._all_running(), key=lambda s: s.rank)
+            victim = max(self._all_running(), key=_RANK)
             self.release(victim, State.WAITING)
             self.preemptions += 1
             self._enqueue(victim)
@@ -302,35 +306,40 @@ class Scheduler:
             sequence = self.waiting[0][2]
             if sequence.state is not State.WAITING:
                 heapq.heappop(self.waiting)
-            elif self._admissible(sequence):
-                heapq.heappop(self.waiting)
-                if self._begin(sequence, now):
-                    budget -= self._schedule(sequence, budget, chunks)
-            else:
+                continue
+            way = self._admissible(sequence)
+            if way is None:
                 return
+            heapq.heappop(self.waiting)
+            self.waiting_count -= 1
+            if self._begin(sequence, way, now):
+                budget -= self._schedule(sequence, budget, chunks)
 
-    def _admissible(self, sequence: Sequence) -> bool:
-        """Whether the whole prompt fits beside what runs. A failed test waits for more memory."""
-        available = self.blocks.available
-        if self.running and self._stuck_at is not None and available <= self._stuck_at:
-            return False
-        self._vet.before_match(sequence)
-        hits, inactive = self.blocks.match(sequence.reusable)
-        needed = sequence.blocks_for(sequence.length) - hits + inactive
+    def _admissible(self, sequence: Sequence) -> Way | None:
+        """What is cached of a prompt if all of it fits beside what runs, else None.
+
+        A failed test waits for more memory.
+        """
+        running, available = self.running, self.blocks.available
+        if running and self._stuck_at is not None and available <= self._stuck_at:
+            return None
+        if self._vet is not None:
+            self._vet.before_match(sequence)
+        way = self.blocks.find(sequence.reusable)
+        needed = sequence.blocks_for(sequence.length) - way.held + way.inactive
         promised = sum([s.blocks_for(s.length) for s in self.arriving + self.prefilling])
-        reserve = self._reserve if self.running else 0
+        reserve = self._reserve if running else 0
         if needed + promised + reserve > available:
             self._stuck_at = available
-            return False
+            return None
         self._stuck_at = None
-        return True
+        return way
 
-    def _begin(self, sequence: Sequence, now: float) -> bool:
+    def _begin(self, sequence: Sequence, way: Way, now: float) -> bool:
         """Take what is cached; whether the rest can be computed at once."""
-        size = self.limits.block_size
-        reusable = sequence.reusable
-        hits = self.blocks.use(reusable)
-        found = self.tiers.find(reusable, hits, sequence.request.remote // size)
+        size, hits = self.limits.block_size, way.held
+        self.blocks.refer(way)
+        found = self.tiers.find(sequence.reusable, hits, sequence.request.remote // size)
         sequence.held = hits
         sequence.computed = hits * size
         if sequence.cached is None:
@@ -344,7 +353,3 @@ class Scheduler:
         sequence.state = State.PREFILLING
         self.prefilling.append(sequence)
         return True
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank

@@ -58,6 +58,8 @@ class State(Enum):
 class Sequence:
     """A request's progress. `held` full blocks and `private` unfinished ones are in its name.
 
+    It sorts by `rank`: the least goes first, the greatest is the first to be preempted.
+
     What it asks for its first `asked_to` blocks has been noted. While it decodes, its state is that
     at step `synced` of the batch; at step `end` the answer is complete, at step `due` something
     must be done for it.
@@ -76,6 +78,7 @@ class Sequence:
         "held",
         "local",
         "private",
+        "rank",
         "ready_at",
         "request",
         "room",
@@ -88,6 +91,7 @@ class Sequence:
     def __init__(self, request: Request, arrival: int, block_size: int) -> None:
         self.request = request
         self.arrival = arrival
+        self.rank = -request.priority, arrival
         self.block_size = block_size
         self.base = request.length - request.generated
         self.generated = request.generated
@@ -122,11 +126,6 @@ class Sequence:
         self.computed += steps
         self.room -= steps
         self.synced = clock
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Sorts by who goes first; the greatest is the first to be preempted."""
-        return -self.request.priority, self.arrival
 
     @property
     def reusable(self) -> "array[int]":

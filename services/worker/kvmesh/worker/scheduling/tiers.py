@@ -3,7 +3,6 @@
 import math
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -77,7 +76,7 @@ def tier_options(mock: Mock) -> TierOptions:
     )
 
 
-class Found(NamedTuple):
+class Found(Struct, frozen=True):
     """Blocks of a prefix that can be had without computing them, by where they are.
 
     `asked`: a kvbm is asked for more, and the sequence is told when that has come.
@@ -138,6 +137,9 @@ class Tiers:
 
     def find(self, reusable: "array[int]", hits: int, remote: int = 0) -> Found:
         """Where the blocks of a prefix are, `hits` leading ones being in the engine."""
+        asked = hits < len(reusable) and self._askable()
+        if not self.lower and not remote:
+            return Found(hits, 0, 0, 0, asked)
         below = [0] * len(TIERS)
         at = hits
         for tier in self.lower:
@@ -145,7 +147,6 @@ class Tiers:
             if held > at:
                 below[tier.tier] = held - at
                 at = held
-        asked = hits < len(reusable) and self._askable()
         far = max(0, min(remote, len(reusable)) - at)
         return Found(hits, below[HOST], below[DISK], far, asked)
 
