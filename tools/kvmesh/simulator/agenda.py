@@ -1,8 +1,7 @@
 """The virtual clock: what happens next, deterministically."""
 
 import heapq
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
 Action = Callable[[], None]
 Entry = tuple[float, int, Action]
@@ -16,6 +15,7 @@ class Agenda:
         self._entered = 0
         self._stopped = False
         self._heap: list[Entry] = []
+        self._planned: list[Entry] = []
 
     def at(self, time: float, action: Action) -> None:
         """Run `action` at `time`, in seconds; a time that has passed means now."""
@@ -23,26 +23,18 @@ class Agenda:
         heapq.heappush(self._heap, (time if time > self.now else self.now, self._entered, action))
 
     def after(self, delay: float, action: Action) -> None:
-        """Run `action` in `delay` seconds."""
-        self.at(self.now + delay, action)
+        """Run `action` in `delay` seconds, which is not negative."""
+        self._entered += 1
+        heapq.heappush(self._heap, (self.now + delay, self._entered, action))
 
     def plan(self, actions: list[tuple[float, Action]]) -> None:
-        """Like `at` for each of many; what is not next does not slow down the rest."""
+        """Like `at` for each of many, which do not slow down what is entered later."""
         first = self._entered + 1
         self._entered += len(actions)
-        entries = [(max(time, self.now), first + i, act) for i, (time, act) in enumerate(actions)]
-        self._enter_next(iter(sorted(entries, key=_order)))
-
-    def _enter_next(self, entries: Iterator[Entry]) -> None:
-        entry = next(entries, None)
-        if entry is not None:
-            time, number, action = entry
-            planned: Entry = time, number, partial(self._run_planned, entries, action)
-            heapq.heappush(self._heap, planned)
-
-    def _run_planned(self, entries: Iterator[Entry], action: Action) -> None:
-        self._enter_next(entries)
-        action()
+        self._planned += [
+            (max(time, self.now), first + i, act) for i, (time, act) in enumerate(actions)
+        ]
+        self._planned.sort(reverse=True)
 
     def stop(self) -> None:
         """Let no more time pass: `run` returns after the present action."""
@@ -50,11 +42,8 @@ class Agenda:
 
     def run(self) -> None:
         """Let time pass until there is nothing to do or `stop` is called."""
-        heap, pop = self._heap, heapq.heappop
-        while heap and not self._stopped:
-            self.now, _, action = pop(heap)
+        heap, planned, pop = self._heap, self._planned, heapq.heappop
+        while (heap or planned) and not self._stopped:
+            from_plan = planned and (not heap or planned[-1] < heap[0])
+            self.now, _, action = planned.pop() if from_plan else pop(heap)
             action()
-
-
-def _order(entry: Entry) -> tuple[float, int]:
-    return entry[:2]

@@ -1,15 +1,18 @@
 """Mock engines on the virtual clock: the same core that a live mock worker steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from kvmesh.bus.messages import Capacity, Instance, KvEvent, Load, ModelCard, Role
+from kvmesh.indexer.decoding import Source
 from kvmesh.simulator.agenda import Agenda
 from kvmesh.simulator.options import WorkerOptions
+from kvmesh.simulator.records import WorkerRecord
 from kvmesh.worker.mock.ahead import Ahead
 from kvmesh.worker.mock.core import MockCore, Output, StepResult
 from kvmesh.worker.scheduling.sequence import Request
 
+MODEL = "simulated"
 Deliver = Callable[["Worker", list[Output]], None]
 Publish = Callable[["Worker", list[KvEvent]], None]
 
@@ -43,6 +46,8 @@ class Worker:
         self.alive = True
         self.draining = False
         self.event_id = 0
+        self.record = WorkerRecord(card.name)
+        self.source = Source(MODEL, card.name)
         self._agenda = agenda
         self._deliver = deliver
         self._publish = publish
@@ -51,9 +56,11 @@ class Worker:
         self._begun = 0.0
         self._ahead: Ahead | None = None
         self._released: list[str] = []
+        self._load: Load | None = None
 
     def submit(self, request: Request) -> None:
         """Queue a request; it joins at the next step. Raises ValueError if it can never fit."""
+        self._load = None
         self.core.submit(request)
         if not self._stepping:
             self._begin()
@@ -68,16 +75,16 @@ class Worker:
         if not self._stepping:
             self._forget()
 
-    def progress(self) -> Iterator[tuple[str, int]]:
+    def progress(self) -> list[tuple[str, int]]:
         """Answers under way, and their tokens by now."""
         ahead, batch = self._ahead, self.core.scheduler.decoding
         clock = batch.clock
-        if ahead is not None and batch:
+        if ahead is not None and batch.members:
             clock += ahead.until(self._agenda.now - self._begun).steps - 1
-        for sequence in batch.members:
-            yield sequence.request.id, sequence.generated + clock - sequence.synced
+        return [(s.request.id, s.generated + clock - s.synced) for s in batch.members]
 
     def _begin(self) -> None:
+        self._load = None
         self._stepping = self.alive and self.core.busy
         if not self._stepping:
             return
@@ -109,16 +116,19 @@ class Worker:
         self._begin()
 
     def _forget(self) -> None:
+        self._load = None
         released, self._released = self._released, []
         if self.core.blocks.keeping.release(released):
             self._publish(self, self.core.take_events())
 
     def load(self) -> Load:
         """The forward-pass metrics that a live worker would publish now."""
-        return self.core.load(self.instance, 0)
+        if self._load is None:
+            self._load = self.core.load(self.instance, 0)
+        return self._load
 
 
-def make_card(number: int, life: int, model: str, group: WorkerOptions) -> Instance:
+def make_card(number: int, life: int, group: WorkerOptions) -> Instance:
     """The card of worker `number` in its `life`-th life."""
     options = group.core
     limits = options.limits
@@ -132,7 +142,7 @@ def make_card(number: int, life: int, model: str, group: WorkerOptions) -> Insta
         engine="mock",
         serves=group.serves,
         model=ModelCard(
-            name=model,
+            name=MODEL,
             context=options.blocks * limits.block_size,
             block_size=limits.block_size,
             files="",

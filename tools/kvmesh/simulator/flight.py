@@ -16,6 +16,21 @@ class Flight:
     KV of `remote` tokens being sent over.
     """
 
+    __slots__ = (
+        "attempt",
+        "attempts",
+        "decoder",
+        "generated",
+        "hashes",
+        "index",
+        "instance",
+        "refusals",
+        "remote",
+        "round",
+        "session",
+        "told",
+    )
+
     def __init__(self, index: int, round_: Round, hashes: Hashes, session: str) -> None:
         self.index = index
         self.session = session or None
@@ -60,7 +75,7 @@ class Flight:
             id=self.attempt,
             length=self.tokens,
             local=self.hashes.local,
-            sequence=self.hashes.whole,
+            sequence=self.hashes.sequence,
             tail=b"",
             source=BLANK,
             target=self.generated + 1 if self.decoder else self.target,

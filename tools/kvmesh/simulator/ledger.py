@@ -1,14 +1,15 @@
 """What could have been cached of each prompt, and what was, on the way from arrival to engine."""
 
 from math import isnan
+from struct import Struct
 
-from kvmesh.bus.messages import Decision, RankKey
+from kvmesh.bus.messages import Decision
 from kvmesh.router.overlaps import TIERS, Overlaps
 from kvmesh.simulator.records import Records
 from kvmesh.workload.model import Workload
 from kvmesh.workload.sharing import InfiniteCache
 
-NOWHERE = -1
+_ROWS = Struct(f"<{1 + TIERS}I")
 
 
 class Ledger:
@@ -24,13 +25,10 @@ class Ledger:
         self._size = block_size
         self._asked = InfiniteCache(workload.tree, block_size)
         self._made = InfiniteCache(workload.tree, block_size)
-        self._ranks: list[RankKey] = []
-        self._places: dict[tuple[str, int], int] = {}
 
     def arrived(self, index: int) -> None:
         round_ = self._rounds[index]
-        self._records.ideal[index] = self._asked.hit(round_.branch, round_.input_tokens)
-        self._asked.add(round_.branch, round_.input_tokens)
+        self._records.ideal[index] = self._asked.add(round_.branch, round_.input_tokens)
 
     def placed(self, index: int, decision: Decision, overlaps: Overlaps | None) -> None:
         """A first token came of an earlier placement: this one does not count."""
@@ -39,21 +37,16 @@ class Ledger:
             return
         records.made[index] = self._made.hit(round_.branch, round_.input_tokens)
         records.best[index] = records.held[index] = 0
-        if overlaps is None or not overlaps.rows:
+        if overlaps is None:
             return
-        rows = memoryview(overlaps.rows).cast("I")
-        places, *tiers = [rows[column :: 1 + TIERS].tolist() for column in range(1 + TIERS)]
-        blocks = list(map(sum, zip(*tiers, strict=True)))
         chosen = decision.prefill or decision.chosen
-        place = self._place(overlaps.ranks, (chosen.instance, chosen.rank))
-        records.best[index] = max(blocks) * self._size
-        records.held[index] = blocks[places.index(place)] * self._size if place in places else 0
-
-    def _place(self, ranks: list[RankKey], rank: tuple[str, int]) -> int:
-        if ranks is not self._ranks:
-            self._ranks = ranks
-            self._places = {(key.instance, key.rank): at for at, key in enumerate(ranks)}
-        return self._places.get(rank, NOWHERE)
+        for place, *tiers in _ROWS.iter_unpack(overlaps.rows):
+            tokens = sum(tiers) * self._size
+            if tokens > records.best[index]:
+                records.best[index] = tokens
+            rank = overlaps.ranks[place]
+            if rank.instance == chosen.instance and rank.rank == chosen.rank:
+                records.held[index] = tokens
 
     def computed(self, index: int) -> None:
         """The prompt is in some engine's memory."""

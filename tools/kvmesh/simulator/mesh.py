@@ -1,7 +1,9 @@
 """A whole mesh in virtual time: clients, routers, index and engines, each the live core."""
 
+import gc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import isnan
@@ -11,7 +13,6 @@ from kvmesh.bus.messages import (
     Decision,
     Hints,
     KvEvent,
-    Load,
     Outcome,
     Placement,
     RankKey,
@@ -23,12 +24,12 @@ from kvmesh.bus.messages import (
     SeqProgress,
 )
 from kvmesh.index import create_index
-from kvmesh.indexer.decoding import Events, Source
+from kvmesh.indexer.decoding import Events
 from kvmesh.indexer.holdings import Holdings
 from kvmesh.router.dispatcher import Ticket
 from kvmesh.router.overlaps import Overlaps
 from kvmesh.simulator.agenda import Action, Agenda
-from kvmesh.simulator.fleet import Worker, make_card
+from kvmesh.simulator.fleet import MODEL, Worker, make_card
 from kvmesh.simulator.flight import Flight
 from kvmesh.simulator.ledger import Ledger
 from kvmesh.simulator.options import Fault, Options, WorkerOptions
@@ -38,7 +39,6 @@ from kvmesh.simulator.routers import Routers
 from kvmesh.worker.mock.core import MockCore, Output
 from kvmesh.workload.model import Workload
 
-MODEL = "simulated"
 PROGRESS_TOKENS = 64
 PROGRESS_S = 2.0
 SAMPLE_S = 1.0
@@ -64,11 +64,12 @@ class Simulation:
         self.worker_records: dict[str, WorkerRecord] = {}
         self.agenda = Agenda()
         self.holdings = Holdings(create_index())
-        self._ledger = Ledger(workload, self.records, options.block_size)
+        self._block_size = options.block_size
+        self._ledger = Ledger(workload, self.records, self._block_size)
         self._rank_names: list[RankKey] = []
         self._ranks_size = (0, 0)
         self._progress = progress
-        self._prompts = Prompts(workload, MODEL, options.block_size)
+        self._prompts = Prompts(workload, MODEL, self._block_size)
         self._losses = Random(f"{options.seed} losses")
         self._under_way: deque[tuple[float, Events]] = deque()
         self._flights: dict[str, Flight] = {}
@@ -96,7 +97,8 @@ class Simulation:
 
     def run(self) -> Records:
         """Let time pass until every round has ended."""
-        self.agenda.run()
+        with _uncollected():
+            self.agenda.run()
         self.agenda.now += self.options.network.kv_events
         self._hear_events()
         for worker in self.workers.values():
@@ -122,7 +124,7 @@ class Simulation:
         core = group.core
         life = self._lives.get(number, 0)
         self._lives[number] = life + 1
-        card = make_card(number, life, MODEL, group)
+        card = make_card(number, life, group)
         worker = Worker(
             self.agenda,
             card,
@@ -132,7 +134,7 @@ class Simulation:
             self.options.horizon_s,
         )
         self.workers[card.instance] = worker
-        self.worker_records[card.instance] = WorkerRecord(card.name)
+        self.worker_records[card.instance] = worker.record
         self._numbers[card.instance] = number
         self.holdings.joined(card)
         self.routers.join(card)
@@ -170,7 +172,7 @@ class Simulation:
         self._ask(flight)
 
     def _close(self, worker: Worker) -> None:
-        record, core = self.worker_records[worker.instance], worker.core
+        record, core = worker.record, worker.core
         record.busy_s, record.steps = core.counters.busy_s, core.counters.steps
         record.requests = core.counters.requests
         record.prompt_tokens = core.counters.prompt_tokens
@@ -179,34 +181,31 @@ class Simulation:
         record.preemptions = core.scheduler.preemptions
 
     def _report(self) -> None:
+        now, loads = self.agenda.now, []
         for worker in self.workers.values():
-            load = worker.load()
-            self.routers.report(load)
-            self._sample(load)
+            load, samples = worker.load(), worker.record.samples
+            loads.append(load)
+            if not samples or now - samples[-1].time >= SAMPLE_S:
+                samples.append(
+                    Span(now, load.running, load.waiting, load.active_blocks, load.cached_blocks)
+                )
+        self.routers.report(loads)
         self.agenda.after(self.options.network.loads, self._report)
-
-    def _sample(self, load: Load) -> None:
-        now, samples = self.agenda.now, self.worker_records[load.instance].samples
-        if not samples or now - samples[-1].time >= SAMPLE_S:
-            samples.append(
-                Span(now, load.running, load.waiting, load.active_blocks, load.cached_blocks)
-            )
 
     # --- KV events
 
     def _published(self, worker: Worker, events: list[KvEvent]) -> None:
         first = worker.event_id
         worker.event_id += len(events)
-        record = self.worker_records[worker.instance]
         for event in events:
             if isinstance(event, Removed):
-                record.evicted_blocks += len(event.engine) // HASH
+                worker.record.evicted_blocks += len(event.engine) // HASH
         network = self.options.network
         if network.event_loss and self._losses.random() < network.event_loss:
             return
-        source = Source(MODEL, worker.card.name)
-        batch = Events(source, worker.instance, 0, first, self.agenda.now, events)
-        self._under_way.append((self.agenda.now + network.kv_events, batch))
+        now = self.agenda.now
+        batch = Events(worker.source, worker.instance, 0, first, now, events)
+        self._under_way.append((now + network.kv_events, batch))
 
     def _hear_events(self) -> None:
         """Let the index take what has reached it by now; only before it is asked does it matter."""
@@ -260,12 +259,12 @@ class Simulation:
         session = self.workload.sessions[round_.session]
         parent = None if session.parent is None else self.workload.sessions[session.parent].name
         self._flights[flight.attempt] = flight
-        size = self.options.block_size
+        tokens, size = flight.tokens, self._block_size
         return RouteRequest(
             request=flight.attempt,
             model=MODEL,
-            sequence=flight.hashes.whole[: flight.tokens // size * HASH],
-            tokens=flight.tokens,
+            sequence=flight.hashes.sequence[: tokens // size * HASH],
+            tokens=tokens,
             max_tokens=round_.output_tokens - flight.generated,
             deadline_s=self.options.deadline_s,
             hints=Hints(
@@ -395,3 +394,15 @@ class Simulation:
                 self.agenda.after(delay, partial(self._arrive, follower))
         if not self._left:
             self.agenda.stop()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the search for cycles, of which a run makes none to speak of."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -1,6 +1,6 @@
 """From a workload's tree of tokens to block hashes, as the mesh would compute them."""
 
-from typing import NamedTuple
+from msgspec import Struct
 
 from kvmesh.index import salt, sequence_hashes
 from kvmesh.workload.model import Round, Workload
@@ -8,12 +8,11 @@ from kvmesh.workload.model import Round, Workload
 HASH = 8
 
 
-class Hashes(NamedTuple):
-    """Packed hashes of a round: of its prompt, and of prompt and answer together."""
+class Hashes(Struct, frozen=True):
+    """Packed local and sequence hashes of a round, of prompt and answer together."""
 
-    prompt: bytes
     local: bytes
-    whole: bytes
+    sequence: bytes
 
 
 class Prompts:
@@ -31,15 +30,14 @@ class Prompts:
 
     def of(self, round_: Round) -> Hashes:
         local = self._local(round_)
-        whole = sequence_hashes(local, self.salt)
-        return Hashes(whole[: round_.input_tokens // self._size * HASH], local, whole)
+        return Hashes(local, sequence_hashes(local, self.salt))
 
     def _local(self, round_: Round) -> bytes:
         size, total = self._size, round_.input_tokens + round_.output_tokens
         if len(self._places) < total // size * HASH:
             self._places = bytes(total // size * HASH)
         parts = [
-            sequence_hashes(self._places[: (s.end // size - s.start // size) * HASH], s.branch)
-            for s in self._workload.tree.back(round_.answer, total)
+            sequence_hashes(self._places[: (end // size - start // size) * HASH], branch)
+            for branch, start, end in self._workload.tree.back(round_.answer, total)
         ]
         return b"".join(reversed(parts))

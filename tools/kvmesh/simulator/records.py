@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
@@ -32,8 +33,7 @@ class Records:
         return np.asarray(getattr(self, name), dtype=np.float64)
 
 
-@dataclass
-class Span:
+class Span(Struct):
     """What one worker did from `start` to `end`: its share of busy time and its blocks."""
 
     time: float

@@ -62,9 +62,12 @@ class Routers:
         for replica in self.replicas:
             replica.core.leave(instance)
 
-    def report(self, load: Load) -> None:
+    def report(self, loads: list[Load]) -> None:
+        now = self._agenda.now
         for replica in self.replicas:
-            replica.core.report(load, self._agenda.now)
+            report = replica.core.report
+            for load in loads:
+                report(load, now)
 
     def ask(self, request: RouteRequest) -> None:
         """Route a request; `done` gets its ticket, now or after a wait in the queue."""

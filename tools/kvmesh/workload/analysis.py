@@ -91,7 +91,7 @@ def analyze(workload: Workload, block_size: int | None = None) -> Analysis:
 
 def _unique(workload: Workload) -> int:
     cache = InfiniteCache(workload.tree)
-    return sum(cache.add(round_.branch, round_.input_tokens) for round_ in workload.rounds)
+    return sum(r.input_tokens - cache.add(r.branch, r.input_tokens) for r in workload.rounds)
 
 
 def _compactions(workload: Workload, members: list[int]) -> int:

@@ -59,15 +59,15 @@ class Tree:
 
     def way(self, branch: int, tokens: int) -> list[Segment]:
         """The segments of a prompt, first token first."""
-        return list(self.back(branch, tokens))[::-1]
+        return [Segment(*part) for part in self.back(branch, tokens)][::-1]
 
-    def back(self, branch: int, tokens: int) -> Iterator[Segment]:
-        """The segments of a prompt, last token first."""
+    def back(self, branch: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """The segments of a prompt as (branch, start, end), last token first."""
         end = tokens
         while branch != ROOT:
             start = self._starts[branch]
             if start < end:
-                yield Segment(branch, start, end)
+                yield branch, start, end
                 end = start
             branch = self._parents[branch]
 

@@ -20,23 +20,21 @@ class InfiniteCache:
 
     def hit(self, branch: int, tokens: int) -> int:
         """Leading tokens of a prompt that are held, in whole blocks."""
-        for segment in self._tree.back(branch, tokens):
-            end = self._ends.get(segment.branch, 0)
-            if end > segment.start:
-                return min(end, segment.end) // self._size * self._size
+        for part, start, end in self._tree.back(branch, tokens):
+            held = self._ends.get(part, 0)
+            if held > start:
+                return min(held, end) // self._size * self._size
         return 0
 
     def add(self, branch: int, tokens: int) -> int:
-        """Hold the first `tokens` tokens along `branch`; returns how many of them are new."""
-        new = 0
-        for segment in self._tree.back(branch, tokens):
-            held = self._ends.get(segment.branch, 0)
-            if segment.end > held:
-                new += segment.end - max(segment.start, held)
-                self._ends[segment.branch] = segment.end
-            if held > segment.start:
-                break
-        return new
+        """Hold the first `tokens` tokens along `branch`; returns the `hit` that they were."""
+        for part, start, end in self._tree.back(branch, tokens):
+            held = self._ends.get(part, 0)
+            if held < end:
+                self._ends[part] = end
+            if held > start:
+                return min(held, end) // self._size * self._size
+        return 0
 
 
 def ideal_hits(workload: Workload, block_size: int) -> list[int]:
@@ -44,8 +42,7 @@ def ideal_hits(workload: Workload, block_size: int) -> list[int]:
     cache = InfiniteCache(workload.tree, block_size)
     hits: list[int] = []
     for round_ in workload.rounds:
-        hits.append(cache.hit(round_.branch, round_.input_tokens))
-        cache.add(round_.branch, round_.input_tokens)
+        hits.append(cache.add(round_.branch, round_.input_tokens))
         cache.add(round_.answer, round_.input_tokens + round_.output_tokens)
     return hits
 
