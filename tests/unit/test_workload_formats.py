@@ -148,9 +148,13 @@ def test_a_damaged_document_is_refused(
         load(str(file))
 
 
-def test_an_unknown_suffix_is_refused() -> None:
+def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.parquet"
+    with pytest.raises(FormatError, match="no shipped profile: .*demo"):
+        load(str(file))
+    file.touch()
     with pytest.raises(FormatError, match=r"known: \.jsonl"):
-        load("trace.parquet")
+        load(str(file))
 
 
 def test_the_public_session_trace() -> None:

@@ -189,5 +189,5 @@ async def test_a_bad_trace_is_refused_before_anything_is_sent(
 async def test_no_server_is_one_clear_line(tmp_path: Path) -> None:
     status, out, _ = await replay(tmp_path, "http://127.0.0.1:9", rows(1))
     assert status == 2
-    assert out.startswith("cannot reach http://127.0.0.1:9")
+    assert out.startswith("kvmesh replay: cannot reach http://127.0.0.1:9")
     assert len(out.splitlines()) == 1

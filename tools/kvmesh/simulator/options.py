@@ -1,5 +1,6 @@
 """What is simulated: the fleet, the network, the faults, and how clients behave."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,3 +79,18 @@ class Options:
             raise SimulationError("event loss must be at least 0 and below 1")
         if self.speed <= 0:
             raise SimulationError("speed must be above 0")
+        self._check_faults()
+
+    def _check_faults(self) -> None:
+        there = set(range(sum(group.count for group in self.workers)))
+        for fault in sorted(self.faults, key=lambda fault: fault.time):
+            if not 0 <= fault.time < math.inf:
+                raise SimulationError(f"a fault at {fault.time} s")
+            if (fault.worker in there) is (fault.kind == "join"):
+                state = "is there already" if fault.kind == "join" else "is not there"
+                what = f"worker {fault.worker} cannot {fault.kind} at {fault.time:g} s"
+                raise SimulationError(f"{what}: it {state}")
+            if fault.kind == "join":
+                there.add(fault.worker)
+            else:
+                there.remove(fault.worker)

@@ -35,6 +35,8 @@ def load(source: str, repair: bool = False, seed: int = 0) -> tuple[Workload, Re
     if file.suffix == ".toml" or (source in builtin() and not file.exists()):
         generated = AgentGenerator(load_profile(source), seed).workload()
         return generated, Repairs(file, repair)
+    if file.suffix not in SUFFIXES and not file.exists():
+        raise FormatError(f"{source}: no such file, and no shipped profile: {', '.join(builtin())}")
     kind = format_of(file)
     if kind == "mooncake":
         return mooncake.read(file, repair)

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import heapq
-import os
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -29,71 +28,8 @@ from kvmesh.workload.model import Tree, Workload
 from kvmesh.workload.summary import Summary, show, summarize
 from kvmesh.workload.text import Speller
 
-TRACE = "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped one such as `demo`"
 PROBE_WORDS = (64, 1088)
 PROBE_SEED = -1
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the options of `kvmesh replay`."""
-    parser.usage = "%(prog)s TRACE [options]"
-    parser.add_argument("trace", metavar="TRACE", help=TRACE)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (%(default)s)")
-    parser.add_argument("--model", help="model to ask for (the first that the server lists)")
-    parser.add_argument("--limit", type=count, metavar="N", help="send the first N only")
-    parser.add_argument(
-        "--speed", type=positive, default=1.0, metavar="X", help="run time X times faster"
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=count,
-        default=256,
-        metavar="N",
-        help="most requests in flight; those beyond are sent late (%(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=positive,
-        default=300.0,
-        metavar="S",
-        help="give up on a request after S seconds of silence (%(default)s)",
-    )
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("OPENAI_API_KEY"),
-        metavar="KEY",
-        help="key for the server [OPENAI_API_KEY]",
-    )
-    parser.add_argument(
-        "--seed",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="another seed spells other prompts: nothing is cached from an earlier run",
-    )
-    parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
-
-
-def count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         if args.json is not None:
             args.json.write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
     except (WorkloadError, OSError) as error:
-        errors.print(str(error), style="red", markup=False, soft_wrap=True)
+        text = f"kvmesh replay: {error}"
+        errors.print(text, style="red", markup=False, soft_wrap=True)
         return 2
     return 1 if summary.failed or summary.unfinished else 0
 

@@ -1,14 +1,69 @@
 """`kvmesh replay`: send a trace to a mesh over HTTP."""
 
 import argparse
+import os
 
+from kvmesh.cli.arguments import positive, result_file
 from kvmesh.settings import Settings
-from kvmesh.workload.replay import add_arguments
 from kvmesh.workload.replay import run as replay
+
+TRACE = "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped one such as `demo`"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
+    parser.usage = "%(prog)s TRACE [options]"
+    parser.add_argument("trace", metavar="TRACE", help=TRACE)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (%(default)s)")
+    parser.add_argument("--model", help="model to ask for (the first that the server lists)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="send the first N only")
+    parser.add_argument(
+        "--speed", type=above_zero, default=1.0, metavar="X", help="run time X times faster"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="most requests in flight; those beyond are sent late (%(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=above_zero,
+        default=300.0,
+        metavar="S",
+        help="give up on a request after S seconds of silence (%(default)s)",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY"),
+        metavar="KEY",
+        help="key for the server [OPENAI_API_KEY]",
+    )
+    parser.add_argument(
+        "--seed",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="another seed spells other prompts: nothing is cached from an earlier run",
+    )
+    parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
+    parser.add_argument(
+        "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
+    )
+
+
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
