@@ -77,7 +77,11 @@ Removed = tuple[int, int, bytes]  # the arguments of `remove`
 
 
 def stored(events: list[Event]) -> list[Stored]:
-    return [(each.worker, 0, each.parent, each.engine, each.local) for each in events]
+    """In buffers of their own, made in the order of arrival, as a network leaves them."""
+    return [
+        (each.worker, 0, each.parent, bytes(memoryview(each.engine)), bytes(memoryview(each.local)))
+        for each in events
+    ]
 
 
 def removed(events: list[Event]) -> list[Removed]:

@@ -10,8 +10,7 @@ std::vector<Chain> Index::chains(const Rank& rank, uint32_t tier) const {
   FlatMap places;  // node -> place in entries + 1
   rank.names[tier].for_each([&](uint64_t engine, NodeId id) {
     entries.emplace_back(engine, id);
-    const size_t place = places.locate(id);
-    if (places.value(place) == 0) places.fill(place, id, static_cast<uint32_t>(entries.size()));
+    if (places.find(id) == 0) places.insert(id, static_cast<uint32_t>(entries.size()));
   });
   std::vector<uint32_t> next(entries.size());  // place + 1 of the block that continues the chain
   std::vector<bool> first(entries.size(), true);

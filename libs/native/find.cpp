@@ -232,7 +232,7 @@ class Index::Search {
 };
 
 RankSet::Word Index::ranks_at(uint64_t sequence) const {
-  const NodeId id = shard_of(sequence).find(sequence);
+  const NodeId id = table_of(sequence).find(nodes(), sequence);
   return id != 0 ? node(id).ranks.load(std::memory_order_acquire) : RankSet::EMPTY;
 }
 
@@ -245,13 +245,13 @@ void Index::find(Hashes sequence, std::vector<Match>& out) const {
 void Index::prefetch_slots(Hashes prompt) const {
   if (prompt.count == 0) return;
   for (const uint64_t sequence : {prompt[0], prompt[prompt.count - 1]}) {
-    shard_of(sequence).prefetch_slot(sequence);
+    table_of(sequence).prefetch(sequence);
   }
 }
 void Index::prefetch_nodes(Hashes prompt) const {
   if (prompt.count == 0) return;
   for (const uint64_t sequence : {prompt[0], prompt[prompt.count - 1]}) {
-    shard_of(sequence).prefetch_node(sequence);
+    table_of(sequence).prefetch_node(nodes(), sequence);
   }
 }
 

@@ -1,8 +1,9 @@
 // Map from a 64-bit key to a non-zero 32-bit value, for one thread at a time.
 //
-// Twelve bytes a slot, linear probing, no tombstones. A slot's home is monotone in the key's mixed
-// value, so growing copies slots nearly in order; all but small maps grow by a quarter, to save
-// memory.
+// Buckets of five entries, one cache line each. A key lies in the first bucket from its home on
+// that had room for it, and each full bucket before counts that it `passed`: a search ends at a
+// bucket that nothing passed, nearly always the first, and a removal moves nothing but the last
+// entry of its bucket. All but small maps grow by a quarter, to save memory.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +18,8 @@ class FlatMap {
   FlatMap() = default;
   FlatMap(FlatMap&& other) noexcept { *this = std::move(other); }
   FlatMap& operator=(FlatMap&& other) noexcept {
-    slots_ = std::move(other.slots_);
-    capacity_ = std::exchange(other.capacity_, 0);
+    buckets_ = std::move(other.buckets_);
+    count_ = std::exchange(other.count_, 0);
     size_ = std::exchange(other.size_, 0);
     limit_ = std::exchange(other.limit_, 0);
     return *this;
@@ -26,106 +27,108 @@ class FlatMap {
 
   size_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
-  size_t bytes() const { return capacity_ * sizeof(Slot); }
+  size_t bytes() const { return count_ * sizeof(Bucket); }
 
   // The value of `key`, or 0.
-  uint32_t find(uint64_t key) const { return size_ != 0 ? slots_[search(key)].value : 0; }
-
-  // Where `key` is or would be, with room for one more key; valid until the next change.
-  size_t locate(uint64_t key) {
-    if (size_ >= limit_) resize(grown());
-    return search(key);
+  uint32_t find(uint64_t key) const {
+    if (size_ == 0) return 0;
+    for (size_t at = home(key);; at = next(at)) {
+      const Bucket& bucket = buckets_[at];
+      if (const uint32_t i = bucket.entry_of(key); i < bucket.used) return bucket.values[i];
+      if (bucket.passed == 0) return 0;
+    }
   }
-  uint32_t value(size_t at) const { return slots_[at].value; }
-  void fill(size_t at, uint64_t key, uint32_t value) {
-    size_ += slots_[at].value == 0;
-    slots_[at] = {key, value};
+
+  // Adds a key that the map does not have.
+  void insert(uint64_t key, uint32_t value) {
+    if (size_ >= limit_) resize(grown());
+    ++size_;
+    place(key, value);
+  }
+
+  // Removes `key` and returns the value it had, or 0.
+  uint32_t erase(uint64_t key) {
+    if (size_ == 0) return 0;
+    for (size_t at = home(key);; at = next(at)) {
+      Bucket& bucket = buckets_[at];
+      if (const uint32_t i = bucket.entry_of(key); i < bucket.used) {
+        --size_;
+        for (size_t full = home(key); full != at; full = next(full)) --buckets_[full].passed;
+        return bucket.take(i);
+      }
+      if (bucket.passed == 0) return 0;
+    }
   }
 
   // Adds to the value of `key`, which counts as 0 where absent and is removed when it gets there.
   void count(uint64_t key, int delta) {
-    const size_t at = locate(key);
-    const uint32_t sum = slots_[at].value + delta;
-    if (sum != 0) {
-      fill(at, key, sum);
-    } else if (slots_[at].value != 0) {
-      erase(key, at);
-    }
-  }
-
-  // Removes `key` and returns the value it had, or 0. `hint` is where it was located before.
-  uint32_t erase(uint64_t key, size_t hint) {
-    if (size_ == 0) return 0;
-    if (hint >= capacity_ || slots_[hint].key != key || slots_[hint].value == 0) {
-      hint = search(key);
-    }
-    const uint32_t value = slots_[hint].value;
-    if (value == 0) return 0;
-    close(hint);
-    --size_;
-    return value;
+    const uint32_t sum = erase(key) + delta;
+    if (sum != 0) insert(key, sum);
   }
 
   // Inlined by force: as a call without effects GCC drops it.
   [[gnu::always_inline]] void prefetch(uint64_t key) const {
-    __builtin_prefetch(slots_.get() + home(key), 1);
+    __builtin_prefetch(buckets_.get() + home(key), 1);
   }
 
   template <typename F>
   void for_each(F&& visit) const {
-    for (size_t at = 0; at < capacity_; ++at) {
-      if (slots_[at].value != 0) visit(slots_[at].key, slots_[at].value);
+    for (size_t at = 0; at < count_; ++at) {
+      const Bucket& bucket = buckets_[at];
+      for (uint32_t i = 0; i < bucket.used; ++i) visit(bucket.keys[i], bucket.values[i]);
     }
   }
 
  private:
-  static constexpr size_t SMALL = 1024;
+  static constexpr uint32_t WIDTH = 5;
+  static constexpr size_t SMALL = 256;
 
-#pragma pack(push, 4)
-  struct Slot {
-    uint64_t key;
-    uint32_t value;
+  struct alignas(64) Bucket {
+    uint64_t keys[WIDTH];
+    uint32_t values[WIDTH];
+    uint32_t used : 8;
+    uint32_t passed : 24;  // keys that lie in later buckets because this one was full
+
+    // Where the key is; `used` or more if it is not there. Without branches: they would be guesses.
+    uint32_t entry_of(uint64_t key) const {
+      uint32_t found = WIDTH;
+      for (uint32_t i = WIDTH; i-- > 0;) found = keys[i] == key ? i : found;
+      return found;
+    }
+    uint32_t take(uint32_t i) {
+      const uint32_t value = values[i];
+      --used;
+      keys[i] = keys[used];
+      values[i] = values[used];
+      return value;
+    }
   };
-#pragma pack(pop)
-  static_assert(sizeof(Slot) == 12);
+  static_assert(sizeof(Bucket) == 64);
 
-  size_t home(uint64_t key) const {
-    return ((key * 0x9E3779B97F4A7C15ULL) >> 32) * capacity_ >> 32;
-  }
-  size_t next(size_t at) const { return at + 1 == capacity_ ? 0 : at + 1; }
-  size_t search(uint64_t key) const {
+  size_t home(uint64_t key) const { return ((key * 0x9E3779B97F4A7C15ULL) >> 32) * count_ >> 32; }
+  size_t next(size_t at) const { return at + 1 == count_ ? 0 : at + 1; }
+  size_t grown() const { return count_ < SMALL ? 1 + count_ * 2 : count_ * 5 / 4; }
+
+  void place(uint64_t key, uint32_t value) {
     size_t at = home(key);
-    while (slots_[at].value != 0 && slots_[at].key != key) at = next(at);
-    return at;
+    for (; buckets_[at].used == WIDTH; at = next(at)) ++buckets_[at].passed;
+    Bucket& bucket = buckets_[at];
+    bucket.keys[bucket.used] = key;
+    bucket.values[bucket.used] = value;
+    ++bucket.used;
   }
 
-  // Moves later slots of the same run back, so that every probe still meets its key.
-  void close(size_t hole) {
-    for (size_t at = next(hole); slots_[at].value != 0; at = next(at)) {
-      const size_t want = home(slots_[at].key);
-      const bool stays = hole <= at ? hole < want && want <= at : hole < want || want <= at;
-      if (stays) continue;
-      slots_[hole] = slots_[at];
-      hole = at;
-    }
-    slots_[hole].value = 0;
-  }
-
-  size_t grown() const {
-    return capacity_ < SMALL ? 16 + capacity_ * 2 : capacity_ * 5 / 4;
-  }
-
-  void resize(size_t capacity) {
-    const auto old = std::exchange(slots_, std::make_unique<Slot[]>(capacity));
-    const size_t count = std::exchange(capacity_, capacity);
-    limit_ = capacity * 7 / 8;
-    for (size_t at = 0; at < count; ++at) {
-      if (old[at].value != 0) slots_[search(old[at].key)] = old[at];
+  void resize(size_t count) {
+    const auto old = std::exchange(buckets_, std::make_unique<Bucket[]>(count));
+    const size_t had = std::exchange(count_, count);
+    limit_ = count * WIDTH * 15 / 16;
+    for (size_t at = 0; at < had; ++at) {
+      for (uint32_t i = 0; i < old[at].used; ++i) place(old[at].keys[i], old[at].values[i]);
     }
   }
 
-  std::unique_ptr<Slot[]> slots_;
-  size_t capacity_ = 0;
+  std::unique_ptr<Bucket[]> buckets_;
+  size_t count_ = 0;
   size_t size_ = 0;
   size_t limit_ = 0;  // the size at which the map grows
 };

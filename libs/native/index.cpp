@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "shard_locks.hpp"
 #include "xxh3.hpp"
 
 namespace kvmesh {
@@ -14,7 +13,9 @@ constexpr size_t BATCH = 32;  // blocks that are fetched ahead and locked togeth
 }  // namespace
 
 Index::Index() : nodes_(epochs_) {
-  for (auto& shard : shards_) shard = std::make_unique<Shard>(epochs_, nodes_);
+  for (uint32_t i = 0; i < Shard::COUNT; ++i) {
+    shards_[i] = std::make_unique<Shard>(tables_[i], epochs_, nodes_);
+  }
 }
 
 Index::~Index() {
@@ -27,8 +28,13 @@ Index::~Index() {
 
 bool Index::store(uint32_t rank_number, uint32_t tier, std::optional<uint64_t> parent,
                   Hashes engine, Hashes local, uint64_t salt) {
+  engine.prefetch(BATCH);
+  local.prefetch(BATCH);
   Rank& rank = obtain_rank(rank_number);
+  rank.prefetch(tier);
   const std::lock_guard guard(rank.mutex);
+  if (parent) rank.names[tier].prefetch(*parent);
+  rank.prefetch_names(tier, engine.first(BATCH));
   if (!parent) {
     append(rank, tier, {0, salt, RankSet::ROOT}, engine, local);
     return true;
@@ -46,12 +52,15 @@ void Index::attach(uint32_t rank_number, uint32_t tier, uint64_t previous, Hashe
                    Hashes local) {
   Rank& rank = obtain_rank(rank_number);
   const std::lock_guard guard(rank.mutex);
+  rank.prefetch_names(tier, engine.first(BATCH));
   append(rank, tier, {0, previous, RankSet::EMPTY}, engine, local);
 }
 
 size_t Index::remove(uint32_t rank_number, uint32_t tier, Hashes engine) {
   Rank* const rank = this->rank(rank_number);
   if (rank == nullptr) return 0;
+  engine.prefetch(BATCH);
+  rank->prefetch(tier);
   const std::lock_guard guard(rank->mutex);
   size_t removed = 0;
   {
@@ -67,18 +76,14 @@ size_t Index::remove(uint32_t rank_number, uint32_t tier, Hashes engine) {
 
 size_t Index::remove_some(Rank& rank, uint32_t tier, Hashes engine, uint64_t epoch) {
   FlatMap& names = rank.names[tier];
-  size_t places[BATCH];
   NodeId held[BATCH];
-  for (size_t i = 0; i < engine.count; ++i) names.prefetch(engine[i]);
-  for (size_t i = 0; i < engine.count; ++i) {
-    places[i] = names.locate(engine[i]);
-    held[i] = names.value(places[i]);
-    if (held[i] != 0) __builtin_prefetch(&node(held[i]), 1);
-  }
   size_t removed = 0;
+  rank.prefetch_names(tier, engine);
   for (size_t i = 0; i < engine.count; ++i) {
-    if (held[i] == 0 || names.erase(engine[i], places[i]) == 0) continue;
-    held[removed++] = held[i];
+    const NodeId id = names.erase(engine[i]);
+    if (id == 0) continue;
+    __builtin_prefetch(&node(id), 1);
+    held[removed++] = id;
   }
   drop_some(rank, tier, held, removed, epoch);
   return removed;
@@ -86,10 +91,11 @@ size_t Index::remove_some(Rank& rank, uint32_t tier, Hashes engine, uint64_t epo
 
 // Forgets one engine hash for each of the nodes.
 void Index::drop_some(Rank& rank, uint32_t tier, const NodeId* held, size_t count, uint64_t epoch) {
-  ShardLocks locks(shards_);
+  ShardLocks locks(locks_);
   for (size_t i = 0; i < count; ++i) {
     const Node& block = node(held[i]);
-    shard_of(block.sequence).prefetch_slot(block.sequence);
+    table_of(block.sequence).prefetch(block.sequence);
+    RankSet::prefetch(block.ranks.load(std::memory_order_acquire));
     locks.need(shard_number(held[i]));
     locks.need(shard_number(block.parent));
   }
@@ -146,6 +152,7 @@ void Index::append(Rank& rank, uint32_t tier, Origin origin, Hashes engine, Hash
     const Epochs::Pin pin(epochs_);
     for (size_t at = 0; at < engine.count; at += BATCH) {
       const size_t some = std::min(BATCH, engine.count - at);
+      if (at != 0) rank.prefetch_names(tier, engine.slice(at, some));
       append_some(rank, tier, origin, engine.slice(at, some), local.slice(at, some), pin.epoch());
     }
   }
@@ -155,34 +162,34 @@ void Index::append(Rank& rank, uint32_t tier, Origin origin, Hashes engine, Hash
 void Index::append_some(Rank& rank, uint32_t tier, Origin& origin, Hashes engine, Hashes local,
                         uint64_t epoch) {
   FlatMap& names = rank.names[tier];
-  ShardLocks locks(shards_);
+  ShardLocks locks(locks_);
   std::vector<NodeId> strays;  // parents made for blocks that turned out to have one
   uint64_t sequence[BATCH];
   uint64_t previous = origin.node != 0 ? node(origin.node).sequence : origin.key;
   locks.need(Shard::of(previous));
   for (size_t i = 0; i < engine.count; ++i) {
     sequence[i] = previous = BLOCK_HASH.pair(previous, local[i]);
-    shard_of(previous).prefetch_slot(previous);
-    names.prefetch(engine[i]);
+    table_of(previous).prefetch(previous);
     locks.need(Shard::of(previous));
   }
-  for (size_t i = 0; i < engine.count; ++i) shard_of(sequence[i]).prefetch_node(sequence[i]);
+  for (size_t i = 0; i < engine.count; ++i) {
+    if (!table_of(sequence[i]).prefetch_node(nodes(), sequence[i])) break;  // nor has what follows
+  }
   locks.lock();
   bool chained = false;    // the parent was joined just now
   uint32_t parent_at = 0;  // in which tier, or above, the rank holds the parent
   for (size_t i = 0; i < engine.count; ++i) {
-    const size_t place = names.locate(engine[i]);
-    const NodeId held = names.value(place);
+    const NodeId held = names.find(engine[i]);
     if (held != 0) {
       const bool same = node(held).sequence == sequence[i];
       origin = {same ? held : 0, sequence[i], RankSet::EMPTY};
       chained = false;
       continue;
     }
-    if (origin.node == 0) origin.node = obtain(rank, origin.key, {origin.kind, 0, 0}, epoch).first;
+    if (origin.node == 0) origin.node = obtain(rank, origin, epoch);
     if (!chained) parent_at = lowest_at(origin.node, rank.number);
     const NodeId child = join(rank, tier, origin.node, parent_at, sequence[i], local[i], epoch);
-    names.fill(place, engine[i], child);
+    names.insert(engine[i], child);
     if (node(child).parent != origin.node) strays.push_back(origin.node);
     origin.node = child;
     parent_at = tier;
@@ -192,8 +199,14 @@ void Index::append_some(Rank& rank, uint32_t tier, Origin& origin, Hashes engine
   for (const NodeId stray : strays) release(rank, stray, epoch);
 }
 
-std::pair<NodeId, bool> Index::obtain(Rank& rank, uint64_t key, const Seed& seed, uint64_t epoch) {
-  return shard_of(key).obtain(key, seed, rank.arena, epoch);
+// The node of a key, made if there is none. The caller holds its lock.
+NodeId Index::obtain(Rank& rank, const Origin& origin, uint64_t epoch) {
+  const bool root = origin.kind == RankSet::ROOT;
+  const NodeId known = table_of(origin.key).find(nodes(), origin.key, root);
+  if (known != 0) return known;
+  const NodeId id = shard_of(origin.key).add(origin.key, {origin.kind, 0, 0}, rank.arena, epoch);
+  if (!root) orphans_.fetch_add(1, std::memory_order_relaxed);
+  return id;
 }
 
 bool Index::is_broken(uint32_t rank) const {
@@ -241,8 +254,11 @@ std::vector<Match> Index::ranks() const {
 Stats Index::stats() const {
   Stats stats;
   stats.bytes = sizeof *this + nodes_.bytes();
-  for (const auto& shard : shards_) {
-    const std::lock_guard guard(*shard);
+  for (uint32_t i = 0; i < Shard::COUNT; ++i) {
+    ShardLocks locks(locks_);
+    locks.need(i);
+    locks.lock();
+    const auto& shard = shards_[i];
     stats.blocks += shard->blocks;
     stats.bytes += shard->bytes();
   }

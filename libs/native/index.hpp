@@ -42,6 +42,7 @@
 #include "flat_map.hpp"
 #include "hashes.hpp"
 #include "node_table.hpp"
+#include "shard_locks.hpp"
 
 namespace kvmesh {
 
@@ -90,16 +91,27 @@ class Index {
   Stats stats() const;
 
  private:
-  struct Rank {
-    Rank(uint32_t number, NodeSpace& nodes) : number(number), arena(nodes) {}
+  struct alignas(64) Rank {
+    Rank(uint32_t number, NodeSpace& nodes) : arena(nodes), number(number) {}
+
+    // Fetches what a change in this tier touches. Inlined by force: as calls without effects GCC
+    // drops these.
+    [[gnu::always_inline]] void prefetch(uint32_t tier) const {
+      __builtin_prefetch(this, 1);
+      __builtin_prefetch(&names[tier], 1);
+      __builtin_prefetch(&again, 1);
+    }
+    [[gnu::always_inline]] void prefetch_names(uint32_t tier, Hashes engine) const {
+      for (size_t i = 0; i < engine.count; ++i) names[tier].prefetch(engine[i]);
+    }
 
     mutable std::mutex mutex;
-    const uint32_t number;
     NodeSpace::Arena arena;
     FlatMap names[TIERS];  // engine hash -> node
     FlatMap again;         // node * 4 + tier -> further engine hashes that name the same block
     std::array<uint32_t, TIERS> breaks{};  // by highest tier that counts
     bool broken = false;                   // whether any of these is not 0
+    const uint32_t number;
   };
   struct RankChunk {
     static constexpr uint32_t SIZE = 1024;
@@ -122,6 +134,10 @@ class Index {
   Node& node(NodeId id) const { return nodes_[id]; }
   uint32_t shard_number(NodeId id) const { return Shard::of(node(id).sequence); }
   Shard& shard_of(uint64_t sequence) const { return *shards_[Shard::of(sequence)]; }
+  Table table_of(uint64_t sequence) const {
+    return Table(tables_[Shard::of(sequence)].load(std::memory_order_acquire));
+  }
+  Node* nodes() const { return &nodes_[0]; }
   Shard& shard(NodeId id) const { return shard_of(node(id).sequence); }
   RankSet::Word ranks_at(uint64_t sequence) const;
   void prefetch_slots(Hashes prompt) const;
@@ -152,7 +168,8 @@ class Index {
   size_t remove_some(Rank& rank, uint32_t tier, Hashes engine, uint64_t epoch);
   void drop_some(Rank& rank, uint32_t tier, const NodeId* held, size_t count, uint64_t epoch);
 
-  std::pair<NodeId, bool> obtain(Rank& rank, uint64_t key, const Seed& seed, uint64_t epoch);
+  NodeId obtain(Rank& rank, const Origin& origin, uint64_t epoch);
+  NodeId find_below(NodeId parent, uint64_t sequence) const;
   NodeId join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at, uint64_t sequence,
               uint64_t local, uint64_t epoch);
   NodeId leave(Rank& rank, uint32_t tier, NodeId id, uint64_t epoch);
@@ -167,8 +184,11 @@ class Index {
   void mend_own_link(Rank& rank, Move move, uint32_t parent_at);
 
   void link(NodeId parent, NodeId child);
+  void link_another(NodeId parent, NodeId child);
   void unlink(NodeId parent, NodeId child);
+  void unlink_another(NodeId parent, NodeId child);
   void count_child(NodeId parent, Move move);
+  void count_forked(NodeId parent, Move move);
   std::array<uint32_t, TIERS> children_of(NodeId id, uint32_t rank) const;
   void set_breaks(Rank& rank, const std::array<uint32_t, TIERS>& breaks);
 
@@ -176,10 +196,13 @@ class Index {
 
   mutable Epochs epochs_;
   NodeSpace nodes_;
+  alignas(64) Shard::Tables tables_{};
   std::array<std::unique_ptr<Shard>, Shard::COUNT> shards_;
+  alignas(64) mutable ShardLocks::Words locks_{};
   std::array<std::atomic<RankChunk*>, MAX_RANKS / RankChunk::SIZE> chunks_{};
   std::atomic<uint32_t> highest_rank_{0};
   std::atomic<uint32_t> broken_{0};      // how many ranks are broken
+  std::atomic<size_t> orphans_{0};       // blocks whose parent is not known
   std::atomic<uint32_t> tiers_used_{0};  // a mask of the tiers that ever held a block
 };
 

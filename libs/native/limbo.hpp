@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <deque>
 #include <new>
 
@@ -17,19 +18,22 @@ class Limbo {
   Limbo(const Limbo&) = delete;
   Limbo& operator=(const Limbo&) = delete;
   ~Limbo() {
-    for (const Retired& retired : retired_) ::operator delete(retired.memory);
+    for (const Retired& retired : retired_) std::free(retired.memory);
   }
 
-  void* allocate(size_t bytes) {
+  // To be freed by `free`.
+  void* allocate(size_t bytes, size_t alignment = alignof(std::max_align_t)) {
+    void* memory;
+    if (posix_memalign(&memory, alignment, bytes) != 0) throw std::bad_alloc();
     bytes_ += bytes;
-    return ::operator new(bytes);
+    return memory;
   }
 
   void retire(void* memory, size_t bytes, uint64_t epoch) {
     retired_.push_back({memory, bytes, epoch});
     while (epochs_.reusable(retired_.front().epoch)) {
       bytes_ -= retired_.front().bytes;
-      ::operator delete(retired_.front().memory);
+      std::free(retired_.front().memory);
       retired_.pop_front();
     }
   }

@@ -12,7 +12,7 @@ namespace kvmesh {
 namespace {
 
 constexpr size_t SPACE = sizeof(Node) << NodeSpace::BITS;
-constexpr uint32_t RUN = 64;       // nodes handed out together
+constexpr uint32_t RUN = 32;       // nodes handed out together
 constexpr uint32_t STEP = 1 << 16;  // nodes that get memory together: 2 MiB, one huge page
 
 }  // namespace

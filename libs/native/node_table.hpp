@@ -1,20 +1,27 @@
 // Blocks by sequence hash: one of the index's shards, an open-addressing table of node numbers.
 //
+// Groups of twelve slots, one cache line each. A slot has a tag, some bits of the sequence hash,
+// beside the node's number, so that a look-up compares twelve tags at once and touches no node but,
+// nearly always, the right one. A node lies in the first group from its home on that had room, and
+// each full group before counts that the node `passed`: where nothing passed, a look-up ends.
+//
 // Invariants
 //   T1  A node's `sequence` does not change while a pinned reader may reach it; `ranks` is one
 //       atomic word; readers look at nothing else of a node.
-//   T2  A slot is written by one 32-bit store. A removed slot becomes a tombstone; tombstones right
-//       before an empty slot become empty, which cuts no probe for another key short.
-//   T3  A full table is replaced as a whole; the old one and unlinked nodes wait in limbo.
-//   T4  Everything else is read and written under the shard's lock.
+//   T2  A slot's number is written before its tag, and a tag goes before its number is written
+//       again. A reader that meets the number of another block sees so from the node.
+//   T3  A node never moves within a table, and its passing is counted before it is added and until
+//       after it is removed: a reader meets each node that is present throughout.
+//   T4  A full table is replaced as a whole; the old one and unlinked nodes wait in limbo.
+//   T5  Everything else is read and written under the shard's lock.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <thread>
 #include <unordered_map>
-#include <utility>
 
 #include "flat_map.hpp"
 #include "limbo.hpp"
@@ -36,105 +43,215 @@ struct Fork {
   FlatMap held;    // rank * 4 + lowest tier -> children that the rank holds at that tier
 };
 
+// A set of a group's slots, for iteration: a bit for each, in a peculiar order.
+class Slots {
+ public:
+  // From the highest bits of the bytes that are the tags of slots 0..7 and 8..11.
+  Slots(uint64_t low, uint64_t high) : bits_((low & TOPS) >> 7 | (high & TOPS >> 32) >> 6) {}
+
+  explicit operator bool() const { return bits_ != 0; }
+  uint32_t first() const {
+    const auto bit = static_cast<uint32_t>(std::countr_zero(bits_));
+    return bit >> 3 | (bit & 1) << 3;
+  }
+  void drop_first() { bits_ &= bits_ - 1; }
+
+  static constexpr uint64_t TOPS = 0x8080808080808080;
+
+ private:
+  uint64_t bits_;
+};
+
+struct alignas(64) Group {
+  static constexpr uint32_t WIDTH = 12;
+
+  // A tag's highest bit is set, so that it differs from a free slot's 0.
+  std::atomic<uint64_t> low{0};   // the tags of slots 0..7, a byte each
+  std::atomic<uint64_t> high{0};  // those of slots 8..11, and above them how many nodes passed
+  std::atomic<NodeId> nodes[WIDTH]{};
+
+  static uint64_t tag(uint64_t sequence) { return (sequence & 0x7F) | 0x80; }
+
+  // --- for the holder of the lock ---
+
+  Slots used() const {
+    return {low.load(std::memory_order_relaxed), high.load(std::memory_order_relaxed)};
+  }
+  Slots free() const {
+    return {~low.load(std::memory_order_relaxed), ~high.load(std::memory_order_relaxed)};
+  }
+  void fill(uint32_t slot, uint64_t tag, NodeId id) {
+    nodes[slot].store(id, std::memory_order_release);
+    toggle(slot, tag);
+  }
+  void toggle(uint32_t slot, uint64_t tag) {
+    auto& word = slot < 8 ? low : high;
+    const uint64_t flipped = word.load(std::memory_order_relaxed) ^ tag << slot % 8 * 8;
+    word.store(flipped, std::memory_order_release);
+  }
+  void count_passing(int delta) {
+    const uint64_t passed = static_cast<uint64_t>(static_cast<int64_t>(delta)) << 32;
+    high.store(high.load(std::memory_order_relaxed) + passed, std::memory_order_release);
+  }
+};
+static_assert(sizeof(Group) == 64);
+
+// A shard's table as one word: where its groups are, and how many.
+class Table {
+ public:
+  explicit Table(uint64_t word)
+      : groups_(reinterpret_cast<Group*>(word & ~CODE)),
+        count_((4 | (word & 3)) << ((word & CODE) >> 2)) {}
+
+  // Of a number of groups that is 4 to 7 times a power of 2, at an address that ALIGNMENT divides.
+  static uint64_t word(Group* groups, uint64_t count) {
+    const uint64_t power = std::bit_width(count) - 3;
+    return reinterpret_cast<uint64_t>(groups) | power << 2 | (count >> power & 3);
+  }
+  static constexpr size_t ALIGNMENT = 128;
+
+  // The next larger number of groups: to save memory, by a quarter at most beyond small tables.
+  uint64_t grown() const {
+    const uint64_t quarter = uint64_t{1} << (std::bit_width(count_) - 3);
+    return count_ + (count_ < SMALL ? 2 : 1) * quarter;
+  }
+
+  Group* begin() const { return groups_; }
+  Group* end() const { return groups_ + count_; }
+  uint64_t count() const { return count_; }
+  Group* home(uint64_t sequence) const {  // its highest byte chose the shard
+    return groups_ + ((sequence << 8 >> 32) * count_ >> 32);
+  }
+  Group* next(Group* group) const { return group + 1 == end() ? groups_ : group + 1; }
+
+  // The node of the block, or of the root, with this key; 0 if there is none.
+  NodeId find(const Node* nodes, uint64_t sequence, bool root = false) const {
+    NodeId found = 0;
+    search(sequence, [&](Group*, uint32_t, NodeId id) {
+      const Node& node = nodes[id];
+      const bool match = node.sequence == sequence &&
+                         (node.ranks.load(std::memory_order_acquire) == RankSet::ROOT) == root;
+      if (match) found = id;
+      return match;
+    });
+    return found;
+  }
+
+  // Inlined by force: as calls without effects GCC drops them.
+  [[gnu::always_inline]] void prefetch(uint64_t sequence) const {
+    __builtin_prefetch(home(sequence), 1);
+  }
+  // Fetches the node that most likely is the block's. False if it has none.
+  [[gnu::always_inline]] bool prefetch_node(const Node* nodes, uint64_t sequence) const {
+    bool found = false;
+    search(sequence, [&](Group*, uint32_t, NodeId id) {
+      __builtin_prefetch(nodes + id, 1);
+      return found = true;
+    });
+    return found;
+  }
+
+  // --- for the holder of the lock ---
+
+  // There must be room.
+  void add(uint64_t sequence, NodeId id) const {
+    Group* group = home(sequence);
+    Slots free = group->free();
+    for (; !free; free = group->free()) {
+      group->count_passing(1);
+      group = next(group);
+    }
+    group->fill(free.first(), Group::tag(sequence), id);
+  }
+  void remove(uint64_t sequence, NodeId id) const {
+    search(sequence, [&](Group* group, uint32_t slot, NodeId other) {
+      if (other != id) return false;
+      group->toggle(slot, Group::tag(sequence));
+      for (Group* full = home(sequence); full != group; full = next(full)) full->count_passing(-1);
+      return true;
+    });
+  }
+
+ private:
+  // Calls visit(group, slot, id) for each slot that may name the block, until it returns true.
+  template <typename F>
+  void search(uint64_t sequence, F&& visit) const {
+    const uint64_t tags = Group::tag(sequence) * (~uint64_t{0} / 0xFF);
+    for (Group* group = home(sequence);; group = next(group)) {
+      const uint64_t low = group->low.load(std::memory_order_acquire);
+      const uint64_t high = group->high.load(std::memory_order_acquire);
+      for (Slots slots(equal(low, tags), equal(high, tags)); slots; slots.drop_first()) {
+        const uint32_t slot = slots.first();
+        if (visit(group, slot, group->nodes[slot].load(std::memory_order_acquire))) return;
+      }
+      if (high >> 32 == 0) return;
+    }
+  }
+
+  static constexpr uint64_t CODE = ALIGNMENT - 1;
+  static constexpr uint64_t SMALL = 256;
+
+  // The highest bit of each byte in which the two words are equal.
+  static uint64_t equal(uint64_t one, uint64_t other) {
+    const uint64_t differ = one ^ other;
+    return ~(((differ & ~Slots::TOPS) + ~Slots::TOPS) | differ) & Slots::TOPS;
+  }
+
+  Group* groups_;
+  uint64_t count_;
+};
+
 class alignas(64) Shard {
  public:
   static constexpr uint32_t BITS = 8;
   static constexpr uint32_t COUNT = 1 << BITS;
   static constexpr NodeId FORK = 1u << 31;
+  using Tables = std::array<std::atomic<uint64_t>, COUNT>;
 
-  Shard(const Epochs& epochs, const NodeSpace& nodes) : nodes_(nodes), limbo(epochs) {
-    table_.store(create(16), std::memory_order_release);
-  }
+  // `table` is where everyone finds the shard's table.
+  Shard(std::atomic<uint64_t>& table, const Epochs& epochs, const NodeSpace& nodes);
   Shard(const Shard&) = delete;
   Shard& operator=(const Shard&) = delete;
   ~Shard();
 
   static uint32_t of(uint64_t sequence) { return sequence >> (64 - BITS); }
 
-  // --- for readers and writers alike ---
+  // --- all that follows is for the holder of the lock ---
 
-  // The block's node, or 0.
-  NodeId find(uint64_t sequence) const {
-    const Table& table = *table_.load(std::memory_order_acquire);
-    for (uint32_t at = table.home(sequence);; at = table.next(at)) {
-      const uint32_t slot = table.slots()[at].load(std::memory_order_acquire);
-      if (slot == 0) return 0;
-      if (names(slot, sequence, false)) return slot & NUMBER;
-    }
+  // A node for a block that has none, or with `seed.ranks` ROOT for the root of a namespace, keyed
+  // by its salt and apart from blocks.
+  NodeId add(uint64_t sequence, const Seed& seed, NodeSpace::Arena& arena, uint64_t epoch) {
+    if (live_ >= limit_) [[unlikely]] grow(epoch);
+    const NodeId id = arena.allocate();
+    Node& fresh = nodes_[id];
+    fresh.sequence = sequence;
+    fresh.local = seed.local;
+    fresh.parent = seed.parent;
+    fresh.children = 0;
+    fresh.ranks.store(seed.ranks, std::memory_order_relaxed);
+    table().add(sequence, id);
+    ++live_;
+    return id;
   }
 
-  // Inlined by force: as calls without effects GCC drops them.
-  [[gnu::always_inline]] void prefetch_slot(uint64_t sequence) const {
-    const Table& table = *table_.load(std::memory_order_acquire);
-    __builtin_prefetch(&table.slots()[table.home(sequence)]);
+  // Takes the node out of the table.
+  void unlink(NodeId id) {
+    table().remove(nodes_[id].sequence, id);
+    --live_;
   }
-  // Fetches the node that the block's first slot names, most likely its own.
-  [[gnu::always_inline]] void prefetch_node(uint64_t sequence) const {
-    const Table& table = *table_.load(std::memory_order_acquire);
-    const uint32_t slot = table.slots()[table.home(sequence)].load(std::memory_order_acquire);
-    __builtin_prefetch(&nodes_[slot & NUMBER], 1);
-  }
-
-  // --- for the holder of the lock ---
-
-  void lock() {
-    for (uint32_t spins = 1; locked_.exchange(true, std::memory_order_acquire); ++spins) {
-      while (locked_.load(std::memory_order_relaxed)) {
-        if (++spins % 64 == 0) std::this_thread::yield();
-      }
-    }
-  }
-  void unlock() { locked_.store(false, std::memory_order_release); }
-
-  // The block's node, or with `seed.ranks` ROOT the root's, keyed by its salt and apart from
-  // blocks; and whether it was added just now.
-  std::pair<NodeId, bool> obtain(uint64_t sequence, const Seed& seed, NodeSpace::Arena& arena,
-                                 uint64_t epoch);
-
-  // Takes the node's slot away.
-  void unlink(NodeId id);
 
   size_t bytes() const;
 
  private:
-  static constexpr uint32_t NUMBER = (1u << NodeSpace::BITS) - 1;
-  static constexpr uint32_t TOMBSTONE = NUMBER;
-
-  // slots(): the low bits of the sequence hash above the node's number; 0 is empty.
-  struct alignas(16) Table {
-    uint32_t capacity;
-    std::atomic<uint32_t>* slots() const {
-      return reinterpret_cast<std::atomic<uint32_t>*>(const_cast<Table*>(this) + 1);
-    }
-    uint32_t home(uint64_t sequence) const {
-      return static_cast<uint32_t>((sequence << BITS >> 32) * capacity >> 32);
-    }
-    uint32_t next(uint32_t at) const { return at + 1 == capacity ? 0 : at + 1; }
-    static size_t bytes(uint32_t capacity) { return sizeof(Table) + 4ull * capacity; }
-  };
-
-  static uint32_t tagged(uint64_t sequence, NodeId id) {
-    return static_cast<uint32_t>(sequence) << NodeSpace::BITS | id;
-  }
-
-  // Whether a slot names the block, or the root, with this key.
-  bool names(uint32_t slot, uint64_t sequence, bool root) const {
-    if (((slot ^ tagged(sequence, 0)) & ~NUMBER) != 0 || (slot & NUMBER) == TOMBSTONE) return false;
-    const Node& found = nodes_[slot & NUMBER];
-    return found.sequence == sequence &&
-           (found.ranks.load(std::memory_order_acquire) == RankSet::ROOT) == root;
-  }
-
-  Table* create(uint32_t capacity);
+  Table table() const { return Table(table_.load(std::memory_order_relaxed)); }
+  uint64_t create(uint64_t groups);
   void grow(uint64_t epoch);
 
-  // What every block touches comes first, in one cache line.
-  std::atomic<Table*> table_{nullptr};
-  const NodeSpace& nodes_;
-  std::atomic<bool> locked_{false};
-  uint32_t used_ = 0;   // slots that are not empty
-  uint32_t limit_ = 0;  // how many may be
-  uint32_t live_ = 0;   // slots that name a node
+  // What every new block touches comes first, in one cache line.
+  std::atomic<uint64_t>& table_;
+  Node* const nodes_;
+  uint64_t live_ = 0;   // nodes in the table
+  uint64_t limit_ = 0;  // how many may be
 
  public:
   size_t blocks = 0;  // nodes with at least one holder

@@ -2,20 +2,21 @@
 #pragma once
 
 #include <array>
-#include <bit>
+#include <atomic>
 #include <cstdint>
+#include <thread>
 
 #include "node_table.hpp"
 
 namespace kvmesh {
 
 // Taken together, in the order of the shards, before the batch's first write: writers cannot
-// deadlock, and the blocks in between cost no atomic exchange.
+// deadlock. A lock is a bit, so that the dozens of a batch cost one atomic change for each word.
 class ShardLocks {
  public:
-  using Shards = std::array<std::unique_ptr<Shard>, Shard::COUNT>;
+  using Words = std::array<std::atomic<uint64_t>, Shard::COUNT / 64>;
 
-  explicit ShardLocks(const Shards& shards) : shards_(shards) {}
+  explicit ShardLocks(Words& words) : words_(words) {}
   ShardLocks(const ShardLocks&) = delete;
   ShardLocks& operator=(const ShardLocks&) = delete;
   ~ShardLocks() { unlock(); }
@@ -25,28 +26,34 @@ class ShardLocks {
   bool has(uint32_t shard) const { return (needed_[shard / 64] >> shard % 64 & 1) != 0; }
 
   void lock() {
-    for_each_needed([](Shard& shard) { shard.lock(); });
+    for (uint32_t i = 0; i < needed_.size(); ++i) {
+      if (needed_[i] != 0) lock(words_[i], needed_[i]);
+    }
     locked_ = true;
   }
 
   // Forgets what was needed, too.
   void unlock() {
-    if (locked_) for_each_needed([](Shard& shard) { shard.unlock(); });
+    for (uint32_t i = 0; locked_ && i < needed_.size(); ++i) {
+      if (needed_[i] != 0) words_[i].fetch_and(~needed_[i], std::memory_order_release);
+    }
     locked_ = false;
     needed_ = {};
   }
 
  private:
-  template <typename F>
-  void for_each_needed(F&& visit) const {
-    for (uint32_t word = 0; word < needed_.size(); ++word) {
-      for (uint64_t left = needed_[word]; left != 0; left &= left - 1) {
-        visit(*shards_[word * 64 + std::countr_zero(left)]);
+  static void lock(std::atomic<uint64_t>& word, uint64_t needed) {
+    for (uint32_t spins = 1;; ++spins) {
+      uint64_t held = word.load(std::memory_order_relaxed);
+      if ((held & needed) == 0 &&
+          word.compare_exchange_weak(held, held | needed, std::memory_order_acquire)) {
+        return;
       }
+      if (spins % 64 == 0) std::this_thread::yield();
     }
   }
 
-  const Shards& shards_;
+  Words& words_;
   std::array<uint64_t, Shard::COUNT / 64> needed_{};
   bool locked_ = false;
 };

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "index.hpp"
-#include "shard_locks.hpp"
 
 namespace kvmesh {
 
@@ -12,8 +11,9 @@ NodeId Index::join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at,
                    uint64_t local, uint64_t epoch) {
   const bool whole = parent_at <= tier && !rank.broken;
   const Seed seed{whole ? RankSet::single(rank.number, tier) : RankSet::EMPTY, parent, local};
-  const auto [child, added] = obtain(rank, sequence, seed, epoch);
-  if (added) {
+  NodeId child = find_below(parent, sequence);
+  if (child == 0) {
+    child = shard_of(sequence).add(sequence, seed, rank.arena, epoch);
     link(parent, child);
     if (whole) {
       ++shard(child).blocks;
@@ -31,6 +31,7 @@ NodeId Index::join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at,
   if (block.parent == 0) {
     block.parent = parent;
     block.local = local;
+    orphans_.fetch_sub(1, std::memory_order_relaxed);
     link(parent, child);
   }
   shard(child).blocks += holders == RankSet::EMPTY;
@@ -41,6 +42,14 @@ NodeId Index::join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at,
   count_child(block.parent, move);
   if (rank.broken) mend_links(rank, move, child);
   return child;
+}
+
+// The node of a block whose parent is known, or 0. The caller holds both locks.
+NodeId Index::find_below(NodeId parent, uint64_t sequence) const {
+  const NodeId only = node(parent).children;
+  if (only == 0 && orphans_.load(std::memory_order_relaxed) == 0) return 0;
+  if (only != 0 && only != Shard::FORK && node(only).sequence == sequence) return only;
+  return table_of(sequence).find(nodes(), sequence);
 }
 
 // Makes `rank` no holder of the block in this tier. The caller holds both locks. Returns the
@@ -103,7 +112,11 @@ void Index::break_links_below(Rank& rank, Move move, NodeId id) {
 // Takes a node that nothing needs out of the tree. Returns its parent if that is now as needless.
 NodeId Index::retire(Rank& rank, NodeId id, uint64_t epoch) {
   const NodeId parent = node(id).parent;
-  if (parent != 0) unlink(parent, id);
+  if (parent != 0) {
+    unlink(parent, id);
+  } else if (node(id).ranks.load(std::memory_order_relaxed) != RankSet::ROOT) {
+    orphans_.fetch_sub(1, std::memory_order_relaxed);
+  }
   shard(id).unlink(id);
   rank.arena.retire(id, epoch);
   return parent != 0 && is_idle(node(parent)) ? parent : 0;
@@ -119,7 +132,7 @@ bool Index::is_idle(const Node& node) {
 // pin keeps the node from being reused meanwhile, not from being retired by another writer.
 void Index::release(Rank& rank, NodeId id, uint64_t epoch) {
   while (id != 0) {
-    ShardLocks locks(shards_);
+    ShardLocks locks(locks_);
     locks.need(shard_number(id));
     locks.lock();
     if (!is_idle(node(id))) return;
@@ -137,10 +150,15 @@ void Index::release(Rank& rank, NodeId id, uint64_t epoch) {
 void Index::link(NodeId parent, NodeId child) {
   Node& above = node(parent);
   const bool root = above.ranks.load(std::memory_order_relaxed) == RankSet::ROOT;
-  if (above.children == 0 && !root) {
+  if (above.children == 0 && !root) [[likely]] {
     above.children = child;
-    return;
+  } else {
+    link_another(parent, child);
   }
+}
+
+void Index::link_another(NodeId parent, NodeId child) {
+  Node& above = node(parent);
   Fork& fork = shard(parent).forks[parent];
   if (above.children != Shard::FORK) {
     fork.count = above.children != 0;
@@ -161,8 +179,13 @@ void Index::unlink(NodeId parent, NodeId child) {
   Node& above = node(parent);
   if (above.children == child) {
     above.children = 0;
-    return;
+  } else {
+    unlink_another(parent, child);
   }
+}
+
+void Index::unlink_another(NodeId parent, NodeId child) {
+  Node& above = node(parent);
   auto& forks = shard(parent).forks;
   const auto found = forks.find(parent);
   Fork& fork = found->second;
@@ -177,7 +200,10 @@ void Index::unlink(NodeId parent, NodeId child) {
 void Index::count_child(NodeId parent, Move move) {
   const Node& above = node(parent);
   if (above.children != Shard::FORK) [[likely]] return;
-  if (above.ranks.load(std::memory_order_relaxed) == RankSet::ROOT) return;
+  if (above.ranks.load(std::memory_order_relaxed) != RankSet::ROOT) count_forked(parent, move);
+}
+
+void Index::count_forked(NodeId parent, Move move) {
   FlatMap& held = shard(parent).forks.find(parent)->second.held;
   const uint64_t key = uint64_t{move.rank} * TIERS;
   if (move.from != NO_TIER) held.count(key + move.from, -1);
