@@ -150,7 +150,7 @@ def test_a_damaged_document_is_refused(
 
 def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "trace.parquet"
-    with pytest.raises(FormatError, match="no shipped profile: .*demo"):
+    with pytest.raises(FormatError, match=r"no shipped profile: .*demo"):
         load(str(file))
     file.touch()
     with pytest.raises(FormatError, match=r"known: \.jsonl"):
