@@ -106,6 +106,19 @@ async def test_a_flood_evicts_and_the_index_knows(mesh: Mesh) -> None:
     assert mesh.metric("kvmesh_frontend_cached_tokens_total") - before < 64
 
 
+async def test_a_killed_worker_leaves_no_engine_behind(mesh: Mesh) -> None:
+    psutil = pytest.importorskip("psutil")
+    await mesh.ready(START_S)
+    started = psutil.Process(mesh.processes["worker-0"].pid).children(recursive=True)
+    assert any("EngineCore" in child.name() for child in started)
+    mesh.kill("worker-0")
+    await eventually(lambda: not any(map(_runs, started)), what="all it started has ended")
+
+
+def _runs(process: Any) -> bool:
+    return process.is_running() and process.status() != "zombie"
+
+
 @pytest.fixture
 def apart(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> Iterator[Mesh]:
     """One vLLM that prefills, one that decodes."""

@@ -11,6 +11,7 @@ import socket
 import tempfile
 from array import array
 from collections.abc import AsyncIterator
+from multiprocessing import active_children
 from typing import Any
 
 from vllm import SamplingParams
@@ -33,6 +34,7 @@ from kvmesh.worker.streams import Output, RequestStreams, Unavailable, remaining
 from kvmesh.worker.tiers import TierCounts
 from kvmesh.worker.vllm.blocks import kvbm_connector, shared, shares
 from kvmesh.worker.vllm.dialect import sampling_fields, structured_outputs
+from kvmesh.worker.vllm.guard import Guard
 from kvmesh.worker.vllm.stats import RankStats, StatsCollector
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class VllmEngine(Adapter):
         self._served = served
         self._folder = tempfile.TemporaryDirectory(prefix="kvmesh-")
         self._llm: Any = None
+        self._guard: Guard | None = None
         self._salts = Salts(served, 1)
         self._hands_off = not shares(arguments)
         self._stats: list[RankStats] = []
@@ -96,6 +99,7 @@ class VllmEngine(Adapter):
         except Exception as error:  # vLLM and what it loads raise anything
             self._folder.cleanup()
             raise EngineError(f"vLLM does not start: {_cause(error)}") from error
+        self._guard = Guard(child.pid for child in active_children() if child.pid is not None)
         config = self._llm.vllm_config
         cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
         self._blocks, self._size = cache.num_gpu_blocks, cache.block_size
@@ -136,6 +140,9 @@ class VllmEngine(Adapter):
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
         self._folder.cleanup()
 
     def _load(self, collector: StatsCollector) -> AsyncLLM:
