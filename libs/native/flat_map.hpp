@@ -2,8 +2,8 @@
 //
 // Buckets of five entries, one cache line each. A key lies in the first bucket from its home on
 // that had room for it, and each full bucket before counts that it `passed`: a search ends at a
-// bucket that nothing passed, nearly always the first, and a removal moves nothing but the last
-// entry of its bucket. All but small maps grow by a quarter, to save memory.
+// bucket that nothing passed, nearly always the first, or else after one round, and a removal moves
+// nothing but the last entry of its bucket. All but small maps grow by a quarter, to save memory.
 #pragma once
 
 #include <cstddef>
@@ -32,11 +32,13 @@ class FlatMap {
   // The value of `key`, or 0.
   uint32_t find(uint64_t key) const {
     if (size_ == 0) return 0;
-    for (size_t at = home(key);; at = next(at)) {
+    size_t at = home(key);
+    for (size_t left = count_; left != 0; --left, at = next(at)) {
       const Bucket& bucket = buckets_[at];
       if (const uint32_t i = bucket.entry_of(key); i < bucket.used) return bucket.values[i];
       if (bucket.passed == 0) return 0;
     }
+    return 0;
   }
 
   // Adds a key that the map does not have.
@@ -49,7 +51,8 @@ class FlatMap {
   // Removes `key` and returns the value it had, or 0.
   uint32_t erase(uint64_t key) {
     if (size_ == 0) return 0;
-    for (size_t at = home(key);; at = next(at)) {
+    size_t at = home(key);
+    for (size_t left = count_; left != 0; --left, at = next(at)) {
       Bucket& bucket = buckets_[at];
       if (const uint32_t i = bucket.entry_of(key); i < bucket.used) {
         --size_;
@@ -58,6 +61,7 @@ class FlatMap {
       }
       if (bucket.passed == 0) return 0;
     }
+    return 0;
   }
 
   // Adds to the value of `key`, which counts as 0 where absent and is removed when it gets there.

@@ -3,7 +3,8 @@
 // Groups of twelve slots, one cache line each. A slot has a tag, some bits of the sequence hash,
 // beside the node's number, so that a look-up compares twelve tags at once and touches no node but,
 // nearly always, the right one. A node lies in the first group from its home on that had room, and
-// each full group before counts that the node `passed`: where nothing passed, a look-up ends.
+// each full group before counts that the node `passed`: a look-up ends where nothing passed, or
+// else after one round.
 //
 // Invariants
 //   T1  A node's `sequence` does not change while a pinned reader may reach it; `ranks` is one
@@ -177,7 +178,8 @@ class Table {
   template <typename F>
   void search(uint64_t sequence, F&& visit) const {
     const uint64_t tags = Group::tag(sequence) * (~uint64_t{0} / 0xFF);
-    for (Group* group = home(sequence);; group = next(group)) {
+    Group* group = home(sequence);
+    for (uint64_t left = count_; left != 0; --left, group = next(group)) {
       const uint64_t low = group->low.load(std::memory_order_acquire);
       const uint64_t high = group->high.load(std::memory_order_acquire);
       for (Slots slots(equal(low, tags), equal(high, tags)); slots; slots.drop_first()) {
