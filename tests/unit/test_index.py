@@ -1,5 +1,7 @@
 """The behaviour of a prefix index, over both implementations."""
 
+from random import Random
+
 import pytest
 from support.prefix_index import FACTORIES, Factory, hashes, load, rows
 
@@ -212,3 +214,16 @@ def test_a_long_chain_is_dropped_without_recursion(create: Factory) -> None:
     assert rows(index.find(sequence_hashes(blocks))) == {1: (20_000, 0, 0, 0)}
     index.remove(1, 0, blocks)
     assert index.stats()[:2] == (0, 0)
+
+
+@pytest.mark.parametrize("size", [4, 13, 14])
+def test_look_ups_end_however_often_blocks_are_replaced(create: Factory, size: int) -> None:
+    rng, index = Random(1), create()
+    held: list[bytes] = []
+    for _ in range(2_000):
+        held.append(rng.randbytes(8))
+        index.store(0, 0, None, held[-1], rng.randbytes(8))
+        if len(held) == size:
+            assert index.remove(0, 0, held.pop(rng.randrange(size))) == 1
+        assert index.remove(0, 0, rng.randbytes(8)) == 0
+    assert index.stats().entries == size - 1
