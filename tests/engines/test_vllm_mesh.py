@@ -116,7 +116,7 @@ async def test_a_killed_worker_leaves_no_engine_behind(mesh: Mesh) -> None:
 
 
 def _runs(process: Any) -> bool:
-    return process.is_running() and process.status() != "zombie"
+    return bool(process.is_running()) and process.status() != "zombie"
 
 
 @pytest.fixture
