@@ -242,7 +242,7 @@ def test_a_lower_tier_tells_the_truth_and_keeps_its_bounds(prefixes: list[list[i
         assert len(tier.contents) <= 5
         assert (tier.active, tier.cached) == (0, len(tier.contents))
         assert replay(events)[HOST] == tier.contents
-        assert tier.match(sequence.sequence)[0] == min(5, len(prefix))
+        assert tier.find(sequence.sequence).held == min(5, len(prefix))
     assert replay(tier.stored())[HOST] == tier.contents
 
 

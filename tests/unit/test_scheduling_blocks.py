@@ -69,7 +69,8 @@ class BlockMachine(RuleBasedStateMachine):
     def begin(self, local: tuple[int, ...], priority: int, part: int) -> None:
         """Use what is held, and compute the rest in one or two pieces."""
         prefix = Prefix(local, priority)
-        hits, inactive = self.manager.match(packed(prefix.blocks))
+        way = self.manager.find(packed(prefix.blocks))
+        hits, inactive = way.held, way.inactive
         assert (hits, inactive) == self.plain.match(prefix.blocks)
         missing = len(local) - hits
         if missing + inactive > self.manager.available:

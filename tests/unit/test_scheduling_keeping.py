@@ -67,8 +67,9 @@ class KeepingMachine(RuleBasedStateMachine):
         if tenant:
             local = [9, *local]  # what differs in tenant shares nothing
         blocks = hashes(local)
-        held, inactive = self.manager.match(blocks)
-        if len(local) - held + inactive > self.manager.available:
+        way = self.manager.find(blocks)
+        held = way.held
+        if len(local) - held + way.inactive > self.manager.available:
             return
         self.manager.use(blocks)
         assert self.manager.allocate(len(local) - held)
@@ -129,7 +130,7 @@ class KeepingMachine(RuleBasedStateMachine):
     def pin(self, name: str, local: list[int], ttl: float) -> None:
         command = Pin(id=name, sequence=hashes(local).tobytes(), ttl_s=ttl)
         blocks = self.manager.keeping.pin(command, self.manager.now)
-        assert blocks <= self.manager.match(hashes(local))[0]
+        assert blocks <= self.manager.find(hashes(local)).held
 
     @rule(name=NAMES)
     def unpin(self, name: str) -> None:

@@ -24,7 +24,7 @@ class MockLoader:
 
     def seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
         core = self._ranks[wish.rank].core
-        held, _ = core.blocks.match(hashes)
+        held = core.blocks.find(hashes).held
         loading = core.tiers.seconds(core.tiers.find(hashes, held))
         return loading + core.options.model.prefill(wish.compute) / core.options.speedup
 

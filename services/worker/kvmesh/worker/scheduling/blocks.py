@@ -61,13 +61,8 @@ class BlockManager:
         """Whether `block` is held; `parent` is the last one of a sequence's prefix."""
         return block in self._tree.after(self._tree.ending(parent))
 
-    def match(self, hashes: "array[int]") -> tuple[int, int]:
-        """Leading blocks held, and how many of those are inactive. Changes nothing."""
-        way = self._tree.way(hashes)
-        return way.held, way.inactive
-
     def find(self, hashes: "array[int]") -> Way:
-        """Where the leading blocks of a prefix are that are held, for `refer` to use at once."""
+        """Which leading blocks of a prefix are held. Changes nothing; `refer` at once or never."""
         return self._tree.way(hashes)
 
     def refer(self, way: Way) -> None:
@@ -85,7 +80,7 @@ class BlockManager:
 
     def use(self, hashes: "array[int]") -> int:
         """Take a reference on the leading blocks of a prefix that are held; returns how many."""
-        way = self._tree.way(hashes)
+        way = self.find(hashes)
         self.refer(way)
         return way.held
 
@@ -176,7 +171,7 @@ class BlockManager:
         self._evicted = array("Q")
 
     def _held_above(self, prompt: "array[int]") -> int:
-        return self._above.match(prompt)[0] if self._above is not None else 0
+        return self._above.find(prompt).held if self._above is not None else 0
 
     def _told(self, run: Run) -> Iterator[Stored]:
         """A run as events of at most `DUMP_BLOCKS` blocks."""

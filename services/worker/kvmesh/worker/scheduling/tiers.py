@@ -143,7 +143,7 @@ class Tiers:
         below = [0] * len(TIERS)
         at = hits
         for tier in self.lower:
-            held, _ = tier.match(reusable)
+            held = tier.find(reusable).held
             if held > at:
                 below[tier.tier] = held - at
                 at = held

@@ -236,7 +236,7 @@ class TorchCore:
         """Where a block is held under a hash for other tokens, go on with other hashes."""
         job = self.job(sequence)
         prints = job.prints.upto(job.tokens, blocks)
-        held, _ = self.blocks.match(sequence.sequence[:blocks])
+        held = self.blocks.find(sequence.sequence[:blocks]).held
         sound = self.guard.sound(sequence.sequence[:held], prints)
         if sound < held:
             log.warning("request %s has a block hash that other tokens have", sequence.request.id)

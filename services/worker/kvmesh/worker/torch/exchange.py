@@ -27,7 +27,7 @@ def check_layout(core: TorchCore, layout: KvLayout) -> None:
 
 def hold(core: TorchCore, hashes: "array[int]", prints: bytes) -> tuple["array[int]", list[int]]:
     """Refer to what is held of a prefix; also where that is. To be dereferred after the copy."""
-    matched = core.blocks.match(hashes)[0]
+    matched = core.blocks.find(hashes).held
     held = hashes[: core.guard.sound(hashes[:matched], prints)]
     core.blocks.use(held)
     return held, core.slots.places(held)
@@ -104,6 +104,6 @@ class Prefix:
     def _end(self, blocks: int) -> int:
         """Where what is held of the first blocks is that of other tokens; else after them."""
         core = self._core
-        held = self.hashes[: core.blocks.match(self.hashes[:blocks])[0]]
+        held = self.hashes[: core.blocks.find(self.hashes[:blocks]).held]
         sound = core.guard.sound(held, self._prints)
         return sound if sound < len(held) else blocks
