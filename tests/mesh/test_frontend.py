@@ -227,6 +227,15 @@ async def test_constraints_that_no_worker_meets_are_refused_at_once(stage: Stage
     assert len(stage.router.asked) == 1
 
 
+async def test_a_router_that_fails_is_not_told_as_a_lack_of_workers(stage: Stage) -> None:
+    stage.router.refusal = Refused(code="unavailable", reason="the router failed; see its log")
+    for path, form in ((CHAT, body()), ("/v1/messages", body(max_tokens=9))):
+        status, answer = await stage.client.post(path, form)
+        message = answer["error"]["message"]
+        assert status == 503
+        assert message.endswith("cannot be served now: the router failed; see its log")
+
+
 async def test_when_all_are_busy_the_client_is_told_to_wait(stage: Stage) -> None:
     stage.a.status = stage.b.status = "busy"
     response = await stage.client.stream(CHAT, body())

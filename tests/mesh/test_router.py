@@ -2,10 +2,19 @@
 
 import asyncio
 import logging
+from random import Random
 
 import msgspec
 import pytest
-from support.routers import Tail, ask, placed, running_router, running_workers, scripted_index
+from support.routers import (
+    Tail,
+    ask,
+    caught_up,
+    placed,
+    running_router,
+    running_workers,
+    scripted_index,
+)
 from support.routing import request, sequence
 from support.wait import PATIENCE_S, eventually
 
@@ -17,6 +26,7 @@ from kvmesh.bus.messages import (
     OverlapQuery,
     Placement,
     Refused,
+    Routed,
     RouteEvent,
     RouteRequest,
     SeqAdd,
@@ -24,8 +34,10 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.router.policies import Kv
+from kvmesh.router.cost import CostModel
+from kvmesh.router.policies import Policy
 from kvmesh.router.registry import BUILT_IN
+from kvmesh.router.view import Choice, View
 
 TEN = sequence(*range(10))
 DECISIONS = msgspec.msgpack.Decoder(RouteEvent)
@@ -167,24 +179,47 @@ async def test_reported_load_steers_away(
         await eventually(seen)
 
 
-class Fragile(Kv):
-    """Fails where no policy is expected to."""
+class Fragile(Policy):
+    """Fails wherever it is asked or told."""
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        raise RuntimeError("choose")
+
+    def placed(self, decision: Decision, now: float) -> None:
+        raise RuntimeError("placed")
+
+    def freed(self, request: str, now: float) -> None:
+        raise RuntimeError("freed")
 
     def admits(self, request: RouteRequest, now: float) -> bool:
-        raise RuntimeError("broken")
+        raise RuntimeError("admits")
+
+    def shift(self, request: RouteRequest) -> float:
+        raise RuntimeError("shift")
+
+    def state(self) -> bytes | None:
+        raise RuntimeError("state")
+
+    def tick(self, now: float) -> None:
+        raise RuntimeError("tick")
 
 
-async def test_a_router_that_fails_says_so_and_goes_on(
-    bus: Bus, options: BusOptions, limits: StreamLimits
+async def test_a_policy_that_fails_in_every_way_stops_nothing_and_is_told_once_for_each(
+    bus: Bus, options: BusOptions, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def told() -> list[str]:
+        return sorted(str(r.exc_info[1]) for r in caplog.records if r.exc_info)
+
     async with (
         running_workers(bus, limits, "a"),
-        running_router(options, policy=f"{__name__}:Fragile"),
+        running_router(options, policy=f"{__name__}:Fragile", queue_threshold=1.0) as running,
     ):
-        for name in ("1", "2"):
-            reply = await ask(bus, request(name, TEN))
-            assert isinstance(reply, Refused)
-            assert reply.code == "unavailable"
+        for name in ("1", "2", "3"):
+            assert isinstance(await ask(bus, request(name, TEN)), Routed)
+            await bus.publish(bus.subjects.seq("m"), SeqBatch("f", [SeqFree(name)]))
+        await caught_up(bus, [running])
+        await eventually(lambda: {"tick", "state"} <= set(told()))
+    assert told() == ["admits", "choose", "freed", "placed", "shift", "state", "tick"]
 
 
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))

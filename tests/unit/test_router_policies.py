@@ -1,6 +1,7 @@
 """Each policy's formula and behaviour on small cases worked by hand."""
 
 import logging
+import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -336,7 +337,28 @@ class Astray(Policy):
         return Choice(99, np.zeros(len(view)))
 
 
-@pytest.mark.parametrize("policy", [Broken, Astray])
+class OfOne(Policy):
+    """Says the cost of the chosen one alone."""
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        return Choice(0, np.zeros(1))
+
+
+class Plain(Policy):
+    """Needs no NumPy."""
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        return Choice(1, [3, 2])  # type: ignore[arg-type]
+
+
+def test_costs_may_be_a_plain_list() -> None:
+    router = core("a", "b", policy=f"{__name__}:Plain")
+    decision = router.decide(request("1", TEN), None, 0.0)
+    assert (decision.chosen.instance, decision.chosen.cost, decision.note) == ("b", 2.0, None)
+    assert not router.faults
+
+
+@pytest.mark.parametrize("policy", [Broken, Astray, OfOne])
 def test_a_failing_policy_falls_back_is_counted_and_logged_once(
     policy: type[Policy], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -357,6 +379,26 @@ def test_a_failing_policy_falls_back_is_counted_and_logged_once(
 def test_an_unknown_policy_is_refused_at_start(name: str) -> None:
     with pytest.raises(ConfigError, match="policy"):
         make_policy(name, Router())
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("class P(", "SyntaxError"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("rate = 1 / 0", r"ZeroDivisionError: .*broken_policies.py:1\)"),
+        ("class P:\n  def __init__(self):\n    self.x = y", r"NameError: .*broken_policies.py:3\)"),
+        ("class P:\n  def __init__(self, beta):\n    pass", "missing .* 'beta'"),
+    ],
+)
+def test_a_policy_that_cannot_be_made_is_refused_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, cause: str
+) -> None:
+    (tmp_path / "broken_policies.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_policies", raising=False)
+    with pytest.raises(ConfigError, match=cause):
+        make_policy("broken_policies:P", Router())
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

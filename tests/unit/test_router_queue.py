@@ -297,6 +297,35 @@ def test_long_waiters_are_scored_anew() -> None:
     assert drain(mesh, 6.0) == ["1", "2", "3"]
 
 
+def test_looking_again_when_all_workers_have_left_leaves_the_request_to_its_turn() -> None:
+    mesh = Replicas(dispatcher())
+    mesh.submit(prompt("1"))
+    ticket = mesh.submit(prompt("2"))
+    mesh.replicas[0].core.leave("a")
+    mesh.take(mesh.replicas[0].rescore(ticket, None, 6.0), 6.0)
+    assert not any(done is ticket for done in mesh.done)
+    mesh.pump(6.0)
+    assert isinstance(ticket.result, Refused)
+    assert ticket.result.code == "no_workers"
+
+
+def test_a_defect_costs_one_request_and_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = Replicas(dispatcher())
+    broken: dict[str, Any] = {"tokens": None}  # as no message on the bus can be
+    at_once = mesh.submit(msgspec.structs.replace(prompt("0"), **broken))
+    mesh.submit(prompt("1"))
+    waiting, behind = mesh.submit(prompt("2")), mesh.submit(prompt("3"))
+    waiting.request = msgspec.structs.replace(waiting.request, **broken)
+    drain(mesh)
+    for ticket in (at_once, waiting):
+        assert isinstance(ticket.result, Refused)
+        assert ticket.result.code == "unavailable"
+        assert "TypeError" in ticket.result.reason
+    assert isinstance(behind.result, Decision)
+    assert mesh.replicas[0].waiting == 0
+    assert len([r for r in caplog.records if "could not be routed" in r.message]) == 1
+
+
 # --- replicas
 
 

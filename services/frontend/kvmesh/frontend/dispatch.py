@@ -288,6 +288,8 @@ def _check(refused: Refused, job: Job, patient: bool) -> None:
         raise ApiError("timeout", refused.reason, retry_after=after)
     if refused.code == "no_workers" and job.refused:
         raise Overloaded(f"Every worker of `{job.model}` is busy.", after)
+    if not patient and refused.code == "unavailable":
+        raise Unavailable(f"`{job.model}` cannot be served now: {refused.reason}", after)
     if not patient or (refused.unmet and not job.exclude):
         raise Unavailable(f"No worker serves `{job.model}` now: {refused.reason}", after)
 

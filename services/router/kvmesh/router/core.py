@@ -1,9 +1,7 @@
 """The router of one model as plain synchronous code: the live service and the simulator run it."""
 
-import logging
 import math
-from collections import Counter
-from operator import attrgetter
+from operator import attrgetter, index
 from random import Random
 
 import numpy as np
@@ -25,6 +23,7 @@ from kvmesh.router.arrays import Slots
 from kvmesh.router.config import cost_model, thresholds
 from kvmesh.router.cost import CostModel
 from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, Overloaded
+from kvmesh.router.failures import Failures
 from kvmesh.router.overlaps import Overlaps, OverlapWatch, gather
 from kvmesh.router.policies import Kv, Policy
 from kvmesh.router.predicted import PredictedPrefixes
@@ -36,7 +35,6 @@ from kvmesh.router.view import Choice, View
 from kvmesh.router.workers import UNMET, RankTable, Serves
 from kvmesh.settings.schema import Router
 
-log = logging.getLogger(__name__)
 SHOWN = 16
 TOLD = ("placed", "finished", "freed")  # for policies that learn
 IDLE_GRACE_S = 15.0  # from a placement until an idle engine proves that it is lost
@@ -54,7 +52,8 @@ class RouterCore:
         self._reports = Reports(self.table)
         self.active = ActiveSequences(self.table, settings.sequence_ttl_s)
         self.limits = thresholds(settings)
-        self.faults: Counter[str] = Counter()
+        self._failures = Failures()
+        self.faults = self._failures.counts
         self.epoch = epoch
         self._router = router
         self._rng = rng
@@ -65,7 +64,7 @@ class RouterCore:
         self._prefill_model = cost_model(settings, settings.prefill_credits)
         self._decode_model = cost_model(settings, settings.decode_credits)
         self._policies: dict[str, Policy] = {}
-        self._told: list[Policy] = []
+        self._told: list[tuple[str, Policy]] = []
         self.policy = self._named(settings.policy)
 
     # facts
@@ -95,8 +94,11 @@ class RouterCore:
             self._freed(event.request, now)
 
     def _freed(self, request: str, now: float) -> None:
-        for policy in self._told:
-            policy.freed(request, now)
+        for name, policy in self._told:
+            try:
+                policy.freed(request, now)
+            except Exception as error:
+                self._note(name, "freed", error)
 
     def _add(self, event: SeqAdd, now: float) -> None:
         at = min(event.time - self.epoch, now)
@@ -106,22 +108,66 @@ class RouterCore:
 
     def follow(self, event: RouteEvent, now: float) -> None:
         """Tell the policies of a decision or an outcome, one's own or that of a replica."""
-        for policy in self._told:
-            at = min(event.time - self.epoch, now)
-            if isinstance(event, Outcome):
-                policy.finished(event, at)
-            else:
-                policy.placed(event, at)
+        at = min(event.time - self.epoch, now)
+        for name, policy in self._told:
+            try:
+                if isinstance(event, Outcome):
+                    policy.finished(event, at)
+                else:
+                    policy.placed(event, at)
+            except Exception as error:
+                self._note(name, "finished" if isinstance(event, Outcome) else "placed", error)
 
     def expire(self, now: float) -> list[str]:
         """Forget what is out of date; call about once a second. Returns the requests given up."""
         self._predicted.expire(now)
-        for policy in self._policies.values():
-            policy.tick(now)
+        for name, policy in self._policies.items():
+            try:
+                policy.tick(now)
+            except Exception as error:
+                self._note(name, "tick", error)
         lost = self.active.expire(now)
         for request in lost:
             self._freed(request, now)
         return lost
+
+    # what the policy says, which may be anyone's code; without it, what the base class says
+
+    def admits(self, request: RouteRequest, now: float) -> bool:
+        """Whether the request may be placed now, by `Policy.admits`."""
+        try:
+            return bool(self.policy.admits(request, now))
+        except Exception as error:
+            self._note(self.settings.policy, "admits", error)
+            return True
+
+    def shift(self, request: RouteRequest) -> float:
+        """Seconds by which the request counts as come earlier, by `Policy.shift`."""
+        try:
+            return float(self.policy.shift(request))
+        except Exception as error:
+            self._note(self.settings.policy, "shift", error)
+            return 0.0
+
+    def learned(self) -> bytes | None:
+        """What the replicas and the next start should know, by `Policy.state`."""
+        try:
+            return self.policy.state()
+        except Exception as error:
+            self._note(self.settings.policy, "state", error)
+            return None
+
+    def merge(self, router: str, state: bytes, own: bool) -> None:
+        """Give the policy what `router` has learned; raises ValueError if it is unreadable."""
+        try:
+            self.policy.merge(router, state, own)
+        except ValueError:
+            raise
+        except Exception as error:
+            self._note(self.settings.policy, "merge", error)
+
+    def _note(self, policy: str, call: str, error: Exception) -> None:
+        self._failures.note(policy, f"policy {policy} failed in {call}()", error)
 
     # decisions
 
@@ -247,15 +293,14 @@ class RouterCore:
         """The policy's choice, or that of `kv` if the policy fails."""
         try:
             choice = policy.choose(view, model, self._rng)
-            if not 0 <= choice.chosen < len(view) or len(choice.cost) != len(view):
-                raise IndexError(f"chose {choice.chosen} of {len(view)} candidates")
-        except Exception as error:  # a policy may be anyone's code
-            self.faults[name] += 1
-            if self.faults[name] == 1:
-                log.exception("policy %s failed; kv decides instead", name)
+            chosen, cost = index(choice.chosen), np.asarray(choice.cost, np.float64)
+            if not 0 <= chosen < len(view) or cost.shape != (len(view),):
+                raise IndexError(f"chose {chosen} of {len(view)} candidates")
+            return Choice(chosen, cost, None if choice.note is None else str(choice.note))
+        except Exception as error:
+            self._failures.note(name, f"policy {name} failed; kv decides instead", error)
             choice = _FALLBACK.choose(view, model, self._rng)
             return choice._replace(note=f"kv in place of {name}: {error or type(error).__name__}")
-        return choice
 
     def _split(
         self, name: str, policy: Policy, view: View, choice: Choice
@@ -303,7 +348,7 @@ class RouterCore:
     def _named(self, name: str) -> Policy:
         policy = self._policies[name] = make_policy(name, self.settings)
         if any(getattr(type(policy), told) is not getattr(Policy, told) for told in TOLD):
-            self._told.append(policy)
+            self._told.append((name, policy))
         return policy
 
 

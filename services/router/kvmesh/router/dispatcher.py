@@ -17,6 +17,7 @@ from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqAdd, SeqEven
 from kvmesh.router.config import fair_weights
 from kvmesh.router.core import RouterCore
 from kvmesh.router.errors import Overloaded, RouteError
+from kvmesh.router.failures import Failures
 from kvmesh.router.overlaps import Overlaps
 from kvmesh.router.waiting import Lane
 
@@ -67,6 +68,7 @@ class Dispatcher:
         self._own: dict[str, Ticket] = {}
         self._held: dict[str, Ticket] = {}
         self._stalled: dict[str, tuple[str, float]] = {}
+        self._failures = Failures()
         self._rate = 0.0
         self._rated = 0.0
         self._roomy = np.zeros(0, np.int64), 0  # where room was found last, among which slots
@@ -91,14 +93,14 @@ class Dispatcher:
         ticket.scored = now
         steps = Steps()
         try:
-            if not self.core.policy.admits(ticket.request, now):
+            if not self.core.admits(ticket.request, now):
                 self._hold(ticket)
             elif self._must_wait(ticket):
                 self._park(ticket, now, steps)
             else:
                 self._place(ticket, now, steps)
-        except RouteError as error:
-            _finish(ticket, error.refusal, steps)
+        except Exception as error:
+            _finish(ticket, self._refusal(ticket, error), steps)
         return steps
 
     def apply(self, event: SeqEvent, now: float) -> None:
@@ -170,7 +172,10 @@ class Dispatcher:
         steps = Steps()
         ticket.overlaps, ticket.scored = overlaps, now
         if ticket.waiting is not None and ticket.request.request in self._own:
-            entry = self._entry(ticket, now)
+            try:
+                entry = self._entry(ticket, now)
+            except Exception:
+                return steps  # it keeps its place, where it is to be refused
             if entry.key != ticket.waiting.key:
                 ticket.waiting = entry
                 steps.events.append(entry)
@@ -202,7 +207,7 @@ class Dispatcher:
         self._rate += max(decision.tokens - held, 0) / 10.0
 
     def _must_wait(self, ticket: Ticket) -> bool:
-        if not self._settings.queue_threshold or self.core.policy.shift(ticket.request) == inf:
+        if not self._settings.queue_threshold or self.core.shift(ticket.request) == inf:
             return False
         ticket.lane = _lane(ticket.request)
         lane = self._lanes.get(ticket.lane)
@@ -228,6 +233,15 @@ class Dispatcher:
         waiting = cells.prefill_tokens[slot] + cells.foreign_tokens[slot]
         return max(waiting, 0.0) <= limit or not limit
 
+    def _refusal(self, ticket: Ticket, error: Exception) -> Refused:
+        """What the sender is told; a defect costs one request, not the router."""
+        if isinstance(error, RouteError):
+            return error.refusal
+        text = f"request {ticket.request.request} could not be routed"
+        self._failures.note("routing", text, error)
+        reason = f"the router failed ({type(error).__name__}); see its log"
+        return Refused(code="unavailable", reason=reason)
+
     # waiting
 
     def _hold(self, ticket: Ticket) -> None:
@@ -236,7 +250,7 @@ class Dispatcher:
 
     def _admit(self, now: float, steps: Steps) -> None:
         for name, ticket in list(self._held.items()):
-            if self.core.policy.admits(ticket.request, now):
+            if self.core.admits(ticket.request, now):
                 del self._held[name]
                 admitted = self.submit(ticket, now)
                 steps.events += admitted.events
@@ -279,7 +293,7 @@ class Dispatcher:
             return -arrived
         shift = priority * settings.priority_shift_s
         shift += min(max(hints.latency_sensitivity, 0.0), 1.0) * settings.latency_shift_s
-        return arrived - shift - self.core.policy.shift(request)
+        return arrived - shift - self.core.shift(request)
 
     def _enter(self, entry: SeqWait) -> None:
         if entry.router == self._router and entry.request not in self._own:
@@ -320,9 +334,9 @@ class Dispatcher:
             if not self._room(ticket.request):
                 return False
             self._place(ticket, now, steps)
-        except RouteError as error:
+        except Exception as error:
             steps.events.append(SeqFree(ticket.request.request))
-            _finish(ticket, error.refusal, steps)
+            _finish(ticket, self._refusal(ticket, error), steps)
         self._own.pop(ticket.request.request, None)
         self._leave(ticket.request.request, placed=isinstance(ticket.result, Decision))
         return True
@@ -349,7 +363,7 @@ class Dispatcher:
     def _has_room(self, ticket: Ticket) -> bool:
         try:
             return self._room(ticket.request)
-        except RouteError:
+        except Exception:
             return True  # it is to be refused, not to wait
 
 

@@ -11,7 +11,7 @@ from nats.js.errors import APIError
 from kvmesh.bus.client import Bus
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
-from kvmesh.router.policies import Policy
+from kvmesh.router.core import RouterCore
 
 log = logging.getLogger(__name__)
 PUBLISH_S = 2.0
@@ -24,11 +24,11 @@ class LearnedState:
     Keys carry the router's name, which stays over restarts.
     """
 
-    def __init__(self, bus: Bus, model: str, name: str, policy: Policy) -> None:
-        subjects = bus.subjects
+    def __init__(self, bus: Bus, name: str, core: RouterCore) -> None:
+        subjects, model = bus.subjects, core.model
         self._bus = bus
         self._name = name
-        self._policy = policy
+        self._core = core
         self._key = subjects.bandit_key(model, name)
         self._prefix = f"$KV.{subjects.router_bucket}.{subjects.bandit_key(model, '')}"
         self._last: bytes | None = None
@@ -55,7 +55,7 @@ class LearnedState:
             await self._reader.close()
 
     async def _publish(self) -> None:
-        state = self._policy.state()
+        state = self._core.learned()
         if state is None or state == self._last:
             return
         try:
@@ -75,6 +75,6 @@ class LearnedState:
         if time.time() - message.time > FRESH_S:
             return
         try:
-            self._policy.merge(router, message.data, own)
+            self._core.merge(router, message.data, own)
         except ValueError as error:
             log.warning("ignored what %s has learned: %s", router, error)

@@ -12,7 +12,9 @@ _PREFIX = "kvmesh_router"
 
 decisions = Counter(f"{_PREFIX}_decisions", "Requests placed", ["model", "policy"])
 refusals = Counter(f"{_PREFIX}_refusals", "Requests refused", ["model", "code"])
-faults = Gauge(f"{_PREFIX}_policy_faults", "Failed choices, made by kv", ["model", "policy"])
+faults = Gauge(
+    f"{_PREFIX}_policy_faults", "Failed calls; failed choices are made by kv", ["model", "policy"]
+)
 core_seconds = Histogram(
     f"{_PREFIX}_core_seconds", "Time of one decision in the core", ["model"], buckets=_FAST
 )

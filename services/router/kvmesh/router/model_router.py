@@ -66,9 +66,8 @@ class ModelRouter:
         if self._serving:
             return
         self._serving = True
-        policy = self.core.policy
-        if type(policy).state is not Policy.state:
-            learned = LearnedState(self._bus, self.model, self._service.name, policy)
+        if type(self.core.policy).state is not Policy.state:
+            learned = LearnedState(self._bus, self._service.name, self.core)
             self._service.spawn(learned.run(), "learned state")
         await self.index.open()
         subject = self._bus.subjects.router(self.model)
@@ -98,12 +97,7 @@ class ModelRouter:
         self._count(answer)
         call.overlaps, call.index_s, call.note = answer
         now = monotonic()
-        try:
-            steps = self.dispatcher.submit(call, now)
-        except Exception:
-            log.exception("request %s could not be routed", call.request.request)
-            call.result = Refused(code="unavailable", reason="the router failed; see its log")
-            steps = Steps(done=[call])
+        steps = self.dispatcher.submit(call, now)
         self._metrics.core_seconds.observe(monotonic() - now)
         self._carry_out(steps)
 

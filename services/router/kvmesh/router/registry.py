@@ -1,6 +1,7 @@
 """Policies by name: the built-in ones, entry points, and `module:Class`."""
 
 import importlib
+import traceback
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
@@ -41,7 +42,13 @@ def make_policy(name: str, settings: Router) -> Policy:
     """A new policy called `name`; raises ConfigError if there is none or it cannot be made."""
     if name in BUILT_IN:
         return BUILT_IN[name](settings)
-    policy = _load(name)()
+    make = _load(name)
+    try:
+        policy = make()
+        if isinstance(policy, Policy):
+            float(policy.follows)
+    except Exception as error:
+        raise ConfigError("policy", f"{name} cannot be made: {_cause(error)}") from error
     if not isinstance(policy, Policy):
         raise ConfigError("policy", f"{name} is not a kvmesh.router.policies.Policy")
     return policy
@@ -61,6 +68,15 @@ def _load(name: str) -> Callable[[], object]:
         raise ConfigError("policy", f"{name!r} is none of {known}, nor module:Class")
     try:
         found: Callable[[], object] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("policy", f"cannot load {place}: {error}") from error
+    except Exception as error:  # an import runs whatever the module says
+        raise ConfigError("policy", f"cannot load {place}: {_cause(error)}") from error
     return found
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, and where in the code that failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (__file__, importlib.__file__)
+    foreign = [f for f in frames if f.filename not in own and f.filename[:1] != "<"]
+    where = f" ({foreign[-1].filename}:{foreign[-1].lineno})" if foreign else ""
+    return f"{type(error).__name__}: {error}{where}"
