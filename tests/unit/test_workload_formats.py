@@ -93,8 +93,11 @@ def test_tracelab_refuses_sessions_that_are_no_closed_loop(tmp_path: Path) -> No
     line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'
     trace.write_text(line % '"session_id": "s"' * 2)
     workload, _ = load(str(trace))
+    out = tmp_path / "out.csv"
+    out.write_text("precious")
     with pytest.raises(WorkloadError, match="'s' is not closed-loop"):
-        save(workload, tmp_path / "out.csv")
+        save(workload, out)
+    assert out.read_text() == "precious"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,10 @@ def test_tracelab_refuses_sessions_that_are_no_closed_loop(tmp_path: Path) -> No
         ("c,1,0,0,-5,1,0", "`input_len`", "dropped the line"),
         ("c,1,0,0,many,1,0", "`input_len`", "dropped the line"),
         ("c,1,0,0", "`input_len`", "dropped the line"),
+        ("c,1,0,0,5,1,0,7", "more fields than columns", "dropped the line"),
+        ("c,inf,0,0,5,1,0", "`arrival_time`", "dropped the line"),
+        ("c,1,0,0,1000000000,1,0", "`input_len`", "dropped the line"),
+        ("c" * 200_000 + ",1,0,0,5,1,0", "field larger than field limit", "dropped the line"),
         ("c,1,3,0,5,1,0", "round 3 of session c where 0 belongs", "renumbered the rounds"),
         ("c,1,0,0,0,1,0", "an empty prompt", "made it one token"),
         ("a,100,2,999,5,1,0", "prefix_len 999 is more than the 300", "counted the excess"),
@@ -119,11 +126,20 @@ def test_a_bad_row_is_refused_by_line_or_repaired(
     assert len(workload) == (3 if repair == "dropped the line" else 4)
 
 
+def test_a_table_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    file = csv(tmp_path, SESSIONS)
+    plain = load(str(file))[0].rounds
+    file.write_text(SESSIONS.replace("\n", "\r\n"), encoding="utf-8-sig")
+    assert load(str(file))[0].rounds == plain
+
+
 def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r":1: no column session_id"):
         load(str(csv(tmp_path, "a,b\n1,2\n")))
     with pytest.raises(TraceError, match="no sessions"):
         load(str(csv(tmp_path, HEADER)))
+    with pytest.raises(TraceError, match=":1: field larger"):
+        load(str(csv(tmp_path, "a" * 200_000)))
 
 
 @pytest.mark.parametrize(
@@ -131,6 +147,10 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
     [
         ('"branch":1,', '"branch":99,', "no branch 99"),
         ('"after":[]', '"after":[7]', "waits for a round"),
+        ('"answer":1,', '"answer":0,', "its answer does not continue its prompt"),
+        ('"output_tokens":', '"output_tokens":-', "`int` >= 0 - at `rounds"),
+        ('"parent":null', '"parent":3', r"sessions\[0\]: its parent does not come before it"),
+        ('"block_size":1', '"block_size":0', "`int` >= 1 - at `block_size`"),
         ("v1", "v9", "Invalid enum value 'kvmesh.workload.v9'"),
         ('"branches":[[-1,0]', '"branches":[[5,0]', "no token 0 on branch 5"),
         ("{", "[", "malformed|Expected"),
@@ -145,6 +165,13 @@ def test_a_damaged_document_is_refused(
     assert old in text
     file.write_text(text.replace(old, new, 1))
     with pytest.raises(TraceError, match=reason):
+        load(str(file))
+
+
+def test_a_document_without_requests_is_refused(tmp_path: Path, agents: Workload) -> None:
+    file = tmp_path / "w.json"
+    native.write(agents.first(0), file)
+    with pytest.raises(TraceError, match="no requests"):
         load(str(file))
 
 

@@ -6,12 +6,20 @@ and answers are, and when each request may start. docs/workloads.md explains it 
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 ROOT = -1
+# No prompt has so many tokens, and no wait takes so many seconds: beyond it, a trace is in error.
+LIMIT = 100_000_000
+Tokens = Annotated[int, Meta(ge=0, le=LIMIT)]
+SomeTokens = Annotated[int, Meta(ge=1, le=LIMIT)]
+Seconds = Annotated[float, Meta(ge=0, le=LIMIT)]
+Milliseconds = Annotated[float, Meta(ge=0, le=LIMIT * 1e3)]
+Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
 _MASK = 0xFFFFFFFFFFFFFFFF
 _STEP = 0xD1B54A32D192ED03
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -130,14 +138,14 @@ class Round(Struct, frozen=True, kw_only=True):
     session: int
     branch: int
     answer: int
-    input_tokens: int
-    output_tokens: int
-    at_s: float = 0.0
+    input_tokens: SomeTokens
+    output_tokens: Tokens
+    at_s: Seconds = 0.0
     after: tuple[int, ...] = ()
     wait: str = ""
-    priority: int = 0
-    thinking_tokens: int = 0
-    abort_after: int | None = None
+    priority: Priority = 0
+    thinking_tokens: Tokens = 0
+    abort_after: SomeTokens | None = None
 
 
 class Session(Struct, frozen=True, kw_only=True):

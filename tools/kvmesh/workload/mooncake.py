@@ -8,25 +8,34 @@ add `request_id`, `wait_for` (request ids that must have ended) and `tool_wait_m
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvmesh.workload.errors import Problem, Repairs, TraceError
-from kvmesh.workload.model import ROOT, Round, Session, Tree, Workload
+from kvmesh.workload.model import (
+    ROOT,
+    Milliseconds,
+    Priority,
+    Round,
+    Session,
+    SomeTokens,
+    Tokens,
+    Tree,
+    Workload,
+)
 from kvmesh.workload.ordering import in_order
 from kvmesh.workload.sharing import link_answers
 
 BLOCK_SIZE = 512
-Milliseconds = Annotated[float, Meta(ge=0)]
 
 
 class Row(Struct, kw_only=True, omit_defaults=True):
     """One line. `block_size`, `priority`, `abort_after`, `parent_session_id` are ours."""
 
-    input_length: Annotated[int, Meta(ge=1)]
-    output_length: Annotated[int, Meta(ge=0)]
+    input_length: SomeTokens
+    output_length: Tokens
     hash_ids: list[int]
     timestamp: Milliseconds | None = None
     request_id: str | None = None
@@ -35,9 +44,9 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     delay: Milliseconds | None = None
     tool_wait_ms: Milliseconds | None = None
     wait_for: list[str] = []
-    priority: int = 0
-    abort_after: Annotated[int, Meta(ge=1)] | None = None
-    block_size: Annotated[int, Meta(ge=1)] = BLOCK_SIZE
+    priority: Priority = 0
+    abort_after: SomeTokens | None = None
+    block_size: SomeTokens = BLOCK_SIZE
 
 
 ALIASES = {

@@ -7,14 +7,14 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.workload.errors import Problem, TraceError
-from kvmesh.workload.model import ROOT, Round, Session, Tree, Workload
+from kvmesh.workload.model import ROOT, Round, Session, SomeTokens, Tree, Workload
 
 
 class Document(Struct, kw_only=True):
     """`branches` holds [parent, start] per branch of the tree, parents first."""
 
     format: Literal["kvmesh.workload.v1"] = "kvmesh.workload.v1"
-    block_size: int
+    block_size: SomeTokens
     branches: list[tuple[int, int]]
     sessions: list[Session]
     rounds: list[Round]
@@ -41,10 +41,17 @@ def read(file: Path) -> Workload:
     except (msgspec.MsgspecError, ValueError) as error:
         raise TraceError(file, [Problem(1, str(error).replace("`$.", "`"), "")]) from error
     problems = [
+        Problem(1, f"sessions[{index}]: its parent does not come before it", "")
+        for index, session in enumerate(document.sessions)
+        if session.parent is not None and not ROOT < session.parent < index
+    ]
+    problems += [
         Problem(1, f"rounds[{index}]: {reason}", "")
         for index, round_ in enumerate(document.rounds)
-        if (reason := _defect(document, index, round_))
+        if (reason := _defect(document, tree, index, round_))
     ]
+    if not document.rounds:
+        problems.append(Problem(1, "no requests in this file", ""))
     if problems:
         raise TraceError(file, problems)
     return Workload(
@@ -55,14 +62,16 @@ def read(file: Path) -> Workload:
     )
 
 
-def _defect(document: Document, index: int, round_: Round) -> str | None:
-    branches = range(len(document.branches))
+def _defect(document: Document, tree: Tree, index: int, round_: Round) -> str | None:
+    branches = range(len(tree))
     if round_.branch not in branches or round_.answer not in branches:
         return f"no branch {round_.branch} or {round_.answer}"
     if not 0 <= round_.session < len(document.sessions):
         return f"no session {round_.session}"
     if any(not ROOT < before < index for before in round_.after):
         return "waits for a round that does not come before it"
-    if round_.input_tokens < 1 or round_.output_tokens < 0 or round_.at_s < 0:
-        return "a length or time is negative"
+    tokens = round_.input_tokens
+    same = round_.answer == round_.branch
+    if not same and tree.shared(round_.branch, round_.answer, tokens) < tokens:
+        return "its answer does not continue its prompt"
     return None

@@ -6,29 +6,29 @@ starts `tool_wait_after_ms` after it has ended. `arrival_time` (ms) starts the s
 """
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvmesh.workload.errors import Problem, Repairs, TraceError, WorkloadError
-from kvmesh.workload.model import Round, Session, Tree, Workload
-
-Amount = Annotated[int, Meta(ge=0)]
+from kvmesh.workload.model import Milliseconds, Round, Session, Tokens, Tree, Workload
 
 
 class Row(Struct, kw_only=True):
     session_id: str
-    arrival_time: Annotated[float, Meta(ge=0)]
-    round_idx: Amount
-    prefix_len: Amount
-    input_len: Amount
-    output_len: Amount
-    tool_wait_after_ms: Annotated[float, Meta(ge=0)]
+    arrival_time: Milliseconds
+    round_idx: Tokens
+    prefix_len: Tokens
+    input_len: Tokens
+    output_len: Tokens
+    tool_wait_after_ms: Milliseconds
 
 
 COLUMNS = tuple(Row.__struct_fields__)
+EXCESS = ""
 
 
 def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
@@ -45,20 +45,41 @@ def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
 
 def _sessions(file: Path, repairs: Repairs) -> dict[str, list[tuple[int, Row]]]:
     sessions: dict[str, list[tuple[int, Row]]] = {}
-    with file.open(newline="", encoding="utf-8", errors="replace") as lines:
-        reader = csv.DictReader(lines)
-        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise TraceError(file, [Problem(1, f"no column {', '.join(missing)}", "")])
-        for fields in reader:
+    with file.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
+        reader = csv.DictReader(lines, restkey=EXCESS)
+        for number, fields in _lines(file, reader, repairs):
             try:
                 row = msgspec.convert(fields, Row, strict=False)
             except msgspec.ValidationError as error:
                 reason = str(error).replace("`$.", "`")
-                repairs.note(reader.line_num, reason, "dropped the line")
+                repairs.note(number, reason, "dropped the line")
                 continue
-            sessions.setdefault(row.session_id, []).append((reader.line_num, row))
+            sessions.setdefault(row.session_id, []).append((number, row))
     return sessions
+
+
+def _lines(
+    file: Path, reader: "csv.DictReader[str]", repairs: Repairs
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines below the header that are a table's."""
+    try:
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    except csv.Error as error:
+        raise TraceError(file, [Problem(1, str(error), "")]) from error
+    if missing:
+        raise TraceError(file, [Problem(1, f"no column {', '.join(missing)}", "")])
+    while True:
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            repairs.note(reader.reader.line_num, str(error), "dropped the line")
+            continue
+        if EXCESS in fields:
+            repairs.note(reader.line_num, "more fields than columns", "dropped the line")
+        else:
+            yield reader.line_num, fields
 
 
 def _assemble(sessions: list[list[tuple[int, Row]]], repairs: Repairs) -> Workload:
@@ -134,14 +155,14 @@ def write(workload: Workload, file: Path) -> list[str]:
 
     Raises WorkloadError for a session whose rounds do not wait for each other.
     """
-    losses = _losses(workload)
-    with file.open("w", newline="") as out:
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for session, members in enumerate(workload.of_sessions()):
-            for place, index in enumerate(members):
-                writer.writerow(_line(workload, session, members, place, index))
-    return losses
+    lines = [
+        _line(workload, session, members, place, index)
+        for session, members in enumerate(workload.of_sessions())
+        for place, index in enumerate(members)
+    ]
+    with file.open("w", newline="", encoding="utf-8") as out:
+        csv.writer(out, lineterminator="\n").writerows([COLUMNS, *lines])
+    return _losses(workload)
 
 
 def _line(
