@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -247,3 +248,24 @@ async def test_an_oversize_body_is_refused(nats_server: NatsServer, mesh: Mesh) 
 async def test_nothing_is_left_over(mesh: Mesh, tmp_path: Path) -> None:
     await eventually(lambda: mesh.metric("kvmesh_frontend_active_requests") == 0)
     await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") == 0)
+
+
+@pytest.mark.parametrize("role", ["frontend", "router", "indexer", "kvbm", "worker"])
+async def test_a_taken_metrics_port_is_told_in_a_line(
+    nats_server: NatsServer, tmp_path: Path, role: str
+) -> None:
+    other = Mesh(nats_server.url, tmp_path)
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        other.start(role, "process", **{f"KVMESH_{role.upper()}_METRICS_PORT": port})
+        try:
+            status = await asyncio.to_thread(other.processes["process"].wait, PATIENCE_S)
+        finally:
+            other.stop()
+    log = (tmp_path / "process.log").read_text()
+    assert status == 1
+    assert f"cannot serve metrics on port {port}: Address already in use" in log
+    assert "Traceback" not in log
+    assert "leaked" not in log

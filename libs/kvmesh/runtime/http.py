@@ -1,10 +1,13 @@
 """A small HTTP endpoint for services that have no API of their own: /metrics, /health, /live."""
 
+import os
 from collections.abc import Callable
 
 from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kvmesh.runtime.service import StartError
 
 
 def render_metrics(_: web.Request) -> web.Response:
@@ -13,7 +16,10 @@ def render_metrics(_: web.Request) -> web.Response:
 
 
 async def serve_metrics(port: int, ready: Callable[[], bool]) -> web.AppRunner | None:
-    """Listen on all addresses at `port`, unless it is 0; `/health` is 503 until `ready()`."""
+    """Listen on all addresses at `port`, unless it is 0; `/health` is 503 until `ready()`.
+
+    Raises StartError if the port cannot be had.
+    """
     if not port:
         return None
 
@@ -33,5 +39,10 @@ async def serve_metrics(port: int, ready: Callable[[], bool]) -> web.AppRunner |
     )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, port=port).start()
+    try:
+        await web.TCPSite(runner, port=port).start()
+    except OSError as error:
+        await runner.cleanup()
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise StartError(f"cannot serve metrics on port {port}: {reason}") from error
     return runner

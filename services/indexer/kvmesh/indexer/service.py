@@ -210,7 +210,7 @@ def _shard(service: Service) -> Shard:
     try:
         return Shard(settings.shard, settings.shards, settings.shard_by)
     except ValueError as error:
-        raise StartError(f"indexer: {error}") from error
+        raise StartError(f"indexer: {error}", hopeless=True) from error
 
 
 async def main(service: Service) -> None:
@@ -218,8 +218,9 @@ async def main(service: Service) -> None:
     indexer = Indexer(service)
     collector = StateCollector(indexer.measures)
     REGISTRY.register(collector)
-    metrics = await serve_metrics(service.settings.indexer.metrics_port, lambda: indexer.ready)
+    metrics = None
     try:
+        metrics = await serve_metrics(service.settings.indexer.metrics_port, lambda: indexer.ready)
         await indexer.run()
     finally:
         REGISTRY.unregister(collector)
