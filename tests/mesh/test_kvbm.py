@@ -309,7 +309,7 @@ async def test_a_disk_that_is_too_small_is_not_used_and_it_is_said(node: Node) -
 )
 def test_bad_settings_are_refused(node: Node, env: dict[str, str], reason: str) -> None:
     node.mesh.start("kvbm", "kv", **env)
-    assert node.mesh.processes["kv"].wait(PATIENCE_S) == 1
+    assert node.mesh.processes["kv"].wait(PATIENCE_S) == 2
     assert reason in node.log
     assert "Traceback" not in node.log
 

@@ -150,11 +150,26 @@ async def test_a_state_directory_in_use_is_refused(make: Factory) -> None:
         (["--model", "nothing"], "worker-0", "nothing is not a Hugging Face model folder"),
         (["--engine", "openai"], "worker-0", "the openai engine needs a model"),
         (["--policy", "fastest"], "router-0", "[router] policy: 'fastest' is none of"),
+        (["--mock-script", "none.jsonl"], "worker-0", "cannot read the script none.jsonl"),
+        (["--mock-profile", "none.npz"], "worker-0", "none.npz is not a performance profile"),
+        (["--model", "damaged"], "worker-0", "cannot read the tokenizer in damaged"),
+        (["--worker-labels", "fast"], "worker-0", "label 'fast' is not of the form key=value"),
+        (["--engine", "torch", "--torch-device", "toaster"], "worker-0", "no device 'toaster'"),
+        (["--indexer-shard", "5"], "indexer-0", "shard 5 of 1"),
+        (["--frontend-keys-file", "none.toml"], "frontend-0", "none.toml: No such file"),
+        (["--frontend-host", "0.0.0.0"], "frontend-0", "refusing to serve everyone"),
+        (["--kvbm", "--kvbm-key", "xyz"], "kvbm-0", "kvbm.key must be"),
+        (["--kvbm", "--kvbm-retention", "tool=x"], "kvbm-0", "'tool=x' is not KIND=PRIORITY"),
+        (["--kvbm", "--kvbm-remote-url", "store"], "kvbm-0", "'store' is not a redis://"),
+        (["--kvbm", "--kvbm-disk-path", "damaged/tokenizer.json"], "kvbm-0", "set kvbm.disk_path"),
+        (["--kvbm", "--kvbm-host-bytes", str(1 << 60)], "kvbm-0", "kvbm.host_bytes is"),
     ],
 )
 async def test_a_setting_that_a_process_refuses_ends_the_start(
-    make: Factory, options: list[str], process: str, reason: str
+    make: Factory, tmp_path: Path, options: list[str], process: str, reason: str
 ) -> None:
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{")
     up = make("--workers", "1", *options)
     assert await up.ended(60) == 1
     assert f"kvmesh up: {process} exited with status 2" in up.output

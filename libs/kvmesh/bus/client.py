@@ -87,7 +87,7 @@ class Bus:
         try:
             async with asyncio.timeout(timeout):
                 await _connect_patiently(client, servers, bus, name)
-        except (TimeoutError, OSError, NatsError) as error:
+        except (TimeoutError, OSError, ImportError, NatsError) as error:  # credentials need nkeys
             client.abandon()
             raise BusUnavailable(options.url, client.last_error or error) from error
         return bus

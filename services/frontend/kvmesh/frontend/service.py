@@ -116,7 +116,7 @@ class Frontend:
         try:
             await self.gate.open()
         except KeysError as error:
-            raise StartError(str(error)) from error
+            raise StartError(str(error), hopeless=True) from error
         await self.directory.open()
         await self.keeping.open(self.directory.instances)
         service.spawn(self.gate.run(), "keys")
@@ -229,5 +229,6 @@ def _check_openness(settings: FrontendSettings, keys: bool) -> None:
     else:
         raise StartError(
             f"refusing to serve everyone on {settings.host}: configure frontend.keys_file or"
-            " frontend.keys_bucket, or set frontend.allow_anonymous"
+            " frontend.keys_bucket, or set frontend.allow_anonymous",
+            hopeless=True,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvmesh.blocks.arena import WORKER_LOCKS
 from kvmesh.kvbm.arena import PREFIX
-from kvmesh.kvbm.core.errors import KvbmError
+from kvmesh.kvbm.core.errors import InUse, KvbmError
 
 log = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
@@ -28,7 +28,7 @@ class DirectoryError(KvbmError):
     """The directory cannot be used; the message says where, why, and what to change."""
 
 
-class Taken(DirectoryError):
+class Taken(DirectoryError, InUse):
     """Another kvbm lives there."""
 
     def __init__(self, path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeAlias
 
-from kvmesh.kvbm.core.errors import KvbmError
+from kvmesh.kvbm.core.errors import InUse, KvbmError
 
 log = logging.getLogger(__name__)
 LOCK = "lock"
@@ -41,7 +41,7 @@ class DiskFull(KvbmError):
 class Disk:
     """`capacity` bytes in the folder `path`, locked until `close`; `spare` bytes stay free there.
 
-    Raises DiskError.
+    Raises DiskError, or InUse.
     """
 
     def __init__(self, path: Path, capacity: int, spare: int) -> None:
@@ -153,7 +153,7 @@ def _locked(path: Path) -> int:
     except OSError as error:
         os.close(lock)
         if isinstance(error, BlockingIOError):
-            raise DiskError(f"another kvbm uses {path}; set kvbm.disk_path") from None
+            raise InUse(f"another kvbm uses {path}; set kvbm.disk_path") from None
         raise DiskError(f"cannot lock {path}: {error.strerror}; set kvbm.disk_path") from error
     return lock
 

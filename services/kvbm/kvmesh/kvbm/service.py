@@ -5,7 +5,7 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.errors import BusUnavailable
 from kvmesh.kvbm.core.block import ARENA, DISK
-from kvmesh.kvbm.core.errors import KvbmError
+from kvmesh.kvbm.core.errors import InUse, KvbmError
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.core.rules import Rules
 from kvmesh.kvbm.core.store import Remote
@@ -48,8 +48,10 @@ async def main(service: Service) -> None:
         manager = Manager(rules(settings), service.instance)
         key = parse_key(settings.key) if settings.key else await shared_key(service.bus)
         storage = await Storage.claim(settings, service.bus.options.namespace)
-    except (KvbmError, RemoteError, RetentionError) as error:
+    except InUse as error:
         raise StartError(f"kvbm: {error}") from error
+    except (KvbmError, RemoteError, RetentionError) as error:
+        raise StartError(f"kvbm: {error}", hopeless=True) from error
     except (NatsError, TimeoutError) as error:
         raise BusUnavailable(service.bus.options.url, error) from error
     try:
@@ -67,7 +69,7 @@ async def _serve(service: Service, node: KvbmNode) -> None:
         await service.stopping.wait()
         await node.close()
     except KvbmError as error:
-        raise StartError(f"kvbm: {error}") from error
+        raise StartError(f"kvbm: {error}", hopeless=True) from error
     except (NatsError, OSError, TimeoutError) as error:
         raise BusUnavailable(service.bus.options.url, error) from error
     finally:

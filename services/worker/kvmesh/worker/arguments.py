@@ -6,25 +6,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvmesh.worker.engine import EngineError
+from kvmesh.worker.engine import ConfigError
 
 
 def engine_arguments(pairs: Iterable[str], file: Path | None) -> dict[str, Any]:
     """The arguments by name. A dot in a key reaches into a nested table; values are JSON or text.
 
-    Raises EngineError naming the file or the pair at fault.
+    Raises ConfigError naming the file or the pair at fault.
     """
     arguments = _read(file) if file is not None else {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         *tables, last = key.strip().replace("-", "_").split(".")
         if not equals or not last or not all(tables):
-            raise EngineError(f"engine argument {pair!r} is not of the form KEY=VALUE")
+            raise ConfigError(f"engine argument {pair!r} is not of the form KEY=VALUE")
         table = arguments
         for name in tables:
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
-                raise EngineError(f"engine argument {pair!r}: {name} has a value of its own")
+                raise ConfigError(f"engine argument {pair!r}: {name} has a value of its own")
         table[last] = _value(text)
     return arguments
 
@@ -33,7 +33,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise EngineError(f"cannot read engine arguments from {file}: {error}") from error
+        raise ConfigError(f"cannot read engine arguments from {file}: {error}") from error
 
 
 def _value(text: str) -> Any:

@@ -23,6 +23,10 @@ class EngineError(Exception):
     """The engine cannot start or has died; the message is for the person who runs it."""
 
 
+class ConfigError(EngineError):
+    """The settings or a file that they name are wrong: starting again the same way is no use."""
+
+
 class Rejected(Exception):
     """The engine will not take this work; `reason` is for the caller."""
 
@@ -163,7 +167,7 @@ FACTORIES = {
 def create_engine(context: EngineContext) -> Engine:
     """The engine that the settings name; its module is imported only now.
 
-    Raises EngineError if the packages that it needs are not installed.
+    Raises ConfigError if the packages that it needs are not installed.
     """
     name = context.settings.worker.engine
     module, _, function = FACTORIES[name].partition(":")
@@ -174,6 +178,6 @@ def create_engine(context: EngineContext) -> Engine:
     return factory(context)
 
 
-def not_installed(engine: str, error: ModuleNotFoundError) -> EngineError:
+def not_installed(engine: str, error: ModuleNotFoundError) -> ConfigError:
     """What to say when a package is missing."""
-    return EngineError(f"the {engine} engine needs {error.name}: pip install 'kvmesh[{engine}]'")
+    return ConfigError(f"the {engine} engine needs {error.name}: pip install 'kvmesh[{engine}]'")

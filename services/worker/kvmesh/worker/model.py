@@ -12,7 +12,7 @@ from typing import Any
 from kvmesh.bus.messages import ModelCard
 from kvmesh.demo import model_dir
 from kvmesh.settings.schema import Worker
-from kvmesh.worker.engine import EngineError, EngineInfo, not_installed
+from kvmesh.worker.engine import ConfigError, EngineInfo, not_installed
 
 log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 131072
@@ -22,12 +22,12 @@ _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 def default_model(engine: str, made: ExitStack) -> Path:
     """The folder of the model of a worker that was given none; `made` removes what it must make.
 
-    Raises EngineError if such an engine must be given one.
+    Raises ConfigError if such an engine must be given one.
     """
     if engine == "mock":
         return model_dir()
     if engine != "torch":
-        raise EngineError(f"the {engine} engine needs a model: --model FOLDER")
+        raise ConfigError(f"the {engine} engine needs a model: --model FOLDER")
     try:
         tiny = import_module("kvmesh.worker.torch.tiny")
     except ModuleNotFoundError as error:
@@ -71,12 +71,12 @@ def node_name(worker: Worker) -> str:
 
 
 def card_labels(worker: Worker) -> dict[str, str]:
-    """The labels of a worker's card; raises EngineError for one that is not `key=value`."""
+    """The labels of a worker's card; raises ConfigError for one that is not `key=value`."""
     labels: dict[str, str] = {}
     for text in worker.labels:
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise EngineError(f"label {text!r} is not of the form key=value")
+            raise ConfigError(f"label {text!r} is not of the form key=value")
         labels[key] = value
     return labels
 
@@ -87,5 +87,5 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise EngineError(f"cannot read {file}: {error}") from error
+        raise ConfigError(f"cannot read {file}: {error}") from error
     return content if isinstance(content, dict) else {}

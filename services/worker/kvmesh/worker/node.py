@@ -43,7 +43,7 @@ from kvmesh.bus.streams import StreamLimits
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import Settings
 from kvmesh.worker import intake
-from kvmesh.worker.engine import Delta, Engine, EngineError, EngineInfo, Rejected
+from kvmesh.worker.engine import ConfigError, Delta, Engine, EngineError, EngineInfo, Rejected
 from kvmesh.worker.model import card_labels, model_card, node_name
 from kvmesh.worker.prompts import Prompts
 from kvmesh.worker.retaining import Retaining, obey, outcomes
@@ -133,7 +133,7 @@ class WorkerNode:
         self.info = await self._engine.start(self)
         serves = self._settings.worker.serves
         if serves != "aggregated" and not self.info.hands_off:
-            raise EngineError(f"the {self.info.name} engine, so configured, cannot serve {serves}")
+            raise ConfigError(f"the {self.info.name} engine, so configured, cannot serve {serves}")
         files = files or await publish_model(self._bus, self._folder)
         model = model_card(self._settings.worker, self._folder, self.info, files)
         self._publisher = KvPublisher(

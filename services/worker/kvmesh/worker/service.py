@@ -14,7 +14,13 @@ from kvmesh.bus.errors import ModelFilesError
 from kvmesh.runtime.http import serve_metrics
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.settings.schema import Worker
-from kvmesh.worker.engine import EngineContext, EngineError, StoreFactory, create_engine
+from kvmesh.worker.engine import (
+    ConfigError,
+    EngineContext,
+    EngineError,
+    StoreFactory,
+    create_engine,
+)
 from kvmesh.worker.metrics import LoadCollector, RetentionCollector
 from kvmesh.worker.model import default_model, node_name
 from kvmesh.worker.node import WorkerNode
@@ -68,7 +74,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
         )
         await _serve(service, node)
     except (EngineError, ModelFilesError) as error:
-        raise StartError(str(error)) from error
+        raise StartError(str(error), hopeless=isinstance(error, ConfigError)) from error
 
 
 def _store(service: Service, folder: Path) -> StoreFactory:

@@ -5,6 +5,10 @@ class KvbmError(Exception):
     """Base of this package's errors."""
 
 
+class InUse(KvbmError):
+    """Another kvbm has what this one needs, perhaps only until it has died."""
+
+
 class TooSmall(KvbmError):
     """A tier of `capacity` bytes cannot hold even one block of `needed` bytes."""
 

@@ -7,7 +7,15 @@ from pathlib import Path
 from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import Mock
-from kvmesh.worker.engine import Delta, EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engine import (
+    ConfigError,
+    Delta,
+    EngineContext,
+    EngineError,
+    EngineInfo,
+    Rejected,
+    Sink,
+)
 from kvmesh.worker.mock.answers import AnswerOptions, Author
 from kvmesh.worker.mock.core import CoreOptions, MockCore
 from kvmesh.worker.mock.faults import Faults
@@ -207,11 +215,11 @@ class MockEngine:
         try:
             passage = Passage.of_model(self._folder)
         except Exception as error:  # the tokenizers library raises nothing narrower
-            raise EngineError(f"cannot read the tokenizer in {self._folder}: {error}") from error
+            raise ConfigError(f"cannot read the tokenizer in {self._folder}: {error}") from error
         try:
             script = Script.load(options.script) if options.script is not None else None
         except ScriptError as error:
-            raise EngineError(str(error)) from error
+            raise ConfigError(str(error)) from error
         answers = AnswerOptions(
             context=self._context,
             output_tokens=options.output_tokens,
@@ -227,7 +235,7 @@ class MockEngine:
         try:
             profile = Profile.load(options.profile) if options.profile is not None else None
         except ProfileError as error:
-            raise EngineError(str(error)) from error
+            raise ConfigError(str(error)) from error
         limits = SchedulerLimits(
             block_size=self._block_size,
             max_sequences=options.max_sequences,

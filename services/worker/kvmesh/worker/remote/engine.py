@@ -18,7 +18,7 @@ from kvmesh.bus.messages import Capacity, Load, Work
 from kvmesh.settings.schema import Remote, Worker
 from kvmesh.worker.adapter import Adapter
 from kvmesh.worker.cache_events import CacheLedger, Salts
-from kvmesh.worker.engine import EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
 from kvmesh.worker.event_feed import EventFeed
 from kvmesh.worker.model import model_context
 from kvmesh.worker.remote import completions
@@ -36,7 +36,7 @@ def create(context: EngineContext) -> "RemoteEngine":
     """The sidecar that `[remote]` describes; the model folder gives tokenizer and template."""
     worker, remote = context.settings.worker, context.settings.remote
     if not remote.url:
-        raise EngineError("--remote-url is missing: where is the server?")
+        raise ConfigError("--remote-url is missing: where is the server?")
     served = worker.served_name or context.folder.name
     return RemoteEngine(worker, remote, served, model_context(context.folder))
 

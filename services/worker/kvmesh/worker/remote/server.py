@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvmesh.worker.engine import EngineError
+from kvmesh.worker.engine import ConfigError, EngineError
 
 PROBE_TIMEOUT_S = 5.0
 _VLLM = {
@@ -60,7 +60,7 @@ class Server:
         wanted = [card for card in bases if model in ("", card["id"])]
         if not wanted:
             names = ", ".join(card["id"] for card in bases) or "none"
-            raise EngineError(f"{self._url} serves no model {model!r}; it has: {names}")
+            raise ConfigError(f"{self._url} serves no model {model!r}; it has: {names}")
         card = wanted[0]
         info = ServerInfo(
             model=card["id"],
@@ -88,7 +88,7 @@ class Server:
         except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
             raise EngineError(f"cannot use {path}: {error or 'timed out'}") from error
         if choice.get("token_ids") is None:
-            raise EngineError(f"{path} does not tell token ids (return_token_ids)")
+            raise ConfigError(f"{path} does not tell token ids (return_token_ids)")
 
     async def healthy(self) -> bool:
         """Whether /health answers with 200 in time."""

@@ -26,7 +26,7 @@ from kvmesh.retention.ranges import (
 )
 from kvmesh.retention.sessions import SessionBook, Tail
 from kvmesh.settings.schema import Worker
-from kvmesh.worker.engine import EngineError
+from kvmesh.worker.engine import ConfigError
 from kvmesh.worker.scheduling.asking import NOTHING, Asked
 from kvmesh.worker.scheduling.counters import RetentionState
 from kvmesh.worker.scheduling.runs import Run, RunTree
@@ -51,11 +51,11 @@ class KeepingOptions(Struct, frozen=True, kw_only=True):
 
 
 def keeping_options(worker: Worker) -> KeepingOptions:
-    """What the settings say; raises EngineError."""
+    """What the settings say; raises ConfigError."""
     try:
         defaults = parse_defaults(worker.retention)
     except RetentionError as error:
-        raise EngineError(f"worker.retention: {error}") from error
+        raise ConfigError(f"worker.retention: {error}") from error
     return KeepingOptions(
         budget=worker.tenant_share, session_idle_s=worker.session_idle_s, defaults=defaults
     )

@@ -20,7 +20,7 @@ from kvmesh.bus.messages import Capacity, Load, Work
 from kvmesh.worker.adapter import Adapter
 from kvmesh.worker.arguments import engine_arguments
 from kvmesh.worker.cache_events import CacheLedger, Salts
-from kvmesh.worker.engine import EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
 from kvmesh.worker.event_feed import EventFeed
 from kvmesh.worker.model import model_context
 from kvmesh.worker.sglang.dialect import AnswerReader, request_fields
@@ -115,7 +115,7 @@ class SglangEngine(Adapter):
         if given is not None:
             return dict(json.loads(given) if isinstance(given, str) else given)
         if self._ranks > 1:
-            raise EngineError(
+            raise ConfigError(
                 "for several ranks, say where they publish: "
                 "--sglang-args kv_events_config.publisher=zmq,kv_events_config.endpoint=tcp://*:5557"
             )

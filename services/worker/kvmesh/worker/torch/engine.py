@@ -15,6 +15,7 @@ from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker.engine import (
+    ConfigError,
     Delta,
     EngineContext,
     EngineError,
@@ -76,7 +77,7 @@ class TorchEngine:
 
     async def start(self, sink: Sink) -> EngineInfo:
         if self._worker.adapters:
-            raise EngineError("the torch engine serves no adapters")
+            raise ConfigError("the torch engine serves no adapters")
         loop = asyncio.get_running_loop()
         self._loaded = await loop.run_in_executor(self._thread, self._load)
         self._sink = sink
@@ -326,7 +327,7 @@ class TorchEngine:
         blocks = options.blocks or options.kv_bytes // model.layout.block_bytes
         if not blocks:
             size = model.layout.block_bytes
-            raise EngineError(f"kv_bytes {options.kv_bytes} holds no block of {size} bytes")
+            raise ConfigError(f"kv_bytes {options.kv_bytes} holds no block of {size} bytes")
         model.allocate(blocks)
         grammars = Grammars(self._folder, model.vocabulary, model.stop_tokens)
         grammars.load()

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.engine import EngineError, Rejected
+from kvmesh.worker.engine import ConfigError, Rejected
 from kvmesh.worker.torch.lark import choice, lean, structural
 
 CACHED_GRAMMARS = 64
@@ -29,7 +29,7 @@ class Grammars:
         self._compiled = lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def load(self) -> None:
-        """Read the tokenizer; raises EngineError."""
+        """Read the tokenizer; raises ConfigError."""
         file = self._folder / "tokenizer.json"
         try:
             text = file.read_text()
@@ -37,7 +37,7 @@ class Grammars:
             added = json.loads(text).get("added_tokens") or []
             ids = {token["content"]: token["id"] for token in added}
         except Exception as error:  # llguidance raises nothing narrower
-            raise EngineError(f"cannot read {file}: {error}") from error
+            raise ConfigError(f"cannot read {file}: {error}") from error
         self._special = {
             text: i
             for text, i in ids.items()

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.layout import KvLayout
-from kvmesh.worker.engine import EngineError
+from kvmesh.worker.engine import ConfigError, EngineError
 from kvmesh.worker.torch.attention import NAME, LayoutProbe, PagedAttention, attach
 from kvmesh.worker.torch.batch import Batch, Row, cut
 from kvmesh.worker.torch.pool import KvPool
@@ -91,10 +91,10 @@ class PagedModel:
         try:
             logits = self._logits(zero, zero, zero)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"this model cannot run on a paged cache: {error}") from error
+            raise ConfigError(f"this model cannot run on a paged cache: {error}") from error
         self.vocabulary = logits.shape[-1]
         if sorted(probe.layers) != list(range(len(probe.layers) or 1)):
-            raise EngineError("this model has layers whose attention cannot be paged")
+            raise ConfigError("this model has layers whose attention cannot be paged")
         return KvLayout(
             weights=_fingerprint(self.module),
             dtype=str(self.dtype).removeprefix("torch."),
@@ -113,9 +113,9 @@ def load_model(
     torch's name for it, or "auto".
     """
     if not (folder / "config.json").is_file():
-        raise EngineError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+        raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     if not any(folder.glob("*.safetensors")):
-        raise EngineError(
+        raise ConfigError(
             f"{folder} has no weights (*.safetensors), which the torch engine needs; "
             "`kvmesh model tiny DIR` makes a small model with random ones"
         )
@@ -125,7 +125,7 @@ def load_model(
     module, info = _from_pretrained(folder, chosen)
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
     if missing:
-        raise EngineError(f"the weights in {folder} do not fit its config.json: {_some(missing)}")
+        raise ConfigError(f"the weights in {folder} do not fit its config.json: {_some(missing)}")
     _check(module.config)
     module.eval().to(place)
     return PagedModel(module, _stop_tokens(folder), block_size, pass_tokens)
@@ -144,9 +144,11 @@ def _from_pretrained(folder: Path, dtype: object) -> tuple[Any, dict[str, Any]]:
         )
     except KeyError as error:
         reason = "its attention cannot be paged" if error.args == (NAME,) else repr(error)
-        raise EngineError(f"cannot load the model in {folder}: {reason}") from error
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ConfigError(f"cannot load the model in {folder}: {reason}") from error
+    except RuntimeError as error:  # perhaps it is only that memory is short now
         raise EngineError(f"cannot load the model in {folder}: {error}") from error
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise ConfigError(f"cannot load the model in {folder}: {error}") from error
     return loaded
 
 
@@ -155,8 +157,13 @@ def _device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"there is no device {name!r}: {error}") from error
+    try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except AssertionError as error:  # this torch is not made for it
+        raise ConfigError(f"cannot use the device {name}: {error}") from error
+    except RuntimeError as error:  # perhaps somebody else still has it
         raise EngineError(f"cannot use the device {name}: {error}") from error
     return device
 
@@ -166,10 +173,10 @@ def _check(config: Any) -> None:
     text = config.get_text_config()
     odd = set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
     if odd:
-        raise EngineError(f"the torch engine cannot page layers of type {_some(sorted(odd))}")
+        raise ConfigError(f"the torch engine cannot page layers of type {_some(sorted(odd))}")
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in _VARYING_ROPE:
-        raise EngineError(
+        raise ConfigError(
             f"rope scaling {rope['rope_type']!r} depends on the longest sequence of a batch: "
             "the cache of one request would not be valid for another"
         )

@@ -28,7 +28,7 @@ from kvmesh.bus.messages import Capacity, Load, Work
 from kvmesh.worker.adapter import Adapter
 from kvmesh.worker.arguments import engine_arguments
 from kvmesh.worker.cache_events import CacheLedger, Salts
-from kvmesh.worker.engine import EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
 from kvmesh.worker.event_feed import EventFeed
 from kvmesh.worker.streams import Output, RequestStreams, Unavailable, remaining
 from kvmesh.worker.tiers import TierCounts
@@ -96,6 +96,9 @@ class VllmEngine(Adapter):
         collector = StatsCollector()
         try:
             self._llm = await asyncio.to_thread(self._load, collector)
+        except ConfigError:
+            self._folder.cleanup()
+            raise
         except Exception as error:  # vLLM and what it loads raise anything
             self._folder.cleanup()
             raise EngineError(f"vLLM does not start: {_cause(error)}") from error
@@ -157,9 +160,11 @@ class VllmEngine(Adapter):
             },
             **self._arguments,
         }
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments), stat_loggers=[collector.logger]
-        )
+        try:
+            taken = AsyncEngineArgs(**arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"vLLM does not take its arguments: {error}") from error
+        return AsyncLLM.from_engine_args(taken, stat_loggers=[collector.logger])
 
     def _follow(self, sink: Sink) -> None:
         for rank, source in self._llm.get_kv_event_sources().items():
@@ -291,7 +296,7 @@ def _adapters(pairs: list[str]) -> dict[str, LoRARequest]:
     for number, pair in enumerate(pairs, start=1):
         name, equals, path = pair.partition("=")
         if not name or not equals or not os.path.isdir(path):
-            raise EngineError(f"LoRA adapter {pair!r} is not NAME=FOLDER with an existing folder")
+            raise ConfigError(f"LoRA adapter {pair!r} is not NAME=FOLDER with an existing folder")
         adapters[name] = LoRARequest(name, number, path)
     return adapters
 
