@@ -131,6 +131,23 @@ def test_time_that_goes_back_is_refused_or_sorted(tmp_path: Path) -> None:
     assert [round_.at_s for round_ in workload.rounds] == [0.02, 0.05]
 
 
+def test_sorting_leaves_turns_behind_what_they_follow(tmp_path: Path) -> None:
+    lines: Lines = [
+        row(500, 100, [0], session_id="late", request_id="same"),
+        row(None, 100, [0], session_id="late", delay=10),
+        row(20, 100, [1], session_id="early", request_id="same"),
+        row(None, 100, [1], session_id="early", delay=20),
+        row(None, 100, [0], session_id="late", delay=30),
+    ]
+    file = trace(tmp_path, lines)
+    with pytest.raises(TraceError, match=r":3: request id 'same' was given to an earlier line"):
+        read(file)
+    workload, repairs = read(file, repair=True)
+    assert repairs.counts() == {"dropped the id": 1, "sorted by time": 1}
+    assert [round_.at_s for round_ in workload.rounds] == [0.02, 0.02, 0.5, 0.01, 0.03]
+    assert [round_.after for round_ in workload.rounds] == [(), (0,), (), (2,), (3,)]
+
+
 def test_a_cycle_of_three_is_cut_once(tmp_path: Path) -> None:
     lines: Lines = [
         row(None, 5, [i], request_id=str(i), wait_for=[str((i + 1) % 3)]) for i in range(3)

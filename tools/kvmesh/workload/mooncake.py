@@ -63,6 +63,7 @@ def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
     rows = _rows(file, repairs)
     if not rows:
         raise TraceError(file, repairs.problems or [Problem(1, "no requests in this file", "")])
+    _name_once(rows, repairs)
     _order(rows, repairs)
     workload = Assembler(repairs).workload(rows)
     repairs.settle()
@@ -111,20 +112,40 @@ def _fit(number: int, row: Row, repairs: Repairs) -> Row:
     return row
 
 
+def _name_once(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
+    """A request id names one row."""
+    known: set[str] = set()
+    for number, row in rows:
+        if row.request_id is None:
+            continue
+        if row.request_id in known:
+            reason = f"request id {row.request_id!r} was given to an earlier line"
+            repairs.note(number, reason, "dropped the id")
+            row.request_id = None
+        else:
+            known.add(row.request_id)
+
+
 def _order(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
-    """Absolute times must not go back; rows that wait for others need none."""
+    """Absolute times must not go back; a row without one stays behind its session's row before."""
     latest = 0.0
     disordered = False
+    times: list[float] = []
+    sessions: dict[str, float] = {}
     for number, row in rows:
-        if row.timestamp is None:
-            continue
-        if row.timestamp < latest:
-            reason = f"timestamp {row.timestamp:g} ms is before {latest:g} ms of an earlier line"
+        time = row.timestamp
+        if time is None:
+            time = sessions.get(row.session_id or "", latest)
+        elif time < latest:
+            reason = f"timestamp {time:g} ms is before {latest:g} ms of an earlier line"
             repairs.note(number, reason, "sorted by time")
             disordered = True
-        latest = max(latest, row.timestamp)
+        latest = max(latest, time)
+        if row.session_id:
+            sessions[row.session_id] = time
+        times.append(time)
     if disordered:
-        rows.sort(key=lambda numbered: numbered[1].timestamp or 0.0)
+        rows[:] = [rows[place] for place in sorted(range(len(rows)), key=times.__getitem__)]
 
 
 class TreeBuilder:
@@ -239,7 +260,9 @@ class Assembler:
 
 def predecessors(rows: list[tuple[int, Row]], repairs: Repairs) -> list[set[int]]:
     """The places in `rows` that each row waits for: those it names, or the turn before it."""
-    named = _names(rows, repairs)
+    named = {
+        row.request_id: place for place, (_, row) in enumerate(rows) if row.request_id is not None
+    }
     last: dict[str, int] = {}
     before: list[set[int]] = []
     for place, (number, row) in enumerate(rows):
@@ -257,16 +280,3 @@ def predecessors(rows: list[tuple[int, Row]], repairs: Repairs) -> list[set[int]
             last[session] = place
         before.append(waits)
     return before
-
-
-def _names(rows: list[tuple[int, Row]], repairs: Repairs) -> dict[str, int]:
-    named: dict[str, int] = {}
-    for place, (number, row) in enumerate(rows):
-        if row.request_id is None:
-            continue
-        if row.request_id in named:
-            reason = f"request id {row.request_id!r} was given to an earlier line"
-            repairs.note(number, reason, "dropped the id")
-        else:
-            named[row.request_id] = place
-    return named
