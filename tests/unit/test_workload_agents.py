@@ -164,6 +164,10 @@ def test_aborted_answers_end_early(tmp_path: Path) -> None:
         ("sessions = 6", "sessions = 0", "`sessions`"),
         ("steps = 4", "stepps = 4", "unknown field `stepps`"),
         ("steps = 4", "steps = {p50 = 5, p90 = 2}", "percentiles must not fall"),
+        ("steps = 4", "steps = inf", "`agents.*steps`"),
+        ("wait_s = 30.0", "wait_s = -30.0", "`agents.*wait_s`"),
+        ("wait_s = 30.0", "wait_s = {p50 = 5, max = nan}", "`agents.*max`"),
+        ("share = 1.0", "share = inf", "`agents.*share`"),
         ("share = 1.0", "share = 0.0", "no agent has a share"),
         ('name = "helper"', 'name = "helper"\nspawns = [{agent = "lead"}]', "spawns itself"),
         ("description", "= broken", "line"),
@@ -174,6 +178,19 @@ def test_a_bad_profile_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(ProfileError, match=reason):
         profile(tmp_path, SMALL.replace(old, new, 1))
+
+
+def test_a_profile_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "p.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ProfileError, match=r"p\.toml: .*utf-8"):
+        load_profile(str(file))
+
+
+def test_prompts_longer_than_every_context_are_an_error(tmp_path: Path) -> None:
+    cramped = SMALL.replace("share = 1.0", "share = 1.0\ncontext = 100")
+    with pytest.raises(ProfileError, match="longer than its agent's context"):
+        generate(tmp_path, cramped)
 
 
 def test_an_unknown_profile_names_the_shipped_ones() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.workload.distributions import draw, draw_int
 from kvmesh.workload.model import Round, Session, Tree, Workload
-from kvmesh.workload.profile import Agent, Profile, Spawn
+from kvmesh.workload.profile import Agent, Profile, ProfileError, Spawn
 
 TOKEN_S, REQUEST_S = 0.02, 0.5
 
@@ -67,7 +67,10 @@ class AgentGenerator:
         self._prompts: dict[tuple[str, int], tuple[int, int]] = {}
 
     def workload(self, sessions: int | None = None) -> Workload:
-        """`sessions` sessions (the profile's number by default) and all that they spawn."""
+        """`sessions` sessions (the profile's number by default) and all that they spawn.
+
+        Raises ProfileError if not one of them has a request.
+        """
         roots = [agent for agent in self._profile.agents if agent.share]
         weights = [agent.share for agent in roots]
         clock, slots = 0.0, self._profile.concurrency
@@ -83,6 +86,8 @@ class AgentGenerator:
             end = max((draft.end_s for draft in last), default=ready)
             heapq.heappush(ends, (end, number, last))
             clock += self._rng.expovariate(self._profile.per_minute / 60)
+        if not self._drafts:
+            raise ProfileError("no request: every first prompt is longer than its agent's context")
         return self._assemble()
 
     def _session(

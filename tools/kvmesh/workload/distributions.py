@@ -8,9 +8,12 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvmesh.workload.model import LIMIT
+
 _NORMAL = NormalDist()
 _MEDIAN, _P90, _P99 = (_NORMAL.inv_cdf(share) for share in (0.5, 0.9, 0.99))
-Positive = Annotated[float, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0, le=LIMIT)]
+Natural = Annotated[float, Meta(ge=0, le=LIMIT)]
 
 
 class Quantiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,8 +26,8 @@ class Quantiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     p50: Positive
     p90: Positive | None = None
     p99: Positive | None = None
-    min: float = 0.0
-    max: float = math.inf
+    min: Natural = 0.0
+    max: Natural = float(LIMIT)
 
     def __post_init__(self) -> None:
         points = [p for p in (self.p50, self.p90, self.p99) if p is not None]
@@ -52,7 +55,7 @@ class Quantiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return math.exp(min(math.log(v0) + slope * (place - z0), 700.0))
 
 
-Amount = float | Quantiles
+Amount = Natural | Quantiles
 
 
 def draw(amount: Amount, rng: random.Random) -> float:

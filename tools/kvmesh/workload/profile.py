@@ -8,10 +8,12 @@ from msgspec import Meta, Struct
 
 from kvmesh.workload.distributions import Amount, Quantiles
 from kvmesh.workload.errors import WorkloadError
+from kvmesh.workload.model import LIMIT, Priority
 
 FOLDER = Path(__file__).with_name("profiles")
 Share = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=LIMIT)]
+Weight = Annotated[float, Meta(ge=0, le=LIMIT)]
 
 
 class ProfileError(WorkloadError):
@@ -26,7 +28,7 @@ class Tool(_Section, frozen=True, kw_only=True):
     """A tool: how often it is called, how long it takes (s) and how much it returns (tokens)."""
 
     name: str
-    weight: Annotated[float, Meta(gt=0)]
+    weight: Annotated[float, Meta(gt=0, le=LIMIT)]
     wait_s: Amount
     result: Amount | None = None
 
@@ -73,7 +75,7 @@ class Agent(_Section, frozen=True, kw_only=True):
     """
 
     name: str
-    share: Annotated[float, Meta(ge=0)] = 0.0
+    share: Weight = 0.0
     prompt: str = "system"
     prompt_tokens: Amount = 16_000
     prompt_variants: Count = 1
@@ -85,7 +87,7 @@ class Agent(_Section, frozen=True, kw_only=True):
     keep_thinking: bool = True
     abort: Share = 0.0
     ends: Share = 0.0
-    priority: int = 0
+    priority: Priority = 0
     context: Count = 200_000
     human: Human = Human()
     tools: list[Tool] = []
@@ -101,7 +103,7 @@ class Profile(_Section, frozen=True, kw_only=True):
 
     description: str
     sessions: Count
-    per_minute: Annotated[float, Meta(gt=0)]
+    per_minute: Annotated[float, Meta(ge=1e-6, le=LIMIT)]
     concurrency: Count | None = None
     agents: Annotated[list[Agent], Meta(min_length=1)]
 
@@ -146,5 +148,5 @@ def load_profile(source: str) -> Profile:
     except OSError as error:
         known = ", ".join(builtin())
         raise ProfileError(f"no profile {source!r} (shipped: {known}): {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProfileError(f"{file}: {str(error).replace('`$.', '`')}") from error
