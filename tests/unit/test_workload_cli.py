@@ -62,7 +62,25 @@ def test_synthesize_writes_a_trace(
     assert len(out.read_text().splitlines()) == 90
 
 
-@pytest.mark.parametrize("wrong", [["--num-requests", "0"], ["--osl-multiplier", "none"]])
+def test_a_synthetic_trace_has_the_blocks_that_were_asked_for(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "more.jsonl"
+    assert run(["workload", "synthesize", str(trace), "-o", str(out), "--block-size", "64"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["block_size"] for row in rows} == {64}
+    assert all(len(row["hash_ids"]) == -(-row["input_length"] // 64) for row in rows)
+    assert run(["workload", "read", str(out)]) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--num-requests", "0"],
+        ["--osl-multiplier", "none"],
+        ["--prefix-len-multiplier", "inf"],
+        ["--speedup-ratio", "nan"],
+        ["--max-isl", "-3"],
+    ],
+)
 def test_synthesize_names_a_bad_option(
     trace: Path, tmp_path: Path, wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

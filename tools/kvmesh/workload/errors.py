@@ -50,3 +50,7 @@ class Repairs:
     def counts(self) -> dict[str, int]:
         """How often each kind of repair was made."""
         return dict(Counter(problem.repair for problem in self.problems))
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        return [f"repaired {count:,}×: {repair}" for repair, count in self.counts().items()]

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     errors = Console(stderr=True, highlight=False)
     try:
         workload, repairs = load(args.trace, args.repair, args.seed)
-        for repair, count in repairs.counts().items():
-            errors.print(f"repaired {count:,}×: {repair}")
+        for line in repairs.lines():
+            errors.print(line, markup=False)
         summary = uvloop.run(_replay(workload.first(args.limit), args, errors))
         show(summary, Console())
         if args.json is not None:

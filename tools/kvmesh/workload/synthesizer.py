@@ -15,11 +15,11 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.model import ROOT, Round, Session, Tree, Workload
+from kvmesh.workload.model import LIMIT, ROOT, Round, Session, SomeTokens, Tree, Workload
 
 LEAST = 8
 TRIES = 1000
-Factor = Annotated[float, Meta(gt=0)]
+Factor = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class SynthesisError(WorkloadError):
@@ -34,14 +34,14 @@ class Options(Struct, frozen=True, kw_only=True):
     times faster; prompts above `max_isl` tokens are not taken.
     """
 
-    num_requests: Annotated[int, Meta(ge=1)]
+    num_requests: SomeTokens
     prefix_len_multiplier: Factor = 1.0
     prefix_root_multiplier: Annotated[int, Meta(ge=1)] = 1
     prompt_len_multiplier: Factor = 1.0
     osl_multiplier: Factor = 1.0
     speedup_ratio: Factor = 1.0
-    max_isl: Annotated[int, Meta(ge=1)] | None = None
-    block_size: Annotated[int, Meta(ge=1)] = 512
+    max_isl: SomeTokens = LIMIT
+    block_size: SomeTokens = 512
     seed: int = 0
 
 
@@ -190,10 +190,11 @@ class Synthesizer:
             leaf = self._leaf(way[-1], depth)
             core = round(depth * options.block_size * options.prefix_len_multiplier)
             tokens = core + round(leaf.tokens * options.prompt_len_multiplier)
-            if tokens and (options.max_isl is None or tokens <= options.max_isl):
+            if 0 < tokens <= options.max_isl:
                 copy = self._rng.randrange(options.prefix_root_multiplier)
                 branch = self._tree.fork(self._lay(way, copy), core)
-                return branch, tokens, max(1, round(leaf.output * options.osl_multiplier))
+                output = max(1, round(leaf.output * options.osl_multiplier))
+                return branch, tokens, min(output, LIMIT)
         raise SynthesisError(f"no prompt of at most {options.max_isl} tokens in {TRIES} tries")
 
     def _walk(self) -> tuple[list[Node], int]:

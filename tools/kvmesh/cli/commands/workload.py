@@ -22,7 +22,6 @@ SOURCE = "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped p
 FILES = "file to write; its suffix tells the format: " + ", ".join(
     f"{suffix} {name}" for suffix, name in SUFFIXES.items()
 )
-UNSET = {"num_requests": "default: as many as the seed has", "max_isl": "default: no limit"}
 Action = Callable[[argparse.Namespace, Settings], int]
 
 
@@ -72,18 +71,17 @@ def _block_size(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 def _load(arguments: argparse.Namespace) -> Workload:
     workload, repairs = load(arguments.source, arguments.repair, arguments.seed)
-    for repair, count in repairs.counts().items():
-        print(f"repaired {count:,}×: {repair}", file=sys.stderr)
+    for line in repairs.lines():
+        print(line, file=sys.stderr)
     return workload
 
 
-def _save(workload: Workload, arguments: argparse.Namespace) -> None:
-    if arguments.output is None:
+def _save(workload: Workload, file: Path | None, block_size: int | None) -> None:
+    if file is None:
         return
-    for loss in save(workload, arguments.output, arguments.block_size):
+    for loss in save(workload, file, block_size):
         print(f"not in this format: {loss}", file=sys.stderr)
-    size = arguments.output.stat().st_size
-    print(f"wrote {len(workload):,} requests to {arguments.output} ({size:,} bytes)")
+    print(f"wrote {len(workload):,} requests to {file} ({file.stat().st_size:,} bytes)")
 
 
 # --- read --------------------------------------------------------------------------------------
@@ -97,7 +95,7 @@ def _read_options(parser: argparse.ArgumentParser) -> None:
 def _read(arguments: argparse.Namespace, _: Settings) -> int:
     workload = _load(arguments)
     print(f"{len(workload):,} requests in {len(workload.sessions):,} sessions")
-    _save(workload, arguments)
+    _save(workload, arguments.output, arguments.block_size)
     return 0
 
 
@@ -133,12 +131,12 @@ def _synthesize_options(parser: argparse.ArgumentParser) -> None:
     for field in msgspec.structs.fields(Options):
         if field.name == "seed":
             continue
-        default = None if field.default is msgspec.NODEFAULT else field.default
+        own = field.default is msgspec.NODEFAULT
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             metavar="X",
-            default=default,
-            help=f"default {default}" if default is not None else UNSET[field.name],
+            default=None if own else field.default,
+            help="as many as the seed has" if own else f"default {field.default:,}",
         )
     parser.epilog = Options.__doc__
 
@@ -156,7 +154,7 @@ def _synthesize(arguments: argparse.Namespace, _: Settings) -> int:
         options = msgspec.convert({"num_requests": len(workload), **given}, Options, strict=False)
     except msgspec.ValidationError as error:
         raise WorkloadError(str(error).replace("`$.", "`--").replace("_", "-")) from error
-    _save(Synthesizer(workload, options).workload(), arguments)
+    _save(Synthesizer(workload, options).workload(), arguments.output, options.block_size)
     return 0
 
 
@@ -187,7 +185,7 @@ def _generate(arguments: argparse.Namespace, _: Settings) -> int:
     workload = AgentGenerator(profile, arguments.seed).workload(arguments.sessions)
     if arguments.output is None:
         show(analyze(workload), Console())
-    _save(workload, arguments)
+    _save(workload, arguments.output, arguments.block_size)
     return 0
 
 
@@ -216,7 +214,7 @@ def _capture(arguments: argparse.Namespace, settings: Settings) -> int:
         workload = assemble(recorder.taken)
         if recorder.unfinished:
             print(f"left out {recorder.unfinished:,} without an outcome", file=sys.stderr)
-        _save(workload, arguments)
+        _save(workload, arguments.output, arguments.block_size)
         return 0
 
     return run_on_bus("workload", settings, record)
