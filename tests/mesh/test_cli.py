@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from support.up import Up
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import Cancel, encode
+from kvmesh.bus.messages import Cancel, SeqBatch, encode
+from kvmesh.cli.merging import MOST_WAITING
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,31 @@ async def test_since_replays_the_streams_and_may_stop_at_the_present(mesh: Up, r
 
     await eventually(ended)
     assert found[0].having("route", request, "→")
+
+
+async def test_the_past_is_shown_in_the_order_of_time_and_then_what_comes(
+    bus: Bus, run: Run
+) -> None:
+    subjects = bus.subjects
+    kinds = [subjects.kv("m", "w"), subjects.route("m"), subjects.seq("m")]
+    draw = Random(1)
+    sent = []
+    for turn in range(2 * MOST_WAITING):
+        # a stream may be silent for longer than of another one are kept here
+        subject = kinds[0] if turn < 1.3 * MOST_WAITING else draw.choice(kinds)
+        await bus.store(subject, encode(SeqBatch(f"{turn}", [])), PATIENCE_S)
+        sent.append(subject)
+    options = ("--nats", bus.options.url, "--nats-namespace", bus.options.namespace)
+    past = await run("tail", "--since", "1h", "--no-follow", "--json", *options)
+    assert await asyncio.wait_for(past.process.wait(), PATIENCE_S) == 0
+    await past.reading
+    assert [json.loads(line)["subject"] for line in past.lines] == sent
+    tail = await run("tail", "kv", "seq", "--since", "1h", "--json", *options)
+    await eventually(lambda: len(tail.lines) == len([s for s in sent if s != kinds[1]]))
+    for number, subject in enumerate((kinds[2], kinds[0], kinds[2]), len(tail.lines) + 1):
+        await bus.store(subject, encode(SeqBatch("new", [])), PATIENCE_S)
+        await eventually(lambda count=number: len(tail.lines) == count)  # type: ignore[misc]
+        assert json.loads(tail.lines[-1])["subject"] == subject
 
 
 async def test_a_limit_ends_the_tail(mesh: Up, run: Run) -> None:

@@ -98,6 +98,7 @@ class StreamReader:
         self._loop = asyncio.get_running_loop()
         self._arrived: deque[Msg] = deque()  # the server's flow control bounds it
         self._turn_planned = False
+        self._held = False
         self._stale = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.last_seq = start.after or 0
@@ -108,6 +109,15 @@ class StreamReader:
         """Create the consumer; raises the server's error if the stream cannot be read."""
         await self._attach()
         self._task = asyncio.create_task(self._watch(), name=f"reader {self._stream}")
+
+    def hold(self) -> None:
+        """Handle nothing more until `go_on`: the server sends on only until it is not answered."""
+        self._held = True
+
+    def go_on(self) -> None:
+        """End what `hold` began."""
+        self._held = False
+        self._plan_turn()
 
     async def close(self) -> None:
         if self._task is not None:
@@ -184,6 +194,10 @@ class StreamReader:
         self._heard = self._loop.time()
         self._arrived.append(msg)
         if not self._turn_planned:
+            self._plan_turn()
+
+    def _plan_turn(self) -> None:
+        if self._arrived and not (self._held or self._turn_planned):
             self._turn_planned = True
             self._loop.call_soon(self._turn)
 
@@ -191,14 +205,13 @@ class StreamReader:
         """Handle what has arrived; what takes longer than a turn lets others run first."""
         ends = monotonic() + TURN_S
         try:
-            while self._arrived:
+            while self._arrived and not self._held:
                 self._take(self._arrived.popleft())
                 if monotonic() > ends:
                     break
         finally:
-            self._turn_planned = bool(self._arrived)
-            if self._turn_planned:
-                self._loop.call_soon(self._turn)
+            self._turn_planned = False
+            self._plan_turn()
 
     def _take(self, msg: Msg) -> None:
         headers = msg.headers

@@ -13,8 +13,9 @@ from nats.aio.msg import Msg
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance, encode
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.reader import Start, StreamMessage
 from kvmesh.cli.decode import REQUESTS, STREAMED, decode, plain
+from kvmesh.cli.merging import MergedReader
 from kvmesh.cli.summary import summarise
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
@@ -65,78 +66,76 @@ class Tail:
         self._limits = stream_limits(settings.streams)
         self._left = wanted.limit
         self._enough = asyncio.Event()
-        self._readers: list[StreamReader] = []
+        self._past: MergedReader | None = None
         self._directory: Directory | None = None
         self._broken = False
 
     async def run(self) -> int:
         """Show messages; returns the exit status."""
         try:
-            for pattern in self._wanted.patterns or DEFAULT:
-                await self._follow(pattern)
-            await self._wait()
+            showing = asyncio.create_task(self._show_all())
+            enough = asyncio.create_task(self._enough.wait())
+            await asyncio.wait({showing, enough}, return_when=asyncio.FIRST_COMPLETED)
+            enough.cancel()
+            if showing.done():
+                await showing
+            showing.cancel()
         finally:
             await self._close()
         if self._broken:
             raise BrokenPipeError
         return 0
 
-    async def _wait(self) -> None:
-        if self._wanted.follow or self._wanted.since is None:
+    async def _show_all(self) -> None:
+        """The past first, then, unless that is all, what comes until there is enough."""
+        patterns = self._wanted.patterns or DEFAULT
+        subjects = [self._subject(p) for p in patterns if p != "instances"]
+        if self._wanted.since is not None:
+            await self._replay(subjects, self._wanted.since)
+        goes_on = self._wanted.since is None or self._wanted.follow
+        for subject in subjects if goes_on else []:
+            await self._follow(subject)
+        if "instances" in patterns:
+            self._directory = Directory(self._bus, self._limits, self._joined, self._left_mesh)
+            await self._directory.open()
+        if goes_on:
             await self._enough.wait()
-            return
-        endings = [
-            asyncio.create_task(self._enough.wait()),
-            asyncio.create_task(self._catch_up()),
-        ]
-        await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-        for task in endings:
-            task.cancel()
-
-    async def _catch_up(self) -> bool:
-        for reader in self._readers:
-            await reader.caught_up.wait()
-        return True
 
     async def _close(self) -> None:
         if self._directory is not None:
             await self._directory.close()
-        for reader in self._readers:
-            await reader.close()
+        if self._past is not None:
+            await self._past.close()
 
-    async def _follow(self, pattern: str) -> None:
-        if pattern == "instances":
-            self._directory = Directory(self._bus, self._limits, self._joined, self._left_mesh)
-            await self._directory.open()
-            return
-        if pattern.isalnum():
-            pattern = f"{pattern}.>"
-        subject = self._bus.subjects.expand(pattern)
+    def _subject(self, pattern: str) -> str:
+        return self._bus.subjects.expand(f"{pattern}.>" if pattern.isalnum() else pattern)
+
+    async def _follow(self, subject: str) -> None:
         kind = subject.split(".")[2]
         if kind in ("*", ">", *REQUESTS):
             log.warning("watching requests: senders may take this tail for a listener")
         if self._wanted.since is None:
             await self._bus.client.subscribe(subject, cb=self._on_live)
-            return
-        for streamed in STREAMED:
-            if kind in ("*", ">", streamed):
-                await self._replay(streamed, subject)
-        if kind not in STREAMED and self._wanted.follow:
+        elif kind not in STREAMED:
             await self._bus.client.subscribe(subject, cb=self._on_unstreamed)
 
-    async def _replay(self, kind: str, subject: str) -> None:
+    async def _replay(self, wanted: Sequence[str], since: datetime) -> None:
+        """All streams as one; they go on with what comes."""
         subjects = self._bus.subjects
         streams = {
             "kv": subjects.kv_stream,
             "route": subjects.route_stream,
             "seq": subjects.seq_stream,
         }
-        tokens = subject.split(".")
-        narrowed = [*tokens[:2], kind, *(tokens[3:] if tokens[2] != ">" else [">"])]
-        start = Start(time=self._wanted.since)
-        reader = StreamReader(self._bus, streams[kind], ".".join(narrowed), self._on_stored, start)
-        await reader.open()
-        self._readers.append(reader)
+        self._past = MergedReader(self._bus, self._on_stored, Start(time=since))
+        for subject in wanted:
+            tokens = subject.split(".")
+            for kind, stream in streams.items():
+                if tokens[2] in ("*", ">", kind):
+                    narrowed = [*tokens[:2], kind, *(tokens[3:] if tokens[2] != ">" else [">"])]
+                    self._past.add(stream, ".".join(narrowed))
+        await self._past.open()
+        await self._past.caught_up()
 
     async def _on_live(self, msg: Msg) -> None:
         self._show(time.time(), msg.subject, msg.data)
