@@ -31,6 +31,27 @@ def test_policies_side_by_side_and_all_reports(
     assert json.loads(files[2].read_text())["traceEvents"]
 
 
+def test_a_report_that_cannot_be_written_costs_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.html"
+    assert simulate("--json", "/dev/full", "--html", str(report)) == 2
+    captured = capsys.readouterr()
+    assert "share of ideal" in captured.out
+    assert captured.err.startswith("kvmesh simulate: /dev/full is not written: ")
+    assert "</html>" in report.read_text()
+
+
+def test_what_was_repaired_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [0]}
+    trace.write_text(f"{json.dumps(row)}\nnonsense\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(trace), "--repair"])
+    assert not ended.value.code
+    assert capsys.readouterr().err == "repaired 1×: dropped the line\n"
+
+
 def test_groups_of_unlike_engines(tmp_path: Path) -> None:
     file = tmp_path / "f.json"
     groups = ("--group", "1:serves=prefill,speedup=2", "--group", "2:serves=decode,blocks=2048")
@@ -54,6 +75,11 @@ def test_groups_of_unlike_engines(tmp_path: Path) -> None:
         (("--fault", "die:0@nan"), "nan"),
         (("--policy", "best"), "best"),
         (("--event-loss", "1.5"), "event loss"),
+        (("--event-delay", "-1"), "event delay"),
+        (("--sync-delay", "nan"), "sync delay"),
+        (("--speed", "nan"), "speed"),
+        (("--speed", "0"), "speed"),
+        (("--group", "0"), "at least one router and one worker"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(

@@ -1,8 +1,10 @@
 """What `simulate` and `whatif` share: scenario flags, running under each policy, reports."""
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -166,12 +168,24 @@ def simulate(workload: Workload, options: Options) -> Run:
     return simulation, figures(simulation)
 
 
-def write(arguments: argparse.Namespace, title: str, runs: Sequence[Run]) -> None:
-    """Write the reports that were asked for."""
-    if arguments.json:
-        data = msgspec.json.encode([result for _, result in runs])
-        arguments.json.write_bytes(msgspec.json.format(data, indent=2))
-    if arguments.html:
-        arguments.html.write_text(page(title, runs))
-    if arguments.perfetto:
-        arguments.perfetto.write_bytes(perfetto(runs[-1][0]))
+def write(name: str, arguments: argparse.Namespace, title: str, runs: Sequence[Run]) -> int:
+    """Write the reports that were asked for; 0, or 2 after saying which could not be written."""
+    makers: list[tuple[Path | None, Callable[[], bytes]]] = [
+        (arguments.json, lambda: _json(runs)),
+        (arguments.html, lambda: page(title, runs).encode()),
+        (arguments.perfetto, lambda: perfetto(runs[-1][0])),
+    ]
+    status = 0
+    for file, make in makers:
+        if file is None:
+            continue
+        try:
+            file.write_bytes(make())
+        except OSError as error:
+            print(f"kvmesh {name}: {file} is not written: {error.strerror}", file=sys.stderr)
+            status = 2
+    return status
+
+
+def _json(runs: Sequence[Run]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode([result for _, result in runs])) + b"\n"

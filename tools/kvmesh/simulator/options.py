@@ -7,6 +7,8 @@ from typing import Literal
 from kvmesh.settings.schema import Router
 from kvmesh.worker.mock.core import CoreOptions
 
+LEAST_SPEED = 1e-6
+
 
 class SimulationError(Exception):
     """The simulation cannot run as asked; the message names the option and the reason."""
@@ -71,15 +73,22 @@ class Options:
         sizes = {group.core.limits.block_size for group in self.workers}
         if len(sizes) != 1:
             raise SimulationError(f"workers must agree on the block size, not use {sorted(sizes)}")
-        if all(group.serves == "prefill" for group in self.workers if group.count):
-            raise SimulationError("some workers must decode, not all only prefill")
         if self.replicas < 1 or sum(group.count for group in self.workers) < 1:
             raise SimulationError("there must be at least one router and one worker")
-        if not 0 <= self.network.event_loss < 1:
-            raise SimulationError("event loss must be at least 0 and below 1")
-        if self.speed <= 0:
-            raise SimulationError("speed must be above 0")
+        if all(group.serves == "prefill" for group in self.workers if group.count):
+            raise SimulationError("some workers must decode, not all only prefill")
+        if not LEAST_SPEED <= self.speed < math.inf:
+            raise SimulationError(f"speed must be at least {LEAST_SPEED:g} and finite")
+        self._check_network()
         self._check_faults()
+
+    def _check_network(self) -> None:
+        network = self.network
+        if not 0 <= network.event_loss < 1:
+            raise SimulationError("event loss must be at least 0 and below 1")
+        for name, delay in (("event", network.kv_events), ("sync", network.replicas)):
+            if not 0 <= delay < math.inf:
+                raise SimulationError(f"{name} delay must be at least 0 and finite")
 
     def _check_faults(self) -> None:
         there = set(range(sum(group.count for group in self.workers)))

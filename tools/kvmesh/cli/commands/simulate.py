@@ -21,6 +21,7 @@ BLOCK_SIZE = 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s WORKLOAD [options]"
     parser.add_argument("source", metavar="WORKLOAD", help="a trace, a profile or a shipped name")
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N requests only")
     parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
@@ -29,7 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     try:
-        workload, _ = load(arguments.source, arguments.repair, arguments.seed)
+        workload, repairs = load(arguments.source, arguments.repair, arguments.seed)
+        for line in repairs.lines():
+            print(line, file=sys.stderr)
         workload = workload.first(arguments.limit)
         core = mock_core(settings, arguments.block_size or BLOCK_SIZE)
         options = scenarios(arguments, settings, WORKERS, core)
@@ -38,5 +41,5 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         print(f"kvmesh simulate: {error}", file=sys.stderr)
         return 2
     show([result for _, result in runs], Console())
-    write(arguments, f"{Path(arguments.source).name}, {len(workload):,} requests", runs)
-    return 0
+    title = f"{Path(arguments.source).name}, {len(workload):,} requests"
+    return write("simulate", arguments, title, runs)

@@ -74,8 +74,7 @@ def _compare(
     console = Console()
     console.print(measured(taken), markup=False, highlight=False)
     show([result for _, result in runs], console)
-    write(arguments, f"{len(workload):,} captured requests", runs)
-    return 0
+    return write("whatif", arguments, f"{len(workload):,} captured requests", runs)
 
 
 def _core(core: CoreOptions, workers: list[Instance]) -> CoreOptions:
