@@ -7,11 +7,12 @@ import numpy as np
 
 from kvmesh.simulator.figures import Figures
 from kvmesh.simulator.mesh import Simulation
-from kvmesh.simulator.records import Column
-from kvmesh.simulator.show import ROWS
+from kvmesh.simulator.records import Column, WorkerRecord
+from kvmesh.simulator.show import ROWS, notes
 
 COLOURS = ("#2563eb", "#dc2626", "#16a34a", "#9333ea", "#ea580c", "#0891b2", "#a16207", "#be185d")
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 290, 46, 24
+POINTS = 1200
 STYLE = """
 :root{color-scheme:light dark;--ink:light-dark(#1c1c1e,#e8e8ea);--soft:light-dark(#6b6b70,#9a9aa0);
 --line:light-dark(#e3e3e6,#37373b);--band:light-dark(#f6f6f8,#222226)}
@@ -22,7 +23,7 @@ table{border-collapse:collapse;width:100%}td,th{padding:.2rem .8rem;text-align:r
 font-variant-numeric:tabular-nums}td:first-child{text-align:left;color:var(--soft)}
 th{border-bottom:1px solid var(--soft)}tr:nth-child(even){background:var(--band)}
 svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:var(--soft)}
-svg .grid{stroke:var(--line)}.key{margin:0;font-size:.85rem}.key span{margin-right:1.2rem}
+svg .grid{stroke:var(--line)}.key,.note{margin:0;font-size:.85rem}.key span{margin-right:1.2rem;white-space:nowrap}
 .key i{display:inline-block;width:1.1rem;height:.2rem;margin-right:.4rem;vertical-align:middle}
 .key em{float:right;color:var(--soft);font-style:normal}
 """
@@ -35,6 +36,7 @@ def page(title: str, runs: Sequence[tuple[Simulation, Figures]]) -> str:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>",
         f"<style>{STYLE}</style><h1>{escape(title)}</h1>",
         _table([figures for _, figures in runs]),
+        *(f"<p class=note>{escape(note)}</p>" for _, figures in runs for note in notes(figures)),
         "<h2>Time to first token</h2>",
         _plot([_ttft(s, f) for s, f in runs], "seconds", "share of requests", log_x=True),
         "<h2>Cached share of prompt tokens over time</h2>",
@@ -42,8 +44,11 @@ def page(title: str, runs: Sequence[tuple[Simulation, Figures]]) -> str:
         "<h2>Sequences running on each worker</h2>",
     ]
     for simulation, figures in runs:
-        parts.append(f"<h3>{escape(figures.policy)}</h3>")
-        parts.append(_plot(_running(simulation), "virtual seconds", "sequences"))
+        lives = list(simulation.worker_records.values())
+        drawn = lives[: len(COLOURS)]
+        of = f", the first {len(drawn)} of {len(lives)} workers" if drawn != lives else ""
+        parts.append(f"<h3>{escape(figures.policy)}{of}</h3>")
+        parts.append(_plot(_running(drawn), "virtual seconds", "sequences"))
     return "\n".join(parts) + "</html>\n"
 
 
@@ -76,14 +81,14 @@ def _hits(simulation: Simulation, figures: Figures, bins: int = 60) -> Line:
     return figures.policy, edges[:-1][used], cached[used] / sent[used]
 
 
-def _running(simulation: Simulation) -> list[Line]:
+def _running(workers: Sequence[WorkerRecord]) -> list[Line]:
     return [
         (
             record.name,
             np.array([s.time for s in record.samples]),
             np.array([s.running for s in record.samples], dtype=np.float64),
         )
-        for record in list(simulation.worker_records.values())[: len(COLOURS)]
+        for record in workers
     ]
 
 
@@ -104,7 +109,7 @@ def _plot(lines: Sequence[Line], x_name: str, y_name: str, log_x: bool = False) 
     parts = [_key([name for name, _, _ in lines], f"{y_name} over {x_name}")]
     parts += [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role=img>', _axes(low, span, top, log_x)]
     for number, (_, x, y) in enumerate(lines):
-        keep = slice(None, None, max(1, len(x) // 600))
+        keep = np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(np.intp)
         points = " ".join(
             at(float(a), float(b)) for a, b in zip(scale(x)[keep], y[keep], strict=True)
         )

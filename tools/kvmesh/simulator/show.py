@@ -1,6 +1,6 @@
 """Figures as tables for a terminal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from rich.console import Console
@@ -64,7 +64,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def show(runs: Sequence[Figures], console: Console) -> None:
-    """One column per run; priorities, workers and errors below where there are any."""
+    """One column per run; priorities and errors below where there are any."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for run in runs:
@@ -73,17 +73,18 @@ def show(runs: Sequence[Figures], console: Console) -> None:
         table.add_row(name, *(cell(run) for run in runs))
     console.print(table)
     for run in runs:
-        _show_priorities(run, console)
-        for error, count in run.errors.items():
-            console.print(f"{run.policy}: {count:,}× {error}", markup=False)
+        for note in notes(run):
+            console.print(note, markup=False, soft_wrap=True)
 
 
-def _show_priorities(run: Figures, console: Console) -> None:
+def notes(run: Figures) -> Iterator[str]:
+    """What has no row of its own, in sentences."""
     for level, latency in run.by_priority.items():
         if latency.ttft_s and latency.total_s:
-            console.print(
+            yield (
                 f"{run.policy}, priority {level}: {latency.requests:,} requests, "
                 f"TTFT p50 {latency.ttft_s.p50 * 1000:,.1f} ms, "
-                f"latency p50 {latency.total_s.p50 * 1000:,.1f} ms",
-                markup=False,
+                f"latency p50 {latency.total_s.p50 * 1000:,.1f} ms"
             )
+    for error, count in run.errors.items():
+        yield f"{run.policy}: {count:,}× {error}"
