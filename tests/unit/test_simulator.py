@@ -292,11 +292,66 @@ def test_a_client_that_leaves_frees_the_engine() -> None:
     assert all(not worker.core.busy for worker in simulation.workers.values())
 
 
-def test_a_prompt_that_never_fits_is_an_error_not_a_hang() -> None:
+def test_prompts_that_never_fit_are_one_kind_of_error_and_no_part_of_the_shares() -> None:
+    workload = conversations(2, 2)
+    fitting = run(workload, options())[1]
+    endless = Round(session=0, branch=0, answer=0, input_tokens=10**8, output_tokens=5)
+    workload.rounds += [endless, endless]
+    result = run(workload, options())[1]
+    assert result.failed == 2
+    assert result.errors == {"does not fit into 1024 blocks": 2}
+    assert result.cache == fitting.cache
+
+
+def test_only_the_larger_of_unlike_engines_has_room() -> None:
+    small, large = options(blocks=20, workers=1).workers + options(workers=1).workers
+    both = replace(options("round-robin"), workers=(small, large))
+    result = run(conversations(1, 8), both)[1]
+    assert result.errors == {"does not fit into 20 blocks": result.failed}
+    assert 0 < result.failed < 8
+
+
+def test_a_run_that_ends_at_once_has_the_rate_of_the_whole() -> None:
     tree = Tree()
-    big = Round(session=0, branch=tree.fork(), answer=0, input_tokens=10_000, output_tokens=5)
-    workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=[big])
-    assert run(workload, options(blocks=100))[1].failed == 1
+    branches = [tree.fork() for _ in range(4)]
+    alike = [
+        Round(session=0, branch=b, answer=b, input_tokens=100, output_tokens=5) for b in branches
+    ]
+    workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=alike)
+    result = run(workload, options("round-robin", workers=4))[1]
+    assert result.steady_tokens_per_s == result.output_tokens_per_s
+
+
+def slices(simulation: Simulation) -> list[tuple[str, int, float]]:
+    """Name, process and length of each slice of the trace."""
+    events = json.loads(perfetto(simulation))["traceEvents"]
+    named = {e["pid"] for e in events if e["ph"] == "M"}
+    assert {e["pid"] for e in events} == named
+    begun = {(e["id"], e["name"]): e for e in events if e["ph"] == "b"}
+    ended = {(e["id"], e["name"]): e for e in events if e["ph"] == "e"}
+    assert begun.keys() == ended.keys()
+    assert len(begun) == sum(e["ph"] == "b" for e in events)
+    return [(b["name"], b["pid"], ended[key]["ts"] - b["ts"]) for key, b in begun.items()]
+
+
+def test_the_trace_has_each_request_where_it_was_computed() -> None:
+    workload = conversations(10, 4, shared=3200)
+    core = CoreOptions(blocks=4096, limits=SchedulerLimits(block_size=SIZE, max_sequences=16))
+    fleet = (WorkerOptions(1, core, "prefill"), WorkerOptions(2, core, "decode"))
+    simulation, result = run(workload, replace(options(), workers=fleet))
+    found = slices(simulation)
+    prefills = sum(name == "prefill" and place == 0 for name, place, _ in found)
+    assert prefills == result.workers[0].requests > 0
+    assert {place for name, place, _ in found if name == "decode"} <= {1, 2}
+
+
+def test_the_trace_of_a_changing_fleet_tells_lives_apart() -> None:
+    faults = (Fault(0.8, "die", 1), Fault(0.9, "join", 7), Fault(1.0, "join", 1))
+    simulation, result = run(conversations(16, 6), options(faults=faults))
+    assert result.moves > 0
+    found = slices(simulation)
+    assert min(length for *_, length in found) >= 0
+    assert {place for _, place, _ in found} == set(range(5))
 
 
 def test_scenarios_that_make_no_sense_are_refused() -> None:
@@ -313,6 +368,9 @@ def test_reports_are_complete(tmp_path: Path) -> None:
     text = page("a <title>", runs)
     assert "a &lt;title&gt;" in text
     assert text.count("<svg") == 4
+    assert "workers</h3>" not in text
+    many = page("many", [run(conversations(6, 4), options(workers=9))])
+    assert "kv, the first 8 of 9 workers</h3>" in many
     assert not re.search(r"(src|href)=", text)
     trace = json.loads(perfetto(runs[0][0]))
     begun = [e for e in trace["traceEvents"] if e["ph"] == "b"]

@@ -40,7 +40,7 @@ class Lost(Struct, frozen=True, kw_only=True):
 
 
 class Cache(Struct, frozen=True, kw_only=True):
-    """Prompt tokens: shares of all that were sent, and what an endless shared cache would hold.
+    """Prompt tokens that were served: shares of all, and what an endless shared cache would hold.
 
     `read_write` is cached over computed prompt tokens. `recomputed_tokens` had been computed
     before, somewhere, and were computed again; `lost` says why.
@@ -73,7 +73,7 @@ class Figures(Struct, frozen=True, kw_only=True):
     """One run. `imbalance` is the busiest worker's time over the mean one's.
 
     `steady_tokens_per_s` is the rate of output tokens while the middle half of them was made,
-    without the start of the run and its tail.
+    without the start of the run and its tail; of the whole run where that took no time.
     """
 
     policy: str
@@ -112,24 +112,26 @@ def figures(simulation: Simulation) -> Figures:
         virtual_s=length,
         requests_per_s=float(done.sum()) / length,
         output_tokens_per_s=sum(records.output) / length,
-        steady_tokens_per_s=_steady(records, done),
+        steady_tokens_per_s=_steady(records, done, length),
         latency=_latency(simulation, done),
         by_priority=_by_priority(simulation, done),
-        cache=_cache(simulation),
-        sessions=_sessions(simulation),
+        cache=_cache(simulation, done),
+        sessions=_sessions(simulation, done),
         workers=workers,
         imbalance=max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,
     )
 
 
-def _steady(records: Records, done: NDArray[np.bool_]) -> float:
+def _steady(records: Records, done: NDArray[np.bool_], length: float) -> float:
     ended, output = records.column("ended")[done], records.column("output")[done]
     order = ended.argsort(kind="stable")
     ended, made = ended[order], output[order].cumsum()
     if not len(made):
         return 0.0
     first, last = made.searchsorted([made[-1] / 4, made[-1] * 3 / 4])
-    return float((made[last] - made[first]) / max(ended[last] - ended[first], 1e-9))
+    if ended[first] == ended[last]:
+        return float(made[-1]) / length
+    return float((made[last] - made[first]) / (ended[last] - ended[first]))
 
 
 def _spread(values: Column) -> Spread | None:
@@ -173,10 +175,10 @@ def _by_priority(simulation: Simulation, done: NDArray[np.bool_]) -> dict[str, L
     return {str(level): _latency(simulation, done & (priorities == level)) for level in levels}
 
 
-def _cache(simulation: Simulation) -> Cache:
+def _cache(simulation: Simulation, done: NDArray[np.bool_]) -> Cache:
     records = simulation.records
-    total = sum(round_.input_tokens for round_ in simulation.workload.rounds)
-    cached, ideal = sum(records.cached), sum(records.ideal)
+    total = int(_prompts(simulation)[done].sum())
+    cached, ideal = (int(records.column(name)[done].sum()) for name in ("cached", "ideal"))
     return Cache(
         prompt_tokens=total,
         cached_tokens=cached,
@@ -185,20 +187,23 @@ def _cache(simulation: Simulation) -> Cache:
         share_of_ideal=cached / ideal if ideal else 1.0,
         read_write=cached / max(total - cached, 1),
         recomputed_tokens=max(ideal - cached, 0),
-        lost=_lost(simulation),
+        lost=_lost(simulation, done),
         evicted_blocks=sum(w.evicted_blocks for w in simulation.worker_records.values()),
     )
 
 
-def _lost(simulation: Simulation) -> Lost:
+def _prompts(simulation: Simulation) -> Column:
+    return np.array([r.input_tokens for r in simulation.workload.rounds], dtype=np.float64)
+
+
+def _lost(simulation: Simulation, done: NDArray[np.bool_]) -> Lost:
     """Each prompt from what was cached upwards: what lies between is lost for one reason."""
     records, size = simulation.records, simulation.options.block_size
-    ideal = records.column("ideal")
-    tokens = np.array([r.input_tokens for r in simulation.workload.rounds], dtype=np.float64)
-    useful = np.minimum(ideal, (tokens - 1) // size * size)
-    levels = [np.minimum(records.column("cached"), useful)]
+    ideal = records.column("ideal")[done]
+    useful = np.minimum(ideal, (_prompts(simulation)[done] - 1) // size * size)
+    levels = [np.minimum(records.column("cached")[done], useful)]
     for name in ("held", "best", "made"):
-        levels.append(np.clip(records.column(name), levels[-1], useful))
+        levels.append(np.clip(records.column(name)[done], levels[-1], useful))
     cached, held, best, made = (int(level.sum()) for level in levels)
     return Lost(
         ends=int((ideal - useful).sum()),
@@ -209,14 +214,15 @@ def _lost(simulation: Simulation) -> Lost:
     )
 
 
-def _sessions(simulation: Simulation) -> Spread | None:
+def _sessions(simulation: Simulation, done: NDArray[np.bool_]) -> Spread | None:
     """Cached share of each session's prompt tokens after its first round."""
     shares = []
     rounds, cached = simulation.workload.rounds, simulation.records.cached
     for members in simulation.workload.of_sessions():
-        tokens = sum(rounds[i].input_tokens for i in members[1:])
+        later = [index for index in members[1:] if done[index]]
+        tokens = sum(rounds[index].input_tokens for index in later)
         if tokens:
-            shares.append(sum(cached[i] for i in members[1:]) / tokens)
+            shares.append(sum(cached[index] for index in later) / tokens)
     return spread(shares)
 
 

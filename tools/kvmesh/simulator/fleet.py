@@ -44,7 +44,6 @@ class Worker:
         self.instance = card.instance
         self.core = core
         self.alive = True
-        self.draining = False
         self.event_id = 0
         self.record = WorkerRecord(card.name)
         self.source = Source(MODEL, card.name)

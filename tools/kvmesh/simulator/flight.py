@@ -9,6 +9,12 @@ from kvmesh.workload.model import Round
 BLANK = Blank()
 
 
+def target(round_: Round) -> int:
+    """Answer tokens until the engine or the client has enough."""
+    most, leaves = round_.output_tokens, round_.abort_after
+    return most if leaves is None else max(1, min(most, leaves))
+
+
 class Flight:
     """Where a round is and how far. An attempt is one placement; moves and retries make more.
 
@@ -52,10 +58,7 @@ class Flight:
 
     @property
     def target(self) -> int:
-        """Answer tokens until the engine or the client has enough."""
-        most = self.round.output_tokens
-        leaves = self.round.abort_after
-        return most if leaves is None else max(1, min(most, leaves))
+        return target(self.round)
 
     def next_attempt(self) -> None:
         self.attempts += 1

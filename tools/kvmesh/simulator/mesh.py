@@ -30,7 +30,7 @@ from kvmesh.router.dispatcher import Ticket
 from kvmesh.router.overlaps import Overlaps
 from kvmesh.simulator.agenda import Action, Agenda
 from kvmesh.simulator.fleet import MODEL, Worker, make_card
-from kvmesh.simulator.flight import Flight
+from kvmesh.simulator.flight import Flight, target
 from kvmesh.simulator.ledger import Ledger
 from kvmesh.simulator.options import Fault, Options, WorkerOptions
 from kvmesh.simulator.prompts import HASH, Prompts
@@ -73,7 +73,9 @@ class Simulation:
         self._losses = Random(f"{options.seed} losses")
         self._under_way: deque[tuple[float, Events]] = deque()
         self._flights: dict[str, Flight] = {}
-        self._numbers: dict[str, int] = {}
+        self._present: dict[int, Worker] = {}
+        self._places: dict[str, int] = {}
+        self._longest = max(group.core.blocks for group in options.workers) * self._block_size
         self._lives: dict[int, int] = {}
         self._groups: dict[int, WorkerOptions] = {}
         self._left = len(workload)
@@ -133,26 +135,23 @@ class Simulation:
             self._published,
             self.options.horizon_s,
         )
-        self.workers[card.instance] = worker
+        self.workers[card.instance] = self._present[number] = worker
+        self._places[card.instance] = len(self.worker_records)
         self.worker_records[card.instance] = worker.record
-        self._numbers[card.instance] = number
         self.holdings.joined(card)
         self.routers.join(card)
 
     def _fault(self, fault: Fault) -> None:
+        """A worker that leaves finishes its work; one that dies loses it to others."""
         if fault.kind == "join":
             self._join(fault.worker)
             return
-        for worker in list(self.workers.values()):
-            if self._numbers[worker.instance] == fault.worker and worker.alive:
-                self._remove(worker, fault.kind == "die")
-
-    def _remove(self, worker: Worker, at_once: bool) -> None:
-        """A worker that dies loses its work to others; one that leaves first finishes it."""
+        worker = self._present.pop(fault.worker)
         self.routers.leave(worker.instance)
-        if not at_once:
-            worker.draining = True
-            return
+        if fault.kind == "die":
+            self._die(worker)
+
+    def _die(self, worker: Worker) -> None:
         for request, generated in worker.progress():
             self._flights[request].generated = generated
         worker.alive = False
@@ -245,8 +244,11 @@ class Simulation:
 
     def _arrive(self, index: int) -> None:
         round_ = self.workload.rounds[index]
-        hashes = self._prompts.of(round_)
         self.records.arrived[index] = self.agenda.now
+        if round_.input_tokens + target(round_) > self._longest:
+            self._end(index, f"does not fit into {self._longest // self._block_size} blocks")
+            return
+        hashes = self._prompts.of(round_)
         self._ledger.arrived(index)
         session = self.workload.sessions[round_.session].name
         self._ask(Flight(index, round_, hashes, session))
@@ -287,14 +289,15 @@ class Simulation:
         del self._flights[flight.attempt]
         flight.refusals += 1
         if result is None or flight.refusals > RETRIES or result.code in ("invalid", "deadline"):
-            self._end(flight, result.reason if result else "no answer")
+            self._end(flight.index, result.reason if result else "no answer")
             return
         flight.next_attempt()
         self.agenda.after(result.retry_after_s, partial(self._ask, flight))
 
     def _place(self, flight: Flight, decision: Decision) -> None:
         index, chosen = flight.index, decision.chosen.instance
-        self.records.placed[index] = self.agenda.now
+        if isnan(self.records.placed[index]):
+            self.records.placed[index] = self.agenda.now
         if decision.prefill is None:
             self._submit(flight, chosen)
         else:
@@ -303,13 +306,13 @@ class Simulation:
 
     def _submit(self, flight: Flight, instance: str) -> None:
         flight.instance = instance
-        self.records.worker[flight.index] = self._numbers[instance]
+        self.records.worker[flight.index] = self._places[instance]
         try:
             self.workers[instance].submit(flight.request(self._prompts.salt))
         except ValueError as error:
             del self._flights[flight.attempt]
             self.routers.publish([SeqFree(flight.attempt)])
-            self._end(flight, str(error))
+            self._end(flight.index, str(error).removeprefix(f"{flight.attempt} "))
 
     # --- answers
 
@@ -325,6 +328,7 @@ class Simulation:
             self.routers.publish([SeqPrefilled(flight.attempt)])
             if isnan(records.first[index]):
                 records.first[index] = self.agenda.now + self.options.network.overhead
+                records.prefiller[index] = self._places[worker.instance]
                 records.cached[index] = sum(output.cached)
                 self._ledger.computed(index)
         flight.generated = output.offset + len(output.tokens)
@@ -376,15 +380,15 @@ class Simulation:
                 finish=finish,
             )
         )
-        self._end(flight, None)
+        self._end(index, None)
 
-    def _end(self, flight: Flight, error: str | None) -> None:
-        index = flight.index
+    def _end(self, index: int, error: str | None) -> None:
         self.records.error[index] = error
         self.records.ended[index] = self.agenda.now + self.options.network.overhead
-        if flight.session and index in self._final:
+        if index in self._final:
+            session = self.workload.sessions[self.workload.rounds[index].session].name
             for worker in self.workers.values():
-                worker.release(flight.session)
+                worker.release(session)
         self._left -= 1
         self._progress()
         for follower in self._followers[index]:

@@ -11,24 +11,23 @@ US = 1e6
 
 
 def perfetto(simulation: Simulation) -> bytes:
-    """Each worker a process; its requests are slices (prefill, decode), its load counters."""
+    """Each life of a worker a process; requests are slices (prefill, decode), load counters."""
     events: list[dict[str, Any]] = []
-    numbers = {r.name: i for i, r in enumerate(simulation.worker_records.values())}
-    for name, number in numbers.items():
-        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
-    for index in range(len(simulation.workload)):
-        events += _request(simulation, index)
-    for record in simulation.worker_records.values():
+    for number, record in enumerate(simulation.worker_records.values()):
+        name = {"name": record.name}
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": name})
         events += [
             {
                 "ph": "C",
                 "name": "sequences",
-                "pid": numbers[record.name],
+                "pid": number,
                 "ts": sample.time * US,
                 "args": {"running": sample.running, "waiting": sample.waiting},
             }
             for sample in record.samples
         ]
+    for index in range(len(simulation.workload)):
+        events += _request(simulation, index)
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
@@ -38,11 +37,13 @@ def _request(simulation: Simulation, index: int) -> list[dict[str, Any]]:
     if np.isnan(times).any():
         return []
     placed, first, ended = times
-    common = {"cat": "request", "id": index, "pid": records.worker[index], "tid": 0}
+    common = {"cat": "request", "id": index, "tid": 0}
+    prefill = {**common, "name": "prefill", "pid": records.prefiller[index]}
+    decode = {**common, "name": "decode", "pid": records.worker[index]}
     args = {"cached": records.cached[index], "output": records.output[index]}
     return [
-        {**common, "ph": "b", "name": "prefill", "ts": placed * US, "args": args},
-        {**common, "ph": "e", "name": "prefill", "ts": first * US},
-        {**common, "ph": "b", "name": "decode", "ts": first * US},
-        {**common, "ph": "e", "name": "decode", "ts": ended * US},
+        {**prefill, "ph": "b", "ts": placed * US, "args": args},
+        {**prefill, "ph": "e", "ts": first * US},
+        {**decode, "ph": "b", "ts": first * US},
+        {**decode, "ph": "e", "ts": ended * US},
     ]

@@ -11,7 +11,11 @@ NEVER = float("nan")
 
 
 class Records:
-    """One entry per round; times in virtual seconds, NaN until they come; token counts."""
+    """One entry per round; times in virtual seconds, NaN until they come; token counts.
+
+    `placed` is the first placement. Of workers, which are numbered by life in the order in which
+    they joined, `prefiller` gave the first token and `worker` was the last to have the round.
+    """
 
     def __init__(self, rounds: int) -> None:
         self.arrived = [NEVER] * rounds
@@ -25,6 +29,7 @@ class Records:
         self.held = [0] * rounds
         self.output = [0] * rounds
         self.worker = [-1] * rounds
+        self.prefiller = [-1] * rounds
         self.moves = [0] * rounds
         self.error: list[str | None] = [None] * rounds
 
