@@ -1,6 +1,7 @@
 """Block managers of two nodes that share a store or memory: what one computes the other loads."""
 
 import asyncio
+import struct
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from nats.aio.msg import Msg
 from support.kvbm import Names, TestWorker, find_kvbm, layout, tokens
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer, free_port
@@ -18,7 +20,8 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.blocks.identity import KEY_BYTES, fingerprint
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Clear, ControlReply
+from kvmesh.bus.errors import NoResponder
+from kvmesh.bus.messages import Clear, ControlReply, OverlapQuery, OverlapReply
 from kvmesh.bus.streams import StreamLimits
 
 
@@ -92,6 +95,20 @@ class Nodes:
             return self.metric(node, sample) == value
 
         await eventually(lambda: asyncio.to_thread(there), what=f"{sample} of {node} is {value}")
+
+    async def indexed(self, names: Names, *blocks: int) -> None:
+        """Wait until the index knows of nodes with so many blocks of a prompt in their memory."""
+        subject, query = self.bus.subjects.index("m"), OverlapQuery([names.sequence])
+
+        async def known() -> bool:
+            try:
+                reply = await self.bus.request(subject, query, OverlapReply, PATIENCE_S)
+            except NoResponder:
+                return False
+            rows = struct.iter_unpack("<5I", reply.rows[0])
+            return sorted(arena for _, _, arena, _, _ in rows) == sorted(blocks)
+
+        await eventually(known)
 
     async def shared(self, node: str, blocks: int) -> None:
         sample = 'blocks{tier="3"}'
@@ -317,6 +334,30 @@ async def test_nodes_of_other_layouts_share_nothing_and_it_is_said(nodes: Nodes)
     assert f"here {west.shape.summary}; there {east.shape.summary}" in line
 
 
+@pytest.mark.parametrize("url", ["none"], indirect=True)
+async def test_a_node_of_another_layout_is_not_asked_for_blocks(nodes: Nodes) -> None:
+    nodes.mesh.start("indexer", "indexer-0")
+    other = await nodes.start("other", layout(weights="other"), **PEERS)
+    alike, west = await nodes.start("alike", **PEERS), await nodes.start("west", **PEERS)
+    asked: list[bytes] = []
+
+    async def hear(message: Msg) -> None:
+        asked.append(message.data)
+
+    assert await other.put(other.names(tokens(20))) == 20
+    assert await alike.put(alike.names(tokens(10))) == 10
+    await nodes.indexed(west.names(tokens(20)), 20, 10)
+    await nodes.bus.client.subscribe(nodes.bus.subjects.kvbm(other.card.instance), cb=hear)
+
+    async def loaded() -> bool:
+        taken = await west.get(west.names(tokens(20)), wait_s=30.0)
+        assert not taken.bad
+        return taken.tiers == [3] * 10
+
+    await eventually(loaded)
+    assert not asked
+
+
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
 async def test_nodes_of_other_keys_share_nothing_and_it_is_said(nodes: Nodes) -> None:
     keys = [bytes([n]) * KEY_BYTES for n in (1, 2)]
@@ -339,5 +380,5 @@ async def test_nodes_of_other_keys_share_nothing_and_it_is_said(nodes: Nodes) ->
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
 def test_a_store_of_no_known_kind_is_refused(nodes: Nodes) -> None:
     nodes.mesh.start("kvbm", "kv", KVMESH_KVBM_REMOTE_URL="s3://bucket")
-    assert nodes.mesh.processes["kv"].wait(PATIENCE_S) == 1
+    assert nodes.mesh.processes["kv"].wait(PATIENCE_S) == 2
     assert "is not a redis://" in (nodes.mesh.folder / "kv.log").read_text()

@@ -260,6 +260,30 @@ async def test_both_sides_must_have_nixl() -> None:
 
 
 @needs_nixl
+async def test_nixl_keeps_nothing_of_a_process_that_is_gone() -> None:
+    port = free_port()
+    reader = await Transport.open(Transfer(via="nixl"))
+    target = reader.register(bytearray(SIZE))
+    assert reader._agent is not None
+    known = reader._agent._known
+    for number in range(3):
+        owner = await Transport.open(Transfer(via="nixl", port=port))
+        regions = [owner.register(bytearray(bytes([number, n]) * (SIZE // 2))) for n in (1, 2)]
+        for region in regions:
+            grant = region.grant([(0, SIZE)], 30)
+            way = await reader.read(grant.descriptor, target, WHOLE, timeout=PATIENCE_S)
+            assert (way, target.view) == ("nixl", region.view)
+        assert len(known) == 1
+        await owner.close()
+    reader.forget(grant.descriptor)
+    assert not known
+    reader.forget(grant.descriptor)
+    with pytest.raises(TransferError):
+        reader.forget(b"none")
+    await reader.close()
+
+
+@needs_nixl
 async def test_what_nixl_does_not_manage_goes_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:
         raise TransferError("failed", "", "no route")

@@ -28,6 +28,10 @@ class Descriptor(Struct, frozen=True, array_like=True):
     token: bytes
     nixl: bool
 
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 class Want(Struct, frozen=True, array_like=True):
     """These ranges (packed offsets and lengths) of a grant; `direct`: read without its owner."""

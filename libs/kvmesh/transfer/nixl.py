@@ -8,8 +8,9 @@ import asyncio
 import importlib
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvmesh.transfer.channel import Answer
 from kvmesh.transfer.errors import TransferError
@@ -23,6 +24,14 @@ BATCH_BYTES = 16 << 20
 BATCH_PIECES = 4096
 POLL_S = 0.0005
 SETTLE_S = 5.0
+MOST_KNOWN = 256  # other processes: of workers nobody tells when they are gone
+
+
+class _Known(NamedTuple):
+    """The address of another process, and the metadata of those of its regions that were read."""
+
+    peer: str
+    metadata: set[bytes]
 
 
 class NixlAgent:
@@ -36,7 +45,9 @@ class NixlAgent:
         except Exception as error:  # NIXL's errors have no base of their own
             raise TransferError("unavailable", "", f"NIXL does not start: {error}") from error
         self._registered: dict[Region, Any] = {}
-        self._known: set[tuple[str, bytes]] = set()
+        self._known: OrderedDict[str, _Known] = (
+            OrderedDict()
+        )  # by agent, those read last at the end
 
     def register(self, region: Region) -> None:
         """Make a region readable; sets its metadata. Raises TransferError."""
@@ -59,7 +70,7 @@ class NixlAgent:
         """
         transfers: list[Any] = []
         try:
-            self._meet(owner)
+            self._meet(peer, owner)
             for batch in batches(pieces, BATCH_BYTES, BATCH_PIECES):
                 transfers.append(self._post(owner, into, batch))
                 await asyncio.sleep(0)
@@ -76,16 +87,31 @@ class NixlAgent:
             self._forget(owner.agent)
             raise TransferError("failed", peer, "NIXL gave the transfer up")
 
-    def _meet(self, owner: Answer) -> None:
-        if (owner.agent, owner.metadata) not in self._known:
+    def forget(self, peer: str) -> None:
+        """The process at this address is gone, and what NIXL knows of it is of no use."""
+        for agent in [agent for agent, known in self._known.items() if known.peer == peer]:
+            self._forget(agent)
+
+    def _meet(self, peer: str, owner: Answer) -> None:
+        known = self._known.get(owner.agent)
+        if known is None:
+            self.forget(peer)  # another process had this address before
+            known = self._known[owner.agent] = _Known(peer, set())
+        if owner.metadata not in known.metadata:
             self._agent.add_remote_agent(owner.metadata)
-            self._known.add((owner.agent, owner.metadata))
+            known.metadata.add(owner.metadata)
+        self._known.move_to_end(owner.agent)
+        while len(self._known) > MOST_KNOWN:
+            self._forget(next(iter(self._known)))
 
     def _forget(self, agent: str) -> None:
-        known = {key for key in self._known if key[0] == agent}
-        if known:
-            self._known -= known
+        known = self._known.pop(agent, None)
+        if known is None or not known.metadata:
+            return
+        try:
             self._agent.remove_remote_agent(agent)
+        except Exception as error:  # NIXL may have noticed by itself
+            log.debug("NIXL does not forget %s: %s", known.peer, error)
 
     def _post(self, owner: Answer, into: Region, batch: list[Piece]) -> Any:
         here = [(into.address + piece.local, piece.length, 0) for piece in batch]

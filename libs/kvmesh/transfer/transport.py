@@ -96,6 +96,11 @@ class Transport:
         except TimeoutError as error:
             raise TransferError("timeout", job.peer, f"not done in {timeout:g} s") from error
 
+    def forget(self, descriptor: bytes) -> None:
+        """The process whose grant this is, or was, is gone. Raises TransferError if it is none."""
+        if self._agent is not None:
+            self._agent.forget(_decoded(descriptor).address)
+
     async def close(self) -> None:
         """Revoke every grant, stop listening, let go of all memory."""
         await self._server.close()
@@ -134,7 +139,7 @@ class _Job(NamedTuple):
 
     @property
     def peer(self) -> str:
-        return f"{self.owner.host}:{self.owner.port}"
+        return self.owner.address
 
 
 async def _fetch(agent: NixlAgent | None, job: _Job) -> Way:

@@ -12,12 +12,14 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from kvmesh.blocks.identity import split_digests
+from kvmesh.blocks.layout import divided
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.kvbm import Computing, Declined, Prepare, Prepared
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams import StreamLimits
+from kvmesh.kvbm.core.block import Space
 from kvmesh.kvbm.core.claims import Claims, Further, Others, Telling
 from kvmesh.kvbm.core.fetches import Lookup
 
@@ -75,12 +77,20 @@ class Neighbours:
     def cards(self) -> list[Instance]:
         return [card for card in self._directory.instances if self._is_other(card)]
 
-    @property
-    def awake(self) -> set[str]:
-        """Those that may be asked for blocks: they name them alike, and have not failed lately."""
-        now = self._clock()
-        alike = (c.instance for c in self.cards if c.store is not None and c.store.key == self._key)
-        return {name for name in alike if self._resting.get(name, 0.0) <= now}
+    def sharing(self, space: Space) -> set[str]:
+        """Those that may be asked for blocks of a layout, and have not failed lately.
+
+        They name them alike, and if they have workers of the model, some have the same layout.
+        """
+        now, ours = self._clock(), {space.model: [space.words]}
+        return {
+            card.instance
+            for card in self.cards
+            if card.store is not None
+            and card.store.key == self._key
+            and not divided(ours, card.store.layouts)
+            and self._resting.get(card.instance, 0.0) <= now
+        }
 
     def rest(self, instance: str, error: Exception) -> None:
         """It has failed: leave it alone."""

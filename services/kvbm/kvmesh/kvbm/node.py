@@ -81,7 +81,7 @@ class KvbmNode:
                 manager.claims,
                 manager.others,
                 self._on_neighbour,
-                self.divisions.leave,
+                self._on_leave,
             )
         if service.settings.kvbm.peers and self._neighbours is not None:
             self._peers = self._make_peers(self._neighbours)
@@ -272,6 +272,11 @@ class KvbmNode:
         self.divisions.compare(self.manager.in_use, card)
         if self._peers is not None:
             self._peers.begin()
+
+    def _on_leave(self, card: Instance) -> None:
+        self.divisions.leave(card)
+        if self._peers is not None:
+            self._peers.leave(card.instance)
 
     def _make_peers(self, neighbours: Neighbours) -> Peers:
         service = self._service

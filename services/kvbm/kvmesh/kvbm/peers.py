@@ -9,6 +9,7 @@ import struct
 from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 
 from kvmesh._native import xxh3
 from kvmesh.bus.client import Bus
@@ -52,6 +53,7 @@ class Peers:
         self._moved = moved
         self._hold = hold
         self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._grants: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._transport: Transport | None = None
         self._region: Region | None = None
@@ -101,7 +103,7 @@ class Peers:
         except (*FAILURES, struct.error, IndexError) as error:
             log.debug("the index does not say what peers have: %s", error)
             return NOBODY, NOBODY
-        peers = self._neighbours.awake
+        peers = self._neighbours.sharing(lookup.prompt.space)
         held = [(owner, arena, disk) for owner, arena, disk in named if owner in peers]
         arenas = (Further(owner, arena) for owner, arena, _ in held)
         wholes = (Further(owner, arena + disk) for owner, arena, disk in held)
@@ -143,6 +145,7 @@ class Peers:
             return array("Q")
         offsets = array("Q", lent.offsets)
         if offsets:
+            self._grants[peer] = lent.descriptor
             pieces = [
                 (o, move.target.offset, size) for o, move in zip(offsets, batch, strict=False)
             ]
@@ -159,6 +162,13 @@ class Peers:
                 end = MoveEnd.DONE if good else MoveEnd.CORRUPT
             ends.append((move, end))
         return ends
+
+    def leave(self, peer: str) -> None:
+        """It is gone."""
+        descriptor = self._grants.pop(peer, None)
+        if descriptor is not None and self._transport is not None:
+            with suppress(TransferError):  # what was no grant has left nothing behind
+                self._transport.forget(descriptor)
 
     def _on_failure(self, peer: str, error: Exception, batch: Sequence[Move]) -> None:
         self._neighbours.rest(peer, error)

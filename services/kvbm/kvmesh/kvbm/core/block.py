@@ -20,7 +20,7 @@ MOST_FREQUENT = 64.0
 class Space:
     """The blocks of one model in one layout. `rank` is the model's place on the node's card.
 
-    `block_bytes` are those of a block, `slot` those of its slot.
+    `block_bytes` are those of a block, `slot` those of its slot; `words` are those of the layout.
     """
 
     rank: int
@@ -28,8 +28,10 @@ class Space:
     layout: KvLayout
     block_bytes: int = field(init=False)
     slot: int = field(init=False)
+    words: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.words = self.layout.summary
         self.block_bytes = self.layout.block_bytes
         self.slot = slot_bytes(self.block_bytes)
 

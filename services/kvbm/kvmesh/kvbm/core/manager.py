@@ -137,7 +137,7 @@ class Manager:
         """The layouts of all workers by model, in words."""
         spaces = {guest.space for guest in self.guests.values()}
         models = sorted({space.model for space in spaces})
-        return {m: sorted(s.layout.summary for s in spaces if s.model == m) for m in models}
+        return {m: sorted(s.words for s in spaces if s.model == m) for m in models}
 
     def _space(self, model: str, layout: KvLayout) -> Space:
         described = encode((model, layout))
