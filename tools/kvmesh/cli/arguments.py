@@ -18,11 +18,11 @@ def positive(text: str) -> int:
 def moment(text: str) -> datetime:
     """`5m` ago, or an ISO 8601 time (local unless it says otherwise)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match:
-        return datetime.now(UTC) - timedelta(seconds=float(match[1]) * UNITS[match[2]])
     try:
+        if match:
+            return datetime.now(UTC) - timedelta(seconds=float(match[1]) * UNITS[match[2]])
         return datetime.fromisoformat(text).astimezone(UTC)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"neither 90s, 5m, 2h, 1d nor a time: {text}") from None
 
 
