@@ -1,11 +1,19 @@
 """`kvmesh simulate` as its user meets it."""
 
 import json
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 
+from kvmesh.bus.messages import Capacity, Instance, ModelCard, Role
+from kvmesh.cli.arguments import moment
+from kvmesh.cli.commands import whatif
+from kvmesh.cli.flags import Parser, add_flags, given
 from kvmesh.cli.main import main
+from kvmesh.cli.registry import NOT_SIMULATED
+from kvmesh.cli.scenario import Fleet
+from kvmesh.settings import load, options
 
 FEW = ("simulate", "demo", "--limit", "40", "--block-size", "64")
 
@@ -59,6 +67,62 @@ def test_groups_of_unlike_engines(tmp_path: Path) -> None:
     (run,) = json.loads(file.read_text())
     assert [worker["name"] for worker in run["workers"]] == ["worker-0", "worker-1", "worker-2"]
     assert run["failed"] == 0
+
+
+def live(name: str, serves: str, blocks: int, ranks: int = 1) -> Instance:
+    return Instance(
+        instance=f"{name}-x",
+        role=Role.WORKER,
+        name=name,
+        version="1",
+        started=0.0,
+        serves=serves,
+        model=ModelCard(name="m", context=1000, block_size=32, files=""),
+        capacity=Capacity(
+            blocks=blocks,
+            max_sequences=8,
+            max_batched_tokens=512,
+            dp_ranks=ranks,
+            tier_blocks=[blocks * 2],
+        ),
+    )
+
+
+def usual_fleet(*flags: str) -> Fleet:
+    """What `whatif` runs on beside three live workers if the flags name no other fleet."""
+    parser = Parser()
+    whatif.configure(parser)
+    add_flags(parser, "", ("router", "mock"), NOT_SIMULATED)
+    arguments = parser.parse_args(flags)
+    cards = [live("b", "decode", 400), live("p", "prefill", 300), live("a", "decode", 400, ranks=2)]
+    return whatif.fleet(arguments, load(None, {}, given(arguments)), cards)
+
+
+def test_what_if_engines_are_as_the_live_ones() -> None:
+    decode, prefill = usual_fleet()
+    assert (decode.count, decode.serves, decode.core.blocks) == (3, "decode", 400)
+    assert (prefill.count, prefill.serves, prefill.core.blocks) == (1, "prefill", 300)
+    assert decode.core.limits.block_size == 32
+    assert decode.core.limits.max_sequences == 8
+    assert decode.core.tiers.host_blocks == 800
+
+
+def test_what_if_flags_go_before_what_is_live() -> None:
+    decode, prefill = usual_fleet("--mock-blocks", "77", "--block-size", "64")
+    assert (decode.core.blocks, prefill.core.blocks) == (77, 77)
+    assert decode.core.limits.block_size == 64
+    assert decode.core.limits.max_sequences == 8
+
+
+def test_there_are_no_flags_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {(option.section, option.key) for option in options()} >= NOT_SIMULATED
+    assert simulate("--mock-dp-ranks", "2") == 2
+    assert "unknown flag --mock-dp-ranks" in capsys.readouterr().err
+
+
+def test_no_time_is_too_long_ago_to_be_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="neither"):
+        moment("99999999999d")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
@@ -70,14 +70,22 @@ def given(namespace: argparse.Namespace) -> dict[Place, Flag]:
     return flags
 
 
-def add_flags(parser: argparse.ArgumentParser, own: str, sections: Iterable[str]) -> None:
-    """Add --config and a flag per option: bare for section `own`, `--section-key` for others."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    own: str,
+    sections: Iterable[str],
+    without: Container[Place] = (),
+) -> None:
+    """Add --config and a flag per option: bare for section `own`, `--section-key` for others.
+
+    Options in `without` get none.
+    """
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"settings as a TOML file [{CONFIG}]"
     )
     groups = {name: parser.add_argument_group(name) for name in (own, *sections) if name}
     for option in options():
-        if option.section in groups:
+        if option.section in groups and (option.section, option.key) not in without:
             _add(groups[option.section], option, _names(option, own))
 
 

@@ -50,7 +50,7 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
     )
     implementation.configure(parser)
     if command.own or command.sections:
-        add_flags(parser, command.own, command.sections)
+        add_flags(parser, command.own, command.sections, command.without)
     namespace = parser.parse_args(arguments)
     namespace.command = command.name
     try:

@@ -9,11 +9,22 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
-from kvmesh.settings import Settings
+from kvmesh.settings import Place, Settings
 
 BUS = ("nats", "log")
 SERVICE = ("nats", "streams", "log")
 ENGINES = ("mock", "torch", "vllm", "remote", "sglang", "trtllm")
+# What the simulator has no use for, and the policy, for which it has a flag of its own.
+NOT_SIMULATED: frozenset[Place] = frozenset(
+    [
+        *(("router", key) for key in ("policy", "name", "index_timeout_s", "metrics_port")),
+        *(("mock", key) for key in ("dp_ranks", "startup_s", "tick_s", "seed", "script")),
+        *(("mock", key) for key in ("output_tokens", "reasoning_tokens")),
+        *(("mock", key) for key in ("think_open", "think_close")),
+        *(("mock", key) for key in ("crash_step", "hang_step", "slow_step", "slow_factor")),
+        ("mock", "lose_every"),
+    ]
+)
 ROLES = ("frontend", "router", "indexer", "kvbm", "worker", *ENGINES, "transfer")
 
 
@@ -27,13 +38,17 @@ class Implementation(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: options of the section `own` are bare flags, those of `sections` prefixed."""
+    """A subcommand: options of the section `own` are bare flags, those of `sections` prefixed.
+
+    Options in `without` are no flags of it.
+    """
 
     name: str
     help: str
     module: str
     own: str = ""
     sections: tuple[str, ...] = ()
+    without: frozenset[Place] = frozenset()
 
     def load(self) -> Implementation:
         return cast(Implementation, import_module(self.module))
@@ -82,12 +97,14 @@ COMMANDS = (
         "run a workload under any policy in virtual time",
         "kvmesh.cli.commands.simulate",
         sections=("router", "mock"),
+        without=NOT_SIMULATED,
     ),
     Command(
         "whatif",
         "replay what a live mesh has just served under other policies",
         "kvmesh.cli.commands.whatif",
         sections=("router", "mock", *BUS),
+        without=NOT_SIMULATED,
     ),
     Command("model", "make a small model for the torch engine", "kvmesh.cli.commands.model"),
     Command("parser", "show how a model's raw output parses", "kvmesh.cli.commands.parser"),

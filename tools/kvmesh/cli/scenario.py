@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from rich.console import Console
@@ -14,9 +14,17 @@ from rich.progress import Progress
 from kvmesh.cli.arguments import positive, result_file
 from kvmesh.router.config import check_settings
 from kvmesh.settings import Settings
+from kvmesh.settings.schema import Mock
 from kvmesh.simulator.figures import Figures, figures
 from kvmesh.simulator.mesh import Simulation
-from kvmesh.simulator.options import Fault, Network, Options, SimulationError, WorkerOptions
+from kvmesh.simulator.options import (
+    Fault,
+    Network,
+    Options,
+    Serves,
+    SimulationError,
+    WorkerOptions,
+)
 from kvmesh.simulator.page import page
 from kvmesh.simulator.perfetto import perfetto
 from kvmesh.worker.mock.core import CoreOptions
@@ -27,12 +35,18 @@ from kvmesh.worker.scheduling.tiers import tier_options
 from kvmesh.workload.model import Workload
 
 Run = tuple[Simulation, Figures]
+Fleet = tuple[WorkerOptions, ...]
 
 
-def add_scenario(parser: argparse.ArgumentParser) -> None:
-    """Flags of the fleet, the network and the reports."""
-    parser.add_argument("--policy", "--compare", metavar="A,B,…", help="run under each of these")
-    parser.add_argument("--workers", type=positive, metavar="N", help="mock engines")
+def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str) -> None:
+    """Flags of the fleet, the network and the reports; two defaults differ, as told here."""
+    parser.add_argument(
+        "--policy",
+        "--compare",
+        metavar="A,B,…",
+        help="run under each of these (that of the [router] settings)",
+    )
+    parser.add_argument("--workers", type=positive, metavar="N", help=f"equal engines ({workers})")
     parser.add_argument(
         "--group",
         action="append",
@@ -43,12 +57,34 @@ def add_scenario(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--routers", type=positive, default=1, metavar="N", help="router replicas (1)"
     )
-    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="times divided by X")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="arrivals and waits, X times faster"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
-    parser.add_argument("--block-size", type=positive, metavar="N", help="tokens per KV block")
-    parser.add_argument("--event-delay", type=float, default=0.003, metavar="S", help="KV events")
-    parser.add_argument("--event-loss", type=float, default=0.0, metavar="SHARE", help="KV events")
-    parser.add_argument("--sync-delay", type=float, default=0.002, metavar="S", help="of replicas")
+    parser.add_argument(
+        "--block-size", type=positive, metavar="N", help=f"tokens per KV block ({block_size})"
+    )
+    parser.add_argument(
+        "--event-delay",
+        type=float,
+        default=0.003,
+        metavar="S",
+        help="until the index knows of a KV event (%(default)s)",
+    )
+    parser.add_argument(
+        "--event-loss",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of KV event batches (%(default)s)",
+    )
+    parser.add_argument(
+        "--sync-delay",
+        type=float,
+        default=0.002,
+        metavar="S",
+        help="until a replica knows what another one does (%(default)s)",
+    )
     parser.add_argument(
         "--fault",
         action="append",
@@ -67,22 +103,24 @@ def add_scenario(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def scenarios(
-    arguments: argparse.Namespace, settings: Settings, workers: int, core: CoreOptions
-) -> list[Options]:
-    """The options of each policy asked for; raises SimulationError or ConfigError."""
+def scenarios(arguments: argparse.Namespace, settings: Settings, usual: Fleet) -> list[Options]:
+    """The options of each policy asked for; raises SimulationError or ConfigError.
+
+    `usual` is the fleet unless flags say otherwise; its first group tells what engines are like.
+    """
     names = (arguments.policy or settings.router.policy).split(",")
-    return [_scenario(arguments, settings, name.strip(), workers, core) for name in names]
+    fleet = _fleet(arguments, usual)
+    return [_scenario(arguments, settings, name.strip(), fleet) for name in names]
 
 
 def _scenario(
-    arguments: argparse.Namespace, settings: Settings, policy: str, workers: int, core: CoreOptions
+    arguments: argparse.Namespace, settings: Settings, policy: str, fleet: Fleet
 ) -> Options:
     router = msgspec.structs.replace(settings.router, policy=policy)
     check_settings(router)
     options = Options(
         router=router,
-        workers=_fleet(arguments, workers, core),
+        workers=fleet,
         replicas=arguments.routers,
         network=Network(
             kv_events=arguments.event_delay,
@@ -97,20 +135,19 @@ def _scenario(
     return options
 
 
-def _fleet(
-    arguments: argparse.Namespace, workers: int, core: CoreOptions
-) -> tuple[WorkerOptions, ...]:
+def _fleet(arguments: argparse.Namespace, usual: Fleet) -> Fleet:
     if arguments.group and arguments.workers:
         raise SimulationError("--workers and --group exclude each other")
-    if not arguments.group:
-        return (WorkerOptions(arguments.workers or workers, core),)
-    return tuple(_group(text, core) for text in arguments.group)
+    core = usual[0].core
+    if arguments.workers:
+        return (WorkerOptions(arguments.workers, core),)
+    return tuple(_group(text, core) for text in arguments.group) or usual
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
     """What a group may have of its own."""
 
-    serves: Literal["aggregated", "prefill", "decode"] = "aggregated"
+    serves: Serves = "aggregated"
     speedup: Annotated[float, msgspec.Meta(gt=0)] | None = None
     blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
@@ -130,9 +167,8 @@ def _group(text: str, core: CoreOptions) -> WorkerOptions:
         raise SimulationError(f"--group {text}: {error}") from None
 
 
-def mock_core(settings: Settings, block_size: int) -> CoreOptions:
+def mock_core(mock: Mock, block_size: int) -> CoreOptions:
     """Engines as the [mock] settings describe them; raises ProfileError."""
-    mock = settings.mock
     return CoreOptions(
         blocks=mock.blocks,
         limits=SchedulerLimits(

@@ -8,6 +8,7 @@ from kvmesh.settings.schema import Router
 from kvmesh.worker.mock.core import CoreOptions
 
 LEAST_SPEED = 1e-6
+Serves = Literal["aggregated", "prefill", "decode"]
 
 
 class SimulationError(Exception):
@@ -20,7 +21,7 @@ class WorkerOptions:
 
     count: int = 4
     core: CoreOptions = field(default_factory=CoreOptions)
-    serves: Literal["aggregated", "prefill", "decode"] = "aggregated"
+    serves: Serves = "aggregated"
 
 
 @dataclass(frozen=True)

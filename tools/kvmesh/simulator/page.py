@@ -23,7 +23,8 @@ table{border-collapse:collapse;width:100%}td,th{padding:.2rem .8rem;text-align:r
 font-variant-numeric:tabular-nums}td:first-child{text-align:left;color:var(--soft)}
 th{border-bottom:1px solid var(--soft)}tr:nth-child(even){background:var(--band)}
 svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:var(--soft)}
-svg .grid{stroke:var(--line)}.key,.note{margin:0;font-size:.85rem}.key span{margin-right:1.2rem;white-space:nowrap}
+svg .grid{stroke:var(--line)}.key,.note{margin:0;font-size:.85rem}
+.key span{margin-right:1.2rem;white-space:nowrap}
 .key i{display:inline-block;width:1.1rem;height:.2rem;margin-right:.4rem;vertical-align:middle}
 .key em{float:right;color:var(--soft);font-style:normal}
 """

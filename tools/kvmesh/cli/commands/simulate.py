@@ -10,7 +10,7 @@ from kvmesh.cli.arguments import positive
 from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, write
 from kvmesh.router.errors import ConfigError
 from kvmesh.settings import Settings
-from kvmesh.simulator.options import SimulationError
+from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.show import show
 from kvmesh.worker.mock.profile import ProfileError
 from kvmesh.workload.errors import WorkloadError
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="WORKLOAD", help="a trace, a profile or a shipped name")
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N requests only")
     parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
-    add_scenario(parser)
+    add_scenario(parser, str(WORKERS), str(BLOCK_SIZE))
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         for line in repairs.lines():
             print(line, file=sys.stderr)
         workload = workload.first(arguments.limit)
-        core = mock_core(settings, arguments.block_size or BLOCK_SIZE)
-        options = scenarios(arguments, settings, WORKERS, core)
+        core = mock_core(settings.mock, arguments.block_size or BLOCK_SIZE)
+        options = scenarios(arguments, settings, (WorkerOptions(WORKERS, core),))
         runs = [simulate(workload, each) for each in options]
     except (WorkloadError, SimulationError, ConfigError, ProfileError, OSError) as error:
         print(f"kvmesh simulate: {error}", file=sys.stderr)

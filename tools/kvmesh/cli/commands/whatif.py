@@ -2,23 +2,25 @@
 
 import argparse
 import sys
-from dataclasses import replace
+from collections import Counter
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
-from kvmesh.bus.messages import Instance
+from kvmesh.bus.messages import Capacity, Instance, ModelCard
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.cli.arguments import moment
-from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, write
+from kvmesh.cli.flags import given
+from kvmesh.cli.scenario import Fleet, add_scenario, mock_core, scenarios, simulate, write
 from kvmesh.cli.session import run_on_bus
 from kvmesh.router.errors import ConfigError
 from kvmesh.settings import Settings
-from kvmesh.simulator.options import SimulationError
+from kvmesh.settings.schema import Mock
+from kvmesh.simulator.options import Serves, SimulationError, WorkerOptions
 from kvmesh.simulator.show import show
-from kvmesh.worker.mock.core import CoreOptions
 from kvmesh.worker.mock.profile import ProfileError
 from kvmesh.workload.capture import Taken, assemble, capture
 from kvmesh.workload.errors import WorkloadError
@@ -36,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="replay what was served from then on: 90s, 5m, 2h or a time (15m)",
     )
     parser.add_argument("--model", metavar="NAME", help="of this model only")
-    add_scenario(parser)
+    add_scenario(parser, "as many as live", "theirs")
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -65,32 +67,68 @@ def _compare(
 ) -> int:
     try:
         workload = assemble(taken)
-        core = _core(mock_core(settings, arguments.block_size or BLOCK_SIZE), workers)
-        options = scenarios(arguments, settings, max(len(workers), 1), core)
+        options = scenarios(arguments, settings, fleet(arguments, settings, workers))
         runs = [simulate(workload, each) for each in options]
     except (WorkloadError, SimulationError, ConfigError, ProfileError, OSError) as error:
         print(f"kvmesh whatif: {error}", file=sys.stderr)
         return 2
     console = Console()
-    console.print(measured(taken), markup=False, highlight=False)
+    console.print(measured(taken), markup=False, highlight=False, soft_wrap=True)
     show([result for _, result in runs], console)
     return write("whatif", arguments, f"{len(workload):,} captured requests", runs)
 
 
-def _core(core: CoreOptions, workers: list[Instance]) -> CoreOptions:
-    """The engines as the live workers' cards describe them; their speed is not on the card."""
-    card = next((c for c in workers if c.capacity is not None and c.model is not None), None)
-    if card is None or card.capacity is None or card.model is None:
-        return core
-    limits = msgspec.structs.replace(
-        core.limits,
-        block_size=card.model.block_size,
-        max_sequences=card.capacity.max_sequences,
-        max_batched_tokens=card.capacity.max_batched_tokens,
+class Kind(NamedTuple):
+    """What live workers have in common that are simulated alike."""
+
+    serves: str
+    block_size: int
+    blocks: int
+    max_sequences: int
+    max_batched_tokens: int
+    host_blocks: int
+    disk_blocks: int
+
+
+def fleet(arguments: argparse.Namespace, settings: Settings, workers: list[Instance]) -> Fleet:
+    """One engine per live rank, as flags say and else as its worker's card does.
+
+    Speed is not on the card. Without any card there is one engine of the settings.
+    """
+    ranks: Counter[Kind] = Counter()
+    for card in sorted(workers, key=lambda card: (card.serves == "prefill", card.name)):
+        if card.capacity is not None and card.model is not None:
+            ranks[_kind(card, card.model, card.capacity)] += card.capacity.dp_ranks
+    if not ranks:
+        return (WorkerOptions(1, mock_core(settings.mock, arguments.block_size or BLOCK_SIZE)),)
+    return tuple(_group(arguments, settings, kind, count) for kind, count in ranks.items())
+
+
+def _kind(card: Instance, model: ModelCard, capacity: Capacity) -> Kind:
+    host, disk, *_ = [*capacity.tier_blocks, 0, 0]
+    return Kind(
+        serves=card.serves,
+        block_size=model.block_size,
+        blocks=capacity.blocks,
+        max_sequences=capacity.max_sequences,
+        max_batched_tokens=capacity.max_batched_tokens,
+        host_blocks=host,
+        disk_blocks=disk,
     )
-    host, disk, *_ = [*card.capacity.tier_blocks, 0, 0]
-    tiers = msgspec.structs.replace(core.tiers, host_blocks=host, disk_blocks=disk)
-    return replace(core, blocks=card.capacity.blocks, limits=limits, tiers=tiers)
+
+
+def _group(
+    arguments: argparse.Namespace, settings: Settings, kind: Kind, count: int
+) -> WorkerOptions:
+    flags = given(arguments)
+    live = {
+        key: value
+        for key, value in kind._asdict().items()
+        if key in Mock.__struct_fields__ and ("mock", key) not in flags
+    }
+    mock = msgspec.structs.replace(settings.mock, **live)
+    core = mock_core(mock, arguments.block_size or kind.block_size)
+    return WorkerOptions(count, core, msgspec.convert(kind.serves, Serves))
 
 
 def measured(taken: list[Taken]) -> str:
