@@ -1,6 +1,9 @@
 """The pure parts of a worker: intake, transcripts, the event backlog, model folders, metrics."""
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from array import array
 from contextlib import ExitStack
@@ -33,6 +36,7 @@ from kvmesh.worker.model import (
     model_card,
     model_context,
 )
+from kvmesh.worker.scratch import PREFIX, Scratch
 from kvmesh.worker.transcripts import Transcripts
 from kvmesh.worker.watch import StallWatch
 
@@ -273,3 +277,30 @@ def test_a_mock_needs_no_model_and_a_random_one_is_made_for_torch(
         folder = default_model("torch", made)
         assert list(folder.glob("*.safetensors"))
     assert not folder.parent.exists()
+
+
+def test_what_a_killed_worker_has_left_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"{PREFIX}unlocked").mkdir()
+    with Scratch() as living:
+        code = (
+            "import os, signal; from kvmesh.worker.scratch import Scratch; made = Scratch()\n"
+            "(made.path / 'weights').write_text('…'); print(made.path, flush=True)\n"
+            "os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        killed = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        left = Path(killed.stdout.strip())
+        assert (left / "weights").exists()
+        with Scratch() as other:
+            assert not left.exists()
+            assert living.path.exists()
+        assert not other.path.exists()
+    assert not living.path.exists()

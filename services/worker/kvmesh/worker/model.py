@@ -6,13 +6,13 @@ import os
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvmesh.bus.messages import ModelCard
 from kvmesh.demo import model_dir
 from kvmesh.settings.schema import Worker
 from kvmesh.worker.engine import ConfigError, EngineInfo, not_installed
+from kvmesh.worker.scratch import Scratch
 
 log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 131072
@@ -32,7 +32,7 @@ def default_model(engine: str, made: ExitStack) -> Path:
         tiny = import_module("kvmesh.worker.torch.tiny")
     except ModuleNotFoundError as error:
         raise not_installed(engine, error) from error
-    folder = Path(made.enter_context(TemporaryDirectory(prefix="kvmesh-model-"))) / "tiny"
+    folder = made.enter_context(Scratch()).path / "tiny"
     log.info("no model is given: making a tiny one with random weights")
     tiny.make_tiny_model(folder)
     return folder

@@ -8,7 +8,6 @@ are higher first, for its scheduler as for radix eviction where that goes by pri
 import inspect
 import json
 import logging
-import tempfile
 from array import array
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,6 +22,7 @@ from kvmesh.worker.cache_events import CacheLedger, Salts
 from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
 from kvmesh.worker.event_feed import EventFeed
 from kvmesh.worker.model import model_context
+from kvmesh.worker.scratch import Scratch
 from kvmesh.worker.sglang.dialect import AnswerReader, request_fields
 from kvmesh.worker.streams import Output, RequestStreams, Unavailable
 from kvmesh.worker.zmq_events import rank_endpoint
@@ -60,7 +60,7 @@ class SglangEngine(Adapter):
         self._block_size = int(arguments["page_size"])
         self._ranks = int(arguments.get("dp_size", 1))
         self._salts = Salts(served, self._block_size)
-        self._folder = tempfile.TemporaryDirectory(prefix="kvmesh-")
+        self._folder = Scratch()
         self._engine: Any = None
         self._known: frozenset[str] = frozenset()
         self._ledgers: list[CacheLedger] = []
@@ -72,7 +72,7 @@ class SglangEngine(Adapter):
             # on this thread: it installs signal handlers and takes the running loop
             self._engine = Engine(**self._arguments, kv_events_config=json.dumps(events))
         except Exception as error:  # SGLang and what it loads raise anything
-            self._folder.cleanup()
+            self._folder.close()
             raise EngineError(f"SGLang does not start: {error}") from error
         self._known = frozenset(inspect.signature(self._engine.async_generate).parameters)
         self._streams = RequestStreams(sink, self._ranks, self._block_size, count_steps=True)
@@ -107,7 +107,7 @@ class SglangEngine(Adapter):
         await self._end()
         if self._engine is not None:
             self._engine.shutdown()
-        self._folder.cleanup()
+        self._folder.close()
 
     def _events_config(self) -> dict[str, str]:
         """Sockets in a private folder; TCP for several ranks, on consecutive ports."""
@@ -119,7 +119,7 @@ class SglangEngine(Adapter):
                 "for several ranks, say where they publish: "
                 "--sglang-args kv_events_config.publisher=zmq,kv_events_config.endpoint=tcp://*:5557"
             )
-        folder = self._folder.name
+        folder = self._folder.path
         return {
             "publisher": "zmq",
             "endpoint": f"ipc://{folder}/events",

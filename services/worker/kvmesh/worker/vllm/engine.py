@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import socket
-import tempfile
 from array import array
 from collections.abc import AsyncIterator
 from multiprocessing import active_children
@@ -30,6 +29,7 @@ from kvmesh.worker.arguments import engine_arguments
 from kvmesh.worker.cache_events import CacheLedger, Salts
 from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
 from kvmesh.worker.event_feed import EventFeed
+from kvmesh.worker.scratch import Scratch
 from kvmesh.worker.streams import Output, RequestStreams, Unavailable, remaining
 from kvmesh.worker.tiers import TierCounts
 from kvmesh.worker.vllm.blocks import kvbm_connector, shared, shares
@@ -81,7 +81,7 @@ class VllmEngine(Adapter):
         self._arguments = arguments
         self._adapters = adapters
         self._served = served
-        self._folder = tempfile.TemporaryDirectory(prefix="kvmesh-")
+        self._folder = Scratch()
         self._llm: Any = None
         self._guard: Guard | None = None
         self._salts = Salts(served, 1)
@@ -97,10 +97,10 @@ class VllmEngine(Adapter):
         try:
             self._llm = await asyncio.to_thread(self._load, collector)
         except ConfigError:
-            self._folder.cleanup()
+            self._folder.close()
             raise
         except Exception as error:  # vLLM and what it loads raise anything
-            self._folder.cleanup()
+            self._folder.close()
             raise EngineError(f"vLLM does not start: {_cause(error)}") from error
         self._guard = Guard(child.pid for child in active_children() if child.pid is not None)
         config = self._llm.vllm_config
@@ -146,11 +146,11 @@ class VllmEngine(Adapter):
         if self._guard is not None:
             self._guard.dismiss()
             self._guard = None
-        self._folder.cleanup()
+        self._folder.close()
 
     def _load(self, collector: StatsCollector) -> AsyncLLM:
         single = self._arguments.get("data_parallel_size", 1) == 1
-        folder = self._folder.name
+        folder = self._folder.path
         arguments = {
             "kv_events_config": {
                 "enable_kv_cache_events": True,
