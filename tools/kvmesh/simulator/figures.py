@@ -58,7 +58,11 @@ class Cache(Struct, frozen=True, kw_only=True):
 
 
 class WorkerFigures(Struct, frozen=True, kw_only=True):
-    """One worker life. `busy` is the share of the run that it spent stepping."""
+    """One worker life. `busy` is the share of the run that it spent stepping.
+
+    A prompt that moves or is prefilled elsewhere counts with each worker that has it; what comes
+    over from a prefill worker counts as cached.
+    """
 
     name: str
     requests: int

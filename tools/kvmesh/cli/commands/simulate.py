@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     except (WorkloadError, SimulationError, ConfigError, ProfileError, OSError) as error:
         print(f"kvmesh simulate: {error}", file=sys.stderr)
         return 2
-    show([result for _, result in runs], Console())
     title = f"{Path(arguments.source).name}, {len(workload):,} requests"
-    return write("simulate", arguments, title, runs)
+    status = write("simulate", arguments, title, runs)
+    show([result for _, result in runs], Console())
+    return status

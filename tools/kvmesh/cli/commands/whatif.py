@@ -72,10 +72,11 @@ def _compare(
     except (WorkloadError, SimulationError, ConfigError, ProfileError, OSError) as error:
         print(f"kvmesh whatif: {error}", file=sys.stderr)
         return 2
+    status = write("whatif", arguments, f"{len(workload):,} captured requests", runs)
     console = Console()
     console.print(measured(taken), markup=False, highlight=False, soft_wrap=True)
     show([result for _, result in runs], console)
-    return write("whatif", arguments, f"{len(workload):,} captured requests", runs)
+    return status
 
 
 class Kind(NamedTuple):
