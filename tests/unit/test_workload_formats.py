@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from kvmesh.workload import native
 from kvmesh.workload.agents import AgentGenerator
@@ -86,6 +87,27 @@ def test_tracelab_says_what_it_cannot_hold(tmp_path: Path, agents: Workload) -> 
     losses = " ".join(save(agents, tmp_path / "out.csv"))
     assert "prefixes shared between sessions" in losses
     assert "priorities" in losses
+    assert "kinds of sessions" in losses
+
+
+def test_mooncake_says_what_it_cannot_hold(tmp_path: Path) -> None:
+    thinkers = AgentGenerator(load_profile("coding-agents"), 1).workload(2)
+    thinkers.sessions[0] = structs.replace(thinkers.sessions[0], ends=True)
+    assert save(thinkers, tmp_path / "out.jsonl", 512) == [
+        "how much of an answer is thinking",
+        "kinds of sessions",
+        "that sessions end",
+    ]
+
+
+def test_mooncake_keeps_sessions_that_are_no_closed_loop(tmp_path: Path) -> None:
+    trace, again = tmp_path / "t.jsonl", tmp_path / "again.jsonl"
+    line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'
+    trace.write_text(line % '"session_id": "s"' * 2)
+    workload, _ = load(str(trace))
+    assert save(workload, again) == []
+    copy, _ = load(str(again))
+    assert (copy.rounds, copy.sessions) == (workload.rounds, workload.sessions)
 
 
 def test_tracelab_refuses_sessions_that_are_no_closed_loop(tmp_path: Path) -> None:

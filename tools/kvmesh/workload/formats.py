@@ -48,10 +48,18 @@ def load(source: str, repair: bool = False, seed: int = 0) -> tuple[Workload, Re
 def save(workload: Workload, file: Path, block_size: int | None = None) -> list[str]:
     """Write in the format that the name of `file` tells; returns what that format cannot hold."""
     kind = format_of(file)
+    if kind == "native":
+        native.write(workload, file)
+        return []
+    losses: list[str] = []
     if kind == "mooncake":
         mooncake_write.write(workload, file, block_size)
-        return []
-    if kind == "tracelab":
-        return tracelab.write(workload, file)
-    native.write(workload, file)
-    return []
+    else:
+        losses += tracelab.write(workload, file)
+    if any(round_.thinking_tokens for round_ in workload.rounds):
+        losses.append("how much of an answer is thinking")
+    if any(session.kind for session in workload.sessions):
+        losses.append("kinds of sessions")
+    if any(session.ends for session in workload.sessions):
+        losses.append("that sessions end")
+    return losses

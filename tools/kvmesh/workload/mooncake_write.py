@@ -1,4 +1,4 @@
-"""Writing Mooncake traces: plain where every request stands alone, agentic where rounds wait."""
+"""Writing Mooncake traces: plain where every request stands alone, agentic in sessions."""
 
 from pathlib import Path
 
@@ -16,7 +16,9 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
     """
     size = block_size or (workload.block_size if workload.block_size > 1 else BLOCK_SIZE)
     ids = Ids(workload, size)
-    agentic = any(round_.after for round_ in workload.rounds)
+    agentic = any(round_.after for round_ in workload.rounds) or any(
+        len(members) > 1 for members in workload.of_sessions()
+    )
     encode = msgspec.json.Encoder().encode
     with file.open("wb") as out:
         for index, round_ in enumerate(workload.rounds):

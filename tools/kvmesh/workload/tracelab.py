@@ -204,6 +204,6 @@ def _losses(workload: Workload) -> list[str]:
         losses.append("prefixes shared between sessions")
     if any(round_.priority for round_ in workload.rounds):
         losses.append("priorities")
-    if any(session.ends for session in workload.sessions):
-        losses.append("that sessions end")
+    if any(round_.abort_after is not None for round_ in workload.rounds):
+        losses.append("that clients leave early")
     return losses
