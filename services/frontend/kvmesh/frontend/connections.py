@@ -23,6 +23,8 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client is gone: there is nobody to be told, and nothing to be mended
         if status >= 500 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         reason = (message or type(exc).__name__).partition("\n")[0].rstrip(": ")
