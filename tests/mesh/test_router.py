@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from itertools import count
 from random import Random
 
 import msgspec
@@ -24,6 +25,7 @@ from kvmesh.bus.messages import (
     Hints,
     Load,
     OverlapQuery,
+    OverlapReply,
     Placement,
     Refused,
     Routed,
@@ -117,6 +119,28 @@ async def test_an_index_outage_is_noted_and_does_not_stop_routing(
             return (await placed(bus, request("3", TEN))).overlap == [10, 0, 0, 0]
 
         await eventually(overlaps_again)
+
+
+async def test_an_index_that_answers_now_and_then_is_told_of_once(
+    bus: Bus, options: BusOptions, limits: StreamLimits, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered = count()
+
+    async def at_times(query: OverlapQuery, respond: Respond) -> None:
+        if next(answered) % 2:
+            await respond(OverlapReply([], [b""] * len(query.prompts)))
+
+    decoder = msgspec.msgpack.Decoder(OverlapQuery)
+    await bus.serve(bus.subjects.index("m"), decoder, at_times, queue="index")
+    async with (
+        running_workers(bus, limits, "a", "b"),
+        running_router(options, index_timeout_s=0.05),
+    ):
+        with caplog.at_level(logging.INFO, "kvmesh.router.index_client"):
+            for number in range(8):
+                await placed(bus, request(str(number), TEN))
+    told = [r.message for r in caplog.records if r.name == "kvmesh.router.index_client"]
+    assert len([line for line in told if "without overlaps" in line]) == 1
 
 
 async def test_requests_do_not_wait_for_each_others_index_queries(

@@ -17,6 +17,7 @@ from kvmesh.router.overlaps import Overlaps
 log = logging.getLogger(__name__)
 MOST_PROMPTS = 64
 MOST_FLIGHTS = 4
+STEADY_S = 5.0  # without a failure, after which an outage is over: one of several indexers may hang
 ROW = 20  # five uint32
 
 
@@ -72,6 +73,8 @@ class IndexClient:
         self._flights: dict[str, Flight] = {}
         self._sent = 0
         self._failing = False
+        self._outage = False
+        self._failed = 0.0
         self._known: tuple[bytes, list[RankKey]] = (b"", [])
 
     async def open(self) -> None:
@@ -153,11 +156,15 @@ class IndexClient:
         self._send()
 
     def _note(self, failure: str) -> None:
-        if failure and not self._failing:
-            log.warning("routing %s without overlaps: %s", self._model, failure)
-        if self._failing and not failure:
-            log.info("the index of %s answers again", self._model)
+        now = monotonic()
         self._failing = bool(failure)
+        if failure:
+            if not self._outage:
+                log.warning("routing %s without overlaps: %s", self._model, failure)
+            self._outage, self._failed = True, now
+        elif self._outage and now - self._failed > STEADY_S:
+            log.info("the index of %s answers again", self._model)
+            self._outage = False
 
 
 def _check(reply: _Reply, ranks: int, prompts: int) -> None:
