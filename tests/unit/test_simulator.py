@@ -186,10 +186,12 @@ def _check_caches(simulation: Simulation) -> None:
     for worker in simulation.workers.values():
         held = worker.core.blocks
         assert held.cached + held.active <= held.capacity
-        rank = simulation.holdings.rank(worker.instance, 0)
+        rank = simulation.index.holdings.rank(worker.instance, 0)
         in_index = 0
         if rank is not None:
-            in_index = sum(len(s.engine) // 8 for s in simulation.holdings.index.dump(rank.slot))
+            in_index = sum(
+                len(s.engine) // 8 for s in simulation.index.holdings.index.dump(rank.slot)
+            )
         in_cache = sum(len(e.engine) // 8 for e in worker.core.dump() if isinstance(e, Stored))
         assert in_index == in_cache
 
@@ -228,20 +230,20 @@ def test_cache_aware_routing_finds_more_than_round_robin() -> None:
 
 def test_a_dead_worker_loses_its_blocks_but_no_request() -> None:
     workload = conversations(16, 6)
-    faults = (Fault(0.8, "die", 1), Fault(1.5, "join", 1), Fault(2.0, "leave", 0))
+    faults = (Fault(1.2, "die", 1), Fault(1.5, "join", 1), Fault(2.0, "leave", 0))
     simulation, result = run(workload, options(faults=faults))
     assert result.failed == 0
     assert result.moves > 0
     assert simulation.records.output == [r.output_tokens for r in workload.rounds]
     assert [w.name for w in result.workers].count("worker-1") == 2
     dead = RankKey("worker-1.0", 0)
-    assert dead not in simulation.holdings.keys
+    assert dead not in simulation.index.holdings.keys
 
 
 def test_lost_events_are_healed_by_dumps() -> None:
     workload = conversations(16, 8)
     lossy = run(workload, options(network=Network(event_loss=0.2)))
-    assert lossy[0].holdings.counts.gaps > 0
+    assert lossy[0].index.holdings.counts.gaps > 0
     assert lossy[1].failed == 0
     assert lossy[1].cache.cached_share > 0
 
@@ -346,7 +348,7 @@ def test_the_trace_has_each_request_where_it_was_computed() -> None:
 
 
 def test_the_trace_of_a_changing_fleet_tells_lives_apart() -> None:
-    faults = (Fault(0.8, "die", 1), Fault(0.9, "join", 7), Fault(1.0, "join", 1))
+    faults = (Fault(1.2, "die", 1), Fault(1.3, "join", 7), Fault(1.4, "join", 1))
     simulation, result = run(conversations(16, 6), options(faults=faults))
     assert result.moves > 0
     found = slices(simulation)

@@ -1,36 +1,28 @@
 """A whole mesh in virtual time: clients, routers, index and engines, each the live core."""
 
 import gc
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import isnan
-from random import Random
 
 from kvmesh.bus.messages import (
     Decision,
     Hints,
-    KvEvent,
     Outcome,
     Placement,
-    RankKey,
-    Removed,
     RouteRequest,
     SeqEvent,
     SeqFree,
     SeqPrefilled,
     SeqProgress,
 )
-from kvmesh.index import create_index
-from kvmesh.indexer.decoding import Events
-from kvmesh.indexer.holdings import Holdings
 from kvmesh.router.dispatcher import Ticket
-from kvmesh.router.overlaps import Overlaps
 from kvmesh.simulator.agenda import Action, Agenda
 from kvmesh.simulator.fleet import MODEL, Worker, make_card
 from kvmesh.simulator.flight import Flight, target
+from kvmesh.simulator.index import Index
 from kvmesh.simulator.ledger import Ledger
 from kvmesh.simulator.options import Fault, Options, WorkerOptions
 from kvmesh.simulator.prompts import HASH, Prompts
@@ -43,7 +35,6 @@ PROGRESS_TOKENS = 64
 PROGRESS_S = 2.0
 SAMPLE_S = 1.0
 RETRIES = 50
-NOBODY = RankKey("", 0)
 ANYWHERE = Placement()
 
 
@@ -63,15 +54,11 @@ class Simulation:
         self.workers: dict[str, Worker] = {}
         self.worker_records: dict[str, WorkerRecord] = {}
         self.agenda = Agenda()
-        self.holdings = Holdings(create_index())
+        self.index = Index(self.agenda, self.workers, options.network, options.seed)
         self._block_size = options.block_size
         self._ledger = Ledger(workload, self.records, self._block_size)
-        self._rank_names: list[RankKey] = []
-        self._ranks_size = (0, 0)
         self._progress = progress
         self._prompts = Prompts(workload, MODEL, self._block_size)
-        self._losses = Random(f"{options.seed} losses")
-        self._under_way: deque[tuple[float, Events]] = deque()
         self._flights: dict[str, Flight] = {}
         self._present: dict[int, Worker] = {}
         self._places: dict[str, int] = {}
@@ -91,7 +78,7 @@ class Simulation:
             options.replicas,
             options.seed,
             options.network.replicas,
-            self._find,
+            self.index.find,
             self._routed,
         )
         self._populate()
@@ -101,8 +88,7 @@ class Simulation:
         """Let time pass until every round has ended."""
         with _uncollected():
             self.agenda.run()
-        self.agenda.now += self.options.network.kv_events
-        self._hear_events()
+        self.index.hear(self.agenda.now + self.options.network.kv_events)
         for worker in self.workers.values():
             self._close(worker)
         return self.records
@@ -132,13 +118,13 @@ class Simulation:
             card,
             MockCore(replace(core, tell_tokens=False)),
             self._delivered,
-            self._published,
+            self.index.publish,
             self.options.horizon_s,
         )
         self.workers[card.instance] = self._present[number] = worker
         self._places[card.instance] = len(self.worker_records)
         self.worker_records[card.instance] = worker.record
-        self.holdings.joined(card)
+        self.index.join(card)
         self.routers.join(card)
 
     def _fault(self, fault: Fault) -> None:
@@ -155,9 +141,7 @@ class Simulation:
         for request, generated in worker.progress():
             self._flights[request].generated = generated
         worker.alive = False
-        self._hear_events()
-        self.holdings.left(worker.card)
-        self._ranks_size = (0, 0)
+        self.index.leave(worker.card)
         self._close(worker)
         del self.workers[worker.instance]
         for flight in [f for f in self._flights.values() if f.instance == worker.instance]:
@@ -190,46 +174,6 @@ class Simulation:
                 )
         self.routers.report(loads)
         self.agenda.after(self.options.network.loads, self._report)
-
-    # --- KV events
-
-    def _published(self, worker: Worker, events: list[KvEvent]) -> None:
-        first = worker.event_id
-        worker.event_id += len(events)
-        for event in events:
-            if isinstance(event, Removed):
-                worker.record.evicted_blocks += len(event.engine) // HASH
-        network = self.options.network
-        if network.event_loss and self._losses.random() < network.event_loss:
-            return
-        now = self.agenda.now
-        batch = Events(worker.source, worker.instance, 0, first, now, events)
-        self._under_way.append((now + network.kv_events, batch))
-
-    def _hear_events(self) -> None:
-        """Let the index take what has reached it by now; only before it is asked does it matter."""
-        under_way, now = self._under_way, self.agenda.now
-        while under_way and under_way[0][0] <= now:
-            self.holdings.apply(under_way.popleft()[1])
-        if not self.options.network.event_loss:
-            return
-        for key in self.holdings.due(self.agenda.now, self.options.network.dump):
-            worker = self.workers.get(key.instance)
-            if worker is not None:
-                self._published(worker, worker.core.dump())
-
-    def _find(self, sequence: bytes) -> Overlaps:
-        self._hear_events()
-        return Overlaps(self._ranks(), self.holdings.index.find(sequence))
-
-    def _ranks(self) -> list[RankKey]:
-        """The names of the index's ranks; a new list whenever they change."""
-        holdings = self.holdings
-        size = (len(holdings.keys), holdings.ranks)
-        if size != self._ranks_size:
-            self._ranks_size = size
-            self._rank_names = [key or NOBODY for key in holdings.keys]
-        return self._rank_names
 
     # --- clients
 
