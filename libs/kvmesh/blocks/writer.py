@@ -10,6 +10,7 @@ from collections import OrderedDict
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvmesh.blocks.client import Prompt, StoreClient, Writing
+from kvmesh.bus.errors import cause
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -146,7 +147,7 @@ class WriteThrough(Generic[Item]):
             finally:
                 self._source.release(waiting.item)
         except Exception as error:  # of any engine: its blocks can be computed again
-            log.error("cannot write blocks through: %s", error or type(error).__name__)
+            log.error("cannot write blocks through: %s", cause(error))
 
     async def _copy(self, prompt: Prompt, waiting: _Waiting[Item]) -> None:
         async with self._client.writing(prompt, waiting.first) as writing:

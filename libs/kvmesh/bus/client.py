@@ -24,7 +24,7 @@ from nats.js.errors import APIError
 from nats.js.kv import KeyValue
 
 from kvmesh.bus.direct import DirectClient
-from kvmesh.bus.errors import BusUnavailable, MessageTooLarge, NoResponder, RequestTimeout
+from kvmesh.bus.errors import BusUnavailable, MessageTooLarge, NoResponder, RequestTimeout, cause
 from kvmesh.bus.messages import encode
 from kvmesh.bus.subjects import Subjects
 
@@ -248,7 +248,7 @@ class Bus:
                 try:
                     await self.client.publish(subject, data, reply)
                 except NatsError as error:
-                    log.warning("cannot send on %s: %s", subject, error or type(error).__name__)
+                    log.warning("cannot send on %s: %s", subject, cause(error))
                 self._unsent.popleft()
         finally:
             self._sending = None
@@ -263,7 +263,7 @@ class Bus:
                     await asyncio.wait([self._sending])
                 await self.client.flush()
         except (TimeoutError, NatsError) as error:
-            log.warning("closing without a flush: %s", error or type(error).__name__)
+            log.warning("closing without a flush: %s", cause(error))
         await self.client.close()
 
 
@@ -279,20 +279,20 @@ async def _connect_patiently(client: DirectClient, servers: list[str], bus: Bus,
 
 async def _connect(client: DirectClient, servers: list[str], bus: Bus, name: str) -> None:
     options = bus.options
-    last_error = cause = ""
+    last_error = broken_by = ""
 
     async def on_error(error: Exception) -> None:
-        nonlocal last_error, cause
-        text = str(error) or type(error).__name__
+        nonlocal last_error, broken_by
+        text = cause(error)
         if isinstance(error, BROKEN):
-            cause = text
+            broken_by = text
         elif last_error != text:
             last_error = text
             log.warning("nats: %s", text)
 
     async def on_reconnect() -> None:
-        nonlocal last_error, cause
-        last_error = cause = ""
+        nonlocal last_error, broken_by
+        last_error = broken_by = ""
         client.made()
         bus.connected_at = asyncio.get_running_loop().time()
         log.info("reconnected to %s", client.connected_url and client.connected_url.netloc)
@@ -302,7 +302,7 @@ async def _connect(client: DirectClient, servers: list[str], bus: Bus, name: str
     async def on_disconnect() -> None:
         client.broken()
         if not client.is_closed:
-            log.warning("lost the connection to NATS, reconnecting: %s", cause or "no answer")
+            log.warning("lost the connection to NATS, reconnecting: %s", broken_by or "no answer")
 
     await client.connect(
         servers,

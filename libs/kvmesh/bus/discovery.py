@@ -15,6 +15,7 @@ from nats.js.errors import APIError
 from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
@@ -82,7 +83,7 @@ class Lease:
             async with asyncio.timeout(2):
                 await forget_instance(self._bus, self.card)
         except (NatsError, APIError, TimeoutError) as error:
-            log.warning("could not withdraw the lease; it will lapse: %s", error)
+            log.warning("could not withdraw the lease; it will lapse: %s", cause(error))
 
     async def _renew(self) -> None:
         bucket = await _bucket(self._bus)
@@ -99,7 +100,7 @@ class Lease:
                 failing = False
             except (NatsError, APIError, OSError, TimeoutError) as error:
                 if not failing:
-                    log.warning("cannot renew the lease, retrying: %s", error or "timed out")
+                    log.warning("cannot renew the lease, retrying: %s", cause(error))
                 failing = True
                 await self._restore_buckets()
 

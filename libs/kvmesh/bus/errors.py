@@ -1,6 +1,11 @@
 """What can go wrong on the bus, each with the data that a caller needs."""
 
 
+def cause(error: BaseException) -> str:
+    """What an error says; of one that says nothing, as many timeouts do, what it is."""
+    return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
+
+
 class BusError(Exception):
     """Base of every error of this package."""
 
@@ -8,8 +13,8 @@ class BusError(Exception):
 class BusUnavailable(BusError):
     """No NATS server with JetStream answered at `url`."""
 
-    def __init__(self, url: str, cause: BaseException) -> None:
-        super().__init__(f"cannot use NATS at {url}: {str(cause) or type(cause).__name__}")
+    def __init__(self, url: str, reason: BaseException) -> None:
+        super().__init__(f"cannot use NATS at {url}: {cause(reason)}")
         self.url = url
 
 

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Removed, Stored, encode
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class KvPublisher:
             await self._bus.store(self._subject, payload, ACK_TIMEOUT_S)
         except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
             if not quiet:
-                log.warning("cannot publish KV events, retrying: %s", error or "timed out")
+                log.warning("cannot publish KV events, retrying: %s", cause(error))
             return False
         return True
 

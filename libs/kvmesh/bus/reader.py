@@ -21,6 +21,7 @@ from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import cause
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -259,7 +260,7 @@ class StreamReader:
                 failing = False
             except (NatsError, OSError, TimeoutError) as error:
                 if not failing:
-                    log.warning("cannot read %s, retrying: %s", self._stream, error)
+                    log.warning("cannot read %s, retrying: %s", self._stream, cause(error))
                 failing = True
                 self._stale.set()
                 await asyncio.sleep(0.5)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 
+from kvmesh.bus.errors import cause
 from kvmesh.transfer.channel import Answer, Channel, Closed, Got, Want
 from kvmesh.transfer.grants import Grant, Grants
 from kvmesh.transfer.ranges import Range, unpack
@@ -67,7 +68,7 @@ class Server:
         try:
             await self._talk(channel)
         except (Closed, TimeoutError) as error:
-            log.debug("a reader of KV blocks has gone: %s", error or "too slow")
+            log.debug("a reader of KV blocks has gone: %s", cause(error))
         finally:
             self._serving -= 1
             channel.close()

@@ -8,7 +8,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.runtime import logs
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
@@ -25,7 +25,7 @@ def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[in
         url = bus_options(settings.nats).url
         reason = f"no mesh named {settings.nats.namespace} at {url}"
     except (BusError, NatsError, TimeoutError) as error:
-        reason = str(error) or type(error).__name__
+        reason = cause(error)
     print(f"kvmesh {name}: {reason}", file=sys.stderr)
     return 1
 

@@ -12,6 +12,7 @@ from nats.js.errors import APIError
 
 from kvmesh.bus.buckets import read_bucket
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import cause
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.limits import Account, Accounts, Key, Scope
 from kvmesh.frontend.tenants import salted
@@ -102,7 +103,7 @@ class Gate:
             try:
                 await self._reload()
             except (KeysError, NatsError, APIError, TimeoutError) as error:
-                self._complain(str(error) or type(error).__name__)
+                self._complain(cause(error))
 
     def _complain(self, reason: str) -> None:
         if self._stamp != reason:

@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
-from kvmesh.bus.errors import BusError
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Control, ControlReply, Instance, Role
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Holders:
         try:
             return await self._bus.request(subject, command, ControlReply, TIMEOUT_S)
         except (BusError, NatsError) as error:
-            return ControlReply(False, str(error) or type(error).__name__)
+            return ControlReply(False, cause(error))
 
     async def publish(self, cards: Iterable[Instance], command: Control) -> None:
         """Send without waiting for answers; a loss is logged, since it costs room at most."""
@@ -58,7 +58,7 @@ class Holders:
             for card in cards:
                 await self._bus.publish(self._bus.subjects.ctl(card.instance), command)
         except NatsError as error:
-            log.warning("lost a %s: %s", type(command).__name__, error or type(error).__name__)
+            log.warning("lost a %s: %s", type(command).__name__, cause(error))
 
     async def _tell(self, card: Instance, command: Control) -> Told:
         reply = await self.ask(card.instance, command)

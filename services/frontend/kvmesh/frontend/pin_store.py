@@ -14,6 +14,7 @@ from nats.js.kv import KeyValue
 
 from kvmesh.bus.buckets import read_bucket
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import cause
 from kvmesh.frontend.errors import Unavailable
 
 TTL_S = 86400.0
@@ -91,7 +92,7 @@ class PinStore:
                     self._bucket = await self._bus.js.create_key_value(self._config)
                 yield self._bucket
         except (NatsError, APIError, TimeoutError) as error:
-            raise Unavailable(f"Pins cannot be read or changed: {error or 'timed out'}") from error
+            raise Unavailable(f"Pins cannot be read or changed: {cause(error)}") from error
 
 
 def _key(tenant: str, pin: str) -> str:

@@ -15,6 +15,7 @@ from nats.js.errors import APIError, KeyDeletedError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import cause
 from kvmesh.frontend.errors import ApiError, Unavailable
 from kvmesh.frontend.surfaces.base import StoredTurn
 
@@ -96,7 +97,7 @@ class ResponseStore:
                     await bucket.put(f"{turn.id}.{number}", part)
                 await bucket.put(turn.id, bytes([len(parts)]) + parts[0])
         except (NatsError, APIError, TimeoutError) as error:
-            log.warning("response %s is not stored: %s", turn.id, error or "timed out")
+            log.warning("response %s is not stored: %s", turn.id, cause(error))
 
     async def delete(self, response_id: str, tenant: str) -> None:
         """Forget a response; raises ResponseNotFound. Its further parts lapse by themselves."""

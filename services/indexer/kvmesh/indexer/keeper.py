@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import cause
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.holdings import Holdings
@@ -91,7 +92,7 @@ class Keeper:
             except (SnapshotError, TimeoutError) as error:
                 self.skipped += 1
                 self._holdings.reset()
-                log.warning("skipped snapshot %s: %s", slot.name, error or "reading timed out")
+                log.warning("skipped snapshot %s: %s", slot.name, cause(error))
                 continue
             self.covered, self.size = covered, len(data)
             seconds = time.monotonic() - started
@@ -114,7 +115,7 @@ class Keeper:
             except (NatsError, SnapshotError, OSError, TimeoutError) as error:
                 self.failed += 1
                 if not failing:
-                    log.warning("no snapshot, retrying: %s", error or type(error).__name__)
+                    log.warning("no snapshot, retrying: %s", cause(error))
                 failing = True
 
     def _due(self) -> bool:

@@ -9,6 +9,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.errors import cause
 from kvmesh.bus.kvbm import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
 from kvmesh.kvbm.arena import Arena
 from kvmesh.kvbm.core.block import Space
@@ -142,4 +143,4 @@ async def _send(respond: Respond, answer: object) -> None:
     try:
         await respond(answer)
     except NatsError as error:
-        log.warning("cannot answer a worker: %s", error or type(error).__name__)
+        log.warning("cannot answer a worker: %s", cause(error))

@@ -15,7 +15,7 @@ from kvmesh.blocks.identity import split_digests
 from kvmesh.blocks.layout import divided
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
-from kvmesh.bus.errors import BusError
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.kvbm import Computing, Declined, Prepare, Prepared
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams import StreamLimits
@@ -94,7 +94,7 @@ class Neighbours:
 
     def rest(self, instance: str, error: Exception) -> None:
         """It has failed: leave it alone."""
-        log.warning("leaving %s alone for %g s: %s", instance, REST_S, error)
+        log.warning("leaving %s alone for %g s: %s", instance, REST_S, cause(error))
         now = self._clock()
         self._resting = {name: until for name, until in self._resting.items() if until > now}
         self._resting[instance] = now + REST_S

@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 
+from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import (
     Candidate,
     Decision,
@@ -300,7 +301,7 @@ class RouterCore:
         except Exception as error:
             self._failures.note(name, f"policy {name} failed; kv decides instead", error)
             choice = _FALLBACK.choose(view, model, self._rng)
-            return choice._replace(note=f"kv in place of {name}: {error or type(error).__name__}")
+            return choice._replace(note=f"kv in place of {name}: {cause(error)}")
 
     def _split(
         self, name: str, policy: Policy, view: View, choice: Choice

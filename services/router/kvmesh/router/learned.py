@@ -9,6 +9,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import APIError
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import cause
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.core import RouterCore
@@ -64,7 +65,7 @@ class LearnedState:
             self._last, self._failing = state, False
         except (NatsError, APIError, OSError, TimeoutError) as error:
             if not self._failing:
-                log.warning("cannot share what was learned, retrying: %s", error)
+                log.warning("cannot share what was learned, retrying: %s", cause(error))
             self._failing = True
 
     def _on_state(self, message: StreamMessage) -> None:

@@ -14,6 +14,7 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Lease
+from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import (
     Cancel,
     Chunk,
@@ -333,7 +334,7 @@ class WorkerNode:
             self._muted = False
         except NatsError as error:
             if not self._muted:
-                log.warning("cannot publish: %s", error or type(error).__name__)
+                log.warning("cannot publish: %s", cause(error))
             self._muted = True
 
     async def _send_load(self) -> None:

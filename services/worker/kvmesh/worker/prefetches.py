@@ -6,6 +6,7 @@ import time
 from array import array
 from typing import Protocol
 
+from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Prefetch, Sampling, Work
 from kvmesh.worker.engine import Delta, Rejected
 from kvmesh.worker.scheduling.sequence import hash_prompt
@@ -106,7 +107,7 @@ class Prefetches:
         if self._tasks.get(wish) is task:
             del self._tasks[wish], self._prompts[wish]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("prefetch %s has failed: %s", wish, error or type(error).__name__)
+            log.warning("prefetch %s has failed: %s", wish, cause(error))
 
     async def _run(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> None:
         now = time.time()

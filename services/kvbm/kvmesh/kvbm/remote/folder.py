@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from kvmesh.bus.errors import cause
 from kvmesh.kvbm.remote.interface import (
     MOST_NOTE_BYTES,
     NOTE_LENGTH_BYTES,
@@ -73,7 +74,7 @@ class FolderStore:
                 job.add_done_callback(freed)
                 return await asyncio.wrap_future(job)
         except (OSError, TimeoutError) as error:
-            raise RemoteError(operation, str(error) or "no answer in time") from error
+            raise RemoteError(operation, cause(error)) from error
 
     def _path(self, digest: bytes) -> Path:
         name = digest.hex()

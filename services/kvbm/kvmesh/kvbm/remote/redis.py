@@ -10,6 +10,7 @@ from typing import TypeVar
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import RedisError
 
+from kvmesh.bus.errors import cause
 from kvmesh.kvbm.remote.interface import NOTE_LENGTH_BYTES, RemoteBlock, RemoteError
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class RedisStore:
         try:
             return await call()
         except (RedisError, OSError, TimeoutError) as error:
-            raise RemoteError(operation, str(error) or type(error).__name__) from error
+            raise RemoteError(operation, cause(error)) from error
 
 
 def batches(sizes: Sequence[int]) -> list[int]:

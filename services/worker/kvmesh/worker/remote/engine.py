@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Capacity, Load, Work
 from kvmesh.settings.schema import Remote, Worker
 from kvmesh.worker.adapter import Adapter
@@ -190,7 +191,7 @@ class RemoteEngine(Adapter):
                     output.cached = cached if output.cached is None else output.cached
                     yield output
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise Unavailable(f"{self._url}: {error or type(error).__name__}") from error
+            raise Unavailable(f"{self._url}: {cause(error)}") from error
 
     async def _clear(self) -> None:
         if self._server is not None and not await self._server.clear(self._info.owner):

@@ -8,6 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvmesh.bus.errors import cause
 from kvmesh.worker.engine import ConfigError, EngineError
 
 PROBE_TIMEOUT_S = 5.0
@@ -86,7 +87,7 @@ class Server:
                 answer.raise_for_status()
                 choice = (await answer.json())["choices"][0]
         except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
-            raise EngineError(f"cannot use {path}: {error or 'timed out'}") from error
+            raise EngineError(f"cannot use {path}: {cause(error)}") from error
         if choice.get("token_ids") is None:
             raise ConfigError(f"{path} does not tell token ids (return_token_ids)")
 
@@ -143,7 +144,7 @@ class Server:
                 answer.raise_for_status()
                 found = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineError(f"cannot use {self._url}{path}: {error or 'timed out'}") from error
+            raise EngineError(f"cannot use {self._url}{path}: {cause(error)}") from error
         if not isinstance(found, dict):
             raise EngineError(f"{self._url}{path} is not a JSON object")
         return found
