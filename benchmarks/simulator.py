@@ -13,7 +13,8 @@ from kvmesh.simulator.options import Network, Options, WorkerOptions
 from kvmesh.worker.mock.core import CoreOptions
 from kvmesh.worker.scheduling.scheduler import SchedulerLimits
 from kvmesh.workload.formats import load
-from kvmesh.workload.model import Round, Session, Tree, Workload
+from kvmesh.workload.model import Round, Session, Workload
+from kvmesh.workload.tree import Tree
 
 TOKENS = 262_144
 PEER = "7,000–17,000"

@@ -24,7 +24,8 @@ from kvmesh.simulator.perfetto import perfetto
 from kvmesh.simulator.prompts import Prompts
 from kvmesh.worker.mock.core import CoreOptions
 from kvmesh.worker.scheduling.scheduler import SchedulerLimits
-from kvmesh.workload.model import Round, Session, Tree, Workload
+from kvmesh.workload.model import Round, Session, Workload
+from kvmesh.workload.tree import Tree
 
 SIZE = 16
 

@@ -8,7 +8,8 @@ from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import Options, WorkerOptions
 from kvmesh.worker.mock.core import CoreOptions
 from kvmesh.worker.scheduling.scheduler import SchedulerLimits
-from kvmesh.workload.model import Round, Session, Tree, Workload
+from kvmesh.workload.model import Round, Session, Workload
+from kvmesh.workload.tree import Tree
 
 BLOCK = 256
 AGENTS = 24

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.workload.model import ROOT, Segment, Tree
+from kvmesh.workload.tree import ROOT, Segment, Tree
 
 
 def test_branches_share_what_lies_before_their_fork() -> None:

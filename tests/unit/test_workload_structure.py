@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.workload.analysis import analyze
-from kvmesh.workload.model import Round, Session, Tree, Workload
+from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.sharing import ideal_hits
 from kvmesh.workload.synthesizer import Options, SynthesisError, Synthesizer
+from kvmesh.workload.tree import Tree
 
 
 def seed_trace(requests: int = 400, seed: int = 3) -> Workload:

@@ -5,9 +5,9 @@ from tokenizers import Tokenizer
 
 from kvmesh.demo import model_dir
 from kvmesh.workload.chat import Sample, StreamReading, message_of, reason
-from kvmesh.workload.model import Tree
 from kvmesh.workload.summary import kind, spread, summarize
 from kvmesh.workload.text import Speller
+from kvmesh.workload.tree import Tree
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,9 @@ import random
 from dataclasses import dataclass, field
 
 from kvmesh.workload.distributions import draw, draw_int
-from kvmesh.workload.model import Round, Session, Tree, Workload
+from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.profile import Agent, Profile, ProfileError, Spawn
+from kvmesh.workload.tree import Tree
 
 TOKEN_S, REQUEST_S = 0.02, 0.5
 

@@ -14,9 +14,10 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Decision, Outcome, RouteEvent
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.model import Round, Session, Tree, Workload
+from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.mooncake import TreeBuilder
 from kvmesh.workload.sharing import link_answers
+from kvmesh.workload.tree import Tree
 
 
 class CaptureError(WorkloadError):

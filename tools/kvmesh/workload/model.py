@@ -8,11 +8,10 @@ and answers are, and when each request may start. docs/workloads.md explains it 
 from collections.abc import Iterator
 from typing import Annotated
 
-import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
-ROOT = -1
+from kvmesh.workload.tree import Tree
+
 # No prompt has so many tokens, and no wait takes so many seconds: beyond it, a trace is in error.
 LIMIT = 100_000_000
 Tokens = Annotated[int, Meta(ge=0, le=LIMIT)]
@@ -20,107 +19,6 @@ SomeTokens = Annotated[int, Meta(ge=1, le=LIMIT)]
 Seconds = Annotated[float, Meta(ge=0, le=LIMIT)]
 Milliseconds = Annotated[float, Meta(ge=0, le=LIMIT * 1e3)]
 Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
-_MASK = 0xFFFFFFFFFFFFFFFF
-_STEP = 0xD1B54A32D192ED03
-_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-class Segment(Struct, frozen=True):
-    """Token positions `start` up to `end` of a prompt, which lie on `branch`."""
-
-    branch: int
-    start: int
-    end: int
-
-
-class Tree:
-    """Who shares which tokens. A branch continues its parent from token position `start` on.
-
-    A prompt is `(branch, tokens)`: the first `tokens` tokens on the way from the root along the
-    branch. Two prompts share exactly the tokens before the position at which their ways part.
-    """
-
-    def __init__(self) -> None:
-        self._parents: list[int] = []
-        self._starts: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._parents)
-
-    def fork(self, parent: int = ROOT, start: int = 0) -> int:
-        """A new branch that leaves `parent` at token `start`; ROOT with 0 shares nothing.
-
-        Raises ValueError for a start that is not on the way along `parent`.
-        """
-        if not ROOT <= parent < len(self._parents) or start < 0 or (parent == ROOT and start):
-            raise ValueError(f"no token {start} on branch {parent}")
-        while parent != ROOT and start <= self._starts[parent]:
-            parent = self._parents[parent]
-        self._parents.append(parent)
-        self._starts.append(start)
-        return len(self._parents) - 1
-
-    def parent(self, branch: int) -> tuple[int, int]:
-        """Where a branch comes from: (parent branch or ROOT, token position)."""
-        return self._parents[branch], self._starts[branch]
-
-    def way(self, branch: int, tokens: int) -> list[Segment]:
-        """The segments of a prompt, first token first."""
-        return [Segment(*part) for part in self.back(branch, tokens)][::-1]
-
-    def back(self, branch: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """The segments of a prompt as (branch, start, end), last token first."""
-        end = tokens
-        while branch != ROOT:
-            start = self._starts[branch]
-            if start < end:
-                yield branch, start, end
-                end = start
-            branch = self._parents[branch]
-
-    def shared(self, one: int, other: int, tokens: int) -> int:
-        """How many of the first `tokens` tokens along two branches are the same."""
-        shared = 0
-        pairs = zip(self.way(one, tokens), self.way(other, tokens), strict=False)
-        for left, right in pairs:
-            if left.branch != right.branch:
-                break
-            shared = min(left.end, right.end)
-        return shared
-
-    def blocks(self, branch: int, tokens: int, size: int) -> NDArray[np.uint64]:
-        """Content hashes of the full blocks of `size` tokens of a prompt, first block first.
-
-        Each one identifies its block together with all before it, so it serves as a local hash
-        and, in a plain prefix cache, as a sequence hash. Equal for equal trees on every machine.
-        """
-        way = self.way(branch, tokens)
-        if not way:
-            return np.empty(0, np.uint64)
-        ends = [segment.end // size for segment in way]
-        counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        seeds = np.repeat(np.array([_seed(s.branch) for s in way], np.uint64), counts)
-        seeds += np.arange(1, ends[-1] + 1, dtype=np.uint64) * np.uint64(size * _STEP & _MASK)
-        return _finalise(seeds)
-
-
-def mix(branch: int, position: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A 64-bit hash of each (branch, position), by SplitMix64's finaliser (Steele et al. 2014)."""
-    return _finalise(position.astype(np.uint64) * np.uint64(_STEP) + np.uint64(_seed(branch)))
-
-
-def _seed(branch: int) -> int:
-    return (branch + 1) * 0x9E3779B97F4A7C15 & _MASK
-
-
-def _finalise(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x ^= x >> _SHIFTS[0]
-    x *= _FACTORS[0]
-    x ^= x >> _SHIFTS[1]
-    x *= _FACTORS[1]
-    x ^= x >> _SHIFTS[2]
-    return x
 
 
 class Round(Struct, frozen=True, kw_only=True):

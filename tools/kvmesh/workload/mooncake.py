@@ -15,18 +15,17 @@ from msgspec import Struct
 
 from kvmesh.workload.errors import Problem, Repairs, TraceError
 from kvmesh.workload.model import (
-    ROOT,
     Milliseconds,
     Priority,
     Round,
     Session,
     SomeTokens,
     Tokens,
-    Tree,
     Workload,
 )
 from kvmesh.workload.ordering import in_order
 from kvmesh.workload.sharing import link_answers
+from kvmesh.workload.tree import ROOT, Tree
 
 BLOCK_SIZE = 512
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvmesh.workload.model import Round, Workload, mix
+from kvmesh.workload.model import Round, Workload
 from kvmesh.workload.mooncake import BLOCK_SIZE, Row
+from kvmesh.workload.tree import mix
 
 
 def write(workload: Workload, file: Path, block_size: int | None = None) -> None:

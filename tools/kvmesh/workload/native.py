@@ -7,7 +7,8 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.workload.errors import Problem, TraceError
-from kvmesh.workload.model import ROOT, Round, Session, SomeTokens, Tree, Workload
+from kvmesh.workload.model import Round, Session, SomeTokens, Workload
+from kvmesh.workload.tree import ROOT, Tree
 
 
 class Document(Struct, kw_only=True):

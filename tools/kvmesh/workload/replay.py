@@ -24,9 +24,10 @@ from rich.progress import (
 from kvmesh.workload.chat import Endpoint, EndpointError, Sample
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats import load
-from kvmesh.workload.model import Tree, Workload
+from kvmesh.workload.model import Workload
 from kvmesh.workload.summary import Summary, show, summarize
 from kvmesh.workload.text import Speller
+from kvmesh.workload.tree import Tree
 
 PROBE_WORDS = (64, 1088)
 PROBE_SEED = -1

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 from msgspec import structs
 
-from kvmesh.workload.model import Tree, Workload
+from kvmesh.workload.model import Workload
+from kvmesh.workload.tree import Tree
 
 
 class InfiniteCache:

@@ -15,7 +15,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.model import LIMIT, ROOT, Round, Session, SomeTokens, Tree, Workload
+from kvmesh.workload.model import LIMIT, Round, Session, SomeTokens, Workload
+from kvmesh.workload.tree import ROOT, Tree
 
 LEAST = 8
 TRIES = 1000

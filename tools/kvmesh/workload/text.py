@@ -5,7 +5,7 @@ from collections import OrderedDict
 import numpy as np
 
 from kvmesh.demo.corpus import words
-from kvmesh.workload.model import Segment, Tree, mix
+from kvmesh.workload.tree import Segment, Tree, mix
 
 CACHE_CHARACTERS = 64 << 20
 

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.workload.errors import Problem, Repairs, TraceError, WorkloadError
-from kvmesh.workload.model import Milliseconds, Round, Session, Tokens, Tree, Workload
+from kvmesh.workload.model import Milliseconds, Round, Session, Tokens, Workload
+from kvmesh.workload.tree import Tree
 
 
 class Row(Struct, kw_only=True):
