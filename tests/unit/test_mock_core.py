@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -350,4 +349,4 @@ def known_answer(r: Request) -> Request:
     more_local, more_sequence = block_hashes(
         tail + answer, SIZE, int.from_bytes(sequence[-8:] or r.salt.to_bytes(8, "little"), "little")
     )
-    return msgspec.structs.replace(r, local=local + more_local, sequence=sequence + more_sequence)
+    return replace(r, local=local + more_local, sequence=sequence + more_sequence)

@@ -107,7 +107,7 @@ class EvictionPool(Generic[K]):
         while self._ends and self._ends[0][0] <= now:
             _, entry = heapq.heappop(self._ends)
             key = entry[3]
-            if self._entries.get(key) is entry:
+            if self._entries.get(key) == entry:
                 self._file(key, self._renew(key, now), entry[2])
 
     def _file(self, key: K, standing: Standing, stamp: int) -> None:
@@ -132,10 +132,10 @@ class EvictionPool(Generic[K]):
 
     def _is_valid(self, entry: Entry[K]) -> bool:
         key = entry[3]
-        return self._entries.get(key) is entry and key not in self._covered
+        return self._entries.get(key) == entry and key not in self._covered
 
     def _compact(self) -> None:
         self._heap = [entry for entry in self._heap if self._is_valid(entry)]
-        self._ends = [end for end in self._ends if self._entries.get(end[1][3]) is end[1]]
+        self._ends = [end for end in self._ends if self._entries.get(end[1][3]) == end[1]]
         heapq.heapify(self._heap)
         heapq.heapify(self._ends)

@@ -1,6 +1,6 @@
 """From a workload's tree of tokens to block hashes, as the mesh would compute them."""
 
-from msgspec import Struct
+from dataclasses import dataclass
 
 from kvmesh.index import salt, sequence_hashes
 from kvmesh.workload.model import Round, Workload
@@ -8,7 +8,8 @@ from kvmesh.workload.model import Round, Workload
 HASH = 8
 
 
-class Hashes(Struct, frozen=True):
+@dataclass(slots=True)
+class Hashes:
     """Packed local and sequence hashes of a round, of prompt and answer together."""
 
     local: bytes

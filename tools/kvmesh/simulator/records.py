@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
@@ -38,7 +37,8 @@ class Records:
         return np.asarray(getattr(self, name), dtype=np.float64)
 
 
-class Span(Struct):
+@dataclass(slots=True)
+class Span:
     """What one worker did from `start` to `end`: its share of busy time and its blocks."""
 
     time: float

@@ -111,7 +111,7 @@ class ActiveSequences:
         active = self._touch(request, now)
         if active is not None:
             self._table.cells.prefill_tokens[active.slot] -= active.prefill
-            active.prefill = 0
+            active.prefill = 0.0
         elsewhere = self._active.get(prefill_part(request))
         if elsewhere is not None:
             self._remove(prefill_part(request), elsewhere)

@@ -1,17 +1,18 @@
 """Decode steps that are planned together and taken later, as far as time has passed by then."""
 
-from msgspec import Struct
 
-
-class Ahead(Struct, frozen=True):
+class Ahead:
     """Stretches of equal steps: how many, and the seconds of each. There is at least one step.
 
     `steps` and `duration`, in seconds, are those of all stretches together.
     """
 
-    stretches: list[tuple[int, float]]
-    steps: int
-    duration: float
+    __slots__ = ("duration", "steps", "stretches")
+
+    def __init__(self, stretches: list[tuple[int, float]], steps: int, duration: float) -> None:
+        self.stretches = stretches
+        self.steps = steps
+        self.duration = duration
 
     def until(self, elapsed: float) -> "Ahead":
         """These steps up to the one that is under way after `elapsed` seconds, which ends yet."""

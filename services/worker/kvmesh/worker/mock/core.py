@@ -6,8 +6,6 @@ time pass by the duration that it returns, so a live worker and a simulator run 
 
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
 from kvmesh.bus.messages import Cleared, KvEvent, Load
 from kvmesh.worker.mock.ahead import Ahead
 from kvmesh.worker.mock.timing import DecodeLoad, Polynomial, StepModel
@@ -19,7 +17,8 @@ from kvmesh.worker.scheduling.sequence import Request, Sequence, State
 from kvmesh.worker.scheduling.tiers import TierOptions, Tiers
 
 
-class Output(Struct):
+@dataclass(slots=True)
+class Output:
     """New tokens of one request, the first of them the `offset`-th of its answer.
 
     The first output of a request has `cached`: prompt tokens that were not computed, by tier, and
@@ -36,16 +35,21 @@ class Output(Struct):
     decode: str | None = None
 
 
-class StepResult(Struct, frozen=True):
+class StepResult:
     """What `steps` engine steps, `duration` seconds in all, will have done at their end.
 
     With no steps, the engine only waits for KV to arrive: new requests may interrupt it.
     """
 
-    duration: float
-    steps: int
-    outputs: list[Output]
-    events: list[KvEvent]
+    __slots__ = ("duration", "events", "outputs", "steps")
+
+    def __init__(
+        self, duration: float, steps: int, outputs: list[Output], events: list[KvEvent]
+    ) -> None:
+        self.duration = duration
+        self.steps = steps
+        self.outputs = outputs
+        self.events = events
 
 
 @dataclass(frozen=True)

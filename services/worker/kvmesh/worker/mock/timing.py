@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from msgspec import Struct
 
-
-class DecodeLoad(Struct, frozen=True):
+class DecodeLoad:
     """What the decode part of a step works on: sequences, and KV tokens in use of all there are."""
 
-    sequences: int
-    active_tokens: int
-    total_tokens: int
+    __slots__ = ("active_tokens", "sequences", "total_tokens")
+
+    def __init__(self, sequences: int, active_tokens: int, total_tokens: int) -> None:
+        self.sequences = sequences
+        self.active_tokens = active_tokens
+        self.total_tokens = total_tokens
 
 
 class StepModel(Protocol):

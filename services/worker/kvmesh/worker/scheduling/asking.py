@@ -2,9 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-
-from msgspec import Struct
-from msgspec.structs import replace
+from dataclasses import dataclass, replace
 
 from kvmesh.bus.messages import Retain, Work
 from kvmesh.retention.claims import Wish
@@ -13,7 +11,8 @@ from kvmesh.retention.promises import directives
 from kvmesh.retention.ranges import Segment, segments, with_prefix
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Asked:
     """What one request asks for its blocks, and whose they are.
 
     `directives` are its explicit ones, of which the first `for_prompt` speak of the prompt.

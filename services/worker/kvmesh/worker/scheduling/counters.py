@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from msgspec import Struct
-
 
 @dataclass
 class Counters:
@@ -19,7 +17,8 @@ class Counters:
     output_tokens: int = 0
 
 
-class RetentionState(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class RetentionState:
     """Retention on one rank now; `outcomes` count explicit directives since the start."""
 
     rank: int

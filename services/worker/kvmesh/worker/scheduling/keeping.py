@@ -8,9 +8,8 @@ import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
-
-from msgspec import Struct
 
 from kvmesh.bus.messages import Pin
 from kvmesh.retention.claims import MOST_LEVEL, PLAIN, PLAIN_LEVEL, Keep, Standing, Wish
@@ -35,7 +34,8 @@ log = logging.getLogger(__name__)
 PINNED = Wish(MOST_LEVEL)
 
 
-class KeepingOptions(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class KeepingOptions:
     """`budget` is the share of all blocks that one tenant may have kept because it asked so.
 
     `defaults` are what is asked for each kind of token where nobody says. Sessions without a
@@ -47,7 +47,7 @@ class KeepingOptions(Struct, frozen=True, kw_only=True):
     budget: float = 0.5
     session_idle_s: float = 3600.0
     session_blocks: int = 64
-    defaults: Mapping[str, Wish] = DEFAULTS
+    defaults: Mapping[str, Wish] = field(default_factory=lambda: DEFAULTS)
 
 
 def keeping_options(worker: Worker) -> KeepingOptions:

@@ -8,8 +8,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from msgspec import Struct
-
 from kvmesh.retention.claims import Keep
 
 
@@ -38,12 +36,15 @@ class Run:
         return len(self.hashes)
 
 
-class Way(Struct):
+class Way:
     """The runs that `held` leading blocks of a prefix lie on; `over` blocks of the last do not."""
 
-    runs: list[Run]
-    held: int
-    over: int
+    __slots__ = ("held", "over", "runs")
+
+    def __init__(self, runs: list[Run], held: int, over: int) -> None:
+        self.runs = runs
+        self.held = held
+        self.over = over
 
     @property
     def inactive(self) -> int:

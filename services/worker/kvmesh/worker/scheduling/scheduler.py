@@ -2,10 +2,9 @@
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
-
-from msgspec import Struct
 
 from kvmesh.worker.scheduling.asking import NOTHING
 from kvmesh.worker.scheduling.blocks import BlockManager
@@ -19,7 +18,8 @@ MOST_WORTH = 100
 _RANK = attrgetter("rank")
 
 
-class SchedulerLimits(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
     """Bounds of a step. `watermark` is the share of blocks left free when admitting."""
 
     block_size: int = 16
@@ -28,11 +28,14 @@ class SchedulerLimits(Struct, frozen=True, kw_only=True):
     watermark: float = 0.01
 
 
-class Chunk(Struct, frozen=True):
+class Chunk:
     """Prompt tokens of one sequence that a step computes."""
 
-    sequence: Sequence
-    tokens: int
+    __slots__ = ("sequence", "tokens")
+
+    def __init__(self, sequence: Sequence, tokens: int) -> None:
+        self.sequence = sequence
+        self.tokens = tokens
 
 
 class Vet(Protocol):

@@ -1,10 +1,9 @@
 """One request inside an engine: what is to be computed, and how far that has come."""
 
 from array import array
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
-
-from msgspec import Struct
 
 from kvmesh.index import block_hashes, sequence_hashes
 from kvmesh.worker.scheduling.asking import Asked
@@ -18,7 +17,8 @@ class TokenSource(Protocol):
         ...
 
 
-class Request(Struct, frozen=True, kw_only=True):
+@dataclass(kw_only=True, slots=True)
+class Request:
     """A prompt as hashed blocks plus the tokens of its unfinished last block (packed uint32).
 
     The KV of the first `remote` tokens comes from another worker instead of being computed. The

@@ -3,9 +3,7 @@
 import math
 from array import array
 from collections.abc import Callable
-
-from msgspec import Struct
-from msgspec.structs import replace
+from dataclasses import dataclass, replace
 
 from kvmesh.settings.schema import Mock
 from kvmesh.worker.scheduling.asking import NOTHING
@@ -49,7 +47,8 @@ class LowerTier(BlockManager):
         self.deref(hashes, worth)
 
 
-class TierOptions(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
     """Sizes in blocks and bytes, bandwidths in bytes per second; without blocks, no such tier.
 
     The default is the KV of a 32-layer model with 8 KV heads of 128 in 16 bits, over a PCIe link,
@@ -76,17 +75,20 @@ def tier_options(mock: Mock) -> TierOptions:
     )
 
 
-class Found(Struct, frozen=True):
+class Found:
     """Blocks of a prefix that can be had without computing them, by where they are.
 
     `asked`: a kvbm is asked for more, and the sequence is told when that has come.
     """
 
-    engine: int
-    host: int
-    disk: int
-    remote: int
-    asked: bool = False
+    __slots__ = ("asked", "disk", "engine", "host", "remote")
+
+    def __init__(self, engine: int, host: int, disk: int, remote: int, asked: bool = False) -> None:
+        self.engine = engine
+        self.host = host
+        self.disk = disk
+        self.remote = remote
+        self.asked = asked
 
     @property
     def arriving(self) -> int:
