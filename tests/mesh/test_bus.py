@@ -238,8 +238,8 @@ async def test_a_reader_with_much_to_do_lets_others_run(bus: Bus) -> None:
 
     stream, subject = bus.subjects.seq_stream, bus.subjects.seq("m")
     reader = StreamReader(bus, stream, subject, slow, Start())
-    await reader.open()
     other()
+    await reader.open()
     await eventually(lambda: len(seen) == 20)
     assert all(after > before for before, after in pairwise(seen))
     await reader.close()
