@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from common import Report, parser
 from quality_coding import coding, pressure
-from quality_study import STICKY, Case, Scene, Study, compare, thompson, windows
+from quality_study import Case, Scene, Study, compare, thompson, windows
 from rich.progress import Progress
 
 from kvmesh.simulator.figures import figures
@@ -39,7 +39,6 @@ def conversation(study: Study, trace: Path) -> None:
             label = f"(a) {memory / 1e6:g}M, {rate * speed:.0f} requests/s"
             gains.append(compare(study, label, cases))
             study.add_cached(label, cases, "kv")
-            study.add_cached(label, cases, STICKY)
             bandits.append(thompson(study, label, cases, "≥ 0.95"))
     best = max(gains, key=lambda gain: gain.claimed)
     study.conclude(
@@ -61,7 +60,7 @@ def teams(study: Study) -> None:
     workloads = study.generated("agent-team", 12 if study.full else 8)
     cases = study.cases(workloads, Scene(4, 1_000_000, 256, 2.0))
     best = 0.0
-    for policy in ("kv", STICKY, "thompson", "session", "round-robin"):
+    for policy in ("kv", "thompson", "session", "round-robin"):
         runs = [study.simulate(case, policy) for case in cases]
         mates = [kind_share(run, "teammate") for run in runs]
         share = study.add(f"(c) teammates cached, {policy}", mates, "%", "79.4", "≥ 95")

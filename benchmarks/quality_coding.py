@@ -5,7 +5,6 @@ from statistics import median
 
 from quality_study import (
     MOST_TIMED,
-    STICKY,
     Case,
     Scene,
     Study,
@@ -99,18 +98,18 @@ def shares(study: Study, tight: list[Case]) -> None:
     """What is missing to the ideal hits where plain LRU has 90 % of them, and why."""
     best = max(
         study.add_cached("(b) tight", tight, policy, "≥ 97")
-        for policy in ("kv", "thompson", "session", "program", STICKY)
+        for policy in ("kv", "thompson", "session", "program")
     )
     whys = [f"{why(study, tight, name):.1f} % {text}" for name, text in REASONS.items()]
     united = [replace(case, scene=case.scene.united) for case in tight]
     limit = study.add_cached("(b) tight, one engine of 4 ×", united, "kv")
-    enough = [at_share(study, case, STICKY, 97, case.scene.memory // STEP) for case in tight]
+    enough = [at_share(study, case, "kv", 97, case.scene.memory // STEP) for case in tight]
     more = [b / a for a, b in zip(memories(tight), memories(enough), strict=True)]
     factor = study.add("(b) memory for 97 % with the best, of tight", more, "×", "", "≤ 1")
     study.conclude(
         "97 % of the ideal hits on (b) at the memory at which LRU has 90 %",
         best >= 97,
-        f"{best:.1f} % with the best policy; of the ideal hits are lost with {STICKY}: "
+        f"{best:.1f} % with the best policy; of the ideal hits are lost with kv: "
         f"{', '.join(whys)}. It is the division: contexts of up to 400K tokens share engines of "
         f"{median(memories(tight)):.2g}M. One engine of all this memory has {limit:.1f} %; "
         f"four have 97 % with ×{factor:.2f} of it",
@@ -118,8 +117,8 @@ def shares(study: Study, tight: list[Case]) -> None:
 
 
 def why(study: Study, cases: list[Case], reason: str) -> float:
-    runs = study.run(cases, STICKY)
-    name = f"(b) tight, {STICKY}: {REASONS[reason]}"
+    runs = study.run(cases, "kv")
+    name = f"(b) tight, kv: {REASONS[reason]}"
     return study.add(name, [lost(run, reason) for run in runs], "% of ideal")
 
 

@@ -27,8 +27,7 @@ from kvmesh.workload.profile import load_profile
 DEADLINE_S = 7200.0
 SATURATED = 0.05  # of all requests wait at once
 MOST_TIMED = 1500
-STICKY = "kv, prefill_weight 3"
-SETTINGS = {STICKY: Router(policy="kv", prefill_weight=3.0)}
+SETTINGS: dict[str, Router] = {}
 
 
 class Run(NamedTuple):

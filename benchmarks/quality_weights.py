@@ -1,4 +1,4 @@
-"""What `prefill_weight` does to the policy `kv`: where more than 1 pays, and where it costs.
+"""What `prefill_weight` does to the policy `kv`: where more than 1 pays, and where nothing.
 
 Each workload meets the same engines under each weight. Rows are ratios to weight 1 with the same
 seed; the share of the ideal hits is absolute. `--only` takes beginnings of scene names.
@@ -71,11 +71,11 @@ def scenes(study: Study, trace: Path | None) -> Iterator[tuple[str, Callable[[],
     scene = Scene(4, 1_500_000, 256, 1.0)
     yield "(b) unattended, 1.5M", agents("unattended-agents", 150, None, scene)
     yield "(c) 1M", agents("agent-team", 8, None, Scene(4, 1_000_000, 256, 2.0))
-    for rate in (10, 20, 30):
+    for rate in (10, 20, 30, 45):
         yield f"documents {rate}/s", prompts(2000, one_shot(20_000, 60, BRIEF), rate)
     yield "reasoning 2/s", prompts(900, one_shot(8_000, 20, LONG), 2)
     yield "8 hot prefixes", prompts(2000, one_shot(32_000, 8, ANSWER), 40)
-    for rate in (14, 17, 20):
+    for rate in (14, 17, 20, 23):
         yield f"30 hot prefixes {rate}/s", prompts(2500, one_shot(32_000, 30, ANSWER), rate)
 
 

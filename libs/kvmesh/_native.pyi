@@ -34,7 +34,7 @@ def gather(
     shared: NDArray[np.float64],
     blocks: int,
     block_size: int,
-) -> None:
+) -> float:
     """Write what the candidates `slots` hold of a prompt of `blocks` blocks, and what they carry.
 
     `overlap` (candidates, TIERS): the leading blocks that a tier adds to those before it. `loads`
@@ -45,6 +45,7 @@ def gather(
     of ranks stand for: a slot, or the number of slots plus that of a node, 0 for who is unknown.
     `shared` is the leading blocks by slot that active requests hold; there are as many slots.
     `predicted`, leading blocks by slot too, may be empty, as may `node_of_slot` without nodes.
+    Returns the most blocks to decode with of any candidate.
     Raises ValueError if an output does not fit, IndexError for a number beyond another buffer.
     """
 

@@ -65,17 +65,21 @@ class Gathering {
 
   // To `overlap`, TIERS for each candidate: the leading blocks that a tier adds to those before it.
   // To `loads`, a row each: blocks in prefill, blocks to decode with if the prompt came too, and
-  // requests.
-  void gather(Numbers<int64_t> candidates, double* overlap, double* loads) const {
+  // requests. Returns the most blocks to decode with of any candidate.
+  double gather(Numbers<int64_t> candidates, double* overlap, double* loads) const {
     const size_t count = candidates.count;
+    double most = 0;
     for (size_t i = 0; i < count; ++i) {
       const size_t slot = candidates[i];
       const double lacking = prompt_.shared[slot] - prompt_.blocks;
       add_overlap(slot, overlap + TIERS * i);
       loads[i] = fleet_.prefill_tokens(slot) / prompt_.block_size;
-      loads[count + i] = fleet_.active_blocks(slot) - lacking;
+      const double decode = fleet_.active_blocks(slot) - lacking;
+      loads[count + i] = decode;
+      most = std::max(most, decode);
       loads[2 * count + i] = fleet_.requests(slot);
     }
+    return most;
   }
 
  private:

@@ -233,9 +233,9 @@ Numbers<T> numbers(const View& view) {
 }
 
 // Too short to be worth handing the interpreter over.
-void gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle columns,
-            nb::handle node_of_slot, size_t nodes, nb::handle rows, nb::handle places,
-            nb::handle predicted, nb::handle shared, double blocks, double block_size) {
+double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle columns,
+              nb::handle node_of_slot, size_t nodes, nb::handle rows, nb::handle places,
+              nb::handle predicted, nb::handle shared, double blocks, double block_size) {
   View to_overlap(overlap, PyBUF_WRITABLE), to_loads(loads, PyBUF_WRITABLE);
   const View candidates(slots), counted(columns), beside(node_of_slot), found(rows), named(places),
       expected(predicted), active(shared);
@@ -250,7 +250,7 @@ void gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle c
                     numbers<int64_t>(beside)};
   const Prompt prompt{numbers<std::array<uint32_t, 1 + TIERS>>(found), numbers<int64_t>(named),
                       numbers<double>(expected), numbers<double>(active), blocks, block_size};
-  Gathering(fleet, prompt)
+  return Gathering(fleet, prompt)
       .gather(numbers<int64_t>(candidates), to_overlap.doubles(), to_loads.doubles());
 }
 

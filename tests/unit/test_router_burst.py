@@ -16,7 +16,7 @@ def sibling(number: int) -> bytes:
 
 def core(busy: int, predicted_ttl_s: float = 5.0) -> RouterCore:
     """An idle worker "a", and "b" and "c" with `busy` blocks of decoding."""
-    settings = Router(predicted_ttl_s=predicted_ttl_s, queue_threshold=0.0)
+    settings = Router(predicted_ttl_s=predicted_ttl_s, queue_threshold=0.0, prefill_weight=1.0)
     router = RouterCore("m", "r", settings, Random(7))
     for name in "abc":
         router.join(worker(name))

@@ -59,7 +59,7 @@ def test_the_defaults_are_those_of_the_documented_cost() -> None:
     check_settings(Router())
     model = cost_model(Router())
     assert model.credits == (1.0, 0.75, 0.25, 0.25)
-    assert (model.prefill_weight, model.request_weight, model.temperature) == (1.0, 0.0, 0.0)
+    assert (model.prefill_weight, model.request_weight, model.temperature) == (3.0, 0.0, 0.0)
 
 
 def test_fair_weights_may_hold_equal_signs_in_names() -> None:

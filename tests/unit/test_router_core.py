@@ -11,6 +11,7 @@ from support.routing import BLOCK, overlaps, request, sequence, worker
 
 from kvmesh.bus.messages import Decision, Hints, Load, Placement, SeqFree, SeqPrefilled, SeqProgress
 from kvmesh.router.core import RouterCore
+from kvmesh.router.cost import MISSING
 from kvmesh.router.errors import InvalidRequest, NoWorkers
 from kvmesh.router.overlaps import Overlaps
 from kvmesh.settings.schema import Router
@@ -19,8 +20,9 @@ TEN = sequence(*range(10))
 
 
 def core(*names: str, **config: object) -> RouterCore:
-    """A core of workers by name; nothing is predicted unless a test asks for it."""
-    settings = Router(**{"predicted_ttl_s": 0.0, **config})  # type: ignore[arg-type]
+    """A core of workers by name; nothing is predicted, nor weighted, unless a test asks for it."""
+    plain: dict[str, object] = {"predicted_ttl_s": 0.0, "prefill_weight": 1.0}
+    settings = Router(**{**plain, **config})  # type: ignore[arg-type]
     router = RouterCore("m", "r", settings, Random(7))
     for name in names:
         router.join(worker(name))
@@ -110,16 +112,32 @@ def test_a_request_without_news_is_given_up() -> None:
 
 
 def report(
-    router: RouterCore, now: float, blocks: int, tokens: int, running: int = 1, waiting: int = 0
+    router: RouterCore,
+    now: float,
+    blocks: int,
+    tokens: int,
+    running: int = 1,
+    waiting: int = 0,
+    total: int = 1024,
 ) -> None:
     """What engine a says of itself."""
     load = Load(
         instance="a", rank=0, running=running, waiting=waiting, active_blocks=blocks,
         cached_blocks=0,
-        total_blocks=1024, prefill_tokens=tokens, steps=0, prompt_tokens=0, cached_tokens=0,
+        total_blocks=total, prefill_tokens=tokens, steps=0, prompt_tokens=0, cached_tokens=0,
         output_tokens=0, requests=3,
     )  # fmt: skip
     router.report(load, now)
+
+
+def test_an_engine_has_room_for_the_blocks_that_it_reports() -> None:
+    router = core("a", "b")
+    place(router, "1", sequence(*range(100, 1070)), "a")
+    probe = request("2", TEN)
+    found = costs(router.decide(probe, None, 0.0))
+    assert found["a"] > MISSING > found["b"]
+    report(router, 0.0, 970, 970 * BLOCK, total=2048)
+    assert costs(router.decide(probe, None, 0.0))["a"] == 970 + 10 + 970 + 10
 
 
 def seen(router: RouterCore, now: float = 0.0) -> tuple[float, float]:

@@ -54,7 +54,7 @@ def expected(fleet: Fleet) -> tuple[list[list[float]], list[list[float]]]:
 def gathered(fleet: Fleet) -> tuple[list[list[float]], list[list[float]]]:
     count = len(fleet.slots)
     overlap, loads = np.empty((count, TIERS)), np.empty((3, count))
-    gather(
+    most = gather(
         overlap,
         loads,
         np.array(fleet.slots, np.int64),
@@ -68,6 +68,7 @@ def gathered(fleet: Fleet) -> tuple[list[list[float]], list[list[float]]]:
         fleet.blocks,
         BLOCK,
     )
+    assert most == max([0.0, *loads[1].tolist()])
     return overlap.tolist(), loads.T.tolist()
 
 

@@ -22,7 +22,9 @@ def kvbm(name: str, node: str) -> Instance:
 
 def core(predicted_ttl_s: float = 0.0) -> RouterCore:
     """Workers a1 and a2 on node a, b1 on node b, c1 on node c; only a and b have a kvbm."""
-    router = RouterCore("m", "r", Router(predicted_ttl_s=predicted_ttl_s), Random(7))
+    router = RouterCore(
+        "m", "r", Router(predicted_ttl_s=predicted_ttl_s, prefill_weight=1.0), Random(7)
+    )
     for card in (kvbm("ka", "a"), kvbm("kb", "b"), kvbm("nowhere", "")):
         router.join(card)
     for name in ("a1", "a2", "b1", "c1"):

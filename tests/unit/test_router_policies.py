@@ -21,18 +21,19 @@ from kvmesh.bus.messages import (
     Thresholds,
 )
 from kvmesh.router.core import RouterCore
-from kvmesh.router.cost import CostModel
+from kvmesh.router.cost import MISSING, CostModel, pick
 from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, Overloaded
 from kvmesh.router.policies import Policy
 from kvmesh.router.registry import BUILT_IN, make_policy
-from kvmesh.router.view import Choice, View
+from kvmesh.router.view import FILL, Choice, View
 from kvmesh.settings.schema import Router
 
 TEN = sequence(*range(10))
 
 
 def core(*names: str, **settings: Any) -> RouterCore:
-    router = RouterCore("m", "r", Router(**{"predicted_ttl_s": 0.0, **settings}), Random(7))
+    plain = {"predicted_ttl_s": 0.0, "prefill_weight": 1.0}
+    router = RouterCore("m", "r", Router(**{**plain, **settings}), Random(7))
     for name in names:
         router.join(worker(name))
     return router
@@ -49,15 +50,18 @@ def view(
         prompt=prompt,
         slots=np.arange(len(overlap)),
         overlap=np.array([[o, 0, 0, 0] for o in overlap], np.float64),
-        prefill=zeros if prefill is None else np.array(prefill),
-        decode=np.array(decode),
+        prefill=zeros if prefill is None else np.array(prefill, np.float64),
+        decode=np.array(decode, np.float64),
         requests=zeros,
         table=router.table,
+        most=max(decode),
     )
 
 
 def choose(name: str, seen: View, model: CostModel | None = None, **settings: Any) -> Choice:
-    return make_policy(name, Router(**settings)).choose(seen, model or CostModel(), Random(7))
+    return make_policy(name, Router(**settings)).choose(
+        seen, model or CostModel(prefill_weight=1.0), Random(7)
+    )
 
 
 def place(
@@ -70,9 +74,9 @@ def place(
 
 def test_the_documented_example_of_three_workers() -> None:
     # A prompt of 10 blocks; 2, 5 and 8 are cached, 10, 5 and 9 blocks will decode.
-    choice = choose("kv", view([2, 5, 8], [10, 5, 9]))
-    assert choice.cost.tolist() == [18, 10, 11]
-    assert choice.chosen == 1
+    choice = choose("kv", view([2, 5, 8], [10, 5, 9]), CostModel())
+    assert choice.cost.tolist() == [34, 20, 15]
+    assert choice.chosen == 2
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,47 @@ def test_credits_decay_with_excess_prefill() -> None:
     # On the second, one prompt of backlog more: its credit is halved.
     assert CostModel(credit_decay=1.0).prefill(seen).tolist() == [2, 16]
     assert CostModel().prefill(seen).tolist() == [2, 12]
+
+
+def test_a_rank_without_room_comes_after_those_with_room() -> None:
+    # Of 1,024 blocks 972.8 may be used, so what the rank with the whole prompt lacks outweighs it.
+    seen = view([10, 0, 0], [973.0, 900.0, 950.0])
+    choice = choose("kv", seen, CostModel())
+    assert choice.cost.tolist() == pytest.approx([0.2 * MISSING + 973, 930, 980], abs=1e-3)
+    assert choice.chosen == 1
+    full = choose("kv", view([10, 0, 0], [1500.0, 1100.0, 1200.0]), CostModel())
+    assert full.chosen == 1  # the one that lacks the fewest
+
+
+def test_unlike_ranks_are_full_at_blocks_of_their_own() -> None:
+    seen = view([10, 0, 0], [600.0, 700.0, 5000.0])
+    seen.table.resize(0, 500)
+    seen.table.resize(2, 0)  # unknown
+    assert seen.missing is not None
+    assert seen.missing.tolist() == [600 - FILL * 500, 0, 0]
+    seen.table.resize(0, 1000)
+    seen.table.resize(2, 6000)
+    assert seen.missing is not None
+    assert not seen.missing.any()
+
+
+def test_room_that_nobody_lacks_is_not_looked_at() -> None:
+    seen = view([10, 0], [900.0, 972.0])
+    assert seen.missing is None
+    for slot in range(2):
+        seen.table.resize(slot, 0)
+    assert seen.table.least_total == float("inf")
+    assert seen.missing is None
+
+
+def test_a_temperature_draws_among_those_that_lack_nothing() -> None:
+    cost = np.array([10.0, 30.0, 5 * MISSING, 20.0])
+    rng = Random(7)
+    drawn = Counter(pick(cost, 1.0, rng) for _ in range(400))
+    assert drawn[0] > drawn[3] > drawn[1] > 60
+    assert drawn[2] == 0
+    alone = np.array([5 * MISSING, 10.0, 5 * MISSING])
+    assert {pick(alone, 1.0, rng) for _ in range(20)} == {1}
 
 
 def test_overrides_hold_for_one_request_only() -> None:

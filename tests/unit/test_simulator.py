@@ -4,8 +4,10 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -180,6 +182,64 @@ def test_everything_is_conserved(
     assert all(c <= i for c, i in zip(records.cached, records.ideal, strict=True))
     assert sum(msgspec.structs.astuple(result.cache.lost)) == result.cache.recomputed_tokens
     _check_caches(simulation)
+
+
+FLEETS: list[list[Literal["aggregated", "prefill", "decode"]]] = [
+    ["aggregated", "aggregated"],
+    ["decode", "prefill"],
+    ["aggregated", "prefill"],
+]
+
+
+@given(
+    seed=st.integers(0, 1000),
+    policy=st.sampled_from(["kv", "random", "session", "thompson", "program"]),
+    serves=st.sampled_from(FLEETS),
+    replicas=st.integers(1, 3),
+    event_delay=st.sampled_from([0.0, 1.0]),
+    spare=st.integers(0, 200),
+    changes=st.lists(st.tuples(st.floats(0, 3), st.booleans(), st.integers(1, 3)), max_size=6),
+)
+@settings(max_examples=40, deadline=None)
+def test_whatever_happens_to_others_is_conserved_too(
+    seed: int,
+    policy: str,
+    serves: list[Literal["aggregated", "prefill", "decode"]],
+    replicas: int,
+    event_delay: float,
+    spare: int,
+    changes: list[tuple[float, bool, int]],
+) -> None:
+    workload = conversations(8, 4, seed, shared=640)
+    blocks = max(r.input_tokens + r.output_tokens for r in workload.rounds) // SIZE + 2 + spare
+    core = CoreOptions(blocks=blocks, limits=SchedulerLimits(block_size=SIZE, max_sequences=4))
+    fleet = tuple(WorkerOptions(2, core, kind) for kind in serves)
+    network = Network(kv_events=event_delay)
+    chosen = options(policy, replicas=replicas, network=network, faults=faults(changes))
+    simulation, result = run(workload, replace(chosen, workers=fleet))
+    records = simulation.records
+    assert result.failed == 0
+    assert records.output == [r.output_tokens for r in workload.rounds]
+    times = [records.column(name) for name in ("arrived", "placed", "first", "ended")]
+    assert all((one <= other).all() for one, other in pairwise(times))
+    assert all(c <= i for c, i in zip(records.cached, records.ideal, strict=True))
+    assert sum(msgspec.structs.astuple(result.cache.lost)) == result.cache.recomputed_tokens
+    assert all(length >= 0 for *_, length in slices(simulation))
+    assert not any(worker.core.busy for worker in simulation.workers.values())
+    _check_caches(simulation)
+
+
+def faults(changes: list[tuple[float, bool, int]]) -> tuple[Fault, ...]:
+    """Of workers 1 to 3, each away or back in turn; worker 0 stays."""
+    away: set[int] = set()
+    made: list[Fault] = []
+    for time, dies, worker in sorted(changes):
+        kind: Literal["die", "leave", "join"] = "die" if dies else "leave"
+        if worker in away:
+            kind = "join"
+        away ^= {worker}
+        made.append(Fault(time, kind, worker))
+    return tuple(made)
 
 
 def _check_caches(simulation: Simulation) -> None:

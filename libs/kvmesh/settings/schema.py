@@ -144,7 +144,7 @@ class Router(Section, frozen=True, kw_only=True):
         list[float],
         Meta(min_length=4, max_length=4, description="worth of an overlapping block, per tier"),
     ] = field(default_factory=lambda: [1.0, 0.75, 0.25, 0.25])
-    prefill_weight: Annotated[Weight, Meta(description="cost of a block to prefill")] = 1.0
+    prefill_weight: Annotated[Weight, Meta(description="cost of a block to prefill")] = 3.0
     request_weight: Annotated[Weight, Meta(description="cost of an active request, in blocks")] = (
         0.0
     )

@@ -261,7 +261,7 @@ class RouterCore:
         predicted = self._predicted.depths(request.sequence, table.size)
         shared = self.active.shared(request.sequence)
         whole = -(-request.tokens // size)
-        overlap, loads = gather(table, slots, overlaps, predicted, shared, whole)
+        overlap, loads, most = gather(table, slots, overlaps, predicted, shared, whole)
         prefer = request.placement.prefer
         return View(
             request=request,
@@ -275,6 +275,7 @@ class RouterCore:
             table=table,
             overlaps=overlaps,
             preference=table.preference(prefer, slots) if prefer else None,
+            most=most,
         )
 
     def eligible(self, request: RouteRequest, serves: Serves = "all") -> Slots:

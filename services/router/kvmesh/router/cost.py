@@ -17,6 +17,8 @@ _ALIASES = {
     "overlap_score_weight": "overlap_credit",
     "router_temperature": "temperature",
 }
+MISSING = 1e6  # a block that a rank lacks: more than anything else can cost
+_NOTHING = np.zeros(())
 _OVERRIDES = ("prefill_weight", "request_weight", "credit_decay", "temperature")
 
 
@@ -25,7 +27,7 @@ class CostModel:
     """Weights of the cost; `credits` is the worth of an overlapping block of each tier."""
 
     credits: tuple[float, float, float, float] = (1.0, 0.75, 0.25, 0.25)
-    prefill_weight: float = 1.0
+    prefill_weight: float = 3.0
     request_weight: float = 0.0
     credit_decay: float = 0.0
     temperature: float = 0.0
@@ -33,6 +35,10 @@ class CostModel:
     @cached_property
     def _credits(self) -> Floats:
         return np.array(self.credits)
+
+    @cached_property
+    def _weight(self) -> Floats:
+        return np.array(self.prefill_weight)  # arrays are scaled by it faster than by a float
 
     def prefill(self, view: View) -> Floats:
         """Blocks to prefill before this request's first token, its own included.
@@ -44,16 +50,25 @@ class CostModel:
         if self.credit_decay:
             excess = (view.prefill - view.prefill.min()) / view.prompt
             credited /= 1 + self.credit_decay * excess
-        return np.maximum(view.prefill + view.prompt - credited, 0.0)
+        blocks: Floats = view.prefill + view.prompt
+        blocks -= credited
+        return np.maximum(blocks, _NOTHING, out=blocks)
 
     def cost(self, view: View) -> Floats:
-        """prefill_weight · prefill + decode + request_weight · active requests."""
+        """prefill_weight · prefill + decode + request_weight · active requests, in blocks.
+
+        To that come MISSING for each block that a candidate lacks: there the request would wait
+        for running ones to end, and with it whatever comes after, cached or not.
+        """
         cost = self.prefill(view)
         if self.prefill_weight != 1:
-            cost *= self.prefill_weight
+            cost *= self._weight
         cost += view.decode
         if self.request_weight:
             cost += self.request_weight * view.requests
+        missing = view.missing
+        if missing is not None:
+            cost += MISSING * missing
         return cost if view.preference is None else cost * view.preference
 
     def overridden(self, overrides: Mapping[str, float]) -> "CostModel":
@@ -76,13 +91,17 @@ def pick(cost: Floats, temperature: float, rng: Random) -> int:
     """The cheapest candidate, ties at random; with a temperature, softmax over negated cost.
 
     Costs are normalised to their range first, so that a temperature means the same at any load.
+    Candidates that lack more blocks than the cheapest are never drawn.
     """
     low = cost[cost.argmin()]
     if temperature <= 0:
         ties: list[int] = (cost == low).nonzero()[0].tolist()
         return ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
-    span = float(cost.max() - low)
+    likely = (cost < low + MISSING).nonzero()[0]
+    excess = cost[likely] - low
+    span = float(excess.max())
     if span == 0:
-        return rng.randrange(len(cost))
-    total = np.exp((low - cost) / (span * temperature)).cumsum()
-    return min(int(total.searchsorted(rng.random() * total[-1], "right")), len(cost) - 1)
+        return int(likely[rng.randrange(len(likely))])
+    total = np.exp(excess / (-span * temperature)).cumsum()
+    at = min(int(total.searchsorted(rng.random() * total[-1], "right")), len(likely) - 1)
+    return int(likely[at])

@@ -34,13 +34,14 @@ def gather(
     predicted: Floats | None,
     shared: Floats,
     blocks: int,
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats, Floats, float]:
     """What some slots hold of a prompt of `blocks` blocks, and what they carry.
 
     By slot, `predicted` blocks count as the engine's own (tier 0), and `shared` ones, which active
     requests hold, need no more room. Returns for each of `slots` a row of TIERS: the blocks that
     the tier adds to those before it, of the rank or its node's kvbm, whichever reach further; and
-    three rows: blocks in prefill, blocks to decode with if the prompt came too, and requests.
+    three rows: blocks in prefill, blocks to decode with if the prompt came too, and requests;
+    and the most blocks to decode with of any.
     """
     rows = b""
     places: Slots | bytes = b""
@@ -48,7 +49,7 @@ def gather(
         rows, places = overlaps.rows, table.places(overlaps.ranks)
     overlap, loads = np.empty((len(slots), TIERS)), np.empty((3, len(slots)))
     nodes = len(table.nodes)
-    _native.gather(
+    most = _native.gather(
         overlap,
         loads,
         slots,
@@ -62,7 +63,7 @@ def gather(
         blocks,
         table.block_size,
     )
-    return overlap, loads
+    return overlap, loads, most
 
 
 class OverlapWatch:

@@ -43,7 +43,7 @@ class Reports:
         if slot is None:
             return None
         cells = table.cells
-        cells.total_blocks[slot] = load.total_blocks
+        table.resize(slot, load.total_blocks)
         window = self._windows.get(slot)
         if window is None:
             window = self._windows[slot] = _Window(now)

@@ -1,13 +1,17 @@
 """What a policy sees of one request and its candidates, and what it answers."""
 
+from math import inf
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
 from kvmesh.bus.messages import RouteRequest
 from kvmesh.router.arrays import Floats, Slots
 from kvmesh.router.overlaps import Overlaps
 from kvmesh.router.workers import Rank, RankTable
+
+FILL = 0.95  # of a rank's blocks; the rest is for the answers under way, which grow
 
 
 class View(Struct, frozen=True, eq=False):
@@ -18,7 +22,8 @@ class View(Struct, frozen=True, eq=False):
     being prefilled there already; `decode` the blocks active there if this request came too;
     `requests` the number of active requests; `total` the blocks of the rank (0: unknown).
     `preference` scales the cost of each candidate, if the request prefers some.
-    `overlaps` is the index's answer as it came. Policies must not write to any of it.
+    `overlaps` is the index's answer as it came; `most` is at least the highest `decode`. Policies
+    must not write to any of it.
     """
 
     request: RouteRequest
@@ -32,6 +37,7 @@ class View(Struct, frozen=True, eq=False):
     table: RankTable
     overlaps: Overlaps | None = None
     preference: Floats | None = None
+    most: float = inf
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -39,6 +45,19 @@ class View(Struct, frozen=True, eq=False):
     @property
     def total(self) -> Floats:
         return self.table.total_blocks.take(self.slots)
+
+    @property
+    def missing(self) -> Floats | None:
+        """Blocks that each candidate lacks for this request beside what it runs; None: no one any.
+
+        A rank whose number of blocks is unknown lacks none.
+        """
+        if self.most <= FILL * self.table.least_total:
+            return None
+        total = self.total
+        missing: Floats = np.maximum(self.decode - FILL * total, 0.0)
+        missing[total == 0] = 0.0
+        return missing
 
     def rank(self, index: int) -> Rank:
         """Who candidate `index` is."""

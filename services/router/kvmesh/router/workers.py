@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -88,6 +89,7 @@ class RankTable:
         self.version = 0
         self.splits = False
         self.block_size = 0
+        self._least_total: float | None = None
         self._lay_out(np.zeros((len(COLUMNS), 16)))
 
     # membership
@@ -119,7 +121,7 @@ class RankTable:
         for rank in range(capacity.dp_ranks):
             slot = self.slot(card.instance, rank)
             self.ranks[slot] = Rank(card.instance, card.name, rank)
-            self.total_blocks[slot] = capacity.blocks
+            self.resize(slot, capacity.blocks)
             self.step_tokens[slot] = capacity.max_batched_tokens
 
     def leave(self, instance: str) -> list[int]:
@@ -139,8 +141,23 @@ class RankTable:
 
     def _changed(self) -> None:
         self.version += 1
+        self._least_total = None
         self._open.clear()
         self.splits = any(card.serves == "prefill" for card in self.cards.values())
+
+    @property
+    def least_total(self) -> float:
+        """At most as many blocks as any rank is known to have; inf if that is known of none."""
+        if self._least_total is None:
+            known = self.total_blocks[self.total_blocks > 0]
+            self._least_total = float(known.min()) if len(known) else inf
+        return self._least_total
+
+    def resize(self, slot: int, blocks: int) -> None:
+        """A rank has this many blocks."""
+        if self.cells.total_blocks[slot] != blocks:
+            self.cells.total_blocks[slot] = blocks
+            self._least_total = None
 
     def slot(self, instance: str, rank: int) -> int:
         """The slot of a rank, given out now if it has none."""
