@@ -44,6 +44,7 @@ class Worker:
         self.instance = card.instance
         self.core = core
         self.alive = True
+        self.leaving = False
         self.event_id = 0
         self.record = WorkerRecord(card.name)
         self.source = Source(MODEL, card.name)
