@@ -271,6 +271,15 @@ async def test_a_refused_layout_is_not_tried_again(client: StoreClient, start: S
     assert kvbm.count(Attach) == 1
 
 
+async def test_why_there_is_no_attachment_is_said_once(
+    client: StoreClient, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    kvbm = await start(declines=Declined("closing", "it is about to leave"))
+    await eventually(lambda: kvbm.count(Attach) == 4, what="it is tried again and again")
+    assert len([r for r in caplog.records if "does not take this worker" in r.message]) == 1
+    assert client.attachments == 0
+
+
 async def test_whoever_is_cancelled_leaves_no_ticket(client: StoreClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)

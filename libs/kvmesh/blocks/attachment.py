@@ -22,7 +22,7 @@ from kvmesh.blocks.layout import KvLayout
 from kvmesh.blocks.prompts import SentPrompts
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
-from kvmesh.bus.errors import BusError, MessageTooLarge
+from kvmesh.bus.errors import BusError, MessageTooLarge, cause
 from kvmesh.bus.kvbm import Attach, Attached, Declined, Detach, Done
 from kvmesh.bus.messages import Instance, NodeStore, Role
 from kvmesh.bus.streams import StreamLimits
@@ -107,6 +107,7 @@ class Attacher:
         self._changed = asyncio.Event()
         self._locks = count()
         self._refused: Instance | None = None
+        self._complaint = ""
         self._lost: list[Attachment] = []
         self._task: asyncio.Task[None] | None = None
         self.current: Attachment | None = None
@@ -215,7 +216,7 @@ class Attacher:
             try:
                 attachment = await self._request(card, store, undo)
             except (BusError, BlocksError, NatsError, OSError, msgspec.MsgspecError) as error:
-                log.warning("cannot attach to %s: %s", card.name, error)
+                self._complain(f"cannot attach to {card.name}: {cause(error)}")
                 return False
             if attachment is None:
                 return False
@@ -223,6 +224,7 @@ class Attacher:
                 await self._user.adopt(attachment.arena)
             undo.pop_all()
         self.current = attachment
+        self._complaint = ""
         self.attached += 1
         log.info("attached to %s, %d bytes shared", card.name, attachment.arena.size)
         return True
@@ -244,9 +246,15 @@ class Attacher:
         return Attachment(card.instance, answer, arena, lock)
 
     def _on_refused(self, card: Instance, declined: Declined) -> None:
-        log.warning("%s does not take this worker: %s", card.name, declined.reason)
+        self._complain(f"{card.name} does not take this worker: {declined.reason}")
         if declined.code in {"layout", "invalid"}:
             self._refused = card
+
+    def _complain(self, text: str) -> None:
+        """Say why there is no attachment; while that stays so, once."""
+        if text != self._complaint:
+            log.warning("%s", text)
+        self._complaint = text
 
     async def _leave(self) -> None:
         while self._lost:

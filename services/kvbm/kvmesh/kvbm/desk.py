@@ -81,7 +81,9 @@ class Desk:
         for guest in list(self._manager.guests.values()):
             if not self._directory.is_held(guest.lock):
                 tickets = self._manager.detach(guest, self._clock())
-                log.warning("%s is gone; %d tickets reclaimed", guest.instance, tickets)
+                stays = any(g.instance == guest.instance for g in self._manager.guests.values())
+                what = "has attached anew" if stays else "is gone"
+                log.warning("%s %s; %d tickets reclaimed", guest.instance, what, tickets)
         self._settle()
 
     async def _take(self, request: KvbmRequest, respond: Respond) -> None:
