@@ -7,6 +7,7 @@ from random import Random
 
 from common import Report, parser
 
+from kvmesh.cli.commands.version import cores
 from kvmesh.settings.schema import Router
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import Network, Options, WorkerOptions
@@ -60,7 +61,7 @@ def main() -> None:
     arguments.add_argument("--runs", type=int, default=3, metavar="N", help="of each size (3)")
     arguments.add_argument("--requests", type=int, default=100_000, metavar="N", help="fleet row")
     chosen = arguments.parse_args()
-    report = Report("Simulator speed (kv)", "Dynamo replay")
+    report = Report(f"Simulator speed (kv, cores {cores()})", "Dynamo replay")
     if chosen.trace is not None and chosen.trace.exists():
         trace, _ = load(str(chosen.trace))
         for block in (512, 64, 16):

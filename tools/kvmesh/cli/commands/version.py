@@ -2,6 +2,7 @@
 
 import argparse
 from importlib.metadata import version
+from importlib.util import find_spec
 
 from kvmesh.settings import Settings
 
@@ -11,5 +12,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    print(f"kvmesh {version('kvmesh')}")
+    print(f"kvmesh {version('kvmesh')}, cores {cores()}")
     return 0
+
+
+def cores() -> str:
+    """Those of a wheel are compiled, those of a checkout interpreted."""
+    core = find_spec("kvmesh.router.core")
+    return "interpreted" if core is None or str(core.origin).endswith(".py") else "compiled"
