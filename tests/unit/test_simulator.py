@@ -301,6 +301,21 @@ def test_a_dead_worker_loses_its_blocks_but_no_request() -> None:
     assert dead not in simulation.index.holdings.keys
 
 
+def test_a_worker_leaves_after_the_step_under_way() -> None:
+    tree = Tree()
+    branches = [tree.fork() for _ in range(2)]
+    alike = [
+        Round(session=0, branch=b, answer=b, input_tokens=100, output_tokens=1) for b in branches
+    ]
+    workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=alike)
+    leaves = (Fault(0.001, "leave", 0),)
+    simulation, result = run(workload, options("round-robin", workers=2, faults=leaves))
+    assert result.failed == result.moves == 0
+    assert [w.requests for w in result.workers] == [1, 1]
+    assert list(simulation.workers) == ["worker-1.0"]
+    assert RankKey("worker-0.0", 0) not in simulation.index.holdings.keys
+
+
 def test_lost_events_are_healed_by_dumps() -> None:
     workload = conversations(16, 8)
     lossy = run(workload, options(network=Network(event_loss=0.2)))

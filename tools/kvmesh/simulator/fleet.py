@@ -58,6 +58,11 @@ class Worker:
         self._released: list[str] = []
         self._load: Load | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way: what ends with it has left the core already."""
+        return self._stepping
+
     def submit(self, request: Request) -> None:
         """Queue a request; it joins at the next step. Raises ValueError if it can never fit."""
         self._load = None

@@ -1,4 +1,4 @@
-"""What could have been cached of each prompt, and what was, on the way from arrival to engine."""
+"""What could have been cached of each prompt, and what was, on the way to the engine."""
 
 from math import isnan
 from struct import Struct
@@ -15,20 +15,15 @@ _ROWS = Struct(f"<{1 + TIERS}I")
 class Ledger:
     """Fills the columns `ideal`, `made`, `best` and `held` of the records, in tokens.
 
-    An endless cache for all has what was asked for (`ideal`) or what was computed by the time of
-    the placement (`made`); of that, some rank had `best` then, and the chosen one `held`.
+    An endless cache for all has what was computed: `ideal` when the prompt itself is, `made` at the
+    time of its placement; of that, some rank had `best` then, and the chosen one `held`.
     """
 
     def __init__(self, workload: Workload, records: Records, block_size: int) -> None:
         self._rounds = workload.rounds
         self._records = records
         self._size = block_size
-        self._asked = InfiniteCache(workload.tree, block_size)
         self._made = InfiniteCache(workload.tree, block_size)
-
-    def arrived(self, index: int) -> None:
-        round_ = self._rounds[index]
-        self._records.ideal[index] = self._asked.add(round_.branch, round_.input_tokens)
 
     def placed(self, index: int, decision: Decision, overlaps: Overlaps | None) -> None:
         """A first token came of an earlier placement: this one does not count."""
@@ -51,10 +46,9 @@ class Ledger:
     def computed(self, index: int) -> None:
         """The prompt is in some engine's memory."""
         round_ = self._rounds[index]
-        self._made.add(round_.branch, round_.input_tokens)
+        self._records.ideal[index] = self._made.add(round_.branch, round_.input_tokens)
 
     def ended(self, index: int, generated: int) -> None:
         """So is the answer, but for its last token."""
         round_ = self._rounds[index]
-        for cache in (self._asked, self._made):
-            cache.add(round_.answer, round_.input_tokens + generated - 1)
+        self._made.add(round_.answer, round_.input_tokens + generated - 1)

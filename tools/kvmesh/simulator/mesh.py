@@ -136,14 +136,21 @@ class Simulation:
         self.routers.leave(worker.instance)
         if fault.kind == "die":
             self._die(worker)
+        elif worker.busy:
+            worker.leaving = True
+        else:
+            self._remove(worker)
 
-    def _die(self, worker: Worker) -> None:
-        for request, generated in worker.progress():
-            self._flights[request].generated = generated
+    def _remove(self, worker: Worker) -> None:
         worker.alive = False
         self.index.leave(worker.card)
         self._close(worker)
         del self.workers[worker.instance]
+
+    def _die(self, worker: Worker) -> None:
+        for request, generated in worker.progress():
+            self._flights[request].generated = generated
+        self._remove(worker)
         for flight in [f for f in self._flights.values() if f.instance == worker.instance]:
             self._move(flight)
 
@@ -193,7 +200,6 @@ class Simulation:
             self._end(index, f"does not fit into {self._longest // self._block_size} blocks")
             return
         hashes = self._prompts.of(round_)
-        self._ledger.arrived(index)
         session = self.workload.sessions[round_.session].name
         self._ask(Flight(index, round_, hashes, session))
 
@@ -265,6 +271,8 @@ class Simulation:
             flight = self._flights.get(output.request)
             if flight is not None:
                 self._take(worker, flight, output)
+        if worker.leaving and not worker.core.busy:
+            self._remove(worker)
 
     def _take(self, worker: Worker, flight: Flight, output: Output) -> None:
         index, records = flight.index, self.records
