@@ -77,7 +77,9 @@ class Shelf:
         changes = room != size == slots.capacity
         if changes:
             gone = self._manager.resize_disk(room, self._clock())
-            log.warning("the disk tier goes from %d to %d bytes; %d blocks left", size, room, gone)
+            log.warning(
+                "the disk tier goes from %d to %d bytes; %d blocks are dropped", size, room, gone
+            )
         if slots.capacity < self._disk.reserved:
             await asyncio.to_thread(self._disk.cut, max(slots.capacity, slots.end))
         return changes
@@ -101,10 +103,16 @@ class Shelf:
                 await self._rewrite()
             else:
                 await asyncio.to_thread(self._journal.append, records)
+            if self._failing:
+                log.info("the journal is whole again")
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.error("cannot write the journal; its blocks will not be reused: %s", error)
+                log.error(
+                    "cannot write the journal, retrying; until it can be, "
+                    "a restart loses what is on disk: %s",
+                    error,
+                )
             self._failing = True
 
     async def close(self) -> None:
