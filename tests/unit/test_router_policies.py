@@ -25,7 +25,8 @@ from kvmesh.router.cost import MISSING, CostModel, pick
 from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, Overloaded
 from kvmesh.router.policies import Policy
 from kvmesh.router.registry import BUILT_IN, make_policy
-from kvmesh.router.view import FILL, Choice, View
+from kvmesh.router.view import Choice, View
+from kvmesh.router.workers import FILL
 from kvmesh.settings.schema import Router
 
 TEN = sequence(*range(10))
@@ -143,7 +144,7 @@ def test_room_that_nobody_lacks_is_not_looked_at() -> None:
     assert seen.missing is None
     for slot in range(2):
         seen.table.resize(slot, 0)
-    assert seen.table.least_total == float("inf")
+    assert seen.table.least_room == float("inf")
     assert seen.missing is None
 
 

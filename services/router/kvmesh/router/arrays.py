@@ -7,3 +7,5 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 Slots: TypeAlias = NDArray[np.int64]
+
+ZERO = np.zeros(())  # NumPy compares arrays with it faster than with a float

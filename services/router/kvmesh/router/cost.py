@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 
-from kvmesh.router.arrays import Floats
+from kvmesh.router.arrays import ZERO, Floats
 from kvmesh.router.errors import InvalidRequest
 from kvmesh.router.view import View
 
@@ -18,7 +18,6 @@ _ALIASES = {
     "router_temperature": "temperature",
 }
 MISSING = 1e6  # a block that a rank lacks: more than anything else can cost
-_NOTHING = np.zeros(())
 _OVERRIDES = ("prefill_weight", "request_weight", "credit_decay", "temperature")
 
 
@@ -52,7 +51,7 @@ class CostModel:
             credited /= 1 + self.credit_decay * excess
         blocks: Floats = view.prefill + view.prompt
         blocks -= credited
-        return np.maximum(blocks, _NOTHING, out=blocks)
+        return np.maximum(blocks, ZERO, out=blocks)
 
     def cost(self, view: View) -> Floats:
         """prefill_weight · prefill + decode + request_weight · active requests, in blocks.

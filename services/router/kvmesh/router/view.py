@@ -7,11 +7,9 @@ import numpy as np
 from msgspec import Struct
 
 from kvmesh.bus.messages import RouteRequest
-from kvmesh.router.arrays import Floats, Slots
+from kvmesh.router.arrays import ZERO, Floats, Slots
 from kvmesh.router.overlaps import Overlaps
 from kvmesh.router.workers import Rank, RankTable
-
-FILL = 0.95  # of a rank's blocks; the rest is for the answers under way, which grow
 
 
 class View(Struct, frozen=True, eq=False):
@@ -52,12 +50,11 @@ class View(Struct, frozen=True, eq=False):
 
         A rank whose number of blocks is unknown lacks none.
         """
-        if self.most <= FILL * self.table.least_total:
+        table = self.table
+        if self.most <= table.least_room:
             return None
-        total = self.total
-        missing: Floats = np.maximum(self.decode - FILL * total, 0.0)
-        missing[total == 0] = 0.0
-        return missing
+        missing: Floats = self.decode - table.room.take(self.slots)
+        return np.maximum(missing, ZERO, out=missing)
 
     def rank(self, index: int) -> Rank:
         """Who candidate `index` is."""

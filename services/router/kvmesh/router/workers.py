@@ -9,11 +9,12 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from kvmesh.bus.messages import Capacity, Instance, Placement, RankKey, Role, Thresholds
-from kvmesh.router.arrays import Floats, Slots
+from kvmesh.router.arrays import ZERO, Floats, Slots
 from kvmesh.router.nodes import Nodes
 
 log = logging.getLogger(__name__)
 TAINT = "taint."
+FILL = 0.95  # of a rank's blocks; the rest is for the answers under way, which grow
 UNMET = "no worker of this model meets the constraints of the request"
 Serves: TypeAlias = Literal["all", "prefill", "decode"]
 _ROLES: dict[Serves, tuple[str, ...]] = {
@@ -22,7 +23,6 @@ _ROLES: dict[Serves, tuple[str, ...]] = {
     "decode": ("decode",),
 }
 _ANYWHERE = Placement()
-_NO_LOAD = np.zeros(())
 _NO_CAPACITY = Capacity(blocks=0, max_sequences=0, max_batched_tokens=0)
 
 
@@ -59,7 +59,8 @@ class RankTable:
     Arrays by slot: `prefill_tokens`, `active_blocks` and `requests` as tracked; `foreign_tokens`
     and `foreign_blocks` correct that by what engines report; `total_blocks` and `step_tokens`
     are its KV blocks and the most tokens of one step (0: unknown). `cells` has the same for one
-    slot at a time; `loaded` is the memory of its first five columns, as `gather` reads them.
+    slot at a time; `room` is the blocks that its requests may use (inf: unknown), `least_room` the
+    least of it. `loaded` is the memory of its first five columns, as `gather` reads them.
     `splits`: some worker does nothing but prefill.
     """
 
@@ -72,6 +73,8 @@ class RankTable:
     foreign_blocks: Floats
     total_blocks: Floats
     step_tokens: Floats
+    room: Floats
+    least_room: float
 
     def __init__(self) -> None:
         self.size = 0
@@ -89,7 +92,6 @@ class RankTable:
         self.version = 0
         self.splits = False
         self.block_size = 0
-        self._least_total: float | None = None
         self._lay_out(np.zeros((len(COLUMNS), 16)))
 
     # membership
@@ -141,23 +143,15 @@ class RankTable:
 
     def _changed(self) -> None:
         self.version += 1
-        self._least_total = None
         self._open.clear()
         self.splits = any(card.serves == "prefill" for card in self.cards.values())
-
-    @property
-    def least_total(self) -> float:
-        """At most as many blocks as any rank is known to have; inf if that is known of none."""
-        if self._least_total is None:
-            known = self.total_blocks[self.total_blocks > 0]
-            self._least_total = float(known.min()) if len(known) else inf
-        return self._least_total
 
     def resize(self, slot: int, blocks: int) -> None:
         """A rank has this many blocks."""
         if self.cells.total_blocks[slot] != blocks:
             self.cells.total_blocks[slot] = blocks
-            self._least_total = None
+            self.room[slot] = FILL * blocks if blocks else inf
+            self.least_room = float(self.room.min())
 
     def slot(self, instance: str, rank: int) -> int:
         """The slot of a rank, given out now if it has none."""
@@ -189,6 +183,8 @@ class RankTable:
         for name, column in zip(COLUMNS, columns, strict=True):
             setattr(self, name, column)
         self.cells = Cells(*(memoryview(column).cast("B").cast("d") for column in columns))
+        self.room = np.where(self.total_blocks > 0, FILL * self.total_blocks, inf)
+        self.least_room = float(self.room.min())
 
     def release_if_idle(self, slot: int) -> None:
         """Take the slot back if its worker has gone and nothing runs on it."""
@@ -197,6 +193,7 @@ class RankTable:
             return
         if self.slot_of.pop((rank.instance, rank.rank), None) is None:
             return
+        self.resize(slot, 0)
         self._columns[:, slot] = 0
         self.version += 1
         self._free.append(slot)
@@ -272,7 +269,7 @@ class RankTable:
         """
         loads: Floats = self._tracked.take(slots, 1)
         loads += self._foreign.take(slots, 1)
-        return np.maximum(loads, _NO_LOAD, out=loads)
+        return np.maximum(loads, ZERO, out=loads)
 
     def preference(self, prefer: dict[str, float], slots: Slots) -> Floats:
         """exp(-tanh(w)) for each slot, w the sum of the weights of the labels its worker has."""
