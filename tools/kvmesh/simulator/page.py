@@ -76,8 +76,9 @@ def _hits(simulation: Simulation, figures: Figures, bins: int = 60) -> Line:
     tokens = np.array([r.input_tokens for r in simulation.workload.rounds], dtype=np.float64)
     edges = np.linspace(arrived.min(), arrived.max() + 1e-9, bins + 1)
     place = np.clip(np.digitize(arrived, edges) - 1, 0, bins - 1)
-    sent = np.bincount(place, tokens, bins)
-    cached = np.bincount(place, records.column("cached"), bins)
+    served = np.array([error is None for error in records.error], dtype=np.float64)
+    sent = np.bincount(place, tokens * served, bins)
+    cached = np.bincount(place, records.column("cached") * served, bins)
     used = sent > 0
     return figures.policy, edges[:-1][used], cached[used] / sent[used]
 
