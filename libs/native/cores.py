@@ -1,4 +1,4 @@
-"""Translates the cores to C with mypyc, and tells CMake what to build of it (docs/adr/0009)."""
+"""Translates the cores to C with mypyc, and tells CMake what to build of it (docs/adr/0010)."""
 
 import sys
 from pathlib import Path
