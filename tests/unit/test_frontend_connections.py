@@ -32,3 +32,15 @@ async def test_a_client_that_goes_away_is_no_error(
         writer.close()
     await runner.cleanup()
     assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+async def test_what_is_no_request_is_refused_in_a_sentence() -> None:
+    runner = Runner(web.Application())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    answer = (await reader.read()).decode()
+    writer.close()
+    await runner.cleanup()
+    assert "This is no HTTP request: Missing 'Host' header in request.\"" in answer

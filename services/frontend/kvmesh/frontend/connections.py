@@ -27,7 +27,7 @@ class Connection(web.RequestHandler):
             raise exc  # the client is gone: there is nobody to be told, and nothing to be mended
         if status >= 500 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
-        reason = (message or type(exc).__name__).partition("\n")[0].rstrip(": ")
+        reason = (message or type(exc).__name__).partition("\n")[0].rstrip(":. ")
         log.info("refused what %s sent, which is no HTTP request: %s", request.remote, reason)
         response = refuse(openai.SHAPE, InvalidRequest(f"This is no HTTP request: {reason}."))
         response.force_close()
