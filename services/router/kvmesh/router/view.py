@@ -1,10 +1,10 @@
 """What a policy sees of one request and its candidates, and what it answers."""
 
+from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import Struct
 
 from kvmesh.bus.messages import RouteRequest
 from kvmesh.router.arrays import ZERO, Floats, Slots
@@ -12,7 +12,8 @@ from kvmesh.router.overlaps import Overlaps
 from kvmesh.router.workers import Rank, RankTable
 
 
-class View(Struct, frozen=True, eq=False):
+@dataclass(slots=True, eq=False)
+class View:
     """The eligible ranks of one request. Arrays hold one entry per candidate, loads in blocks.
 
     `prompt` is the prompt's length in blocks. `overlap` has a row per candidate and a column per

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from math import inf
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -34,17 +34,25 @@ class Rank(NamedTuple):
     rank: int
 
 
+class Column(Protocol):
+    """One number for each slot."""
+
+    def __getitem__(self, slot: int, /) -> float: ...
+
+    def __setitem__(self, slot: int, value: float, /) -> None: ...
+
+
 @dataclass(slots=True)
 class Cells:
     """The loads of a RankTable, for one slot at a time, which arrays are slow at; one memory."""
 
-    prefill_tokens: "memoryview[float]"
-    active_blocks: "memoryview[float]"
-    foreign_tokens: "memoryview[float]"
-    foreign_blocks: "memoryview[float]"
-    requests: "memoryview[float]"
-    total_blocks: "memoryview[float]"
-    step_tokens: "memoryview[float]"
+    prefill_tokens: Column
+    active_blocks: Column
+    foreign_tokens: Column
+    foreign_blocks: Column
+    requests: Column
+    total_blocks: Column
+    step_tokens: Column
 
 
 COLUMNS = tuple(field.name for field in fields(Cells))
