@@ -82,11 +82,11 @@ class Simulation:
             self._routed,
         )
         self._populate()
-        self._schedule()
 
     def run(self) -> Records:
         """Let time pass until every round has ended."""
         with _uncollected():
+            self._schedule()
             self.agenda.run()
         self.index.hear(self.agenda.now + self.options.network.kv_events)
         for worker in self.workers.values():
