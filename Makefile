@@ -31,10 +31,10 @@ $(ENGINES): $(BUILT)
 up: setup
 	@exec $(BIN)/kvmesh up $(ARGS)
 
-# One job checks types while the other one compiles.
+# Until processes are started, two cores have work.
 test: lint
-	$(MAKE) --jobs 2 types $(COMPILED)/.built
-	$(MAKE) unit compiled mesh clients chaos
+	$(MAKE) --jobs 2 --output-sync=target unit types compiled
+	$(MAKE) mesh clients chaos
 
 lint: setup
 	$(BIN)/ruff format --check .
