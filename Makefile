@@ -46,7 +46,7 @@ types: $(ENGINES)
 unit mesh clients chaos: $(ENGINES)
 	$(BIN)/pytest -q tests/$@
 
-# The cores as a wheel has them, compiled, over the libraries of the other environment.
+# The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built
 	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/test_,$(addsuffix *.py, \
 	  indexer_holdings mock_core mock_tiers retention router scheduling simulator worker_retention))
@@ -55,7 +55,8 @@ $(COMPILED)/.built: $(ENGINES) $(SOURCES)
 	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  > $$($(COMPILED)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/libraries.pth
-	$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
+	KVMESH_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --force-reinstall .
 	touch $@
 
 # Attack a frontend for a long time, and move blocks through all tiers: much more than `make test` does.

@@ -46,8 +46,9 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.router.core import RouterCore
-from kvmesh.router.dispatcher import Dispatcher, Ticket
+from kvmesh.router.dispatcher import Dispatcher
 from kvmesh.router.overlaps import Overlaps
+from kvmesh.router.ticket import Ticket
 from kvmesh.settings.schema import Router
 
 BLOCK = 16

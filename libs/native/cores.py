@@ -5,8 +5,8 @@ from pathlib import Path
 
 from mypyc.build import mypycify
 
-# Users derive from what is in the router's `policies`; Ctrl-C is seen between two events of the
-# simulator's `agenda`; msgspec reads the workload's `model`. These stay interpreted.
+# Others derive from what is in the router's `policies` and `ticket`; Ctrl-C is seen between two
+# events of the simulator's `agenda`; msgspec reads the workload's `model`. These stay interpreted.
 CORES = {
     "libs/kvmesh/retention": ["*"],
     "services/indexer/kvmesh/indexer": ["holdings", "lives", "shards"],

@@ -17,8 +17,9 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.router.core import RouterCore
-from kvmesh.router.dispatcher import Dispatcher, Ticket
+from kvmesh.router.dispatcher import Dispatcher
 from kvmesh.router.program import ProgramPolicy
+from kvmesh.router.ticket import Ticket
 from kvmesh.settings.schema import Router
 
 

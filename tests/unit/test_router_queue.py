@@ -22,7 +22,8 @@ from kvmesh.bus.messages import (
     SeqWait,
 )
 from kvmesh.router.core import RouterCore
-from kvmesh.router.dispatcher import Dispatcher, Steps, Ticket
+from kvmesh.router.dispatcher import Dispatcher, Steps
+from kvmesh.router.ticket import Ticket
 from kvmesh.router.waiting import Lane
 from kvmesh.settings.schema import Router
 

@@ -18,7 +18,7 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     SeqProgress,
 )
-from kvmesh.router.dispatcher import Ticket
+from kvmesh.router.ticket import Ticket
 from kvmesh.simulator.agenda import Action, Agenda
 from kvmesh.simulator.fleet import MODEL, Worker, make_card
 from kvmesh.simulator.flight import Flight, target

@@ -6,8 +6,9 @@ from random import Random
 
 from kvmesh.bus.messages import Decision, Instance, Load, RouteEvent, RouteRequest, SeqAdd, SeqEvent
 from kvmesh.router.core import RouterCore
-from kvmesh.router.dispatcher import Dispatcher, Steps, Ticket
+from kvmesh.router.dispatcher import Dispatcher, Steps
 from kvmesh.router.overlaps import Overlaps
+from kvmesh.router.ticket import Ticket
 from kvmesh.settings.schema import Router
 from kvmesh.simulator.agenda import Agenda
 

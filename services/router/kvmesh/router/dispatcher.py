@@ -19,31 +19,13 @@ from kvmesh.router.core import RouterCore
 from kvmesh.router.errors import Overloaded, RouteError
 from kvmesh.router.failures import Failures
 from kvmesh.router.overlaps import Overlaps
+from kvmesh.router.ticket import Ticket
 from kvmesh.router.waiting import Lane
 
 FOREIGN_PATIENCE_S = 0.25  # for the replica whose turn it is to move
 ECHO_PATIENCE_S = 0.5  # for one's own entry to come back from the stream
 NEWCOMER_S = 5.0  # until the card of a new replica must have been seen
 _ENCODE = msgspec.msgpack.Encoder().encode
-
-
-@dataclass(slots=True)
-class Ticket:
-    """One request on its way through the router. Times are the core's."""
-
-    request: RouteRequest
-    arrived: float
-    overlaps: Overlaps | None = None
-    index_s: float = 0.0
-    note: str | None = None
-    scored: float = 0.0
-    lane: str = ""
-    waiting: SeqWait | None = None
-    result: Decision | Refused | None = None
-
-    @property
-    def deadline(self) -> float:
-        return self.arrived + self.request.deadline_s
 
 
 @dataclass

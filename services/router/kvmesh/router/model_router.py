@@ -22,10 +22,11 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.router import metrics
 from kvmesh.router.core import RouterCore
-from kvmesh.router.dispatcher import Dispatcher, Steps, Ticket
+from kvmesh.router.dispatcher import Dispatcher, Steps
 from kvmesh.router.index_client import Answer, IndexClient, Question
 from kvmesh.router.learned import LearnedState
 from kvmesh.router.policies import Policy
+from kvmesh.router.ticket import Ticket
 from kvmesh.runtime.service import Service
 
 log = logging.getLogger(__name__)

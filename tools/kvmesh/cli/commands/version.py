@@ -17,6 +17,6 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def cores() -> str:
-    """Those of a wheel are compiled, those of a checkout interpreted."""
+    """Whether the cores run as they are, or as mypyc has compiled them."""
     core = find_spec("kvmesh.router.core")
     return "interpreted" if core is None or str(core.origin).endswith(".py") else "compiled"
