@@ -189,6 +189,31 @@ async def test_the_mesh_is_told_what_came_of_a_request(stage: Stage) -> None:
     assert stage.a.cancelled == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_counts_as_prefilled_from_the_first_token_on(
+    stage: Stage, stream: bool
+) -> None:
+    asking = asyncio.create_task(stage.client.stream(CHAT, body(stream=stream)))
+    work = await stage.a.work()
+    if stream:
+        await asking  # the stream is open, and nothing has come
+    await told_all(stage)
+    assert SeqPrefilled(work.request) not in stage.seen
+    await stage.a.send(work, Chunk(work.request, 0, ids("One"), cached=[0]))
+    await eventually(lambda: SeqPrefilled(work.request) in stage.seen)
+    await stage.a.send(work, Chunk(work.request, len(ids("One")), ids(" two"), finish="stop"))
+    assert (await asking).status == 200
+
+
+async def told_all(stage: Stage) -> None:
+    """Return once the mesh has heard all that the frontend had to tell by now."""
+    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    work = await stage.a.work(len(stage.a.works))
+    await stage.a.send(work, Chunk(work.request, 0, ids("Done"), finish="stop"))
+    await asking
+    await eventually(lambda: SeqFree(work.request) in stage.seen)
+
+
 @pytest.mark.parametrize("status", ["busy", "draining"])
 async def test_a_worker_that_does_not_take_it_is_passed_over(stage: Stage, status: str) -> None:
     stage.a.status = status

@@ -34,9 +34,10 @@ class Nobody:
 class Sequence:
     """Tokens generated so far, and which attempt on which worker they come from.
 
-    `id` names the sequence, `attempt` its current placement. Times are the event loop's. Where a
-    first worker only computes the prompt, its sequence ends with the `handoff`, and what it `found`
-    in its cache is all that counts as `cached` with the second one.
+    `id` names the sequence, `attempt` its current placement; the first `inherited` tokens are of
+    earlier ones. Times are the event loop's. Where a first worker only computes the prompt, its
+    sequence ends with the `handoff`, and what it `found` in its cache is all that counts as
+    `cached` with the second one.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class Sequence:
         "handoff",
         "heard_at",
         "id",
+        "inherited",
         "instance",
         "logprobs",
         "lost",
@@ -73,6 +75,7 @@ class Sequence:
         self.consumer = consumer
         self.attempt = sequence_id
         self.attempts = 0
+        self.inherited = 0
         self.instance = ""
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
@@ -101,6 +104,12 @@ class Sequence:
         if self.attempts:
             self.attempt = f"{self.id}.{self.attempts}"
         self.attempts += 1
+        self.inherited = len(self.tokens)
+
+    @property
+    def prefilled(self) -> bool:
+        """The current attempt has generated a token: its engine has computed the prompt."""
+        return len(self.tokens) > self.inherited
 
     def place(self, instance: str, now: float) -> None:
         """The current attempt goes to `instance`."""
