@@ -1,6 +1,7 @@
 """`kvmesh up` end to end: a mesh that serves, heals, stops in order and leaves nothing behind."""
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -58,6 +59,22 @@ async def test_the_line_to_try_works(shared: Up) -> None:
     await shared.ready()
     at = next(n for n, line in enumerate(shared.lines) if "curl -N" in line)
     command = "\n".join(shared.lines[at : at + 2])
+    tried = await asyncio.to_thread(
+        subprocess.run, command, shell=True, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert tried.stdout.rstrip().endswith("data: [DONE]")
+
+
+async def test_with_keys_the_line_to_try_takes_one_and_works(make: Factory, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"sk-one").hexdigest()
+    keys.write_text(f'[[key]]\nname = "team"\nsha256 = "{digest}"\n')
+    up = make("--workers", "1", "--frontend-keys-file", str(keys))
+    await up.ready()
+    assert "kvmesh serves kvmesh-demo" in up.output
+    assert "OPENAI_API_KEY=$KEY" in up.output
+    at = next(n for n, line in enumerate(up.lines) if "curl -N" in line)
+    command = "KEY=sk-one; " + "\n".join(up.lines[at : at + 2])
     tried = await asyncio.to_thread(
         subprocess.run, command, shell=True, capture_output=True, text=True, timeout=60, check=True
     )

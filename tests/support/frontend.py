@@ -127,7 +127,12 @@ class ScriptedWorker:
 
 @asynccontextmanager
 async def scripted_worker(
-    bus: Bus, limits: StreamLimits, name: str, tier_blocks: Sequence[int] = (), **card: Any
+    bus: Bus,
+    limits: StreamLimits,
+    name: str,
+    tier_blocks: Sequence[int] = (),
+    started: float = 0.0,
+    **card: Any,
 ) -> AsyncIterator[ScriptedWorker]:
     """A worker of the demo model on the mesh; other keywords change its model card."""
     files = await publish_model(bus, model_dir())
@@ -139,7 +144,7 @@ async def scripted_worker(
         role=Role.WORKER,
         name=name,
         version="0",
-        started=0.0,
+        started=started,
         model=model,
         capacity=Capacity(
             blocks=1000,

@@ -109,11 +109,13 @@ def test_where_a_listener_is_reached(listened: str, reached: str) -> None:
 
 
 def test_the_announcement_names_every_port() -> None:
-    said = ready.announcement("::1", [8000, 8001], ["demo"], "nats://h:1")
+    said = ready.announcement("::1", [8000, 8001], ["demo"], "nats://h:1", "none")
     assert "OPENAI_BASE_URL=http://[::1]:8000/v1" in said
     assert "and ports 8001" in said
     assert '"model": "demo"' in said
-    assert "no model yet" in ready.announcement("h", [1], [], "")
+    assert "OPENAI_API_KEY=none" in said
+    assert "Bearer" not in said
+    assert "no model yet" in ready.announcement("h", [1], [], "", "none")
 
 
 def rank(number: int) -> Load:

@@ -332,11 +332,23 @@ def test_a_preference_scales_the_cost_within_bounds() -> None:
     assert costs == pytest.approx({"a": 20.0, "b": 20.0 / np.e})
 
 
-def test_another_block_size_excludes_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_does_not_fit_is_left_out_until_the_others_have_gone() -> None:
     router = core("a")
     router.join(worker("b", block_size=32))
     assert router.decide(request("1", TEN), None, 0.0).eligible == 1
-    assert "blocks of 32 tokens" in caplog.text
+    assert "block size 32 differs from 16 of a" in router.table.misfits["b"]
+    router.leave("a")
+    assert router.table.block_size == 32
+    decision = router.decide(request("1", sequence(1, 2), tokens=64), None, 0.0)
+    assert (decision.chosen.instance, router.table.misfits) == ("b", {})
+
+
+def test_the_oldest_lease_wins_whenever_it_is_seen() -> None:
+    router = core()
+    router.join(worker("young", block_size=32, started=2.0))
+    router.join(worker("old", started=1.0))
+    assert router.decide(request("1", TEN), None, 0.0).chosen.instance == "old"
+    assert "young" in router.table.misfits
 
 
 # --- disaggregated placement

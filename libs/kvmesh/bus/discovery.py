@@ -22,6 +22,8 @@ from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.bus.subjects import token
 
 log = logging.getLogger(__name__)
+STATE = "state"  # the label that says how far a process is, if it has to catch up first
+READY = "ready"
 _card_decoder = msgspec.msgpack.Decoder(Instance)
 
 
@@ -51,6 +53,11 @@ class Term:
         self._read_at = read_at
         if self.seconds != self._set_to:
             log.info("leases last %g s here, not the %g s set", self.seconds, self._set_to)
+
+
+def routable(card: Instance) -> bool:
+    """Whether a process does its work now, as far as its card says."""
+    return not card.draining and card.labels.get(STATE, READY) == READY
 
 
 class Lease:

@@ -28,7 +28,10 @@ class Role(StrEnum):
 class ModelCard(Struct, frozen=True, kw_only=True):
     """What a worker serves. Sizes in tokens and blocks; `files` is a digest in the model store.
 
-    `structural_tags`: the engine follows `Guided` of that kind.
+    `structural_tags`: the engine follows `Guided` of that kind. The rest is what workers of one
+    model must agree on (`kvmesh.bus.fitting`), empty if not known: the version of the hashes of
+    blocks, digests of the tokenizer, of the chat template and of config.json, the revision of the
+    weights, and how the engine lays KV out, in words.
     """
 
     name: str
@@ -40,6 +43,12 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None
     images: bool = False
     structural_tags: bool = False
+    hash_version: int = 0
+    tokenizer: str = ""
+    template: str = ""
+    config: str = ""
+    revision: str = ""
+    kv_layout: str = ""
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
@@ -75,7 +84,8 @@ class NodeStore(Struct, frozen=True, kw_only=True):
 class Instance(Struct, frozen=True, kw_only=True):
     """One process on the mesh: the value of its lease. `name` stays over restarts.
 
-    `node` names the machine whose memory and disks it can reach.
+    `node` names the machine whose memory and disks it can reach. `warnings` are what the process
+    sees to be wrong on the mesh while it goes on serving.
     """
 
     instance: str
@@ -92,6 +102,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     node: str = ""
     store: NodeStore | None = None
+    warnings: list[str] = []
 
 
 # --- KV events ---------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 from kvmesh.index.factory import create_index
-from kvmesh.index.hashing import block_hashes, salt, sequence_hashes
+from kvmesh.index.hashing import HASH_VERSION, block_hashes, salt, sequence_hashes
 from kvmesh.index.interface import (
     MAX_RANKS,
     TIERS,
@@ -10,6 +10,7 @@ from kvmesh.index.interface import (
 )
 
 __all__ = [
+    "HASH_VERSION",
     "MAX_RANKS",
     "TIERS",
     "Buffer",

@@ -2,7 +2,9 @@
 
 from kvmesh._native import block_hashes, sequence_hashes, xxh3
 
-__all__ = ["block_hashes", "salt", "sequence_hashes"]
+__all__ = ["HASH_VERSION", "block_hashes", "salt", "sequence_hashes"]
+
+HASH_VERSION = 1  # of all that is hashed here and in the native core; workers must agree on it
 
 
 def salt(model: str, adapter: str = "", tenant: str = "") -> int:

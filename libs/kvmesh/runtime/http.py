@@ -8,6 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvmesh.runtime.service import StartError
+from kvmesh.runtime.warnings import Warnings
 
 
 def render_metrics(_: web.Request) -> web.Response:
@@ -15,7 +16,14 @@ def render_metrics(_: web.Request) -> web.Response:
     return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-async def serve_metrics(port: int, ready: Callable[[], bool]) -> web.AppRunner | None:
+def told(health: dict[str, object], warnings: Warnings) -> dict[str, object]:
+    """The body of /health with the warnings, if there are any."""
+    return {**health, "warnings": warnings.texts} if warnings.texts else health
+
+
+async def serve_metrics(
+    port: int, ready: Callable[[], bool], warnings: Warnings
+) -> web.AppRunner | None:
     """Listen on all addresses at `port`, unless it is 0; `/health` is 503 until `ready()`.
 
     Raises StartError if the port cannot be had.
@@ -28,7 +36,8 @@ async def serve_metrics(port: int, ready: Callable[[], bool]) -> web.AppRunner |
 
     async def health(_: web.Request) -> web.Response:
         ok = ready()
-        return web.json_response({"status": "ok" if ok else "starting"}, status=200 if ok else 503)
+        body: dict[str, object] = {"status": "ok" if ok else "starting"}
+        return web.json_response(told(body, warnings), status=200 if ok else 503)
 
     async def live(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

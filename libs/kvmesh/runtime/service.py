@@ -18,6 +18,7 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusUnavailable
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.runtime import logs
+from kvmesh.runtime.warnings import Warnings
 from kvmesh.settings.schema import Nats as NatsSettings
 from kvmesh.settings.schema import Settings, Streams
 
@@ -48,6 +49,7 @@ class Service:
         self.instance = f"{name}-{secrets.token_hex(4)}"
         self.stopping = asyncio.Event()
         self.failed = False
+        self.warnings = Warnings()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:

@@ -316,6 +316,10 @@ class Worker(Section, frozen=True, kw_only=True):
         Path | None, Meta(description="Hugging Face model folder; none: the built-in demo model")
     ] = None
     served_name: Annotated[str, Meta(description="model name in the API; empty: the folder's")] = ""
+    revision: Annotated[
+        str,
+        Meta(description="revision of the weights; empty: that of a Hugging Face snapshot folder"),
+    ] = ""
     tool_parser: Annotated[
         str, Meta(description="tool-call dialect of the model; empty: what its folder says")
     ] = ""

@@ -8,7 +8,8 @@ from msgspec import Struct
 from nats.js.api import StreamInfo
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery import Directory, routable
+from kvmesh.bus.fitting import misfits, namesakes
 from kvmesh.bus.messages import Instance, Load, Role
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
@@ -17,11 +18,23 @@ LOAD_S = 1.2
 
 
 class Member(Struct, kw_only=True):
-    """One process: its card, its age in seconds, and its load per rank if it is a worker."""
+    """One process: its card, its age in seconds, and its load per rank if it is a worker.
+
+    `eligible`: it may be given work; `reason` says why a worker that does not fit others may not.
+    """
 
     card: Instance
     age_s: float
     load: list[Load]
+    eligible: bool = True
+    reason: str = ""
+
+
+class Warned(Struct, kw_only=True):
+    """Something wrong, and the process that says so."""
+
+    instance: str
+    text: str
 
 
 class Reader(Struct, kw_only=True):
@@ -62,6 +75,7 @@ class Report(Struct, kw_only=True):
     instances: list[Member]
     streams: list[Stream]
     buckets: list[Bucket]
+    warnings: list[Warned] = []
 
 
 async def gather(bus: Bus, settings: Settings) -> Report:
@@ -79,16 +93,36 @@ async def gather(bus: Bus, settings: Settings) -> Report:
     await _wait_for_loads(loads, directory)
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
     await directory.close()
+    left_out = misfits(cards)
     server, version = bus.client.connected_url, bus.client.connected_server_version
     return Report(
         nats=server.netloc if server else "",
         server=f"{version.major}.{version.minor}.{version.patch}",
         namespace=bus.options.namespace,
         time=time.time(),
-        instances=[_member(card, loads.get(card.instance, {})) for card in cards],
+        instances=[
+            _member(card, loads.get(card.instance, {}), left_out.get(card.instance, ""))
+            for card in cards
+        ],
         streams=streams,
         buckets=[_bucket(info) for info in infos if _bucket_kind(info) is not None],
+        warnings=_warnings(cards, left_out),
     )
+
+
+def _warnings(cards: list[Instance], left_out: dict[str, str]) -> list[Warned]:
+    """What the cards show to be wrong, then what their processes say."""
+    found = [
+        Warned(instance=card.instance, text=f"{left_out[card.instance]}; it gets no requests")
+        for card in cards
+        if card.instance in left_out
+    ]
+    for card in cards:
+        twins = ", ".join(namesakes(card, cards))
+        if twins and not card.draining:
+            found.append(Warned(instance=card.instance, text=f"{twins} has the same name"))
+        found += [Warned(instance=card.instance, text=text) for text in card.warnings]
+    return found
 
 
 async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Directory) -> None:
@@ -98,9 +132,14 @@ async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Director
         await asyncio.sleep(0.02)
 
 
-def _member(card: Instance, loads: dict[int, Load]) -> Member:
-    age = max(0.0, time.time() - card.started)
-    return Member(card=card, age_s=age, load=[loads[rank] for rank in sorted(loads)])
+def _member(card: Instance, loads: dict[int, Load], reason: str) -> Member:
+    return Member(
+        card=card,
+        age_s=max(0.0, time.time() - card.started),
+        load=[loads[rank] for rank in sorted(loads)],
+        eligible=not reason and routable(card),
+        reason=reason,
+    )
 
 
 def _ours(bus: Bus, info: StreamInfo) -> bool:

@@ -4,9 +4,11 @@ from itertools import combinations
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvmesh.blocks.layout import divided
+from kvmesh.bus.discovery import STATE
 from kvmesh.bus.messages import Load, NodeStore
 from kvmesh.cli.report import Bucket, Member, Report, Stream
 from kvmesh.cli.units import duration, size
@@ -33,6 +35,10 @@ def show_tables(report: Report) -> None:
     ):
         console.print()
         console.print(table if table.row_count else f"[dim]no {table.columns[0].header}s[/dim]")
+    if report.warnings:
+        console.print("\n[red]Something is wrong:[/red]")
+    for warned in report.warnings:
+        console.print(escape(f"{warned.instance}: {warned.text}"), soft_wrap=True)
     divisions = _divisions(report.instances)
     if divisions.row_count:
         console.print("\n[yellow]These block managers do not share all blocks:[/yellow]")
@@ -61,12 +67,21 @@ def _instances(members: list[Member]) -> Table:
             card.instance,
             card.role if card.serves == "aggregated" else f"{card.serves} {card.role}",
             duration(member.age_s),
-            "[yellow]draining[/yellow]" if card.draining else "ready",
+            _state(member),
             card.model.name if card.model else "",
             _tiers(card.store) if card.store else "; ".join(map(_load, member.load)),
             " ".join(f"{key}={value}" for key, value in card.labels.items()),
         )
     return table
+
+
+def _state(member: Member) -> str:
+    card = member.card
+    if card.draining:
+        return "[yellow]draining[/yellow]"
+    if member.reason:
+        return "[red]left out[/red]"
+    return "ready" if member.eligible else f"[yellow]{card.labels[STATE]}[/yellow]"
 
 
 def _tiers(store: NodeStore) -> str:

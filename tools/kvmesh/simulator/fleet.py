@@ -148,7 +148,7 @@ def make_card(number: int, life: int, group: WorkerOptions) -> Instance:
         serves=group.serves,
         model=ModelCard(
             name=MODEL,
-            context=options.blocks * limits.block_size,
+            context=0,  # groups of unlike memory serve one model
             block_size=limits.block_size,
             files="",
         ),

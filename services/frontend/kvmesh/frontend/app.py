@@ -17,14 +17,17 @@ from kvmesh.frontend.surfaces.completions import Completions
 from kvmesh.frontend.surfaces.messages import CountTokens, Messages
 from kvmesh.frontend.surfaces.responses import InputTokens, Responses
 from kvmesh.frontend.surfaces.tokens import Tokenize
+from kvmesh.runtime.warnings import Warnings
 
 
-def application(parts: Parts, ready: Readiness, more: Sequence[web.RouteDef]) -> web.Application:
+def application(
+    parts: Parts, ready: Readiness, more: Sequence[web.RouteDef], warnings: Warnings
+) -> web.Application:
     """All routes of a frontend, `more` of them made elsewhere."""
     generation = Generation(parts)
     counting = Counting(parts)
     description = Description()
-    tell = Information(parts.registry, parts.gate, ready)
+    tell = Information(parts.registry, parts.gate, ready, warnings)
     app = web.Application(client_max_size=parts.settings.max_body_bytes)
     app.add_routes(
         [

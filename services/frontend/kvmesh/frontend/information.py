@@ -10,7 +10,8 @@ from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.surfaces.callers import shape_for
-from kvmesh.runtime.http import render_metrics
+from kvmesh.runtime.http import render_metrics, told
+from kvmesh.runtime.warnings import Warnings
 
 
 class Readiness(Protocol):
@@ -22,10 +23,13 @@ class Readiness(Protocol):
 class Information:
     """Handlers."""
 
-    def __init__(self, registry: ModelRegistry, gate: Gate, ready: Readiness) -> None:
+    def __init__(
+        self, registry: ModelRegistry, gate: Gate, ready: Readiness, warnings: Warnings
+    ) -> None:
         self._registry = registry
         self._gate = gate
         self._ready = ready
+        self._warnings = warnings
 
     async def models(self, http: web.Request) -> web.Response:
         try:
@@ -46,8 +50,10 @@ class Information:
 
     async def health(self, _: web.Request) -> web.Response:
         missing = self._ready.missing()
-        status = {"status": "not_ready", "missing": missing} if missing else {"status": "ok"}
-        return _json(status, 503 if missing else 200)
+        status: dict[str, object] = {"status": "ok"}
+        if missing:
+            status = {"status": "not_ready", "missing": missing}
+        return _json(told(status, self._warnings), 503 if missing else 200)
 
     async def live(self, _: web.Request) -> web.Response:
         return _json({"status": "ok"})

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError
+from kvmesh.bus.fitting import Fitting
 from kvmesh.bus.messages import Instance, ModelCard, Role, encode
 from kvmesh.bus.models import fetch_model
 from kvmesh.frontend.detokenize import DetokenizerFactory, TokenTexts
@@ -109,8 +110,9 @@ class ModelRegistry:
     def __init__(self, bus: Bus, spawn: Spawn) -> None:
         self._bus = bus
         self._spawn = spawn
-        self._cards: dict[str, Instance] = {}
+        self._fitting: dict[str, Fitting] = {}
         self._dialects: dict[bytes, Dialect] = {}
+        self._unusable: set[bytes] = set()
         self._loading: dict[bytes, asyncio.Task[Any]] = {}
         self._models: dict[str, ServedModel] = {}
         self._adapters: dict[str, str] = {}
@@ -133,40 +135,54 @@ class ModelRegistry:
         base = self._adapters.get(name)
         if base is not None and base in self._models:
             return self._models[base], name
-        if any(card.model and card.model.name == name for card in self._cards.values()):
+        if name in self._fitting and self._fitting[name].cards:
             raise Unavailable(f"The model `{name}` is still being loaded.")
         raise ModelNotFound(name)
 
     def joined(self, card: Instance) -> None:
-        if card.role is not Role.WORKER or card.model is None:
-            return
-        self._cards[card.instance] = card
-        key = _key(card.model)
-        if key in self._dialects:
-            self._admit(card, card.model)
-        elif key not in self._loading:
-            self._loading[key] = self._spawn(
-                self._load(card.model), f"load model {card.model.name}"
-            )
+        if card.role is Role.WORKER and card.model is not None:
+            self._fitting.setdefault(card.model.name, Fitting()).join(card)
+            self._settle(card.model.name)
 
     def left(self, card: Instance) -> None:
-        self._cards.pop(card.instance, None)
-        for model in self._models.values():
-            model.workers.discard(card.instance)
+        if card.model is not None and card.model.name in self._fitting:
+            self._fitting[card.model.name].leave(card.instance)
+            self._settle(card.model.name)
 
-    def _admit(self, card: Instance, model: ModelCard) -> None:
+    def _settle(self, name: str) -> None:
+        """Serve with all workers that fit each other; what the newest of them says is told."""
+        workers: set[str] = set()
+        newest: ModelCard | None = None
+        for card in self._fitting[name].fitting:
+            if card.model is None or not self._has_dialect(card.model):
+                continue
+            newest = card.model
+            self._adapters.update(dict.fromkeys(newest.adapters, name))
+            if not card.draining and card.serves != "prefill":
+                workers.add(card.instance)
+        if newest is not None:
+            self._serve(newest)
+        if name in self._models:
+            self._models[name].workers = workers
+
+    def _has_dialect(self, model: ModelCard) -> bool:
+        """Whether the dialect of a card is there; if not, it is loaded, once."""
+        key = _key(model)
+        if key not in self._dialects and key not in self._loading and key not in self._unusable:
+            self._loading[key] = self._spawn(self._load(model), f"load model {model.name}")
+        return key in self._dialects
+
+    def _serve(self, model: ModelCard) -> None:
         known = self._models.get(model.name)
         if known is None or known.card != model:
-            workers = known.workers if known else set()
             created = known.created if known else int(time.time())
             dialect = self._dialects[_key(model)]
-            self._models[model.name] = ServedModel(model, dialect, created, workers)
-        self._models[model.name].workers.add(card.instance)
-        self._adapters.update(dict.fromkeys(model.adapters, model.name))
+            self._models[model.name] = ServedModel(model, dialect, created)
 
     async def _load(self, model: ModelCard) -> None:
         key = _key(model)
-        while any(card.model and _key(card.model) == key for card in self._cards.values()):
+        fitting = self._fitting[model.name]
+        while any(card.model and _key(card.model) == key for card in fitting.cards):
             try:
                 files = await fetch_model(self._bus, model.files)
                 self._dialects[key] = await asyncio.to_thread(Dialect, model, files)
@@ -178,15 +194,15 @@ class ModelRegistry:
                 await asyncio.sleep(RETRY_S)
             except DialectError as error:
                 log.error("cannot serve %s: %s", model.name, error)
+                self._unusable.add(key)
                 break
             except Exception:
                 # tokenizers raises plain Exception on a bad file; the model stays unknown
                 log.exception("the files of %s are unusable", model.name)
+                self._unusable.add(key)
                 break
         self._loading.pop(key, None)
-        for card in list(self._cards.values()):
-            if card.model is not None and _key(card.model) in self._dialects:
-                self._admit(card, card.model)
+        self._settle(model.name)
 
 
 def _key(card: ModelCard) -> bytes:

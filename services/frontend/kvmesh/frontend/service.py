@@ -10,7 +10,7 @@ from aiohttp import web
 from nats.aio.subscription import Subscription
 from prometheus_client import REGISTRY
 
-from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.discovery import Directory, Lease, routable
 from kvmesh.bus.messages import Instance, Load, Role
 from kvmesh.frontend import siblings
 from kvmesh.frontend.app import application
@@ -30,6 +30,7 @@ from kvmesh.frontend.streams import StreamKeeper
 from kvmesh.frontend.tracking import Tracker
 from kvmesh.runtime.http import serve_metrics
 from kvmesh.runtime.service import VERSION, Service, StartError
+from kvmesh.runtime.warnings import keep_told
 from kvmesh.settings.schema import Frontend as FrontendSettings
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Frontend:
         bus = self._service.bus
         if not bus.client.is_connected:
             return ["nats"]
-        roles = {card.role for card in self.directory.instances}
+        roles = {card.role for card in self.directory.instances if routable(card)}
         missing = [role.value for role in (Role.ROUTER, Role.WORKER) if role not in roles]
         if not missing and not self.registry.models:
             missing.append("model")
@@ -152,7 +153,7 @@ class Frontend:
             self.gate,
             self.keeping.turns,
         )
-        app = application(parts, self, self.keeping.routes)
+        app = application(parts, self, self.keeping.routes, self._service.warnings)
         app.on_shutdown.append(self.drain)
         return app
 
@@ -191,7 +192,9 @@ async def main(service: Service) -> None:
     log.info("listening on %s", endpoint)
     others = asyncio.create_task(siblings.keep(service), name="siblings")
     service.spawn(siblings.follow_parent(service), "parent")
-    metrics = await serve_metrics(settings.metrics_port, lambda: not frontend.missing())
+    service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
+    port, warnings = settings.metrics_port, service.warnings
+    metrics = await serve_metrics(port, lambda: not frontend.missing(), warnings)
     try:
         await service.stopping.wait()
     finally:

@@ -11,7 +11,7 @@ import msgspec
 from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
 
-from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.discovery import READY, STATE, Directory, Lease
 from kvmesh.bus.errors import BusError, BusUnavailable
 from kvmesh.bus.messages import ControlReply, Dump, Instance, RankKey, Role
 from kvmesh.index import create_index
@@ -24,6 +24,7 @@ from kvmesh.indexer.readiness import Readiness
 from kvmesh.indexer.shards import Shard
 from kvmesh.runtime.http import serve_metrics
 from kvmesh.runtime.service import VERSION, Service, StartError
+from kvmesh.runtime.warnings import keep_told
 
 log = logging.getLogger(__name__)
 TICK_S = 0.05
@@ -31,9 +32,7 @@ SWEEP_S = 1.0
 CURB_S = 10.0
 DUMP_TIMEOUT_S = 1.0
 MAX_ASKING = 64
-STATE = "state"
 SHARD = "shard"
-READY = "ready"
 
 
 class Indexer:
@@ -82,6 +81,8 @@ class Indexer:
         if not stopping.is_set():
             self._service.spawn(self._follow(), "readiness")
             self._service.spawn(self._repair(), "repair")
+            telling = keep_told(lambda: self._lease, self._service.warnings)
+            self._service.spawn(telling, "warnings")
             self._service.spawn(self.keeper.run(self._leads), "snapshots")
             await stopping.wait()
         await self.desk.close()
@@ -220,7 +221,8 @@ async def main(service: Service) -> None:
     REGISTRY.register(collector)
     metrics = None
     try:
-        metrics = await serve_metrics(service.settings.indexer.metrics_port, lambda: indexer.ready)
+        port = service.settings.indexer.metrics_port
+        metrics = await serve_metrics(port, lambda: indexer.ready, service.warnings)
         await indexer.run()
     finally:
         REGISTRY.unregister(collector)

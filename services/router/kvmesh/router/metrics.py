@@ -36,6 +36,9 @@ missed_blocks = Counter(
 )
 lost = Counter(f"{_PREFIX}_lost_sequences", "Active requests given up as lost", ["model"])
 ranks = Gauge(f"{_PREFIX}_ranks", "Known data-parallel ranks", ["model"])
+left_out = Gauge(
+    f"{_PREFIX}_left_out_workers", "Workers that do not fit the others of their model", ["model"]
+)
 active_requests = Gauge(f"{_PREFIX}_active_requests", "Tracked active requests", ["model"])
 queued = Gauge(f"{_PREFIX}_queue_requests", "Requests waiting, of all replicas", ["model"])
 queued_tokens = Gauge(f"{_PREFIX}_queue_tokens", "Their uncached tokens", ["model"])
@@ -75,6 +78,7 @@ class ModelMetrics:
         """Set what is a level, not a count."""
         core = dispatcher.core
         ranks.labels(self._model).set(len(core.table.slot_of))
+        left_out.labels(self._model).set(len(core.table.misfits))
         active_requests.labels(self._model).set(len(core.active))
         queued.labels(self._model).set(dispatcher.waiting)
         queued_tokens.labels(self._model).set(dispatcher.waiting_tokens)

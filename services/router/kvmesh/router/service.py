@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 from time import monotonic
 
 import msgspec
+from msgspec.structs import replace
 
-from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.discovery import READY, STATE, Directory, Lease
 from kvmesh.bus.messages import (
     Instance,
     Load,
@@ -26,6 +27,7 @@ from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.registry import make_policy
 from kvmesh.runtime.http import serve_metrics
 from kvmesh.runtime.service import VERSION, Service, StartError
+from kvmesh.runtime.warnings import keep_told
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -83,18 +85,22 @@ class RouterService:
     async def run(self) -> None:
         """Be a process of the mesh until the service is told to stop."""
         service = self._service
-        runner = await serve_metrics(service.settings.router.metrics_port, lambda: self.ready)
+        port = service.settings.router.metrics_port
+        runner = await serve_metrics(port, lambda: self.ready, service.warnings)
         card = Instance(
             instance=service.instance,
             role=Role.ROUTER,
             name=service.name,
             version=VERSION,
             started=time.time(),
+            labels={STATE: "catching up"},
         )
         lease = Lease(service.bus, card, service.limits)
         await lease.open()
         try:
             await self.open()
+            await lease.update(replace(card, labels={STATE: READY}))
+            service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
             await service.stopping.wait()
             await self.close()
         finally:
@@ -150,6 +156,15 @@ class RouterService:
                 if sweep:
                     router.sweep(self._routers, now)
                 router.tick(now)
+            if sweep:
+                self._warn()
+
+    def _warn(self) -> None:
+        """Tell what is wrong with the workers, of all models."""
+        cores = [router.core for router in self._models.values()]
+        left_out = {i: text for core in cores for i, text in core.table.misfits.items()}
+        texts = {i: f"{text}; it gets no requests" for i, text in left_out.items()}
+        self._service.warnings.update("misfit", texts)
 
     def _router(self, model: str) -> ModelRouter:
         router = self._models.get(model)

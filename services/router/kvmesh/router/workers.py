@@ -1,6 +1,5 @@
 """The ranks that requests may run on: one slot per data-parallel rank, loads in arrays by slot."""
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from math import inf
@@ -8,11 +7,11 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from kvmesh.bus.fitting import Fitting
 from kvmesh.bus.messages import Capacity, Instance, Placement, RankKey, Role, Thresholds
 from kvmesh.router.arrays import ZERO, Floats, Slots
 from kvmesh.router.nodes import Nodes
 
-log = logging.getLogger(__name__)
 TAINT = "taint."
 FILL = 0.95  # of a rank's blocks; the rest is for the answers under way, which grow
 UNMET = "no worker of this model meets the constraints of the request"
@@ -89,6 +88,7 @@ class RankTable:
         self.ranks: list[Rank] = []
         self.cards: dict[str, Instance] = {}
         self.slot_of: dict[tuple[str, int], int] = {}
+        self._fitting = Fitting()
         self._free: list[int] = []
         self._open: dict[str, Slots] = {}
         self._named: list[RankKey] = []
@@ -107,24 +107,39 @@ class RankTable:
     def join(self, card: Instance) -> None:
         """Take in the card of a worker or kvbm, or a change to it.
 
-        The first worker fixes the block size.
+        A worker that does not fit the others has no slots, and so gets no requests.
         """
         if card.role is Role.KVBM:
             self.nodes.join(card)
             self._changed()
         if card.model is None:
             return
-        live = [c for c in self.cards.values() if c.instance != card.instance]
-        if not live:
+        fitted = not self.misfits
+        self._fitting.join(card)
+        if fitted and not self.misfits:
+            self._seat(card)
+        else:
+            self._seat_again(card)
+
+    @property
+    def misfits(self) -> dict[str, str]:
+        """The workers that are left out, by instance, each with the reason."""
+        return self._fitting.misfits
+
+    def _seat_again(self, changed: Instance | None = None) -> None:
+        """Who fits has changed."""
+        for instance in self.misfits:
+            if instance in self.cards:
+                self._unseat(instance)
+        for card in self._fitting.cards:
+            if card.instance in self.misfits:
+                continue
+            if card is changed or card.instance not in self.cards:
+                self._seat(card)
+
+    def _seat(self, card: Instance) -> None:
+        if card.model is not None:
             self.block_size = card.model.block_size
-        elif card.model.block_size != self.block_size:
-            log.warning(
-                "worker %s has blocks of %d tokens, not %d as the others: it gets no requests",
-                card.name,
-                card.model.block_size,
-                self.block_size,
-            )
-            return
         self.cards[card.instance] = card
         self._changed()
         capacity = card.capacity or _NO_CAPACITY
@@ -136,10 +151,18 @@ class RankTable:
 
     def leave(self, instance: str) -> list[int]:
         """Forget a card; returns the slots of a worker, which stay while sequences are on them."""
+        fitted = not self.misfits
+        self._fitting.leave(instance)
+        if instance not in self.cards and self.nodes.leave(instance):
+            self._changed()
+        slots = self._unseat(instance)
+        if not fitted:
+            self._seat_again()
+        return slots
+
+    def _unseat(self, instance: str) -> list[int]:
         card = self.cards.pop(instance, None)
         if card is None:
-            if self.nodes.leave(instance):
-                self._changed()
             return []
         self._changed()
         ranks = (card.capacity or _NO_CAPACITY).dp_ranks

@@ -86,7 +86,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     `structural_tags`: it takes constraints of that kind in xgrammar's `format` trees. `retention`
     is what comes of explicit directives where the engine does not tell: "honoured" if it is given
     them. `hands_off`: it leaves the KV of prompts for other engines, and fetches what they left.
-    `tiered`: it loads blocks from the block manager of its node.
+    `tiered`: it loads blocks from the block manager of its node. `kv_layout` says in words how KV
+    is laid out, if it is known.
     """
 
     name: str
@@ -99,6 +100,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     retention: str = "unsupported"
     hands_off: bool = False
     tiered: bool = False
+    kv_layout: str = ""
 
 
 class Engine(Protocol):

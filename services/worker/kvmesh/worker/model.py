@@ -4,18 +4,29 @@ import json
 import logging
 import os
 from contextlib import ExitStack
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from kvmesh.bus.messages import ModelCard
 from kvmesh.demo import model_dir
+from kvmesh.index import HASH_VERSION
 from kvmesh.settings.schema import Worker
 from kvmesh.worker.engine import ConfigError, EngineInfo, not_installed
 from kvmesh.worker.scratch import Scratch
 
 log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 131072
+DIGITS = 12
+_TEMPLATE = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+_WHOLE = ("tokenizer.json", "chat_template.jinja")
+_NOTES = ("_name_or_path", "name_or_path", "transformers_version")
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
 
@@ -62,7 +73,39 @@ def model_card(worker: Worker, folder: Path, info: EngineInfo, files: str) -> Mo
         structural_tags=info.structural_tags,
         tool_parser=worker.tool_parser or hints.get("tool_parser"),
         reasoning_parser=worker.reasoning_parser or hints.get("reasoning_parser"),
+        hash_version=HASH_VERSION,
+        tokenizer=_digest(folder, "tokenizer.json"),
+        template=_digest(folder, *_TEMPLATE),
+        config=_digest(folder, "config.json", "generation_config.json"),
+        revision=worker.revision or _snapshot(folder),
+        kv_layout=info.kv_layout,
     )
+
+
+def _digest(folder: Path, *names: str) -> str:
+    """Of what these files say, whichever of them there are; empty if there is none.
+
+    Objects count by their content, without what the library that wrote them notes of itself.
+    """
+    digest, found = sha256(), False
+    for name in names:
+        file = folder / name
+        if file.is_file():
+            content = file.read_bytes() if name in _WHOLE else _content(file)
+            digest.update(f"{name} {len(content)}\n".encode() + content)
+            found = True
+    return digest.hexdigest()[:DIGITS] if found else ""
+
+
+def _content(file: Path) -> bytes:
+    content = {key: value for key, value in _read(file).items() if key not in _NOTES}
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def _snapshot(folder: Path) -> str:
+    """The revision that a folder of the Hugging Face cache is of; empty for any other folder."""
+    real = folder.resolve()
+    return real.name if real.parent.name == "snapshots" else ""
 
 
 def node_name(worker: Worker) -> str:

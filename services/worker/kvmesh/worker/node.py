@@ -42,6 +42,7 @@ from kvmesh.bus.models import publish_model
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.runtime.service import VERSION
+from kvmesh.runtime.warnings import Warnings, keep_told
 from kvmesh.settings.schema import Settings
 from kvmesh.worker import intake
 from kvmesh.worker.engine import ConfigError, Delta, Engine, EngineError, EngineInfo, Rejected
@@ -49,6 +50,7 @@ from kvmesh.worker.model import card_labels, model_card, node_name
 from kvmesh.worker.prompts import Prompts
 from kvmesh.worker.retaining import Retaining, obey, outcomes
 from kvmesh.worker.scheduling.counters import RetentionState
+from kvmesh.worker.standing import Standing
 from kvmesh.worker.tiers import TierCounts, Tiered, prefetch
 from kvmesh.worker.transcripts import Transcripts
 from kvmesh.worker.watch import StallWatch
@@ -79,6 +81,7 @@ class WorkerNode:
         instance: str,
         limits: StreamLimits,
         on_end: Callable[[EngineError | None], None],
+        warnings: Warnings | None = None,
     ) -> None:
         self._bus = bus
         self._engine = engine
@@ -87,6 +90,8 @@ class WorkerNode:
         self._name = name
         self._limits = limits
         self._on_end = on_end
+        self._warnings = warnings or Warnings()
+        self._standing = Standing(bus, self._warnings, limits.lease_s)
         self._transcripts = Transcripts()
         self._prompts = Prompts()
         self._outbox: deque[tuple[str, object]] = deque()
@@ -100,13 +105,14 @@ class WorkerNode:
         self._subscriptions: list[Subscription] = []
         self._publisher: KvPublisher | None = None
         self._lease: Lease | None = None
+        self._joined = False
         self.info: EngineInfo | None = None
         self.instance = instance
         self.draining = False
 
     @property
     def ready(self) -> bool:
-        return self._lease is not None and not self.draining
+        return self._joined and not self.draining and not self._standing.left_out
 
     @property
     def events_published(self) -> int:
@@ -137,6 +143,8 @@ class WorkerNode:
             raise ConfigError(f"the {self.info.name} engine, so configured, cannot serve {serves}")
         files = files or await publish_model(self._bus, self._folder)
         model = model_card(self._settings.worker, self._folder, self.info, files)
+        card = self._card(self.info, model)
+        await self._standing.admit(card)
         self._publisher = KvPublisher(
             self._bus,
             self._bus.subjects.kv(model.name, self._name),
@@ -152,8 +160,14 @@ class WorkerNode:
             asyncio.create_task(self._watch_engine(), name="watchdog"),
         ]
         await self._listen()
-        self._lease = Lease(self._bus, self._card(self.info, model), self._limits)
+        self._lease = Lease(self._bus, card, self._limits)
         await self._lease.open()
+        await self._standing.confirm(card)
+        self._joined = True
+        self._tasks += [
+            asyncio.create_task(self._standing.run(lambda: self._lease), name="standing"),
+            asyncio.create_task(keep_told(lambda: self._lease, self._warnings), name="warnings"),
+        ]
         log.info("serving %s on %s as %s", model.name, self.info.name, self.instance)
 
     async def drain(self, timeout: float) -> None:

@@ -71,6 +71,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
             service.instance,
             service.limits,
             leave,
+            service.warnings,
         )
         await _serve(service, node)
     except (EngineError, ModelFilesError) as error:
@@ -102,7 +103,7 @@ async def _serve(service: Service, node: WorkerNode) -> None:
     ]
     for collector in collectors:
         REGISTRY.register(collector)
-    http = await serve_metrics(worker.metrics_port, lambda: node.ready)
+    http = await serve_metrics(worker.metrics_port, lambda: node.ready, service.warnings)
     try:
         await node.start()
         await service.stopping.wait()

@@ -43,11 +43,11 @@ class Guide:
                 await watch.everyone(self._names)
                 await self._until_healthy()
         except TimeoutError:
-            missing = ", ".join(sorted(set(self._names) - watch.present))
+            missing = ", ".join(sorted(set(self._names) - watch.ready))
             reason = f"; no sign of {missing}" if missing else ""
             raise UpError(f"not ready within {timeout_s:g} s{reason} (see the log above)") from None
         self._log.note(f"ready after {time.monotonic() - self._started:.1f} s")
-        await self._announce()
+        self._announce()
 
     async def leave(self) -> None:
         """Before NATS stops."""
@@ -65,9 +65,11 @@ class Guide:
             host = ready.reachable(self._settings.frontend.host)
             await ready.until_healthy(host, frontend_ports(self._settings))
 
-    async def _announce(self) -> None:
+    def _announce(self) -> None:
         ports = frontend_ports(self._settings)
         if ports:
             host, nats = ready.reachable(self._settings.frontend.host), self._settings.nats.url
-            models = await ready.models(host, ports[0])
-            self._log.announce(ready.announcement(host, ports, models, nats))
+            models = self.watch.models if self.watch is not None else []
+            frontend = self._settings.frontend
+            key = ready.KEY if frontend.keys_file or frontend.keys_bucket else "none"
+            self._log.announce(ready.announcement(host, ports, models, nats, key))

@@ -94,6 +94,9 @@ class Mesh:
         hopeless = status == USAGE_ERROR or process.life.failures >= EARLY_FAILURES
         if hopeless and not self._ready:
             self._give_up(f"{end} before the mesh was ready (see the log above)")
+        elif status == USAGE_ERROR:
+            self._log.note(f"{end}; starting it again would not help", "W")
+            process.retire()
         else:
             self._log.note(f"{end}; starting it again", "W")
 

@@ -106,6 +106,10 @@ class Supervised:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.life.pid, signal.SIGTERM)
 
+    def retire(self) -> None:
+        """It has ended and is not to be started again."""
+        self._stop.set()
+
     def abort(self) -> None:
         """Kill it now, and for good."""
         self._stop.set()

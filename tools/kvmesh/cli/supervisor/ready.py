@@ -7,29 +7,25 @@ from collections.abc import Sequence
 
 POLL_S = 0.05
 TIMEOUT_S = 2.0
+KEY = "$KEY"
 
 
 async def until_healthy(host: str, ports: Sequence[int]) -> None:
     """Return once /health of every port answers 200."""
     for port in ports:
-        while (await asyncio.to_thread(_get, host, port, "/health"))[0] != http.client.OK:
+        while await asyncio.to_thread(_status, host, port, "/health") != http.client.OK:
             await asyncio.sleep(POLL_S)
 
 
-async def models(host: str, port: int) -> list[str]:
-    """The names that /v1/models lists."""
-    status, body = await asyncio.to_thread(_get, host, port, "/v1/models")
-    return [model["id"] for model in json.loads(body)["data"]] if status == http.client.OK else []
-
-
-def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+def _status(host: str, port: int, path: str) -> int:
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", path)
         response = connection.getresponse()
-        return response.status, response.read()
+        response.read()
+        return response.status
     except (OSError, http.client.HTTPException):
-        return 0, b""
+        return 0
     finally:
         connection.close()
 
@@ -41,8 +37,10 @@ def reachable(host: str) -> str:
     return "::1" if host == "::" else host
 
 
-def announcement(host: str, ports: Sequence[int], models: Sequence[str], nats_url: str) -> str:
-    """Where to point a client, and a line to try."""
+def announcement(
+    host: str, ports: Sequence[int], models: Sequence[str], nats_url: str, key: str
+) -> str:
+    """Where to point a client, and a line to try; `key` is its API key or a variable with it."""
     authority = f"[{host}]" if ":" in host else host
     base = f"http://{authority}:{ports[0]}"
     more = f"  (and ports {', '.join(map(str, ports[1:]))})" if len(ports) > 1 else ""
@@ -53,16 +51,18 @@ def announcement(host: str, ports: Sequence[int], models: Sequence[str], nats_ur
         "max_tokens": 32,
         "stream": True,
     }
+    shown = f' -H "Authorization: Bearer {key}"' if key == KEY else ""
     return "\n".join(
         [
             "",
             f"  kvmesh serves {', '.join(models) or 'no model yet'}{more}",
             "",
-            f"  OpenAI API       export OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY=none",
-            f"  Anthropic API    export ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY=none",
+            f"  OpenAI API       export OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
+            f"  Anthropic API    export ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
             f"  NATS             {nats_url}",
             "",
-            f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json' \\",
+            *(["  set KEY to one of your API keys: export KEY=…", ""] if key == KEY else []),
+            f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json'{shown} \\",
             f"    -d '{json.dumps(body)}'",
             "",
         ]

@@ -51,14 +51,14 @@ class LiveTable:
 def render(processes: Iterable[Supervised], watch: "Watch | None", now: float) -> Table:
     """The table at monotonic time `now`."""
     loads = watch.loads if watch else {}
-    present = watch.present if watch else set()
+    able = watch.ready if watch else set()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("process", "state", "pid", "up", "restarts", *LOAD):
         table.add_column(heading, no_wrap=True)
     for process in processes:
         life, name = process.life, process.spec.name
         running = life.state is State.RUNNING
-        ready = running and name in present
+        ready = running and name in able
         table.add_row(
             name,
             Text("ready" if ready else life.state, COLOURS[life.state]),

@@ -7,8 +7,9 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery import Directory, routable
 from kvmesh.bus.errors import BusUnavailable
+from kvmesh.bus.fitting import misfits
 from kvmesh.bus.messages import Instance, Load
 from kvmesh.bus.streams import ensure_streams, purge_states
 from kvmesh.cli.supervisor.errors import UpError
@@ -52,13 +53,23 @@ class Watch:
         await self._bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._keep)
 
     @property
-    def present(self) -> set[str]:
-        """The names of all processes that hold a lease."""
-        return {card.name for card in self._directory.instances}
+    def ready(self) -> set[str]:
+        """The names of those that may be given work."""
+        cards = self._directory.instances
+        left_out = misfits(cards)
+        return {c.name for c in cards if routable(c) and c.instance not in left_out}
+
+    @property
+    def models(self) -> list[str]:
+        """The names that can be asked for, adapters too."""
+        cards = self._directory.instances
+        left_out = misfits(cards)
+        found = [c.model for c in cards if c.model and c.instance not in left_out]
+        return sorted({name for model in found for name in (model.name, *model.adapters)})
 
     async def everyone(self, names: Collection[str]) -> None:
-        """Return once each of `names` holds a lease."""
-        while not self.present.issuperset(names):
+        """Return once each of `names` may be given work."""
+        while not self.ready.issuperset(names):
             self._changed.clear()
             await self._changed.wait()
 

@@ -97,6 +97,7 @@ class TorchEngine:
             structural_tags=True,
             hands_off=True,
             tiered=self._store is not None,
+            kv_layout=core.model.layout.summary,
             capacity=Capacity(
                 blocks=core.blocks.capacity,
                 max_sequences=core.limits.max_sequences,

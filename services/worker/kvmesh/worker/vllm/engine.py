@@ -192,6 +192,7 @@ class VllmEngine(Adapter):
             hands_off=config.kv_transfer_config is not None and self._hands_off,
             tiered=not self._hands_off,
             structural_tags=config.structured_outputs_config.backend in TAGGING,
+            kv_layout=_kv_layout(config),
             capacity=Capacity(
                 blocks=self._blocks,
                 max_sequences=scheduler.max_num_seqs,
@@ -316,6 +317,11 @@ def _output(output: Any, below: list[int]) -> Output:
         output.kv_transfer_params,
         below,
     )
+
+
+def _kv_layout(config: Any) -> str:
+    dtype = str(config.cache_config.cache_dtype)
+    return str(config.model_config.dtype).removeprefix("torch.") if dtype == "auto" else dtype
 
 
 def _reachable(endpoint: str) -> str:

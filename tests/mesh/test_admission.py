@@ -1,0 +1,152 @@
+"""A worker that does not fit its model's others: refused when it joins, and left out if it is."""
+
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from support.frontend import client_session, scripted_worker
+from support.mesh import Mesh, stream_env
+from support.nats import NatsServer, free_port
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.demo import model_dir
+
+LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=5.0)
+CONTEXT = "2048"
+HOPELESS = 2
+
+
+@pytest_asyncio.fixture
+async def mesh(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Mesh]:
+    env = {"KVMESH_MOCK_SPEEDUP": "20", "KVMESH_WORKER_CONTEXT": CONTEXT, **stream_env(LIMITS)}
+    mesh = Mesh(nats_server.url, tmp_path, env)
+    yield mesh
+    mesh.stop()
+
+
+@pytest.fixture
+def other_model(tmp_path: Path) -> Path:
+    """The demo model with another tokenizer, in a folder of the same name."""
+    folder = tmp_path / "other" / "kvmesh-demo"
+    shutil.copytree(model_dir(), folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"][-1]["content"] = "<|unlike|>"
+    file.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def log(mesh: Mesh, name: str) -> str:
+    return (mesh.folder / f"{name}.log").read_text()
+
+
+async def ended(mesh: Mesh, name: str) -> int:
+    return await asyncio.to_thread(mesh.processes.pop(name).wait, PATIENCE_S)
+
+
+async def status(mesh: Mesh) -> dict[str, Any]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvmesh.cli.main", "status", "--json"),
+        *("--nats", mesh.nats_url, "--nats-namespace", mesh.namespace),
+        stdout=subprocess.PIPE,
+    )
+    report: dict[str, Any] = json.loads((await process.communicate())[0])
+    return report
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as answer:
+        return str(answer.read().decode())
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({}, "worker-1: tokenizer "),
+        ({"KVMESH_WORKER_CONTEXT": "1024"}, "worker-1: context 1024 differs from 2048 of worker-0"),
+        ({"KVMESH_WORKER_BLOCK_SIZE": "32"}, "worker-1: block size 32 differs from 16 of worker-0"),
+        ({"KVMESH_WORKER_REVISION": "v2"}, "worker-1: model revision v2 differs from v1"),
+    ],
+    ids=["tokenizer", "context", "block size", "revision"],
+)
+async def test_a_misfit_is_refused_in_one_line_and_is_not_started_again(
+    mesh: Mesh, other_model: Path, env: dict[str, str], words: str
+) -> None:
+    mesh.start("worker", "worker-0", KVMESH_WORKER_REVISION="v1")
+    await eventually(lambda: "serving kvmesh-demo" in log(mesh, "worker-0"))
+    env = env or {"KVMESH_WORKER_MODEL": str(other_model)}
+    mesh.start("worker", "worker-1", **{"KVMESH_WORKER_REVISION": "v1", **env})
+    assert await ended(mesh, "worker-1") == HOPELESS
+    said = [line for line in log(mesh, "worker-1").splitlines() if words in line]
+    assert len(said) == 1
+    assert "(kvmesh-demo)" in said[0]
+    assert "worker.served_name" in said[0]
+    assert "Traceback" not in log(mesh, "worker-1")
+
+
+async def test_the_lease_of_a_dead_worker_keeps_nobody_out(mesh: Mesh, other_model: Path) -> None:
+    mesh.start("worker", "worker-0")
+    await eventually(lambda: "serving kvmesh-demo" in log(mesh, "worker-0"))
+    mesh.kill("worker-0", signal.SIGKILL)
+    mesh.start("worker", "worker-1", KVMESH_WORKER_MODEL=str(other_model))
+    await eventually(lambda: "serving kvmesh-demo" in log(mesh, "worker-1"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_that_joins_all_the_same_gets_nothing_and_is_named_everywhere(
+    mesh: Mesh, stream: bool
+) -> None:
+    """As a worker of a release that did not ask, or one that joined at the same instant."""
+    port = free_port()
+    mesh.start("indexer", "indexer-0")
+    mesh.start("router", "router-0", KVMESH_ROUTER_METRICS_PORT=str(port))
+    mesh.start("worker", "worker-0")
+    mesh.start("frontend", "frontend-0")
+    await mesh.ready()
+    bus = await Bus.connect(mesh.options, "test")
+    card: dict[str, Any] = {"started": time.time(), "tokenizer": "0123", "context": 512}
+    async with scripted_worker(bus, LIMITS, "odd", **card) as odd:
+        await eventually(lambda: "odd" in get(port, "/health"), what="the router warns")
+        body = {"model": "kvmesh-demo", "max_tokens": 4, "stream": stream}
+        async with client_session() as client:
+            for number in range(12):
+                messages = [{"role": "user", "content": f"{number} says hello"}]
+                url = f"{mesh.url}/v1/chat/completions"
+                async with client.post(url, json={**body, "messages": messages}) as answer:
+                    assert answer.status == 200
+                    await answer.read()
+        assert odd.works == []
+        (model,) = json.loads(get(mesh.port, "/v1/models"))["data"]
+        assert model["max_model_len"] == int(CONTEXT)
+        assert 'kvmesh_warnings{kind="misfit"} 1.0' in get(port, "/metrics")
+        report = await status(mesh)
+        members = {member["card"]["name"]: member for member in report["instances"]}
+        assert (members["odd"]["eligible"], members["worker-0"]["eligible"]) == (False, True)
+        assert "odd: tokenizer 0123 differs from" in members["odd"]["reason"]
+        assert any("odd: tokenizer" in warned["text"] for warned in report["warnings"])
+    await bus.close()
+
+
+async def test_two_live_workers_of_one_name_are_told_of_by_both(mesh: Mesh) -> None:
+    ports = [free_port(), free_port()]
+    mesh.start("worker", "worker-0", KVMESH_WORKER_METRICS_PORT=str(ports[0]))
+    await eventually(lambda: "serving kvmesh-demo" in log(mesh, "worker-0"))
+    first = mesh.processes.pop("worker-0")
+    mesh.start("worker", "worker-0", KVMESH_WORKER_METRICS_PORT=str(ports[1]))
+    mesh.processes["first"] = first
+    for port in ports:
+        await eventually(lambda port=port: "is named worker-0 as" in get(port, "/health"))
+    report = await status(mesh)
+    assert sum("has the same name" in warned["text"] for warned in report["warnings"]) == 2
