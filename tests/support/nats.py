@@ -53,13 +53,17 @@ class NatsServer:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        config = self.store / "nats.conf"
-        config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(
+    def config(self) -> str:
+        """The text of the server's configuration file."""
+        return (
             f"listen: 127.0.0.1:{self.port}\nmax_payload: 8MB\n"
             f'jetstream {{ store_dir: "{self.store / "js"}" }}\n'
         )
+
+    def start(self) -> None:
+        config = self.store / "nats.conf"
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(self.config())
         with (self.store / "nats.log").open("ab") as log:
             self._process = subprocess.Popen([SERVER, "-c", config], stdout=log, stderr=log)
         self._wait_for_port()
