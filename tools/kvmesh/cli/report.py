@@ -11,6 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, routable
 from kvmesh.bus.fitting import misfits, namesakes
 from kvmesh.bus.messages import Instance, Load, Role
+from kvmesh.bus.streams import mesh_streams
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
@@ -88,7 +89,7 @@ async def gather(bus: Bus, settings: Settings) -> Report:
     await bus.subscribe(bus.subjects.load_all, msgspec.msgpack.Decoder(Load), keep)
     directory = Directory(bus, stream_limits(settings.streams))
     await directory.open()
-    infos = [info for info in await bus.js.streams_info() if _ours(bus, info)]
+    infos = await mesh_streams(bus)
     streams = [await _stream(bus, info) for info in infos if _bucket_kind(info) is None]
     await _wait_for_loads(loads, directory)
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
@@ -140,11 +141,6 @@ def _member(card: Instance, loads: dict[int, Load], reason: str) -> Member:
         eligible=not reason and routable(card),
         reason=reason,
     )
-
-
-def _ours(bus: Bus, info: StreamInfo) -> bool:
-    name = (info.config.name or "").removeprefix("KV_").removeprefix("OBJ_")
-    return name.startswith(bus.subjects.kv_stream.removesuffix("kv"))
 
 
 def _bucket_kind(info: StreamInfo) -> str | None:

@@ -21,7 +21,8 @@ def server_config(port: int, store: Path, streams: Streams) -> str:
     """A server on the loopback interface whose JetStream keeps everything under `store`.
 
     The JetStream limits are those of the streams plus room for the buckets: the server's own
-    default depends on the free disk space and may refuse streams that will never be full.
+    default depends on the free disk space and may refuse streams that will never be full. What
+    was acknowledged is on disk a second later, not two minutes.
     """
     files = streams.kv_bytes + streams.route_bytes + SPARE_FILE_BYTES
     memory = streams.seq_bytes + SPARE_MEMORY_BYTES
@@ -32,6 +33,7 @@ def server_config(port: int, store: Path, streams: Streams) -> str:
         f"  store_dir: {json.dumps(str(store))}\n"
         f"  max_file_store: {files}\n"
         f"  max_memory_store: {memory}\n"
+        f"  sync_interval: 1s\n"
         f"}}\n"
     )
 
