@@ -10,9 +10,12 @@ import msgspec
 
 from kvmesh.bus.discovery import Directory, Lease
 from kvmesh.bus.messages import (
+    Control,
+    ControlReply,
     Instance,
     Load,
     ModelCard,
+    Ping,
     Role,
     RouteEvent,
     SeqBatch,
@@ -33,6 +36,7 @@ SWEEP_S = 1.0
 _sequences = msgspec.msgpack.Decoder(SeqBatch)
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 _loads = msgspec.msgpack.Decoder(Load)
+_controls: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
 _thresholds = msgspec.msgpack.Decoder(Thresholds)
 
 
@@ -96,6 +100,8 @@ class RouterService:
         try:
             await self.open()
             await service.stopping.wait()
+            for router in self._models.values():
+                await router.leave()
             await self.close()
         finally:
             await lease.close()
@@ -112,6 +118,8 @@ class RouterService:
         await bus.subscribe(bus.subjects.load_all, _loads, self._on_load)
         self.ready = True
         if self._serves:
+            control = bus.subjects.ctl(self._service.instance)
+            await bus.answer(control, _controls, _controlled, _not_understood)
             for router in list(self._models.values()):
                 await router.serve()
         self._service.spawn(self._tick(), "tick")
@@ -227,6 +235,16 @@ class RouterService:
         if model is not None:
             self._models[model].core.report(load, monotonic())
             self._models[model].eased()
+
+
+def _controlled(command: Control) -> ControlReply:
+    if isinstance(command, Ping):
+        return ControlReply(ok=True)
+    return ControlReply(ok=False, reason="routers know no such command")
+
+
+def _not_understood(reason: str) -> ControlReply:
+    return ControlReply(ok=False, reason=reason)
 
 
 def _model(message: StreamMessage) -> str:
