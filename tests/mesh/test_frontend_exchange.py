@@ -10,6 +10,7 @@ from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance, ModelCard
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.demo import model_dir
+from kvmesh.frontend.asking import Asking
 from kvmesh.frontend.dispatch import Dispatcher
 from kvmesh.frontend.exchange import Engine, Exchange
 from kvmesh.frontend.inbox import Inbox
@@ -36,7 +37,8 @@ def engine(bus: Bus, limits: StreamLimits) -> Engine:
 
     inbox, tracker = Inbox(0.0, ignore), Tracker(bus, "f-1")
     directory = Directory(bus, limits, ignore, ignore)
-    dispatcher = Dispatcher(bus, "f-1", inbox, tracker, directory, Frontend())
+    asking = Asking(bus, tracker)
+    dispatcher = Dispatcher(bus, "f-1", inbox, tracker, directory, asking, Frontend())
     monitor = Monitor(bus, dispatcher.offers, tracker, 60.0, lambda: 0)
     return Engine(dispatcher, inbox, monitor, tracker, 60.0)
 

@@ -215,8 +215,9 @@ class Placement(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where should this prompt run? `sequence` is its packed sequence hashes.
 
-    `deadline_s` bounds the wait in the router's queue, in seconds from arrival. `salt`, if known,
-    spares a divided index asking around.
+    `deadline_s` bounds the wait in the router's queue, in seconds from now. `salt`, if known,
+    spares a divided index asking around. `arrived` is the Unix time of its place in the queue, for
+    one that has had a place before: in the queue of another router, or with a worker.
     """
 
     request: str
@@ -232,6 +233,7 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     overrides: dict[str, float] = {}
     explain: bool = False
     salt: int | None = None
+    arrived: float | None = None
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
@@ -303,16 +305,30 @@ class Routed(Struct, frozen=True, kw_only=True, tag="routed"):
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
     """No placement. `retry_after_s` is when it is worth trying again.
 
-    `unmet`: there are workers, and the request's own constraints exclude them all.
+    `code` is "no_workers", "overloaded", "deadline", "invalid" or "unavailable"; one that is not
+    known means the last. `unmet`: there are workers, and the request's own constraints exclude them
+    all. `moved`: this router stops and has forgotten the request; another one is to place it.
     """
 
-    code: Literal["no_workers", "overloaded", "deadline", "invalid", "unavailable"]
+    code: str
     reason: str
     retry_after_s: float = 1.0
     unmet: bool = False
+    moved: bool = False
+
+
+class Parked(Struct, frozen=True, kw_only=True, tag="parked"):
+    """The request waits in the queue of `router`; the answer follows.
+
+    `arrived` is the Unix time of its place there. Only who asks a router by its instance is told.
+    """
+
+    router: str
+    arrived: float
 
 
 RouteReply: TypeAlias = Routed | Refused
+RouteNews: TypeAlias = Parked | Routed | Refused
 
 
 class Thresholds(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -494,11 +510,12 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class WorkReply(Struct, frozen=True, kw_only=True):
     """The worker's immediate answer; tokens follow on the frontend's subject when accepted.
 
-    With `kept` the prompt may be the `base` of later work, until an answer is "incomplete": then
-    it is not there any more, and the work must be offered whole.
+    `status` is "accepted", "busy", "draining", "invalid" or "incomplete"; with one that is not
+    known the work is not taken. With `kept` the prompt may be the `base` of later work, until an
+    answer is "incomplete": then it is not there any more, and the work must be offered whole.
     """
 
-    status: Literal["accepted", "busy", "draining", "invalid", "incomplete"]
+    status: str
     reason: str = ""
     kept: bool = False
 

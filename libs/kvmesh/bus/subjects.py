@@ -140,6 +140,10 @@ class Subjects:
     def router(self, model: str) -> str:
         return self._of("router", token(model))
 
+    def router_at(self, model: str, instance: str) -> str:
+        """One router, which says at once that it has the question."""
+        return self._of("router", token(model), token(instance))
+
     @property
     def sessions(self) -> str:
         """What frontends ask one another about sessions."""

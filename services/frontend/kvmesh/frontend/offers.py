@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, forget_instance
@@ -17,9 +17,9 @@ OFFER_TIMEOUT_S = 3.0
 
 
 class Offered(NamedTuple):
-    """What came of an offer: the worker's answer, or why there was none."""
+    """What came of an offer: the `WorkReply.status`, or "gone" or "silent" without an answer."""
 
-    status: Literal["accepted", "busy", "draining", "invalid", "incomplete", "gone", "silent"]
+    status: str
     reason: str = ""
 
 

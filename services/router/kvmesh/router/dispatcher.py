@@ -227,7 +227,7 @@ class Dispatcher:
     # waiting
 
     def _hold(self, ticket: Ticket) -> None:
-        self._bound()
+        self._bound(ticket)
         self._held[ticket.request.request] = ticket
 
     def _admit(self, now: float, steps: Steps) -> None:
@@ -239,13 +239,14 @@ class Dispatcher:
                 steps.done += admitted.done
 
     def _park(self, ticket: Ticket, now: float, steps: Steps) -> None:
-        self._bound()
+        self._bound(ticket)
         ticket.waiting = self._entry(ticket, now)
         self._own[ticket.request.request] = ticket
         steps.events.append(ticket.waiting)
 
-    def _bound(self) -> None:
-        if self.waiting + 1 > self._settings.queue_limit:
+    def _bound(self, ticket: Ticket) -> None:
+        """Refuse what is one too many; not what has had a place before."""
+        if ticket.request.arrived is None and self.waiting + 1 > self._settings.queue_limit:
             after = self.retry_after()
             raise Overloaded(f"{self._settings.queue_limit} requests wait already", after)
 
@@ -254,15 +255,16 @@ class Dispatcher:
         view = self.core.view(request, ticket.overlaps, now)
         held = int(view.overlap.sum(1).max()) * self.core.table.block_size
         uncached = max(request.tokens - held, 1)
+        arrived = ticket.place + epoch
         return SeqWait(
             request=request.request,
             router=self._router,
             lane=ticket.lane,
             tier=max(request.hints.strict_priority, 0),
             fair_class=request.hints.fair_class or request.hints.tenant or "",
-            key=self._key(request, ticket.arrived + epoch, uncached),
+            key=self._key(request, arrived, uncached),
             cost=uncached,
-            arrived=ticket.arrived + epoch,
+            arrived=arrived,
             deadline=ticket.deadline + epoch,
         )
 

@@ -11,9 +11,12 @@ from msgspec.structs import replace
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
 from kvmesh.bus.messages import (
+    Control,
+    ControlReply,
     Instance,
     Load,
     ModelCard,
+    Ping,
     Role,
     RouteEvent,
     SeqBatch,
@@ -35,6 +38,7 @@ SWEEP_S = 1.0
 _sequences = msgspec.msgpack.Decoder(SeqBatch)
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 _loads = msgspec.msgpack.Decoder(Load)
+_controls: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
 _thresholds = msgspec.msgpack.Decoder(Thresholds)
 
 
@@ -102,6 +106,8 @@ class RouterService:
             await lease.update(replace(card, labels={STATE: READY}))
             service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
             await service.stopping.wait()
+            for router in self._models.values():
+                await router.leave()
             await self.close()
         finally:
             await lease.close()
@@ -118,6 +124,8 @@ class RouterService:
         await bus.subscribe(bus.subjects.load_all, _loads, self._on_load)
         self.ready = True
         if self._serves:
+            control = bus.subjects.ctl(self._service.instance)
+            await bus.answer(control, _controls, _controlled, _not_understood)
             for router in list(self._models.values()):
                 await router.serve()
         self._service.spawn(self._tick(), "tick")
@@ -242,6 +250,16 @@ class RouterService:
         if model is not None:
             self._models[model].core.report(load, monotonic())
             self._models[model].eased()
+
+
+def _controlled(command: Control) -> ControlReply:
+    if isinstance(command, Ping):
+        return ControlReply(ok=True)
+    return ControlReply(ok=False, reason="routers know no such command")
+
+
+def _not_understood(reason: str) -> ControlReply:
+    return ControlReply(ok=False, reason=reason)
 
 
 def _model(message: StreamMessage) -> str:
