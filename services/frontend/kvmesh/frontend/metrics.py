@@ -35,6 +35,9 @@ migrations = Counter(
 reroutes = Counter(
     "kvmesh_frontend_reroutes", "Placements that a worker did not take", ["model", "reason"]
 )
+culprits = Counter(
+    "kvmesh_frontend_culprits", "Requests over which two engines were lost, and no third one"
+)
 prefills = Counter(
     "kvmesh_frontend_prefills",
     "Prompts given to prefill workers; what was not done was computed where it went on",

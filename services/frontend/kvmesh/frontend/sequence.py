@@ -2,10 +2,12 @@
 
 import asyncio
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from kvmesh.bus.messages import Chunk
 from kvmesh.frontend.errors import ApiError
+
+Loss: TypeAlias = Literal["", "failed", "vanished"]
 
 
 class Taken(Enum):
@@ -36,12 +38,14 @@ class Sequence:
 
     `id` names the sequence, `attempt` its current placement. Times are the event loop's. Where a
     first worker only computes the prompt, its sequence ends with the `handoff`, and what it `found`
-    in its cache is all that counts as `cached` with the second one.
+    in its cache is all that counts as `cached` with the second one. `lost` says why its worker
+    sends no more, and `loss` whether its engine "failed", as it says itself, or "vanished".
     """
 
     __slots__ = (
         "attempt",
         "attempts",
+        "before",
         "cached",
         "consumer",
         "decode",
@@ -58,6 +62,7 @@ class Sequence:
         "id",
         "instance",
         "logprobs",
+        "loss",
         "lost",
         "probes",
         "reported",
@@ -75,6 +80,7 @@ class Sequence:
         self.attempts = 0
         self.instance = ""
         self.tokens: list[int] = []
+        self.before = 0
         self.logprobs: list[dict[int, float]] = []
         self.taken = 0
         self.cached: list[int] | None = None
@@ -85,6 +91,7 @@ class Sequence:
         self.finish: str | None = None
         self.error: ApiError | None = None
         self.lost = ""
+        self.loss: Loss = ""
         self.first_at: float | None = None
         self.heard_at = now
         self.flushed_at = 0.0
@@ -109,7 +116,14 @@ class Sequence:
         self.probes = 0
         self.engine_done = False
         self.lost = ""
+        self.loss = ""
+        self.before = len(self.tokens)
         self.ended.clear()
+
+    @property
+    def fresh(self) -> int:
+        """How many tokens the current attempt has added."""
+        return len(self.tokens) - self.before
 
     def take(self, chunk: Chunk, now: float) -> Taken:
         """Add what is new in `chunk`. After a hole nothing is added until it is filled."""
@@ -137,7 +151,8 @@ class Sequence:
     def _end(self, chunk: Chunk) -> None:
         self.engine_done = True
         if chunk.finish == "abort":
-            self.lose(chunk.error or "the engine gave the request up")
+            failed = chunk.error is not None
+            self.lose(chunk.error or "the engine gave the request up", "failed" if failed else "")
             return
         if chunk.finish == "error":
             self.error = ApiError("internal", chunk.error or "the engine failed")
@@ -146,10 +161,10 @@ class Sequence:
         self.decode = chunk.decode
         self.ended.set()
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, loss: Loss = "") -> None:
         """Its worker will send no more; whoever follows it decides what is next."""
         if self.finish is None:
-            self.lost = reason
+            self.lost, self.loss = reason, loss
             self.ended.set()
 
     def fail(self, error: ApiError) -> None:
