@@ -70,7 +70,8 @@ class ScriptedRouter:
 class ScriptedWorker:
     """Takes work as `status` says and sends exactly what the test tells it to.
 
-    With `keeps` it says that it keeps prompts; it has none of those that build on another.
+    With `keeps` it says that it keeps prompts; it has none of those that build on another. While
+    it is `frozen` it answers nothing; with `hangs` it freezes at the first work.
     """
 
     def __init__(self, bus: Bus, name: str) -> None:
@@ -79,6 +80,7 @@ class ScriptedWorker:
         self.status = "accepted"
         self.knows = True
         self.keeps = False
+        self.frozen = self.hangs = False
         self.works: list[Work] = []
         self.cancelled: list[str] = []
         self.resends: list[Resend] = []
@@ -100,13 +102,17 @@ class ScriptedWorker:
             await subscription.unsubscribe()
 
     async def _work(self, work: Work, respond: Respond) -> None:
+        self.frozen = self.frozen or self.hangs
         status = "incomplete" if work.base else self.status
-        await respond(WorkReply(status=status, kept=self.keeps))
+        if not self.frozen:
+            await respond(WorkReply(status=status, kept=self.keeps))
         async with self._arrived:
             self.works.append(work)
             self._arrived.notify_all()
 
     async def _control(self, control: Control, respond: Respond) -> None:
+        if self.frozen:
+            return
         if isinstance(control, Cancel):
             self.cancelled.append(control.request)
         if isinstance(control, Resend):

@@ -205,19 +205,21 @@ def test_who_gives_up_is_not_waited_for(mesh: Mesh) -> None:
     assert loading.got(ticket) == (20, False)
 
 
-def test_nobody_waits_longer_than_it_may(mesh: Mesh) -> None:
+def test_nobody_waits_longer_than_it_may_or_without_a_word(mesh: Mesh) -> None:
     a, b, _ = mesh.nodes.values()
     digests = named(20)
     mesh.fetch(a, digests)
     mesh.settle()
     tickets = [mesh.fetch(b, digests, request) for request in ("first", "second")]
-    for _ in range(48):
+    for _ in range(5):
         mesh.pass_time(0.1)
-    assert [b.got(ticket) for ticket in tickets] == [None, None]
+    assert [b.got(ticket) for ticket in tickets] == [(0, True)] * 2, "they are told to ask again"
+    readings = b.manager.fetches.readings.values()
+    for _ in range(43):
+        mesh.pass_time(0.1)
+    assert all(reading.pending for reading in readings)
     for _ in range(4):
         mesh.pass_time(0.1)
-    readings = b.manager.fetches.readings.values()
-    assert all(b.got(ticket) for ticket in tickets)
     assert not any(reading.pending for reading in readings)
     mesh.put(a, digests)
     mesh.settle()

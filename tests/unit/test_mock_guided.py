@@ -128,6 +128,10 @@ PATTERNS = [
     r"\S+@\S+\.(com|org)",
     r"a?b*c+?.{2}",
     r"(?:x|y(?:z)?)[-_.]",
+    r"(?:ax?|a){60}",
+    r"\bone\b t\Bwo\Z",
+    r"(?m)^a$",
+    r"(?i)Abc\d",
 ]
 
 
@@ -137,9 +141,46 @@ def test_strings_match_their_expression(pattern: str, seed: int) -> None:
     assert re.fullmatch(pattern, matching(pattern, Random(seed)))
 
 
-def test_look_around_is_refused() -> None:
+@pytest.mark.parametrize("pattern", [r"a(?=b)", r"a++b", r"(?>a|ab)c", r"(a)?(?(1)b|c)"])
+def test_what_cannot_be_followed_is_refused(pattern: str) -> None:
     with pytest.raises(RegexError, match="not supported"):
-        matching(r"a(?=b)", Random(0))
+        matching(pattern, Random(0))
+
+
+@pytest.mark.parametrize("pattern", [r"(?:ax?|a){60}$b", r"a\bb", r"a^b", r"(?:x|(y))\1\Z\w"])
+def test_conditions_that_do_not_hold_are_refused(pattern: str) -> None:
+    with pytest.raises(RegexError, match=r"cannot follow|no value"):
+        matching(pattern, Random(0))
+
+
+NESTED = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 4} for i in range(14)}
+
+
+@pytest.mark.parametrize(
+    "guided",
+    [
+        Guided(kind="regex", value="(?:){4000000000}"),
+        Guided(kind="regex", value="(?:(?:)*){60000}" * 2),
+        Guided(kind="regex", value="(aa)" + "".join(rf"(\{i}\{i})" for i in range(1, 60))),
+        Guided(kind="regex", value=f"[{''.join(map(chr, range(300, 9000)))}]" * 9),
+        Guided(
+            kind="json_schema",
+            value=json.dumps({"$defs": {**NESTED, "d14": {}}, "$ref": "#/$defs/d0"}),
+        ),
+        Guided(
+            kind="json_schema",
+            value=json.dumps({"type": "array", "minItems": 9000, "items": {"const": "x" * 9999}}),
+        ),
+        Guided(
+            kind="json_schema",
+            value=json.dumps({"type": "array", "minItems": 9000, "items": {"pattern": "a{6000}"}}),
+        ),
+    ],
+    ids=lambda guided: guided.value[:30],
+)
+def test_what_is_out_of_proportion_is_refused(guided: Guided) -> None:
+    with pytest.raises(Unsupported, match="more than"):
+        generate(guided, Random(0))
 
 
 CALL = {"type": "json_schema", "json_schema": ADDRESS}

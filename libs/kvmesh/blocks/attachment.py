@@ -29,7 +29,7 @@ from kvmesh.bus.streams import StreamLimits
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-REQUEST_S = 3.0
+REQUEST_S = 1.0  # a kvbm answers at once, or says in half of this that blocks are yet to come
 DETACH_S = 1.0
 QUIET_S = 10.0
 FIRST_RETRY_S = 0.1

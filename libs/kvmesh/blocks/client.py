@@ -34,7 +34,7 @@ from kvmesh.bus.messages import Retain
 from kvmesh.bus.streams import StreamLimits
 
 T = TypeVar("T")
-AWAIT_S = 1.0
+AWAIT_S = 0.5
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
@@ -150,7 +150,7 @@ class StoreClient:
         ends = asyncio.get_running_loop().time() + deadline_s
         with attachment.in_use():
             fetch = _fetch(attachment, prompt, held, speeds, wait_s, computes)
-            fetched = await self._ticket(attachment, fetch, Fetched, wait_s + REQUEST_S)
+            fetched = await self._ticket(attachment, fetch, Fetched, REQUEST_S)
             ticket, first = (fetched.ticket, held) if fetched is not None else (0, 0)
             try:
                 while fetched is not None:
@@ -160,7 +160,7 @@ class StoreClient:
                     if not fetched.pending or asyncio.get_running_loop().time() > ends:
                         break
                     further = Await(attachment.id, ticket, AWAIT_S)
-                    fetched = await self._ask(attachment, further, Fetched, AWAIT_S + REQUEST_S)
+                    fetched = await self._ask(attachment, further, Fetched, REQUEST_S)
             finally:
                 if ticket:
                     self._later(attachment, Finish(attachment.id, ticket))

@@ -112,9 +112,10 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     """A prompt (its full blocks from the root on) starts, `held` leading ones are in the engine.
 
     Asks for those that follow, if loading them beats computing: `compute_tps` tokens and
-    `load_bps` bytes a second are what the engine has measured, 0 if it does not know. The answer
-    waits up to `wait_s` for blocks that another worker computes now; what nobody has counts, from
-    here on, as being computed by this one, if `computes`. Answer: `Fetched` or `Incomplete`.
+    `load_bps` bytes a second are what the engine has measured, 0 if it does not know. The ticket
+    waits up to `wait_s` for blocks that another worker computes now, and the answer half a second
+    at most; what nobody has counts, from here on, as being computed by this one, if `computes`.
+    Answer: `Fetched` or `Incomplete`.
     """
 
     attachment: int
@@ -152,7 +153,7 @@ class Fetched(Struct, frozen=True, array_like=True, tag="fetched"):
 
 
 class Await(Struct, frozen=True, array_like=True, tag="await"):
-    """The next blocks of a ticket, once there are any; waits `wait_s` at most. Gets `Fetched`."""
+    """The next blocks of a ticket. Gets `Fetched` once there are any, or in `wait_s`, or 0.5 s."""
 
     attachment: int
     ticket: int

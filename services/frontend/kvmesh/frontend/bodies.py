@@ -77,6 +77,8 @@ def refuse(shape: ErrorShape, error: ApiError) -> web.Response:
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    if error.fatal:
+        headers["X-Should-Retry"] = "false"  # which the SDKs of both APIs obey
     return web.Response(status=status, body=body, headers=headers, content_type=JSON)
 
 

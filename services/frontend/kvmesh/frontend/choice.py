@@ -63,7 +63,7 @@ class Choice:
         return self._answer.stopped_by
 
     def ready(self, sequence: Sequence) -> None:
-        if self._prefilled != sequence.attempt and sequence.prefilled:
+        if self._prefilled != sequence.attempt and sequence.fresh:
             self._prefilled = sequence.attempt
             self._owner.prefilled(sequence)
         if self._owner.can_send():

@@ -24,12 +24,14 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.frontend import metrics
 from kvmesh.frontend.asking import Asking
-from kvmesh.frontend.errors import ApiError, InvalidRequest, Overloaded, Unavailable
+from kvmesh.frontend.errors import ApiError, Culprit, InvalidRequest, Overloaded, Unavailable
 from kvmesh.frontend.inbox import Inbox
+from kvmesh.frontend.isolation import Isolation
 from kvmesh.frontend.offers import Offers
 from kvmesh.frontend.prefill import Prefill, PrefillFailed
 from kvmesh.frontend.prepare import Prepared, Prompt
-from kvmesh.frontend.sequence import Sequence
+from kvmesh.frontend.sequence import Loss, Sequence
+from kvmesh.frontend.suspects import Suspects
 from kvmesh.frontend.tracking import Tracker
 from kvmesh.index import block_hashes
 from kvmesh.settings.schema import Frontend
@@ -42,7 +44,8 @@ LEAST_S = 0.001  # a deadline that has passed is for a router to refuse
 @dataclass
 class Job:
     """One sequence to be generated. `current` is its prompt, after a migration with what was
-    generated before; `exclude` lists instances that have refused it or were lost with it.
+    generated before; `exclude` lists instances that have refused it or were lost with it, `avoided`
+    those and the ones that did not answer when a router was last asked.
     `prefill` is its prompt while another worker computes it, `handoff` where that one left it.
     `arrived` is the Unix time of its place in the routers' queue, which it keeps once placed."""
 
@@ -55,6 +58,7 @@ class Job:
     refused: bool = False
     routed: Routed | None = None
     extended: Prompt | None = None
+    avoided: list[str] = field(default_factory=list)
     prefill: Prefill | None = None
     handoff: dict[str, Any] | None = None
     arrived: float | None = None
@@ -96,6 +100,8 @@ class Dispatcher:
         self._prefill_timeout = settings.prefill_timeout_s
         self.offers = Offers(bus, inbox, directory)
         self._asking = asking
+        self.suspects = Suspects()
+        self._isolation = Isolation(self.suspects)
         self._loop = asyncio.get_running_loop()
 
     async def place(self, job: Job) -> None:
@@ -108,6 +114,8 @@ class Dispatcher:
 
     async def _place(self, job: Job) -> None:
         while True:
+            if job.sequence.id in self.suspects:
+                await self._isolation.enter(job.sequence)
             routed = await self._route(job)
             if routed.prefill is not None:
                 if job.handoff is None:
@@ -116,7 +124,6 @@ class Dispatcher:
             if await self._offer(job, routed):
                 return
             self._tracker.event(job.model, SeqFree(job.sequence.attempt))
-            job.exclude.append(routed.instance)
 
     async def _route(self, job: Job) -> Routed:
         moving = job.extended is not None
@@ -140,6 +147,7 @@ class Dispatcher:
         def compose(anew: bool, arrived: float | None) -> RouteRequest:
             if anew:
                 job.sequence.next_attempt()
+            job.avoided = [*job.exclude, *self.offers.silent]
             return _route_request(job, job.deadline - self._loop.time(), arrived)
 
         arrived, job.arrived = job.arrived, job.arrived or time.time()
@@ -163,20 +171,39 @@ class Dispatcher:
                 "the prompt of request %s was not computed by %s (%s), so it is by the next: %s",
                 *(job.sequence.id, rank.instance, code, failure),
             )
+            self._blame(job.sequence, prefill.sequence, prefill.sequence.loss)
         finally:
             job.prefill = None
         metrics.prefills.labels(job.model, code).inc()
 
     async def _offer(self, job: Job, routed: Routed) -> bool:
         work = self._work(job, routed.rank)
-        offered = await self.offers.make(job.sequence, routed.instance, work)
+        sequence = job.sequence
+        careful = sequence.id in self.suspects
+        offered = await self.offers.make(sequence, routed.instance, work, careful)
         if offered.status == "accepted":
+            self.suspects.placed(sequence.id, routed.instance, lambda: sequence.fresh)
             return True
         metrics.reroutes.labels(job.model, offered.status).inc()
         if offered.status == "invalid":
             raise InvalidRequest(f"The engine refused the request: {offered.reason}")
         job.refused = job.refused or offered.status in ("busy", "draining")
+        if offered.status == "silent":
+            self._blame(sequence, sequence, "vanished")
+        elif offered.status != "frozen":
+            job.exclude.append(routed.instance)
         return False
+
+    def _blame(self, sequence: Sequence, part: Sequence, loss: Loss) -> None:
+        """Raise Culprit if two engines were lost over it, the last one while it ran `part`."""
+        if not loss:
+            return
+        failed = loss == "failed"
+        if self.suspects.lost(sequence.id, part.instance, part.fresh, failed):
+            metrics.culprits.inc()
+            reason = part.lost or "the last one did not answer when it was offered"
+            log.error("request %s is given to no further worker: %s", sequence.id, reason)
+            raise Culprit(reason)
 
     def _work(self, job: Job, rank: int) -> Work:
         request = job.prepared.request
@@ -209,6 +236,7 @@ class Dispatcher:
             if sequence.finish is not None:
                 break
             await self._leave(job)
+            self._blame(sequence, sequence, sequence.loss)
             if moves == self._migration_limit:
                 raise Unavailable(f"The worker was lost: {sequence.lost}")
             moves += 1
@@ -241,8 +269,8 @@ class Dispatcher:
 def _route_request(job: Job, left: float, arrived: float | None) -> RouteRequest:
     request = job.prepared.request
     placement = request.placement
-    if job.exclude:
-        exclude = [*placement.exclude, *job.exclude]
+    if job.avoided:
+        exclude = [*placement.exclude, *job.avoided]
         placement = msgspec.structs.replace(placement, exclude=exclude)
     return RouteRequest(
         request=job.sequence.attempt,
@@ -275,7 +303,7 @@ def _check(refused: Refused, job: Job, patient: bool) -> None:
         raise Overloaded(f"Every worker of `{job.model}` is busy.", after)
     if not patient and refused.code != "no_workers":
         raise Unavailable(f"`{job.model}` cannot be served now: {refused.reason}", after)
-    if not patient or (refused.unmet and not job.exclude):
+    if not patient or (refused.unmet and not job.avoided):
         raise Unavailable(f"No worker serves `{job.model}` now: {refused.reason}", after)
 
 

@@ -32,7 +32,8 @@ STATUS: dict[Kind, int] = {
 class ApiError(Exception):
     """Base of every error that reaches a client. `param` names the field at fault.
 
-    `retry_after` is in seconds and set only where trying again may help.
+    `retry_after` is in seconds and set only where trying again may help; with `fatal` clients are
+    told not to, though the status may be one at which they usually do.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after: float | None = None,
+        fatal: bool = False,
     ) -> None:
         super().__init__(message)
         self.kind = kind
@@ -50,6 +52,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after = retry_after
+        self.fatal = fatal
 
 
 class InvalidRequest(ApiError):
@@ -101,3 +104,15 @@ class Unavailable(ApiError):
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__("unavailable", message, code="unavailable", retry_after=retry_after)
+
+
+class Culprit(ApiError):
+    """Two engines were lost over this request: no third one is given it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            "internal",
+            f"The request was given to two workers, and both stopped answering: {reason}.",
+            code="engine_lost",
+            fatal=True,
+        )

@@ -156,6 +156,7 @@ class Exchange:
         for job in self.jobs:
             self._engine.monitor.remove(job)
             self._engine.inbox.remove(job.sequence)
+            self._engine.dispatcher.suspects.forget(job.sequence.id)
             if job.sequence.attempts:
                 self._engine.tracker.event(job.model, SeqFree(job.sequence.attempt))
             if job.sequence.instance:

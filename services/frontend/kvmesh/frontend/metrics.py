@@ -43,6 +43,9 @@ asked_again = Counter(
 silent_routers = Counter(
     "kvmesh_frontend_silent_routers", "Times that a router did not answer and was left out"
 )
+culprits = Counter(
+    "kvmesh_frontend_culprits", "Requests over which two engines were lost, and no third one"
+)
 prefills = Counter(
     "kvmesh_frontend_prefills",
     "Prompts given to prefill workers; what was not done was computed where it went on",

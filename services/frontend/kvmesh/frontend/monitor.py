@@ -15,7 +15,7 @@ from kvmesh.bus.messages import ControlReply, Instance, Ping, Resend, SeqProgres
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch import Job
 from kvmesh.frontend.errors import ApiError, Unavailable
-from kvmesh.frontend.offers import Offers
+from kvmesh.frontend.offers import SETTLED_S, Offers
 from kvmesh.frontend.sequence import Sequence
 from kvmesh.frontend.tracking import Tracker
 
@@ -132,10 +132,12 @@ class Monitor:
             await self._bus.request(subject, Ping(), ControlReply, CONTROL_TIMEOUT_S)
         except NoResponder:
             self._pinged.pop(instance, None)
+            if self._bus.connected_for < SETTLED_S:
+                return  # it may be slower to reconnect than this process was
             self._lose(instance, "nobody listens on its subjects")
             await self._offers.bury(instance)
         except RequestTimeout:
-            log.debug("worker %s listens but does not answer", instance)
+            self._offers.suspect(instance)
 
     async def _resend(self, sequence: Sequence) -> None:
         """Ask for what is missing; a worker that does not know the request has lost it."""
@@ -154,7 +156,7 @@ class Monitor:
     def _lose(self, instance: str, reason: str) -> None:
         for _, sequence in self._sequences():
             if sequence.instance == instance:
-                sequence.lose(reason)
+                sequence.lose(reason, "vanished")
 
     def _start(self, coroutine: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(_guard(coroutine))

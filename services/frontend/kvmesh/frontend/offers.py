@@ -4,16 +4,20 @@ import asyncio
 import logging
 from typing import NamedTuple
 
+from nats.errors import Error as NatsError
+
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, forget_instance
-from kvmesh.bus.errors import NoResponder, RequestTimeout
-from kvmesh.bus.messages import Cancel, Work, WorkReply
+from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
+from kvmesh.bus.messages import Cancel, ControlReply, Ping, Work, WorkReply
 from kvmesh.frontend.bases import Bases
 from kvmesh.frontend.inbox import Inbox
 from kvmesh.frontend.sequence import Sequence
 
 log = logging.getLogger(__name__)
-OFFER_TIMEOUT_S = 3.0
+ANSWER_S = 1.0  # workers answer at once, whatever their engines do
+PROBE_S = 0.5
+SETTLED_S = 2.0
 
 
 class Offered(NamedTuple):
@@ -24,17 +28,34 @@ class Offered(NamedTuple):
 
 
 class Offers:
-    """Hands sequences to workers; the tokens of those that are taken go to the inbox."""
+    """Hands sequences to workers; the tokens of those that are taken go to the inbox.
+
+    A worker that has not answered is `silent` until it answers a probe: nothing is offered to it.
+    """
 
     def __init__(self, bus: Bus, inbox: Inbox, directory: Directory) -> None:
         self._bus = bus
         self._inbox = inbox
         self._directory = directory
         self._bases = Bases()
+        self._probes: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
 
-    async def make(self, sequence: Sequence, instance: str, work: Work) -> Offered:
-        """Offer `work`, the current attempt of `sequence`. Unless taken, nothing is left of it."""
+    @property
+    def silent(self) -> list[str]:
+        """Workers that have not answered, and not a probe since."""
+        return list(self._probes)
+
+    async def make(
+        self, sequence: Sequence, instance: str, work: Work, careful: bool = False
+    ) -> Offered:
+        """Offer `work`, the current attempt of `sequence`. Unless taken, nothing is left of it.
+
+        If `careful`, to a worker that has just answered: what it does not answer silences it.
+        """
+        if careful and not await self._answers(instance):
+            self.suspect(instance)
+            return Offered("frozen", "it does not answer")
         offered_at = self._loop.time()
         sequence.place(instance, offered_at)
         self._inbox.add(sequence)
@@ -55,7 +76,7 @@ class Offers:
 
     async def _offer(self, instance: str, work: Work) -> WorkReply:
         subject = self._bus.subjects.work(instance)
-        return await self._bus.request(subject, work, WorkReply, OFFER_TIMEOUT_S)
+        return await self._bus.request(subject, work, WorkReply, ANSWER_S)
 
     async def _unanswered(self, sequence: Sequence, error: NoResponder | RequestTimeout) -> Offered:
         self._inbox.remove(sequence)
@@ -63,7 +84,36 @@ class Offers:
             await self.bury(sequence.instance)
             return Offered("gone", str(error))
         await self.cancel(sequence)
+        self.suspect(sequence.instance)
         return Offered("silent", str(error))
+
+    def suspect(self, instance: str) -> None:
+        """It has not answered: it gets no more work until it does."""
+        if instance not in self._probes and self._is_listed(instance):
+            log.warning("worker %s does not answer: it is offered nothing until it does", instance)
+            probe = self._loop.create_task(self._probe(instance), name="probe")
+            self._probes[instance] = probe
+
+    async def _probe(self, instance: str) -> None:
+        try:
+            while self._is_listed(instance):
+                if await self._answers(instance):
+                    log.info("worker %s answers again", instance)
+                    return
+                await asyncio.sleep(PROBE_S)
+        finally:
+            del self._probes[instance]
+
+    def _is_listed(self, instance: str) -> bool:
+        return any(card.instance == instance for card in self._directory.instances)
+
+    async def _answers(self, instance: str) -> bool:
+        try:
+            subject = self._bus.subjects.ctl(instance)
+            await self._bus.request(subject, Ping(), ControlReply, ANSWER_S)
+        except (BusError, NatsError, OSError):
+            return False
+        return True
 
     async def cancel(self, sequence: Sequence) -> None:
         """Tell the worker that nobody wants more of this attempt."""
@@ -71,7 +121,12 @@ class Offers:
         await self._bus.publish(subject, Cancel(sequence.attempt))
 
     async def bury(self, instance: str) -> None:
-        """Remove the lease of a process that no longer listens, so that everyone knows now."""
+        """Remove the lease of a process that no longer listens, so that everyone knows now.
+
+        Not after a reconnect of this process, which others may be slower at.
+        """
+        if self._bus.connected_for < SETTLED_S:
+            return
         for card in self._directory.instances:
             if card.instance == instance:
                 log.warning("worker %s is gone: nobody listens on its subjects", instance)

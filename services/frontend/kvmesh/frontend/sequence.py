@@ -2,10 +2,12 @@
 
 import asyncio
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from kvmesh.bus.messages import Chunk
 from kvmesh.frontend.errors import ApiError
+
+Loss: TypeAlias = Literal["", "failed", "vanished"]
 
 
 class Taken(Enum):
@@ -37,7 +39,8 @@ class Sequence:
     `id` names the sequence, `attempt` its current placement; the first `inherited` tokens are of
     earlier ones. Times are the event loop's. Where a first worker only computes the prompt, its
     sequence ends with the `handoff`, and what it `found` in its cache is all that counts as
-    `cached` with the second one.
+    `cached` with the second one. `lost` says why its worker sends no more, and `loss` whether its
+    engine "failed", as it says itself, or "vanished".
     """
 
     __slots__ = (
@@ -60,6 +63,7 @@ class Sequence:
         "inherited",
         "instance",
         "logprobs",
+        "loss",
         "lost",
         "probes",
         "reported",
@@ -88,6 +92,7 @@ class Sequence:
         self.finish: str | None = None
         self.error: ApiError | None = None
         self.lost = ""
+        self.loss: Loss = ""
         self.first_at: float | None = None
         self.heard_at = now
         self.flushed_at = 0.0
@@ -106,11 +111,6 @@ class Sequence:
         self.attempts += 1
         self.inherited = len(self.tokens)
 
-    @property
-    def prefilled(self) -> bool:
-        """The current attempt has generated a token: its engine has computed the prompt."""
-        return len(self.tokens) > self.inherited
-
     def place(self, instance: str, now: float) -> None:
         """The current attempt goes to `instance`."""
         self.instance = instance
@@ -118,7 +118,13 @@ class Sequence:
         self.probes = 0
         self.engine_done = False
         self.lost = ""
+        self.loss = ""
         self.ended.clear()
+
+    @property
+    def fresh(self) -> int:
+        """How many tokens the current attempt has added; with one its prompt is computed."""
+        return len(self.tokens) - self.inherited
 
     def take(self, chunk: Chunk, now: float) -> Taken:
         """Add what is new in `chunk`. After a hole nothing is added until it is filled."""
@@ -146,7 +152,8 @@ class Sequence:
     def _end(self, chunk: Chunk) -> None:
         self.engine_done = True
         if chunk.finish == "abort":
-            self.lose(chunk.error or "the engine gave the request up")
+            failed = chunk.error is not None
+            self.lose(chunk.error or "the engine gave the request up", "failed" if failed else "")
             return
         if chunk.finish == "error":
             self.error = ApiError("internal", chunk.error or "the engine failed")
@@ -155,10 +162,10 @@ class Sequence:
         self.decode = chunk.decode
         self.ended.set()
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, loss: Loss = "") -> None:
         """Its worker will send no more; whoever follows it decides what is next."""
         if self.finish is None:
-            self.lost = reason
+            self.lost, self.loss = reason, loss
             self.ended.set()
 
     def fail(self, error: ApiError) -> None:

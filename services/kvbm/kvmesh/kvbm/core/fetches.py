@@ -21,6 +21,7 @@ AHEAD_SHARE = 4
 LOOKUP_BLOCKS = 4096
 PREPARE_BLOCKS = 64
 CLAIM_S = 0.1
+ANSWER_S = 0.5  # a worker that hears nothing for twice as long goes on without the kvbm
 Found: TypeAlias = Sequence[Block | None]
 
 
@@ -176,8 +177,8 @@ class Fetches:
         return sum(reading.looking for reading in self.readings.values())
 
     def park(self, reading: Reading, until: float) -> None:
-        """The worker waits for more of it."""
-        reading.parked = until
+        """The worker waits for more of it; it is answered by then, or soon, and may ask again."""
+        reading.parked = min(until, self._store.now + ANSWER_S)
         self._parked.add(reading.number)
 
     def answer(self, reading: Reading) -> Fetched:

@@ -2,7 +2,7 @@
 
 import re
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from random import Random
 from typing import Any
@@ -16,71 +16,139 @@ _CATEGORIES = {
 }
 MORE = 4
 MOST_CHARACTERS = 1 << 16
+MOST_PATTERN = 1 << 16
+_WORD = set(_CATEGORIES["CATEGORY_WORD"])
 
 
 class RegexError(Exception):
     """The expression is malformed, or uses what a generator cannot follow (look-around)."""
 
 
-def matching(pattern: str, rng: Random) -> str:
-    """A string that `pattern` matches from end to end; raises RegexError."""
+class Steps:
+    """How much more may be done for one constraint, in steps and characters together."""
+
+    def __init__(self, most: int = MOST_CHARACTERS) -> None:
+        self._most = self._left = most
+
+    def spend(self, steps: int) -> None:
+        """Raises RegexError if that is too much."""
+        self._left -= steps
+        if self._left < 0:
+            raise RegexError(f"it needs more than {self._most} characters or steps")
+
+
+def matching(pattern: str, rng: Random, steps: Steps | None = None) -> str:
+    """A string that `pattern` matches from end to end; raises RegexError.
+
+    No matcher is asked whether it does, which for some expressions takes for ever: the string is
+    written along a path through the expression, and that path is how it matches.
+    """
+    if len(pattern) > MOST_PATTERN:
+        raise RegexError(f"it has more than {MOST_PATTERN} characters")
     try:
         parsed = _parser.parse(pattern)
     except re.error as error:
         raise RegexError(str(error)) from error
-    text = _Walk(rng).sequence(parsed)
-    if re.fullmatch(pattern, text) is None and re.search(pattern, text) is None:
-        raise RegexError(f"{pattern!r} has conditions that the mock cannot follow")
-    return text
+    return _Walk(rng, parsed.state.flags, steps or Steps()).text(parsed)
 
 
 class _Walk:
-    def __init__(self, rng: Random) -> None:
+    """One path through an expression."""
+
+    def __init__(self, rng: Random, flags: int, steps: Steps) -> None:
         self._rng = rng
+        self._multiline = bool(flags & re.MULTILINE)
+        self._written: list[str] = []
+        self._size = 0
+        self._anchors: list[tuple[str, int]] = []
         self._groups: dict[int, str] = {}
-        self._left = MOST_CHARACTERS
+        self._members: dict[int, list[str]] = {}
+        self._spend = steps.spend
 
-    def sequence(self, items: Iterable[Any]) -> str:
-        return "".join(self._one(op.name, argument) for op, argument in items)
-
-    def _one(self, op: str, argument: Any) -> str:
-        self._left -= 1
-        if self._left < 0:
-            raise RegexError(f"it needs more than {MOST_CHARACTERS} characters")
-        match op:
-            case "LITERAL":
-                return chr(argument)
-            case "NOT_LITERAL":
-                return self._rng.choice([c for c in _ALPHABET if ord(c) != argument])
-            case "ANY":
-                return self._rng.choice(_ALPHABET)
-            case "IN":
-                return self._rng.choice(_members(argument))
-            case "CATEGORY":
-                return self._rng.choice(_category(argument.name))
-            case "BRANCH":
-                return self.sequence(self._rng.choice(argument[1]))
-            case "SUBPATTERN":
-                return self._group(argument[0], argument[-1])
-            case "ATOMIC_GROUP":
-                return self.sequence(argument)
-            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
-                return self._repeat(*argument)
-            case "GROUPREF":
-                return self._groups.get(argument, "")
-            case "AT":
-                return ""
-        raise RegexError(f"{op.lower()} is not supported")
-
-    def _group(self, number: int | None, items: Iterable[Any]) -> str:
-        text = self.sequence(items)
-        if number is not None:
-            self._groups[number] = text
+    def text(self, items: Iterable[Any]) -> str:
+        """What the whole expression matches."""
+        self._walk(items)
+        text = "".join(self._written)
+        for name, place in self._anchors:
+            if not self._holds(name, text, place):
+                raise RegexError("it has conditions that the mock cannot follow")
         return text
 
-    def _repeat(self, low: int, high: int, items: Iterable[Any]) -> str:
-        count = self._rng.randint(low, min(int(high), low + MORE))
-        return "".join(self.sequence(items) for _ in range(count))
+    def _walk(self, items: Iterable[Any]) -> None:
+        for op, argument in items:
+            self._one(op.name, argument)
+
+    def _write(self, text: str) -> None:
+        self._spend(len(text))
+        self._written.append(text)
+        self._size += len(text)
+
+    def _one(self, op: str, argument: Any) -> None:
+        self._spend(1)
+        match op:
+            case "LITERAL":
+                self._write(chr(argument))
+            case "NOT_LITERAL":
+                self._write(self._rng.choice([c for c in _ALPHABET if ord(c) != argument]))
+            case "ANY":
+                self._write(self._rng.choice(_ALPHABET))
+            case "IN":
+                self._write(self._rng.choice(self._members_of(argument)))
+            case "CATEGORY":
+                self._write(self._rng.choice(_category(argument.name)))
+            case "BRANCH":
+                self._walk(self._rng.choice(argument[1]))
+            case "SUBPATTERN":
+                self._group(argument[0], argument[-1])
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                self._repeat(*argument)
+            case "GROUPREF":
+                self._write(self._group_text(argument))
+            case "AT":
+                self._anchors.append((argument.name, self._size))
+            case _:
+                raise RegexError(f"{op.lower()} is not supported")
+
+    def _group(self, number: int | None, items: Iterable[Any]) -> None:
+        start = len(self._written)
+        self._walk(items)
+        if number is not None:
+            self._groups[number] = text = "".join(self._written[start:])
+            self._spend(len(text))
+
+    def _group_text(self, number: int) -> str:
+        if number not in self._groups:
+            raise RegexError(f"group {number} may have no value")
+        return self._groups[number]
+
+    def _repeat(self, low: int, high: int, items: Sequence[Any]) -> None:
+        self._spend(min(int(low), MOST_CHARACTERS + 1))
+        for _ in range(self._rng.randint(low, min(int(high), low + MORE))):
+            self._walk(items)
+
+    def _members_of(self, items: Sequence[Any]) -> list[str]:
+        found = self._members.get(id(items))
+        if found is None:
+            found = self._members[id(items)] = _members(items)
+        return found
+
+    def _holds(self, name: str, text: str, place: int) -> bool:
+        """Whether an anchor allows what has come to stand at its place."""
+        lines = self._multiline
+        match name:
+            case "AT_BEGINNING" | "AT_BEGINNING_LINE":
+                return not place or (lines and text[place - 1] == "\n")
+            case "AT_BEGINNING_STRING":
+                return not place
+            case "AT_END" | "AT_END_LINE":
+                rest = text[place:]
+                return rest in ("", "\n") or (lines and rest[0] == "\n")
+            case "AT_END_STRING":
+                return place == len(text)
+        inside = (place > 0 and text[place - 1] in _WORD) != (
+            place < len(text) and text[place] in _WORD
+        )
+        return inside == (name == "AT_BOUNDARY")
 
 
 def _members(items: Iterable[Any]) -> list[str]:

@@ -1,16 +1,18 @@
 """A value that a JSON schema allows: enough of draft 2020-12 for tool and response schemas."""
 
+import json
 import math
 from random import Random
 from typing import Any, TypeAlias
 
-from kvmesh.worker.mock.regex import matching
+from kvmesh.worker.mock.regex import Steps, matching
 
 Schema: TypeAlias = dict[str, Any]
 DEEP = 4
 TOO_DEEP = 32
 MOST_VALUES = 10_000
 MOST_CHARACTERS = 1 << 16
+MOST_STEPS = 1 << 18
 _VOCABULARY = """
 block cache engine prefix router token worker branch commit file path test value result error index
 layer module output query stream table thread window answer plan report
@@ -50,6 +52,8 @@ class SchemaWriter:
         self._root = schema
         self._rng = rng
         self._values = 0
+        self._steps = Steps(MOST_STEPS)
+        self._sizes: dict[int, int] = {}
 
     def write(self) -> Any:
         """A value that is valid under the schema; raises SchemaError."""
@@ -61,18 +65,26 @@ class SchemaWriter:
             raise SchemaTooLarge(f"the schema asks for more than {MOST_VALUES} values")
         schema = self._resolve(schema, depth)
         if "const" in schema:
-            return schema["const"]
+            return self._given(schema["const"])
         if "enum" in schema:
             if not schema["enum"]:
                 raise SchemaError("an empty enum allows nothing")
-            return self._rng.choice(schema["enum"])
+            return self._given(self._rng.choice(schema["enum"]))
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 rest = {k: v for k, v in schema.items() if k != key}
                 return self._any_of(schema[key], rest, depth)
         return self._typed(self._type(schema, depth), schema, depth)
 
+    def _given(self, value: Any) -> Any:
+        """A value that the schema spells out, as often as that is not too much."""
+        if id(value) not in self._sizes:
+            self._sizes[id(value)] = len(json.dumps(value))
+        self._steps.spend(self._sizes[id(value)])
+        return value
+
     def _resolve(self, schema: object, depth: int) -> Schema:
+        self._steps.spend(1)
         if depth > TOO_DEEP:
             raise SchemaError("the schema recurses without an end")
         if schema is True:
@@ -167,20 +179,25 @@ class SchemaWriter:
                 break
             kind = first[len(made)] if len(made) < len(first) else schema.get("items", True)
             item = self._value(kind, depth + 1)
-            if item not in made or not schema.get("uniqueItems"):
+            if not schema.get("uniqueItems") or self._is_new(item, made):
                 made.append(item)
             elif attempt == 20 * count - 1 and len(made) < low:
                 raise SchemaError("too few different items to choose from")
         return made
 
+    def _is_new(self, item: Any, made: list[Any]) -> bool:
+        self._steps.spend(len(made))
+        return item not in made
+
     def _string(self, schema: Schema) -> str:
         if "pattern" in schema:
-            return matching(schema["pattern"], self._rng)
+            return matching(schema["pattern"], self._rng, self._steps)
         if schema.get("format") in _FORMATS:
             return _FORMATS[schema["format"]]
         low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
         if low > MOST_CHARACTERS:
             raise SchemaTooLarge(f"a string of {low} characters")
+        self._steps.spend(low)
         text = words(self._rng, self._rng.randint(1, 4))
         while len(text) < low:
             text += " " + words(self._rng, 1)

@@ -1,0 +1,43 @@
+"""Suspects are tried one at a time, so that a second death tells which of them it was."""
+
+import asyncio
+
+from kvmesh.frontend.sequence import Sequence
+from kvmesh.frontend.suspects import Suspects
+
+WAIT_S = 2.0  # who comes after many others is tried beside them instead of waiting longer
+TRIAL_S = 10.0
+LOOK_S = 0.02
+
+
+class Isolation:
+    """Lets the next suspect go to an engine when the last one has got its first token there."""
+
+    def __init__(self, suspects: Suspects) -> None:
+        self._suspects = suspects
+        self._turn = asyncio.Lock()
+        self._trial: asyncio.Task[None] | None = None
+        self._tried: Sequence | None = None
+
+    async def enter(self, sequence: Sequence) -> None:
+        """Wait for one's turn, unless it takes too long."""
+        if self._tried is sequence:
+            return
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            return
+        self._tried = sequence
+        self._trial = asyncio.create_task(self._try(sequence), name="trial")
+
+    async def _try(self, sequence: Sequence) -> None:
+        try:
+            async with asyncio.timeout(TRIAL_S):
+                while sequence.id in self._suspects and not sequence.fresh:
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            return
+        finally:
+            self._tried = None
+            self._turn.release()

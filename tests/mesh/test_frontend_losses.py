@@ -1,0 +1,149 @@
+"""The frontend and workers that freeze, or that a request kills: who is blamed, who is left out."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from support.frontend import (
+    MODEL,
+    Client,
+    ScriptedRouter,
+    ScriptedWorker,
+    client_session,
+    events,
+    scripted_router,
+    scripted_worker,
+)
+from support.mesh import Mesh, stream_env
+from support.nats import NatsServer
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Chunk
+from kvmesh.bus.streams import StreamLimits, ensure_streams
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+CHAT = "/v1/chat/completions"
+LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
+
+
+@dataclass
+class Stage:
+    bus: Bus
+    client: Client
+    router: ScriptedRouter
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stage]:
+    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("frontend"), stream_env(LIMITS))
+    bus = await Bus.connect(mesh.options, "test")
+    await ensure_streams(bus, LIMITS)
+    mesh.start("frontend", "frontend-0")
+    async with (
+        scripted_router(bus, LIMITS) as router,
+        scripted_worker(bus, LIMITS, "first"),
+        client_session() as session,
+    ):
+        await mesh.ready()
+        yield Stage(bus, Client(mesh.url, session), router)
+    mesh.stop()
+    await bus.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def workers(stage: Stage) -> AsyncIterator[list[ScriptedWorker]]:
+    """Three that the router prefers in this order."""
+    async with AsyncExitStack() as stack:
+        made = []
+        for name in ("a", "b", "c"):
+            worker = scripted_worker(stage.bus, LIMITS, f"{name}{secrets.token_hex(4)}")
+            made.append(await stack.enter_async_context(worker))
+        stage.router.order = [worker.instance for worker in made]
+        yield made
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **changes}
+
+
+async def answer(worker: ScriptedWorker, number: int = 0) -> None:
+    work = await worker.work(number)
+    await worker.send(work, Chunk(work.request, work.generated, [300], finish="stop"))
+
+
+async def test_a_request_that_hangs_two_workers_is_given_to_no_third(
+    stage: Stage, workers: list[ScriptedWorker]
+) -> None:
+    a, b, c = workers
+    for worker in workers:
+        worker.hangs = True
+    data = msgspec.json.encode(body())
+    async with stage.client.session.post(stage.client.url + CHAT, data=data) as response:
+        assert response.status == 500
+        assert response.headers["X-Should-Retry"] == "false"
+        error = (await response.json())["error"]
+    assert error["code"] == "engine_lost"
+    assert "two workers" in error["message"]
+    assert [len(worker.works) for worker in (a, b, c)] == [1, 1, 0]
+
+
+async def test_a_request_that_crashes_two_engines_is_given_to_no_third(
+    stage: Stage, workers: list[ScriptedWorker]
+) -> None:
+    a, b, c = workers
+    response = await stage.client.stream(CHAT, body(stream=True))
+    for worker, had in ((a, 0), (b, 1)):
+        work = await worker.work()
+        await worker.send(work, Chunk(work.request, had, [300]))
+        failed = Chunk(work.request, had + 1, [], finish="abort", error="the engine died")
+        await worker.send(work, failed)
+    chunks = await events(response)
+    assert "the engine died" in chunks[-2]["error"]["message"]
+    assert chunks[-1] == "[DONE]"
+    assert not c.works
+
+
+async def test_frozen_workers_are_passed_over_and_nobody_is_blamed(
+    stage: Stage, workers: list[ScriptedWorker]
+) -> None:
+    a, b, c = workers
+    a.frozen = b.frozen = True
+    asking = [asyncio.create_task(stage.client.post(CHAT, body())) for _ in range(4)]
+    for number in range(4):
+        await answer(c, number)
+    assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 4
+
+
+async def test_a_frozen_worker_is_offered_nothing_until_it_answers(
+    stage: Stage, workers: list[ScriptedWorker]
+) -> None:
+    a, b, _ = workers
+    a.frozen = True
+    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    await answer(b)
+    assert (await asking)[0] == 200
+    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    await answer(b, 1)
+    assert (await asking)[0] == 200
+    assert len(a.works) == 1
+    a.frozen = False
+
+    async def is_offered() -> bool:
+        had, others = len(a.works), len(b.works)
+        asking = asyncio.create_task(stage.client.post(CHAT, body()))
+        await eventually(lambda: len(a.works) > had or len(b.works) > others)
+        offered = len(a.works) > had
+        await answer(a if offered else b, had if offered else others)
+        assert (await asking)[0] == 200
+        return offered
+
+    await eventually(is_offered, what="the worker is offered work again")
