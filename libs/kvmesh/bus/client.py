@@ -7,9 +7,11 @@ function is called from a task of its subscription, a plain one at once by whoev
 import asyncio
 import inspect
 import logging
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,9 +24,17 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.client import JetStreamContext
 from nats.js.errors import APIError
 from nats.js.kv import KeyValue
+from nkeys import NkeysError
 
-from kvmesh.bus.direct import DirectClient
-from kvmesh.bus.errors import BusUnavailable, MessageTooLarge, NoResponder, RequestTimeout, cause
+from kvmesh.bus.direct import DirectClient, PermissionDenied
+from kvmesh.bus.errors import (
+    BusUnavailable,
+    MessageTooLarge,
+    NoResponder,
+    NotPermitted,
+    RequestTimeout,
+    cause,
+)
 from kvmesh.bus.messages import encode
 from kvmesh.bus.subjects import Subjects
 
@@ -49,15 +59,23 @@ _ack_decoder = msgspec.json.Decoder(_Ack)
 
 @dataclass(frozen=True)
 class BusOptions:
-    """Where and as whom to connect. `url` may list several servers, separated by commas."""
+    """Where and as whom to connect. `url` may list several servers, separated by commas.
 
-    url: str = "nats://127.0.0.1:4222"
+    With an authority in `tls_ca`, or a certificate, every server must offer TLS.
+    """
+
+    url: str = field(default="nats://127.0.0.1:4222", repr=False)
     namespace: str = "kvmesh"
     user: str | None = None
-    password: str | None = None
-    token: str | None = None
+    password: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
     credentials: str | None = None
     replicas: int = 1
+    nkey_seed: str | None = field(default=None, repr=False)
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    inbox_prefix: str = "_INBOX"
 
 
 class Bus:
@@ -85,9 +103,10 @@ class Bus:
         bus = cls(client, options)
         servers = [url.strip() for url in options.url.split(",")]
         try:
+            security = _security(options)
             async with asyncio.timeout(timeout):
-                await _connect_patiently(client, servers, bus, name)
-        except (TimeoutError, OSError, ImportError, NatsError) as error:  # credentials need nkeys
+                await _connect_patiently(client, servers, bus, name, security)
+        except (TimeoutError, OSError, ValueError, NkeysError, NatsError) as error:
             client.abandon()
             raise BusUnavailable(options.url, client.last_error or error) from error
         return bus
@@ -119,6 +138,8 @@ class Bus:
             raise MessageTooLarge(subject, len(data)) from None
         except NoRespondersError:
             raise NoResponder(subject) from None
+        except PermissionDenied:
+            raise NotPermitted(subject) from None
         except NatsTimeoutError:
             raise RequestTimeout(subject, timeout) from None
         return msgspec.msgpack.decode(answer.data, type=reply)
@@ -267,23 +288,59 @@ class Bus:
         await self.client.close()
 
 
-async def _connect_patiently(client: DirectClient, servers: list[str], bus: Bus, name: str) -> None:
+def _security(options: BusOptions) -> dict[str, Any]:
+    """The client's arguments that say who this is and whom it trusts.
+
+    Raises OSError or ValueError for files that cannot be used.
+    """
+    return {
+        "user": options.user,
+        "password": options.password,
+        "token": options.token,
+        "user_credentials": options.credentials,
+        "nkeys_seed_str": options.nkey_seed,
+        "inbox_prefix": options.inbox_prefix,
+        "tls": _tls(options),
+    }
+
+
+def _tls(options: BusOptions) -> ssl.SSLContext | None:
+    if options.tls_ca is None and options.tls_cert is None:
+        return None
+    for file in (options.tls_ca, options.tls_cert, options.tls_key):
+        if file is not None and not file.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
+    try:
+        context = ssl.create_default_context(cafile=options.tls_ca)
+        if options.tls_cert is not None:
+            context.load_cert_chain(options.tls_cert, options.tls_key)
+    except ssl.SSLError as error:
+        raise ValueError(f"nats.tls_ca, tls_cert or tls_key cannot be used: {error}") from error
+    return context
+
+
+async def _connect_patiently(
+    client: DirectClient, servers: list[str], bus: Bus, name: str, security: dict[str, Any]
+) -> None:
     while True:
         try:
-            await _connect(client, servers, bus, name)
+            await _connect(client, servers, bus, name, security)
         except (OSError, nats.errors.NoServersError):
             await asyncio.sleep(0.2)
         else:
             return
 
 
-async def _connect(client: DirectClient, servers: list[str], bus: Bus, name: str) -> None:
-    options = bus.options
+async def _connect(
+    client: DirectClient, servers: list[str], bus: Bus, name: str, security: dict[str, Any]
+) -> None:
     last_error = broken_by = ""
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
         text = cause(error)
+        if client.denied(text):
+            return  # whoever asked says so
         if isinstance(error, BROKEN):
             broken_by = text
         elif last_error != text:
@@ -295,7 +352,7 @@ async def _connect(client: DirectClient, servers: list[str], bus: Bus, name: str
         last_error = broken_by = ""
         client.made()
         bus.connected_at = asyncio.get_running_loop().time()
-        log.info("reconnected to %s", client.connected_url and client.connected_url.netloc)
+        log.info("reconnected to %s", client.server)
         for callback in bus.on_reconnect:
             callback()
 
@@ -315,10 +372,7 @@ async def _connect(client: DirectClient, servers: list[str], bus: Bus, name: str
         connect_timeout=2,
         ping_interval=10,
         pending_size=64 * 1024 * 1024,
-        user=options.user,
-        password=options.password,
-        token=options.token,
-        user_credentials=options.credentials,
+        **security,
     )
     client.made()
     bus.connected_at = asyncio.get_running_loop().time()

@@ -15,8 +15,8 @@ def render_metrics(_: web.Request) -> web.Response:
     return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-async def serve_metrics(port: int, ready: Callable[[], bool]) -> web.AppRunner | None:
-    """Listen on all addresses at `port`, unless it is 0; `/health` is 503 until `ready()`.
+async def serve_metrics(host: str, port: int, ready: Callable[[], bool]) -> web.AppRunner | None:
+    """Listen on `host` at `port`, unless that is 0; `/health` is 503 until `ready()`.
 
     Raises StartError if the port cannot be had.
     """
@@ -40,9 +40,9 @@ async def serve_metrics(port: int, ready: Callable[[], bool]) -> web.AppRunner |
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, port=port).start()
+        await web.TCPSite(runner, host, port).start()
     except OSError as error:
         await runner.cleanup()
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise StartError(f"cannot serve metrics on port {port}: {reason}") from error
+        raise StartError(f"cannot serve metrics on {host} port {port}: {reason}") from error
     return runner

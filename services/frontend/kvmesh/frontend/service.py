@@ -191,7 +191,9 @@ async def main(service: Service) -> None:
     log.info("listening on %s", endpoint)
     others = asyncio.create_task(siblings.keep(service), name="siblings")
     service.spawn(siblings.follow_parent(service), "parent")
-    metrics = await serve_metrics(settings.metrics_port, lambda: not frontend.missing())
+    metrics = await serve_metrics(
+        settings.metrics_host, settings.metrics_port, lambda: not frontend.missing()
+    )
     try:
         await service.stopping.wait()
     finally:

@@ -220,7 +220,11 @@ async def main(service: Service) -> None:
     REGISTRY.register(collector)
     metrics = None
     try:
-        metrics = await serve_metrics(service.settings.indexer.metrics_port, lambda: indexer.ready)
+        metrics = await serve_metrics(
+            service.settings.indexer.metrics_host,
+            service.settings.indexer.metrics_port,
+            lambda: indexer.ready,
+        )
         await indexer.run()
     finally:
         REGISTRY.unregister(collector)

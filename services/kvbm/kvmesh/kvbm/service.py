@@ -63,7 +63,9 @@ async def main(service: Service) -> None:
 async def _serve(service: Service, node: KvbmNode) -> None:
     collector = ManagerCollector(node.manager, node.desk, node.divisions)
     REGISTRY.register(collector)
-    metrics = await serve_metrics(service.settings.kvbm.metrics_port, lambda: node.ready)
+    metrics = await serve_metrics(
+        service.settings.kvbm.metrics_host, service.settings.kvbm.metrics_port, lambda: node.ready
+    )
     try:
         await node.open()
         await service.stopping.wait()

@@ -83,7 +83,11 @@ class RouterService:
     async def run(self) -> None:
         """Be a process of the mesh until the service is told to stop."""
         service = self._service
-        runner = await serve_metrics(service.settings.router.metrics_port, lambda: self.ready)
+        runner = await serve_metrics(
+            service.settings.router.metrics_host,
+            service.settings.router.metrics_port,
+            lambda: self.ready,
+        )
         card = Instance(
             instance=service.instance,
             role=Role.ROUTER,

@@ -102,7 +102,7 @@ async def _serve(service: Service, node: WorkerNode) -> None:
     ]
     for collector in collectors:
         REGISTRY.register(collector)
-    http = await serve_metrics(worker.metrics_port, lambda: node.ready)
+    http = await serve_metrics(worker.metrics_host, worker.metrics_port, lambda: node.ready)
     try:
         await node.start()
         await service.stopping.wait()

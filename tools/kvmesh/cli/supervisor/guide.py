@@ -9,7 +9,7 @@ from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.plan import Spec, frontend_ports
-from kvmesh.settings import Settings
+from kvmesh.settings import Settings, redacted
 
 if TYPE_CHECKING:
     from kvmesh.cli.supervisor.watch import Watch
@@ -68,6 +68,9 @@ class Guide:
     async def _announce(self) -> None:
         ports = frontend_ports(self._settings)
         if ports:
-            host, nats = ready.reachable(self._settings.frontend.host), self._settings.nats.url
+            host, nats = (
+                ready.reachable(self._settings.frontend.host),
+                redacted(self._settings.nats.url),
+            )
             models = await ready.models(host, ports[0])
             self._log.announce(ready.announcement(host, ports, models, nats))

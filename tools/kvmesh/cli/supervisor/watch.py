@@ -13,7 +13,7 @@ from kvmesh.bus.messages import Instance, Load
 from kvmesh.bus.streams import ensure_streams, purge_states
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.runtime.service import bus_options, stream_limits
-from kvmesh.settings import Settings
+from kvmesh.settings import Settings, redacted
 
 CONNECT_S = 5.0
 
@@ -47,7 +47,9 @@ class Watch:
             await ensure_streams(self._bus, self._limits)
             await self._directory.open()
         except NatsError as error:
-            raise UpError(f"cannot use JetStream at {self._bus.options.url}: {error}") from error
+            raise UpError(
+                f"cannot use JetStream at {redacted(self._bus.options.url)}: {error}"
+            ) from error
         loads = self._bus.subjects.load_all
         await self._bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._keep)
 
