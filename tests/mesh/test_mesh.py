@@ -266,6 +266,6 @@ async def test_a_taken_metrics_port_is_told_in_a_line(
             other.stop()
     log = (tmp_path / "process.log").read_text()
     assert status == 1
-    assert f"cannot serve metrics on port {port}: Address already in use" in log
+    assert f"cannot serve metrics on 127.0.0.1 port {port}: Address already in use" in log
     assert "Traceback" not in log
     assert "leaked" not in log

@@ -17,7 +17,11 @@ from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.kvbm import Finish
 from kvmesh.bus.streams import StreamLimits
+from kvmesh.runtime.service import bus_options
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Nats
 from kvmesh.worker.vllm import bridge
+from kvmesh.worker.vllm.blocks import kvbm_connector
 from kvmesh.worker.vllm.bridge import BridgeOptions, Lookups, Origin
 
 LAYOUT = KvLayout(
@@ -46,9 +50,8 @@ async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[
 
 @pytest_asyncio.fixture
 async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[Lookups]:
+    bridge.tell_bus(bus.options)
     options = BridgeOptions(
-        url=bus.options.url,
-        namespace=bus.options.namespace,
         weights="w",
         node=kvbm.node,
         instance="vllm",
@@ -108,3 +111,13 @@ async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
     for request in ("taken", "asked"):
         lookups.finish(request)
     await eventually(lambda: not kvbm.tickets)
+
+
+def test_what_vllm_logs_of_the_connector_says_nothing_of_how_to_connect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(bridge.BUS, "")
+    (tmp_path / "config.json").write_text("{}")
+    nats = Nats(url="nats://u:hidden@h", password="hidden", token="hidden", nkey_seed="hidden")
+    assert "hidden" not in str(kvbm_connector(Settings(nats=nats), tmp_path, "m"))
+    assert bridge.told_bus() == bus_options(nats)

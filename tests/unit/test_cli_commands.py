@@ -15,7 +15,7 @@ from kvmesh.cli.main import run
 from kvmesh.cli.reference import markdown, toml
 from kvmesh.cli.registry import COMMANDS
 from kvmesh.cli.units import duration, size
-from kvmesh.settings import Settings, load
+from kvmesh.settings import Settings, load, options
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -131,6 +131,27 @@ def test_the_settings_in_effect_are_a_settings_file(tmp_path: Path) -> None:
     file.write_text(toml(Settings()))
     assert load(file, {}, {}) == Settings()
     assert tomllib.loads(toml(Settings()))["up"]["workers"] == 4
+
+
+def test_the_settings_in_effect_show_no_secret(tmp_path: Path) -> None:
+    env = {option.env: f"hidden-{option.key}" for option in options() if option.secret}
+    env |= {"KVMESH_NATS_URL": "nats://u:hidden-url@h:1", "KVMESH_REMOTE_URL": "http://u:hidden@h"}
+    env["KVMESH_KVBM_REMOTE_URL"] = "redis://:hidden@h"
+    shown = toml(load(None, env, {}))
+    assert "hidden" not in shown
+    assert "nats://***@h:1" in shown
+    file = tmp_path / "mesh.toml"
+    file.write_text(shown)
+    assert load(file, {}, {}).nats.password is None
+
+
+def test_secrets_are_no_flags() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "", dict.fromkeys(option.section for option in options()))
+    names = {name for action in parser._actions for name in action.option_strings}
+    secret = [f"--{o.section}-{o.key}".replace("_", "-") for o in options() if o.secret]
+    assert names.isdisjoint(secret)
+    assert names.issuperset(f"{name}-file" for name in secret)
 
 
 def test_the_reference_of_all_options_is_current() -> None:

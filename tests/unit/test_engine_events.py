@@ -27,7 +27,7 @@ from kvmesh.worker.cache_events import (
 )
 from kvmesh.worker.engine import Delta, EngineError
 from kvmesh.worker.event_feed import EventFeed
-from kvmesh.worker.zmq_events import EventDecoder, rank_endpoint
+from kvmesh.worker.zmq_events import EventDecoder, event_endpoints, rank_endpoint
 
 SIZE = 4
 SALT = salt("m")
@@ -139,6 +139,13 @@ def test_one_group_of_a_hybrid_model_speaks_for_all() -> None:
 def test_malformed_payloads_are_one_kind_of_error(payload: bytes) -> None:
     with pytest.raises(ValueError, match="malformed KV event"):
         EventDecoder().decode(payload)
+
+
+def test_an_embedded_engine_publishes_on_sockets_in_its_own_folder(tmp_path: Path) -> None:
+    for endpoint in event_endpoints(tmp_path).values():
+        assert endpoint.startswith(f"ipc://{tmp_path}/")
+        assert "tcp" in endpoint
+        assert endpoint.rpartition(":")[2].isdecimal()
 
 
 def test_ranks_publish_on_consecutive_ports() -> None:

@@ -55,9 +55,9 @@ def test_a_lost_sequence_keeps_its_tokens_and_gets_a_new_name(sequence: Sequence
     sequence.place("v", 12.0)
     assert (sequence.attempt, sequence.lost) == ("r.1", "")
     assert not sequence.ended.is_set()
-    at_first = sequence.prefilled  # what it has so far is of another engine
+    at_first = sequence.fresh  # what it has so far is of another engine
     sequence.take(Chunk("r.1", 2, [3], finish="length", cached=[9]), 13.0)
-    assert (at_first, sequence.prefilled) == (False, True)
+    assert (at_first, sequence.fresh) == (0, 1)
     assert sequence.tokens == [1, 2, 3]
     assert sequence.cached == [3]
 

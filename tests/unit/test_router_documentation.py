@@ -59,7 +59,14 @@ def test_the_example_of_the_library_compiles() -> None:
 
 def test_every_policy_and_setting_is_documented() -> None:
     assert [name for name in BUILT_IN if f"`{name}`" not in PAGE] == []
-    silent = {"name", "seed", "metrics_port", "thompson_exploration", "program_acting_weight"}
+    silent = {
+        "name",
+        "seed",
+        "metrics_port",
+        "metrics_host",
+        "thompson_exploration",
+        "program_acting_weight",
+    }
     fields = set(Router.__struct_fields__) - silent
     words = set(re.findall(r"[a-z_]+", PAGE.replace("no-kv-events", "kv_events")))
     assert fields - words == set()

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.settings import Flag, Settings, SettingsError, load, options, to_env
+from kvmesh.settings import (
+    Flag,
+    Option,
+    Settings,
+    SettingsError,
+    load,
+    options,
+    redacted,
+    to_env,
+)
 from kvmesh.settings.load import Place
 
 
@@ -135,3 +144,72 @@ def test_every_option_is_described_and_named_once() -> None:
     found = list(options())
     assert all(option.description for option in found)
     assert len({option.env for option in found}) == len(found)
+
+
+SECRETS = [option for option in options() if option.secret]
+
+
+@pytest.mark.parametrize("option", SECRETS, ids=lambda o: o.env)
+def test_a_secret_may_be_in_a_file(tmp_path: Path, option: Option) -> None:
+    file = tmp_path / "secret"
+    file.write_text(" hidden\n")
+    toml = write(tmp_path, f"[{option.section}]\n{option.file_key} = '{file}'\n")
+    flag = Flag("--secret-file", str(file))
+    for found in (
+        load(None, {option.file_env: str(file)}, {}),
+        load(toml, {}, {}),
+        load(None, {option.env: "other"}, {(option.section, option.file_key): flag}),
+    ):
+        assert getattr(getattr(found, option.section), option.key) == "hidden"
+
+
+@pytest.mark.parametrize("option", SECRETS, ids=lambda o: o.env)
+def test_a_secrets_file_that_cannot_be_used_is_named_with_its_setting(
+    tmp_path: Path, option: Option
+) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(SettingsError, match=f"{option.file_env}: cannot read {missing}: No such"):
+        load(None, {option.file_env: str(missing)}, {})
+    missing.write_text("\n")
+    with pytest.raises(SettingsError, match=f"{option.file_env}: {missing} is empty"):
+        load(None, {option.file_env: str(missing)}, {})
+    with pytest.raises(SettingsError, match=f"{option.file_env}: {option.env} is given as well"):
+        load(None, {option.file_env: str(missing), option.env: "x"}, {})
+    toml = write(tmp_path, f"[{option.section}]\n{option.file_key} = 1\n")
+    with pytest.raises(SettingsError, match="expected a path"):
+        load(toml, {}, {})
+
+
+def test_an_unfit_secret_is_not_repeated(tmp_path: Path) -> None:
+    toml = write(tmp_path, "[nats]\npassword = 31415926\n")
+    with pytest.raises(SettingsError) as raised:
+        load(toml, {}, {})
+    assert "31415926" not in str(raised.value)
+
+
+def test_every_option_that_sounds_like_a_secret_is_one() -> None:
+    public = {"overlap_credits", "keys_file", "keys_bucket", "credentials", "tls_key"}
+    words = ("password", "token", "secret", "key", "seed", "credential")
+    named = [
+        option
+        for option in options()
+        if any(word in option.key for word in words)
+        and option.type is str
+        and option.key not in public
+    ]
+    assert [option.env for option in named if not option.secret] == []
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("nats://h:4222", "nats://h:4222"),
+        ("nats://user:p@ss@h:1,tls://token@i:2", "nats://***@h:1,tls://***@i:2"),
+        ("nats://user:a,b/c@h", "nats://***@h"),
+        ("user:pass@h:1,i:2", "***@h:1,i:2"),
+        ("redis://:secret@h/0?timeout=1", "redis://***@h/0?timeout=1"),
+        ("redis://h/0?password=secret&db=1", "redis://h/0?password=***&db=1"),
+    ],
+)
+def test_urls_are_shown_without_who_uses_them(url: str, shown: str) -> None:
+    assert redacted(url) == shown

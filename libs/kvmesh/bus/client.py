@@ -7,9 +7,11 @@ function is called from a task of its subscription, a plain one at once by whoev
 import asyncio
 import inspect
 import logging
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,9 +24,17 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.client import JetStreamContext
 from nats.js.errors import APIError
 from nats.js.kv import KeyValue
+from nkeys import NkeysError
 
-from kvmesh.bus.direct import DirectClient
-from kvmesh.bus.errors import BusUnavailable, MessageTooLarge, NoResponder, RequestTimeout, cause
+from kvmesh.bus.direct import DirectClient, PermissionDenied
+from kvmesh.bus.errors import (
+    BusUnavailable,
+    MessageTooLarge,
+    NoResponder,
+    NotPermitted,
+    RequestTimeout,
+    cause,
+)
 from kvmesh.bus.joining import BROKEN, Joining
 from kvmesh.bus.messages import encode
 from kvmesh.bus.subjects import Subjects
@@ -49,15 +59,23 @@ _ack_decoder = msgspec.json.Decoder(_Ack)
 
 @dataclass(frozen=True)
 class BusOptions:
-    """Where and as whom to connect. `url` may list several servers, separated by commas."""
+    """Where and as whom to connect. `url` may list several servers, separated by commas.
 
-    url: str = "nats://127.0.0.1:4222"
+    With an authority in `tls_ca`, or a certificate, every server must offer TLS.
+    """
+
+    url: str = field(default="nats://127.0.0.1:4222", repr=False)
     namespace: str = "kvmesh"
     user: str | None = None
-    password: str | None = None
-    token: str | None = None
+    password: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
     credentials: str | None = None
     replicas: int = 1
+    nkey_seed: str | None = field(default=None, repr=False)
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    inbox_prefix: str = "_INBOX"
 
 
 class Bus:
@@ -91,10 +109,12 @@ class Bus:
         bus = cls(client, options)
         servers = [url.strip() for url in options.url.split(",")]
         joining = Joining(len(servers) if once else None)
-        attempt = asyncio.create_task(_connect_patiently(client, servers, bus, name, joining))
         try:
+            attempt = asyncio.create_task(
+                _connect_patiently(client, servers, bus, name, joining, _security(options))
+            )
             await joining.result(attempt, timeout)
-        except (TimeoutError, OSError, ImportError, NatsError) as error:  # credentials need nkeys
+        except (TimeoutError, OSError, ValueError, NkeysError, NatsError) as error:
             client.abandon()
             reason = joining.reason(error, _credentials(options))
             raise BusUnavailable(options.url, reason) from error
@@ -127,6 +147,8 @@ class Bus:
             raise MessageTooLarge(subject, len(data)) from None
         except NoRespondersError:
             raise NoResponder(subject) from None
+        except PermissionDenied:
+            raise NotPermitted(subject) from None
         except NatsTimeoutError:
             raise RequestTimeout(subject, timeout) from None
         return msgspec.msgpack.decode(answer.data, type=reply)
@@ -287,6 +309,7 @@ class Bus:
 def _credentials(options: BusOptions) -> str:
     """The settings by which the server knows who this is; empty if there are none."""
     settings = {
+        "nats.nkey_seed": options.nkey_seed,
         "nats.credentials": options.credentials,
         "nats.token": options.token,
         "nats.user and nats.password": options.user,
@@ -295,12 +318,48 @@ def _credentials(options: BusOptions) -> str:
     return next((name for name, value in settings.items() if value), "")
 
 
+def _security(options: BusOptions) -> dict[str, Any]:
+    """The client's arguments that say who this is and whom it trusts.
+
+    Raises OSError or ValueError for files that cannot be used.
+    """
+    return {
+        "user": options.user,
+        "password": options.password,
+        "token": options.token,
+        "user_credentials": options.credentials,
+        "nkeys_seed_str": options.nkey_seed,
+        "inbox_prefix": options.inbox_prefix,
+        "tls": _tls(options),
+    }
+
+
+def _tls(options: BusOptions) -> ssl.SSLContext | None:
+    if options.tls_ca is None and options.tls_cert is None:
+        return None
+    for file in (options.tls_ca, options.tls_cert, options.tls_key):
+        if file is not None and not file.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
+    try:
+        context = ssl.create_default_context(cafile=options.tls_ca)
+        if options.tls_cert is not None:
+            context.load_cert_chain(options.tls_cert, options.tls_key)
+    except ssl.SSLError as error:
+        raise ValueError(f"nats.tls_ca, tls_cert or tls_key cannot be used: {error}") from error
+    return context
+
+
 async def _connect_patiently(
-    client: DirectClient, servers: list[str], bus: Bus, name: str, joining: Joining
+    client: DirectClient,
+    servers: list[str],
+    bus: Bus,
+    name: str,
+    joining: Joining,
+    security: dict[str, Any],
 ) -> None:
     while True:
         try:
-            await _connect(client, servers, bus, name, joining)
+            await _connect(client, servers, bus, name, joining, security)
         except (OSError, nats.errors.NoServersError):
             await asyncio.sleep(0.2)
         else:
@@ -308,14 +367,20 @@ async def _connect_patiently(
 
 
 async def _connect(
-    client: DirectClient, servers: list[str], bus: Bus, name: str, joining: Joining
+    client: DirectClient,
+    servers: list[str],
+    bus: Bus,
+    name: str,
+    joining: Joining,
+    security: dict[str, Any],
 ) -> None:
-    options = bus.options
     last_error = broken_by = ""
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
         text = cause(error)
+        if client.denied(text):
+            return  # whoever asked says so
         if joining.failed(error):
             return
         if isinstance(error, BROKEN):
@@ -329,7 +394,7 @@ async def _connect(
         last_error = broken_by = ""
         client.made()
         bus.connected_at = asyncio.get_running_loop().time()
-        log.info("reconnected to %s", client.connected_url and client.connected_url.netloc)
+        log.info("reconnected to %s", client.server)
         for callback in bus.on_reconnect:
             callback()
 
@@ -349,10 +414,7 @@ async def _connect(
         connect_timeout=2,
         ping_interval=10,
         pending_size=64 * 1024 * 1024,
-        user=options.user,
-        password=options.password,
-        token=options.token,
-        user_credentials=options.credentials,
+        **security,
     )
     client.made()
     bus.connected_at = asyncio.get_running_loop().time()

@@ -10,12 +10,14 @@ way is taken.
 
 import asyncio
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
@@ -26,6 +28,11 @@ Handle = Callable[[Msg], None]
 MOST_BUFFERED = 256 << 10
 LARGE = 32 << 10  # such a payload is not copied together with others
 SEPARATORS = frozenset(" \t\r\n")
+DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
+
+
+class PermissionDenied(NatsError):
+    """The server refused a request: whoever connected may not publish on that subject."""
 
 
 class DirectClient(Client):
@@ -37,6 +44,7 @@ class DirectClient(Client):
         self._flush_planned = False
         self._handles: dict[int, Handle] = {}
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._asked: dict[str, str] = {}  # subjects of what waits, by the subject of the answer
         self._inbox = ""
         self._tokens = itertools.count(1)
         self._complaints: set[asyncio.Task[None]] = set()
@@ -149,13 +157,39 @@ class DirectClient(Client):
         token = f"{self._inbox}.{next(self._tokens)}"
         future: asyncio.Future[Msg] = loop.create_future()
         self._waiting[token] = future
+        self._asked[token] = subject
         timer = loop.call_later(timeout, _expire, future)
         try:
             await self.publish(subject, payload, token, headers)
             return await future
         finally:
             timer.cancel()
-            del self._waiting[token]
+            del self._waiting[token], self._asked[token]
+
+    def denied(self, text: str) -> bool:
+        """Fail the requests that a server's error says it refused; False if there are none."""
+        found = DENIED.search(text)
+        refused = [t for t, subject in self._asked.items() if found and subject == found[1]]
+        for token in refused:
+            if not self._waiting[token].done():
+                self._waiting[token].set_exception(PermissionDenied(text))
+        return bool(refused)
+
+    @property
+    def server(self) -> str:
+        """Host and port of the server of this connection, or of the last one."""
+        url = self.connected_url
+        return f"{url.hostname}:{url.port}" if url else "no server"
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """Refuse a server that would have the rest sent in the clear where TLS was asked for."""
+        assert self._current_server is not None
+        wanted = "tls" in self.options or self._current_server.uri.scheme == "tls"
+        if initial_connection and wanted and not info.get("tls_required"):
+            raise NatsError(
+                "the server does not ask for TLS, which nats.url or nats.tls_ca demands"
+            )
+        await super()._process_info(info, initial_connection)
 
     def _land(self, msg: Msg) -> None:
         future = self._waiting.get(msg.subject)

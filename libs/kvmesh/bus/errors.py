@@ -1,5 +1,7 @@
 """What can go wrong on the bus, each with the data that a caller needs."""
 
+from kvmesh.settings.redaction import redacted
+
 
 def cause(error: BaseException) -> str:
     """What an error says; of one that says nothing, as many timeouts do, what it is."""
@@ -14,8 +16,8 @@ class BusUnavailable(BusError):
     """No NATS server with JetStream answered at `url`."""
 
     def __init__(self, url: str, reason: BaseException) -> None:
-        super().__init__(f"cannot use NATS at {url}: {cause(reason)}")
-        self.url = url
+        self.url = redacted(url)
+        super().__init__(f"cannot use NATS at {self.url}: {cause(reason)}")
 
 
 class ServerUnfit(BusError):
@@ -27,6 +29,14 @@ class NoResponder(BusError):
 
     def __init__(self, subject: str) -> None:
         super().__init__(f"nobody answers on {subject}")
+        self.subject = subject
+
+
+class NotPermitted(BusError):
+    """The server does not let this process publish on `subject`."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(f"the NATS server does not permit this process to publish on {subject}")
         self.subject = subject
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import generate_latest
@@ -16,18 +17,28 @@ def render_metrics(_: web.Request) -> web.Response:
     return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
+class MetricsSettings(Protocol):
+    """A service's settings of the port for its metrics."""
+
+    @property
+    def metrics_host(self) -> str: ...
+    @property
+    def metrics_port(self) -> int: ...
+
+
 def told(health: dict[str, object], warnings: Warnings) -> dict[str, object]:
     """The body of /health with the warnings, if there are any."""
     return {**health, "warnings": warnings.texts} if warnings.texts else health
 
 
 async def serve_metrics(
-    port: int, ready: Callable[[], bool], warnings: Warnings
+    settings: MetricsSettings, ready: Callable[[], bool], warnings: Warnings
 ) -> web.AppRunner | None:
-    """Listen on all addresses at `port`, unless it is 0; `/health` is 503 until `ready()`.
+    """Listen as the settings say, unless the port is 0; `/health` is 503 until `ready()`.
 
     Raises StartError if the port cannot be had.
     """
+    host, port = settings.metrics_host, settings.metrics_port
     if not port:
         return None
 
@@ -49,9 +60,9 @@ async def serve_metrics(
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, port=port).start()
+        await web.TCPSite(runner, host, port).start()
     except OSError as error:
         await runner.cleanup()
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise StartError(f"cannot serve metrics on port {port}: {reason}") from error
+        raise StartError(f"cannot serve metrics on {host} port {port}: {reason}") from error
     return runner

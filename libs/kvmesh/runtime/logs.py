@@ -8,6 +8,15 @@ from typing import Any
 
 from kvmesh.settings.schema import Log
 
+_UNSEEN = {n: f"\\x{n:02x}" for n in (*range(0x20), *range(0x7F, 0xA0))}
+_IN_LINE = {**_UNSEEN, 0x09: "\\t", 0x0A: "\\n", 0x0D: "\\r", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_IN_TRACE = {n: text for n, text in _IN_LINE.items() if n != 0x0A}
+
+
+def printable(text: str) -> str:
+    """`text` on one line, its control characters as escapes: a terminal obeys none of them."""
+    return text.translate(_IN_LINE)
+
 
 class TextFormatter(logging.Formatter):
     """`12:00:00.123 W router  message`."""
@@ -18,9 +27,9 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text = record.getMessage()
+        text = printable(record.getMessage())
         if record.exc_info:
-            text = f"{text}\n{self.formatException(record.exc_info)}"
+            text = f"{text}\n{self.formatException(record.exc_info).translate(_IN_TRACE)}"
         return f"{clock}.{record.msecs:03.0f} {record.levelname[0]} {self._service}  {text}"
 
 

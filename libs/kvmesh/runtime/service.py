@@ -156,6 +156,11 @@ def bus_options(nats: NatsSettings) -> BusOptions:
         token=nats.token,
         credentials=nats.credentials,
         replicas=nats.replicas,
+        nkey_seed=nats.nkey_seed,
+        tls_ca=nats.tls_ca,
+        tls_cert=nats.tls_cert,
+        tls_key=nats.tls_key,
+        inbox_prefix=nats.inbox_prefix,
     )
 
 

@@ -1,10 +1,22 @@
 """Typed settings: one schema for the TOML file, the environment and the command line."""
 
-from kvmesh.settings.load import CONFIG, Flag, Option, Place, SettingsError, load, options, to_env
+from kvmesh.settings.load import (
+    CONFIG,
+    Flag,
+    Option,
+    Place,
+    SettingsError,
+    load,
+    options,
+    to_env,
+    variables,
+)
+from kvmesh.settings.redaction import HIDDEN, redacted
 from kvmesh.settings.schema import Settings
 
 __all__ = [
     "CONFIG",
+    "HIDDEN",
     "Flag",
     "Option",
     "Place",
@@ -12,5 +24,7 @@ __all__ = [
     "SettingsError",
     "load",
     "options",
+    "redacted",
     "to_env",
+    "variables",
 ]

@@ -20,6 +20,7 @@ from typing import (
 
 import msgspec
 
+from kvmesh.settings.redaction import HIDDEN, redacted
 from kvmesh.settings.schema import Section, Settings
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,28 @@ class Option(msgspec.Struct, frozen=True):
         return f"{PREFIX}{self.section}_{self.key}".upper()
 
     @property
+    def secret(self) -> bool:
+        """Whether its value is for nobody's eyes; then it can be read from a file as well."""
+        return _marked(self.hint, "secret")
+
+    @property
+    def file_key(self) -> str:
+        """For a secret: the key of the path of a file that holds it."""
+        return f"{self.key}_file"
+
+    @property
+    def file_env(self) -> str:
+        return f"{self.env}_FILE"
+
+    def shown(self, value: Any) -> Any:
+        """What may be printed of a value of this option."""
+        if value is None or value == self.default:
+            return value
+        if self.secret:
+            return HIDDEN
+        return redacted(value) if _marked(self.hint, "url") else value
+
+    @property
     def type(self) -> Any:
         """The type without its annotations and without None."""
         return _base(self.hint)
@@ -87,6 +110,14 @@ def _description(hint: Any) -> str:
     return next((m.description for m in reversed(metas) if m.description), "")
 
 
+def _marked(hint: Any, mark: str) -> bool:
+    args = get_args(hint)
+    metas = [arg for arg in args if isinstance(arg, msgspec.Meta)]
+    return any((meta.extra or {}).get(mark) for meta in metas) or any(
+        _marked(arg, mark) for arg in args
+    )
+
+
 def _base(hint: Any) -> Any:
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
@@ -105,13 +136,49 @@ def load(file: Path | None, env: Mapping[str, str], flags: Mapping[Place, Flag])
     tree: dict[str, dict[str, Any]] = {section: {} for section, _ in known}
     for (section, key), value in _read(file, known):
         tree[section][key] = value
-    _warn_unknown(env, [option.env for option in known.values()])
-    for place, option in known.items():
-        if option.env in env:
-            tree[place[0]][place[1]] = _parse(option, env[option.env], option.env)
-        if place in flags:
-            tree[place[0]][place[1]] = _parse(known[place], flags[place].text, flags[place].name)
+    _warn_unknown(env, variables())
+    for (section, key), option in known.items():
+        for where, text, is_file in _texts(option, env, flags):
+            text = _secret(text, where) if is_file else text
+            tree[section][key] = _parse(option, text, where)
     return msgspec.convert(tree, Settings, dec_hook=_path)
+
+
+def variables() -> list[str]:
+    """The name of every environment variable that is a setting."""
+    names = [(o.env, o.file_env) if o.secret else (o.env,) for o in options()]
+    return [name for of_option in names for name in of_option]
+
+
+def _texts(
+    option: Option, env: Mapping[str, str], flags: Mapping[Place, Flag]
+) -> Iterator[tuple[str, str, bool]]:
+    """Where the environment, then a flag, gives a value, its text, and if that names a file."""
+    if option.secret and option.file_env in env and env[option.file_env]:
+        if env.get(option.env):
+            raise SettingsError(option.file_env, f"{option.env} is given as well; choose one")
+        yield option.file_env, env[option.file_env], True
+    elif option.env in env:
+        yield option.env, env[option.env], False
+    for key, is_file in ((option.key, False), (option.file_key, True)):
+        flag = flags.get((option.section, key))
+        if flag is not None:
+            yield flag.name, flag.text, is_file
+
+
+def _secret(path: object, where: str) -> str:
+    """What the file of a secret holds, without the white space around it."""
+    if not isinstance(path, str):
+        raise SettingsError(where, f"expected a path, got `{type(path).__name__}`")
+    try:
+        text = Path(path).read_text().strip()
+    except OSError as error:
+        raise SettingsError(where, f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise SettingsError(where, f"{path} is not text") from None
+    if not text:
+        raise SettingsError(where, f"{path} is empty")
+    return text
 
 
 def to_env(settings: Settings) -> dict[str, str]:
@@ -140,13 +207,19 @@ def _read(file: Path | None, known: Mapping[Place, Option]) -> Iterator[tuple[Pl
             raise SettingsError(str(file), f"unknown section [{section}]{_hint(section, sections)}")
         if not isinstance(content, dict):
             raise SettingsError(str(file), f"{section}: expected a table, [{section}]")
+        files = {o.file_key: o for o in known.values() if o.section == section and o.secret}
         for key, value in content.items():
+            where = f"{file}: {section}.{key}"
             option = known.get((section, key))
+            if key in files:
+                option = files[key]
+                if option.key in content:
+                    raise SettingsError(where, f"{option.key} is given as well; choose one")
+                value = _secret(value, where)
             if option is None:
                 near = _hint(key, [k for s, k in known if s == section])
                 raise SettingsError(str(file), f"unknown key {section}.{key}{near}")
-            where = f"{file}: {section}.{key}"
-            yield (section, key), _convert(option, value, value, where, strict=True)
+            yield (section, option.key), _convert(option, value, value, where, strict=True)
 
 
 def _parse(option: Option, text: str, where: str) -> object:
@@ -165,7 +238,8 @@ def _convert(option: Option, raw: object, given: object, where: str, strict: boo
         return msgspec.convert(raw, option.hint, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
         reason = f"must be one of {', '.join(option.choices)}" if option.choices else str(error)
-        raise SettingsError(where, f"{reason[:1].lower()}{reason[1:]} (got {given!r})") from error
+        got = "" if option.secret else f" (got {option.shown(given)!r})"
+        raise SettingsError(where, f"{reason[:1].lower()}{reason[1:]}{got}") from error
 
 
 def _path(cls: type, value: object) -> Path:

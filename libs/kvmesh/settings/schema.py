@@ -13,6 +13,13 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(ge=0)]
+LOOPBACK = "127.0.0.1"
+MetricsHost = Annotated[
+    str, Meta(description="address of metrics-port, which asks nobody for a key")
+]
+# never shown, no flag's value; also read from a file: password_file, KVMESH_NATS_PASSWORD_FILE …
+Secret = Annotated[str, Meta(extra={"secret": True})]
+Url = Annotated[str, Meta(extra={"url": True})]  # shown without the user and password in it
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,15 +28,33 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Nats(Section, frozen=True, kw_only=True):
     url: Annotated[
-        str, Meta(description="NATS servers, separated by commas; empty starts one within `up`")
+        Url, Meta(description="NATS servers, separated by commas; empty starts one within `up`")
     ] = ""
     namespace: Annotated[
         str, Meta(pattern="^[A-Za-z0-9_-]+$", description="name of this mesh on the bus")
     ] = "kvmesh"
     user: Annotated[str | None, Meta(description="user name")] = None
-    password: Annotated[str | None, Meta(description="password")] = None
-    token: Annotated[str | None, Meta(description="authentication token")] = None
+    password: Annotated[Secret | None, Meta(description="password")] = None
+    token: Annotated[Secret | None, Meta(description="authentication token")] = None
     credentials: Annotated[str | None, Meta(description="path of a .creds file")] = None
+    nkey_seed: Annotated[
+        Secret | None, Meta(description="seed of the nkey that says who this process is")
+    ] = None
+    tls_ca: Annotated[
+        Path | None,
+        Meta(description="PEM file of the authority that the servers' certificates come from"),
+    ] = None
+    tls_cert: Annotated[
+        Path | None, Meta(description="PEM file of this process's certificate, for mutual TLS")
+    ] = None
+    tls_key: Annotated[Path | None, Meta(description="PEM file of that certificate's key")] = None
+    inbox_prefix: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*$",
+            description="first part of the subjects on which this process gets answers",
+        ),
+    ] = "_INBOX"
     replicas: Annotated[int, Meta(ge=1, le=5, description="copies of each stream")] = 1
 
 
@@ -76,6 +101,7 @@ class Frontend(Section, frozen=True, kw_only=True):
     metrics_port: Annotated[
         Port, Meta(description="port of this process's own /metrics and /health; 0: none")
     ] = 0
+    metrics_host: MetricsHost = LOOPBACK
     keys_file: Annotated[
         Path | None, Meta(description="TOML file of API keys; none: no key is asked for")
     ] = None
@@ -275,6 +301,7 @@ class Router(Section, frozen=True, kw_only=True):
         Seconds, Meta(description="program: time constant in which that weight decays")
     ] = 1.0
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
+    metrics_host: MetricsHost = LOOPBACK
 
 
 class Indexer(Section, frozen=True, kw_only=True):
@@ -305,6 +332,7 @@ class Indexer(Section, frozen=True, kw_only=True):
         Seconds, Meta(description="longest wait for the answer of another shard")
     ] = 0.2
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
+    metrics_host: MetricsHost = LOOPBACK
 
 
 class Worker(Section, frozen=True, kw_only=True):
@@ -376,6 +404,7 @@ class Worker(Section, frozen=True, kw_only=True):
         Meta(ge=0, description="most blocks that wait to be written to lower tiers; 0: none are"),
     ] = 4096
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
+    metrics_host: MetricsHost = LOOPBACK
 
 
 class Kvbm(Section, frozen=True, kw_only=True):
@@ -404,7 +433,7 @@ class Kvbm(Section, frozen=True, kw_only=True):
     ] = 2.0
     disk_threads: Annotated[Count, Meta(description="reads and writes of the disk at once")] = 4
     remote_url: Annotated[
-        str,
+        Url,
         Meta(description="store of all nodes: redis://, rediss://, unix://, file://; empty: none"),
     ] = ""
     remote_bytes: Annotated[
@@ -436,10 +465,11 @@ class Kvbm(Section, frozen=True, kw_only=True):
         Seconds, Meta(description="a worker that computes blocks silently this long is not awaited")
     ] = 30.0
     key: Annotated[
-        str | None,
+        Secret | None,
         Meta(description="64 hexadecimal digits under which blocks are named; none: the mesh's"),
     ] = None
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
+    metrics_host: MetricsHost = LOOPBACK
 
 
 class Mock(Section, frozen=True, kw_only=True):
@@ -546,9 +576,9 @@ class Torch(Section, frozen=True, kw_only=True):
 
 
 class Remote(Section, frozen=True, kw_only=True):
-    url: Annotated[str, Meta(description="base URL of the running server of --engine openai")] = ""
+    url: Annotated[Url, Meta(description="base URL of the running server of --engine openai")] = ""
     model: Annotated[str, Meta(description="its model; empty: the first that it lists")] = ""
-    api_key: Annotated[str | None, Meta(description="key that it asks for")] = None
+    api_key: Annotated[Secret | None, Meta(description="key that it asks for")] = None
     api: Annotated[
         Literal["auto", "completions", "generate"],
         Meta(description="/v1/completions with token ids, or SGLang's /generate"),

@@ -90,7 +90,7 @@ def add_flags(
 
 
 def _names(option: Option, own: str) -> list[str]:
-    key = option.key.replace("_", "-")
+    key = (option.file_key if option.secret else option.key).replace("_", "-")
     if option.section == own:
         return [f"--{key}"]
     alias = ALIASES.get((option.section, option.key))
@@ -99,7 +99,7 @@ def _names(option: Option, own: str) -> list[str]:
 
 
 def _add(group: argparse._ArgumentGroup, option: Option, names: list[str]) -> None:
-    dest = f"{option.section}.{option.key}"
+    dest = f"{option.section}.{option.file_key if option.secret else option.key}"
     help_text = describe(option).replace("%", "%%")
     action = _Extend if get_origin(option.type) is list else _Record
     kind: dict[str, Any] = {"action": action, "dest": dest, "default": argparse.SUPPRESS}
@@ -113,12 +113,16 @@ def _add(group: argparse._ArgumentGroup, option: Option, names: list[str]) -> No
 
 def describe(option: Option) -> str:
     """The description, the default and the environment variable of an option."""
+    if option.secret:
+        return f"file that holds it: {option.description} [{option.file_env} or {option.env}]"
     default = one_line(option.default)
     return f"{option.description} [{f'default {default}; ' if default else ''}{option.env}]"
 
 
 def metavar(option: Option) -> str:
-    """What stands for an option's value in a help text."""
+    """What stands for an option's value in a help text; a flag names the file of a secret."""
+    if option.secret:
+        return METAVARS[Path]
     if option.choices:
         return "|".join(option.choices)
     if get_origin(option.type) is list:

@@ -9,7 +9,7 @@ from kvmesh.settings import Option, Settings, options
 
 
 def toml(settings: Settings) -> str:
-    """Every option with its value in effect; those without a value are commented out."""
+    """Every option with its value in effect; secrets, and those without one, are commented out."""
     return "\n".join(_toml_lines(settings)) + "\n"
 
 
@@ -18,9 +18,9 @@ def _toml_lines(settings: Settings) -> Iterator[str]:
         values = getattr(settings, section)
         yield f"[{section}]"
         for option in members:
-            value = getattr(values, option.key)
+            value = option.shown(getattr(values, option.key))
             line = f"{option.key} = {_toml_value(value)}"
-            yield f"{'# ' if value is None else ''}{line}  # {option.description}"
+            yield f"{'# ' if value is None or option.secret else ''}{line}  # {option.description}"
         yield ""
 
 
@@ -46,8 +46,8 @@ def _markdown_lines() -> Iterator[str]:
             default = one_line(option.default).replace("|", "\\|")
             cells = [
                 f"`{option.key}`",
-                f"`{option.env}`",
-                metavar(option).replace("|", "\\|"),
+                f"`{option.env}`" + (" or `…_FILE`" if option.secret else ""),
+                "secret" if option.secret else metavar(option).replace("|", "\\|"),
                 f"`{default}`" if default else "–",
                 option.description,
             ]

@@ -17,7 +17,8 @@ ENGINES = ("mock", "torch", "vllm", "remote", "sglang", "trtllm")
 # What the simulator has no use for, and the policy, for which it has a flag of its own.
 NOT_SIMULATED: frozenset[Place] = frozenset(
     [
-        *(("router", key) for key in ("policy", "name", "index_timeout_s", "metrics_port")),
+        *(("router", key) for key in ("policy", "name", "index_timeout_s")),
+        *(("router", key) for key in ("metrics_port", "metrics_host")),
         *(("mock", key) for key in ("dp_ranks", "startup_s", "tick_s", "seed", "script")),
         *(("mock", key) for key in ("output_tokens", "reasoning_tokens")),
         *(("mock", key) for key in ("think_open", "think_close")),

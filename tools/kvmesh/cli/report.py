@@ -95,9 +95,9 @@ async def gather(bus: Bus, settings: Settings) -> Report:
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
     await directory.close()
     left_out = misfits(cards)
-    server, version = bus.client.connected_url, bus.client.connected_server_version
+    version = bus.client.connected_server_version
     return Report(
-        nats=server.netloc if server else "",
+        nats=bus.client.server,
         server=f"{version.major}.{version.minor}.{version.patch}",
         namespace=bus.options.namespace,
         time=time.time(),

@@ -11,7 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusUnavailable, cause
 from kvmesh.runtime import logs
 from kvmesh.runtime.service import bus_options
-from kvmesh.settings import Settings
+from kvmesh.settings import Settings, redacted
 
 CONNECT_S = 2.0
 
@@ -22,7 +22,7 @@ def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[in
     try:
         return asyncio.run(_run(name, settings, main))
     except NotFoundError:
-        url = bus_options(settings.nats).url
+        url = redacted(bus_options(settings.nats).url)
         reason = f"no mesh named {settings.nats.namespace} at {url}"
     except BusUnavailable as error:
         reason = f"{error} (--nats or KVMESH_NATS_URL says where it is)"

@@ -17,6 +17,7 @@ from kvmesh.bus.reader import Start, StreamMessage
 from kvmesh.cli.decode import REQUESTS, STREAMED, decode, plain
 from kvmesh.cli.merging import MergedReader
 from kvmesh.cli.summary import summarise
+from kvmesh.runtime.logs import printable
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
@@ -50,7 +51,7 @@ class Form:
             return msgspec.json.encode(whole).decode()
         clock = f"{time.strftime('%H:%M:%S', time.localtime(when))}.{int(when % 1 * 1000):03}"
         place = self._paint(COLOURS.get(kind, REQUEST_COLOUR), f"{kind:<5} {' '.join(names)}")
-        return f"{self._paint(90, clock)} {place}  {summarise(message)}"
+        return f"{self._paint(90, clock)} {place}  {printable(summarise(message))}"
 
     def _paint(self, code: int, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text

@@ -203,8 +203,7 @@ async def main(service: Service) -> None:
     others = asyncio.create_task(siblings.keep(service), name="siblings")
     service.spawn(siblings.follow_parent(service), "parent")
     service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
-    port, warnings = settings.metrics_port, service.warnings
-    metrics = await serve_metrics(port, lambda: not frontend.missing(), warnings)
+    metrics = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:
         await service.stopping.wait()
     finally:

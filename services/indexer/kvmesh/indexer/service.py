@@ -221,8 +221,8 @@ async def main(service: Service) -> None:
     REGISTRY.register(collector)
     metrics = None
     try:
-        port = service.settings.indexer.metrics_port
-        metrics = await serve_metrics(port, lambda: indexer.ready, service.warnings)
+        settings = service.settings.indexer
+        metrics = await serve_metrics(settings, lambda: indexer.ready, service.warnings)
         await indexer.run()
     finally:
         REGISTRY.unregister(collector)

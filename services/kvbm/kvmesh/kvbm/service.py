@@ -63,8 +63,8 @@ async def main(service: Service) -> None:
 async def _serve(service: Service, node: KvbmNode) -> None:
     collector = ManagerCollector(node.manager, node.desk, node.divisions)
     REGISTRY.register(collector)
-    port = service.settings.kvbm.metrics_port
-    metrics = await serve_metrics(port, lambda: node.ready, service.warnings)
+    settings = service.settings.kvbm
+    metrics = await serve_metrics(settings, lambda: node.ready, service.warnings)
     try:
         await node.open()
         await service.stopping.wait()

@@ -89,8 +89,8 @@ class RouterService:
     async def run(self) -> None:
         """Be a process of the mesh until the service is told to stop."""
         service = self._service
-        port = service.settings.router.metrics_port
-        runner = await serve_metrics(port, lambda: self.ready, service.warnings)
+        settings = service.settings.router
+        runner = await serve_metrics(settings, lambda: self.ready, service.warnings)
         card = Instance(
             instance=service.instance,
             role=Role.ROUTER,

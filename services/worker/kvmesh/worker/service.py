@@ -103,7 +103,7 @@ async def _serve(service: Service, node: WorkerNode) -> None:
     ]
     for collector in collectors:
         REGISTRY.register(collector)
-    http = await serve_metrics(worker.metrics_port, lambda: node.ready, service.warnings)
+    http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
         await node.start()
         await service.stopping.wait()

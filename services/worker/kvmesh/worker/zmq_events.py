@@ -10,6 +10,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -75,6 +76,17 @@ class EventDecoder:
         if self._group is None and event.get("kv_cache_spec_kind") in _WHOLE_PREFIX:
             self._group = group
         return bool(group == self._group)
+
+
+def event_endpoints(folder: Path) -> dict[str, str]:
+    """Sockets in a private folder: events carry the tokens of every prompt, and ask for no key.
+
+    vLLM adds a rank to the number at the end, and only to endpoints that have "tcp" in them.
+    """
+    return {
+        "endpoint": f"ipc://{folder}/tcp-events:1",
+        "replay_endpoint": f"ipc://{folder}/tcp-replay:1",
+    }
 
 
 def rank_endpoint(endpoint: str, rank: int) -> str:

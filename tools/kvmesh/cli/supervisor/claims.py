@@ -32,8 +32,12 @@ def claim(settings: Settings, held: ExitStack) -> Settings:
             _claim_port(frontend.host, further, "--port", taken)
     if up.metrics_port:
         workers = up.workers + up.prefill_workers
-        for number in range(up.indexers + up.routers + up.kvbm + workers):
-            _claim_port("", up.metrics_port + number, "--metrics-port", taken)
+        counts = {"indexer": up.indexers, "router": up.routers, "kvbm": up.kvbm, "worker": workers}
+        hosts = [
+            getattr(settings, role).metrics_host for role, n in counts.items() for _ in range(n)
+        ]
+        for number, host in enumerate(hosts):
+            _claim_port(host, up.metrics_port + number, "--metrics-port", taken)
     return settings
 
 

@@ -9,7 +9,7 @@ from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.plan import Spec, frontend_ports
-from kvmesh.settings import Settings
+from kvmesh.settings import Settings, redacted
 
 if TYPE_CHECKING:
     from kvmesh.cli.supervisor.watch import Watch
@@ -68,7 +68,8 @@ class Guide:
     def _announce(self) -> None:
         ports = frontend_ports(self._settings)
         if ports:
-            host, nats = ready.reachable(self._settings.frontend.host), self._settings.nats.url
+            host = ready.reachable(self._settings.frontend.host)
+            nats = redacted(self._settings.nats.url)
             models = self.watch.models if self.watch is not None else []
             frontend = self._settings.frontend
             key = ready.KEY if frontend.keys_file or frontend.keys_bucket else "none"

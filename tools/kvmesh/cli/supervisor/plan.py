@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvmesh.settings import CONFIG, Settings, options, to_env
+from kvmesh.settings import CONFIG, Settings, to_env, variables
 
 START_ORDER = ("nats", "indexer", "router", "kvbm", "worker", "frontend")
 STOP_ORDER = ("frontend", "worker", "kvbm", "router", "indexer", "nats")
@@ -81,5 +81,5 @@ def _sections(role: str, settings: Settings) -> Iterator[Any]:
 
 
 def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    ours = {option.env for option in options()} | {CONFIG}
+    ours = {*variables(), CONFIG}
     return {name: value for name, value in environ.items() if name not in ours}

@@ -15,7 +15,7 @@ from kvmesh.bus.server import check_server
 from kvmesh.bus.streams import ensure_streams, purge_states
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.runtime.service import bus_options, stream_limits
-from kvmesh.settings import Settings
+from kvmesh.settings import Settings, redacted
 
 CONNECT_S = 5.0
 
@@ -52,7 +52,9 @@ class Watch:
         except ServerUnfit as error:
             raise UpError(str(error)) from error
         except NatsError as error:
-            raise UpError(f"cannot use JetStream at {self._bus.options.url}: {error}") from error
+            raise UpError(
+                f"cannot use JetStream at {redacted(self._bus.options.url)}: {error}"
+            ) from error
         loads = self._bus.subjects.load_all
         await self._bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._keep)
 

@@ -6,6 +6,7 @@ from urllib.request import url2pathname
 
 from kvmesh.kvbm.remote.folder import FolderStore
 from kvmesh.kvbm.remote.interface import RemoteError, RemoteStore
+from kvmesh.settings import redacted
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -22,7 +23,9 @@ def open_store(
         path = Path(url2pathname(urlsplit(url).path)) / namespace
         return FolderStore(path, lease_s, timeout_s, folder_bytes)
     if scheme not in REDIS_SCHEMES:
-        raise RemoteError("open", f"{url!r} is not a redis://, rediss://, unix:// or file:// URL")
+        raise RemoteError(
+            "open", f"{redacted(url)!r} is not a redis://, rediss://, unix:// or file:// URL"
+        )
     try:
         from kvmesh.kvbm.remote.redis import RedisStore
     except ModuleNotFoundError as error:
@@ -30,4 +33,4 @@ def open_store(
     try:
         return RedisStore(url, namespace, lease_s, timeout_s)
     except ValueError as error:
-        raise RemoteError("open", f"{url!r}: {error}") from error
+        raise RemoteError("open", redacted(f"{url}: {error}")) from error

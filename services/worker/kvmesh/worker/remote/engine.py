@@ -16,6 +16,7 @@ import aiohttp
 
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Capacity, Load, Work
+from kvmesh.settings import redacted
 from kvmesh.settings.schema import Remote, Worker
 from kvmesh.worker.adapter import Adapter
 from kvmesh.worker.cache_events import CacheLedger, Salts
@@ -52,6 +53,7 @@ class RemoteEngine(Adapter):
         self._served = served
         self._context = context
         self._url = remote.url.rstrip("/")
+        self._shown = redacted(self._url)
         self._http: aiohttp.ClientSession | None = None
         self._server: Server | None = None
         self._salts = Salts(served, worker.block_size)
@@ -145,7 +147,7 @@ class RemoteEngine(Adapter):
 
     def _describe(self, block_size: int) -> EngineInfo:
         worker, info = self._worker, self._info
-        log.info("%s serves %s (%s %s)", self._url, info.model, info.owner, info.version)
+        log.info("%s serves %s (%s %s)", self._shown, info.model, info.owner, info.version)
         return EngineInfo(
             name="openai",
             version=f"{info.owner} {info.version}".strip(),
@@ -191,11 +193,11 @@ class RemoteEngine(Adapter):
                     output.cached = cached if output.cached is None else output.cached
                     yield output
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise Unavailable(f"{self._url}: {cause(error)}") from error
+            raise Unavailable(redacted(f"{self._url}: {cause(error)}")) from error
 
     async def _clear(self) -> None:
         if self._server is not None and not await self._server.clear(self._info.owner):
-            log.warning("%s does not let its cache be cleared", self._url)
+            log.warning("%s does not let its cache be cleared", self._shown)
 
     async def _watch(self, server: Server) -> None:
         missed = 0
@@ -207,7 +209,7 @@ class RemoteEngine(Adapter):
                 self._gauges = await server.gauges()
                 self._step()
         if self._streams is not None:
-            self._streams.fail(EngineError(f"{self._url}/health does not answer any more"))
+            self._streams.fail(EngineError(f"{self._shown}/health does not answer any more"))
 
     def _step(self) -> None:
         steps = self._clock.look(self._gauges.steps)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmesh.bus.errors import cause
+from kvmesh.settings import redacted
 from kvmesh.worker.engine import ConfigError, EngineError
 
 PROBE_TIMEOUT_S = 5.0
@@ -53,6 +54,7 @@ class Server:
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
         self._url = url.rstrip("/")
+        self._shown = redacted(self._url)
 
     async def describe(self, model: str) -> ServerInfo:
         """Which model it serves (`model`, or the first one) and all that it tells about it."""
@@ -61,7 +63,7 @@ class Server:
         wanted = [card for card in bases if model in ("", card["id"])]
         if not wanted:
             names = ", ".join(card["id"] for card in bases) or "none"
-            raise ConfigError(f"{self._url} serves no model {model!r}; it has: {names}")
+            raise ConfigError(f"{self._shown} serves no model {model!r}; it has: {names}")
         card = wanted[0]
         info = ServerInfo(
             model=card["id"],
@@ -87,9 +89,9 @@ class Server:
                 answer.raise_for_status()
                 choice = (await answer.json())["choices"][0]
         except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
-            raise EngineError(f"cannot use {path}: {cause(error)}") from error
+            raise EngineError(redacted(f"cannot use {path}: {cause(error)}")) from error
         if choice.get("token_ids") is None:
-            raise ConfigError(f"{path} does not tell token ids (return_token_ids)")
+            raise ConfigError(f"{redacted(path)} does not tell token ids (return_token_ids)")
 
     async def healthy(self) -> bool:
         """Whether /health answers with 200 in time."""
@@ -144,9 +146,9 @@ class Server:
                 answer.raise_for_status()
                 found = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineError(f"cannot use {self._url}{path}: {cause(error)}") from error
+            raise EngineError(redacted(f"cannot use {self._url}{path}: {cause(error)}")) from error
         if not isinstance(found, dict):
-            raise EngineError(f"{self._url}{path} is not a JSON object")
+            raise EngineError(f"{self._shown}{path} is not a JSON object")
         return found
 
     async def _optional(self, path: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kvmesh._native import xxh3
 from kvmesh.bus.messages import Work
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
-from kvmesh.worker.vllm.bridge import BridgeOptions, Origin
+from kvmesh.worker.vllm.bridge import BridgeOptions, Origin, tell_bus
 
 KEY = "kvmesh"
 CONNECTOR = "KvmeshConnector"
@@ -22,10 +22,9 @@ HEAD_BYTES = 1 << 20
 
 def kvbm_connector(settings: Settings, folder: Path, served: str) -> dict[str, Any]:
     """vLLM's `kv_transfer_config` for our connector."""
-    bus, worker = bus_options(settings.nats), settings.worker
+    worker = settings.worker
+    tell_bus(bus_options(settings.nats))
     options = BridgeOptions(
-        url=bus.url,
-        namespace=bus.namespace,
         weights=fingerprint(folder, settings.vllm.args),
         node=worker.node or os.uname().nodename,
         instance=f"vllm-{secrets.token_hex(4)}",
@@ -33,10 +32,6 @@ def kvbm_connector(settings: Settings, folder: Path, served: str) -> dict[str, A
         lease_s=settings.streams.lease_s,
         wait_s=worker.shared_wait_s,
         queue=worker.write_through_blocks,
-        user=bus.user,
-        password=bus.password,
-        token=bus.token,
-        credentials=bus.credentials,
     )
     return {
         "kv_connector": CONNECTOR,

@@ -7,6 +7,7 @@ from copies, so that vLLM may do with its blocks what it likes.
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from array import array
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -33,6 +35,7 @@ from kvmesh.worker.torch.arena import ArenaTensors
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+BUS = "KVMESH_BUS"
 START_S = 10.0
 DEADLINE_S = 30.0
 UNCLAIMED_S = 60.0
@@ -40,10 +43,11 @@ WRITTEN_S = 1.0
 
 
 class BridgeOptions(Struct, frozen=True, kw_only=True):
-    """What the connector is told: the bus, who it is there, and bounds as in `[worker]`."""
+    """What the connector is told: who it is on the bus, and bounds as in `[worker]`.
 
-    url: str
-    namespace: str
+    vLLM logs it: how to connect is in the environment.
+    """
+
     weights: str
     node: str
     instance: str
@@ -51,21 +55,16 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     lease_s: float
     wait_s: float
     queue: int
-    user: str | None = None
-    password: str | None = None
-    token: str | None = None
-    credentials: str | None = None
 
-    @property
-    def bus(self) -> BusOptions:
-        return BusOptions(
-            url=self.url,
-            namespace=self.namespace,
-            user=self.user,
-            password=self.password,
-            token=self.token,
-            credentials=self.credentials,
-        )
+
+def tell_bus(options: BusOptions) -> None:
+    """Let connectors in this process, and in those that it starts, connect in the same way."""
+    os.environ[BUS] = msgspec.json.encode(options).decode()
+
+
+def told_bus() -> BusOptions:
+    """What `tell_bus` was given."""
+    return msgspec.json.decode(os.environ[BUS], type=BusOptions)
 
 
 class Origin(Struct, frozen=True, kw_only=True):
@@ -106,7 +105,7 @@ class Bridge:
 
     async def _open(self, instance: str) -> tuple[Bus, StoreClient]:
         options = self._options
-        bus = await Bus.connect(options.bus, instance, START_S)
+        bus = await Bus.connect(told_bus(), instance, START_S)
         limits = StreamLimits(lease_s=options.lease_s)
         tenant = Tenant(
             node=options.node, instance=instance, model=options.model, layout=self._layout

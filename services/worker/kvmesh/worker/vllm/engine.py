@@ -36,6 +36,7 @@ from kvmesh.worker.vllm.blocks import kvbm_connector, shared, shares
 from kvmesh.worker.vllm.dialect import sampling_fields, structured_outputs
 from kvmesh.worker.vllm.guard import Guard
 from kvmesh.worker.vllm.stats import RankStats, StatsCollector
+from kvmesh.worker.zmq_events import event_endpoints
 
 log = logging.getLogger(__name__)
 HEALTH_S = 0.5
@@ -149,14 +150,11 @@ class VllmEngine(Adapter):
         self._folder.close()
 
     def _load(self, collector: StatsCollector) -> AsyncLLM:
-        single = self._arguments.get("data_parallel_size", 1) == 1
-        folder = self._folder.path
         arguments = {
             "kv_events_config": {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
-                "endpoint": f"ipc://{folder}/events" if single else "tcp://*:0",
-                "replay_endpoint": f"ipc://{folder}/replay" if single else "tcp://*:0",
+                **event_endpoints(self._folder.path),
             },
             **self._arguments,
         }
