@@ -46,14 +46,23 @@ class StreamMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Where to begin: after a sequence, at a time, at each subject's last message, or at now."""
+    """Where to begin: after a sequence, at a time, at each subject's last message, or at now.
+
+    With `headers_only` messages come without their data.
+    """
 
     after: int | None = None
     time: datetime | None = None
     last_per_subject: bool = False
     new: bool = False
+    headers_only: bool = False
 
     def consumer_fields(self) -> ConsumerConfig:
+        fields = self._place()
+        fields.headers_only = self.headers_only or None
+        return fields
+
+    def _place(self) -> ConsumerConfig:
         if self.after is not None:
             policy = DeliverPolicy.BY_START_SEQUENCE
             return ConsumerConfig(deliver_policy=policy, opt_start_seq=self.after + 1)
