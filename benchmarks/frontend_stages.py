@@ -23,6 +23,7 @@ from kvmesh.frontend.prepare import Preparer, render
 from kvmesh.frontend.sequence import Sequence
 from kvmesh.frontend.surfaces.base import Renderer
 from kvmesh.frontend.surfaces.chat import Chat
+from kvmesh.frontend.tenants import Tenants
 
 MEMO_BYTES = 256 << 20
 WALKED = 64 << 20
@@ -46,7 +47,7 @@ def turn_stages(report: Report, model: ServedModel, turns: Iterator[bytes]) -> N
 
 
 async def _turns(model: ServedModel, bodies: list[bytes]) -> list[tuple[float, float, float]]:
-    preparer, surface = Preparer(MEMO_BYTES), Chat()
+    preparer, surface = Preparer(MEMO_BYTES, Tenants()), Chat()
     rows = []
     for body in bodies:
         started = time.thread_time()

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +47,8 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
-from kvmesh.index import salt
+from kvmesh.frontend.secret import tenant_secret
+from kvmesh.frontend.tenants import Tenants
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
@@ -101,6 +103,12 @@ class Stage:
     a: ScriptedWorker
     b: ScriptedWorker
     store: ScriptedStore
+    tenants: Tenants
+
+    @property
+    def team(self) -> str:
+        """The tag of team-a."""
+        return self.tenants.tag("team-a")
 
     async def post(self, path: str, body: Any, key: str = "a") -> tuple[int, Any]:
         return await self.client.post(path, {"model": MODEL, **body}, **bearer(key))
@@ -146,9 +154,10 @@ async def shared(
         client_session() as session,
     ):
         one, two = Client(mesh.url, session), Client(f"http://127.0.0.1:{port}", session)
-        stage = Stage(mesh, bus, one, two, router, a, b, store)
         for client in (one, two):
             await eventually(partial(serves, client))
+        tenants = Tenants(await tenant_secret(bus, None))
+        stage = Stage(mesh, bus, one, two, router, a, b, store, tenants)
         yield stage
         mesh.stop()
     await lease.close()
@@ -224,7 +233,7 @@ async def test_a_worker_gets_directives_and_the_caller_what_came_of_them(stage: 
     assert (marks.start, marks.ttl_s, marks.explicit) == (0, 300.0, True)
     assert ranges == Retain(0, 32, explicit=True)
     assert work.decode == Retain(0, None, 7, None, "decode", True)
-    assert work.tenant == "team-a"
+    assert work.tenant == stage.team
     assert answer["nvext"]["cache"]["tiers"] == [16, 32]
     outcomes = [entry["outcome"] for entry in answer["nvext"]["cache"]["retention"]]
     assert outcomes == ["clipped", "unsupported"]
@@ -240,7 +249,7 @@ async def test_a_worker_gets_directives_and_the_caller_what_came_of_them(stage: 
 async def test_sessions_are_named_within_their_tenant(stage: Stage) -> None:
     headers = {"x-kvmesh-session-id": "s", "x-kvmesh-parent-session-id": "p"}
     work, _ = await turn(stage, CHAT, {"messages": [ASK]}, **headers)
-    assert (work.session, work.parent_session) == ("team-a\x1fs", "team-a\x1fp")
+    assert (work.session, work.parent_session) == (f"{stage.team}\x1fs", f"{stage.team}\x1fp")
     work, _ = await turn(stage, CHAT, {"messages": [ASK]}, "root", **headers)
     assert (work.session, work.parent_session) == ("s", "p")
 
@@ -289,7 +298,7 @@ async def test_a_prefetch_is_the_prompt_of_its_request(
     status, answer = await stage.post("/v1/prefetch", {**body, "compute": 64, "deadline": 5})
     assert status == 200, answer
     prefetch = await once(stage.a, Prefetch)
-    assert (prefetch.tokens, prefetch.salt, prefetch.tenant) == (work.tokens, work.salt, "team-a")
+    assert (prefetch.tokens, prefetch.salt, prefetch.tenant) == (work.tokens, work.salt, stage.team)
     assert (prefetch.compute, prefetch.deadline_s, prefetch.at) == (64, 5, None)
     assert (answer["instance"], answer["tokens"]) == (stage.a.instance, len(work.tokens) // 4)
     assert stage.router.asked[-1].sequence == stage.router.asked[-2].sequence
@@ -298,11 +307,12 @@ async def test_a_prefetch_is_the_prompt_of_its_request(
 async def test_a_session_s_last_prompt_is_known_to_every_frontend(stage: Stage) -> None:
     work, _ = await turn(stage, CHAT, {"messages": [ASK]}, **{"x-kvmesh-session-id": "far"})
     stage.a.told.clear()
-    body = {"model": MODEL, "session": "far", "at": 4e9}
+    at = time.time() + 60
+    body = {"model": MODEL, "session": "far", "at": at}
     status, answer = await stage.other.post("/v1/prefetch", body, **bearer("a"))
     assert status == 200, answer
     prefetch = await once(stage.a, Prefetch)
-    assert (prefetch.tokens, prefetch.salt, prefetch.at) == (work.tokens, work.salt, 4e9)
+    assert (prefetch.tokens, prefetch.salt, prefetch.at) == (work.tokens, work.salt, at)
     assert prefetch.session == work.session
     status, answer = await stage.other.post("/v1/prefetch", body, **bearer("b"))
     assert (status, answer["error"]["code"]) == (404, "session_not_found")
@@ -341,6 +351,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"tokens": [1], "deadline": 0}, "deadline"),
     ({"tokens": [1], "at": "soon"}, "at"),
+    ({"tokens": [1], "at": 4e9}, "at"),
 ]
 
 
@@ -361,7 +372,7 @@ async def test_a_pin_is_told_to_all_holders_and_seen_by_its_tenant(stage: Stage)
     for holder in (stage.a, stage.b, stage.store):
         sent = await once(holder, Pin)
         assert sent.sequence == stage.router.asked[-1].sequence
-        assert (sent.priority, sent.tenant) == (90, "team-a")
+        assert (sent.priority, sent.tenant) == (90, stage.team)
         assert 0 < sent.ttl_s <= 600
     assert pin["requested"] == len(work.tokens) // 4 // 16
     assert (pin["affected"], len(pin["instances"])) == (7, 3)
@@ -387,6 +398,8 @@ async def test_pins_are_told_to_who_joins_and_outlive_a_frontend(stage: Stage) -
         sent = await eventually(lambda: told(late, Pin))
         assert sent[0].id == told(stage.a, Pin)[0].id
         await stage.call("DELETE", "/v1/cache/pins/mine")
+        await eventually(lambda: told(late, Unpin))
+        assert len(told(late, Pin)) == 1  # of two frontends
 
 
 async def test_a_pin_needs_a_block(stage: Stage) -> None:
@@ -402,11 +415,12 @@ async def test_a_tenant_clears_its_own_blocks(stage: Stage) -> None:
     status, answer = await stage.post("/v1/cache/clear", {})
     assert (status, answer["blocks"]) == (200, 2 * (2 + 2 + 3))
     for holder in (stage.a, stage.b, stage.store):
-        salts = {command.salt for command in told(holder, Clear)}
-        assert salts == {salt(MODEL, "", "team-a"), salt(MODEL, "tuned", "team-a")}
+        meant = {(command.salt, command.tenant) for command in told(holder, Clear)}
+        salts = [stage.tenants.salt(MODEL, adapter, stage.team) for adapter in ("", "tuned")]
+        assert meant == {(salt, stage.team) for salt in salts}
     stage.a.told.clear()
     await stage.post("/v1/cache/clear", {"model": "tuned", "tiers": [0]})
-    assert await once(stage.a, Clear) == Clear(salt(MODEL, "tuned", "team-a"), [0], MODEL)
+    assert await once(stage.a, Clear) == Clear(salts[1], [0], MODEL, stage.team)
 
 
 async def test_tiers_are_cleared_where_they_are(stage: Stage) -> None:
@@ -443,9 +457,9 @@ async def test_sessions_are_released_within_their_tenant(stage: Stage) -> None:
     status, answer = await stage.post("/v1/sessions/release", body)
     assert (status, answer["sessions"], answer["blocks"]) == (200, 2, 7)
     expected = Release(
-        sessions=["team-a\x1fs", "team-a\x1funknown"],
+        sessions=[f"{stage.team}\x1fs", f"{stage.team}\x1funknown"],
         reason="compaction",
-        successor="team-a\x1ft",
+        successor=f"{stage.team}\x1ft",
     )
     for holder in (stage.a, stage.b, stage.store):
         assert await once(holder, Release) == expected
@@ -455,7 +469,7 @@ async def test_sessions_are_released_within_their_tenant(stage: Stage) -> None:
 async def test_a_final_turn_releases_its_session(stage: Stage) -> None:
     headers = {"x-kvmesh-session-id": "s", "x-kvmesh-session-final": "true"}
     await turn(stage, CHAT, {"messages": [ASK]}, **headers)
-    assert await once(stage.store, Release) == Release(sessions=["team-a\x1fs"])
+    assert await once(stage.store, Release) == Release(sessions=[f"{stage.team}\x1fs"])
     await once(stage.b, Release)
     control = {"session_id": "t", "action": "close"}
     await turn(stage, CHAT, {"messages": [ASK], "nvext": {"session_control": control}})

@@ -19,6 +19,7 @@ from kvmesh.frontend.monitor import Monitor
 from kvmesh.frontend.prepare import Preparer
 from kvmesh.frontend.sequence import Sequence
 from kvmesh.frontend.surfaces.chat import Chat
+from kvmesh.frontend.tenants import Tenants
 from kvmesh.frontend.tracking import Tracker
 from kvmesh.settings.schema import Frontend
 
@@ -47,7 +48,7 @@ async def test_what_is_over_is_gone_without_a_garbage_collection(
     bus: Bus, limits: StreamLimits
 ) -> None:
     call = Chat().parse(BODY, {})
-    prepared = await Preparer(1 << 20).prepare(call.request, served(), None)
+    prepared = await Preparer(1 << 20, Tenants()).prepare(call.request, served(), None)
     now = asyncio.get_running_loop().time()
     exchange = Exchange(engine(bus, limits), prepared, call.renderer, now)
     gone = weakref.ref(exchange)

@@ -15,6 +15,7 @@ from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.limits import Key
 from kvmesh.frontend.responses_store import ResponseNotFound, ResponseStore
 from kvmesh.frontend.surfaces.base import StoredTurn
+from kvmesh.frontend.tenants import Tenants
 
 
 def turn(name: str, text: str = "x", previous: str | None = None, tenant: str = "") -> StoredTurn:
@@ -72,7 +73,7 @@ def key(secret: str, name: str) -> Key:
 
 
 async def test_keys_of_the_bucket_are_taken_up_and_dropped_live(bus: Bus) -> None:
-    gate = Gate(bus, None, use_bucket=True, local=True)
+    gate = Gate(bus, None, use_bucket=True, local=True, tenants=Tenants())
     await gate.open()
     running = asyncio.create_task(gate.run())
     headers = {"x-api-key": "secret"}
@@ -89,7 +90,7 @@ async def test_keys_of_the_bucket_are_taken_up_and_dropped_live(bus: Bus) -> Non
 async def test_a_broken_file_leaves_the_keys_as_they_were(bus: Bus, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(f'[[key]]\nname = "a"\nsha256 = "{key("one", "a").sha256}"\n')
-    gate = Gate(bus, file, use_bucket=False, local=True)
+    gate = Gate(bus, file, use_bucket=False, local=True, tenants=Tenants())
     await gate.open()
     running = asyncio.create_task(gate.run())
     file.write_text("[[key")
@@ -108,7 +109,9 @@ def knows(gate: Gate, secret: str) -> bool:
 
 
 async def test_without_keys_only_this_machine_may_touch_caches(bus: Bus) -> None:
-    assert Gate(bus, None, use_bucket=False, local=True).permit({}, "cache") is None
+    assert (
+        Gate(bus, None, use_bucket=False, local=True, tenants=Tenants()).permit({}, "cache") is None
+    )
     with pytest.raises(ApiError) as error:
-        Gate(bus, None, use_bucket=False, local=False).permit({}, "cache")
+        Gate(bus, None, use_bucket=False, local=False, tenants=Tenants()).permit({}, "cache")
     assert error.value.kind == "permission"

@@ -100,6 +100,19 @@ class EngineSuite:
         await started.run("c", tokens, max_tokens=1, salt=other)
         assert started.sink.cached("c") == 2 * started.size
 
+    async def test_tenants_whose_salts_collide_do_not_share(self, started: Started) -> None:
+        tokens = started.prompt(2.5)
+        for name, tenant in (("a", "a" * 32), ("b", "b" * 32), ("nobody", "")):
+            await started.run(name, tokens, max_tokens=1, tenant=tenant)
+        together = started.prompt(2.5, first=9)
+        for tenant in ("c", "d"):
+            started.submit(tenant, together, max_tokens=1, tenant=tenant * 32)
+        await started.ended("c", "d")
+        for name in ("a", "b", "nobody", "c", "d"):
+            assert started.sink.cached(name) == 0
+        await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
+        assert started.sink.cached("again") == 2 * started.size
+
     async def test_the_blocks_of_an_answer_serve_the_next_turn(self, started: Started) -> None:
         await started.run("a", started.prompt(2.5), max_tokens=2 * started.size - 2)
         answer = array("I", [*started.sink.tokens("a"), 1, 2, 3]).tobytes()

@@ -141,7 +141,7 @@ class Driver:
         self.core.slots.release_idle()
         prints = self.prints(taken.tokens)
         prefix = exchange.Prefix(
-            self.core, taken.sequence, taken.local, prints, SALT, self.take_events
+            self.core, taken.sequence, taken.local, prints, SALT, "", self.take_events
         )
         places = prefix.reserve(len(taken.data) - prefix.held)
         data = taken.data[prefix.held : prefix.held + len(places)]

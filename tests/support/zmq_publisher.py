@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class EngineCache:
 
 
 def hash_text(text: str) -> int:
-    return int.from_bytes(text.encode()[-8:].ljust(8, b"\0"), "little")
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) if text else 0
 
 
 class ZmqPublisher:

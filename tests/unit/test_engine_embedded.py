@@ -37,6 +37,7 @@ from kvmesh.worker.engine import Engine, EngineContext, EngineError, EngineInfo,
 from kvmesh.worker.retaining import obey
 
 PLAIN = salt("kvmesh-demo")
+TAG = "0123456789abcdef" * 2
 SIZE = 16
 
 
@@ -158,13 +159,21 @@ async def test_the_cache_is_told_exactly(run: Run) -> None:
 
 async def test_tenants_do_not_share(run: Run) -> None:
     await run.run(work("a", prompt(40), max_tokens=1))
-    await run.run(work("b", prompt(40), max_tokens=1, salt=77))
+    await run.run(work("b", prompt(40), max_tokens=1, salt=77, tenant=TAG))
     both = sequence(prompt(40)) | sequence(prompt(40), 77)
     await eventually(lambda: run.sink.sequences == both)
-    await run.run(work("c", prompt(40), max_tokens=1, salt=77))
+    await run.run(work("c", prompt(40), max_tokens=1, salt=77, tenant=TAG))
     assert (run.sink.cached("b"), run.sink.cached("c")) == (0, 32)
     salts = [call["cache_salt"] for call in run.standin.calls]
-    assert salts == [None, f"{77:016x}", f"{77:016x}"]
+    assert salts == [None, f"{TAG}-{77:016x}", f"{TAG}-{77:016x}"]
+
+
+async def test_tenants_whose_salts_collide_do_not_share(run: Run) -> None:
+    await run.run(work("a", prompt(40), max_tokens=1, salt=77, tenant=TAG))
+    await run.run(work("b", prompt(40), max_tokens=1, salt=77, tenant="f" * 32))
+    await run.run(work("c", prompt(40), max_tokens=1, salt=PLAIN, tenant=TAG))
+    await run.run(work("d", prompt(40), max_tokens=1))
+    assert [run.sink.cached(name) for name in "abcd"] == [0, 0, 0, 0]
 
 
 async def test_higher_priority_goes_first(run: Run) -> None:

@@ -220,9 +220,35 @@ def test_only_a_tenant_is_tagged() -> None:
     assert salts.tag(work([1], salt_=0xAB)) == "00000000000000ab"
 
 
-def work(tokens: list[int], salt_: int) -> Work:
+def test_a_tag_keeps_tenants_apart_whose_salts_are_equal() -> None:
+    salts = Salts("m", SIZE)
+    tags = {salts.tag(work([1], salt_, tenant)) for tenant in "ab" for salt_ in (SALT, 0xAB)}
+    assert len(tags) == 4
+    first, other = work([1], 7, "a"), work([1], 7, "b")
+    assert [salts.is_own(item) for item in (first, first, other, first, other)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert salts.is_own(work([1], SALT))
+    assert not salts.is_own(work([1], SALT, "a"))
+    assert not salts.is_own(work([1], SALT))
+    [event] = decode(CACHE.stored(list(range(8)), extra_keys=[["a/b-00000000000000ab"], None]))
+    assert isinstance(event, BlocksStored)
+    assert event.salt == 0xAB
+
+
+def work(tokens: list[int], salt_: int, tenant: str = "") -> Work:
+    sampling = Sampling(max_tokens=1)
     return Work(
-        request="r", frontend="f", tokens=pack(tokens), sampling=Sampling(max_tokens=1), salt=salt_
+        request="r",
+        frontend="f",
+        tokens=pack(tokens),
+        sampling=sampling,
+        salt=salt_,
+        tenant=tenant,
     )
 
 

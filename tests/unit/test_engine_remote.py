@@ -166,7 +166,7 @@ async def test_a_cached_prefix_is_counted(start: Start) -> None:
 async def test_tenants_do_not_share(start: Start) -> None:
     sidecar = await start()
     await sidecar.run(work("a", prompt(40), max_tokens=1))
-    await sidecar.run(work("b", prompt(40), max_tokens=1, salt=77))
+    await sidecar.run(work("b", prompt(40), max_tokens=1, salt=77, tenant="team"))
     await eventually(lambda: len(sidecar.sink.sequences) == 4)
     assert sidecar.sink.sequences == sequence(prompt(40)) | sequence(prompt(40), 77)
     assert sidecar.sink.cached("b") == 0

@@ -3,18 +3,20 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from multidict import CIMultiDict
 
-from kvmesh.bus.messages import Hints
+from kvmesh.bus.messages import Hints, owner
 from kvmesh.frontend.errors import ApiError, InvalidRequest
-from kvmesh.frontend.gate import KeysError, read_keys, secret_of
+from kvmesh.frontend.gate import Gate, KeysError, read_keys, secret_of
 from kvmesh.frontend.limits import Account, Accounts, Key
 from kvmesh.frontend.surfaces.chat import Chat
 from kvmesh.frontend.surfaces.hints import session_in, session_of
-from kvmesh.frontend.tenants import apart, salted, scoped
+from kvmesh.frontend.tenants import Tenants, apart, inferred, scoped
+from kvmesh.index import salt
+from kvmesh.router.waiting import fair_class
 
 
 def headers(**named: str) -> CIMultiDict[str]:
@@ -149,15 +151,11 @@ def test_concurrency_counts_what_runs() -> None:
     account.enter(0.0)
 
 
-def test_a_key_bounds_models_priority_and_tenant() -> None:
+def test_a_key_bounds_models_and_priority() -> None:
     account = Account(key(models=["m"], max_priority=1, tenant="t"), 0.0)
     made = request(nvext={"agent_hints": {"priority": 9, "strict_priority": 4}})
     account.check(made)
     assert (made.hints.priority, made.hints.strict_priority) == (1, 1)
-    assert made.cache_salt == "t"
-    own = request(headers(x_tenant_id="x"))
-    account.check(own)
-    assert own.cache_salt not in ("t", "x")
     made.model = "other"
     with pytest.raises(ApiError) as error:
         account.check(made)
@@ -208,9 +206,95 @@ def test_scopes_are_what_a_key_may_do_besides() -> None:
 def test_nobody_can_name_what_belongs_to_a_tenant() -> None:
     assert scoped("team", "s") == "team\x1fs"
     assert scoped("", "team\x1fs") == "teams"
-    assert salted("team", "") == "team"
-    own = {salted(None, "team"), salted("team", ""), salted("team", "x"), salted("", "team\x1fx")}
-    assert len(own) == 4
+    assert scoped("team", "\x1fs") == "team\x1fs"
+    names = {inferred("team", "s"), inferred("", "s"), scoped("team", "s"), scoped("", "s")}
+    assert len(names) == 4
+
+
+def test_a_tag_is_keyed_and_tells_owners_and_their_parts_apart() -> None:
+    tenants, others = Tenants(bytes(32)), Tenants(b"x" * 32)
+    made = {tenants.tag("a"), tenants.tag("a", "b"), tenants.tag("", "a"), tenants.tag("ab")}
+    assert len(made | {others.tag("a"), tenants.tag("a\x1fb")}) == 6
+    assert all(len(tag) >= 32 for tag in made)
+    assert owner(tenants.tag("a", "b")) == owner(tenants.tag("a", "c")) == tenants.tag("a")
+    assert owner(tenants.tag("", "a")) == tenants.tag("") == ""
+
+
+def test_without_the_secret_no_tenant_has_a_namespace() -> None:
+    tenants = Tenants()
+    assert tenants.salt("m", "", "") == salt("m")
+    with pytest.raises(RuntimeError, match="secret"):
+        tenants.tag("a")
+    with pytest.raises(RuntimeError, match="secret"):
+        tenants.salt("m", "", "a")
+
+
+BAD_NAMES = ["x" * 129, "a b", "a\tb", "\u00e4", "a\x1fb"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_what_callers_call_themselves_is_bounded(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="visible ASCII"):
+        request(nvext={"cache_salt": name})
+    for header in ("x-tenant-id", "x-kvmesh-fair-class"):
+        with pytest.raises(InvalidRequest, match=header):
+            request(CIMultiDict({header: name}))
+
+
+def bound(key: Key | None, head: CIMultiDict[str], local: bool = True, **body: Any) -> Any:
+    made = request(head, **body)
+    gate = Gate(cast(Any, None), None, use_bucket=False, local=local, tenants=Tenants(bytes(32)))
+    gate.bind(made, None if key is None else Account(key, 0.0))
+    return made
+
+
+def test_the_class_is_that_of_the_key_and_headers_only_divide_it() -> None:
+    premium = headers(x_kvmesh_fair_class="premium", x_tenant_id="other")
+    made = bound(key(tenant="t"), premium)
+    assert (made.hints.tenant, made.hints.fair_class) == ("t", "premium")
+    assert fair_class(made.hints).startswith("t\x1f")
+    assert bound(key(tenant="t", fair_class="gold"), premium).hints.tenant == "gold"
+    assert fair_class(bound(key(), premium).hints) == "\x1fpremium"
+    assert fair_class(bound(None, premium).hints) == "premium"
+    assert fair_class(bound(None, headers(x_tenant_id="other")).hints) == "other"
+
+
+def test_every_hint_of_urgency_is_capped_by_the_key() -> None:
+    urgent = {"agent_hints": {"priority": 9, "strict_priority": 4, "latency_sensitivity": 1.0}}
+
+    def hints(**fields: Any) -> tuple[int, int, float]:
+        made = bound(key(**fields), headers(), nvext=urgent).hints
+        return made.priority, made.strict_priority, made.latency_sensitivity
+
+    assert hints() == (9, 4, 1.0)
+    assert hints(max_priority=0) == (0, 0, 0.0)
+    assert hints(max_priority=2) == (2, 2, 1.0)
+    assert hints(max_priority=2, max_latency_sensitivity=0.5) == (2, 2, 0.5)
+
+
+STEERING: list[dict[str, Any]] = [
+    {"policy": "random"},
+    {"router_config_override": {"prefill_weight": 0}},
+    {"backend_instance_id": "w-1"},
+    {"dp_rank": 1},
+    {"routing_constraints": {"exclude": ["w-1"]}},
+    {"routing_constraints": {"allow": ["w-1"]}},
+]
+
+
+@pytest.mark.parametrize("nvext", STEERING)
+def test_a_key_needs_a_scope_to_steer_the_router(nvext: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as error:
+        bound(key(), headers(), nvext=nvext)
+    assert (error.value.kind, error.value.code) == ("permission", "scope_missing")
+    with pytest.raises(ApiError, match="routing"):
+        bound(None, headers(), local=False, nvext=nvext)
+    for allowed in (key(scopes=["routing"]), key(scopes=["admin"]), None):
+        bound(allowed, headers(), nvext=nvext)
+
+
+def test_labels_steer_nobody() -> None:
+    bound(key(), headers(), nvext={"routing_constraints": {"labels": {"zone": "a"}}})
 
 
 def test_sessions_of_a_tenant_are_named_within_it() -> None:

@@ -31,6 +31,7 @@ from kvmesh.frontend.surfaces.chat import Chat
 from kvmesh.frontend.surfaces.completions import Completions
 from kvmesh.frontend.surfaces.messages import Messages
 from kvmesh.frontend.surfaces.responses import Responses
+from kvmesh.frontend.tenants import Tenants
 
 FILES = {file.name: file.read_bytes() for file in model_dir().iterdir()}
 BLOCK = 16
@@ -56,7 +57,7 @@ DEMO = served()
 def prepared(surface: Surface, model: ServedModel = DEMO, **body: Any) -> tuple[Prompt, Any]:
     """The prompt of a request, and the request."""
     call = surface.parse(json.dumps({"model": "m", **body}).encode(), {})
-    made = asyncio.run(Preparer(1 << 20).prepare(call.request, model, None))
+    made = asyncio.run(Preparer(1 << 20, Tenants()).prepare(call.request, model, None))
     return made.prompts[0], made.request
 
 
@@ -309,7 +310,7 @@ def test_whatever_is_said_what_is_kept_lies_in_the_prompt(
     request = GenerateRequest(id="r", model="m", sampling=Sampling(max_tokens=0))
     request.messages, request.tools = messages, tools
     try:
-        made = asyncio.run(Preparer(1 << 20).prepare(request, model, None)).prompts[0]
+        made = asyncio.run(Preparer(1 << 20, Tenants()).prepare(request, model, None)).prompts[0]
     except InvalidRequest:
         return  # the template refused it, or rendered nothing
     for entry in made.retention:

@@ -15,9 +15,11 @@ def sessions() -> InferredSessions:
     return InferredSessions(limit=50)
 
 
-def observe(sessions: InferredSessions, tokens: list[int], salt: int = 0) -> str | None:
+def observe(
+    sessions: InferredSessions, tokens: list[int], salt: int = 0, tenant: str = ""
+) -> str | None:
     packed = array("I", tokens).tobytes()
-    return sessions.observe(block_hashes(packed, BLOCK, salt)[1], packed, BLOCK)
+    return sessions.observe(tenant, block_hashes(packed, BLOCK, salt)[1], packed, BLOCK)
 
 
 def test_a_prompt_that_grows_stays_in_one_session(sessions: InferredSessions) -> None:
@@ -58,6 +60,13 @@ def test_salts_do_not_meet(sessions: InferredSessions) -> None:
     observe(sessions, prompt, salt=1)
     assert observe(sessions, [*prompt, 1, 2], salt=2) is None
     assert observe(sessions, [*prompt, 1, 2], salt=1) is not None
+
+
+def test_tenants_do_not_meet_whatever_their_hashes_are(sessions: InferredSessions) -> None:
+    prompt = list(range(12))
+    observe(sessions, prompt, tenant="a")
+    assert observe(sessions, [*prompt, 1, 2], tenant="b") is None
+    assert observe(sessions, [*prompt, 1, 2], tenant="a") is not None
 
 
 def test_less_than_a_block_is_no_session(sessions: InferredSessions) -> None:

@@ -25,6 +25,7 @@ from kvmesh.frontend.surfaces.chat import Chat
 from kvmesh.frontend.surfaces.messages import Messages
 from kvmesh.frontend.surfaces.responses import Responses
 from kvmesh.frontend.surfaces.transcript import Transcript
+from kvmesh.frontend.tenants import Tenants
 from kvmesh.index import block_hashes
 
 FILES = {file.name: file.read_bytes() for file in model_dir().iterdir()}
@@ -123,7 +124,7 @@ async def tokens_ahead(model: ServedModel, surface: Surface, body: Any, answer: 
     said = Transcript()
     for event in answer:
         said.add(event)
-    preparer = Preparer(1 << 20)
+    preparer = Preparer(1 << 20, Tenants())
     prepared = await preparer.prepare(surface.parse(encode(body), {}).request, model, None)
     following = successor(prepared.request, said.blocks(surface.in_order))
     assert following is not None
@@ -140,10 +141,12 @@ def test_the_next_prompt_begins_with_what_was_computed_ahead(
     following = next_body(body, answered(surface, body, answer), ["first: x", "second"])
     ahead = asyncio.run(tokens_ahead(MODELS[model], surface, body, answer))
     again = surface.parse(encode(following), {}).request
-    real = asyncio.run(Preparer(1 << 20).prepare(again, MODELS[model], None)).prompts[0]
+    real = asyncio.run(Preparer(1 << 20, Tenants()).prepare(again, MODELS[model], None)).prompts[0]
     assert real.tokens.startswith(ahead)
     before = surface.parse(encode(body), {}).request
-    prompt = asyncio.run(Preparer(1 << 20).prepare(before, MODELS[model], None)).prompts[0]
+    prompt = asyncio.run(Preparer(1 << 20, Tenants()).prepare(before, MODELS[model], None)).prompts[
+        0
+    ]
     if model in ("demo", "chatml"):  # their markers are special tokens of the test's tokenizer
         assert len(ahead) > len(prompt.tokens)
 
@@ -155,7 +158,7 @@ def test_a_client_that_drops_thinking_is_expected_to_do_so_again() -> None:
     third = next_body(second, answered(surface, second, quiet), ["x", "y"])
     ahead = asyncio.run(tokens_ahead(MODELS["demo"], surface, second, CALLING))
     again = surface.parse(encode(third), {}).request
-    real = asyncio.run(Preparer(1 << 20).prepare(again, MODELS["demo"], None)).prompts[0]
+    real = asyncio.run(Preparer(1 << 20, Tenants()).prepare(again, MODELS["demo"], None)).prompts[0]
     assert real.tokens.startswith(ahead)
 
 
@@ -176,7 +179,9 @@ def hashes(*tokens: int) -> bytes:
 
 def made(sequence: bytes, base: int, expires: float = 9.0) -> Speculation:
     known = sequence[(base - 1) * 8 : base * 8]
-    return Speculation("id", "w", "m", known, base, sequence[-8:], len(sequence) // 8, 3, expires)
+    return Speculation(
+        "id", "t", "w", "m", known, base, sequence[-8:], len(sequence) // 8, 3, expires
+    )
 
 
 def test_shared_blocks_are_those_before_the_first_difference() -> None:
@@ -187,10 +192,10 @@ def test_shared_blocks_are_those_before_the_first_difference() -> None:
 def test_a_turn_finds_what_was_made_for_it_once() -> None:
     table = Speculations()
     assert not list(table.add(made(hashes(1, 2, 3), 2)))
-    assert table.take(hashes(1, 9, 3)) is None
-    assert table.take(hashes(1)) is None
-    assert table.take(hashes(1, 2, 8, 9)) is not None
-    assert table.take(hashes(1, 2, 8, 9)) is None
+    assert table.take("t", hashes(1, 9, 3)) is None
+    assert table.take("t", hashes(1)) is None
+    assert table.take("t", hashes(1, 2, 8, 9)) is not None
+    assert table.take("t", hashes(1, 2, 8, 9)) is None
 
 
 def test_only_a_prompt_that_begins_with_all_of_it_fits() -> None:

@@ -250,19 +250,21 @@ class ManagerMachine(RuleBasedStateMachine):
     # the mesh
 
     @rule(
-        salt=st.sampled_from([None, 3, 4]),
+        salt=st.sampled_from([None, 3, 3, 4]),
+        tenant=st.sampled_from(["t", "t", "other"]),
         tiers=st.sampled_from([[1], [1], [2], []]),
         model=st.sampled_from([None, "m0", "m1", "m2"]),
     )
-    def clear(self, salt: int | None, tiers: list[int], model: str | None) -> None:
+    def clear(self, salt: int | None, tenant: str, tiers: list[int], model: str | None) -> None:
         before = self.unused()
-        gone = self.manager.clear(Clear(salt, tiers, model), self.now)
+        gone = self.manager.clear(Clear(salt, tiers, model, tenant), self.now)
+        whole = salt is None or (salt, tenant) == (3, "t")
         self.collect()
         left = self.unused()
         meant = {
             (name, tier, digest)
             for name, tier, digest in before
-            if model in (None, name) and (not tiers or tier in tiers) and salt != 4
+            if model in (None, name) and (not tiers or tier in tiers) and whole
         }
         assert not left & meant
         assert gone == len({digest for *_, digest in meant})

@@ -29,6 +29,18 @@ async def press(started: Started, requests: int, first: int = 1000) -> None:
         await started.run(f"press{i}", prompt(192, first=i), max_tokens=1)
 
 
+async def test_tenants_whose_salts_collide_share_no_tier(started: Started) -> None:
+    tokens = prompt(64)
+    await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
+    await press(started, 6)
+    assert where(started, tokens)[0] < 4
+    await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
+    assert [sum(delta.cached or []) for delta in started.sink.deltas["b"]] == [0]
+    assert prefetch(started.engine, "e", wish(tokens, tenant="c" * 32)).ok
+    await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
+    assert sum(started.sink.deltas["again"][0].cached or []) == 3 * started.size
+
+
 def where(started: Started, tokens: bytes) -> list[int]:
     """How many leading blocks of a prompt are in each tier by what the events say."""
     sink, blocks = started.sink, (*sequence(tokens), -1)

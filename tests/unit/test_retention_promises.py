@@ -189,6 +189,20 @@ def test_the_same_id_replaces_and_the_table_is_bounded() -> None:
     assert len(table) == 1
 
 
+def test_a_full_table_of_pins_takes_from_the_owner_with_the_most() -> None:
+    table: PinTable[int] = PinTable(most=3)
+    greedy, modest = Directive("greedy", 100, 9.0), Directive("modest", 100, 9.0)
+
+    def put(name: str, deadline: float, directive: Directive) -> list[str]:
+        return [over.id for over in table.put(Pinned(name, [1], 100, deadline, directive))]
+
+    assert put("m", 1.0, modest) == []
+    assert put("a", 30.0, greedy) == put("b", 20.0, greedy) == []
+    assert put("c", 40.0, greedy) == ["b"]
+    assert put("n", 50.0, modest) == ["a"]
+    assert put("d", 60.0, greedy) == ["m"], "both have as many as they can"
+
+
 # --- from tokens to blocks ---------------------------------------------------------------------
 
 RETAINS = st.builds(

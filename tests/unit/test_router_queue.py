@@ -227,6 +227,17 @@ def test_tenants_take_turns() -> None:
     assert drain(mesh, 5.0) == ["0", "x0", "y", "x1", "x2"]
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_to_say_many_classes_gains_a_tenant_nothing(weight: float) -> None:
+    greedy = [entry(f"x{n}", fair_class=f"x\x1fown{n}") for n in range(12)]
+    modest = [entry(f"y{n}", fair_class="y") for n in range(12)]
+    mixed = [one for pair in zip(greedy, modest, strict=True) for one in pair]
+    order = [name[0] for name in leave(lane(*mixed, weights={"x": weight}))]
+    share = weight / (weight + 1)
+    for count in range(1, round(12 / share)):
+        assert abs(order[:count].count("x") - share * count) <= 2
+
+
 def test_a_constrained_request_does_not_hold_up_the_others() -> None:
     mesh = Replicas(dispatcher("a", "b"))
     mesh.submit(msgspec.structs.replace(prompt("1"), placement=Placement(instance="a")))

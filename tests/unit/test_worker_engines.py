@@ -11,6 +11,8 @@ from support.wait import eventually
 
 from kvmesh.demo import model_dir
 from kvmesh.worker.engine import EngineError
+from kvmesh.worker.prefetches import MOST
+from kvmesh.worker.retaining import Retaining
 from kvmesh.worker.tiers import prefetch
 
 
@@ -33,6 +35,48 @@ async def test_clear_drops_what_is_unused_only(started: Started) -> None:
     assert not started.sink.held[0] & set(sequence(prompt(100)))
     assert set(sequence(prompt(50, first=5))) <= started.sink.held[0]
     started.engine.abort("b")
+
+
+async def test_a_tenant_clears_its_own_alone_even_if_salts_collide(started: Started) -> None:
+    tokens, size = prompt(64), started.size
+    await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
+    assert isinstance(started.engine, Retaining)
+    everywhere = range(4)
+    assert started.engine.drop(started.salt, "b" * 32, everywhere) == 0
+    assert started.engine.drop(started.salt, "", everywhere) == 0
+    await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
+    assert started.sink.cached("again") == 3 * size
+    assert started.engine.drop(started.salt, "a" * 32, everywhere) == 4
+
+
+async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(started: Started) -> None:
+    tokens = prompt(64)
+    await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
+    cached = started.load().cached_blocks
+    asked = wish(tokens + prompt(20, first=3), tenant="b" * 32, compute=0)
+    assert prefetch(started.engine, "e", asked).ok
+    await eventually(lambda: not started.engine.abort("p"), what="it has ended")
+    assert started.load().cached_blocks == cached
+    await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
+    assert started.sink.cached("b") == 0
+
+
+async def test_prefetches_of_one_owner_give_way_to_those_of_others(started: Started) -> None:
+    tokens, later = prompt(100), time.time() + 3600
+
+    def ask(name: str, tenant: str, at: float = later) -> str:
+        asked = wish(tokens, name, at=at, tenant=tenant)
+        return prefetch(started.engine, "e", asked).reason
+
+    for number in range(MOST):
+        assert not ask(f"greedy{number}", f"greedy/{number}", later + number)
+    assert ask("more", "greedy/new") == f"{MOST} prefetches are under way"
+    assert not ask("modest", "modest")
+    assert not started.engine.abort(f"greedy{MOST - 1}"), "the last one has given way"
+    assert started.engine.abort("modest")
+    assert not ask("one", "modest/part")
+    for number in range(MOST - 1):
+        started.engine.abort(f"greedy{number}")
 
 
 async def test_a_prefetch_computes_as_much_as_it_may_and_nobody_hears_of_it(

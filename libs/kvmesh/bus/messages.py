@@ -372,6 +372,14 @@ class SeqAdd(Struct, frozen=True, array_like=True, tag="add"):
     time: float
 
 
+def owner(tenant: str) -> str:
+    """Whose budget a tenant's blocks, pins and prefetches count against.
+
+    A tag is that of an owner, or that and, behind a slash, that of a part of it.
+    """
+    return tenant.partition("/")[0]
+
+
 def prefill_part(request: str) -> str:
     """The name of a request on a rank that only prefills it; it ends with the request at latest."""
     return f"{request}#prefill"
@@ -480,7 +488,8 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `turn` is how many answers of the conversation come before this one. `handoff` is what the
     engine's own KV connector needs to fetch KV that another engine left; with `prefill` the prompt
     alone is computed and its KV left, and the chunk that ends it says in its `handoff` where.
-    `tenant` is the text that isolates its blocks from others', part of what `salt` hashes;
+    `tenant` is the tag that isolates its blocks from others', of which `owner` pays for them: no
+    two tenants have the same one, while `salt`, with its 64 bits, only finds blocks.
     `retention` speaks of the prompt, later entries win, and `decode` of what will be generated.
     With `base`, a request whose prompt the worker keeps, the prompt is the first `shared` tokens of
     that one and then `tokens`.
@@ -578,12 +587,14 @@ class Drain(Struct, frozen=True, tag="drain"):
 class Clear(Struct, frozen=True, tag="clear"):
     """Drop every block that no running request uses, of one namespace and in some tiers if told.
 
-    Who holds blocks of several models drops those of `model`, or of all if that is None.
+    Who holds blocks of several models drops those of `model`, or of all if that is None. A
+    namespace is a `salt` and the `Work.tenant` that its blocks were computed for.
     """
 
     salt: int | None = None
     tiers: list[int] = []
     model: str | None = None
+    tenant: str = ""
 
 
 class Release(Struct, frozen=True, kw_only=True, tag="release"):

@@ -58,7 +58,8 @@ class StreamMessage(NamedTuple):
 class Start:
     """Where to begin: after a sequence, at a time, at each subject's last message, or at now.
 
-    `stored` is when the message `after` was stored, if it must still be that message.
+    `stored` is when the message `after` was stored, if it must still be that message. With
+    `headers_only` messages come without their data.
     """
 
     after: int | None = None
@@ -66,8 +67,14 @@ class Start:
     time: datetime | None = None
     last_per_subject: bool = False
     new: bool = False
+    headers_only: bool = False
 
     def consumer_fields(self) -> ConsumerConfig:
+        fields = self._place()
+        fields.headers_only = self.headers_only or None
+        return fields
+
+    def _place(self) -> ConsumerConfig:
         if self.after is not None:
             policy = DeliverPolicy.BY_START_SEQUENCE
             return ConsumerConfig(deliver_policy=policy, opt_start_seq=self.after + 1)

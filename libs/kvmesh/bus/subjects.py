@@ -97,6 +97,16 @@ class Subjects:
         return f"kvm-{self.namespace}-keys"
 
     @property
+    def secrets_bucket(self) -> str:
+        """What frontends alone may read."""
+        return f"kvm-{self.namespace}-secrets"
+
+    @property
+    def tenants_key(self) -> str:
+        """Key, in the secrets bucket, of the secret under which tenants are told apart."""
+        return "tenants"
+
+    @property
     def instances_bucket(self) -> str:
         return f"kvm-{self.namespace}-instances"
 

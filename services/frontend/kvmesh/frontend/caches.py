@@ -10,8 +10,7 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.holders import Holders, Told, summed
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.surfaces.cache_body import ClearBody, clear_decoder, release_decoder
-from kvmesh.frontend.tenants import scoped
-from kvmesh.index import salt
+from kvmesh.frontend.tenants import Tenants, scoped
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +18,9 @@ log = logging.getLogger(__name__)
 class Caches:
     """Handlers of /v1/cache/clear and /v1/sessions/release."""
 
-    def __init__(self, registry: ModelRegistry, holders: Holders) -> None:
+    def __init__(self, registry: ModelRegistry, holders: Holders, tenants: Tenants) -> None:
         self._registry = registry
+        self._tenants = tenants
         self._holders = holders
 
     async def clear(self, visit: Visit) -> dict[str, Any]:
@@ -35,10 +35,12 @@ class Caches:
             reason = f"`all_tenants`: not of an adapter, only of {model.card.name} as a whole."
             raise InvalidRequest(reason, "model")
         cards = [c for c in self._holders.of([model.card.name]) if _concerned(c, parsed)]
-        own = _salts(model.card, adapter, visit.tenant)
+        own = self._salts(model.card, adapter, visit.tenant)
+        tenant = "" if parsed.all_tenants else visit.tenant
         told: list[Told] = []
         for seed in [None] if parsed.all_tenants else own:
-            told += await self._holders.tell(cards, Clear(seed, parsed.tiers, model.card.name))
+            command = Clear(seed, parsed.tiers, model.card.name, tenant)
+            told += await self._holders.tell(cards, command)
         answer = summed(told)
         _note(visit, parsed, answer["blocks"], len(cards))
         return {"object": "cache.clear", "model": parsed.model, **answer}
@@ -55,6 +57,11 @@ class Caches:
         told = await self._holders.tell(self._holders.of(self._models(visit)), command)
         return {"object": "session.release", "sessions": len(parsed.sessions), **summed(told)}
 
+    def _salts(self, card: ModelCard, adapter: str | None, tenant: str) -> list[int]:
+        """Those of an adapter, or of the model and all of its adapters."""
+        adapters = [adapter] if adapter else ["", *card.adapters]
+        return [self._tenants.salt(card.name, name, tenant) for name in adapters]
+
     def _models(self, visit: Visit) -> Iterable[str]:
         names = [model.card.name for model in self._registry.models]
         account = visit.account
@@ -68,12 +75,6 @@ def _note(visit: Visit, parsed: ClearBody, blocks: int, holders: int) -> None:
     tiers = ", ".join(map(str, parsed.tiers)) or "all"
     what = f"{blocks} blocks of {parsed.model} {whose}, tiers: {tiers}"
     log.info("%s: cleared %s, at %d holders", who, what, holders)
-
-
-def _salts(card: ModelCard, adapter: str | None, tenant: str) -> list[int]:
-    """Those of an adapter, or of the model and all of its adapters."""
-    adapters = [adapter] if adapter else ["", *card.adapters]
-    return [salt(card.name, name, tenant) for name in adapters]
 
 
 def _concerned(card: Instance, parsed: ClearBody) -> bool:

@@ -135,6 +135,13 @@ class GenerateRequest(Struct, kw_only=True):
         runs = groupby(message.role for message in self.messages)
         return sum(role == "assistant" for role, _ in runs)
 
+    @property
+    def steers(self) -> bool:
+        """Whether it tells the router how to choose, or whom."""
+        place = self.placement
+        named = place.instance is not None or place.rank is not None
+        return bool(named or place.exclude or place.allow or self.policy or self.overrides)
+
     def keep(self, ttl_s: float | None) -> None:
         """Keep the whole prompt for at least this long, if it is said how long."""
         if ttl_s is not None:

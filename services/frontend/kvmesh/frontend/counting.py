@@ -37,8 +37,7 @@ class Counting:
                 account = self._parts.gate.account(http.headers)
                 body = await read_body(http, self._parts.settings)
                 request = surface.parse(body, http.headers)
-                if account is not None:
-                    account.check(request)
+                self._parts.gate.bind(request, account)
                 model, _ = self._parts.registry.resolve(request.model)
                 prompts = await self._parts.preparer.count(request, model)
             except ApiError as error:

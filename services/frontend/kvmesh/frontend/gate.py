@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from nats.errors import Error as NatsError
 from nats.js.api import KeyValueConfig
 from nats.js.errors import APIError
@@ -13,9 +14,10 @@ from nats.js.errors import APIError
 from kvmesh.bus.buckets import read_bucket
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
+from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.limits import Account, Accounts, Key, Scope
-from kvmesh.frontend.tenants import salted
+from kvmesh.frontend.tenants import Tenants, check_name
 
 log = logging.getLogger(__name__)
 RELOAD_S = 1.0
@@ -51,8 +53,11 @@ class Gate:
     `local`: only this machine can reach the frontend.
     """
 
-    def __init__(self, bus: Bus, file: Path | None, use_bucket: bool, local: bool) -> None:
+    def __init__(
+        self, bus: Bus, file: Path | None, use_bucket: bool, local: bool, tenants: Tenants
+    ) -> None:
         self._bus = bus
+        self._tenants = tenants
         self._file = file
         self._use_bucket = use_bucket
         self._local = local
@@ -73,10 +78,33 @@ class Gate:
         return self._accounts.find(secret_of(headers)) if self.closed else None
 
     def tenant(self, headers: Mapping[str, str]) -> str:
-        """The cache and storage namespace of whoever asks."""
+        """The tag of whoever asks: the namespace of what is cached and stored for it."""
         account = self.account(headers)
         own = headers.get("x-tenant-id", "")
-        return own if account is None else salted(account.key.tenant, own)
+        if own:
+            check_name(own, "x-tenant-id")
+        return self._tag(account, own)
+
+    def bind(self, request: GenerateRequest, account: Account | None) -> None:
+        """Say whose a request is, by its key, and bound what it asks for; raises ApiError (403).
+
+        Until then its `cache_salt` is what the caller calls itself, from then on a tag.
+        """
+        own = request.cache_salt
+        if account is not None:
+            account.check(request)
+        else:
+            if request.steers and not self._local:
+                raise self._lacking("routing")
+            of_class = None if request.hints.fair_class else own or None
+            request.hints = replace(request.hints, tenant=of_class)
+        request.cache_salt = self._tag(account, own)
+
+    def _tag(self, account: Account | None, own: str) -> str:
+        """A caller only divides its key's tenant further; without keys it may be who it says."""
+        if account is None:
+            return self._tenants.tag(own)
+        return self._tenants.tag(account.key.tenant or "", own)
 
     def permit(self, headers: Mapping[str, str], scope: Scope) -> Account | None:
         """Who may do more than ask models: keys with the scope, or all where only this machine is.
@@ -87,9 +115,13 @@ class Gate:
         if account is not None:
             account.require(scope)
         elif not self._local:
-            reason = f"This needs an API key with the scope `{scope}`; no keys are configured."
-            raise ApiError("permission", reason, code="scope_missing")
+            raise self._lacking(scope)
         return account
+
+    @staticmethod
+    def _lacking(scope: Scope) -> ApiError:
+        reason = f"This needs an API key with the scope `{scope}`; no keys are configured."
+        return ApiError("permission", reason, code="scope_missing")
 
     async def open(self) -> None:
         """Read the keys for the first time; raises KeysError."""

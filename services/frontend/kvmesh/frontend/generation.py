@@ -60,8 +60,7 @@ class Generation:
                 with entered(account, started):
                     body = await read_body(http, self._parts.settings)
                     call = surface.parse(body, http.headers)
-                    if account is not None:
-                        account.check(call.request)
+                    self._parts.gate.bind(call.request, account)
                     response = await self._answer(http, surface, call, account, started)
                 status, model = response.status, call.request.model
             except ApiError as error:

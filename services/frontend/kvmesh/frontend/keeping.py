@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from kvmesh.bus.discovery import Directory
-from kvmesh.bus.messages import Instance
+from kvmesh.bus.messages import Instance, Role
 from kvmesh.frontend.asking import Asking
 from kvmesh.frontend.caches import Caches
 from kvmesh.frontend.doors import Doors
@@ -16,6 +16,7 @@ from kvmesh.frontend.prefetch import Prefetching
 from kvmesh.frontend.prepare import Preparer
 from kvmesh.frontend.session_prompts import SessionPrompts
 from kvmesh.frontend.targets import Targets
+from kvmesh.frontend.tenants import Tenants
 from kvmesh.frontend.tracking import Tracker
 from kvmesh.frontend.turns import Turns
 from kvmesh.runtime.service import Service
@@ -33,16 +34,18 @@ class Keeping:
         asking: Asking,
         tracker: Tracker,
         gate: Gate,
+        tenants: Tenants,
     ) -> None:
         settings = service.settings.frontend
         holders = Holders(service.bus, directory)
         self._service = service
+        self._directory = directory
         self._sessions = SessionPrompts(service.bus, settings.session_prompts_bytes)
-        targets = Targets(registry, preparer, self._sessions)
+        targets = Targets(registry, preparer, self._sessions, gate, tenants)
         self._doors = Doors(gate, settings)
         self._prefetching = Prefetching(asking, targets, holders, tracker)
         self._pins = Pins(targets, holders, PinStore(service.bus))
-        self._caches = Caches(registry, holders)
+        self._caches = Caches(registry, holders, tenants)
         self._told: set[str] | None = None
         self.turns = Turns(self._sessions, holders, preparer, settings.speculative_tokens)
 
@@ -58,7 +61,14 @@ class Keeping:
     def joined(self, card: Instance) -> None:
         if self._told is not None and card.instance not in self._told and held(card):
             self._told.add(card.instance)
-            self._service.spawn(self._pins.repeat(card), f"pins for {card.instance}")
+            if self._repeats():
+                self._service.spawn(self._pins.repeat(card), f"pins for {card.instance}")
+
+    def _repeats(self) -> bool:
+        """Whether it is for this frontend to tell newcomers: the oldest one does."""
+        others = (card for card in self._directory.instances if card.role is Role.FRONTEND)
+        oldest = min(others, key=lambda card: (card.started, card.instance), default=None)
+        return oldest is None or oldest.instance == self._service.instance
 
     def left(self, card: Instance) -> None:
         if self._told is not None:

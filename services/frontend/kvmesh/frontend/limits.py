@@ -9,30 +9,34 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Hints
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.tenants import salted
 
 MINUTE = 60.0
 Limit = Annotated[int, Meta(ge=1)]
-Scope = Literal["cache", "admin"]
+Scope = Literal["cache", "routing", "admin"]
+Named = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One API key: `sha256` is the hash of the secret in hex. A limit of None does not limit.
 
-    `tenant` isolates the caches of all keys that share it; None shares them with everyone.
+    `tenant` isolates the caches of all keys that share it; None shares them with everyone. Its
+    requests wait as one fair class, called `fair_class` or else as the tenant. `max_priority`
+    bounds what it may say of urgency, `max_latency_sensitivity` that hint alone.
     `scopes` are what it may do beyond asking models: "cache" moves and drops what is cached of its
-    tenant, "admin" that of all.
+    tenant, "routing" steers the router, "admin" does all and touches what is cached of everyone.
     """
 
     name: str
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    tenant: str | None = None
+    tenant: Named | None = None
     models: list[str] | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
     concurrency: Limit | None = None
     max_priority: int | None = None
     scopes: list[Scope] = []
+    fair_class: Named | None = None
+    max_latency_sensitivity: Annotated[float, Meta(ge=0, le=1)] | None = None
 
 
 class Bucket:
@@ -100,12 +104,13 @@ class Account:
             raise ApiError("permission", reason, code="scope_missing")
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise if the model is not allowed; apply the priority ceiling and the tenant."""
+        """Raise if the model or what it says to the router is not allowed; bound its hints."""
         key = self.key
         self.allow(request.model)
-        if key.max_priority is not None:
-            request.hints = _capped(request.hints, key.max_priority)
-        request.cache_salt = salted(key.tenant, request.cache_salt)
+        if request.steers:
+            self.require("routing")
+        hints = _capped(request.hints, key)
+        request.hints = replace(hints, tenant=key.fair_class or key.tenant or "")
 
 
 class Accounts:
@@ -145,6 +150,13 @@ def _too_much(what: str, wait: float) -> ApiError:
     return ApiError("rate_limit", reason, code="rate_limit_exceeded", retry_after=wait)
 
 
-def _capped(hints: Hints, most: int) -> Hints:
+def _capped(hints: Hints, key: Key) -> Hints:
+    """No more urgent than the key may be; one that may have no priority is not sensitive either."""
+    most, latency = key.max_priority, key.max_latency_sensitivity
+    if latency is None:
+        latency = 0.0 if most is not None and most <= 0 else 1.0
+    hints = replace(hints, latency_sensitivity=min(hints.latency_sensitivity, latency))
+    if most is None:
+        return hints
     priority, strict = min(hints.priority, most), min(hints.strict_priority, max(most, 0))
     return replace(hints, priority=priority, strict_priority=strict)

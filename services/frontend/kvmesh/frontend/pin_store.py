@@ -1,6 +1,7 @@
 """The pins that hold now, in a bucket that all frontends share."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import blake2b
@@ -12,7 +13,7 @@ from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import APIError, KeyDeletedError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
-from kvmesh.bus.buckets import read_bucket
+from kvmesh.bus.buckets import read_bucket, read_headers
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
 from kvmesh.frontend.errors import Unavailable
@@ -20,6 +21,19 @@ from kvmesh.frontend.errors import Unavailable
 TTL_S = 86400.0
 MAX_BYTES = 256 << 20
 TIMEOUT_S = 5.0
+HEAD = "Kvmesh-Pin"
+
+
+class PinHead(Struct, frozen=True):
+    """What a list says of a pin; it stands in a header, so that lists need not read hashes."""
+
+    id: str
+    model: str
+    tokens: int
+    priority: int
+    created: float
+    expires: float
+    bytes: int
 
 
 class KeptPin(Struct, frozen=True):
@@ -34,8 +48,15 @@ class KeptPin(Struct, frozen=True):
     created: float
     expires: float
 
+    @property
+    def head(self) -> PinHead:
+        size = len(self.sequence)
+        facts = self.tokens, self.priority, self.created, self.expires, size
+        return PinHead(self.id, self.model, *facts)
+
 
 _decoder = msgspec.msgpack.Decoder(KeptPin)
+_heads = msgspec.json.Decoder(PinHead)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -54,8 +75,10 @@ class PinStore:
         self._bucket: KeyValue | None = None
 
     async def put(self, pin: KeptPin) -> None:
-        async with self._open() as bucket:
-            await bucket.put(_key(pin.tenant, pin.id), _encode(pin))
+        subject = f"$KV.{self._config.bucket}.{_key(pin.tenant, pin.id)}"
+        head = json.dumps(msgspec.to_builtins(pin.head))  # in ASCII, as headers must be
+        async with self._open():
+            await self._bus.js.publish(subject, _encode(pin), headers={HEAD: head})
 
     async def get(self, tenant: str, pin: str, now: float) -> KeptPin | None:
         """None if there is no such pin, or no longer."""
@@ -70,19 +93,26 @@ class PinStore:
         async with self._open() as bucket:
             await bucket.delete(_key(pin.tenant, pin.id))
 
-    async def of(self, tenant: str, now: float) -> list[KeptPin]:
+    async def of(self, tenant: str, now: float) -> list[PinHead]:
         """A tenant's pins, oldest first."""
-        return await self._read(f"{_name(tenant)}.*", now)
+        return await self._heads(f"{_tokens(tenant)}.*", now)
+
+    async def owned(self, owner: str, now: float) -> list[PinHead]:
+        """Those of all tenants of one owner."""
+        return await self._heads(f"{_token(owner)}.>", now)
 
     async def all(self, now: float) -> list[KeptPin]:
-        return await self._read(">", now)
-
-    async def _read(self, keys: str, now: float) -> list[KeptPin]:
         async with self._open():
-            found = await read_bucket(self._bus, self._bus.subjects.pins_bucket, keys)
+            found = await read_bucket(self._bus, self._bus.subjects.pins_bucket)
         pins = [_decoder.decode(value) for value in found.values()]
-        alive = [pin for pin in pins if pin.expires > now]
-        return sorted(alive, key=lambda pin: pin.created)
+        return [pin for pin in pins if pin.expires > now]
+
+    async def _heads(self, keys: str, now: float) -> list[PinHead]:
+        async with self._open():
+            found = await read_headers(self._bus, self._bus.subjects.pins_bucket, keys)
+        heads = [_heads.decode(headers[HEAD]) for headers in found.values() if HEAD in headers]
+        alive = [head for head in heads if head.expires > now]
+        return sorted(alive, key=lambda head: head.created)
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[KeyValue]:
@@ -96,8 +126,14 @@ class PinStore:
 
 
 def _key(tenant: str, pin: str) -> str:
-    return f"{_name(tenant)}.{_name(pin)}"
+    return f"{_tokens(tenant)}.{blake2b(pin.encode(), digest_size=16).hexdigest()}"
 
 
-def _name(text: str) -> str:
-    return blake2b(text.encode(), digest_size=12).hexdigest()
+def _tokens(tenant: str) -> str:
+    """An owner and a part of it."""
+    whole, _, part = tenant.partition("/")
+    return f"{_token(whole)}.{_token(part)}"
+
+
+def _token(tag: str) -> str:
+    return tag or "none"

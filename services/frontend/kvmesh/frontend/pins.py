@@ -4,18 +4,19 @@ import logging
 import time
 from typing import Any
 
-from kvmesh.bus.messages import Instance, Pin, Unpin
+from kvmesh.bus.messages import Instance, Pin, Unpin, owner
 from kvmesh.frontend.doors import Visit
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.holders import Holders, Told, held, summed
-from kvmesh.frontend.pin_store import KeptPin, PinStore
+from kvmesh.frontend.pin_store import KeptPin, PinHead, PinStore
 from kvmesh.frontend.surfaces.cache_body import PinBody, pin_decoder, unpin_decoder
 from kvmesh.frontend.targets import Target, Targets
 from kvmesh.frontend.tenants import scoped
 
 log = logging.getLogger(__name__)
 HASH = 8
-MAX_PINS = 1000  # of one tenant
+MAX_PINS = 1000  # of one owner
+MAX_BYTES = 32 << 20  # of all of them
 
 
 class Pins:
@@ -33,13 +34,17 @@ class Pins:
         pin = _pin(parsed, target, now)
         await self._replace(pin, now)
         told = await self._holders.tell(self._holders.of([pin.model]), _command(pin, now))
-        return {**_view(pin), "requested": target.blocks, **_affected(told)}
+        return {**_view(pin.head), "requested": target.blocks, **_affected(told)}
 
     async def _replace(self, pin: KeptPin, now: float) -> None:
         """Keep it in the place of an earlier one with its id."""
         old = await self._store.get(pin.tenant, pin.id, now)
-        if old is None and len(await self._store.of(pin.tenant, now)) >= MAX_PINS:
-            raise ApiError("rate_limit", f"More than {MAX_PINS} pins.", code="too_many_pins")
+        if old is None:
+            others = await self._store.owned(owner(pin.tenant), now)
+            size = sum(other.bytes for other in others) + len(pin.sequence)
+            if len(others) >= MAX_PINS or size > MAX_BYTES:
+                reason = f"More than {MAX_PINS} pins, or {MAX_BYTES >> 20} MiB of their hashes."
+                raise ApiError("rate_limit", reason, code="too_many_pins")
         if old is not None and old.model != pin.model:
             await self._unpin(old)
         await self._store.put(pin)
@@ -107,11 +112,11 @@ def _command(pin: KeptPin, now: float) -> Pin:
         sequence=pin.sequence,
         ttl_s=pin.expires - now,
         priority=pin.priority,
-        tenant=pin.tenant,
+        tenant=owner(pin.tenant),
     )
 
 
-def _view(pin: KeptPin) -> dict[str, Any]:
+def _view(pin: PinHead) -> dict[str, Any]:
     return {
         "id": pin.id,
         "object": "cache.pin",

@@ -26,6 +26,7 @@ from kvmesh.frontend.tenants import scoped
 from kvmesh.frontend.tracking import Tracker
 
 ROUTE_S = 2.0
+AHEAD_S = 3600.0
 _ID = re.compile(r"pf_[0-9a-f]{24}")
 
 
@@ -45,6 +46,8 @@ class Prefetching:
 
     async def start(self, visit: Visit) -> dict[str, Any]:
         parsed = visit.decoded(prefetch_decoder)
+        if parsed.at is not None and parsed.at > time.time() + AHEAD_S:
+            raise InvalidRequest("`at`: at most an hour ahead.", "at")
         target = await self._targets.find(parsed, visit.body, visit.headers, visit.account)
         target.check()
         own = f"pf_{secrets.token_hex(12)}"

@@ -19,8 +19,8 @@ from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.places import survey
 from kvmesh.frontend.retention import Ruler, directives, retained
 from kvmesh.frontend.sessions import InferredSessions
-from kvmesh.frontend.tenants import apart
-from kvmesh.index import block_hashes, salt
+from kvmesh.frontend.tenants import Tenants, apart, inferred
+from kvmesh.index import block_hashes
 
 LONG_TEXT = 8192
 TAIL = 256
@@ -62,7 +62,8 @@ class Prepared(Struct):
 class Preparer:
     """Renders, tokenizes and hashes; long texts in a thread, so that other streams go on."""
 
-    def __init__(self, memo_bytes: int) -> None:
+    def __init__(self, memo_bytes: int, tenants: Tenants) -> None:
+        self._tenants = tenants
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
         self._beginnings = Beginnings(memo_bytes // 3)
         self._sessions = InferredSessions()
@@ -75,7 +76,7 @@ class Preparer:
         if not model.card.images:
             _refuse_images(request)
         request.hints = apart(request.hints, request.cache_salt)
-        seed = salt(model.card.name, adapter or "", request.cache_salt)
+        seed = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         must_call = forced(request)
         text = "" if request.prompts else render(request, model)
         if request.prompts:
@@ -92,9 +93,10 @@ class Preparer:
         return Prepared(request, model, adapter, prompts, limit, tail, must_call, guided)
 
     def _infer_session(self, request: GenerateRequest, prompt: Prompt, block_size: int) -> None:
-        session = self._sessions.observe(prompt.sequence, prompt.tokens, block_size)
+        tenant = request.cache_salt
+        session = self._sessions.observe(tenant, prompt.sequence, prompt.tokens, block_size)
         if session is not None:
-            request.hints = replace(request.hints, session=session)
+            request.hints = replace(request.hints, session=inferred(tenant, session))
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """The tokens that `prepare` would send to an engine, with its errors about the prompt."""
@@ -130,7 +132,7 @@ class Preparer:
     ) -> Encoded:
         """The tokens of a rendered conversation, of which only what is new is looked at."""
         encoder, tenant = model.dialect.encoder, request.cache_salt
-        key = salt(model.card.files, "", tenant), hash(_conversation_name(request))
+        key = self._memo_of(tenant, model), hash(_conversation_name(request))
         known = self._beginnings.find(key, text, encoder.longest_marker)
         segments = encoder.segments(text[known.end :])
         encoded = known.extended(text, segments, await self._encoded(segments, tenant, model))
@@ -140,7 +142,7 @@ class Preparer:
 
     async def _encoded(self, segments: list[str], tenant: str, model: ServedModel) -> list[bytes]:
         """Packed tokens of each segment, out of the memo where they are in it."""
-        memo, seed = self._memo, salt(model.card.files, "", tenant)
+        memo, seed = self._memo, self._memo_of(tenant, model)
         known = [memo.get(seed, segment) for segment in segments]
         missing = [s for s, tokens in zip(segments, known, strict=True) if tokens is None]
         if missing:
@@ -150,6 +152,10 @@ class Preparer:
                     known[place] = tokens = next(found)
                     memo.put(seed, segment, tokens)
         return [tokens for tokens in known if tokens is not None]
+
+    def _memo_of(self, tenant: str, model: ServedModel) -> int:
+        """What keeps the texts of one tenant and tokenizer apart from those of others."""
+        return self._tenants.salt(model.card.files, "", tenant)
 
     async def _retained(
         self, request: GenerateRequest, model: ServedModel, whole: Encoded

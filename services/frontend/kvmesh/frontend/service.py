@@ -27,7 +27,9 @@ from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.monitor import Monitor
 from kvmesh.frontend.prepare import Preparer
 from kvmesh.frontend.responses_store import ResponseStore
+from kvmesh.frontend.secret import SecretUnusable, tenant_secret
 from kvmesh.frontend.streams import StreamKeeper
+from kvmesh.frontend.tenants import Tenants
 from kvmesh.frontend.tracking import Tracker
 from kvmesh.runtime.http import serve_metrics
 from kvmesh.runtime.service import VERSION, Service, StartError
@@ -74,9 +76,12 @@ class Frontend:
             self._backlog,
         )
         local = settings.host in LOOPBACK
-        self.gate = Gate(service.bus, settings.keys_file, settings.keys_bucket, local)
+        self._tenants = Tenants()
+        self.gate = Gate(
+            service.bus, settings.keys_file, settings.keys_bucket, local, self._tenants
+        )
         self.keeper = StreamKeeper(settings.keepalive_s, settings.slow_reader_s)
-        self.preparer = Preparer(settings.prepare_cache_bytes)
+        self.preparer = Preparer(settings.prepare_cache_bytes, self._tenants)
         self.keeping = Keeping(
             service,
             self.registry,
@@ -85,6 +90,7 @@ class Frontend:
             self.asking,
             self.tracker,
             self.gate,
+            self._tenants,
         )
 
     def _backlog(self) -> int:
@@ -118,6 +124,11 @@ class Frontend:
     async def open(self) -> None:
         service = self._service
         subjects = service.bus.subjects
+        try:
+            configured = self._settings.tenant_secret
+            self._tenants.unlock(await tenant_secret(service.bus, configured))
+        except SecretUnusable as error:
+            raise StartError(str(error), hopeless=error.configured) from error
         self._tokens = await service.bus.subscribe(
             subjects.out(service.instance), step_decoder, self.inbox.receive
         )

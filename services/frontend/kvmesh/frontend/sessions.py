@@ -2,7 +2,7 @@
 
 A prompt is remembered by the sequence hash of its last full block, which stands for everything
 before it, and by the tokens behind that block. A later prompt continues it if it holds that block
-at the same place and goes on with those tokens. Hashes are salted, so tenants never meet.
+at the same place and goes on with those tokens, for the same tenant.
 """
 
 from collections import OrderedDict
@@ -21,9 +21,9 @@ class InferredSessions:
     def __init__(self, limit: int = 10_000) -> None:
         self._limit = limit
         self._begun = 0
-        self._ends: OrderedDict[bytes, Tails] = OrderedDict()
+        self._ends: OrderedDict[tuple[str, bytes], Tails] = OrderedDict()
 
-    def observe(self, sequence: bytes, tokens: bytes, block_size: int) -> str | None:
+    def observe(self, tenant: str, sequence: bytes, tokens: bytes, block_size: int) -> str | None:
         """Remember a prompt; the session that it continues, or None if it begins one.
 
         `sequence` are its packed sequence hashes, `tokens` its packed tokens.
@@ -31,25 +31,26 @@ class InferredSessions:
         blocks = len(sequence) // HASH
         if not blocks:
             return None
-        found = self._find(sequence, tokens, block_size, blocks)
+        found = self._find(tenant, sequence, tokens, block_size)
         last = sequence[-HASH:]
         self._begun += found is None
         session = found or f"auto-{last.hex()}-{self._begun}"
-        self._remember(last, tokens[blocks * block_size * TOKEN :], session)
+        self._remember((tenant, last), tokens[blocks * block_size * TOKEN :], session)
         return found
 
-    def _find(self, sequence: bytes, tokens: bytes, block_size: int, blocks: int) -> str | None:
+    def _find(self, tenant: str, sequence: bytes, tokens: bytes, block_size: int) -> str | None:
+        blocks = len(sequence) // HASH
         for count in range(blocks, max(blocks - MAX_BLOCKS_BACK, 0), -1):
-            tails = self._ends.get(sequence[(count - 1) * HASH : count * HASH])
+            tails = self._ends.get((tenant, sequence[(count - 1) * HASH : count * HASH]))
             if tails is not None:
                 session = _longest(tails, tokens[count * block_size * TOKEN :])
                 if session is not None:
                     return session
         return None
 
-    def _remember(self, last: bytes, tail: bytes, session: str) -> None:
-        tails = self._ends.setdefault(last, {})
-        self._ends.move_to_end(last)
+    def _remember(self, end: tuple[str, bytes], tail: bytes, session: str) -> None:
+        tails = self._ends.setdefault(end, {})
+        self._ends.move_to_end(end)
         tails.pop(tail, None)
         tails[tail] = session
         if len(tails) > MAX_TAILS:

@@ -59,6 +59,7 @@ class Speculation(Struct, frozen=True):
     """
 
     id: str
+    tenant: str
     instance: str
     model: str
     known: bytes
@@ -87,24 +88,25 @@ class Speculations:
 
     def __init__(self, most: int = MAX_OPEN) -> None:
         self._most = most
-        self._open: OrderedDict[bytes, Speculation] = OrderedDict()
+        self._open: OrderedDict[tuple[str, bytes], Speculation] = OrderedDict()
         self._bases: Counter[int] = Counter()
 
     def add(self, made: Speculation) -> Iterator[Speculation]:
         """Yields those that it takes the place of."""
-        if made.known in self._open:
-            yield self._remove(made.known)
+        place = made.tenant, made.known
+        if place in self._open:
+            yield self._remove(place)
         if len(self._open) >= self._most:
             yield self._remove(next(iter(self._open)))
-        self._open[made.known] = made
+        self._open[place] = made
         self._bases[made.base] += 1
 
-    def take(self, sequence: bytes) -> Speculation | None:
+    def take(self, tenant: str, sequence: bytes) -> Speculation | None:
         """The one that was made for this prompt (packed sequence hashes), if any."""
         for base in self._bases:
-            known = sequence[(base - 1) * HASH : base * HASH]
-            if known in self._open:
-                return self._remove(known)
+            place = tenant, sequence[(base - 1) * HASH : base * HASH]
+            if place in self._open:
+                return self._remove(place)
         return None
 
     def lapse(self, now: float) -> Iterator[Speculation]:
@@ -112,8 +114,8 @@ class Speculations:
         while self._open and next(iter(self._open.values())).expires <= now:
             yield self._remove(next(iter(self._open)))
 
-    def _remove(self, known: bytes) -> Speculation:
-        made = self._open.pop(known)
+    def _remove(self, place: tuple[str, bytes]) -> Speculation:
+        made = self._open.pop(place)
         self._bases[made.base] -= 1
         if not self._bases[made.base]:
             del self._bases[made.base]

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import SessionPrompt
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.limits import Account
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.prepare import Preparer, Prompt, prompt_of
@@ -13,8 +14,7 @@ from kvmesh.frontend.retention import directives
 from kvmesh.frontend.session_prompts import SessionPrompts
 from kvmesh.frontend.surfaces.base import Headers
 from kvmesh.frontend.surfaces.cache_body import PromptBody, to_request
-from kvmesh.frontend.tenants import scoped
-from kvmesh.index import salt
+from kvmesh.frontend.tenants import Tenants, scoped
 
 
 class Target(Struct, frozen=True):
@@ -44,9 +44,16 @@ class Targets:
     """Finds them."""
 
     def __init__(
-        self, registry: ModelRegistry, preparer: Preparer, sessions: SessionPrompts
+        self,
+        registry: ModelRegistry,
+        preparer: Preparer,
+        sessions: SessionPrompts,
+        gate: Gate,
+        tenants: Tenants,
     ) -> None:
         self._registry = registry
+        self._gate = gate
+        self._tenants = tenants
         self._preparer = preparer
         self._sessions = sessions
 
@@ -55,8 +62,7 @@ class Targets:
     ) -> Target:
         """Raises ApiError as a request with this prompt would, and for an unknown session."""
         request = to_request(parsed, body, headers)
-        if account is not None:
-            account.check(request)
+        self._gate.bind(request, account)
         model, adapter = self._registry.resolve(request.model)
         if parsed.session is not None:
             return await self._last(parsed.session, request, model)
@@ -72,9 +78,8 @@ class Targets:
             reason = f"No prompt of the session `{session}` is known."
             raise ApiError("not_found", reason, code="session_not_found", param="session")
         request.hints = replace(request.hints, session=name)
-        return Target(request, model, known.adapter, _prompt(known, request, model))
+        return Target(request, model, known.adapter, self._prompt(known, request, model))
 
-
-def _prompt(known: SessionPrompt, request: GenerateRequest, model: ServedModel) -> Prompt:
-    seed = salt(model.card.name, known.adapter or "", request.cache_salt)
-    return prompt_of(known.tokens, model, seed, directives(request))
+    def _prompt(self, known: SessionPrompt, request: GenerateRequest, model: ServedModel) -> Prompt:
+        seed = self._tenants.salt(model.card.name, known.adapter or "", request.cache_salt)
+        return prompt_of(known.tokens, model, seed, directives(request))

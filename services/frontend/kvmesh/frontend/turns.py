@@ -27,7 +27,7 @@ from kvmesh.frontend.speculation import (
     shared,
     successor,
 )
-from kvmesh.frontend.tenants import scoped
+from kvmesh.frontend.tenants import inferred
 from kvmesh.index import block_hashes
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Turns:
         if session is not None and len(prepared.prompts) == 1:
             last = SessionPrompt(prompt.tokens, prepared.adapter)
             self._sessions.remember(prepared.model.card.name, session, last)
-        made = self._speculations.take(prompt.sequence)
+        made = self._speculations.take(prepared.request.cache_salt, prompt.sequence)
         if made is None:
             return Turn(prepared)
         self._do(self._holders.ask(made.instance, Cancel(made.id)))
@@ -122,7 +122,8 @@ class Turns:
         hints, tenant = prepared.request.hints, prepared.request.cache_salt
         there = _computes_prompts(job)
         made = Speculation(
-            id=scoped(tenant, f"sp_{secrets.token_hex(12)}"),
+            id=inferred(tenant, f"sp_{secrets.token_hex(12)}"),
+            tenant=tenant,
             instance=there.instance,
             model=prepared.model.card.name,
             known=sequence[(base - 1) * HASH : base * HASH],
@@ -148,7 +149,7 @@ class Turns:
         reply = await self._holders.ask(made.instance, command)
         if not reply.ok:
             log.info("%s does not prefetch: %s", made.instance, reply.reason)
-            self._speculations.take(sequence)
+            self._speculations.take(tenant, sequence)
 
     def _count(self, made: Speculation, useful: int) -> None:
         metrics.speculative.labels(made.model, "useful").inc(useful)

@@ -20,7 +20,7 @@ from kvmesh.router.errors import Overloaded, RouteError
 from kvmesh.router.failures import Failures
 from kvmesh.router.overlaps import Overlaps
 from kvmesh.router.ticket import Ticket
-from kvmesh.router.waiting import Lane
+from kvmesh.router.waiting import Lane, fair_class
 
 FOREIGN_PATIENCE_S = 0.25  # for the replica whose turn it is to move
 ECHO_PATIENCE_S = 0.5  # for one's own entry to come back from the stream
@@ -261,7 +261,7 @@ class Dispatcher:
             router=self._router,
             lane=ticket.lane,
             tier=max(request.hints.strict_priority, 0),
-            fair_class=request.hints.fair_class or request.hints.tenant or "",
+            fair_class=fair_class(request.hints),
             key=self._key(request, arrived, uncached),
             cost=uncached,
             arrived=arrived,

@@ -9,25 +9,94 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from kvmesh.bus.messages import SeqWait
+from kvmesh.bus.messages import Hints, SeqWait
+
+WITHIN = "\x1f"
+
+
+def fair_class(hints: Hints) -> str:
+    """The class of a request: its tenant, and within that what the caller says.
+
+    Where nobody says whose it is, the caller's word stands alone.
+    """
+    if hints.tenant is None:
+        return hints.fair_class or ""
+    return f"{hints.tenant}{WITHIN}{hints.fair_class}" if hints.fair_class else hints.tenant
+
+
+def _whole(name: str) -> str:
+    """The class of which another is a part."""
+    return name.partition(WITHIN)[0]
+
+
+class Part:
+    """Waiting requests of one part of a class, lowest key first; `served` is their cost so far."""
+
+    __slots__ = ("heap", "name", "served")
+
+    def __init__(self, name: str, served: float) -> None:
+        self.name = name
+        self.served = served
+        self.heap: list[tuple[float, float, str]] = []
+
+    def first(self, entries: Mapping[str, SeqWait]) -> str | None:
+        while self.heap:
+            key, _, request = self.heap[0]
+            entry = entries.get(request)
+            if entry is not None and entry.key == key and entry.fair_class == self.name:
+                return request
+            heapq.heappop(self.heap)
+        return None
 
 
 class FairClass:
-    """Waiting requests of one class within one tier, lowest key first."""
+    """Waiting requests of one class within one tier. Of its parts, the one served least is next."""
 
-    __slots__ = ("deficit", "heap", "name")
+    __slots__ = ("_parts", "_served", "_turns", "deficit", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.deficit = 0.0
-        self.heap: list[tuple[float, float, str]] = []
+        self._served = 0.0
+        self._parts: dict[str, Part] = {}
+        self._turns: list[tuple[float, str]] = []
+
+    def push(self, entry: SeqWait) -> None:
+        part = self._parts.get(entry.fair_class)
+        if part is None:
+            part = self._parts[entry.fair_class] = Part(entry.fair_class, self._served)
+            heapq.heappush(self._turns, (part.served, part.name))
+        heapq.heappush(part.heap, (entry.key, entry.arrived, entry.request))
+
+    def first(self, entries: Mapping[str, SeqWait]) -> str | None:
+        while self._turns:
+            served, name = self._turns[0]
+            part = self._parts[name]
+            request = part.first(entries)
+            if request is None:
+                heapq.heappop(self._turns)
+                del self._parts[name]
+            elif part.served > served:
+                heapq.heapreplace(self._turns, (part.served, name))
+            else:
+                self._served = served
+                return request
+        return None
+
+    def charge(self, entry: SeqWait) -> None:
+        """A request was placed."""
+        self.deficit = max(self.deficit - entry.cost, 0.0)
+        part = self._parts.get(entry.fair_class)
+        if part is not None:
+            part.served += entry.cost
 
 
 class Tier:
     """Deficit round robin (Shreedhar and Varghese 1995) over classes; cost in uncached tokens.
 
     A class in turn may send while its deficit covers the next request; each turn adds `quantum`
-    times its weight. A class that runs empty loses its deficit and its turn.
+    times its weight. A class that runs empty loses its deficit and its turn. To divide a
+    class further gains nothing: its parts share what it gets.
     """
 
     def __init__(self, quantum: float, weights: Mapping[str, float]) -> None:
@@ -37,20 +106,21 @@ class Tier:
         self._turns: deque[FairClass] = deque()
 
     def push(self, entry: SeqWait) -> None:
-        fair = self._classes.get(entry.fair_class)
+        name = _whole(entry.fair_class)
+        fair = self._classes.get(name)
         if fair is None:
-            fair = self._classes[entry.fair_class] = FairClass(entry.fair_class)
+            fair = self._classes[name] = FairClass(name)
             self._turns.append(fair)
             if len(self._turns) == 1:
                 self._credit(fair)
-        heapq.heappush(fair.heap, (entry.key, entry.arrived, entry.request))
+        fair.push(entry)
 
     def head(self, entries: Mapping[str, SeqWait]) -> str | None:
         """The request whose turn it is, or None; moves the turn to its class."""
         passed = 0
         while self._turns:
             fair = self._turns[0]
-            first = self._first(fair, entries)
+            first = fair.first(entries)
             if first is None:
                 self._turns.popleft()
                 del self._classes[fair.name]
@@ -71,7 +141,7 @@ class Tier:
         """Credit at once all whole rounds in which nobody could send yet."""
         needed = []
         for fair in self._turns:
-            first = self._first(fair, entries)
+            first = fair.first(entries)
             if first is None:
                 return
             missing = entries[first].cost - fair.deficit
@@ -81,18 +151,9 @@ class Tier:
 
     def charge(self, entry: SeqWait) -> None:
         """A request of this tier was placed."""
-        fair = self._classes.get(entry.fair_class)
+        fair = self._classes.get(_whole(entry.fair_class))
         if fair is not None:
-            fair.deficit = max(fair.deficit - entry.cost, 0.0)
-
-    def _first(self, fair: FairClass, entries: Mapping[str, SeqWait]) -> str | None:
-        while fair.heap:
-            key, _, request = fair.heap[0]
-            entry = entries.get(request)
-            if entry is not None and entry.key == key and entry.fair_class == fair.name:
-                return request
-            heapq.heappop(fair.heap)
-        return None
+            fair.charge(entry)
 
     def _credit_front(self) -> None:
         if self._turns:

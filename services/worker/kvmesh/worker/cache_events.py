@@ -98,9 +98,25 @@ class Salts:
         self._block_size = block_size
         self._limit = limit
         self._noted: OrderedDict[int, list[int]] = OrderedDict()
+        self._tenants: OrderedDict[int, str | None] = OrderedDict()
+
+    def is_own(self, work: Work) -> bool:
+        """Whether no other tenant has had this salt: what is held under it is then this one's."""
+        plain = work.salt == salt(self._model, work.adapter or "")
+        known = self._tenants.pop(work.salt, "" if plain else work.tenant)
+        self._tenants[work.salt] = known if known == work.tenant else None
+        if len(self._tenants) > self._limit:
+            self._tenants.popitem(last=False)
+        return known == work.tenant
 
     def tag(self, work: Work) -> str | None:
-        """What to have the engine salt its own hashes with; None for a prompt without tenant."""
+        """What to have the engine salt its own hashes with; None for a prompt without tenant.
+
+        The tenant keeps its blocks apart from those of others; the salt behind it, which is short,
+        comes back in the engine's events.
+        """
+        if work.tenant:
+            return f"{work.tenant}-{work.salt:016x}"
         plain = salt(self._model, work.adapter or "")
         return None if work.salt == plain else f"{work.salt:016x}"
 

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 from array import array
+from collections import Counter
 from typing import Protocol
 
 from kvmesh.bus.errors import cause
-from kvmesh.bus.messages import Prefetch, Sampling, Work
+from kvmesh.bus.messages import Prefetch, Sampling, Work, owner
 from kvmesh.worker.engine import Delta, Rejected
 from kvmesh.worker.scheduling.sequence import hash_prompt
 
@@ -53,21 +54,23 @@ class Prefetches:
         self._block_size = block_size
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._prompts: dict[str, array[int]] = {}
+        self._wishes: dict[str, Prefetch] = {}
         self._computing: dict[str, asyncio.Event] = {}
 
     def start(self, wish: Prefetch) -> str:
         """Begin in time; returns why not if so. The same id replaces."""
         self.end(wish.id)
-        if len(self._tasks) >= MOST:
-            return f"{MOST} prefetches are under way"
         if self._loader.prompt(wish.id, wish.rank) is not None:
             return "a request has this id"
         local, sequence, _ = hash_prompt(wish.tokens, self._block_size, wish.salt)
         if not sequence:
             return "the prompt has no full block"
+        if len(self._tasks) >= MOST and not self._make_room(wish):
+            return f"{MOST} prefetches are under way"
         hashes = array("Q", sequence)
         running = asyncio.create_task(self._run(wish, hashes, array("Q", local)), name="prefetch")
         self._tasks[wish.id], self._prompts[wish.id] = running, hashes
+        self._wishes[wish.id] = wish
         running.add_done_callback(lambda task: self._ended(wish.id, task))
         return ""
 
@@ -76,7 +79,7 @@ class Prefetches:
         task = self._tasks.pop(wish, None)
         if task is None:
             return False
-        del self._prompts[wish]
+        del self._prompts[wish], self._wishes[wish]
         return task.cancel()
 
     def met_by(self, work: Work) -> None:
@@ -103,9 +106,20 @@ class Prefetches:
         if tasks:
             await asyncio.wait(tasks)
 
+    def _make_room(self, wish: Prefetch) -> bool:
+        """End what begins last of the owner with the most, if that has more than this one's."""
+        counts = Counter(owner(known.tenant) for known in self._wishes.values())
+        most = max(counts.values())
+        if counts[owner(wish.tenant)] >= most:
+            return False
+        theirs = (w for w in self._wishes.values() if counts[owner(w.tenant)] == most)
+        last = max(theirs, key=lambda known: known.at or 0.0)
+        log.info("prefetch %s gives way to one of an owner that has fewer", last.id)
+        return self.end(last.id)
+
     def _ended(self, wish: str, task: "asyncio.Task[None]") -> None:
         if self._tasks.get(wish) is task:
-            del self._tasks[wish], self._prompts[wish]
+            del self._tasks[wish], self._prompts[wish], self._wishes[wish]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("prefetch %s has failed: %s", wish, cause(error))
 

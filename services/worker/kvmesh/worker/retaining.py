@@ -30,10 +30,11 @@ class Retaining(Protocol):
         """Forget a pin."""
         ...
 
-    def drop(self, salt: int | None, tiers: Container[int]) -> int:
+    def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
         """Drop every cached block that no running request uses, of one namespace if told.
 
-        `tiers` are those that are meant; not all need be the engine's.
+        A namespace is a salt and a tenant. `tiers` are those that are meant; not all need be the
+        engine's.
         """
         ...
 
@@ -57,7 +58,7 @@ def obey(engine: Engine, name: str, command: Clear | Release | Pin | Unpin) -> C
 def _clear(engine: Engine, name: str, command: Clear) -> int:
     tiers = command.tiers or TIERS
     if isinstance(engine, Retaining):
-        return engine.drop(command.salt, tiers)
+        return engine.drop(command.salt, command.tenant, tiers)
     if 0 not in tiers:
         return 0
     if command.salt is not None:

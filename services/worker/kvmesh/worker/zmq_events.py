@@ -31,6 +31,7 @@ RECEIVE_QUEUE = 10_000
 REPLAY_TIMEOUT_S = 5.0
 TAIL_CHECK_S = 2.0
 END = (1 << 64) - 1
+HEX = frozenset("0123456789abcdef")
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _FIELDS = {
     "BlockStored": (*_STORED, "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
@@ -122,13 +123,12 @@ def _stored(event: dict[str, Any]) -> BlocksStored:
 
 
 def _salt(extra_keys: list[list[Any] | None] | None, adapter: str | None) -> int | None:
-    """The mesh's salt: the engine was given its sixteen hexadecimal digits as the cache salt."""
+    """The mesh's salt: its sixteen hexadecimal digits end what the engine got as the cache salt."""
     for key in (extra_keys[0] or ()) if extra_keys else ():
-        if isinstance(key, str) and key != adapter and len(key) == 16:
-            try:
-                return int(key, 16)
-            except ValueError:
-                continue
+        if isinstance(key, str) and key != adapter:
+            digits = key.rpartition("-")[2]
+            if len(digits) == 16 and set(digits) <= HEX:
+                return int(digits, 16)
     return None
 
 

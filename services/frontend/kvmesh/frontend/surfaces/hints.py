@@ -10,6 +10,7 @@ from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.surfaces.base import Headers
 from kvmesh.frontend.surfaces.nvext import AgentHints, Nvext, RoutingConstraints, apply
+from kvmesh.frontend.tenants import check_name
 
 OURS = ("x-kvmesh-", "x-dynamo-")
 MAX_ID = 512
@@ -31,17 +32,21 @@ def apply_hints(
     apply(request, nvext)
     tenant = headers.get("x-tenant-id")
     if tenant:
+        check_name(tenant, "x-tenant-id")
         request.cache_salt = tenant
-    request.hints = _hints(headers, nvext, cache_key, tenant)
+    request.hints = _hints(headers, nvext, cache_key)
     request.placement = _placement(headers, nvext)
     request.policy = _ours(headers, "policy") or request.policy
 
 
-def _hints(headers: Headers, nvext: Nvext, cache_key: str | None, tenant: str | None) -> Hints:
+def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
     agent = nvext.agent_hints or AgentHints()
     control = nvext.session_control
     session = session_of(headers)
     named = control.session_id if control else cache_key
+    fair_class = _ours(headers, "fair-class")
+    if fair_class:
+        check_name(fair_class, "x-kvmesh-fair-class")
     return Hints(
         priority=_int(headers, "priority", agent.priority or 0),
         strict_priority=max(_int(headers, "strict-priority", agent.strict_priority or 0), 0),
@@ -50,8 +55,7 @@ def _hints(headers: Headers, nvext: Nvext, cache_key: str | None, tenant: str | 
         session=_bounded(session.id or named),
         parent_session=_bounded(session.parent),
         session_final=_is_final(headers) or bool(control and control.action == "close"),
-        tenant=tenant,
-        fair_class=_ours(headers, "fair-class"),
+        fair_class=fair_class,
     )
 
 

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.surfaces.keep import CacheMark, Retention, plan
+from kvmesh.frontend.tenants import check_name
 
 EXTRA_FIELDS = ("worker_id", "timing", "cache", "routing", "stop_reason", "ignored")
 # Known, and of no effect in this version: said so in `nvext.ignored` instead of silently dropped.
@@ -50,7 +51,7 @@ class Nvext(Struct):
     cache_control: CacheMark | None = None
     retention: Retention | None = None
     session_control: SessionControl | None = None
-    cache_salt: Name | None = None
+    cache_salt: str | None = None
     extra_fields: list[Name] | None = None
     annotations: list[str] | None = None
     token_data: list[Annotated[int, Meta(ge=0, lt=1 << 32)]] | None = None
@@ -68,7 +69,8 @@ class Nvext(Struct):
 
 def apply(request: GenerateRequest, nvext: Nvext) -> None:
     """Put what concerns prompt and sampling into the request; `hints` does the rest."""
-    if nvext.cache_salt is not None:
+    if nvext.cache_salt:
+        check_name(nvext.cache_salt, "nvext.cache_salt")
         request.cache_salt = nvext.cache_salt
     if nvext.token_data:
         request.prompts = [nvext.token_data]

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from math import inf
 
-from kvmesh.bus.messages import Pin, Retain
+from kvmesh.bus.messages import Pin, Retain, owner
 from kvmesh.kvbm.core.block import ARENA, Block, Copy
 from kvmesh.kvbm.core.prompt import Prompt
 from kvmesh.kvbm.core.store import Store
@@ -73,7 +73,7 @@ class Keeping:
                 wish = wishes.get(copy.block.index, PLAIN_WISH)
                 alone = copy.block.index >= shared
                 if not wish.plain or (alone and copy.keep is not None):
-                    directive = _directive(directives, wish, prompt.tenant)
+                    directive = _directive(directives, wish, owner(prompt.tenant))
                     self._store.claim(copy, wish, directive, alone)
         for directive in directives.values():
             self._store.tiers[ARENA].promises.outcomes.granted(directive)

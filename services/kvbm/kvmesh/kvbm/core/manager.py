@@ -301,7 +301,8 @@ class Manager:
         return gone
 
     def _clear(self, block: Block, message: Clear) -> bool:
-        if message.salt is not None and block.salt != message.salt:
+        meant = message.salt, message.tenant
+        if message.salt is not None and (block.salt, block.tenant) != meant:
             return False
         if message.model is not None and block.space.model != message.model:
             return False

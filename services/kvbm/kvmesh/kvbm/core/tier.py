@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
+from kvmesh.bus.messages import owner
 from kvmesh.kvbm.core.block import Block, Copy, State
 from kvmesh.kvbm.core.errors import TooSmall
 from kvmesh.kvbm.core.slots import SlotSpace
@@ -136,7 +137,7 @@ class Tier:
 
     def change(self, copy: Copy, change: Callable[[Promises, Keep, int], object]) -> None:
         """Ask something else for it: `change` gets the tier's promises, the keep and its size."""
-        keep = copy.keep or Keep(copy.block.tenant)
+        keep = copy.keep or Keep(owner(copy.block.tenant))
         change(self.promises, keep, copy.block.space.slot)
         copy.keep = keep if keep else None
         if copy in self._pool(copy):

@@ -30,7 +30,7 @@ from kvmesh.worker.model import model_context
 from kvmesh.worker.prefetches import Prefetches
 from kvmesh.worker.scheduling.asking import asked_of
 from kvmesh.worker.scheduling.counters import RetentionState
-from kvmesh.worker.scheduling.keeping import KeepingOptions, keeping_options
+from kvmesh.worker.scheduling.keeping import Keeping, KeepingOptions, keeping_options
 from kvmesh.worker.scheduling.scheduler import SchedulerLimits
 from kvmesh.worker.scheduling.sequence import Request, hash_prompt
 from kvmesh.worker.scheduling.tiers import TIERS, tier_options
@@ -126,7 +126,7 @@ class MockEngine:
             self.events(rank, self._ranks[rank].core.dump())
 
     def clear(self) -> None:
-        self.drop(None, TIERS)
+        self.drop(None, "", TIERS)
 
     # which blocks are kept
 
@@ -139,8 +139,11 @@ class MockEngine:
     def unpin(self, pin: str) -> int:
         return sum(rank.keep(lambda kept, now: kept.unpin(pin, now)) for rank in self._ranks)
 
-    def drop(self, salt: int | None, tiers: Container[int]) -> int:
-        return sum(rank.drop(lambda kept, _: kept.clear(salt), tiers) for rank in self._ranks)
+    def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
+        def change(kept: Keeping, _: float) -> int:
+            return kept.clear(salt, tenant)
+
+        return sum(rank.drop(change, tiers) for rank in self._ranks)
 
     def retention(self) -> list[RetentionState]:
         now = asyncio.get_running_loop().time()
@@ -199,6 +202,7 @@ class MockEngine:
             finish=whole.finish,
             generated=work.generated,
             salt=work.salt,
+            tenant=work.tenant,
             priority=work.priority,
             remote=_left(work),
             asked=asked_of(work, self._block_size, self._keeping.defaults),

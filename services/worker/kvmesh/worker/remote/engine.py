@@ -112,7 +112,8 @@ class RemoteEngine(Adapter):
         read = self._reader()
         if self._is_sglang:
             self._salts.note(work)
-        cached = self._ledgers[work.rank].matched(work)
+        own = self._salts.is_own(work)
+        cached = self._ledgers[work.rank].matched(work) if own else 0
         cached = min(cached, len(work.tokens) // 4 - 1)
         self._streams.start(work, self._answer(self._http, work.rank, path, body, read, cached))
 

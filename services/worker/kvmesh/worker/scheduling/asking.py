@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvmesh.bus.messages import Retain, Work
+from kvmesh.bus.messages import Retain, Work, owner
 from kvmesh.retention.claims import Wish
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.promises import directives
@@ -13,7 +13,7 @@ from kvmesh.retention.ranges import Segment, segments, with_prefix
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What one request asks for its blocks, and whose they are.
+    """What one request asks for its blocks, and whose budget they count against: `tenant`.
 
     `directives` are its explicit ones, of which the first `for_prompt` speak of the prompt.
     """
@@ -56,12 +56,13 @@ def asked_of(work: Work, block_size: int, defaults: Mapping[str, Wish]) -> Asked
     if work.session is None and not work.retention and work.decode is None:
         return None
     prompt = len(work.tokens) // 4 - work.generated
-    explicit = directives(work.retention, work.tenant)
-    answer = directives([work.decode] if work.decode is not None else [], work.tenant)
+    payer = owner(work.tenant)
+    explicit = directives(work.retention, payer)
+    answer = directives([work.decode] if work.decode is not None else [], payer)
     return Asked(
         segments=with_prefix(segments(work.retention, work.decode, prompt, block_size, defaults)),
         directives=explicit + answer,
         for_prompt=len(explicit),
-        tenant=work.tenant,
+        tenant=payer,
         session=work.session,
     )

@@ -57,6 +57,11 @@ class BlockManager:
         """The hashes of all full blocks."""
         return {block for run in self._tree for block in run.hashes}
 
+    def is_foreign(self, first: int, tenant: str) -> bool:
+        """Whether another tenant's prompt begins with a block that has this hash."""
+        root = self._tree.roots.get(first)
+        return root is not None and root.tenant != tenant
+
     def continues(self, parent: int | None, block: int) -> bool:
         """Whether `block` is held; `parent` is the last one of a sequence's prefix."""
         return block in self._tree.after(self._tree.ending(parent))
@@ -99,11 +104,16 @@ class BlockManager:
         self.active -= count
 
     def promote(
-        self, parent: int | None, salt: int, hashes: "array[int]", local: "array[int]"
+        self,
+        parent: int | None,
+        salt: int,
+        hashes: "array[int]",
+        local: "array[int]",
+        tenant: str = "",
     ) -> None:
         """Turn as many private blocks into full ones that follow `parent`, one reference each.
 
-        A block that is held already is referred to instead.
+        A block that is held already is referred to instead; it must not be another `tenant`'s.
         """
         self.active -= len(hashes)
         before = self._tree.ending(parent)
@@ -113,7 +123,7 @@ class BlockManager:
             before = way.runs[-1]
             hashes, local = hashes[way.held :], local[way.held :]
         if hashes:
-            self._store(before, salt, hashes, local)
+            self._store(before, salt, hashes, local, tenant)
 
     def deref(self, hashes: "array[int]", priority: int = 0) -> None:
         """Return one reference on each block of a prefix; what nobody uses becomes inactive."""
@@ -129,9 +139,9 @@ class BlockManager:
                 self.cached += blocks
             run = run.parent
 
-    def clear(self, salt: int | None = None) -> int:
+    def clear(self, salt: int | None = None, tenant: str = "") -> int:
         """Drop every inactive block, of one namespace if told; returns how many that was."""
-        return self.keeping.clear(salt)
+        return self.keeping.clear(salt, tenant)
 
     def take_events(self) -> list[KvEvent]:
         """What changed since the last call, in order."""
@@ -149,13 +159,18 @@ class BlockManager:
         return [event for run in self._tree for event in self._told(run)]
 
     def _store(
-        self, before: Run | None, salt: int, hashes: "array[int]", local: "array[int]"
+        self,
+        before: Run | None,
+        salt: int,
+        hashes: "array[int]",
+        local: "array[int]",
+        tenant: str,
     ) -> None:
         parent = None if before is None else before.hashes[-1]
         if before is not None and _is_own_end(before):
             self._tree.extend(before, hashes, local)
         else:
-            self._tree.grow(before, hashes[:], local[:], salt).refs = 1
+            self._tree.grow(before, hashes[:], local[:], salt, tenant).refs = 1
         self.active += len(hashes)
         if self._evicted:
             self._flush_evicted()

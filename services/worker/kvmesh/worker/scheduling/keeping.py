@@ -208,9 +208,14 @@ class Keeping:
         """Drop what only these sessions use; returns how many blocks that was."""
         return self._forget(self._book.release(sessions))
 
-    def clear(self, salt: int | None) -> int:
+    def clear(self, salt: int | None, tenant: str = "") -> int:
         """Drop what nobody uses, pinned or not, of one namespace if told; returns how many."""
-        roots = [r for r in self._tree.roots.values() if salt is None or r.salt == salt]
+        meant = salt, tenant
+        roots = [
+            root
+            for root in self._tree.roots.values()
+            if salt is None or (root.salt, root.tenant) == meant
+        ]
         return sum(self._prune(root, pinned=True) for root in roots)
 
     # pins

@@ -15,18 +15,35 @@ class Run:
     """Consecutive blocks with the same users: each of `refs` sequences uses all of them.
 
     `hashes` and `local` have an entry for each block; `children` go on after the last one, by the
-    first hash of each. `salt` counts only without a `parent`. `keep` is what was asked for it.
+    first hash of each. `salt` and `tenant` count only without a `parent`. `keep` is what was asked
+    for it.
     """
 
-    __slots__ = ("children", "hashes", "keep", "local", "parent", "priority", "refs", "salt")
+    __slots__ = (
+        "children",
+        "hashes",
+        "keep",
+        "local",
+        "parent",
+        "priority",
+        "refs",
+        "salt",
+        "tenant",
+    )
 
     def __init__(
-        self, hashes: "array[int]", local: "array[int]", parent: "Run | None", salt: int
+        self,
+        hashes: "array[int]",
+        local: "array[int]",
+        parent: "Run | None",
+        salt: int,
+        tenant: str = "",
     ) -> None:
         self.hashes = hashes
         self.local = local
         self.parent = parent
         self.salt = salt
+        self.tenant = tenant
         self.refs = 0
         self.priority = 0
         self.keep: Keep | None = None
@@ -94,9 +111,16 @@ class RunTree:
             children = run.children
         return Way(runs, at, 0)
 
-    def grow(self, parent: Run | None, hashes: "array[int]", local: "array[int]", salt: int) -> Run:
+    def grow(
+        self,
+        parent: Run | None,
+        hashes: "array[int]",
+        local: "array[int]",
+        salt: int,
+        tenant: str,
+    ) -> Run:
         """A new run behind `parent`."""
-        run = self.after(parent)[hashes[0]] = Run(hashes, local, parent, salt)
+        run = self.after(parent)[hashes[0]] = Run(hashes, local, parent, salt, tenant)
         self._by_end[hashes[-1]] = run
         return run
 
@@ -109,7 +133,7 @@ class RunTree:
 
     def split(self, run: Run, at: int) -> Run:
         """Make the first `at` blocks of `run` a run of their own, which is returned."""
-        upper = self.grow(run.parent, run.hashes[:at], run.local[:at], run.salt)
+        upper = self.grow(run.parent, run.hashes[:at], run.local[:at], run.salt, run.tenant)
         upper.refs, upper.priority = run.refs, run.priority
         upper.keep = run.keep.copy() if run.keep is not None else None
         del run.hashes[:at]

@@ -1,6 +1,8 @@
 """Which sequences an engine step works on: continuous batching with chunked prefill."""
 
 import heapq
+import logging
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,6 +15,7 @@ from kvmesh.worker.scheduling.runs import Way
 from kvmesh.worker.scheduling.sequence import Request, Sequence, State
 from kvmesh.worker.scheduling.tiers import Tiers
 
+log = logging.getLogger(__name__)
 TIME_RESOLUTION_S = 1e-9
 MOST_WORTH = 100
 _RANK = attrgetter("rank")
@@ -188,12 +191,13 @@ class Scheduler:
         hashes = sequence.sequence
         if full > len(hashes):
             sequence.hash_to(full)
+        if not first:
+            self._part_from_others(sequence)
         if self._vet is not None:
             self._vet.before_names(sequence, full)
         parent = hashes[first - 1] if first else None
-        self.blocks.promote(
-            parent, sequence.request.salt, hashes[first:full], sequence.local[first:full]
-        )
+        request, new = sequence.request, slice(first, full)
+        self.blocks.promote(parent, request.salt, hashes[new], sequence.local[new], request.tenant)
         sequence.private -= full - first
         sequence.held = full
 
@@ -249,6 +253,15 @@ class Scheduler:
         if block > sequence.held:
             return True  # no block is held without those before it
         return not self.blocks.continues(hashes[block - 1] if block else None, hashes[block])
+
+    def _part_from_others(self, sequence: Sequence) -> None:
+        """Where another tenant's blocks have its hashes, go on with hashes that nobody has."""
+        hashes, tenant = sequence.sequence, sequence.request.tenant
+        if not hashes:
+            return
+        if self.blocks.is_foreign(hashes[0], tenant) or self.tiers.is_foreign(hashes[0], tenant):
+            log.warning("request %s has block hashes of another tenant", sequence.request.id)
+            sequence.rename(0, secrets.randbits(64))
 
     def _ask_for_answer(self, sequence: Sequence) -> str | None:
         asked = sequence.request.asked
@@ -326,6 +339,7 @@ class Scheduler:
         running, available = self.running, self.blocks.available
         if running and self._stuck_at is not None and available <= self._stuck_at:
             return None
+        self._part_from_others(sequence)
         if self._vet is not None:
             self._vet.before_match(sequence)
         way = self.blocks.find(sequence.reusable)

@@ -23,7 +23,8 @@ class Request:
 
     The KV of the first `remote` tokens comes from another worker instead of being computed. The
     answer is `source` up to token `target`, ending with `finish`; its first `generated` tokens
-    are the last ones of the prompt. Higher priority goes first. `asked` is for its blocks.
+    are the last ones of the prompt. Higher priority goes first. `asked` is for its blocks,
+    which are shared within `tenant` alone.
     """
 
     id: str
@@ -36,6 +37,7 @@ class Request:
     finish: str = "length"
     generated: int = 0
     salt: int = 0
+    tenant: str = ""
     priority: int = 0
     remote: int = 0
     asked: Asked | None = None

@@ -41,7 +41,8 @@ class LowerTier(BlockManager):
         if held < len(hashes):
             self.allocate(len(hashes) - held)
             parent = hashes[held - 1] if held else None
-            self.promote(parent, request.salt, hashes[new], sequence.local[new])
+            local = sequence.local[new]
+            self.promote(parent, request.salt, hashes[new], local, request.tenant)
             self.written += len(hashes) - held
         self.keeping.keep(hashes, request.asked.apart if request.asked else None, self.now)
         self.deref(hashes, worth)
@@ -136,6 +137,10 @@ class Tiers:
                 options.remote_bytes_per_s,
             )
         ]
+
+    def is_foreign(self, first: int, tenant: str) -> bool:
+        """Whether a tier has another tenant's prompt that begins with a block with this hash."""
+        return any(tier.is_foreign(first, tenant) for tier in self.lower)
 
     def find(self, reusable: "array[int]", hits: int, remote: int = 0) -> Found:
         """Where the blocks of a prefix are, `hits` leading ones being in the engine."""

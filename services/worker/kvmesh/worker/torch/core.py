@@ -145,6 +145,7 @@ class TorchCore:
             target=job.limit,
             generated=work.generated,
             salt=work.salt,
+            tenant=work.tenant,
             priority=work.priority,
             asked=asked_of(work, self.limits.block_size, self._defaults),
         )
@@ -230,6 +231,10 @@ class TorchCore:
     def before_names(self, sequence: Sequence, blocks: int) -> None:
         prints = self._part_ways(sequence, blocks)
         first = sequence.held
+        free = self.guard.free(sequence.sequence[first:blocks], prints[first * DIGEST_BYTES :])
+        if first + free < blocks:
+            log.warning("request %s has a block hash that other tokens have", sequence.request.id)
+            sequence.rename(first + free, self.guard.fresh_seed())
         self.guard.note(sequence.sequence[first:blocks], prints[first * DIGEST_BYTES :])
 
     def _part_ways(self, sequence: Sequence, blocks: int) -> bytes:

@@ -189,7 +189,7 @@ class TorchEngine:
             self._tell(self._core.blocks.dump())
 
     def clear(self) -> None:
-        self.drop(None, (ENGINE,))
+        self.drop(None, "", (ENGINE,))
 
     # which blocks are kept
 
@@ -202,8 +202,8 @@ class TorchEngine:
     def unpin(self, pin: str) -> int:
         return self._keep(lambda kept, now: kept.unpin(pin, now))
 
-    def drop(self, salt: int | None, tiers: Container[int]) -> int:
-        return self._keep(lambda kept, _: kept.clear(salt)) if ENGINE in tiers else 0
+    def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
+        return self._keep(lambda kept, _: kept.clear(salt, tenant)) if ENGINE in tiers else 0
 
     def retention(self) -> list[RetentionState]:
         return [self._core.blocks.keeping.state(RANK, asyncio.get_running_loop().time())]

@@ -47,6 +47,7 @@ class Prefix:
         local: "array[int]",
         prints: bytes,
         salt: int,
+        tenant: str,
         told: Callable[[], None],
     ) -> None:
         self.hashes = hashes
@@ -54,7 +55,7 @@ class Prefix:
         self._core = core
         self._prints = prints
         self.held = self._use()
-        self._salt = salt
+        self._salt, self._tenant = salt, tenant
         self._told = told
 
     def reaches(self, blocks: int) -> bool:
@@ -88,7 +89,7 @@ class Prefix:
             parent = self.hashes[first - 1] if first else None
             new = slice(first, end)
             core.guard.note(self.hashes[new], self._prints[first * DIGEST_BYTES :])
-            core.blocks.promote(parent, self._salt, self.hashes[new], self.local[new])
+            core.blocks.promote(parent, self._salt, self.hashes[new], self.local[new], self._tenant)
             for block, place in zip(self.hashes[new], places, strict=False):
                 core.slots.keep(block, place)
             self.held = end
@@ -106,4 +107,7 @@ class Prefix:
         core = self._core
         held = self.hashes[: core.blocks.find(self.hashes[:blocks]).held]
         sound = core.guard.sound(held, self._prints)
-        return sound if sound < len(held) else blocks
+        if sound < len(held):
+            return sound
+        fresh, prints = self.hashes[sound:blocks], self._prints[sound * DIGEST_BYTES :]
+        return sound + core.guard.free(fresh, prints)

@@ -63,6 +63,14 @@ class Guard:
             return len(held)
         return bisect_left(range(len(held)), True, key=wrong)
 
+    def free(self, fresh: "array[int]", prints: bytes) -> int:
+        """How many leading ones of these hashes no block with another print has."""
+        for place, block in enumerate(fresh):
+            own = prints[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+            if self._prints.get(block, own) != own:
+                return place
+        return len(fresh)
+
     def fresh_seed(self) -> int:
         """What to begin a chain of hashes with that nobody else has."""
         return secrets.randbits(64)

@@ -183,7 +183,7 @@ class Handoffs:
         hashes = array("Q", sequence)[: len(theirs)]
         own = array("Q", local)[: len(theirs)]
         prints = self._prints(work, len(hashes))
-        prefix = Prefix(self._core, hashes, own, prints, work.salt, self._told)
+        prefix = Prefix(self._core, hashes, own, prints, work.salt, work.tenant, self._told)
         try:
             return await self._fill(prefix, left.grant, theirs[prefix.held : len(hashes)])
         finally:

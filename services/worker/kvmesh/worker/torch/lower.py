@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from kvmesh.blocks.client import Part, Prompt, Speeds, StoreClient, Writing, digest_of
 from kvmesh.blocks.identity import DigestChain
 from kvmesh.blocks.writer import WriteThrough
-from kvmesh.bus.messages import Retain, Work
+from kvmesh.bus.messages import Retain, Work, owner
 from kvmesh.worker.engine import Delta
 from kvmesh.worker.scheduling.asking import asked_before
 from kvmesh.worker.scheduling.sequence import Sequence, State
@@ -156,8 +156,8 @@ class LowerTiers:
         hashes = sequence.reusable
         local = sequence.local[: len(hashes)]
         prints = job.prints.upto(job.tokens, len(hashes))
-        salt = sequence.request.salt
-        prefix = Prefix(self._core, hashes, local, prints, salt, self._told)
+        request = sequence.request
+        prefix = Prefix(self._core, hashes, local, prints, request.salt, request.tenant, self._told)
         job.asked = True
         try:
             prompt = await self._describe(job, prefix.hashes, prefix.local)
@@ -224,7 +224,7 @@ class LowerTiers:
 
     def _inherit(self, prompt: Prompt, part: Part, prefix: Prefix) -> None:
         core = self._core
-        asked = asked_before(part.retention, core.limits.block_size, prompt.tenant)
+        asked = asked_before(part.retention, core.limits.block_size, owner(prompt.tenant))
         core.blocks.keeping.inherit(prefix.hashes[: prefix.held], asked, core.blocks.now)
 
     def _on_corrupt(self, prompt: Prompt, part: Part, block: int) -> None:

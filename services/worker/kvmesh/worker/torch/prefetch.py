@@ -42,7 +42,7 @@ class TorchLoader:
     async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
         work = work_of(wish, wish.tokens)
         prints = self._core.guard.prints(work).upto(array("I", work.tokens), len(hashes))
-        prefix = Prefix(self._core, hashes, local, prints, wish.salt, self._told)
+        prefix = Prefix(self._core, hashes, local, prints, wish.salt, wish.tenant, self._told)
         try:
             if self._lower is not None:
                 await self._lower.prefetch(work, prefix)

@@ -108,7 +108,8 @@ class TrtllmEngine(Adapter):
             raise Rejected("this engine serves no adapters")
         fields = self._request(work)
         self._salts.note(work)
-        cached = min(self._ledger.matched(work), len(work.tokens) // 4 - 1)
+        matched = self._ledger.matched(work) if self._salts.is_own(work) else 0
+        cached = min(matched, len(work.tokens) // 4 - 1)
         self._streams.start(work, self._answer(fields, cached))
 
     def load(self, instance: str) -> list[Load]:
