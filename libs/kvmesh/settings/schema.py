@@ -83,7 +83,7 @@ class Frontend(Section, frozen=True, kw_only=True):
     allow_anonymous: Annotated[
         bool, Meta(description="listen beyond loopback without API keys")
     ] = False
-    max_body_bytes: Annotated[Count, Meta(description="largest request body")] = 64 << 20
+    max_body_bytes: Annotated[Count, Meta(description="largest request body")] = 8 << 20
     max_in_flight: Annotated[
         Count, Meta(description="requests served at once; more are told to wait")
     ] = 4096

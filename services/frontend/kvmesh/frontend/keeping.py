@@ -6,7 +6,6 @@ from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance
 from kvmesh.frontend.caches import Caches
 from kvmesh.frontend.doors import Doors
-from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.holders import Holders, held
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.pin_store import PinStore
@@ -30,14 +29,13 @@ class Keeping:
         preparer: Preparer,
         directory: Directory,
         tracker: Tracker,
-        gate: Gate,
     ) -> None:
         settings = service.settings.frontend
         holders = Holders(service.bus, directory)
         self._service = service
         self._sessions = SessionPrompts(service.bus, settings.session_prompts_bytes)
         targets = Targets(registry, preparer, self._sessions)
-        self._doors = Doors(gate, settings)
+        self._doors = Doors(settings)
         self._prefetching = Prefetching(service.bus, targets, holders, tracker)
         self._pins = Pins(targets, holders, PinStore(service.bus))
         self._caches = Caches(registry, holders)

@@ -26,6 +26,7 @@ from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.monitor import Monitor
 from kvmesh.frontend.prepare import Preparer
 from kvmesh.frontend.responses_store import ResponseStore
+from kvmesh.frontend.shared_use import SharedUse
 from kvmesh.frontend.streams import StreamKeeper
 from kvmesh.frontend.tracking import Tracker
 from kvmesh.runtime.http import serve_metrics
@@ -72,11 +73,10 @@ class Frontend:
         )
         local = settings.host in LOOPBACK
         self.gate = Gate(service.bus, settings.keys_file, settings.keys_bucket, local)
+        self.shared_use = SharedUse(service.bus, service.instance, self.gate.accounts)
         self.keeper = StreamKeeper(settings.keepalive_s, settings.slow_reader_s)
         self.preparer = Preparer(settings.prepare_cache_bytes)
-        self.keeping = Keeping(
-            service, self.registry, self.preparer, self.directory, self.tracker, self.gate
-        )
+        self.keeping = Keeping(service, self.registry, self.preparer, self.directory, self.tracker)
 
     def _backlog(self) -> int:
         return self._tokens.pending_msgs if self._tokens is not None else 0
@@ -117,6 +117,9 @@ class Frontend:
             await self.gate.open()
         except KeysError as error:
             raise StartError(str(error), hopeless=True) from error
+        if self.gate.closed:
+            await self.shared_use.open()
+            service.spawn(self.shared_use.run(), "shared use")
         await self.directory.open()
         await self.keeping.open(self.directory.instances)
         service.spawn(self.gate.run(), "keys")
