@@ -419,7 +419,7 @@ async def test_a_reader_that_does_not_read_is_cut(stage: Stage) -> None:
     payload = msgspec.json.encode(body(stream=True))
     with socket.create_connection(("127.0.0.1", stage.mesh.port)) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n\r\n"
         raw.sendall(head.encode() + payload)
         work = await stage.a.work()
         flood = asyncio.create_task(pour(stage.a, work))

@@ -109,7 +109,13 @@ def raw(mesh: Mesh, timeout: float = PATIENCE_S, receive_buffer: int = 0) -> Ite
 def head(path: str, length: int | None = None, *lines: str) -> bytes:
     """A POST's request line and headers."""
     sized = [] if length is None else [f"Content-Length: {length}"]
-    text = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *sized, *lines]
+    text = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        *sized,
+        *lines,
+    ]
     return ("\r\n".join(text) + "\r\n\r\n").encode()
 
 

@@ -654,6 +654,29 @@ class SessionQuery(Struct, frozen=True):
     session: str
 
 
+class KeyUse(Struct, frozen=True, array_like=True):
+    """How much of an API key's limits is used. `key` is the hash of its secret.
+
+    `requests` and `tokens` were taken by one frontend since it began, `running` are its sequences
+    now. What is owed has still to come in at the key's rates, whoever took it.
+    """
+
+    key: str
+    requests: int
+    tokens: int
+    running: int
+    owed_requests: float = 0.0
+    owed_tokens: float = 0.0
+
+
+class LimitUse(Struct, frozen=True):
+    """One frontend to all others: what it lets its callers use. `asks` them to say all in turn."""
+
+    frontend: str
+    uses: list[KeyUse] = []
+    asks: bool = False
+
+
 class SessionPrompt(Struct, frozen=True):
     """The last prompt of a session: packed uint32 tokens, and the adapter that it was for."""
 

@@ -159,6 +159,11 @@ class Subjects:
         """What frontends ask one another about sessions."""
         return self._of("sessions")
 
+    @property
+    def limits(self) -> str:
+        """What frontends tell one another about the use of API keys."""
+        return self._of("limits")
+
     # one process each
 
     def work(self, instance: str) -> str:

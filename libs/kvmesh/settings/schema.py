@@ -115,7 +115,7 @@ class Frontend(Section, frozen=True, kw_only=True):
             description="64 hexadecimal digits under which tenants are told apart; none: the mesh's"
         ),
     ] = None
-    max_body_bytes: Annotated[Count, Meta(description="largest request body")] = 64 << 20
+    max_body_bytes: Annotated[Count, Meta(description="largest request body")] = 8 << 20
     max_in_flight: Annotated[
         Count, Meta(description="requests served at once; more are told to wait")
     ] = 4096

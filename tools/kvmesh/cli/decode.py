@@ -11,6 +11,7 @@ from kvmesh.bus.messages import (
     Control,
     Instance,
     KvBatch,
+    LimitUse,
     Load,
     OverlapQuery,
     RouteEvent,
@@ -37,6 +38,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "kvbm": msgspec.msgpack.Decoder(KvbmRequest),
     "computing": msgspec.msgpack.Decoder(Computing),
     "sessions": msgspec.msgpack.Decoder(SessionQuery),
+    "limits": msgspec.msgpack.Decoder(LimitUse),
     "load": msgspec.msgpack.Decoder(Load),
     "instances": msgspec.msgpack.Decoder(Instance),
 }

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from kvmesh.frontend.bodies import refuse
-from kvmesh.frontend.counting import Counting, Detokenizing
+from kvmesh.frontend.counting import Counter, Counting, Detokenizing
+from kvmesh.frontend.entrance import Entrance
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation import Generation, Parts
 from kvmesh.frontend.information import Information, Readiness
 from kvmesh.frontend.openapi import Description
 from kvmesh.frontend.stored import StoredResponses
+from kvmesh.frontend.surfaces.base import Surface
 from kvmesh.frontend.surfaces.callers import shape_for
 from kvmesh.frontend.surfaces.chat import Chat
 from kvmesh.frontend.surfaces.completions import Completions
@@ -18,6 +20,11 @@ from kvmesh.frontend.surfaces.messages import CountTokens, Messages
 from kvmesh.frontend.surfaces.responses import InputTokens, Responses
 from kvmesh.frontend.surfaces.tokens import Tokenize
 from kvmesh.runtime.warnings import Warnings
+
+ANY = "/{path:.*}"
+
+# They read neither a body nor what is stored: nobody needs a key for them.
+OPEN = frozenset(("/health", "/live", ANY))
 
 
 def application(
@@ -27,28 +34,37 @@ def application(
     generation = Generation(parts)
     counting = Counting(parts)
     description = Description()
-    tell = Information(parts.registry, parts.gate, ready, warnings)
-    app = web.Application(client_max_size=parts.settings.max_body_bytes)
+    tell = Information(parts.registry, ready, warnings)
+    entrance = Entrance(parts.gate, parts.settings.max_in_flight, OPEN)
+    app = web.Application(
+        client_max_size=parts.settings.max_body_bytes, middlewares=[web.middleware(entrance)]
+    )
+    generating: dict[str, Surface] = {
+        "/v1/chat/completions": Chat(),
+        "/v1/completions": Completions(),
+        "/v1/messages": Messages(),
+        "/v1/responses": Responses(),
+    }
+    tokens: dict[str, Counter] = {
+        "/v1/tokenize": Tokenize(),
+        "/v1/messages/count_tokens": CountTokens(),
+        "/v1/responses/input_tokens": InputTokens(),
+    }
     app.add_routes(
         [
-            web.post("/v1/chat/completions", generation.handler(Chat())),
-            web.post("/v1/completions", generation.handler(Completions())),
-            web.post("/v1/tokenize", counting.handler(Tokenize())),
-            web.post("/v1/detokenize", Detokenizing(parts).handle),
-            web.post("/v1/messages", generation.handler(Messages())),
-            web.post("/v1/messages/count_tokens", counting.handler(CountTokens())),
-            web.post("/v1/responses", generation.handler(Responses())),
-            web.post("/v1/responses/input_tokens", counting.handler(InputTokens())),
-            *StoredResponses(parts).handlers(),
+            *(web.post(p, generation.handler(s), name=s.name) for p, s in generating.items()),
+            *(web.post(p, counting.handler(s), name=s.name) for p, s in tokens.items()),
+            web.post("/v1/detokenize", Detokenizing(parts).handle, name="detokenize"),
+            *StoredResponses(parts.responses).handlers(),
             *more,
-            web.get("/v1/models", tell.models),
-            web.get("/v1/models/{id:.+}", tell.model),
+            web.get("/v1/models", tell.models, name="models"),
+            web.get("/v1/models/{id:.+}", tell.model, name="model"),
             web.get("/health", tell.health),
             web.get("/live", tell.live),
-            web.get("/metrics", tell.metrics),
-            web.get("/openapi.json", description.json),
-            web.get("/docs", description.html),
-            web.route("*", "/{path:.*}", unknown),
+            web.get("/metrics", tell.metrics, name="metrics"),
+            web.get("/openapi.json", description.json, name="openapi"),
+            web.get("/docs", description.html, name="docs"),
+            web.route("*", ANY, unknown),
         ]
     )
     return app

@@ -8,6 +8,7 @@ that place ends before it, or is seen whole.
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
+from threading import Lock
 from typing import NamedTuple
 
 ENTRY_BYTES = 300
@@ -44,11 +45,12 @@ class Encoded(NamedTuple):
 
 
 class Beginnings:
-    """The longest unused first out; `limit` in bytes bounds them."""
+    """The longest unused first out; `limit` in bytes bounds them. Any thread may ask."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held: OrderedDict[Key, Encoded] = OrderedDict()
+        self._lock = Lock()
         self.bytes = 0
 
     def find(self, key: Key, text: str, margin: int) -> Encoded:
@@ -67,13 +69,14 @@ class Beginnings:
 
     def keep(self, key: Key, encoded: Encoded) -> None:
         """In place of what is kept there."""
-        self.bytes -= _size(self._held.pop(key, None))
-        if _size(encoded) > self._limit:
-            return
-        self._held[key] = encoded
-        self.bytes += _size(encoded)
-        while self.bytes > self._limit:
-            self.bytes -= _size(self._held.popitem(last=False)[1])
+        with self._lock:
+            self.bytes -= _size(self._held.pop(key, None))
+            if _size(encoded) > self._limit:
+                return
+            self._held[key] = encoded
+            self.bytes += _size(encoded)
+            while self.bytes > self._limit:
+                self.bytes -= _size(self._held.popitem(last=False)[1])
 
 
 def _size(encoded: Encoded | None) -> int:

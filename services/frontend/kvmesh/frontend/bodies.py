@@ -2,16 +2,22 @@
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestPayloadError
 
 from kvmesh.frontend import metrics
 from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.frontend.fairness import Threads
 from kvmesh.settings.schema import Frontend as FrontendSettings
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+LARGE = 128 << 10
+MAX_VALUES = 1 << 19
+CONTAINER = 4  # an object or array takes as long to make as so many numbers
 JSON = "application/json"
 
 
@@ -53,6 +59,33 @@ async def _gathered(content: StreamReader, limit: int) -> bytes:
         blocks.append(block)
         size += len(block)
     return b"".join(blocks)
+
+
+async def parsed(threads: Threads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
+    """What `parse` makes of a body, in a thread if it may take long; raises what it raises."""
+    if len(body) < LARGE:
+        return parse()
+    return await threads.call(owner, lambda: _parsed(body, parse))
+
+
+def _parsed(body: bytes, parse: Callable[[], T]) -> T:
+    check_values(body)
+    return parse()
+
+
+def check_values(body: bytes) -> None:
+    """Refuse JSON of more values than can be made at once: no other thread runs meanwhile."""
+    if _values(body) <= MAX_VALUES:
+        return
+    bare = body.replace(rb"\\", b"").replace(
+        rb"\"", b""
+    )  # what escapes leave of texts has no quotes
+    if bare.count(b'"') > 2 * MAX_VALUES or _values(b"".join(bare.split(b'"')[::2])) > MAX_VALUES:
+        raise ApiError("too_large", f"The body has more than {MAX_VALUES} JSON values.")
+
+
+def _values(body: bytes) -> int:
+    return body.count(b",") + CONTAINER * (body.count(b"{") + body.count(b"["))
 
 
 def _too_large(limit: int) -> ApiError:

@@ -100,6 +100,8 @@ class GenerateRequest(Struct, kw_only=True):
     each prompt is text or token ids. `sampling.max_tokens` of 0 means "as much as fits".
     `retention` and `decode` are what the caller asked for tokens of the prompt and the answer,
     `keep_s` how long to keep the whole prompt; `speculative`: compute ahead what comes after it.
+    `size` is that of the body in bytes; requests of one `owner` wait for each other where work is
+    shared out.
     """
 
     id: str
@@ -128,6 +130,8 @@ class GenerateRequest(Struct, kw_only=True):
     adapter: str | None = None
     extra_fields: frozenset[str] = frozenset()
     ignored: list[str] = []
+    size: int = 0
+    owner: str = ""
 
     @property
     def turn(self) -> int:

@@ -4,17 +4,22 @@ from typing import Protocol
 
 from aiohttp import web
 
-from kvmesh.frontend.bodies import JSON, read_body, refuse, unexpected
+from kvmesh.frontend.bodies import JSON, parsed, read_body
 from kvmesh.frontend.conversation import GenerateRequest
-from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.generation import Handler, Parts
-from kvmesh.frontend.surfaces import openai
+from kvmesh.frontend.entrance import Handler, caller_of
+from kvmesh.frontend.errors import ApiError, ContextExceeded
+from kvmesh.frontend.generation import Parts
 from kvmesh.frontend.surfaces.base import Headers, json_encode
 from kvmesh.frontend.surfaces.tokens import parse_tokens
+
+LONG = 8192  # tokens, or bytes of them, that go to a thread
 
 
 class Counter(Protocol):
     """One counting API."""
+
+    @property
+    def name(self) -> str: ...
 
     def parse(self, body: bytes, headers: Headers) -> GenerateRequest: ...
 
@@ -33,19 +38,21 @@ class Counting:
 
     def handler(self, surface: Counter) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
-            try:
-                account = self._parts.gate.account(http.headers)
-                body = await read_body(http, self._parts.settings)
-                request = surface.parse(body, http.headers)
-                self._parts.gate.bind(request, account)
-                model, _ = self._parts.registry.resolve(request.model)
-                prompts = await self._parts.preparer.count(request, model)
-            except ApiError as error:
-                return refuse(surface, error)
-            except Exception as error:
-                return refuse(surface, unexpected(error))
-            body = surface.answer(prompts, model.card.context)
-            return web.Response(body=body, content_type=JSON)
+            caller, threads = caller_of(http), self._parts.preparer.threads
+            body = await read_body(http, self._parts.settings)
+            request = await parsed(
+                threads, caller.owner, body, lambda: surface.parse(body, http.headers)
+            )
+            caller.take(request, body)
+            model, _ = self._parts.registry.resolve(request.model)
+            prompts = await self._parts.preparer.count(request, model)
+            if sum(map(len, prompts)) < LONG:
+                answer = surface.answer(prompts, model.card.context)
+            else:
+                answer = await threads.call(
+                    caller.owner, lambda: surface.answer(prompts, model.card.context)
+                )
+            return web.Response(body=answer, content_type=JSON)
 
         return handle
 
@@ -57,12 +64,20 @@ class Detokenizing:
         self._parts = parts
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        try:
-            self._parts.gate.account(http.headers)
-            body = await read_body(http, self._parts.settings)
-            parsed = parse_tokens(body)
-            model, _ = self._parts.registry.resolve(parsed.model)
-        except ApiError as error:
-            return refuse(openai.SHAPE, error)
-        text = model.dialect.tokenizer.decode(parsed.tokens, skip_special_tokens=False)
-        return web.Response(body=json_encode({"prompt": text}), content_type=JSON)
+        caller, threads = caller_of(http), self._parts.preparer.threads
+        body = await read_body(http, self._parts.settings)
+        asked = await parsed(threads, caller.owner, body, lambda: parse_tokens(body))
+        caller.model = asked.model
+        if caller.account is not None:
+            caller.account.allow(asked.model)
+        model, _ = self._parts.registry.resolve(asked.model)
+        if len(asked.tokens) > model.card.context:
+            raise ContextExceeded(len(asked.tokens), None, model.card.context)
+
+        def text() -> bytes:
+            decoded = model.dialect.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+            return json_encode({"prompt": decoded})
+
+        small = len(asked.tokens) < LONG
+        answer = text() if small else await threads.call(caller.owner, text)
+        return web.Response(body=answer, content_type=JSON)

@@ -1,6 +1,5 @@
-"""Endpoints beside those that generate: who may enter, and errors in the OpenAI shape."""
+"""Endpoints beside those that generate, for those who hold a scope."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -8,12 +7,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from kvmesh.frontend.bodies import JSON, read_body, refuse, unexpected
-from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.gate import Gate
-from kvmesh.frontend.generation import Handler, entered
+from kvmesh.frontend.bodies import JSON, read_body
+from kvmesh.frontend.entrance import Handler, caller_of
 from kvmesh.frontend.limits import Account, Scope
-from kvmesh.frontend.surfaces import openai
 from kvmesh.frontend.surfaces.base import Headers, decode, json_encode
 from kvmesh.settings.schema import Frontend as FrontendSettings
 
@@ -40,25 +36,16 @@ Action = Callable[[Visit], Awaitable[dict[str, Any]]]
 class Doors:
     """Makes handlers for those who hold a scope."""
 
-    def __init__(self, gate: Gate, settings: FrontendSettings) -> None:
-        self._gate = gate
+    def __init__(self, settings: FrontendSettings) -> None:
         self._settings = settings
 
     def handler(self, scope: Scope, action: Action) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
-            try:
-                account = self._gate.permit(http.headers, scope)
-                with entered(account, asyncio.get_running_loop().time()):
-                    body = await read_body(http, self._settings)
-                    tenant = self._gate.tenant(http.headers)
-                    place = http.match_info.get("id", "")
-                    answer = await action(Visit(account, tenant, http.headers, place, body))
-                return web.Response(body=json_encode(answer), content_type=JSON)
-            except ApiError as error:
-                return refuse(openai.SHAPE, error)
-            except ConnectionError:
-                raise
-            except Exception as error:
-                return refuse(openai.SHAPE, unexpected(error))
+            caller = caller_of(http)
+            caller.may(scope)
+            body = await read_body(http, self._settings)
+            place = http.match_info.get("id", "")
+            visit = Visit(caller.account, caller.tenant, http.headers, place, body)
+            return web.Response(body=json_encode(await action(visit)), content_type=JSON)
 
         return handle

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kvmesh.bus.errors import cause
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.limits import Account, Accounts, Key, Scope
+from kvmesh.frontend.origins import foreign
 from kvmesh.frontend.tenants import Tenants, check_name
 
 log = logging.getLogger(__name__)
@@ -61,8 +63,9 @@ class Gate:
         self._file = file
         self._use_bucket = use_bucket
         self._local = local
-        self._accounts = Accounts()
+        self.accounts = Accounts()
         self._stamp: object = None
+        self._bad: dict[str, str] = {}
 
     @property
     def closed(self) -> bool:
@@ -75,7 +78,12 @@ class Gate:
         Every request passes here first: headers that are no text are refused too (400).
         """
         _check_text(headers)
-        return self._accounts.find(secret_of(headers)) if self.closed else None
+        return self.accounts.find(secret_of(headers), time.time()) if self.closed else None
+
+    def check_origin(self, method: str, headers: Mapping[str, str]) -> None:
+        """Where every caller on this machine is let in, web pages of others are not (403)."""
+        if self._local and not self.closed and (fault := foreign(method, headers)) is not None:
+            raise ApiError("permission", fault, code="foreign_origin")
 
     def tenant(self, headers: Mapping[str, str]) -> str:
         """The tag of whoever asks: the namespace of what is cached and stored for it."""
@@ -149,9 +157,9 @@ class Gate:
         keys = read_keys(self._file) if self._file is not None else []
         if self._use_bucket:
             keys += await self._bucket_keys()
-        self._accounts.replace(keys, asyncio.get_running_loop().time())
+        self.accounts.replace(keys, asyncio.get_running_loop().time())
         self._stamp = stamp
-        log.info("%d API keys", len(self._accounts))
+        log.info("%d API keys", len(self.accounts))
 
     async def _revision(self) -> int:
         if not self._use_bucket:
@@ -164,12 +172,18 @@ class Gate:
         return (await bucket.status()).stream_info.state.last_seq
 
     async def _bucket_keys(self) -> list[Key]:
-        bucket = self._bus.subjects.keys_bucket
-        found = await read_bucket(self._bus, bucket)
-        try:
-            return [msgspec.json.decode(value, type=Key) for value in found.values()]
-        except msgspec.MsgspecError as error:
-            raise KeysError(Path(bucket), str(error)) from error
+        """All keys that can be read; the others are logged once each, and let nobody in."""
+        found = await read_bucket(self._bus, self._bus.subjects.keys_bucket)
+        keys, bad = [], {}
+        for name, value in found.items():
+            try:
+                keys.append(msgspec.json.decode(value, type=Key))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                bad[name] = str(error)
+                if self._bad.get(name) != bad[name]:
+                    log.error("the API key %s in the bucket is left out: %s", name, error)
+        self._bad = bad
+        return keys
 
 
 def secret_of(headers: Mapping[str, str]) -> str | None:

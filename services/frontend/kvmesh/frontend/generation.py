@@ -2,19 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvmesh.frontend import metrics
-from kvmesh.frontend.bodies import JSON, read_body, refuse, unexpected
+from kvmesh.frontend.bodies import JSON, parsed, read_body, unexpected
 from kvmesh.frontend.conversation import GenerateRequest
-from kvmesh.frontend.errors import ApiError, Overloaded
+from kvmesh.frontend.entrance import Caller, Handler, caller_of
+from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.exchange import Engine, Exchange
 from kvmesh.frontend.gate import Gate
-from kvmesh.frontend.limits import Account
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.prepare import Preparer
 from kvmesh.frontend.responses_store import ResponseStore
@@ -24,7 +21,6 @@ from kvmesh.frontend.turns import Turns
 from kvmesh.settings.schema import Frontend as FrontendSettings
 
 log = logging.getLogger(__name__)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
@@ -46,49 +42,26 @@ class Generation:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._loop = asyncio.get_running_loop()
-        self._in_flight = 0
 
     def handler(self, surface: Surface) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
-            started = self._loop.time()
-            status, model = 499, ""
-            self._in_flight += 1
-            try:
-                self._admit()
-                account = self._parts.gate.account(http.headers)
-                with entered(account, started):
-                    body = await read_body(http, self._parts.settings)
-                    call = surface.parse(body, http.headers)
-                    self._parts.gate.bind(call.request, account)
-                    response = await self._answer(http, surface, call, account, started)
-                status, model = response.status, call.request.model
-            except ApiError as error:
-                response = refuse(surface, error)
-                status = response.status
-            except ConnectionError:
-                raise
-            except Exception as error:
-                response = refuse(surface, unexpected(error))
-                status = response.status
-            finally:
-                self._in_flight -= 1
-                metrics.requests.labels(surface.name, model, status).inc()
-            return response
+            caller = caller_of(http)
+            body = await read_body(http, self._parts.settings)
+            threads = self._parts.preparer.threads
+            call = await parsed(
+                threads, caller.owner, body, lambda: surface.parse(body, http.headers)
+            )
+            caller.take(call.request, body)
+            return await self._answer(http, surface, call, caller)
 
         return handle
-
-    def _admit(self) -> None:
-        if self._in_flight > self._parts.settings.max_in_flight:
-            raise Overloaded("The server is at its limit of concurrent requests.")
 
     async def _answer(
         self,
         http: web.Request,
         surface: Surface,
         call: Call,
-        account: Account | None,
-        started: float,
+        caller: Caller,
     ) -> web.StreamResponse:
         request = call.request
         model, adapter = self._parts.registry.resolve(request.model)
@@ -96,7 +69,8 @@ class Generation:
         prepared = await self._parts.preparer.prepare(request, model, adapter)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
         turn = self._parts.turns.begin(prepared)
-        exchange = Exchange(self._parts.engine, prepared, call.renderer, started, account)
+        engine, renderer = self._parts.engine, call.renderer
+        exchange = Exchange(engine, prepared, renderer, caller.started, caller.account)
         try:
             async with exchange:
                 if request.stream:
@@ -164,16 +138,3 @@ class Generation:
             raise
         except Exception as error:
             return exchange.renderer.failed(unexpected(error))
-
-
-@contextmanager
-def entered(account: Account | None, now: float) -> Iterator[None]:
-    """Count a request against its account while it runs."""
-    if account is None:
-        yield
-        return
-    account.enter(now)
-    try:
-        yield
-    finally:
-        account.leave()

@@ -5,11 +5,10 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from kvmesh.frontend.bodies import JSON, refuse
-from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.gate import Gate
+from kvmesh.frontend.bodies import JSON
+from kvmesh.frontend.entrance import caller_of
+from kvmesh.frontend.errors import ModelNotFound
 from kvmesh.frontend.models import ModelRegistry, ServedModel
-from kvmesh.frontend.surfaces.callers import shape_for
 from kvmesh.runtime.http import render_metrics, told
 from kvmesh.runtime.warnings import Warnings
 
@@ -23,30 +22,25 @@ class Readiness(Protocol):
 class Information:
     """Handlers."""
 
-    def __init__(
-        self, registry: ModelRegistry, gate: Gate, ready: Readiness, warnings: Warnings
-    ) -> None:
+    def __init__(self, registry: ModelRegistry, ready: Readiness, warnings: Warnings) -> None:
         self._registry = registry
-        self._gate = gate
         self._ready = ready
         self._warnings = warnings
 
     async def models(self, http: web.Request) -> web.Response:
-        try:
-            self._gate.account(http.headers)
-        except ApiError as error:
-            return refuse(shape_for(http), error)
+        """Those that the caller may use."""
+        account = caller_of(http).account
         found = [entry for model in self._registry.models for entry in _entries(model)]
+        if account is not None:
+            found = [entry for entry in found if account.allows(str(entry["id"]))]
         ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
         return _json({"object": "list", "data": found, "has_more": False, **ends})
 
     async def model(self, http: web.Request) -> web.Response:
-        try:
-            self._gate.account(http.headers)
-            model, adapter = self._registry.resolve(http.match_info["id"])
-        except ApiError as error:
-            return refuse(shape_for(http), error)
-        return _json(_entry(model, adapter))
+        name, account = http.match_info["id"], caller_of(http).account
+        if account is not None and not account.allows(name):
+            raise ModelNotFound(name)
+        return _json(_entry(*self._registry.resolve(name)))
 
     async def health(self, _: web.Request) -> web.Response:
         missing = self._ready.missing()
@@ -59,6 +53,10 @@ class Information:
         return _json({"status": "ok"})
 
     async def metrics(self, http: web.Request) -> web.Response:
+        """For everyone where no keys are asked for; each process has all on its `metrics_port`."""
+        caller = caller_of(http)
+        if caller.account is not None:
+            caller.may("admin")
         return render_metrics(http)
 
 

@@ -1,16 +1,19 @@
 """Who may ask for how much: API keys, their limits, and what is left of them. Pure."""
 
 import hashlib
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Hints
+from kvmesh.bus.messages import Hints, KeyUse
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
 
 MINUTE = 60.0
+LAPSE_S = 2.0  # a frontend that is silent for so long runs nothing any more
+FORGET_S = 120.0
 Limit = Annotated[int, Meta(ge=1)]
 Scope = Literal["cache", "routing", "admin"]
 Named = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -24,6 +27,8 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bounds what it may say of urgency, `max_latency_sensitivity` that hint alone.
     `scopes` are what it may do beyond asking models: "cache" moves and drops what is cached of its
     tenant, "routing" steers the router, "admin" does all and touches what is cached of everyone.
+    Until `old_until` the secret before the last rotation is good, too; from `expires` on none is
+    (both Unix seconds).
     """
 
     name: str
@@ -37,56 +42,155 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scopes: list[Scope] = []
     fair_class: Named | None = None
     max_latency_sensitivity: Annotated[float, Meta(ge=0, le=1)] | None = None
+    expires: float | None = None
+    old_sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    old_until: float = 0.0
+
+    @property
+    def limited(self) -> bool:
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.concurrency)
+        return any(limit is not None for limit in limits)
 
 
 class Bucket:
-    """A rate with a burst of one minute's worth; may go below zero and then has to recover."""
+    """A rate with a burst of one minute's worth. What was taken is owed until it has come in again;
 
-    def __init__(self, per_minute: int, now: float) -> None:
-        self._rate = per_minute / MINUTE
-        self._most = float(per_minute)
-        self._left = self._most
+    more may be taken than there is, and then has to come in first.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._owed = 0.0
         self._at = now
 
-    def wait(self, now: float) -> float:
+    def owed(self, per_minute: int, now: float) -> float:
+        self._owed = max(0.0, self._owed - (now - self._at) * per_minute / MINUTE)
+        self._at = now
+        return self._owed
+
+    def wait(self, per_minute: int, now: float) -> float:
         """Seconds until something is left; 0 if there is now."""
-        self._left = min(self._most, self._left + (now - self._at) * self._rate)
-        self._at = now
-        return 0.0 if self._left >= 1 else (1 - self._left) / self._rate
+        missing = 1 - (per_minute - self.owed(per_minute, now))
+        return max(0.0, missing / (per_minute / MINUTE))
 
     def take(self, amount: float) -> None:
-        self._left -= amount
+        self._owed += amount
+
+    def owe(self, amount: float) -> None:
+        """At least this much, as somebody else knows."""
+        self._owed = max(self._owed, amount)
+
+
+class Heard(NamedTuple):
+    """What another frontend last said of its use, and when."""
+
+    use: KeyUse
+    at: float
 
 
 class Account:
-    """One key's use so far."""
+    """One key's use so far: by this frontend, and as far as it has heard by the others.
 
-    def __init__(self, key: Key, now: float) -> None:
+    A limit is exceeded by no more than what other frontends let in and have not told of yet.
+    """
+
+    def __init__(self, key: Key, now: float, changed: "set[Account] | None" = None) -> None:
         self.key = key
         self.running = 0
-        self._requests = _bucket(key.requests_per_minute, now)
-        self._tokens = _bucket(key.tokens_per_minute, now)
+        self._taken_requests = 0
+        self._taken_tokens = 0
+        self._requests = Bucket(now)
+        self._tokens = Bucket(now)
+        self._others: dict[str, Heard] = {}
+        self._changed = changed
 
-    def enter(self, now: float) -> None:
-        """Begin a request, or raise the limit that forbids it. Leave it with `leave`."""
+    def enter(self, now: float) -> "Entry":
+        """Begin a request of one sequence, or raise the limit that forbids it."""
         key = self.key
-        if key.concurrency is not None and self.running >= key.concurrency:
-            raise _too_much(f"{key.concurrency} requests at once", 1.0)
-        for bucket, unit in ((self._requests, "requests"), (self._tokens, "tokens")):
-            wait = bucket.wait(now) if bucket is not None else 0.0
-            if wait > 0:
-                raise _too_much(f"{unit} per minute", wait)
-        if self._requests is not None:
-            self._requests.take(1)
+        self._check_concurrency(1, now)
+        self._check_rate(self._requests, key.requests_per_minute, "requests", now)
+        self._check_rate(self._tokens, key.tokens_per_minute, "tokens", now)
+        self._taken_requests += 1
+        self._requests.take(1)
         self.running += 1
+        self._note()
+        return Entry(self)
 
-    def leave(self) -> None:
-        self.running -= 1
+    def _check_concurrency(self, more: int, now: float) -> None:
+        most = self.key.concurrency
+        if most is not None and self._all_running(now) + more > most:
+            raise _too_much(f"{most} sequences at once", 1.0)
+
+    def _check_rate(self, bucket: Bucket, most: int | None, unit: str, now: float) -> None:
+        if most is not None and (wait := bucket.wait(most, now)) > 0:
+            raise _too_much(f"{unit} per minute", wait)
+
+    def _all_running(self, now: float) -> int:
+        heard = [h.use.running for h in self._others.values() if now - h.at < LAPSE_S]
+        return self.running + sum(heard)
+
+    def widen(self, more: int, now: float) -> None:
+        """A request has `more` sequences than the one it began with."""
+        most = self.key.concurrency
+        if most is not None and more >= most:
+            reason = f"The request has {more + 1} sequences; this key may have {most} at once."
+            raise ApiError("permission", reason, code="concurrency_exceeded", param="n")
+        self._check_concurrency(more, now)
+        self.running += more
+        self._note()
+
+    def leave(self, sequences: int = 1) -> None:
+        self.running -= sequences
+        self._note()
 
     def spend(self, tokens: int) -> None:
         """Count tokens in or out; a request that has begun is not cut by it."""
-        if self._tokens is not None:
-            self._tokens.take(tokens)
+        self._taken_tokens += tokens
+        self._tokens.take(tokens)
+        self._note()
+
+    def _note(self) -> None:
+        if self._changed is not None and self.key.limited:
+            self._changed.add(self)
+
+    def use(self, now: float) -> KeyUse:
+        """What this frontend tells the others: its own use since it began, and all that is owed."""
+        requests, tokens = self.key.requests_per_minute, self.key.tokens_per_minute
+        return KeyUse(
+            key=self.key.sha256,
+            requests=self._taken_requests,
+            tokens=self._taken_tokens,
+            running=self.running,
+            owed_requests=0.0 if requests is None else self._requests.owed(requests, now),
+            owed_tokens=0.0 if tokens is None else self._tokens.owed(tokens, now),
+        )
+
+    def idle(self, now: float) -> bool:
+        """Nothing is running or owed here that another frontend would have to know."""
+        use = self.use(now)
+        return not (use.running or use.owed_requests or use.owed_tokens)
+
+    def hear(self, frontend: str, use: KeyUse, now: float) -> None:
+        """What another frontend has used. Where it was not heard lately, all counts that it knows:
+
+        its own share may have come in long ago.
+        """
+        before = self._others.get(frontend)
+        self._settle(now)
+        if before is None or now - before.at >= FORGET_S:
+            self._requests.owe(use.owed_requests)
+            self._tokens.owe(use.owed_tokens)
+        else:
+            self._requests.take(use.requests - before.use.requests)
+            self._tokens.take(use.tokens - before.use.tokens)
+        self._others[frontend] = Heard(use, now)
+
+    def _settle(self, now: float) -> None:
+        """What has come in until now comes before what is heard."""
+        self.use(now)
+
+    def forget(self, now: float) -> None:
+        """Drop what was said by frontends that are silent for long."""
+        self._others = {f: h for f, h in self._others.items() if now - h.at < FORGET_S}
 
     def allow(self, model: str) -> None:
         """Raise if the key may not use the model."""
@@ -111,38 +215,74 @@ class Account:
             self.require("routing")
         hints = _capped(request.hints, key)
         request.hints = replace(hints, tenant=key.fair_class or key.tenant or "")
+        request.owner = key.sha256
+
+
+class Entry:
+    """A request that runs on an account; it must be left once."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._sequences = 1
+
+    def widen(self, sequences: int, now: float) -> None:
+        """The request turned out to have so many sequences; raises the limit that forbids it."""
+        if sequences > self._sequences:
+            self._account.widen(sequences - self._sequences, now)
+            self._sequences = sequences
+
+    def leave(self) -> None:
+        self._account.leave(self._sequences)
+        self._sequences = 0
 
 
 class Accounts:
-    """All keys, by the hash of their secret."""
+    """All keys, by the hash of their secret. `changed` are those whose use nobody was told yet."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
+        self.changed: set[Account] = set()
 
     def __len__(self) -> int:
         return len(self._accounts)
 
+    def __iter__(self) -> Iterator[Account]:
+        return iter(dict.fromkeys(self._accounts.values()))
+
     def replace(self, keys: list[Key], now: float) -> None:
-        """Take a new list of keys; those that did not change keep what they have used."""
+        """Take a new list of keys; those that there were before keep what they have used."""
         held = self._accounts
         self._accounts = {}
         for key in keys:
-            old = held.get(key.sha256)
-            same = old is not None and old.key == key
-            self._accounts[key.sha256] = old if old and same else Account(key, now)
+            account = held.get(key.sha256) or held.get(key.old_sha256 or "")
+            if account is None:
+                account = Account(key, now, self.changed)
+            account.key = key
+            self._accounts[key.sha256] = account
+            if key.old_sha256 is not None:
+                self._accounts.setdefault(key.old_sha256, account)
 
-    def find(self, secret: str | None) -> Account:
-        """Raises ApiError (401) for a missing or unknown key."""
+    def find(self, secret: str | None, clock: float = 0.0) -> Account:
+        """Raises ApiError (401) for a missing, unknown or outdated key; `clock` is in Unix s."""
         if not secret:
             raise ApiError("authentication", "An API key is required.", code="invalid_api_key")
-        account = self._accounts.get(hashlib.sha256(secret.encode()).hexdigest())
-        if account is None:
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        account = self._accounts.get(digest)
+        if account is None or _is_over(account.key, digest, clock):
             raise ApiError("authentication", "The API key is not valid.", code="invalid_api_key")
         return account
 
+    def hear(self, frontend: str, uses: list[KeyUse], now: float) -> None:
+        """What another frontend said of its use; of keys not known here nothing is kept."""
+        for use in uses:
+            if (account := self._accounts.get(use.key)) is not None:
+                account.hear(frontend, use, now)
 
-def _bucket(per_minute: int | None, now: float) -> Bucket | None:
-    return None if per_minute is None else Bucket(per_minute, now)
+
+def _is_over(key: Key, digest: str, clock: float) -> bool:
+    if key.expires is not None and clock >= key.expires:
+        return True
+    return digest != key.sha256 and clock >= key.old_until
 
 
 def _too_much(what: str, wait: float) -> ApiError:

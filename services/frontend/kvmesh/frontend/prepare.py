@@ -1,9 +1,9 @@
 """From a request to tokens and block hashes: template, tokenizer, hashing, limits."""
 
-import asyncio
 import datetime
 from array import array
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,16 +14,25 @@ from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResul
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.encode import SegmentMemo
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
+from kvmesh.frontend.fairness import Steps, Threads
 from kvmesh.frontend.forced import Forced, forced, optional
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.places import survey
 from kvmesh.frontend.retention import Ruler, directives, retained
 from kvmesh.frontend.sessions import InferredSessions
+from kvmesh.frontend.slices import check_runs
 from kvmesh.frontend.tenants import Tenants, apart, inferred
 from kvmesh.index import block_hashes
 
+T = TypeVar("T")
 LONG_TEXT = 8192
+LARGE = 128 << 10  # bytes of a body whose request is prepared in a thread
+MANY = 256  # messages that make a request large, too
+SLICE_TOKENS = 4096
 TAIL = 256
+ANSWER_BYTES = 256 << 20  # of one request, for all of its answers
+TOKEN_BYTES = 64
+LOGPROB_BYTES = 400
 
 
 class Prompt(Struct):
@@ -60,35 +69,45 @@ class Prepared(Struct):
 
 
 class Preparer:
-    """Renders, tokenizes and hashes; long texts in a thread, so that other streams go on."""
+    """Renders, tokenizes and hashes; what is long in threads, so that other streams go on.
+
+    No more tokens are made than fit the model, by one slice at most.
+    """
 
     def __init__(self, memo_bytes: int, tenants: Tenants) -> None:
         self._tenants = tenants
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
         self._beginnings = Beginnings(memo_bytes // 3)
         self._sessions = InferredSessions()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self.threads = Threads()
 
     async def prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
     ) -> Prepared:
         """Raises ContextExceeded, or InvalidRequest if there is nothing to send to an engine."""
+        request.hints = apart(request.hints, request.cache_salt)
+        made = await self._run(request, self._prepared(request, model, adapter))
+        if request.messages and request.hints.session is None:
+            self._infer_session(request, made.prompts[0], model.card.block_size)
+        return made
+
+    def _prepared(
+        self, request: GenerateRequest, model: ServedModel, adapter: str | None
+    ) -> Steps[Prepared]:
         if not model.card.images:
             _refuse_images(request)
-        request.hints = apart(request.hints, request.cache_salt)
         seed = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         must_call = forced(request)
         text = "" if request.prompts else render(request, model)
         if request.prompts:
-            packed, kept = await self._given(request, model), directives(request)
+            packed, kept = (yield from self._given(request, model)), directives(request)
         else:
-            whole = await self._conversation(request, text, model)
-            packed, kept = [whole.tokens], await self._retained(request, model, whole)
+            whole = yield from self._conversation(request, text, model)
+            packed = [whole.tokens]
+            kept = yield from self._retained(request, model, whole)
         prompts = [prompt_of(tokens, model, seed, kept) for tokens in packed]
-        if request.messages and request.hints.session is None:
-            self._infer_session(request, prompts[0], model.card.block_size)
         longest = max(prompt.count for prompt in prompts)
-        limit = _output_limit(request.sampling.max_tokens, longest, model.card.context)
+        limit = output_limit(request, len(prompts), longest, model.card.context)
         tail, guided = text[-TAIL:], _guided(request, model, must_call)
         return Prepared(request, model, adapter, prompts, limit, tail, must_call, guided)
 
@@ -100,81 +119,120 @@ class Preparer:
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """The tokens that `prepare` would send to an engine, with its errors about the prompt."""
+        return await self._run(request, self._counted(request, model))
+
+    def _counted(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
         if not model.card.images:
             _refuse_images(request)
         if request.prompts:
-            return await self._given(request, model)
+            return (yield from self._given(request, model))
         text = render(request, model)
-        return [(await self._conversation(request, text, model)).tokens]
+        return [(yield from self._conversation(request, text, model)).tokens]
 
     async def beginning(self, request: GenerateRequest, model: ServedModel, cut: str) -> bytes:
         """Packed tokens of a conversation, up to the segment in which the text `cut` stands."""
+        return await self._run(request, self._beginning(request, model, cut))
+
+    def _beginning(self, request: GenerateRequest, model: ServedModel, cut: str) -> Steps[bytes]:
         text, found, _ = render(request, model).partition(cut)
         segments = model.dialect.encoder.segments(text)[:-1] if found else []
-        return b"".join(await self._encoded(segments, request.cache_salt, model))
+        return b"".join((yield from self._encoded(segments, request.cache_salt, model)))
 
-    async def _given(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
+    async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
+        small = request.size < LARGE and len(request.messages) < MANY
+        return await self.threads.finish(request.owner, steps, at_once=small)
+
+    def _given(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
         """Packed tokens of prompts that need no template."""
-        return [
-            await self.plain(prompt, model) if isinstance(prompt, str) else _packed(prompt)
-            for prompt in request.prompts
-        ]
+        found = []
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                found.append((yield from self._plain(prompt, model)))
+            else:
+                found.append(_packed(prompt))
+        return found
 
-    async def plain(self, text: str, model: ServedModel) -> bytes:
+    def _plain(self, text: str, model: ServedModel) -> Steps[bytes]:
         """Packed tokens of a text outside any conversation."""
-        if len(text) < LONG_TEXT:
-            return model.dialect.encoder.encode_text(text)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, model.dialect.encoder.encode_text, text)
+        check_fits(text, model)
+        if len(text) >= LONG_TEXT:
+            yield
+        return (yield from _gathered(model.dialect.encoder.text_steps(text), model))
 
-    async def _conversation(
+    def _conversation(
         self, request: GenerateRequest, text: str, model: ServedModel
-    ) -> Encoded:
+    ) -> Steps[Encoded]:
         """The tokens of a rendered conversation, of which only what is new is looked at."""
+        check_fits(text, model)
         encoder, tenant = model.dialect.encoder, request.cache_salt
         key = self._memo_of(tenant, model), hash(_conversation_name(request))
         known = self._beginnings.find(key, text, encoder.longest_marker)
         segments = encoder.segments(text[known.end :])
-        encoded = known.extended(text, segments, await self._encoded(segments, tenant, model))
+        if len(segments) > model.card.context:
+            raise ContextExceeded(len(segments), None, model.card.context)
+        tokens = yield from self._encoded(segments, tenant, model)
+        encoded = known.extended(text, segments, tokens)
         if len(text) >= LONG_TEXT:
             self._beginnings.keep(key, encoded)
         return encoded
 
-    async def _encoded(self, segments: list[str], tenant: str, model: ServedModel) -> list[bytes]:
+    def _encoded(self, segments: list[str], tenant: str, model: ServedModel) -> Steps[list[bytes]]:
         """Packed tokens of each segment, out of the memo where they are in it."""
         memo, seed = self._memo, self._memo_of(tenant, model)
         known = [memo.get(seed, segment) for segment in segments]
-        missing = [s for s, tokens in zip(segments, known, strict=True) if tokens is None]
-        if missing:
-            found = iter(await self._encode(missing, model))
-            for place, segment in enumerate(segments):
-                if known[place] is None:
-                    known[place] = tokens = next(found)
-                    memo.put(seed, segment, tokens)
-        return [tokens for tokens in known if tokens is not None]
+        missing = sum(len(s) for s, t in zip(segments, known, strict=True) if t is None)
+        if missing >= LONG_TEXT:
+            yield
+        made, count = [], 0
+        for segment, tokens in zip(segments, known, strict=True):
+            if tokens is None:
+                tokens = yield from _gathered(model.dialect.encoder.steps(segment), model, count)
+                memo.put(seed, segment, tokens)
+            made.append(tokens)
+            count += len(tokens) // 4
+        return made
 
     def _memo_of(self, tenant: str, model: ServedModel) -> int:
         """What keeps the texts of one tenant and tokenizer apart from those of others."""
         return self._tenants.salt(model.card.files, "", tenant)
 
-    async def _retained(
+    def _retained(
         self, request: GenerateRequest, model: ServedModel, whole: Encoded
-    ) -> list[Retain]:
+    ) -> Steps[list[Retain]]:
         """What is to be kept of a conversation, and how."""
         ruler = Ruler(whole)
         found = survey(request, whole.text, whole.edges, model.dialect.template.drops_thinking)
-        if cuts := ruler.cuts(found):
-            tokens = await self._encoded(list(cuts.values()), request.cache_salt, model)
-            for place, packed in zip(cuts, tokens, strict=True):
-                ruler.cut(place, packed)
+        room = LONG_TEXT + len(whole.text)
+        for place, text in sorted(ruler.cuts(found).items(), reverse=True):
+            if (room := room - len(text)) < 0:
+                break  # marks further ahead count from the edge before them
+            ruler.cut(
+                place, b"".join((yield from self._encoded([text], request.cache_salt, model)))
+            )
         return retained(request, found, ruler, model.card.block_size)
 
-    async def _encode(self, segments: list[str], model: ServedModel) -> list[bytes]:
-        encoder = model.dialect.encoder
-        if sum(map(len, segments)) < LONG_TEXT:
-            return encoder.encode_segments(segments)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, encoder.encode_segments, segments)
+
+def check_fits(text: str, model: ServedModel) -> None:
+    """Refuse what has too many bytes for the context, whatever its tokens are."""
+    longest, context = model.dialect.encoder.longest_token, model.card.context
+    if longest is not None:
+        size = len(text) if text.isascii() else len(text.encode())
+        if size > context * longest:
+            raise ContextExceeded(-(-size // longest), None, context)
+    check_runs(text)
+
+
+def _gathered(slices: Iterator[bytes], model: ServedModel, before: int = 0) -> Steps[bytes]:
+    """The tokens of a text; ContextExceeded as soon as they and those `before` do not fit."""
+    parts, count = [], before
+    for tokens in slices:
+        parts.append(tokens)
+        count += len(tokens) // 4
+        if count > model.card.context:
+            raise ContextExceeded(count, None, model.card.context)
+        if len(tokens) >= SLICE_TOKENS or not tokens:
+            yield
+    return b"".join(parts)
 
 
 def _conversation_name(request: GenerateRequest) -> str:
@@ -195,12 +253,23 @@ def _guided(
     return optional(request, model.dialect.grammar.tool_parser)
 
 
-def _output_limit(asked: int, longest: int, context: int) -> int:
+def output_limit(request: GenerateRequest, prompts: int, longest: int, context: int) -> int:
+    """The tokens that each of the answers may have: those asked for, or as many as fit.
+
+    All answers together are held until the last one ends, so that memory bounds them, too.
+    """
+    asked = request.sampling.max_tokens
     if longest >= context:
         raise ContextExceeded(longest, None, context)
     if longest + asked > context:
         raise ContextExceeded(longest, asked, context)
-    return asked or context - longest
+    logprobs = request.sampling.logprobs
+    size = TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES * (1 + logprobs))
+    most = ANSWER_BYTES // (size * prompts * request.n)
+    if asked > most:
+        reason = f"{prompts * request.n} answers with what is asked of them may have {most} tokens"
+        raise InvalidRequest(f"`max_tokens`: {reason} each, not {asked}.", "max_tokens")
+    return min(asked or context - longest, most)
 
 
 def render(request: GenerateRequest, model: ServedModel) -> str:

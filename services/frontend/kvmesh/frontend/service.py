@@ -28,6 +28,7 @@ from kvmesh.frontend.monitor import Monitor
 from kvmesh.frontend.prepare import Preparer
 from kvmesh.frontend.responses_store import ResponseStore
 from kvmesh.frontend.secret import SecretUnusable, tenant_secret
+from kvmesh.frontend.shared_use import SharedUse
 from kvmesh.frontend.streams import StreamKeeper
 from kvmesh.frontend.tenants import Tenants
 from kvmesh.frontend.tracking import Tracker
@@ -80,6 +81,7 @@ class Frontend:
         self.gate = Gate(
             service.bus, settings.keys_file, settings.keys_bucket, local, self._tenants
         )
+        self.shared_use = SharedUse(service.bus, service.instance, self.gate.accounts)
         self.keeper = StreamKeeper(settings.keepalive_s, settings.slow_reader_s)
         self.preparer = Preparer(settings.prepare_cache_bytes, self._tenants)
         self.keeping = Keeping(
@@ -138,6 +140,9 @@ class Frontend:
         except KeysError as error:
             raise StartError(str(error), hopeless=True) from error
         await self.asking.open()
+        if self.gate.closed:
+            await self.shared_use.open()
+            service.spawn(self.shared_use.run(), "shared use")
         await self.directory.open()
         await self.keeping.open(self.directory.instances)
         service.spawn(self.gate.run(), "keys")

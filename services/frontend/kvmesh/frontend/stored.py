@@ -5,10 +5,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from kvmesh.frontend.bodies import JSON, refuse, unexpected
-from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.generation import Handler, Parts
-from kvmesh.frontend.surfaces import openai
+from kvmesh.frontend.bodies import JSON
+from kvmesh.frontend.entrance import Handler, caller_of
+from kvmesh.frontend.responses_store import ResponseStore
 
 Answer = Callable[[str, str], Awaitable[bytes]]
 
@@ -16,16 +15,15 @@ Answer = Callable[[str, str], Awaitable[bytes]]
 class StoredResponses:
     """Makes the handlers of /v1/responses/{id}."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._store = parts.responses
-        self._gate = parts.gate
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
 
     def handlers(self) -> list[web.RouteDef]:
         path = "/v1/responses/{id}"
         return [
-            web.get(path, self._handler(self._get)),
-            web.delete(path, self._handler(self._delete)),
-            web.get(f"{path}/input_items", self._handler(self._input)),
+            web.get(path, self._handler(self._get), name="stored"),
+            web.delete(path, self._handler(self._delete), name="stored-delete"),
+            web.get(f"{path}/input_items", self._handler(self._input), name="stored-input"),
         ]
 
     async def _get(self, response_id: str, tenant: str) -> bytes:
@@ -43,13 +41,7 @@ class StoredResponses:
 
     def _handler(self, answer: Answer) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
-            try:
-                tenant = self._gate.tenant(http.headers)
-                body = await answer(http.match_info["id"], tenant)
-                return web.Response(body=body, content_type=JSON)
-            except ApiError as error:
-                return refuse(openai.SHAPE, error)
-            except Exception as error:
-                return refuse(openai.SHAPE, unexpected(error))
+            body = await answer(http.match_info["id"], caller_of(http).tenant)
+            return web.Response(body=body, content_type=JSON)
 
         return handle

@@ -14,9 +14,16 @@ from tokenizers.models import BPE
 
 from kvmesh.frontend.detokenize import CHAR_OF_BYTE
 from kvmesh.frontend.pretokenize import NotUnderstood, Splitter
+from kvmesh.frontend.slices import SLICE, any_of, composed_apart, find_all
 
 LONGEST_WORD = 48
 WORDS = 32_768
+HUGE_WORD = 4096  # others wait while the library has one of fewer characters
+COMPOSES = 3  # bytes of a text that may become one by NFC
+
+
+class Unknown(Exception):
+    """A text that must be left to the library."""
 
 
 class WordMemo(dict[str, bytes]):
@@ -28,6 +35,7 @@ class WordMemo(dict[str, bytes]):
     def __init__(self, model: BPE, limit: int = WORDS) -> None:
         super().__init__()
         self._model = model
+        self._alone = Tokenizer(model)
         self._limit = limit
         self._before: dict[str, bytes] = {}
 
@@ -45,6 +53,8 @@ class WordMemo(dict[str, bytes]):
 
     def _tokenize(self, word: str) -> bytes:
         letters = "".join([CHAR_OF_BYTE[byte] for byte in word.encode()])
+        if len(letters) > HUGE_WORD:  # a batch lets other threads go on
+            return packed(self._alone.encode_batch_fast([letters], add_special_tokens=False)[0].ids)
         return packed([token.id for token in self._model.tokenize(letters)])
 
 
@@ -65,22 +75,57 @@ class WordEncoder:
         self._memo = WordMemo(model)
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token.content: packed([place]) for place, token in added.items()}
+        self._longest_added = max(map(len, self._added), default=0)
         self._marker = _marker(added.values())
+        self.longest_token = self._longest_token(tokenizer)
+
+    def _longest_token(self, tokenizer: Tokenizer) -> int | None:
+        vocabulary = tokenizer.get_vocab()
+        if any(letter not in vocabulary for letter in CHAR_OF_BYTE.values()):
+            return None  # such bytes leave no tokens at all
+        longest = max(map(len, vocabulary))  # a letter stands for a byte, but not in added tokens
+        longest = max([longest, *(len(text.encode()) for text in self._added)])
+        return longest if self._normalizer is None else longest * COMPOSES
 
     def encode(self, text: str) -> bytes | None:
         """Packed tokens; None for a text that must be left to the library."""
-        pieces = self._marker.split(text) if self._marker else [text]
-        if self._normalizer is not None and not text.isascii():
-            pieces[::2] = map(self._normalizer.normalize_str, pieces[::2])
-        if not all(map(self._splitter.knows, pieces[::2])):
+        try:
+            return b"".join(self.steps(text))
+        except Unknown:
             return None
-        parts: list[bytes] = []
+
+    def steps(self, text: str) -> Iterator[bytes]:
+        """Packed tokens a slice at a time, some of them empty; raises Unknown before any token."""
+        pieces = list(self._pieces(text))
+        for place in range(0, len(pieces), 2):
+            parts = []
+            for part in composed_apart(pieces[place]):
+                parts.append(self._composed(part))
+                if len(part) >= SLICE:
+                    yield b""
+            pieces[place] = "".join(parts)
         for place, piece in enumerate(pieces):
             if place % 2:
-                parts.append(self._added[piece])
+                yield self._added[piece]
             elif piece:
-                parts.extend(self._plain(piece))
-        return b"".join(parts)
+                yield from self._plain(piece)
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Plain texts and added tokens by turns."""
+        place = 0
+        if self._marker is not None:
+            for match in find_all(self._marker, text, self._longest_added):
+                yield text[place : match.start()]
+                yield match[0]
+                place = match.end()
+        yield text[place:]
+
+    def _composed(self, text: str) -> str:
+        if self._normalizer is not None and not text.isascii():
+            text = self._normalizer.normalize_str(text)
+        if not self._splitter.knows(text):
+            raise Unknown
+        return text
 
     def _plain(self, text: str) -> Iterator[bytes]:
         tokens_of = self._memo.__getitem__
@@ -103,5 +148,4 @@ def _marker(added: Iterable[AddedToken]) -> "re.Pattern[str] | None":
     tokens = list(added)
     if any(t.normalized or t.lstrip or t.rstrip or t.single_word for t in tokens):
         raise NotUnderstood("an added token takes in what stands beside it")
-    longest_first = sorted((t.content for t in tokens), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if tokens else None
+    return re.compile(any_of(t.content for t in tokens)) if tokens else None

@@ -83,6 +83,8 @@ class Messages(Shape):
 class CountTokens(Shape):
     """POST /v1/messages/count_tokens: exact for the served template."""
 
+    name = "count_tokens"
+
     def parse(self, body: bytes, headers: Headers) -> GenerateRequest:
         return parse_body(body, headers)
 

@@ -77,6 +77,8 @@ class Responses:
 class InputTokens:
     """POST /v1/responses/input_tokens."""
 
+    name = "input_tokens"
+
     def parse(self, body: bytes, headers: Headers) -> GenerateRequest:
         return parse_body(body, headers)[1]
 

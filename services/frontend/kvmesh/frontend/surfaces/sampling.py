@@ -9,6 +9,7 @@ from kvmesh.frontend.surfaces.base import check_range
 MAX_STOPS = 64
 MAX_STOP = 4096
 MAX_TOKENS = 1 << 30
+MAX_BIASED = 1024
 
 
 class SamplingBody(Struct, kw_only=True):
@@ -71,6 +72,9 @@ def _check(body: SamplingBody) -> None:
     check_range(body.presence_penalty, -2, 2, "presence_penalty")
     check_range(body.frequency_penalty, -2, 2, "frequency_penalty")
     check_range(body.repetition_penalty, 0, 10, "repetition_penalty")
+    for param, given in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+        if len(given or ()) > MAX_BIASED:
+            raise InvalidRequest(f"`{param}` has more than {MAX_BIASED} entries.", param)
     check_range(body.seed, -(1 << 63), (1 << 63) - 1, "seed")
     for token in body.stop_token_ids or []:
         check_range(token, 0, (1 << 32) - 1, "stop_token_ids")

@@ -37,6 +37,8 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 class Tokenize:
     """The counting surface that also shows the tokens."""
 
+    name = "tokenize"
+
     def parse(self, body: bytes, headers: Headers) -> GenerateRequest:
         parsed = decode(_tokenize, body)
         if parsed.messages is not None:

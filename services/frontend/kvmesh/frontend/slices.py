@@ -1,0 +1,88 @@
+"""Long texts a slice at a time: where markers stand in them, and where they may be cut. Pure.
+
+One call of a C library keeps every other thread waiting, so none may get more than a slice.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from kvmesh.frontend.errors import InvalidRequest
+
+SLICE = 1 << 16
+RUN = 1 << 18
+_EDGE = re.compile(r"(?<=\s)\S|(?<=\S)\s")
+# Pre-tokenizers begin a word at all of these; whether a tokenizer does is tried, not believed.
+_PLACE = re.compile(
+    r"""(?<=[A-Za-z0-9])(?= [A-Za-z]|[\"(),:;<>=\[\]{}])|(?<=\S\n)(?=[A-Za-z0-9])"""
+)
+_COMPOSED = re.compile("[\x00-\x7f\u4e00-\u9fff]")
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """A pattern of the longest of `texts` that stands at a place.
+
+    Each character is looked at once, however many texts begin with it.
+    """
+    tree: dict[str, dict[str, object]] = {}
+    for text in texts:
+        node: dict[str, object] = tree  # type: ignore[assignment]  # a tree of itself
+        for char in text:
+            node = node.setdefault(char, {})  # type: ignore[assignment]
+        node[""] = {}
+    return _pattern(tree)  # type: ignore[arg-type]
+
+
+def _pattern(node: dict[str, object]) -> str:
+    chain = ""
+    while len(node) == 1 and "" not in node:
+        ((char, node),) = node.items()  # type: ignore[assignment]
+        chain += re.escape(char)
+    if set(node) == {""}:
+        return chain
+    ways = "|".join(re.escape(c) + _pattern(n) for c, n in node.items() if c)  # type: ignore[arg-type]
+    return f"{chain}(?:{ways}){'?' if '' in node else ''}"
+
+
+def find_all(pattern: "re.Pattern[str]", text: str, longest: int) -> Iterator["re.Match[str]"]:
+    """What `pattern.finditer` finds, where no match is longer than `longest`."""
+    place = 0
+    while place < len(text):
+        edge = place + SLICE
+        for match in pattern.finditer(text, place, edge + longest):
+            if match.start() >= edge:
+                break
+            yield match
+            place = match.end()
+        place = max(place, edge)
+
+
+def cut(text: str, size: int = SLICE) -> Iterator[str]:
+    """Parts of about `size` characters whose words are the words of the whole."""
+    start = 0
+    while len(text) - start > size:
+        found = _PLACE.search(text, start + size)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def composed_apart(text: str) -> Iterator[str]:
+    """Parts that become NFC each by itself: nothing composes with a character before these."""
+    start = 0
+    while len(text) - start > SLICE:
+        found = _COMPOSED.search(text, start + SLICE)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def check_runs(text: str) -> None:
+    """Raise InvalidRequest for a run without spaces, or of spaces, that may be one endless word."""
+    for start in range(0, len(text) - RUN, RUN):
+        if _EDGE.search(text, start, start + RUN) is None:
+            reason = f"The prompt has more than {RUN} characters in a row without any space"
+            raise InvalidRequest(f"{reason}, or of spaces alone.", code="run_too_long")
