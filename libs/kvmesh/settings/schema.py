@@ -110,7 +110,7 @@ class Frontend(Section, frozen=True, kw_only=True):
         bool, Meta(description="listen beyond loopback without API keys")
     ] = False
     tenant_secret: Annotated[
-        str | None,
+        Secret | None,
         Meta(
             description="64 hexadecimal digits under which tenants are told apart; none: the mesh's"
         ),
