@@ -134,7 +134,7 @@ async def shared(
     names = ("a", "b", "plain", "root")
     keys.write_text(KEYS.format(**{n: hashlib.sha256(n.encode()).hexdigest() for n in names}))
     settings = {**SETTINGS, "KVMESH_FRONTEND_KEYS_FILE": str(keys)}
-    mesh = Mesh(nats_server.url, folder, settings)
+    mesh = Mesh(nats_server.url, folder, settings, metrics_port=free_port())
     bus = await Bus.connect(mesh.options, "test")
     await ensure_streams(bus, LIMITS)
     store, port = ScriptedStore(), free_port()
@@ -145,7 +145,7 @@ async def shared(
     )
     lease = Lease(bus, card, LIMITS)
     await lease.open()
-    mesh.start("frontend", "frontend-0")
+    mesh.start("frontend", "frontend-0", KVMESH_FRONTEND_METRICS_PORT=str(mesh.metrics_port))
     mesh.start("frontend", "frontend-1", KVMESH_FRONTEND_PORT=str(port))
     async with (
         scripted_router(bus, LIMITS) as router,

@@ -29,13 +29,17 @@ def stream_env(limits: StreamLimits) -> dict[str, str]:
 
 @dataclass
 class Mesh:
-    """Processes by name. `env` holds settings for all of them, as KVMESH_… variables."""
+    """Processes by name. `env` holds settings for all of them, as KVMESH_… variables.
+
+    With API keys the frontend shows its metrics at `metrics_port` only.
+    """
 
     nats_url: str
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
     namespace: str = field(default_factory=lambda: f"t{secrets.token_hex(4)}")
     port: int = field(default_factory=free_port)
+    metrics_port: int = 0
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     commands: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
 
@@ -88,7 +92,8 @@ class Mesh:
 
     def metrics(self) -> dict[str, float]:
         """The frontend's metrics: sample with its labels → value."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE_S) as answer:
+        url = f"http://127.0.0.1:{self.metrics_port or self.port}/metrics"
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             lines = answer.read().decode().splitlines()
         samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}

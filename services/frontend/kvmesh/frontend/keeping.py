@@ -1,5 +1,7 @@
 """All that moves, keeps and drops cached blocks by request of a caller, put together."""
 
+from time import monotonic
+
 from aiohttp import web
 
 from kvmesh.bus.discovery import Directory
@@ -46,12 +48,12 @@ class Keeping:
         self._prefetching = Prefetching(asking, targets, holders, tracker)
         self._pins = Pins(targets, holders, PinStore(service.bus))
         self._caches = Caches(registry, holders, tenants)
-        self._told: set[str] | None = None
+        self._told: dict[str, float] | None = None  # who is there, and when it has joined
         self.turns = Turns(self._sessions, holders, preparer, settings.speculative_tokens)
 
     async def open(self, present: list[Instance]) -> None:
         """Those who are `present` have been told the pins when these were made."""
-        self._told = {card.instance for card in present}
+        self._told = {card.instance: 0.0 for card in present}
         await self._sessions.open()
         self._service.spawn(self.turns.run(), "turns")
 
@@ -60,9 +62,9 @@ class Keeping:
 
     def joined(self, card: Instance) -> None:
         if self._told is not None and card.instance not in self._told and held(card):
-            self._told.add(card.instance)
+            self._told[card.instance] = monotonic()
             if self._repeats():
-                self._service.spawn(self._pins.repeat(card), f"pins for {card.instance}")
+                self._repeat(card)
 
     def _repeats(self) -> bool:
         """Whether it is for this frontend to tell newcomers: the oldest one does."""
@@ -70,9 +72,19 @@ class Keeping:
         oldest = min(others, key=lambda card: (card.started, card.instance), default=None)
         return oldest is None or oldest.instance == self._service.instance
 
+    def _repeat(self, card: Instance) -> None:
+        self._service.spawn(self._pins.repeat(card), f"pins for {card.instance}")
+
     def left(self, card: Instance) -> None:
-        if self._told is not None:
-            self._told.discard(card.instance)
+        """The successor of an oldest frontend tells those whom that one may not have told."""
+        if self._told is None:
+            return
+        self._told.pop(card.instance, None)
+        if card.role is Role.FRONTEND and self._repeats():
+            since = monotonic() - 2 * self._service.limits.lease_s
+            for newcomer in self._directory.instances:
+                if self._told.get(newcomer.instance, 0.0) > since:
+                    self._repeat(newcomer)
 
     @property
     def routes(self) -> list[web.RouteDef]:
