@@ -250,7 +250,8 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
 def test_constrained_requests_get_their_share_of_a_worker_that_is_never_idle(kind: str) -> None:
     mesh = Replicas(dispatcher(starvation_s=1e9))
     mesh.replicas[0].core.join(worker("a", step=STEP, adapters=["lora"], labels={"zone": "x"}))
-    plain, constrained = [], []
+    plain: list[Ticket] = []
+    constrained: list[Ticket] = []
     for step in range(600):  # five requests a second come, four go
         now = step / 5
         message = replace(prompt(f"{kind}{step}"), deadline_s=60.0)

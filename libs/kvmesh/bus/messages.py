@@ -25,6 +25,10 @@ class Role(StrEnum):
     KVBM = "kvbm"
 
 
+INDEXER_STATE = "state"  # the label on an indexer's card that says whether it answers
+INDEXER_READY = "ready"  # and its value if so
+
+
 class ModelCard(Struct, frozen=True, kw_only=True):
     """What a worker serves. Sizes in tokens and blocks; `files` is a digest in the model store.
 

@@ -26,8 +26,11 @@ MAX_FORWARDS = 1024
 class Desk:
     """Answers queries while open. With shards, whoever is asked gathers what the others know."""
 
-    def __init__(self, bus: Bus, holdings: Holdings, feed: Feed, timeout: float) -> None:
+    def __init__(
+        self, bus: Bus, holdings: Holdings, feed: Feed, timeout: float, instance: str
+    ) -> None:
         self._bus = bus
+        self._instance = instance
         self._holdings = holdings
         self._feed = feed
         self._timeout = timeout
@@ -44,14 +47,16 @@ class Desk:
         return bool(self._subscriptions)
 
     async def open(self) -> None:
-        """Join the queue group."""
+        """Join the queue group, and answer to one's own name."""
         subjects, shard = self._bus.subjects, self._holdings.shard
+        own = subjects.index_at(self._instance)
         if shard.whole:
-            handlers = {subjects.index_all: self._on_query}
+            handlers = {subjects.index_all: self._on_query, own: self._on_query}
         else:
             handlers = {
                 subjects.index_shard_all(shard.label): self._on_query,
                 subjects.index_all: self._on_general_query,
+                own: self._on_general_query,
             }
         for subject, handler in handlers.items():
             self._subscriptions.append(

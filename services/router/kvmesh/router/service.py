@@ -10,6 +10,8 @@ import msgspec
 
 from kvmesh.bus.discovery import Directory, Lease
 from kvmesh.bus.messages import (
+    INDEXER_READY,
+    INDEXER_STATE,
     Control,
     ControlReply,
     Instance,
@@ -49,6 +51,7 @@ class RouterService:
         self._models: dict[str, ModelRouter] = {}
         self._model_of: dict[str, str] = {}
         self._kvbms: dict[str, Instance] = {}
+        self._indexers: set[str] = set()
         self._routers: set[str] = set()
         self._limits: dict[str, Thresholds] = {}
         self._joined_model = asyncio.Event()
@@ -166,17 +169,35 @@ class RouterService:
             router.core.limits = self._limits.get(model, router.core.limits)
             for card in self._kvbms.values():
                 router.core.join(card)
+            for indexer in self._indexers:
+                router.index.indexers.joined(indexer)
         return router
 
     def _joined(self, card: Instance) -> None:
         if card.role is Role.ROUTER:
             self._routers.add(card.instance)
+        elif card.role is Role.INDEXER:
+            self._indexer_joined(card)
         elif card.role is Role.KVBM:
             self._kvbms[card.instance] = card
             for router in self._models.values():
                 router.core.join(card)
         elif card.role is Role.WORKER and card.model is not None:
             self._worker_joined(card, card.model)
+
+    def _indexer_joined(self, card: Instance) -> None:
+        """Its card says whether it answers, and comes again when that changes."""
+        if card.labels.get(INDEXER_STATE) != INDEXER_READY:
+            self._indexer_left(card.instance)
+            return
+        self._indexers.add(card.instance)
+        for router in self._models.values():
+            router.index.indexers.joined(card.instance)
+
+    def _indexer_left(self, instance: str) -> None:
+        self._indexers.discard(instance)
+        for router in self._models.values():
+            router.index.indexers.left(instance)
 
     def _worker_joined(self, card: Instance, model: ModelCard) -> None:
         self._model_of[card.instance] = model.name
@@ -189,6 +210,7 @@ class RouterService:
 
     def _left(self, card: Instance) -> None:
         self._routers.discard(card.instance)
+        self._indexer_left(card.instance)
         if self._kvbms.pop(card.instance, None) is not None:
             for router in self._models.values():
                 router.core.leave(card.instance)
