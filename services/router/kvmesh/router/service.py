@@ -20,13 +20,13 @@ from kvmesh.bus.messages import (
     Ping,
     Role,
     RouteEvent,
-    SeqBatch,
     Thresholds,
 )
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.config import check_settings, thresholds
 from kvmesh.router.errors import ConfigError
+from kvmesh.router.events import sequence_events
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.registry import make_policy
 from kvmesh.runtime.http import serve_metrics
@@ -35,7 +35,6 @@ from kvmesh.runtime.service import VERSION, Service, StartError
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 SWEEP_S = 1.0
-_sequences = msgspec.msgpack.Decoder(SeqBatch)
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 _loads = msgspec.msgpack.Decoder(Load)
 _controls: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
@@ -221,12 +220,12 @@ class RouterService:
 
     def _on_sequences(self, message: StreamMessage) -> None:
         try:
-            batch = _sequences.decode(message.data)
+            events = sequence_events(message.data)
         except msgspec.MsgspecError as error:
             log.warning("ignored malformed active sequences at %d: %s", message.seq, error)
             return
         router = self._router(_model(message))
-        for event in batch.events:
+        for event in events:
             router.apply(event)
         router.eased()
 
