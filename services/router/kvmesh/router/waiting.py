@@ -114,7 +114,7 @@ class Tier:
             turns = math.ceil(missing / self._share(fair))
             rounds = turns if place == 0 else max(turns - 1, 0)  # others are credited before theirs
             if rounds < soonest:
-                best, soonest = first, rounds
+                best, soonest = first, float(rounds)
         return best
 
     def _skip_rounds(self, entries: Mapping[str, SeqWait]) -> None:
