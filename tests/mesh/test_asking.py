@@ -73,10 +73,17 @@ class Stage:
         asked = []
         for number in range(count):
             asked.append(self.ask(f"q{number}"))
-            await eventually(lambda n=number: self.waiting(self.routers[0]) > n)  # type: ignore[misc]
-        for router in self.routers:
-            await eventually(lambda r=router: self.waiting(r) == count)  # type: ignore[misc]
+            await self.all_know_of(number + 1)
         return asked
+
+    async def all_know_of(self, waiting: int) -> None:
+        """Wait until every router sees so many requests in the queue."""
+        await eventually(lambda: all(self.waiting(r) == waiting for r in self.routers))
+
+    async def serves(self, router: RunningRouter) -> None:
+        """Wait until a router may be asked."""
+        await eventually(lambda: router.service.instance in self.asking.routers)
+        await eventually(lambda: router.router._router("m")._subscriptions)
 
     def waiting(self, router: RunningRouter) -> int:
         return router.router._router("m").dispatcher.waiting
@@ -92,8 +99,11 @@ class Stage:
         for number in range(count):
             done = SeqPrefilled(self.decisions.seen[-1].request)
             await self.bus.publish(self.bus.subjects.seq("m"), SeqBatch("f", [done]))
-            await eventually(lambda n=number: len(self.decisions.seen) > n + 1)  # type: ignore[misc]
+            await self._placed(number + 2)
         return [d.request.partition(".")[0] for d in self.decisions.seen[1:]]
+
+    async def _placed(self, count: int) -> None:
+        await eventually(lambda: len(self.decisions.seen) >= count)
 
 
 @asynccontextmanager
@@ -129,10 +139,10 @@ async def stage(
             await start_router(through, "r0", **QUEUE),
             await start_router(options, "r1", **QUEUE),
         ]
+        stage = Stage(bus, asking, proxy, routers, decisions)
         for router in routers:
-            await eventually(lambda r=router: r.service.instance in asking.routers)  # type: ignore[misc]
-            await eventually(lambda r=router: r.router._router("m")._subscriptions)  # type: ignore[misc]
-        yield Stage(bus, asking, proxy, routers, decisions)
+            await stage.serves(router)
+        yield stage
         proxy.release()
         for router in routers:
             if not router.task.done():
@@ -176,8 +186,8 @@ async def test_a_router_that_thaws_places_nothing_that_others_have_placed(stage:
     await asyncio.gather(*asked)
     stage.proxy.release()
     await eventually(lambda: stage.own(stage.routers[0]) == 0)
-    for router in stage.routers:  # each request counts once, as its last attempt
-        await eventually(lambda r=router: stage.active(r) == 7)  # type: ignore[misc]
+    # each request counts once, as its last attempt
+    await eventually(lambda: [stage.active(router) for router in stage.routers] == [7, 7])
 
 
 async def test_a_router_that_leaves_gives_back_what_waits_there(stage: Stage) -> None:
@@ -198,8 +208,7 @@ async def test_what_has_had_a_place_is_not_refused_by_a_full_queue(
     await stage.fill()
     asked = await stage.wait_in_line(4)
     full = await start_router(options, "r2", **QUEUE, queue_limit=1)
-    await eventually(lambda: full.service.instance in stage.asking.routers)
-    await eventually(lambda: full.router._router("m")._subscriptions)
+    await stage.serves(full)
     for router in stage.routers:
         await router.stop()
     await eventually(lambda: stage.own(full) == 4)

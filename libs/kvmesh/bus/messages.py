@@ -408,7 +408,8 @@ class SeqWait(Struct, frozen=True, array_like=True, tag="wait"):
     """It waits in the queue of `router`, until its SeqAdd or SeqFree. Sent again, it replaces.
 
     Its place is by tier (higher first), then by class in turn, then by `key` (lower first).
-    `lane` stands for its constraints, `cost` is its uncached tokens; times are Unix seconds.
+    `lane` stands for its constraints, `placement` and `adapter`, which are left out where there are
+    none; `cost` is its uncached tokens; times are Unix seconds.
     """
 
     request: str
@@ -420,6 +421,8 @@ class SeqWait(Struct, frozen=True, array_like=True, tag="wait"):
     cost: int
     arrived: float
     deadline: float
+    placement: Placement | None = None
+    adapter: str | None = None
 
 
 SeqEvent: TypeAlias = SeqAdd | SeqPrefilled | SeqProgress | SeqFree | SeqWait

@@ -29,12 +29,14 @@ from kvmesh.bus.messages import (
     RouteRequest,
     SeqFree,
 )
+from kvmesh.bus.peers import Peers
 from kvmesh.frontend import metrics
-from kvmesh.frontend.routers import ACK_S, Routers
 from kvmesh.frontend.tracking import Tracker
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
+ACK_S = 0.75  # for a router to say that it has a question, or to answer it
+SILENT_S = 1.0  # without a sign of life, after which what waits in a router is asked elsewhere
 MARGIN_S = 1.0  # for a router to say itself that there was no placement in time
 MOST_LATE = 16_384  # given-up attempts whose placement would still be noticed
 ANYONE = ""  # in place of an instance: the queue group of all routers
@@ -79,7 +81,7 @@ class Asking:
         self._late: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._pings: dict[str, tuple[str, float]] = {}
         self._clock = 0.0
-        self.routers = Routers()
+        self.routers = Peers(SILENT_S)
 
     async def open(self) -> None:
         """Hear answers; to be called before the first question."""
@@ -215,7 +217,7 @@ class Asking:
         except msgspec.MsgspecError as error:
             self._fail(question, error)
             return
-        self.routers.heard(question.router, self._clock, self._clock - question.asked_at, ACK_S)
+        self.routers.heard(question.router, self._clock, self._clock - question.asked_at)
         if isinstance(news, Parked):
             question.parked, question.began = True, news.arrived
             self._free(question)
@@ -290,7 +292,7 @@ class Asking:
         for token in [token for token, (_, sent) in self._pings.items() if sent < old]:
             del self._pings[token]
         busy = {question.router for question in self._questions.values() if question.parked}
-        for router in self.routers.to_ping(busy, self._clock):
+        for router in self.routers.to_probe(self._clock, busy):
             token = str(next(self._names))
             self._pings[token] = router, self._clock
             self._bus.post(self._bus.subjects.ctl(router), Ping(), f"{self._inbox}.{token}")

@@ -17,7 +17,7 @@ from kvmesh.frontend.sequence import Sequence
 log = logging.getLogger(__name__)
 ANSWER_S = 1.0  # workers answer at once, whatever their engines do
 PROBE_S = 0.5
-SETTLED_S = 2.0
+REJOIN_S = 2.0  # after the own connection was made, in which others' may still be on their way
 
 
 class Offered(NamedTuple):
@@ -123,9 +123,9 @@ class Offers:
     async def bury(self, instance: str) -> None:
         """Remove the lease of a process that no longer listens, so that everyone knows now.
 
-        Not after a reconnect of this process, which others may be slower at.
+        Not right after this process has connected: the server may have been away for all.
         """
-        if self._bus.connected_for < SETTLED_S:
+        if self._bus.connected_for < REJOIN_S:
             return
         for card in self._directory.instances:
             if card.instance == instance:

@@ -13,13 +13,19 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
 from kvmesh.bus.errors import BusError, BusUnavailable
-from kvmesh.bus.messages import ControlReply, Dump, Instance, RankKey, Role
+from kvmesh.bus.messages import (
+    ControlReply,
+    Dump,
+    Instance,
+    RankKey,
+    Role,
+)
 from kvmesh.index import create_index
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.holdings import Holdings
 from kvmesh.indexer.keeper import Keeper, Thresholds
 from kvmesh.indexer.metrics import StateCollector
-from kvmesh.indexer.queries import Desk
+from kvmesh.indexer.queries import SHARD, Desk
 from kvmesh.indexer.readiness import Readiness
 from kvmesh.indexer.shards import Shard
 from kvmesh.runtime.http import serve_metrics
@@ -32,7 +38,6 @@ SWEEP_S = 1.0
 CURB_S = 10.0
 DUMP_TIMEOUT_S = 1.0
 MAX_ASKING = 64
-SHARD = "shard"
 
 
 class Indexer:
@@ -45,16 +50,24 @@ class Indexer:
         self.shard = _shard(service)
         self.holdings = Holdings(create_index(), self.shard)
         self.feed = Feed(service.bus, self.holdings)
-        self.desk = Desk(service.bus, self.holdings, self.feed, settings.shard_timeout_s)
+        self.desk = Desk(
+            service.bus, self.holdings, self.feed, settings.shard_timeout_s, service.instance
+        )
         thresholds = Thresholds.of(settings, service.limits)
         self.keeper = Keeper(service.bus, self.holdings, self.feed, thresholds)
         self.readiness = Readiness(settings.lag_limit_s)
         self.dump_requests = 0
-        self._directory = Directory(
-            service.bus, service.limits, self.holdings.joined, self.holdings.left
-        )
+        self._directory = Directory(service.bus, service.limits, self._joined, self._left)
         self._lease = Lease(service.bus, self._card("catching up"), service.limits)
         self._asking = asyncio.Semaphore(MAX_ASKING)
+
+    def _joined(self, card: Instance) -> None:
+        self.holdings.joined(card)
+        self.desk.joined(card)
+
+    def _left(self, card: Instance) -> None:
+        self.holdings.left(card)
+        self.desk.left(card)
 
     def _card(self, state: str) -> Instance:
         service = self._service
@@ -147,6 +160,7 @@ class Indexer:
             now = asyncio.get_running_loop().time()
             for key in self.holdings.due(now, delay):
                 self._service.spawn(self._ask(key), "dump")
+            self.desk.probe(now)
             if now > swept + SWEEP_S:
                 swept = now
                 self.holdings.sweep(now, self._directory.lease_s)

@@ -219,6 +219,7 @@ class ModelRouter:
 
     def tick(self, now: float) -> None:
         """House-keeping, some times a second."""
+        self.index.probe(now)
         if self._leaving:
             return
         self._carry_out(self.dispatcher.expire(now))

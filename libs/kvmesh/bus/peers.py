@@ -1,4 +1,4 @@
-"""Which router to ask: those that answer take turns, those that have fallen silent are left out.
+"""Which of several processes of a role to ask: those that answer take turns, silent ones sit out.
 
 Pure. Times are those of the caller's clock, in seconds.
 """
@@ -6,30 +6,29 @@ Pure. Times are those of the caller's clock, in seconds.
 from collections import deque
 from collections.abc import Collection
 
-ACK_S = 0.75  # for a router to say that it has a question, or to answer it
-SILENT_S = 1.0  # without a sign of life, after which what waits in a router is asked elsewhere
-PING_S = 0.25
+PROBE_S = 0.25
 
 
 class Standing:
-    """What is known of one router."""
+    """What is known of one process."""
 
-    __slots__ = ("heard", "pinged", "suspected")
+    __slots__ = ("heard", "probed", "suspected")
 
     def __init__(self) -> None:
         self.suspected = False
         self.heard = 0.0
-        self.pinged = 0.0
+        self.probed = 0.0
 
 
-class Routers:
-    """The routers of the mesh by instance, trusted or suspected.
+class Peers:
+    """Processes by instance, trusted or suspected.
 
-    A router is suspected once it has left something unanswered, and trusted again when it answers
-    within the time that it has for that: one that answers, but late, is no use.
+    One is suspected once it has left something unanswered, and trusted again when it answers a
+    probe within `limit` seconds: one that answers, but late, is no use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
         self._standing: dict[str, Standing] = {}
         self._turns: deque[str] = deque()
 
@@ -67,27 +66,27 @@ class Routers:
         standing.suspected = True
         return True
 
-    def heard(self, instance: str, now: float, took: float, limit: float = SILENT_S) -> bool:
+    def heard(self, instance: str, now: float, took: float) -> bool:
         """It has answered after `took` seconds. True if it was suspected until now."""
         standing = self._standing.get(instance)
-        if standing is None or took > limit:
+        if standing is None or took > self._limit:
             return False
         standing.heard = now
         suspected, standing.suspected = standing.suspected, False
         return suspected
 
     def silent(self, instance: str, now: float) -> bool:
-        """Whether it has said nothing for so long that what waits there should move."""
+        """Whether nothing was heard of it for longer than the limit."""
         standing = self._standing.get(instance)
-        return standing is None or now - standing.heard > SILENT_S
+        return standing is None or now - standing.heard > self._limit
 
-    def to_ping(self, busy: Collection[str], now: float) -> list[str]:
-        """Those to be asked for a sign of life now: the suspected, and the `busy`."""
+    def to_probe(self, now: float, busy: Collection[str] = ()) -> list[str]:
+        """Those to be asked for a sign of life now: the suspected ones, and the `busy`."""
         due = [
             instance
             for instance, standing in self._standing.items()
-            if (standing.suspected or instance in busy) and now - standing.pinged >= PING_S
+            if (standing.suspected or instance in busy) and now - standing.probed >= PROBE_S
         ]
         for instance in due:
-            self._standing[instance].pinged = now
+            self._standing[instance].probed = now
         return due
