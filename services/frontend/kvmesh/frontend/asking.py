@@ -48,7 +48,7 @@ Compose = Callable[[bool, float | None], RouteRequest]
 @dataclass(eq=False, slots=True)
 class Question:
     """A request to be placed. `compose` makes it, with a new attempt id if its first argument is
-    true, and with the Unix time of its place as the second."""
+    true; the second is when it `arrived`, as a Unix time, if it has had a place in a queue."""
 
     model: str
     compose: Compose
@@ -56,6 +56,7 @@ class Question:
     deadline: float
     answer: asyncio.Future[Routed | Refused]
     began: float
+    arrived: float | None
     router: str = ANYONE
     token: str = ""
     asked_at: float = 0.0
@@ -101,7 +102,8 @@ class Asking:
             compose(False, arrived),
             self._clock + patience + MARGIN_S,
             self._loop.create_future(),
-            time.time() if arrived is None else arrived,
+            time.time(),
+            arrived,
         )
         self._put(question)
         try:
@@ -153,7 +155,8 @@ class Asking:
         """Ask another router, as another attempt: the one asked before may still place that one."""
         self._give_up(question)
         question.given_up.append(question.request.request)
-        question.request = question.compose(True, question.began)
+        question.arrived = question.arrived or question.began
+        question.request = question.compose(True, question.arrived)
         metrics.asked_again.labels(question.model).inc()
         self._put(question)
 
@@ -219,9 +222,10 @@ class Asking:
             return
         self.routers.heard(question.router, self._clock, self._clock - question.asked_at)
         if isinstance(news, Parked):
-            question.parked, question.began = True, news.arrived
+            question.parked, question.arrived = True, news.arrived
             self._free(question)
         elif isinstance(news, Refused) and news.moved:
+            question.arrived = question.arrived or question.began
             self._declined(question)
         else:
             self._end(question, news)
@@ -229,7 +233,7 @@ class Asking:
     def _declined(self, question: Question) -> None:
         """That router does not have the question, and others may know it by the same name."""
         question.declined.add(question.router)
-        question.request = question.compose(False, question.began)
+        question.request = question.compose(False, question.arrived)
         self._put(question)
 
     def _too_late(self, token: str, msg: Msg) -> None:
