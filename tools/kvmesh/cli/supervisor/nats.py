@@ -46,8 +46,14 @@ def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
     port = int(settings.nats.url.rpartition(":")[2])
     config = folder / "nats.conf"
     config.write_text(server_config(port, folder / "jetstream", settings.streams))
-    threads = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1)), **environ}
-    return Spec("nats", "nats", (str(SERVER), "-c", str(config)), threads)
+    environment = server_environ(settings.streams, environ)
+    return Spec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
+
+
+def server_environ(streams: Streams, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the server; what is set by whoever starts it counts."""
+    threads = str(server_threads(os.cpu_count() or 1))
+    return {"GOMAXPROCS": threads, **environ}
 
 
 def server_threads(cores: int) -> int:
