@@ -26,6 +26,7 @@ from kvmesh.bus.messages import (
     Candidate,
     Decision,
     KvBatch,
+    KvEvent,
     Outcome,
     Removed,
     SeqAdd,
@@ -33,7 +34,6 @@ from kvmesh.bus.messages import (
     SeqFree,
     SeqPrefilled,
     Stored,
-    encode,
 )
 from kvmesh.bus.streams import ensure_streams
 from kvmesh.cli.supervisor.nats import server_config, server_environ
@@ -106,7 +106,7 @@ class Writer:
         await self._bus.publish(route, decision)
         await self._bus.publish(route, outcome)
         new = sequence[: 8 * max(1, self._blocks // NEW_SHARE)]
-        events = [Stored(0, None, new, new, 1), Removed(0, new)]
+        events: list[KvEvent] = [Stored(0, None, new, new, 1), Removed(0, new)]
         batch = KvBatch(f"worker-{rank}", instance, 0, self._ids[rank], now, events)
         self._ids[rank] += len(events)
         await self._bus.publish(subjects.kv(MODEL, f"worker-{rank}"), batch)
@@ -151,10 +151,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         port, config = free_port(), Path(folder, "nats.conf")
         config.write_text(server_config(port, Path(folder, "js"), streams))
-        server = Path(sys.executable).with_name("nats-server")
+        server = str(Path(sys.executable).with_name("nats-server"))
         with Path(folder, "log").open("wb") as log:
-            command = [server, "-c", config]
-            process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                [server, "-c", str(config)], env=environ, stdout=log, stderr=log
+            )
         wait_for_port(port)
         try:
             asyncio.run(write(f"nats://127.0.0.1:{port}", process.pid, streams, options))

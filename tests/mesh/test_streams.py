@@ -15,7 +15,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusUnavailable, ServerUnfit
 from kvmesh.bus.server import check_server
-from kvmesh.bus.streams import StreamLimits, differences, ensure_streams
+from kvmesh.bus.streams import StreamLimits, differences, ensure_streams, mesh_streams
 
 SMALL = StreamLimits(kv_bytes=2 << 20, kv_age_s=60.0, route_bytes=1 << 20, seq_bytes=1 << 20)
 
@@ -96,6 +96,13 @@ async def test_buckets_of_other_meshes_are_left_alone(
         f"OBJ_{bus.subjects.index_bucket}",
         f"OBJ_{bus.subjects.model_bucket}",
     }
+
+
+async def test_buckets_are_read_from_their_leader_which_is_never_behind(bus: Bus) -> None:
+    infos = await mesh_streams(bus)
+    buckets = [info.config for info in infos if (info.config.name or "").startswith("KV_")]
+    assert len(buckets) == 2
+    assert not any(config.allow_direct for config in buckets)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from support.nats import NatsServer, free_port
 from support.proxy import Proxy
 
 SERVERS = 3
+STORE_BYTES = 1 << 30  # whatever the disk has
 
 
 class Member(NatsServer):
@@ -60,6 +61,7 @@ class Cluster:
 
     def start(self) -> None:
         for member in self.members:
+            member.jetstream = f"max_file_store: {STORE_BYTES}, sync_interval: 1s"
             routes = [self._link(member, other) for other in self.members if other is not member]
             listed = ", ".join(f"nats://127.0.0.1:{port}" for port in routes)
             member.settings = (
