@@ -63,6 +63,12 @@ class Log(Section, frozen=True, kw_only=True):
     format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"
 
 
+class Process(Section, frozen=True, kw_only=True):
+    hang_timeout_s: Annotated[
+        Seconds, Meta(description="a service whose event loop does not turn for this long ends")
+    ] = 30.0
+
+
 class Frontend(Section, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[Port, Meta(description="port to listen on; 0 picks a free one")] = 8000
@@ -348,6 +354,12 @@ class Worker(Section, frozen=True, kw_only=True):
     hang_timeout_s: Annotated[
         Seconds, Meta(description="an engine with work that takes no step for this long is dead")
     ] = 60.0
+    constraint_bytes: Annotated[
+        Count, Meta(description="largest schema, grammar or expression that an answer may follow")
+    ] = 512 << 10
+    compile_timeout_s: Annotated[
+        Seconds, Meta(description="longest time to compile one of these, where this engine does")
+    ] = 10.0
     tenant_share: Annotated[
         float,
         Meta(gt=0, le=1, description="most of its blocks that one tenant may have kept longer"),
@@ -645,6 +657,7 @@ class Settings(Section, frozen=True, kw_only=True):
     nats: Nats = Nats()
     streams: Streams = Streams()
     log: Log = Log()
+    process: Process = Process()
     frontend: Frontend = Frontend()
     router: Router = Router()
     indexer: Indexer = Indexer()

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias
 
 from kvmesh.bus.messages import Chunk
-from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 Loss: TypeAlias = Literal["", "failed", "vanished"]
 
@@ -40,12 +40,14 @@ class Sequence:
     first worker only computes the prompt, its sequence ends with the `handoff`, and what it `found`
     in its cache is all that counts as `cached` with the second one. `lost` says why its worker
     sends no more, and `loss` whether its engine "failed", as it says itself, or "vanished".
+    `begun` is set with the first news of the current attempt.
     """
 
     __slots__ = (
         "attempt",
         "attempts",
         "before",
+        "begun",
         "cached",
         "consumer",
         "decode",
@@ -81,6 +83,7 @@ class Sequence:
         self.instance = ""
         self.tokens: list[int] = []
         self.before = 0
+        self.begun: asyncio.Event = asyncio.Event()
         self.logprobs: list[dict[int, float]] = []
         self.taken = 0
         self.cached: list[int] | None = None
@@ -118,6 +121,7 @@ class Sequence:
         self.lost = ""
         self.loss = ""
         self.before = len(self.tokens)
+        self.begun.clear()
         self.ended.clear()
 
     @property
@@ -129,6 +133,7 @@ class Sequence:
         """Add what is new in `chunk`. After a hole nothing is added until it is filled."""
         self.heard_at = now
         self.probes = 0
+        self.begun.set()
         have = len(self.tokens)
         skip = have - chunk.offset
         if skip < 0:
@@ -154,7 +159,9 @@ class Sequence:
             failed = chunk.error is not None
             self.lose(chunk.error or "the engine gave the request up", "failed" if failed else "")
             return
-        if chunk.finish == "error":
+        if chunk.invalid:
+            self.error = InvalidRequest(f"The engine refused the request: {chunk.error}")
+        elif chunk.finish == "error":
             self.error = ApiError("internal", chunk.error or "the engine failed")
         self.finish = chunk.finish
         self.handoff = chunk.handoff
@@ -165,6 +172,7 @@ class Sequence:
         """Its worker will send no more; whoever follows it decides what is next."""
         if self.finish is None:
             self.lost, self.loss = reason, loss
+            self.begun.set()
             self.ended.set()
 
     def fail(self, error: ApiError) -> None:
@@ -172,6 +180,7 @@ class Sequence:
         if self.finish is None:
             self.error = error
             self.finish = "error"
+        self.begun.set()
         self.ended.set()
 
     def stop(self) -> None:

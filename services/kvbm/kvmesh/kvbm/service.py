@@ -66,6 +66,7 @@ async def _serve(service: Service, node: KvbmNode) -> None:
     metrics = await serve_metrics(service.settings.kvbm.metrics_port, lambda: node.ready)
     try:
         await node.open()
+        service.joined()
         await service.stopping.wait()
         await node.close()
     except KvbmError as error:

@@ -95,6 +95,7 @@ class RouterService:
         await lease.open()
         try:
             await self.open()
+            service.joined()
             await service.stopping.wait()
             await self.close()
         finally:

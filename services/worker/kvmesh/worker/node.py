@@ -44,6 +44,7 @@ from kvmesh.bus.streams import StreamLimits
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import Settings
 from kvmesh.worker import intake
+from kvmesh.worker.compiling import Compiler
 from kvmesh.worker.engine import ConfigError, Delta, Engine, EngineError, EngineInfo, Rejected
 from kvmesh.worker.model import card_labels, model_card, node_name
 from kvmesh.worker.prompts import Prompts
@@ -89,6 +90,9 @@ class WorkerNode:
         self._on_end = on_end
         self._transcripts = Transcripts()
         self._prompts = Prompts()
+        self._compiler = Compiler(
+            engine, settings.worker.compile_timeout_s, self._submit, self.output
+        )
         self._outbox: deque[tuple[str, object]] = deque()
         self._outbox_wake = asyncio.Event()
         self._muted = False
@@ -163,12 +167,13 @@ class WorkerNode:
             await self._lease.update(replace(self._lease.card, draining=True))
         try:
             async with asyncio.timeout(timeout):
+                await self._compiler.drain()
                 await self._engine.drain()
         except TimeoutError:
             left = self._transcripts.live
             log.warning("%d requests did not end in %g s: aborting them", len(left), timeout)
         for request in self._transcripts.live:
-            self._engine.abort(request)
+            self._abort(request)
 
     async def close(self) -> None:
         """Leave the mesh: withdraw the lease, send what is unsent, stop the engine."""
@@ -176,6 +181,7 @@ class WorkerNode:
             await self._lease.close()
             self._lease = None
         await self._unsubscribe()
+        self._compiler.close()
         await self._engine.close()
         if self._publisher is not None:
             await self._publisher.close()
@@ -212,6 +218,7 @@ class WorkerNode:
     def failed(self, error: EngineError) -> None:
         """Requests get an end that tells their frontends to move them elsewhere."""
         self.draining = True
+        self._compiler.close()
         live = self._transcripts.live
         self.output([Delta(request, [], finish="abort", error=str(error)) for request in live])
         self._on_end(error)
@@ -238,31 +245,38 @@ class WorkerNode:
         work = self._prompts.complete(offered)
         if work is None:
             return intake.INCOMPLETE
-        if reason := intake.check(work, self.info):
+        if reason := intake.check(work, self.info, self._settings.worker.constraint_bytes):
             return intake.invalid(reason)
         if self._full(work.rank):
             return intake.BUSY
-        if reason := self._begin(work, self.info):
+        self._transcripts.open(work, *outcomes(self._engine, work, self.info.retention))
+        if self._compiler.needs(work):
+            self._compiler.start(work)
+            return intake.CHECKING
+        if reason := self._submit(work):
+            self._transcripts.drop(work.request)
             return intake.invalid(reason)
         return intake.KEPT if self._prompts.keep(work, offered.base) else intake.ACCEPTED
 
-    def _begin(self, work: Work, info: EngineInfo) -> str:
+    def _submit(self, work: Work) -> str:
         """Why the engine does not take it; empty if it does."""
-        self._transcripts.open(work, *outcomes(self._engine, work, info.retention))
         try:
             self._engine.submit(work)
         except Rejected as rejected:
-            self._transcripts.drop(work.request)
             return rejected.reason
         except Exception:
             # a defect of the engine; elsewhere the same request would meet it again
             log.exception("the engine failed to take request %s", work.request)
-            self._transcripts.drop(work.request)
             return "the engine failed on it; its worker has logged why"
         return ""
 
+    def _abort(self, request: str) -> bool:
+        return self._compiler.abort(request) or self._engine.abort(request)
+
     def _full(self, rank: int) -> bool:
         most = self._settings.worker.max_waiting
+        if self._compiler.full:
+            return True
         if self._transcripts.live_count < most:
             return False
         return any(load.rank == rank and load.waiting >= most for load in self.load())
@@ -270,7 +284,7 @@ class WorkerNode:
     def _obey(self, command: Control) -> ControlReply:
         match command:
             case Cancel(request):
-                return _known(self._engine.abort(request))
+                return _known(self._abort(request))
             case Resend(request, offset):
                 return _known(self._resend(request, offset))
             case Dump(rank):

@@ -105,6 +105,7 @@ async def _serve(service: Service, node: WorkerNode) -> None:
     http = await serve_metrics(worker.metrics_port, lambda: node.ready)
     try:
         await node.start()
+        service.joined()
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)
     finally:

@@ -19,6 +19,7 @@ class Transcript:
         "first",
         "frontend",
         "handoff",
+        "invalid",
         "logprobs",
         "retention",
         "tokens",
@@ -37,6 +38,7 @@ class Transcript:
         self.handoff: dict[str, Any] | None = None
         self.retention = retention
         self.decode = decode
+        self.invalid = False
 
     def append(self, delta: Delta) -> Chunk:
         offset = self.first + len(self.tokens)
@@ -48,6 +50,7 @@ class Transcript:
             self.retention = delta.retention or self.retention
         self.finish, self.error, self.handoff = delta.finish, delta.error, delta.handoff
         self.decode = delta.decode or self.decode
+        self.invalid = delta.invalid
         return Chunk(
             delta.request,
             offset,
@@ -59,6 +62,7 @@ class Transcript:
             delta.handoff,
             self.retention if delta.cached is not None else None,
             self.decode if delta.finish is not None else None,
+            delta.invalid,
         )
 
     def since(self, request: str, offset: int) -> Chunk:
@@ -77,6 +81,7 @@ class Transcript:
             self.handoff,
             self.retention if self.cached is not None else None,
             self.decode if self.finish is not None else None,
+            self.invalid,
         )
 
 
