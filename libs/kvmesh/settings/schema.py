@@ -496,6 +496,13 @@ class Mock(Section, frozen=True, kw_only=True):
     ] = 64e9
     crash_step: Annotated[int, Meta(ge=0, description="the engine dies at this step; 0: never")] = 0
     hang_step: Annotated[int, Meta(ge=0, description="this step never ends; 0: none")] = 0
+    poison: Annotated[
+        str, Meta(description="a prompt that contains this text ends the engine; empty: none does")
+    ] = ""
+    poison_effect: Annotated[
+        Literal["crash", "hang", "block"],
+        Meta(description="it crashes, or takes no step more, or blocks its whole process"),
+    ] = "crash"
     slow_step: Annotated[int, Meta(ge=0, description="steps are slow from this one; 0: never")] = 0
     slow_factor: Annotated[float, Meta(gt=0, description="how slow slow steps are")] = 10.0
     lose_every: Annotated[

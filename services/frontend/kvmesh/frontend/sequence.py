@@ -129,6 +129,10 @@ class Sequence:
         """How many tokens the current attempt has added."""
         return len(self.tokens) - self.before
 
+    def made_by(self, instance: str) -> int:
+        """The same, if the current attempt is there."""
+        return self.fresh if self.instance == instance else 0
+
     def take(self, chunk: Chunk, now: float) -> Taken:
         """Add what is new in `chunk`. After a hole nothing is added until it is filled."""
         self.heard_at = now

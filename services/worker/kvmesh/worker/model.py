@@ -3,13 +3,15 @@
 import json
 import logging
 import os
+import time
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvmesh.bus.messages import ModelCard
+from kvmesh.bus.messages import Instance, ModelCard, Role
 from kvmesh.demo import model_dir
+from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import Worker
 from kvmesh.worker.engine import ConfigError, EngineInfo, not_installed
 from kvmesh.worker.scratch import Scratch
@@ -62,6 +64,25 @@ def model_card(worker: Worker, folder: Path, info: EngineInfo, files: str) -> Mo
         structural_tags=info.structural_tags,
         tool_parser=worker.tool_parser or hints.get("tool_parser"),
         reasoning_parser=worker.reasoning_parser or hints.get("reasoning_parser"),
+    )
+
+
+def instance_card(
+    worker: Worker, info: EngineInfo, model: ModelCard, instance: str, name: str
+) -> Instance:
+    """What a worker that serves `model` tells of itself."""
+    return Instance(
+        instance=instance,
+        role=Role.WORKER,
+        name=name,
+        version=VERSION,
+        started=time.time(),
+        model=model,
+        capacity=info.capacity,
+        engine=info.name,
+        serves=worker.serves,
+        labels=card_labels(worker),
+        node=node_name(worker) if info.tiered else "",
     )
 
 

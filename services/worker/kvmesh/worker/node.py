@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +22,13 @@ from kvmesh.bus.messages import (
     ControlReply,
     Drain,
     Dump,
-    Instance,
     KvEvent,
     Load,
-    ModelCard,
     Pin,
     Ping,
     Prefetch,
     Release,
     Resend,
-    Role,
     StepOutput,
     Unpin,
     Work,
@@ -41,12 +37,12 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.models import publish_model
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import Settings
 from kvmesh.worker import intake
 from kvmesh.worker.compiling import Compiler
 from kvmesh.worker.engine import ConfigError, Delta, Engine, EngineError, EngineInfo, Rejected
-from kvmesh.worker.model import card_labels, model_card, node_name
+from kvmesh.worker.model import instance_card, model_card
+from kvmesh.worker.orphans import Orphans
 from kvmesh.worker.prompts import Prompts
 from kvmesh.worker.retaining import Retaining, obey, outcomes
 from kvmesh.worker.scheduling.counters import RetentionState
@@ -92,6 +88,9 @@ class WorkerNode:
         self._prompts = Prompts()
         self._compiler = Compiler(
             engine, settings.worker.compile_timeout_s, self._submit, self.output
+        )
+        self._orphans = Orphans(
+            bus, limits, instance, lambda: self._transcripts.frontends, self._abandon
         )
         self._outbox: deque[tuple[str, object]] = deque()
         self._outbox_wake = asyncio.Event()
@@ -156,7 +155,9 @@ class WorkerNode:
             asyncio.create_task(self._watch_engine(), name="watchdog"),
         ]
         await self._listen()
-        self._lease = Lease(self._bus, self._card(self.info, model), self._limits)
+        await self._orphans.open()
+        card = instance_card(self._settings.worker, self.info, model, self.instance, self._name)
+        self._lease = Lease(self._bus, card, self._limits, self._on_lapsed)
         await self._lease.open()
         log.info("serving %s on %s as %s", model.name, self.info.name, self.instance)
 
@@ -172,14 +173,14 @@ class WorkerNode:
         except TimeoutError:
             left = self._transcripts.live
             log.warning("%d requests did not end in %g s: aborting them", len(left), timeout)
-        for request in self._transcripts.live:
-            self._abort(request)
+        self._abort_all(self._transcripts.live)
 
     async def close(self) -> None:
         """Leave the mesh: withdraw the lease, send what is unsent, stop the engine."""
         if self._lease is not None:
             await self._lease.close()
             self._lease = None
+        await self._orphans.close()
         await self._unsubscribe()
         self._compiler.close()
         await self._engine.close()
@@ -269,6 +270,21 @@ class WorkerNode:
             log.exception("the engine failed to take request %s", work.request)
             return "the engine failed on it; its worker has logged why"
         return ""
+
+    def _abandon(self, frontend: str) -> None:
+        """Nobody reads what is made for this frontend."""
+        self._abort_all(self._transcripts.of(frontend))
+        self._transcripts.forget(frontend)
+
+    def _on_lapsed(self) -> None:
+        """What ran here was moved elsewhere while this process stood still, or soon will be."""
+        live = self._transcripts.live
+        log.warning("%d requests are aborted: they go on elsewhere", len(live))
+        self._abort_all(live)
+
+    def _abort_all(self, requests: list[str]) -> None:
+        for request in requests:
+            self._abort(request)
 
     def _abort(self, request: str) -> bool:
         return self._compiler.abort(request) or self._engine.abort(request)
@@ -370,21 +386,6 @@ class WorkerNode:
             await asyncio.sleep(timeout / STALL_LOOKS)
             watch.look(self.load())
         self.failed(EngineError(f"the engine has work but took no step for {timeout:g} s"))
-
-    def _card(self, info: EngineInfo, model: ModelCard) -> Instance:
-        return Instance(
-            instance=self.instance,
-            role=Role.WORKER,
-            name=self._name,
-            version=VERSION,
-            started=time.time(),
-            model=model,
-            capacity=info.capacity,
-            engine=info.name,
-            serves=self._settings.worker.serves,
-            labels=card_labels(self._settings.worker),
-            node=node_name(self._settings.worker) if info.tiered else "",
-        )
 
 
 def _known(known: bool) -> ControlReply:

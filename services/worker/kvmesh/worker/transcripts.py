@@ -101,6 +101,21 @@ class Transcripts:
     def live(self) -> list[str]:
         return [request for request, t in self._by_request.items() if t.finish is None]
 
+    @property
+    def frontends(self) -> set[str]:
+        """Whose requests these are."""
+        return {transcript.frontend for transcript in self._by_request.values()}
+
+    def of(self, frontend: str) -> list[str]:
+        """The requests of a frontend that have not ended."""
+        return [r for r in self.live if self._by_request[r].frontend == frontend]
+
+    def forget(self, frontend: str) -> None:
+        """Nobody will ask for these any more."""
+        for request in [r for r, t in self._by_request.items() if t.frontend == frontend]:
+            if self._by_request.pop(request).finish is None:
+                self.live_count -= 1
+
     def open(
         self, work: Work, retention: list[str] | None = None, decode: str | None = None
     ) -> None:
