@@ -418,6 +418,9 @@ class Kvbm(Section, frozen=True, kw_only=True):
     remote_bytes: Annotated[
         int, Meta(ge=1 << 20, description="most bytes of blocks in a shared folder")
     ] = 64 << 30
+    remote_group: Annotated[
+        bool, Meta(description="the user's group may read and write the shared folder, too")
+    ] = False
     remote_lease_s: Annotated[
         Seconds, Meta(description="a block that nobody looks up there for this long goes")
     ] = 86400.0
