@@ -1,4 +1,4 @@
-"""Native core of kvmesh: block hashing, the prefix index, and a router's view of a fleet."""
+"""Native core of kvmesh: hashing of blocks, the prefix index, a view of a fleet, a watchdog."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,3 +65,13 @@ class NativePrefixIndex:
     def dump(self, rank: int) -> list[Segment]: ...
     def ranks(self) -> bytes: ...
     def stats(self) -> IndexStats: ...
+
+class Watchdog:
+    """A thread that needs no GIL: SIGABRT after `looks` looks in a row without a tick between.
+
+    It looks every `step` seconds, of those that the process is not stopped for.
+    """
+
+    def __init__(self, step: float, looks: int) -> None: ...
+    def tick(self) -> None: ...
+    def stop(self) -> None: ...

@@ -7,6 +7,7 @@
 
 #include "gather.hpp"
 #include "index.hpp"
+#include "watchdog.hpp"
 #include "xxh3.hpp"
 
 namespace nb = nanobind;
@@ -257,7 +258,7 @@ double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of kvmesh: block hashing, the prefix index, and a router's view of a fleet.";
+  m.doc() = "Native core of kvmesh: block hashing, the prefix index, a router's view of a fleet, and a watchdog.";
   m.def("xxh3", &xxh3, nb::arg("data"), nb::arg("seed") = 0);
   m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"),
         nb::arg("previous") = 0);
@@ -279,4 +280,8 @@ NB_MODULE(_native, m) {
       .def("dump", &dump, nb::arg("rank"))
       .def("ranks", &ranks)
       .def("stats", &stats);
+  nb::class_<Watchdog>(m, "Watchdog")
+      .def(nb::init<double, unsigned>(), nb::arg("step"), nb::arg("looks"))
+      .def("tick", &Watchdog::tick)
+      .def("stop", &Watchdog::stop);
 }

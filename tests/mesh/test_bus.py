@@ -345,29 +345,68 @@ async def test_processes_that_are_set_differently_agree_on_leases(
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
-async def test_anyone_may_bury_a_dead_instance(bus: Bus, limits: StreamLimits) -> None:
-    lease = Lease(bus, card("w"), limits)
+async def test_anyone_may_bury_a_dead_instance_which_learns_of_it_if_it_lives(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    lapses: list[bool] = []
+    lease = Lease(bus, card("w"), limits, lambda: lapses.append(True))
     await lease.open()
     directory = Directory(bus, limits)
     await directory.open()
     await forget_instance(bus, lease.card)
     await eventually(lambda: directory.instances == [])
     await eventually(lambda: len(directory.instances) == 1)  # it was alive: it renews
+    assert lapses == [True]
     await directory.close()
     await lease.close()
+
+
+@pytest.mark.parametrize("lease_s", [1.0])
+async def test_a_lease_that_was_renewed_unheard_has_not_lapsed(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    lapses: list[bool] = []
+    lease = Lease(bus, card("w"), limits, lambda: lapses.append(True))
+    await lease.open()
+    bucket = await bus.js.key_value(bus.subjects.instances_bucket)
+    (key,) = await bucket.keys()
+    revision = await bucket.put(key, encode(lease.card))
+
+    async def renewed() -> bool:
+        return ((await bucket.get(key)).revision or 0) > revision
+
+    await eventually(renewed)
+    assert not lapses
+    await lease.close()
+
+
+async def test_a_directory_of_one_role_has_no_others(bus: Bus, limits: StreamLimits) -> None:
+    cards = [msgspec.structs.replace(card(role.value), role=role) for role in Role]
+    leases = [Lease(bus, each, limits) for each in cards]
+    for lease in leases:
+        await lease.open()
+    directory = Directory(bus, limits, role=Role.FRONTEND)
+    await directory.open()
+    assert [found.name for found in directory.instances] == ["frontend"]
+    for lease in leases:
+        await lease.close()
+    await eventually(lambda: not directory.instances)
+    await directory.close()
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
 async def test_leases_come_back_after_a_server_restart(
     nats_server: NatsServer, bus: Bus, limits: StreamLimits
 ) -> None:
-    lease = Lease(bus, card("w"), limits)
+    lapses: list[bool] = []
+    lease = Lease(bus, card("w"), limits, lambda: lapses.append(True))
     await lease.open()
     directory = Directory(bus, limits)
     await directory.open()
     await asyncio.to_thread(nats_server.restart)
     await eventually(lambda: bus.connected_for > limits.lease_s * 2)
     await eventually(lambda: [i.name for i in directory.instances] == ["w"])
+    assert not lapses, "the server forgot it; nobody took it for dead"
     await directory.close()
     await lease.close()
 

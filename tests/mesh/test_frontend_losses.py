@@ -23,12 +23,15 @@ from support.frontend import (
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
 from support.wait import eventually
+from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk
 from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 CHAT = "/v1/chat/completions"
 LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 
@@ -147,3 +150,20 @@ async def test_a_frozen_worker_is_offered_nothing_until_it_answers(
         return offered
 
     await eventually(is_offered, what="the worker is offered work again")
+
+
+async def test_what_a_lost_worker_says_later_is_dropped(
+    stage: Stage, workers: list[ScriptedWorker]
+) -> None:
+    a, b, _ = workers
+    response = await stage.client.stream(CHAT, body(stream=True))
+    old = await a.work()
+    await a.send(old, Chunk(old.request, 0, [300], finish="abort"))
+    new = await b.work()
+    await a.send(old, Chunk(old.request, 1, [301, 302], finish="stop"))
+    await b.send(new, Chunk(new.request, 1, [303]))
+    await a.send(old, Chunk(old.request, 2, [301], finish="stop"))
+    await b.send(new, Chunk(new.request, 2, [304], finish="stop"))
+    deltas = [chunk["choices"][0]["delta"] for chunk in await events(response) if chunk != "[DONE]"]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    assert text == TOKENIZER.decode([300, 303, 304], skip_special_tokens=False)

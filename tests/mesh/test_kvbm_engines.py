@@ -1,6 +1,7 @@
 """Torch engines above a real kvbm process: the same answers from every tier and through crashes."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from itertools import count
@@ -195,6 +196,46 @@ async def test_the_kvbm_dies_again_and_again(nodes: Nodes, start: Start) -> None
         nodes.mesh.kill("here")
         nodes.mesh.restart("here")
         await eventually(partial(loads_again, loaded), what="blocks are loaded again")
+    await asyncio.gather(*working)
+    for host in hosts:
+        await host.written()
+        await host.check_books()
+        await host.attached()
+
+
+async def test_the_kvbm_freezes_in_the_middle_of_work_and_thaws(nodes: Nodes, start: Start) -> None:
+    shared = prompt(120)
+    prompts = {f"r{i}": [*shared[: 16 * (i % 8)], *prompt(40 + 3 * i, i)] for i in range(6)}
+    answers = await expected(start, prompts, 10)
+    nodes.start()
+    hosts = [await start("w-1", blocks=40), await start("w-2", blocks=60)]
+    turns = [0, 0]
+    over = asyncio.Event()
+
+    async def work(number: int) -> None:
+        host = hosts[number]
+        while not over.is_set():
+            host.engine.clear()
+            host.told.deltas.clear()
+            await host.run(*(make_work(name, tokens, 10) for name, tokens in prompts.items()))
+            assert {name: host.answer(name) for name in prompts} == answers
+            turns[number] += 1
+
+    def further(before: list[int], loaded: int) -> bool:
+        moved = all(now > then for now, then in zip(turns, before, strict=True))
+        return moved and sum(host.lower.counts.loaded[1] for host in hosts) > loaded
+
+    working = [asyncio.create_task(work(number)) for number in range(2)]
+    process = nodes.mesh.processes["here"]
+    for _ in range(3):
+        loaded = sum(host.lower.counts.loaded[1] for host in hosts)
+        await eventually(partial(further, turns.copy(), loaded), what="blocks are loaded")
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await eventually(partial(further, turns.copy(), -1), what="they go on without it")
+        finally:
+            process.send_signal(signal.SIGCONT)
+    over.set()
     await asyncio.gather(*working)
     for host in hosts:
         await host.written()

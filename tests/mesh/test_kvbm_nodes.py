@@ -190,15 +190,22 @@ async def test_without_its_store_a_node_goes_on(nodes: Nodes, redis: RedisServer
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
-async def test_a_block_that_rots_in_the_store_is_dropped(nodes: Nodes) -> None:
+@pytest.mark.parametrize("forged", [False, True])
+async def test_a_block_that_rots_in_the_store_or_is_not_of_its_digest_is_dropped(
+    nodes: Nodes, forged: bool
+) -> None:
     east = await nodes.start("east")
     names = east.names(tokens(10))
     await east.put(names)
     await nodes.shared("east", 10)
     await nodes.clear(east, 1)
     (file,) = nodes.mesh.folder.glob(f"shared/*/??/{names.digest(6).hex()}")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
+    if forged:  # another block, whole, with a checksum of its own
+        (other,) = nodes.mesh.folder.glob(f"shared/*/??/{names.digest(3).hex()}")
+        content = bytearray(other.read_bytes())
+    else:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
     file.write_bytes(content)
     taken = await east.get(names)
     assert (len(taken.blocks), taken.bad) == (6, 0)

@@ -187,6 +187,24 @@ async def test_an_unfinished_write_is_not_a_block(tmp_path: Path) -> None:
     await store.close()
 
 
+@pytest.mark.parametrize(("group", "mode"), [(False, 0o700), (True, 0o770)])
+async def test_only_those_who_share_a_folder_can_read_it(
+    tmp_path: Path, group: bool, mode: int
+) -> None:
+    folder = tmp_path / "shared"
+    before = os.umask(0o022)
+    try:
+        store = FolderStore(folder, LEASE_S, 5.0, CAPACITY, group)
+        await store.put([block(1)])
+    finally:
+        os.umask(before)
+    made = [folder, *folder.rglob("*")]
+    assert len(made) == 4
+    for path in made:
+        assert path.stat().st_mode & 0o777 == (mode if path.is_dir() else mode & 0o666)
+    await store.close()
+
+
 def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("??/*"))
 

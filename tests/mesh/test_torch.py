@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,19 @@ async def test_every_api_answers_and_a_cached_prompt_is_answered_alike(up: Up) -
     response = post(up, "/v1/responses", input="Hi", max_output_tokens=5)
     assert response["usage"]["output_tokens"] == 5
     assert post(up, "/v1/completions", prompt="Hi", max_tokens=5)["choices"][0]["text"]
+
+
+async def test_a_constraint_that_cannot_be_followed_is_refused_before_a_stream_opens(
+    up: Up,
+) -> None:
+    await up.ready()
+    for pattern, reason in (("(?:a|b){9}$c", "cannot follow"), ("a" * 600_000, "bytes")):
+        schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+        form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            chat(up, "Hi", max_tokens=9, response_format=form, stream=True)
+        assert refused.value.code == 400
+        assert reason in json.load(refused.value)["error"]["message"]
 
 
 async def test_a_random_model_keeps_to_a_schema(up: Up) -> None:

@@ -6,8 +6,10 @@ import mmap
 import os
 import socket
 import sys
+import tracemalloc
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -239,6 +241,47 @@ async def test_a_server_survives_what_it_does_not_understand() -> None:
     await reader.read(grant.descriptor, reader.register(bytearray(SIZE)), WHOLE, timeout=PATIENCE_S)
     await reader.close()
     await owner.close()
+
+
+async def test_strangers_take_no_memory() -> None:
+    owner = await Transport.open(Transfer(via="tcp", readers=2))
+    grant = owner.register(bytearray(SIZE)).grant([(0, SIZE)], 30)
+    found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
+    length = (4 << 20).to_bytes(4, "big")
+    strangers = [await Channel.connect(found.host, found.port) for _ in range(150)]
+    tracemalloc.start()
+    try:
+        for stranger in strangers:
+            with suppress(Closed):
+                await stranger.send_bytes(memoryview(length))
+        cut = await asyncio.gather(*map(_is_cut, strangers))
+        assert sum(cut) >= len(strangers) - 2, "there are two readers at most"
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    for stranger in strangers:
+        stranger.close()
+    large = await Channel.connect(found.host, found.port)
+    with suppress(Closed):
+        await large.send(Want(b"0" * 16, bytes(1 << 20)))
+    assert await _is_cut(large)
+    large.close()
+    known = await Channel.connect(found.host, found.port)
+    await known.send(Want(found.token, pack([Piece(0, 0, 16)] * 10_000)))
+    assert (await known.receive(Answer)).code is None
+    known.close()
+    await owner.close()
+
+
+async def _is_cut(channel: Channel) -> bool:
+    try:
+        async with asyncio.timeout(3):
+            await channel.receive(Answer)
+    except Closed:
+        return True
+    except TimeoutError:
+        return False
+    return False
 
 
 @needs_nixl

@@ -1,5 +1,6 @@
 """Guided decoding of the torch engine: whatever the model wants, the answer fits."""
 
+import asyncio
 import json
 import re
 
@@ -66,6 +67,20 @@ def say(grammars: Grammars, kind: str, value: object, seed: int = 0, count: int 
 @pytest.mark.parametrize("seed", range(4))
 def test_json_schemas(grammars: Grammars, seed: int) -> None:
     jsonschema.validate(json.loads(say(grammars, "json_schema", SCHEMA, seed)), SCHEMA)
+
+
+async def test_the_loop_turns_while_a_large_grammar_is_compiled(grammars: Grammars) -> None:
+    names = [f"r{number}" for number in range(4000)]
+    rules = [f'{name}: "{name}" /[a-z]{{{len(name)}}}/' for name in names]
+    guided = Guided(kind="grammar", value="\n".join([f"start: {' | '.join(names)}", *rules]))
+    compiling = asyncio.create_task(grammars.compile(guided))
+    turns = 0
+    while not compiling.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    await compiling
+    assert turns > 3
+    assert guided in grammars
 
 
 def test_choices_and_patterns(grammars: Grammars) -> None:

@@ -17,6 +17,7 @@ from kvmesh.bus.messages import (
     Capacity,
     Chunk,
     Cleared,
+    Guided,
     KvEvent,
     Load,
     Removed,
@@ -48,6 +49,7 @@ INFO = EngineInfo(
     capacity=Capacity(blocks=10, max_sequences=4, max_batched_tokens=64, dp_ranks=2),
     adapters=["lora"],
 )
+GUIDED = Guided(kind="regex", value="aaaaaaaaa")
 
 
 def work(count: int = 10, **fields: object) -> Work:
@@ -61,9 +63,10 @@ def work(count: int = 10, **fields: object) -> Work:
 
 
 def test_good_work_passes() -> None:
-    assert check(work(), INFO) == ""
-    assert check(work(99), INFO) == ""
-    assert check(work(rank=1, adapter="lora", generated=9), INFO) == ""
+    assert check(work(), INFO, 9) == ""
+    assert check(work(99), INFO, 9) == ""
+    assert check(work(rank=1, adapter="lora", generated=9), INFO, 9) == ""
+    assert check(work(sampling=Sampling(max_tokens=20, guided=GUIDED)), INFO, 9) == ""
 
 
 @pytest.mark.parametrize(
@@ -78,10 +81,11 @@ def test_good_work_passes() -> None:
         (work(rank=2), "no rank 2"),
         (work(rank=-1), "no rank -1"),
         (work(adapter="other"), "no adapter other"),
+        (work(sampling=Sampling(max_tokens=20, guided=GUIDED)), "its regex has 9 bytes, of at"),
     ],
 )
 def test_bad_work_is_named(item: Work, reason: str) -> None:
-    assert reason in check(item, INFO)
+    assert reason in check(item, INFO, 8)
 
 
 def test_transcripts_number_tokens_and_sort_them_by_frontend() -> None:

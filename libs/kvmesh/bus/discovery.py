@@ -2,7 +2,8 @@
 
 A lease is a key of the instances bucket, renewed three times per TTL. It ends in one of three
 ways: deleted by its owner on a clean exit, deleted by whoever found that nobody listens on the
-owner's subjects any more, or expired by the server.
+owner's subjects any more, or expired by the server. In the last two, an owner that lives after all
+learns of it as it renews: whoever has been frozen must not go on as if nothing had happened.
 """
 
 import asyncio
@@ -12,12 +13,17 @@ from collections.abc import Callable
 
 import msgspec
 from nats.errors import Error as NatsError
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import (
+    APIError,
+    KeyNotFoundError,
+    KeyWrongLastSequenceError,
+    NotFoundError,
+)
 from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
-from kvmesh.bus.messages import Instance, encode
+from kvmesh.bus.messages import Instance, Role, encode
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.bus.subjects import token
@@ -42,6 +48,7 @@ class Term:
         self._bus = bus
         self._set_to = limits.lease_s
         self._read_at = -1.0
+        self.made: object = None
         self.seconds = limits.lease_s
 
     async def refresh(self) -> None:
@@ -49,8 +56,9 @@ class Term:
         if self._read_at > self._bus.connected_at:
             return
         read_at = asyncio.get_running_loop().time()
-        ttl = (await (await _bucket(self._bus)).status()).ttl
-        self.seconds = ttl or self._set_to
+        status = await (await _bucket(self._bus)).status()
+        self.seconds = status.ttl or self._set_to
+        self.made = status.stream_info.created
         self._read_at = read_at
         if self.seconds != self._set_to:
             log.info("leases last %g s here, not the %g s set", self.seconds, self._set_to)
@@ -62,12 +70,26 @@ def routable(card: Instance) -> bool:
 
 
 class Lease:
-    """Keeps `card` in the instances bucket until closed."""
+    """Keeps `card` in the instances bucket until closed.
 
-    def __init__(self, bus: Bus, card: Instance, limits: StreamLimits) -> None:
+    `lapsed` is called when it turns out to have ended meanwhile: others have taken this process
+    for dead. A bucket that was lost with its server is no such end.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        card: Instance,
+        limits: StreamLimits,
+        lapsed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._bus = bus
         self._limits = limits
         self._term = Term(bus, limits)
+        self._lapsed = lapsed
+        self._revision: int | None = None
+        self._bucket_made: object = None
+        self._renewing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self.card = card
 
@@ -107,8 +129,19 @@ class Lease:
             log.warning("could not withdraw the lease; it will lapse: %s", cause(error))
 
     async def _renew(self) -> None:
-        bucket = await _bucket(self._bus)
-        await bucket.put(_key(self.card), encode(self.card))
+        async with self._renewing:
+            bucket, key = await _bucket(self._bus), _key(self.card)
+            try:
+                if self._revision is not None:
+                    data = encode(self.card)
+                    self._revision = await bucket.update(key, data, last=self._revision)
+                    return
+            except KeyWrongLastSequenceError:
+                if not await _is_there(bucket, key) and self._bucket_made == self._term.made:
+                    log.warning("the lease had ended: others took this process for dead")
+                    self._lapsed()
+            self._revision = await bucket.put(key, encode(self.card))
+            self._bucket_made = self._term.made
 
     async def _keep(self) -> None:
         failing = False
@@ -149,8 +182,15 @@ async def _bucket(bus: Bus) -> KeyValue:
     return bucket
 
 
+async def _is_there(bucket: KeyValue, key: str) -> bool:
+    try:
+        return bool((await bucket.get(key)).value)
+    except KeyNotFoundError:
+        return False
+
+
 class Directory:
-    """The live cards, kept current; `joined` and `left` are called on each change.
+    """The live cards, of one role if told, kept current; each change calls `joined` or `left`.
 
     A changed card of a known instance is a `joined` again. Entries that are not renewed leave
     after the TTL even if the server's own notice is lost, but never because of an outage here.
@@ -162,6 +202,7 @@ class Directory:
         limits: StreamLimits,
         joined: Callable[[Instance], None] = lambda _: None,
         left: Callable[[Instance], None] = lambda _: None,
+        role: Role | None = None,
     ) -> None:
         self._bus = bus
         self._term = Term(bus, limits)
@@ -173,7 +214,7 @@ class Directory:
         self._reader = StreamReader(
             bus,
             f"KV_{bus.subjects.instances_bucket}",
-            f"{self._prefix}>",
+            f"{self._prefix}{role}.>" if role is not None else f"{self._prefix}>",
             self._on_message,
             Start(last_per_subject=True),
         )

@@ -525,12 +525,14 @@ class WorkReply(Struct, frozen=True, kw_only=True):
 
     `status` is "accepted", "busy", "draining", "invalid" or "incomplete"; with one that is not
     known the work is not taken. With `kept` the prompt may be the `base` of later work, until an
-    answer is "incomplete": then it is not there any more, and the work must be offered whole.
+    answer is "incomplete": then it is not there any more, and the work must be offered whole. With
+    `checking` a chunk follows once the engine has taken it, or refused it.
     """
 
     status: str
     reason: str = ""
     kept: bool = False
+    checking: bool = False
 
 
 class Chunk(Struct, array_like=True):
@@ -540,7 +542,8 @@ class Chunk(Struct, array_like=True):
     ("stop", "length", "abort" or "error") and, for errors, `error`; that of a prefill for another
     engine also `handoff`, for the `Work` of the one that goes on. `retention` comes with `cached`:
     for each explicit `Retain` of the prompt "honoured", "clipped" or "unsupported". `decode` comes
-    with `finish` and says the same of an explicit `Work.decode`.
+    with `finish` and says the same of an explicit `Work.decode`. With `invalid` the request was
+    refused after it had been accepted, and no worker will take it.
     """
 
     request: str
@@ -553,6 +556,7 @@ class Chunk(Struct, array_like=True):
     handoff: dict[str, Any] | None = None
     retention: list[str] | None = None
     decode: str | None = None
+    invalid: bool = False
 
 
 class StepOutput(Struct, array_like=True):

@@ -1,6 +1,7 @@
 """The life of one service process: connect, hold a lease, run until told to stop, leave."""
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -21,6 +22,7 @@ from kvmesh.bus.server import check_server
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.runtime import logs
 from kvmesh.runtime.warnings import Warnings
+from kvmesh.runtime.watchdog import watch_loop
 from kvmesh.settings.schema import Nats as NatsSettings
 from kvmesh.settings.schema import Settings, Streams
 
@@ -74,6 +76,10 @@ class Service:
         self.failed = True
         self.stopping.set()
 
+    def joined(self) -> None:
+        """From now on the event loop turns, or the process ends; a start may take longer."""
+        self.spawn(watch_loop(self.settings.process.hang_timeout_s), "watchdog")
+
     async def close(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
@@ -93,6 +99,7 @@ def run_service(role: str, name: str, settings: Settings, main: Main) -> int:
     """
     name = name or f"{role}-{os.uname().nodename}-{os.getpid()}"
     logs.configure(settings.log, name)
+    faulthandler.enable()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     try:

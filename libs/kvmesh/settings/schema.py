@@ -88,6 +88,12 @@ class Log(Section, frozen=True, kw_only=True):
     format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"
 
 
+class Process(Section, frozen=True, kw_only=True):
+    hang_timeout_s: Annotated[
+        Seconds, Meta(description="a service whose event loop does not turn for this long ends")
+    ] = 30.0
+
+
 class Frontend(Section, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[Port, Meta(description="port to listen on; 0 picks a free one")] = 8000
@@ -386,6 +392,12 @@ class Worker(Section, frozen=True, kw_only=True):
     hang_timeout_s: Annotated[
         Seconds, Meta(description="an engine with work that takes no step for this long is dead")
     ] = 60.0
+    constraint_bytes: Annotated[
+        Count, Meta(description="largest schema, grammar or expression that an answer may follow")
+    ] = 512 << 10
+    compile_timeout_s: Annotated[
+        Seconds, Meta(description="longest time to compile one of these, where this engine does")
+    ] = 10.0
     tenant_share: Annotated[
         float,
         Meta(gt=0, le=1, description="most of its blocks that one tenant may have kept longer"),
@@ -445,6 +457,9 @@ class Kvbm(Section, frozen=True, kw_only=True):
     remote_bytes: Annotated[
         int, Meta(ge=1 << 20, description="most bytes of blocks in a shared folder")
     ] = 64 << 30
+    remote_group: Annotated[
+        bool, Meta(description="the user's group may read and write the shared folder, too")
+    ] = False
     remote_lease_s: Annotated[
         Seconds, Meta(description="a block that nobody looks up there for this long goes")
     ] = 86400.0
@@ -524,6 +539,13 @@ class Mock(Section, frozen=True, kw_only=True):
     ] = 64e9
     crash_step: Annotated[int, Meta(ge=0, description="the engine dies at this step; 0: never")] = 0
     hang_step: Annotated[int, Meta(ge=0, description="this step never ends; 0: none")] = 0
+    poison: Annotated[
+        str, Meta(description="a prompt that contains this text ends the engine; empty: none does")
+    ] = ""
+    poison_effect: Annotated[
+        Literal["crash", "hang", "block"],
+        Meta(description="it crashes, or takes no step more, or blocks its whole process"),
+    ] = "crash"
     slow_step: Annotated[int, Meta(ge=0, description="steps are slow from this one; 0: never")] = 0
     slow_factor: Annotated[float, Meta(gt=0, description="how slow slow steps are")] = 10.0
     lose_every: Annotated[
@@ -685,6 +707,7 @@ class Settings(Section, frozen=True, kw_only=True):
     nats: Nats = Nats()
     streams: Streams = Streams()
     log: Log = Log()
+    process: Process = Process()
     frontend: Frontend = Frontend()
     router: Router = Router()
     indexer: Indexer = Indexer()

@@ -7,6 +7,7 @@ its owner cannot know otherwise.
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from msgspec import Struct
 from kvmesh.transfer.errors import Code
 
 MOST_MESSAGE = 4 << 20
+STRANGER_MESSAGE = 64 << 10  # of somebody who has not shown a token yet
 _LENGTH = 4
 _encode = msgspec.msgpack.Encoder().encode
 M = TypeVar("M")
@@ -89,12 +91,18 @@ class Channel:
         body = _encode(message)
         await self.send_bytes(memoryview(len(body).to_bytes(_LENGTH, "big") + body))
 
-    async def receive(self, kind: type[M]) -> M:
+    async def receive(self, kind: type[M], knows: Callable[[bytes], bool] = lambda _: True) -> M:
+        """The next message. What is large is read to its end if `knows` the token that it has."""
         size = int.from_bytes(await self._exactly(_LENGTH), "big")
         if size > MOST_MESSAGE:
             raise Closed(f"a message of {size} bytes")
+        body = await self._exactly(min(size, STRANGER_MESSAGE))
+        if size > STRANGER_MESSAGE:
+            if not knows(_token(body)):
+                raise Closed(f"a message of {size} bytes from a stranger")
+            body += await self._exactly(size - STRANGER_MESSAGE)
         try:
-            return msgspec.msgpack.decode(await self._exactly(size), type=kind)
+            return msgspec.msgpack.decode(body, type=kind)
         except msgspec.MsgspecError as error:
             raise Closed(str(error)) from error
 
@@ -130,3 +138,10 @@ class Channel:
         data = bytearray(size)
         await self.receive_into(memoryview(data))
         return data
+
+
+def _token(head: bytes) -> bytes:
+    """The first field of a `Want` of which this is the beginning: an array, a short binary."""
+    if len(head) < 3 or head[0] & 0xF0 != 0x90 or head[1] != 0xC4:
+        return b""
+    return bytes(head[3 : 3 + head[2]])

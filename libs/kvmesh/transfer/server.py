@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 
 from kvmesh.bus.errors import cause
 from kvmesh.transfer.channel import Answer, Channel, Closed, Got, Want
@@ -12,13 +13,18 @@ from kvmesh.transfer.ranges import Range, unpack
 log = logging.getLogger(__name__)
 WORD_S = 10.0
 STALL_S = 30.0
+REFUSAL_S = 1.0
+MOST_REFUSALS = 16  # at once; whoever comes beyond is not even told why
 GOOD = Answer()
 REVOKED = Answer("revoked", "there is no such grant, or no more")
 BUSY = Answer("busy", "too many readers")
 
 
 class Server:
-    """Serves up to `most` readers at once. `agent` names what direct readers read from."""
+    """Serves up to `most` readers at once, which count from when they connect.
+
+    `agent` names what direct readers read from.
+    """
 
     def __init__(self, grants: Grants, most: int, agent: str) -> None:
         self._grants = grants
@@ -56,26 +62,36 @@ class Server:
                 log.warning("cannot take a reader of KV blocks: %s", error)
                 await asyncio.sleep(1.0)
                 continue
-            self._start(self._serve(channel))
+            if self._serving < self._most + MOST_REFUSALS:
+                self._serving += 1
+                talk = self._refuse if self._serving > self._most else self._talk
+                self._start(self._serve(channel, talk))
+            else:
+                channel.close()
 
     def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
         task = self._loop.create_task(work, name="block reader")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, channel: Channel) -> None:
-        self._serving += 1
+    async def _serve(self, channel: Channel, talk: Callable[[Channel], Awaitable[None]]) -> None:
         try:
-            await self._talk(channel)
+            await talk(channel)
         except (Closed, TimeoutError) as error:
             log.debug("a reader of KV blocks has gone: %s", cause(error))
         finally:
             self._serving -= 1
             channel.close()
 
+    async def _refuse(self, channel: Channel) -> None:
+        """Hear it out: an answer to somebody who still talks may be lost."""
+        async with asyncio.timeout(REFUSAL_S):
+            await channel.receive(Want, lambda _: False)
+            await channel.send(BUSY)
+
     async def _talk(self, channel: Channel) -> None:
         async with asyncio.timeout(WORD_S):
-            want = await channel.receive(Want)
+            want = await channel.receive(Want, lambda token: self._grants.find(token) is not None)
             grant, ranges, answer = self._check(want)
             await channel.send(answer)
         if grant is None:
@@ -90,8 +106,6 @@ class Server:
         await channel.send(GOOD if good else REVOKED)
 
     def _check(self, want: Want) -> tuple[Grant | None, list[Range], Answer]:
-        if self._serving > self._most:
-            return None, [], BUSY
         grant = self._grants.find(want.token)
         if grant is None:
             return None, [], REVOKED

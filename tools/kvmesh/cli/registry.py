@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from kvmesh.settings import Place, Settings
 
 BUS = ("nats", "log")
-SERVICE = ("nats", "streams", "log")
+SERVICE = ("nats", "streams", "log", "process")
 ENGINES = ("mock", "torch", "vllm", "remote", "sglang", "trtllm")
 # What the simulator has no use for, and the policy, for which it has a flag of its own.
 NOT_SIMULATED: frozenset[Place] = frozenset(

@@ -178,11 +178,12 @@ class Dispatcher:
 
     async def _offer(self, job: Job, routed: Routed) -> bool:
         work = self._work(job, routed.rank)
-        sequence = job.sequence
+        sequence, instance = job.sequence, routed.instance
         careful = sequence.id in self.suspects
-        offered = await self.offers.make(sequence, routed.instance, work, careful)
+        # before it is: an engine may die of it sooner than its worker's answer is read
+        self.suspects.placed(sequence.id, instance, lambda: sequence.made_by(instance))
+        offered = await self.offers.make(sequence, instance, work, careful)
         if offered.status == "accepted":
-            self.suspects.placed(sequence.id, routed.instance, lambda: sequence.fresh)
             return True
         metrics.reroutes.labels(job.model, offered.status).inc()
         if offered.status == "invalid":
@@ -191,7 +192,7 @@ class Dispatcher:
         if offered.status == "silent":
             self._blame(sequence, sequence, "vanished")
         elif offered.status != "frozen":
-            job.exclude.append(routed.instance)
+            job.exclude.append(instance)
         return False
 
     def _blame(self, sequence: Sequence, part: Sequence, loss: Loss) -> None:

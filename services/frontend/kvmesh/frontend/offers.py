@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 1.0  # workers answer at once, whatever their engines do
 PROBE_S = 0.5
 REJOIN_S = 2.0  # after the own connection was made, in which others' may still be on their way
+CHECK_S = 30.0
 
 
 class Offered(NamedTuple):
@@ -72,7 +73,23 @@ class Offers:
             self._bases.keep(instance, work)
         if reply.status != "accepted":
             self._inbox.remove(sequence)
+        elif reply.checking:
+            await self._begun(sequence)
         return Offered(reply.status, reply.reason)
+
+    async def _begun(self, sequence: Sequence) -> None:
+        """Wait for the first news; raises what the engine refused it with.
+
+        If none comes the sequence is watched like any other that falls silent.
+        """
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await sequence.begun.wait()
+        except TimeoutError:
+            return
+        if sequence.error is not None and not sequence.fresh:
+            self._inbox.remove(sequence)
+            raise sequence.error
 
     async def _offer(self, instance: str, work: Work) -> WorkReply:
         subject = self._bus.subjects.work(instance)

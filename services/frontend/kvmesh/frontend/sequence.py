@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias
 
 from kvmesh.bus.messages import Chunk
-from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 Loss: TypeAlias = Literal["", "failed", "vanished"]
 
@@ -40,12 +40,14 @@ class Sequence:
     earlier ones. Times are the event loop's. Where a first worker only computes the prompt, its
     sequence ends with the `handoff`, and what it `found` in its cache is all that counts as
     `cached` with the second one. `lost` says why its worker sends no more, and `loss` whether its
-    engine "failed", as it says itself, or "vanished".
+    engine "failed", as it says itself, or "vanished". `begun` is set with the first news of the
+    current attempt.
     """
 
     __slots__ = (
         "attempt",
         "attempts",
+        "begun",
         "cached",
         "consumer",
         "decode",
@@ -82,6 +84,7 @@ class Sequence:
         self.inherited = 0
         self.instance = ""
         self.tokens: list[int] = []
+        self.begun: asyncio.Event = asyncio.Event()
         self.logprobs: list[dict[int, float]] = []
         self.taken = 0
         self.cached: list[int] | None = None
@@ -119,6 +122,7 @@ class Sequence:
         self.engine_done = False
         self.lost = ""
         self.loss = ""
+        self.begun.clear()
         self.ended.clear()
 
     @property
@@ -126,10 +130,15 @@ class Sequence:
         """How many tokens the current attempt has added; with one its prompt is computed."""
         return len(self.tokens) - self.inherited
 
+    def made_by(self, instance: str) -> int:
+        """The same, if the current attempt is there."""
+        return self.fresh if self.instance == instance else 0
+
     def take(self, chunk: Chunk, now: float) -> Taken:
         """Add what is new in `chunk`. After a hole nothing is added until it is filled."""
         self.heard_at = now
         self.probes = 0
+        self.begun.set()
         have = len(self.tokens)
         skip = have - chunk.offset
         if skip < 0:
@@ -155,7 +164,9 @@ class Sequence:
             failed = chunk.error is not None
             self.lose(chunk.error or "the engine gave the request up", "failed" if failed else "")
             return
-        if chunk.finish == "error":
+        if chunk.invalid:
+            self.error = InvalidRequest(f"The engine refused the request: {chunk.error}")
+        elif chunk.finish == "error":
             self.error = ApiError("internal", chunk.error or "the engine failed")
         self.finish = chunk.finish
         self.handoff = chunk.handoff
@@ -166,6 +177,7 @@ class Sequence:
         """Its worker will send no more; whoever follows it decides what is next."""
         if self.finish is None:
             self.lost, self.loss = reason, loss
+            self.begun.set()
             self.ended.set()
 
     def fail(self, error: ApiError) -> None:
@@ -173,6 +185,7 @@ class Sequence:
         if self.finish is None:
             self.error = error
             self.finish = "error"
+        self.begun.set()
         self.ended.set()
 
     def stop(self) -> None:

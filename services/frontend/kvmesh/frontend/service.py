@@ -215,6 +215,7 @@ async def main(service: Service) -> None:
     )
     lease = Lease(service.bus, card, service.limits)
     await lease.open()
+    service.joined()
     log.info("listening on %s", endpoint)
     others = asyncio.create_task(siblings.keep(service), name="siblings")
     service.spawn(siblings.follow_parent(service), "parent")

@@ -92,6 +92,7 @@ class Indexer:
         except (NatsError, OSError, TimeoutError) as error:
             raise BusUnavailable(self._bus.options.url, error) from error
         if not stopping.is_set():
+            self._service.joined()
             self._service.spawn(self._follow(), "readiness")
             self._service.spawn(self._repair(), "repair")
             telling = keep_told(lambda: self._lease, self._service.warnings)

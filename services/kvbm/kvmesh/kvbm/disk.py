@@ -22,6 +22,7 @@ SMALLEST_STEP = 4 << 20
 LARGEST_STEP = 256 << 20
 STEPS = 16
 VECTORS = 512
+OURS = os.O_CLOEXEC | os.O_NOFOLLOW  # not what a link leads to
 RETRY_S = 300.0
 Transfer: TypeAlias = Callable[[int, list[memoryview], int], int]
 
@@ -142,10 +143,26 @@ def _after(views: list[memoryview], done: int) -> list[memoryview]:
     return []
 
 
+def _check_private(path: Path) -> None:
+    """Whoever may replace files there chooses what is loaded. Raises DiskError, or OSError."""
+    trusted = (0, os.getuid())
+    status = path.stat()
+    if status.st_uid not in trusted or path.lstat().st_uid not in trusted:
+        raise DiskError(f"{path} belongs to another user; set kvbm.disk_path")
+    if not status.st_mode & 0o022:
+        return
+    if status.st_uid == os.getuid():
+        path.chmod(status.st_mode & 0o7755)
+        log.warning("others could write to %s: they cannot any more", path)
+    else:
+        log.warning("others can write to %s: its files are checked, not trusted", path)
+
+
 def _locked(path: Path) -> int:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _check_private(path)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | OURS, 0o600)
     except OSError as error:
         raise DiskError(f"cannot use {path}: {error.strerror}; set kvbm.disk_path") from error
     try:
@@ -160,7 +177,7 @@ def _locked(path: Path) -> int:
 
 def _opened(path: Path) -> tuple[int, bool]:
     """The file, and whether it is read and written without the page cache."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | OURS
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError as error:

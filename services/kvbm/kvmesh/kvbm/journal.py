@@ -55,7 +55,8 @@ class Journal:
     def rewrite(self, records: Iterable[Record]) -> None:
         """Replace all that was written; raises OSError, and then goes on with the old file."""
         fresh = self.path.with_suffix(".new")
-        file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(fresh, flags, 0o600)
         try:
             count = _write(file, [self.first, *records])
             os.rename(fresh, self.path)

@@ -58,7 +58,7 @@ class Mover:
         except DiskFull as error:
             ends = [MoveEnd.UNWRITABLE] * len(batch)
             self._tell(self._on_full, error)
-        except OSError as error:
+        except Exception as error:  # its copies must be let go of, whatever it is
             writes = batch[0].target.tier == DISK
             ends = [MoveEnd.UNWRITABLE if writes else MoveEnd.UNREADABLE] * len(batch)
             self._tell(self._on_error, error)
@@ -89,10 +89,11 @@ class Mover:
             self._full = True
             log.warning("the disk tier stays at %d bytes: %s", error.usable, error)
 
-    def _on_error(self, error: OSError) -> None:
+    def _on_error(self, error: Exception) -> None:
         self._failures += 1
         if self._failures == 1:
-            log.error("the disk tier fails: %s", error)
+            defect = None if isinstance(error, OSError) else error
+            log.error("the disk tier fails: %s", error, exc_info=defect)
         if self._failures == TOLERATED:
             log.error("the disk tier is given up after %d errors", TOLERATED)
             self._give_up()

@@ -28,6 +28,7 @@ from kvmesh.kvbm.neighbours import Neighbours
 from kvmesh.kvbm.outside import Outside
 from kvmesh.kvbm.peers import Peers
 from kvmesh.kvbm.remote.courier import Courier
+from kvmesh.kvbm.remote.seal import Seal
 from kvmesh.kvbm.shelf import Shelf
 from kvmesh.kvbm.storage import Storage, node_name
 from kvmesh.runtime.service import VERSION, Service
@@ -87,7 +88,7 @@ class KvbmNode:
             self._peers = self._make_peers(self._neighbours)
         courier = None
         if storage.remote is not None:
-            courier = Courier(storage.remote, storage.arena, self._moved, self._clock)
+            courier = Courier(storage.remote, storage.arena, Seal(key), self._moved, self._clock)
         self._outside = Outside(courier, self._peers, self._neighbours, self._found, self._moved)
         lender = Lender(manager, self._peers, service.settings.transfer.lend_s, self._clock)
         self.desk = Desk(

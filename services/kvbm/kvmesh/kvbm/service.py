@@ -67,6 +67,7 @@ async def _serve(service: Service, node: KvbmNode) -> None:
     metrics = await serve_metrics(settings, lambda: node.ready, service.warnings)
     try:
         await node.open()
+        service.joined()
         await service.stopping.wait()
         await node.close()
     except KvbmError as error:

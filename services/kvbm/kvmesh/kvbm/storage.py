@@ -82,6 +82,7 @@ def _remote(settings: KvbmSettings, namespace: str) -> RemoteStore | None:
         settings.remote_lease_s,
         settings.remote_timeout_s,
         settings.remote_bytes,
+        settings.remote_group,
     )
 
 

@@ -105,6 +105,7 @@ class RouterService:
             await self.open()
             await lease.update(replace(card, labels={STATE: READY}))
             service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
+            service.joined()
             await service.stopping.wait()
             for router in self._models.values():
                 await router.leave()

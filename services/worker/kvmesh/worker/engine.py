@@ -46,7 +46,8 @@ class Delta(Struct):
     computed, per tier, and comes with the first tokens. `handoff` comes with the end of a prefill:
     where another engine of this kind finds its KV. `retention` comes with `cached`: what came of
     each explicit directive for the prompt, and `decode` with `finish`: what came of that for the
-    answer, if the engine tells.
+    answer, if the engine tells. `invalid` says of an "error" that the request is at fault, and was
+    refused before it began.
     """
 
     request: str
@@ -58,6 +59,7 @@ class Delta(Struct):
     handoff: dict[str, Any] | None = None
     retention: list[str] | None = None
     decode: str | None = None
+    invalid: bool = False
 
 
 class Sink(Protocol):

@@ -1,16 +1,17 @@
 """Whether a worker takes a piece of work: decided before the engine sees it."""
 
-from kvmesh.bus.messages import Work, WorkReply
+from kvmesh.bus.messages import Guided, Work, WorkReply
 from kvmesh.worker.engine import EngineInfo
 
 ACCEPTED = WorkReply(status="accepted")
+CHECKING = WorkReply(status="accepted", checking=True)
 KEPT = WorkReply(status="accepted", kept=True)
 INCOMPLETE = WorkReply(status="incomplete", reason="the prompt it builds on is not here any more")
 BUSY = WorkReply(status="busy", reason="too many requests wait in the engine")
 DRAINING = WorkReply(status="draining", reason="this worker is leaving")
 
 
-def check(work: Work, info: EngineInfo) -> str:
+def check(work: Work, info: EngineInfo, constraint_bytes: int) -> str:
     """Why `work` can never run on this engine; empty if it can."""
     length, ragged = divmod(len(work.tokens), 4)
     if ragged:
@@ -27,7 +28,13 @@ def check(work: Work, info: EngineInfo) -> str:
         return f"there is no rank {work.rank}"
     if work.adapter is not None and work.adapter not in info.adapters:
         return f"there is no adapter {work.adapter}"
-    return ""
+    return _too_large(work.sampling.guided, constraint_bytes)
+
+
+def _too_large(guided: Guided | None, most: int) -> str:
+    if guided is None or (size := len(guided.value.encode())) <= most:
+        return ""
+    return f"its {guided.kind} has {size} bytes, of at most {most}"
 
 
 def invalid(reason: str) -> WorkReply:

@@ -3,15 +3,17 @@
 import json
 import logging
 import os
+import time
 from contextlib import ExitStack
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvmesh.bus.messages import ModelCard
+from kvmesh.bus.messages import Instance, ModelCard, Role
 from kvmesh.demo import model_dir
 from kvmesh.index import HASH_VERSION
+from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import Worker
 from kvmesh.worker.engine import ConfigError, EngineInfo, not_installed
 from kvmesh.worker.scratch import Scratch
@@ -106,6 +108,25 @@ def _snapshot(folder: Path) -> str:
     """The revision that a folder of the Hugging Face cache is of; empty for any other folder."""
     real = folder.resolve()
     return real.name if real.parent.name == "snapshots" else ""
+
+
+def instance_card(
+    worker: Worker, info: EngineInfo, model: ModelCard, instance: str, name: str
+) -> Instance:
+    """What a worker that serves `model` tells of itself."""
+    return Instance(
+        instance=instance,
+        role=Role.WORKER,
+        name=name,
+        version=VERSION,
+        started=time.time(),
+        model=model,
+        capacity=info.capacity,
+        engine=info.name,
+        serves=worker.serves,
+        labels=card_labels(worker),
+        node=node_name(worker) if info.tiered else "",
+    )
 
 
 def node_name(worker: Worker) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +22,13 @@ from kvmesh.bus.messages import (
     ControlReply,
     Drain,
     Dump,
-    Instance,
     KvEvent,
     Load,
-    ModelCard,
     Pin,
     Ping,
     Prefetch,
     Release,
     Resend,
-    Role,
     StepOutput,
     Unpin,
     Work,
@@ -41,12 +37,13 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.models import publish_model
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.runtime.service import VERSION
 from kvmesh.runtime.warnings import Warnings, keep_told
 from kvmesh.settings.schema import Settings
 from kvmesh.worker import intake
+from kvmesh.worker.compiling import Compiler
 from kvmesh.worker.engine import ConfigError, Delta, Engine, EngineError, EngineInfo, Rejected
-from kvmesh.worker.model import card_labels, model_card, node_name
+from kvmesh.worker.model import instance_card, model_card
+from kvmesh.worker.orphans import Orphans
 from kvmesh.worker.prompts import Prompts
 from kvmesh.worker.retaining import Retaining, obey, outcomes
 from kvmesh.worker.scheduling.counters import RetentionState
@@ -94,6 +91,12 @@ class WorkerNode:
         self._standing = Standing(bus, self._warnings, limits.lease_s)
         self._transcripts = Transcripts()
         self._prompts = Prompts()
+        self._compiler = Compiler(
+            engine, settings.worker.compile_timeout_s, self._submit, self.output
+        )
+        self._orphans = Orphans(
+            bus, limits, instance, lambda: self._transcripts.frontends, self._abandon
+        )
         self._outbox: deque[tuple[str, object]] = deque()
         self._outbox_wake = asyncio.Event()
         self._muted = False
@@ -143,7 +146,7 @@ class WorkerNode:
             raise ConfigError(f"the {self.info.name} engine, so configured, cannot serve {serves}")
         files = files or await publish_model(self._bus, self._folder)
         model = model_card(self._settings.worker, self._folder, self.info, files)
-        card = self._card(self.info, model)
+        card = instance_card(self._settings.worker, self.info, model, self.instance, self._name)
         await self._standing.admit(card)
         self._publisher = KvPublisher(
             self._bus,
@@ -160,7 +163,8 @@ class WorkerNode:
             asyncio.create_task(self._watch_engine(), name="watchdog"),
         ]
         await self._listen()
-        self._lease = Lease(self._bus, card, self._limits)
+        await self._orphans.open()
+        self._lease = Lease(self._bus, card, self._limits, self._on_lapsed)
         await self._lease.open()
         await self._standing.confirm(card)
         self._joined = True
@@ -177,19 +181,21 @@ class WorkerNode:
             await self._lease.update(replace(self._lease.card, draining=True))
         try:
             async with asyncio.timeout(timeout):
+                await self._compiler.drain()
                 await self._engine.drain()
         except TimeoutError:
             left = self._transcripts.live
             log.warning("%d requests did not end in %g s: aborting them", len(left), timeout)
-        for request in self._transcripts.live:
-            self._engine.abort(request)
+        self._abort_all(self._transcripts.live)
 
     async def close(self) -> None:
         """Leave the mesh: withdraw the lease, send what is unsent, stop the engine."""
         if self._lease is not None:
             await self._lease.close()
             self._lease = None
+        await self._orphans.close()
         await self._unsubscribe()
+        self._compiler.close()
         await self._engine.close()
         if self._publisher is not None:
             await self._publisher.close()
@@ -226,6 +232,7 @@ class WorkerNode:
     def failed(self, error: EngineError) -> None:
         """Requests get an end that tells their frontends to move them elsewhere."""
         self.draining = True
+        self._compiler.close()
         live = self._transcripts.live
         self.output([Delta(request, [], finish="abort", error=str(error)) for request in live])
         self._on_end(error)
@@ -252,31 +259,53 @@ class WorkerNode:
         work = self._prompts.complete(offered)
         if work is None:
             return intake.INCOMPLETE
-        if reason := intake.check(work, self.info):
+        if reason := intake.check(work, self.info, self._settings.worker.constraint_bytes):
             return intake.invalid(reason)
         if self._full(work.rank):
             return intake.BUSY
-        if reason := self._begin(work, self.info):
+        self._transcripts.open(work, *outcomes(self._engine, work, self.info.retention))
+        if self._compiler.needs(work):
+            self._compiler.start(work)
+            return intake.CHECKING
+        if reason := self._submit(work):
+            self._transcripts.drop(work.request)
             return intake.invalid(reason)
         return intake.KEPT if self._prompts.keep(work, offered.base) else intake.ACCEPTED
 
-    def _begin(self, work: Work, info: EngineInfo) -> str:
+    def _submit(self, work: Work) -> str:
         """Why the engine does not take it; empty if it does."""
-        self._transcripts.open(work, *outcomes(self._engine, work, info.retention))
         try:
             self._engine.submit(work)
         except Rejected as rejected:
-            self._transcripts.drop(work.request)
             return rejected.reason
         except Exception:
             # a defect of the engine; elsewhere the same request would meet it again
             log.exception("the engine failed to take request %s", work.request)
-            self._transcripts.drop(work.request)
             return "the engine failed on it; its worker has logged why"
         return ""
 
+    def _abandon(self, frontend: str) -> None:
+        """Nobody reads what is made for this frontend."""
+        self._abort_all(self._transcripts.of(frontend))
+        self._transcripts.forget(frontend)
+
+    def _on_lapsed(self) -> None:
+        """What ran here was moved elsewhere while this process stood still, or soon will be."""
+        live = self._transcripts.live
+        log.warning("%d requests are aborted: they go on elsewhere", len(live))
+        self._abort_all(live)
+
+    def _abort_all(self, requests: list[str]) -> None:
+        for request in requests:
+            self._abort(request)
+
+    def _abort(self, request: str) -> bool:
+        return self._compiler.abort(request) or self._engine.abort(request)
+
     def _full(self, rank: int) -> bool:
         most = self._settings.worker.max_waiting
+        if self._compiler.full:
+            return True
         if self._transcripts.live_count < most:
             return False
         return any(load.rank == rank and load.waiting >= most for load in self.load())
@@ -284,7 +313,7 @@ class WorkerNode:
     def _obey(self, command: Control) -> ControlReply:
         match command:
             case Cancel(request):
-                return _known(self._engine.abort(request))
+                return _known(self._abort(request))
             case Resend(request, offset):
                 return _known(self._resend(request, offset))
             case Dump(rank):
@@ -370,21 +399,6 @@ class WorkerNode:
             await asyncio.sleep(timeout / STALL_LOOKS)
             watch.look(self.load())
         self.failed(EngineError(f"the engine has work but took no step for {timeout:g} s"))
-
-    def _card(self, info: EngineInfo, model: ModelCard) -> Instance:
-        return Instance(
-            instance=self.instance,
-            role=Role.WORKER,
-            name=self._name,
-            version=VERSION,
-            started=time.time(),
-            model=model,
-            capacity=info.capacity,
-            engine=info.name,
-            serves=self._settings.worker.serves,
-            labels=card_labels(self._settings.worker),
-            node=node_name(self._settings.worker) if info.tiered else "",
-        )
 
 
 def _known(known: bool) -> ControlReply:

@@ -106,6 +106,7 @@ async def _serve(service: Service, node: WorkerNode) -> None:
     http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
         await node.start()
+        service.joined()
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)
     finally:

@@ -19,6 +19,7 @@ class Transcript:
         "first",
         "frontend",
         "handoff",
+        "invalid",
         "logprobs",
         "retention",
         "tokens",
@@ -37,6 +38,7 @@ class Transcript:
         self.handoff: dict[str, Any] | None = None
         self.retention = retention
         self.decode = decode
+        self.invalid = False
 
     def append(self, delta: Delta) -> Chunk:
         offset = self.first + len(self.tokens)
@@ -48,6 +50,7 @@ class Transcript:
             self.retention = delta.retention or self.retention
         self.finish, self.error, self.handoff = delta.finish, delta.error, delta.handoff
         self.decode = delta.decode or self.decode
+        self.invalid = delta.invalid
         return Chunk(
             delta.request,
             offset,
@@ -59,6 +62,7 @@ class Transcript:
             delta.handoff,
             self.retention if delta.cached is not None else None,
             self.decode if delta.finish is not None else None,
+            delta.invalid,
         )
 
     def since(self, request: str, offset: int) -> Chunk:
@@ -77,6 +81,7 @@ class Transcript:
             self.handoff,
             self.retention if self.cached is not None else None,
             self.decode if self.finish is not None else None,
+            self.invalid,
         )
 
 
@@ -95,6 +100,21 @@ class Transcripts:
     @property
     def live(self) -> list[str]:
         return [request for request, t in self._by_request.items() if t.finish is None]
+
+    @property
+    def frontends(self) -> set[str]:
+        """Whose requests these are."""
+        return {transcript.frontend for transcript in self._by_request.values()}
+
+    def of(self, frontend: str) -> list[str]:
+        """The requests of a frontend that have not ended."""
+        return [r for r in self.live if self._by_request[r].frontend == frontend]
+
+    def forget(self, frontend: str) -> None:
+        """Nobody will ask for these any more."""
+        for request in [r for r, t in self._by_request.items() if t.frontend == frontend]:
+            if self._by_request.pop(request).finish is None:
+                self.live_count -= 1
 
     def open(
         self, work: Work, retention: list[str] | None = None, decode: str | None = None

@@ -17,6 +17,7 @@ from kvmesh.kvbm.arena import Arena
 from kvmesh.kvbm.core.block import REMOTE, Copy
 from kvmesh.kvbm.core.store import Move, MoveEnd, wishes_of
 from kvmesh.kvbm.remote.interface import RemoteBlock, RemoteError, RemoteStore
+from kvmesh.kvbm.remote.seal import Seal
 from kvmesh.retention.claims import Wish
 
 log = logging.getLogger(__name__)
@@ -47,11 +48,13 @@ class Courier:
         self,
         store: RemoteStore,
         arena: Arena,
+        seal: Seal,
         moved: Callable[[Ends], None],
         clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._arena = arena
+        self._seal = seal
         self._moved = moved
         self._clock = clock
         self._slots = asyncio.Semaphore(AT_ONCE)
@@ -113,32 +116,48 @@ class Courier:
         self._moved(ends if ends is not None else [(move, otherwise) for move in batch])
 
     async def _put(self, batch: Sequence[Move]) -> Ends:
-        await self._store.put([self._packed(move.source) for move in batch])
+        notes = [self._note(move.source) for move in batch]
+        packed = await asyncio.to_thread(self._pack, batch, notes)
+        await self._store.put(packed)
         return [(move, MoveEnd.DONE) for move in batch]
 
-    def _packed(self, copy: Copy) -> RemoteBlock:
+    def _note(self, copy: Copy) -> bytes:
         wishes = [(wish.level, wish.ttl_s) for wish in wishes_of(copy, self._clock())]
-        view = self._arena.view(copy.offset, copy.block.space.block_bytes)
-        return RemoteBlock(copy.block.digest, _encode(Note(copy.checksum, wishes)), view)
+        return _encode(Note(copy.checksum, wishes))
+
+    def _pack(self, batch: Sequence[Move], notes: Sequence[bytes]) -> list[RemoteBlock]:
+        packed = []
+        for move, note in zip(batch, notes, strict=True):
+            block = move.source.block
+            view = self._arena.view(move.source.offset, block.space.block_bytes)
+            packed.append(RemoteBlock(block.digest, self._seal.put(block.digest, note, view), view))
+        return packed
 
     async def _get(self, batch: Sequence[Move]) -> Ends:
         # not straight into the arena: what a call that timed out writes late must harm nobody
         buffers = [bytearray(move.target.block.space.block_bytes) for move in batch]
         digests = [move.source.block.digest for move in batch]
         notes = await self._store.get(digests, [memoryview(buffer) for buffer in buffers])
-        ends = list(map(self._take, batch, buffers, notes))
+        known = await asyncio.to_thread(lambda: list(map(self._check, digests, buffers, notes)))
+        ends = list(map(self._take, batch, buffers, known))
         self.drop([m.source.block.digest for m, end in ends if end is MoveEnd.CORRUPT])
         return ends
 
-    def _take(self, move: Move, content: bytearray, note: bytes | None) -> tuple[Move, MoveEnd]:
+    def _check(self, digest: bytes, content: bytearray, sealed: bytes | None) -> Note | MoveEnd:
+        if sealed is None:
+            return MoveEnd.UNREADABLE
+        note = self._seal.take(digest, sealed, content)
         if note is None:
-            return move, MoveEnd.UNREADABLE
+            return MoveEnd.CORRUPT
         try:
             known = _note_decoder.decode(note)
         except msgspec.MsgspecError:
-            return move, MoveEnd.CORRUPT
-        if xxh3(content) != known.checksum:
-            return move, MoveEnd.CORRUPT
+            return MoveEnd.CORRUPT
+        return known if xxh3(content) == known.checksum else MoveEnd.CORRUPT
+
+    def _take(self, move: Move, content: bytearray, known: Note | MoveEnd) -> tuple[Move, MoveEnd]:
+        if isinstance(known, MoveEnd):
+            return move, known
         self._arena.view(move.target.offset, len(content))[:] = content
         move.source.checksum = known.checksum
         move.wishes.extend(Wish(level, ttl_s) for level, ttl_s in known.wishes)

@@ -12,7 +12,12 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 def open_store(
-    url: str, namespace: str, lease_s: float, timeout_s: float, folder_bytes: int
+    url: str,
+    namespace: str,
+    lease_s: float,
+    timeout_s: float,
+    folder_bytes: int,
+    folder_group: bool = False,
 ) -> RemoteStore:
     """The store at redis://, rediss://, unix:// or file:// `url`; connects when it is first used.
 
@@ -21,7 +26,7 @@ def open_store(
     scheme = urlsplit(url).scheme
     if scheme == "file":
         path = Path(url2pathname(urlsplit(url).path)) / namespace
-        return FolderStore(path, lease_s, timeout_s, folder_bytes)
+        return FolderStore(path, lease_s, timeout_s, folder_bytes, folder_group)
     if scheme not in REDIS_SCHEMES:
         raise RemoteError(
             "open", f"{redacted(url)!r} is not a redis://, rediss://, unix:// or file:// URL"

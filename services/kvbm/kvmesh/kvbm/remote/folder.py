@@ -30,19 +30,24 @@ class FolderStore:
     """At most about `capacity` bytes over all nodes: the oldest files go when `tend` finds more.
 
     `timeout_s` bounds how long a call is waited for, as a network file system may hang. Raises
-    RemoteError if the folder cannot be made or written.
+    RemoteError if the folder cannot be made or written. Only its own user can read what it makes,
+    or with `group` that user's group.
     """
 
-    def __init__(self, folder: Path, lease_s: float, timeout_s: float, capacity: int) -> None:
+    def __init__(
+        self, folder: Path, lease_s: float, timeout_s: float, capacity: int, group: bool = False
+    ) -> None:
         self._folder = folder
         self._lease_s = lease_s
         self._timeout_s = timeout_s
         self._capacity = capacity
+        self._folder_mode, self._file_mode = (0o770, 0o660) if group else (0o700, 0o600)
         self._threads = ThreadPoolExecutor(THREADS, "shared folder")
         self._idle = asyncio.Semaphore(THREADS)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".lock").touch()
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self._make(folder)
+            os.close(self._create(folder / ".lock", os.O_RDONLY))
         except OSError as error:
             raise RemoteError("open", str(error)) from error
 
@@ -104,16 +109,31 @@ class FolderStore:
         path = self._path(block.digest)
         if path.exists():
             return
-        path.parent.mkdir(exist_ok=True)
+        self._make(path.parent)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         length = len(block.note).to_bytes(NOTE_LENGTH_BYTES, "little")
         try:
-            with draft.open("wb") as file:
+            with os.fdopen(self._create(draft, os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 file.writelines((length, block.note, block.content))
             draft.replace(path)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
+
+    def _make(self, folder: Path) -> None:
+        with suppress(FileExistsError):
+            folder.mkdir(0o700)
+            folder.chmod(self._folder_mode)
+
+    def _create(self, path: Path, flags: int) -> int:
+        """Open a file, made now if need be, whatever `umask` says."""
+        try:
+            fresh = flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = os.open(path, fresh, 0o600)
+            os.fchmod(file, self._file_mode)
+        except FileExistsError:
+            file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return file
 
     def _read(self, digest: bytes, into: memoryview) -> bytes | None:
         with suppress(FileNotFoundError), self._path(digest).open("rb", buffering=0) as file:

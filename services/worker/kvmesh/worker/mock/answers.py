@@ -97,6 +97,10 @@ class Author:
             whole = self._endless(work, self._thinking(work, seed), seed)
         return _cut_at_stop(whole, work.sampling, work.generated)
 
+    def text(self, tokens: list[int]) -> str:
+        """What tokens say."""
+        return str(self._tokenizer.decode(tokens))
+
     def _seed(self, work: Work) -> int:
         """A hash of the prompt as it first was, the same after a migration."""
         seed = self.options.seed + (work.sampling.seed or 0)

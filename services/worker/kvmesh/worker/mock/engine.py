@@ -1,6 +1,8 @@
 """The mock as an engine of the mesh: pure cores stepped in real time, answers from an author."""
 
 import asyncio
+import logging
+import time
 from collections.abc import Container
 from pathlib import Path
 
@@ -35,6 +37,9 @@ from kvmesh.worker.scheduling.scheduler import SchedulerLimits
 from kvmesh.worker.scheduling.sequence import Request, hash_prompt
 from kvmesh.worker.scheduling.tiers import TIERS, tier_options
 from kvmesh.worker.tiers import TierCounts
+
+log = logging.getLogger(__name__)
+FOR_EVER_S = 1e6
 
 
 def create(context: EngineContext) -> "MockEngine":
@@ -86,6 +91,8 @@ class MockEngine:
     def submit(self, work: Work) -> None:
         if not 0 <= work.rank < len(self._ranks):
             raise Rejected(f"there is no rank {work.rank}")
+        if self._options.poison:
+            self._swallow(work)
         try:
             request = self._request(work)
             self._ranks[work.rank].submit(request)
@@ -93,6 +100,16 @@ class MockEngine:
             raise Rejected(str(error)) from error
         self._live[work.request] = _Live(self._ranks[work.rank], work)
         self._prefetches.met_by(work)
+
+    def _swallow(self, work: Work) -> None:
+        """Suffer what poison does, if there is any in the prompt."""
+        prompt = memoryview(work.tokens).cast("I").tolist()
+        if self._author is not None and self._options.poison in self._author.text(prompt):
+            effect = self._options.poison_effect
+            log.warning("injected %s by request %s", effect, work.request)
+            if effect == "block":
+                time.sleep(FOR_EVER_S)
+            self._ranks[work.rank].poison(effect)
 
     def prefetch(self, wish: Prefetch) -> str:
         if not 0 <= wish.rank < len(self._ranks):

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from kvmesh.bus.messages import KvEvent, Load, Removed
 from kvmesh.worker.engine import Delta, EngineError, Sink
 from kvmesh.worker.mock.core import MockCore, StepResult
-from kvmesh.worker.mock.faults import Faults
+from kvmesh.worker.mock.faults import Faults, InjectedCrash
 from kvmesh.worker.scheduling.keeping import Keeping
 from kvmesh.worker.scheduling.sequence import Request
 from kvmesh.worker.scheduling.tiers import TIERS
@@ -34,6 +34,7 @@ class MockRank:
         self.idle.set()
         self._sink = sink
         self._faults = faults
+        self._poisoned = ""
         self._counts_steps = faults != Faults()
         self._tick_s = tick_s
         self._wake = asyncio.Event()
@@ -56,6 +57,10 @@ class MockRank:
         self.core.submit(request)
         self.idle.clear()
         self._wake.set()
+
+    def poison(self, effect: str) -> None:
+        """The next step ends the engine: by a "crash", or as it hangs."""
+        self._poisoned = effect
 
     def abort(self, request: str) -> bool:
         """Drop a request; what the step under way makes for it is not told."""
@@ -120,7 +125,9 @@ class MockRank:
     async def _maybe_fail(self) -> None:
         step = self.core.counters.steps + 1
         self._faults.check_crash(step)
-        if self._faults.hangs(step):
+        if self._poisoned == "crash":
+            raise InjectedCrash(step)
+        if self._poisoned or self._faults.hangs(step):
             log.warning("injected hang at step %d", step)
             await asyncio.Event().wait()
 

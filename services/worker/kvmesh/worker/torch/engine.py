@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
+from kvmesh.bus.messages import Capacity, Guided, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker.engine import (
@@ -128,6 +128,14 @@ class TorchEngine:
         self._idle.clear()
         self._wake.set()
 
+    def compiled(self, guided: Guided) -> bool:
+        return self._loaded is not None and guided in self._loaded[1]
+
+    async def compile(self, guided: Guided) -> None:
+        if self._loaded is None:
+            raise Rejected("the engine has not started")
+        await self._loaded[1].compile(guided)
+
     def _queue(self, core: TorchCore, work: Work, sampler: Sampler) -> None:
         """Hand the work to the core, after what has been left for it has come."""
         if self._handoffs is None or not (work.handoff or work.prefill):
@@ -223,6 +231,8 @@ class TorchEngine:
             await self._handoffs.close()
         if self._lower is not None:
             await self._lower.close()
+        if self._loaded is not None:
+            self._loaded[1].close()
         try:
             await asyncio.wait_for(asyncio.to_thread(self._thread.shutdown), CLOSE_S)
         except TimeoutError:

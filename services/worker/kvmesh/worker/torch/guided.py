@@ -1,8 +1,10 @@
 """Guided decoding: constraints of the mesh as grammars of llguidance, and their token masks."""
 
+import asyncio
 import json
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from kvmesh.worker.engine import ConfigError, Rejected
 from kvmesh.worker.torch.lark import choice, lean, structural
 
 CACHED_GRAMMARS = 64
+THREADS = 2
 
 
 class Grammars:
@@ -26,7 +29,8 @@ class Grammars:
         self._ends = sorted(ends)
         self._tokenizer: LLTokenizer | None = None
         self._special: dict[str, int] = {}
-        self._compiled = lru_cache(CACHED_GRAMMARS)(self._compile)
+        self._compiled: OrderedDict[Guided, LLMatcher] = OrderedDict()
+        self._threads = ThreadPoolExecutor(THREADS, "grammars")
 
     def load(self) -> None:
         """Read the tokenizer; raises ConfigError."""
@@ -45,12 +49,33 @@ class Grammars:
         }
         self._tokenizer = tokenizer
 
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __contains__(self, guided: Guided) -> bool:
+        return guided in self._compiled
+
+    async def compile(self, guided: Guided) -> None:
+        """Have the grammar at hand; raises Rejected as `constraint` does."""
+        loop = asyncio.get_running_loop()
+        self._keep(guided, await loop.run_in_executor(self._threads, self._compile, guided))
+
     def constraint(self, guided: Guided) -> "GrammarConstraint":
         """Raises Rejected for a constraint that is malformed or that nothing satisfies."""
-        fresh = self._compiled(guided.kind, guided.value)
+        fresh = self._compiled.get(guided)
+        if fresh is None:
+            fresh = self._compile(guided)
+        self._keep(guided, fresh)
         return GrammarConstraint(fresh.deep_copy(), self.vocabulary)
 
-    def _compile(self, kind: str, value: str) -> LLMatcher:
+    def _keep(self, guided: Guided, matcher: LLMatcher) -> None:
+        self._compiled[guided] = matcher
+        self._compiled.move_to_end(guided)
+        while len(self._compiled) > CACHED_GRAMMARS:
+            self._compiled.popitem(last=False)
+
+    def _compile(self, guided: Guided) -> LLMatcher:
+        kind, value = guided.kind, guided.value
         if self._tokenizer is None:
             raise Rejected("the engine has not started")
         try:

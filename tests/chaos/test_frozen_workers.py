@@ -1,0 +1,151 @@
+"""Workers that freeze, frontends that are killed, requests that end engines.
+
+Four workers serve sixteen streams without end. Whatever happens to one process, no request fails
+but that which is to blame, every answer is the one that its prompt always has, and nothing runs on
+for nobody.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from openai import APIError
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.traffic import Traffic
+from support.wait import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+WORKERS = 4
+LEASE_S = 3.0
+PAUSE_S = LEASE_S + 2.0  # what a client may notice of a worker
+SLACK_S = 4.0  # for machines on which everything is slow
+POISON = "a request that no engine survives"
+
+
+@asynccontextmanager
+async def serving(nats_url: str, folder: Path, **env: str) -> AsyncIterator[Mesh]:
+    env = {"KVMESH_MOCK_SPEEDUP": "2", "KVMESH_STREAMS_LEASE_S": str(LEASE_S), **env}
+    mesh = Mesh(nats_url, folder, env)
+    try:
+        mesh.start_all(WORKERS)
+        await mesh.ready()
+        await eventually(lambda: len(running(mesh)) == WORKERS)
+        yield mesh
+    finally:
+        mesh.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Mesh]:
+    async with serving(nats_server.url, tmp_path_factory.mktemp("mesh")) as mesh:
+        yield mesh
+
+
+def running(mesh: Mesh) -> dict[str, float]:
+    """Running requests of each worker, as the frontend hears."""
+    name = "kvmesh_worker_running_requests{"
+    return {key: count for key, count in mesh.metrics().items() if key.startswith(name)}
+
+
+async def test_a_worker_that_was_frozen_does_no_harm_when_it_thaws(mesh: Mesh) -> None:
+    traffic = Traffic(mesh.url)
+    await traffic.start()
+    await traffic.more()
+    process = mesh.processes["worker-0"]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        await eventually(lambda: len(running(mesh)) == WORKERS - 1, what="its lease has ended")
+        await traffic.more()
+    finally:
+        process.send_signal(signal.SIGCONT)
+    await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
+    await eventually(lambda: "others took this process for dead" in mesh.logs())
+    await traffic.more()
+    await traffic.stop()
+    print(f"{traffic.whole} answers, longest pause {traffic.longest:.2f} s")
+    assert traffic.failed == []
+    assert traffic.longest <= PAUSE_S + SLACK_S
+    await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+
+
+async def test_workers_frozen_together_cost_no_request(mesh: Mesh) -> None:
+    traffic = Traffic(mesh.url)
+    await traffic.start()
+    await traffic.more()
+    frozen = [mesh.processes[f"worker-{number}"] for number in range(WORKERS - 1)]
+    for process in frozen:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        await traffic.more()
+    finally:
+        for process in frozen:
+            process.send_signal(signal.SIGCONT)
+    await traffic.more()
+    await traffic.stop()
+    print(f"{traffic.whole} answers, longest pause {traffic.longest:.2f} s")
+    assert traffic.failed == []
+
+
+async def test_workers_killed_one_after_the_other_cost_no_request(mesh: Mesh) -> None:
+    traffic = Traffic(mesh.url)
+    await traffic.start()
+    await traffic.more()
+    for number in range(WORKERS - 1):
+        mesh.kill(f"worker-{number}")
+        await asyncio.sleep(1)  # in which those of the last one have only just moved
+    await traffic.more()
+    await traffic.stop()
+    for number in range(WORKERS - 1):
+        mesh.restart(f"worker-{number}")
+    await eventually(lambda: len(running(mesh)) == WORKERS)
+    assert traffic.failed == []
+
+
+async def test_what_a_killed_frontend_has_asked_for_is_aborted(mesh: Mesh) -> None:
+    traffic = Traffic(mesh.url)
+    asking = [
+        asyncio.create_task(traffic.stream(f"Number {number}. " * 30, tokens=5000))
+        for number in range(12)
+    ]
+    await eventually(lambda: sum(running(mesh).values()) == len(asking))
+    mesh.kill("frontend-0")
+    assert len(await asyncio.gather(*asking, return_exceptions=True)) == len(asking)
+    mesh.restart("frontend-0")
+    await mesh.ready()
+    await eventually(lambda: "is gone: its requests are aborted" in mesh.logs())
+    await eventually(lambda: len(running(mesh)) == WORKERS and not sum(running(mesh).values()))
+    assert mesh.metric("kvmesh_worker_output_tokens_total") < len(asking) * 5000
+    await traffic.stop()
+
+
+@pytest.mark.parametrize("effect", ["crash", "block"])
+async def test_a_request_that_ends_engines_ends_two_and_fails_alone(
+    nats_server: NatsServer, tmp_path: Path, effect: str
+) -> None:
+    env = {"KVMESH_MOCK_POISON": POISON, "KVMESH_MOCK_POISON_EFFECT": effect}
+    env["KVMESH_PROCESS_HANG_TIMEOUT_S"] = "3"
+    async with serving(nats_server.url, tmp_path, **env) as mesh:
+        traffic = Traffic(mesh.url)
+        await traffic.start()
+        await traffic.more()
+        with pytest.raises(APIError, match="both stopped answering"):
+            await traffic.stream(f"This is {POISON}. " * 10)
+        await eventually(lambda: len(ended(mesh)) == 2, what="two workers have ended")
+        await traffic.more()
+        await traffic.stop()
+        assert traffic.failed == []
+        assert set(ended(mesh)) == ({-signal.SIGABRT} if effect == "block" else {1})
+        assert mesh.logs().count(f"injected {effect} by request") == 2
+
+
+def ended(mesh: Mesh) -> list[int]:
+    """The status of each process that is no more."""
+    codes = [process.poll() for process in mesh.processes.values()]
+    return [code for code in codes if code is not None]

@@ -1,0 +1,111 @@
+"""A worker that stood still beyond its lease: what it ran is over, what it holds counts."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from support.mesh import Mesh, stream_env
+from support.nats import NatsServer
+from support.wait import eventually
+from support.worker import SALT, Desk, prompt, work
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.errors import BusError
+from kvmesh.bus.messages import Instance, OverlapQuery, OverlapReply, Role
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.index import block_hashes
+
+BLOCKS = 6
+MODEL = "kvmesh-demo"
+
+
+@pytest.fixture
+def lease_s() -> float:
+    return 2.0
+
+
+@pytest_asyncio.fixture
+async def mesh(
+    nats_server: NatsServer, bus: Bus, limits: StreamLimits, tmp_path: Path
+) -> AsyncIterator[Mesh]:
+    env = {**stream_env(limits), "KVMESH_MOCK_SPEEDUP": "1"}
+    mesh = Mesh(nats_server.url, tmp_path, env, bus.options.namespace)
+    yield mesh
+    mesh.stop()
+
+
+@pytest_asyncio.fixture
+async def directory(bus: Bus, limits: StreamLimits) -> AsyncIterator[Directory]:
+    directory = Directory(bus, limits)
+    await directory.open()
+    yield directory
+    await directory.close()
+
+
+async def joined(directory: Directory, name: str) -> str:
+    found = await eventually(lambda: [c for c in directory.instances if c.name == name])
+    return found[0].instance
+
+
+async def held(bus: Bus, prompts: list[bytes]) -> list[int]:
+    """How many leading blocks of each the index knows of."""
+    query = OverlapQuery([block_hashes(tokens, 16, SALT)[1] for tokens in prompts])
+    try:
+        reply = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, 10)
+    except BusError as error:
+        raise AssertionError(f"no answer: {error}") from error
+    rows = [memoryview(row).cast("I").tolist() for row in reply.rows]
+    return [sum(row[1:5]) for row in rows]
+
+
+async def test_what_ran_in_a_worker_that_was_frozen_is_aborted_and_the_index_is_right_again(
+    bus: Bus, desk: Desk, mesh: Mesh, directory: Directory
+) -> None:
+    mesh.start("indexer", "i")
+    mesh.start("worker", "w")
+    instance = await joined(directory, "w")
+    await joined(directory, "i")
+    prompts = [prompt(16 * BLOCKS, first=700 * number + number) for number in range(6)]
+    for number, tokens in enumerate(prompts[:4]):
+        await desk.offer(instance, work(f"r{number}", tokens, 2))
+        await desk.done(f"r{number}")
+    await eventually(lambda: index_is(bus, prompts, [BLOCKS] * 4 + [0, 0]))
+    await desk.offer(instance, work("long", prompts[4], 5000))
+    await eventually(lambda: "long" in desk.chunks)
+    process = mesh.processes["w"]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        await eventually(lambda: "w" not in {card.name for card in directory.instances})
+        await eventually(lambda: index_is(bus, prompts, [0] * 6), what="the index has dropped it")
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert await joined(directory, "w") == instance
+    assert await eventually(lambda: desk.finish("long")) == "abort"
+    await eventually(lambda: not desk.loads[-1].running)
+    await desk.offer(instance, work("new", prompts[5], 2))
+    await desk.done("new")
+    await eventually(lambda: index_is(bus, prompts, [BLOCKS] * 6), what="the index is right again")
+
+
+async def index_is(bus: Bus, prompts: list[bytes], truth: list[int]) -> bool:
+    assert await held(bus, prompts) == truth
+    return True
+
+
+async def test_a_frontend_that_is_only_stopping_keeps_its_requests(
+    bus: Bus, desk: Desk, mesh: Mesh, directory: Directory, limits: StreamLimits
+) -> None:
+    mesh.start("worker", "w")
+    instance = await joined(directory, "w")
+    card = Instance(instance="front", role=Role.FRONTEND, name="f", version="0", started=0.0)
+    lease = Lease(bus, card, limits)
+    await lease.open()
+    await asyncio.gather(*(desk.offer(instance, work(f"r{n}", prompt(20), 300)) for n in range(3)))
+    await lease.close()
+    for number in range(3):
+        assert len(await desk.done(f"r{number}")) == 300
+        assert desk.finish(f"r{number}") == "length"

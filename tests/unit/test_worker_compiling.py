@@ -1,0 +1,103 @@
+"""Work whose constraint is compiled first: begun, refused, too slow, aborted."""
+
+import asyncio
+
+from support.wait import eventually
+from support.worker import prompt, work
+
+from kvmesh.bus.messages import Guided, Sampling
+from kvmesh.worker.compiling import MOST, Compiler, Compiling
+from kvmesh.worker.engine import Delta, Rejected
+
+GUIDED = Guided(kind="regex", value="a+")
+WORK = work("r", prompt(10), sampling=Sampling(max_tokens=5, guided=GUIDED))
+
+
+class Engine:
+    """Compiles when `go` is set; then refuses if there is a `reason`."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.go = asyncio.Event()
+        self.reason = reason
+
+    def compiled(self, guided: Guided) -> bool:
+        return guided.value == "known"
+
+    async def compile(self, guided: Guided) -> None:
+        await self.go.wait()
+        if self.reason:
+            raise Rejected(self.reason)
+
+
+class Bench:
+    def __init__(self, engine: object, most_s: float = 60.0) -> None:
+        self.begun: list[str] = []
+        self.told: list[Delta] = []
+        self.compiler = Compiler(engine, most_s, self._begin, self.told.extend)
+
+    def _begin(self, item: object) -> str:
+        self.begun.append(WORK.request)
+        return ""
+
+
+async def test_only_what_is_not_compiled_yet_waits() -> None:
+    assert isinstance(Engine(), Compiling)
+    compiler = Bench(Engine()).compiler
+    assert compiler.needs(WORK)
+    known = Guided(kind="regex", value="known")
+    assert not compiler.needs(work("r", b"", sampling=Sampling(max_tokens=1, guided=known)))
+    assert not compiler.needs(work("r", b""))
+    assert not Bench(object()).compiler.needs(WORK)
+
+
+async def test_it_begins_once_it_is_compiled_and_its_frontend_hears_so() -> None:
+    engine = Engine()
+    bench = Bench(engine)
+    bench.compiler.start(WORK)
+    await asyncio.sleep(0)
+    assert not bench.begun
+    engine.go.set()
+    await bench.compiler.drain()
+    assert bench.begun == ["r"]
+    assert bench.told == [Delta("r", [])]
+
+
+async def test_what_cannot_be_followed_is_the_caller_s_fault() -> None:
+    engine = Engine("it is malformed")
+    bench = Bench(engine)
+    bench.compiler.start(WORK)
+    engine.go.set()
+    await bench.compiler.drain()
+    assert not bench.begun
+    assert bench.told == [Delta("r", [], finish="error", error="it is malformed", invalid=True)]
+
+
+async def test_what_takes_too_long_is_refused() -> None:
+    bench = Bench(Engine(), most_s=0.01)
+    bench.compiler.start(WORK)
+    await bench.compiler.drain()
+    assert not bench.begun
+    assert "more than 0.01 s" in (bench.told[0].error or "")
+    assert bench.told[0].invalid
+
+
+async def test_what_is_aborted_never_begins() -> None:
+    engine = Engine()
+    bench = Bench(engine)
+    bench.compiler.start(WORK)
+    assert bench.compiler.abort("r")
+    assert not bench.compiler.abort("r")
+    engine.go.set()
+    await bench.compiler.drain()
+    assert not bench.begun
+    assert bench.told == [Delta("r", [], finish="abort")]
+
+
+async def test_only_so_many_wait_at_once() -> None:
+    bench = Bench(Engine())
+    for number in range(MOST):
+        assert not bench.compiler.full
+        bench.compiler.start(work(f"r{number}", prompt(10), sampling=WORK.sampling))
+    assert bench.compiler.full
+    bench.compiler.close()
+    await eventually(lambda: not bench.compiler.full)
