@@ -1,12 +1,15 @@
 """Two tenants on one mesh: neither reads, times, pins out, cancels nor clears what is another's."""
 
+import asyncio
 import hashlib
 import json
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -94,13 +97,7 @@ async def stage(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Stage]:
     folder: Path = tmp_path_factory.mktemp("tenants")
-    rows = [
-        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **fields}
-        for name, fields in KEYS.items()
-    ]
-    keys = folder / "keys.toml"
-    keys.write_text("".join(f"[[key]]\n{_toml(row)}\n" for row in rows))
-    mesh = Mesh(nats_server.url, folder, {"KVMESH_FRONTEND_KEYS_FILE": str(keys)})
+    mesh = locked(nats_server, folder)
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0")
     model = "kvmesh-demo"
@@ -119,6 +116,17 @@ async def stage(
     await mesh.ready()
     yield Stage(mesh, model)
     mesh.stop()
+
+
+def locked(nats_server: NatsServer, folder: Path) -> Mesh:
+    """A mesh whose frontends ask for the keys."""
+    rows = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **fields}
+        for name, fields in KEYS.items()
+    ]
+    keys = folder / "keys.toml"
+    keys.write_text("".join(f"[[key]]\n{_toml(row)}\n" for row in rows))
+    return Mesh(nats_server.url, folder, {"KVMESH_FRONTEND_KEYS_FILE": str(keys)})
 
 
 def _toml(row: dict[str, Any]) -> str:
@@ -251,3 +259,43 @@ async def test_a_restarted_frontend_knows_the_tenants_again(stage: Stage) -> Non
     stage.mesh.restart("frontend-0")
     await stage.mesh.ready()
     assert sum(stage.ask("twin", text)) > 0
+
+
+FLOOD = 24
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def slow(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Stage]:
+    """A mesh that computes one prompt after the other, while the others wait in the router."""
+    mesh = locked(nats_server, tmp_path)
+    mesh.start("indexer", "indexer-0")
+    mesh.start("router", "router-0", KVMESH_ROUTER_QUEUE_THRESHOLD="0.5")
+    pace = {"KVMESH_MOCK_SPEEDUP": "0.15", "KVMESH_MOCK_MAX_BATCHED_TOKENS": "2048"}
+    mesh.start("worker", "worker-0", **pace)
+    mesh.start("frontend", "frontend-0")
+    await mesh.ready()
+    yield Stage(mesh, "kvmesh-demo")
+    mesh.stop()
+
+
+async def test_a_tenant_that_floods_the_queue_does_not_hold_up_another(slow: Stage) -> None:
+    done: list[str] = []
+    threads = ThreadPoolExecutor(FLOOD + 3)
+    loop = asyncio.get_running_loop()
+
+    async def ask(key: str, number: int) -> None:
+        text = f"{key} {number}. " + "A long text that nobody has sent yet. " * 200
+        own = {"x-kvmesh-fair-class": f"own{number}", "x-tenant-id": f"part{number}"}
+        asked = partial(slow.ask, key, text, **(own if key == "evil" else {}))
+        await loop.run_in_executor(threads, asked)
+        done.append(key)
+
+    flood = [asyncio.create_task(ask("evil", number)) for number in range(FLOOD)]
+    active = "kvmesh_frontend_active_requests"
+    await eventually(lambda: slow.mesh.metric(active) == FLOOD - len(done))
+    before = len(done)
+    assert before < FLOOD // 3
+    await asyncio.gather(*(ask("victim", number) for number in range(3)))
+    assert len(done) - before - 3 <= 8
+    await asyncio.gather(*flood)
+    threads.shutdown()
