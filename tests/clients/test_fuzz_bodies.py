@@ -113,7 +113,7 @@ def test_headers_that_are_no_text(mesh: Mesh, path: str) -> None:
         reply = send(mesh, path, short(path, 2), {name: b"\xff\xfe"})
         assert reply.status == 400, (name, reply)
         check_error(path, reply)
-    assert send(mesh, path, short(path, 2), {"x-tenant-id": "Å".encode()}).status == 200
+    assert send(mesh, path, short(path, 2), {"x-tenant-id": "Å".encode()}).status == 400
 
 
 def test_compressed_bodies(mesh: Mesh) -> None:

@@ -44,9 +44,12 @@ from kvmesh.bus.messages import (
     Role,
     Unpin,
     Work,
+    owner,
 )
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
+from kvmesh.frontend.pin_store import KeptPin, PinStore
+from kvmesh.frontend.pins import MAX_BYTES
 from kvmesh.frontend.secret import tenant_secret
 from kvmesh.frontend.tenants import Tenants
 
@@ -70,6 +73,7 @@ scopes = ["cache"]
 name = "plain"
 sha256 = "{plain}"
 tenant = "team-a"
+max_priority = 2
 [[key]]
 name = "root"
 sha256 = "{root}"
@@ -254,6 +258,28 @@ async def test_sessions_are_named_within_their_tenant(stage: Stage) -> None:
     assert (work.session, work.parent_session) == ("s", "p")
 
 
+async def test_an_inferred_session_has_a_name_that_nobody_can_say(stage: Stage) -> None:
+    words = {"role": "user", "content": f"Nobody has named this. {LONG}"}
+    await turn(stage, CHAT, {"messages": [words]}, "root")
+    more = [words, {"role": "assistant", "content": "Done."}, ASK]
+    work, _ = await turn(stage, CHAT, {"messages": more}, "root")
+    assert work.session is not None
+    assert "auto-" in work.session
+    await stage.post("/v1/sessions/release", {"sessions": [work.session]}, "root")
+    assert work.session not in (await once(stage.a, Release)).sessions
+
+
+async def test_the_class_and_the_urgency_of_a_request_are_those_of_its_key(stage: Stage) -> None:
+    own = {"x-tenant-id": "part", "x-kvmesh-fair-class": "premium", "x-kvmesh-priority": "9"}
+    work, _ = await turn(stage, CHAT, {"messages": [ASK]}, "plain", **own)
+    hints = stage.router.asked[-1].hints
+    assert (hints.tenant, hints.fair_class, hints.priority) == ("team-a", "premium", 2)
+    assert owner(work.tenant) == stage.team != work.tenant
+    steered = {"messages": [ASK], "nvext": {"policy": "random"}}
+    status, answer = await stage.post(CHAT, steered, "plain")
+    assert (status, answer["error"]["code"]) == (403, "scope_missing")
+
+
 # --- scopes ---
 
 ENDPOINTS = [
@@ -400,6 +426,33 @@ async def test_pins_are_told_to_who_joins_and_outlive_a_frontend(stage: Stage) -
         await stage.call("DELETE", "/v1/cache/pins/mine")
         await eventually(lambda: told(late, Unpin))
         assert len(told(late, Pin)) == 1  # of two frontends
+
+
+async def test_the_parts_of_a_tenant_share_its_pins(stage: Stage) -> None:
+    tenants, store = stage.tenants, PinStore(stage.bus)
+    for part in ("one", "two"):
+        pin = KeptPin(
+            id=f"\u00e9 {part}",
+            tenant=tenants.tag("team-b", part),
+            model=MODEL,
+            tokens=16,
+            sequence=bytes(MAX_BYTES // 32),
+            priority=100,
+            created=time.time(),
+            expires=time.time() + 60,
+        )
+        for number in range(16):
+            await store.put(msgspec.structs.replace(pin, id=f"{pin.id}{number}"))
+    status, answer = await stage.post("/v1/cache/pins", {"messages": [ASK]}, "b")
+    assert (status, answer["error"]["code"]) == (429, "too_many_pins")
+    _, seen = await stage.call("GET", "/v1/cache/pins", "b")
+    assert seen["data"] == []
+    for head in await store.of(tenants.tag("team-b", "one"), time.time()):
+        await store.delete(
+            msgspec.structs.replace(pin, id=head.id, tenant=tenants.tag("team-b", "one"))
+        )
+    assert (await stage.post("/v1/cache/pins", {"messages": [ASK]}, "b"))[0] == 200
+    assert (await stage.call("DELETE", "/v1/cache/pins", "b", messages=[ASK]))[0] == 200
 
 
 async def test_a_pin_needs_a_block(stage: Stage) -> None:

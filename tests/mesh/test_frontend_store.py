@@ -7,13 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec import Raw
-from support.wait import eventually
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.limits import Key
 from kvmesh.frontend.responses_store import ResponseNotFound, ResponseStore
+from kvmesh.frontend.secret import SecretUnusable, tenant_secret
 from kvmesh.frontend.surfaces.base import StoredTurn
 from kvmesh.frontend.tenants import Tenants
 
@@ -115,3 +118,39 @@ async def test_without_keys_only_this_machine_may_touch_caches(bus: Bus) -> None
     with pytest.raises(ApiError) as error:
         Gate(bus, None, use_bucket=False, local=False, tenants=Tenants()).permit({}, "cache")
     assert error.value.kind == "permission"
+
+
+async def test_the_first_frontend_makes_a_secret_that_all_share(bus: Bus) -> None:
+    made = await asyncio.gather(*(tenant_secret(bus, None) for _ in range(8)))
+    assert len(set(made)) == 1
+    assert len(made[0]) == 32
+    assert await tenant_secret(bus, "ab" * 32) == bytes.fromhex("ab" * 32)
+
+
+@pytest.mark.parametrize("wrong", ["", "ab", "x" * 64])
+async def test_a_wrong_secret_is_named_and_nothing_takes_its_place(bus: Bus, wrong: str) -> None:
+    with pytest.raises(SecretUnusable, match=r"frontend\.tenant_secret must be 64") as error:
+        await tenant_secret(bus, wrong)
+    assert error.value.configured
+    await tenant_secret(bus, None)
+    bucket = await bus.js.key_value(bus.subjects.secrets_bucket)
+    await bucket.put(bus.subjects.tenants_key, b"short")
+    with pytest.raises(SecretUnusable, match="has 5 bytes"):
+        await tenant_secret(bus, None)
+
+
+async def test_a_frontend_without_the_secret_does_not_start(
+    nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    await tenant_secret(bus, None)
+    bucket = await bus.js.key_value(bus.subjects.secrets_bucket)
+    await bucket.put(bus.subjects.tenants_key, b"short")
+    mesh = Mesh(nats_server.url, tmp_path, namespace=bus.options.namespace)
+    mesh.start("frontend", "frontend-0")
+    try:
+        status = await asyncio.to_thread(mesh.processes["frontend-0"].wait, PATIENCE_S)
+    finally:
+        mesh.stop()
+    assert status == 1
+    assert "the secret of the tenants in bucket" in mesh.logs()
+    assert "Traceback" not in mesh.logs()

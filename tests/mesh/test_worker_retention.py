@@ -51,5 +51,6 @@ async def test_pins_and_directives_are_answered(desk: Desk, crew: Crew) -> None:
     assert (state.pins, state.kept_blocks, state.outcomes["honoured"]) == (1, 4, 2)
     assert (await desk.control("w-1", Unpin("p"))).blocks == 4
     assert (await desk.control("w-1", Clear(salt=SALT + 1))).blocks == 0
-    assert (await desk.control("w-1", Clear(salt=SALT))).blocks == 4
+    assert (await desk.control("w-1", Clear(salt=SALT))).blocks == 0
+    assert (await desk.control("w-1", Clear(salt=SALT, tenant="t"))).blocks == 4
     await eventually(lambda: not desk.contents.held[RANK])

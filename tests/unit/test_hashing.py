@@ -6,8 +6,10 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tenants import EVIL, FORGED, VICTIM, unkeyed
 
 from kvmesh._native import xxh3
+from kvmesh.frontend.tenants import Tenants
 from kvmesh.index import block_hashes, salt, sequence_hashes
 
 U64 = st.integers(0, 2**64 - 1)
@@ -79,3 +81,18 @@ def test_salts_do_not_run_fields_together() -> None:
     triples = [("ab", "", ""), ("a", "b", ""), ("a", "", "b"), ("", "ab", ""), ("", "", "ab")]
     assert len({salt(*triple) for triple in triples}) == len(triples)
     assert salt("m") == salt("m", "", "")
+
+
+def test_a_tenant_s_salt_is_keyed_and_nobody_s_is_not() -> None:
+    assert salt("m", "a", "t", b"one") != salt("m", "a", "t", b"two")
+    assert salt("m", "a", key=b"one") == salt("m", "a", key=b"two") == salt("m", "a")
+
+
+def test_a_collision_of_the_unkeyed_hash_gains_nothing() -> None:
+    model, forged = "kvmesh-demo", f"{EVIL}\x1f{FORGED}"
+    assert unkeyed(model, forged) == unkeyed(model, VICTIM)
+    assert salt(model, "", forged, b"secret") != salt(model, "", VICTIM, b"secret")
+    tenants = Tenants(bytes(32))
+    mine, theirs = tenants.tag(VICTIM), tenants.tag(EVIL, FORGED)
+    assert mine != theirs
+    assert tenants.salt(model, "", mine) != tenants.salt(model, "", theirs)

@@ -9,6 +9,7 @@ from support.engine_suite import EngineSuite
 from support.engines import ENGINES, Started, prompt, running, sequence, start_mock, wish
 from support.wait import eventually
 
+from kvmesh.bus.messages import Retain
 from kvmesh.demo import model_dir
 from kvmesh.worker.engine import EngineError
 from kvmesh.worker.prefetches import MOST
@@ -47,6 +48,21 @@ async def test_a_tenant_clears_its_own_alone_even_if_salts_collide(started: Star
     await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
     assert started.sink.cached("again") == 3 * size
     assert started.engine.drop(started.salt, "a" * 32, everywhere) == 4
+
+
+async def test_the_parts_of_a_tenant_share_its_budget(started: Started) -> None:
+    assert isinstance(started.engine, Retaining)
+    kept = [Retain(0, None, 90, 60.0, explicit=True)]
+    for number in range(4):
+        tokens = prompt(11 * 16, first=100 * number)
+        tenant = f"greedy/{number}"
+        await started.run(f"r{number}", tokens, max_tokens=1, tenant=tenant, retention=kept)
+    (state,) = started.engine.retention()
+    assert state.kept_blocks == 32
+    other = prompt(11 * 16, first=3333)
+    await started.run("other", other, max_tokens=1, tenant="modest", retention=kept)
+    (state,) = started.engine.retention()
+    assert state.kept_blocks == 43
 
 
 async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(started: Started) -> None:

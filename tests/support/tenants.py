@@ -1,0 +1,16 @@
+"""Tenants who attack one another, and what they would attack with."""
+
+from kvmesh._native import xxh3
+
+VICTIM, EVIL = "team-a", "evil"
+# With it behind `EVIL`, the unkeyed 64-bit hash of the model and the tenant is that of `VICTIM`.
+FORGED = (
+    "aaaaY2KTh9dbfI/R4wggRB1QxDKUcKVl7J634i58YVDBdxYr3Molmy45Ymsckcd6"
+    "eo7raaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+)
+
+
+def unkeyed(model: str, tenant: str) -> int:
+    """A salt that everybody can compute, and whoever chooses the tenant's name can choose."""
+    fields = [field.encode() for field in (model, "", tenant)]
+    return xxh3(b"".join(len(field).to_bytes(4, "little") + field for field in fields))
