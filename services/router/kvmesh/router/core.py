@@ -32,6 +32,7 @@ from kvmesh.router.prefixes import HASH
 from kvmesh.router.registry import make_policy
 from kvmesh.router.reports import Reports
 from kvmesh.router.sequences import ActiveSequences
+from kvmesh.router.speeds import Speeds
 from kvmesh.router.view import Choice, View
 from kvmesh.router.workers import UNMET, RankTable, Serves
 from kvmesh.settings.schema import Router
@@ -51,6 +52,7 @@ class RouterCore:
         self.settings = settings
         self.table = RankTable()
         self._reports = Reports(self.table)
+        self.speeds = Speeds()
         self.active = ActiveSequences(self.table, settings.sequence_ttl_s)
         self.limits = thresholds(settings)
         self._failures = Failures()
@@ -78,11 +80,15 @@ class RouterCore:
         slots = self.table.leave(instance)
         self._predicted.forget(slots)
         self._reports.forget(slots)
+        self.speeds.forget(slots)
 
     def report(self, load: Load, now: float) -> None:
         """Take an engine's own account of its load."""
         slot = self._reports.take(load, now)
-        if slot is not None and not load.running + load.waiting:
+        if slot is None:
+            return
+        self.speeds.take(slot, load, now)
+        if not load.running + load.waiting:
             self.active.forget_idle(slot, now - IDLE_GRACE_S)
 
     def apply(self, event: SeqEvent, now: float) -> None:
@@ -122,6 +128,7 @@ class RouterCore:
     def expire(self, now: float) -> list[str]:
         """Forget what is out of date; call about once a second. Returns the requests given up."""
         self._predicted.expire(now)
+        self.speeds.update(now, self.table.size)
         for name, policy in self._policies.items():
             try:
                 policy.tick(now)
@@ -276,6 +283,7 @@ class RouterCore:
             overlaps=overlaps,
             preference=table.preference(prefer, slots) if prefer else None,
             most=most,
+            slowness=self.speeds.of(slots),
         )
 
     def eligible(self, request: RouteRequest, serves: Serves = "all") -> Slots:

@@ -22,6 +22,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.config import check_settings, thresholds
+from kvmesh.router.core import RouterCore
 from kvmesh.router.errors import ConfigError
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.registry import make_policy
@@ -165,6 +166,8 @@ class RouterService:
         left_out = {i: text for core in cores for i, text in core.table.misfits.items()}
         texts = {i: f"{text}; it gets no requests" for i, text in left_out.items()}
         self._service.warnings.update("misfit", texts)
+        slow = {key: text for core in cores for key, text in _slow_ranks(core).items()}
+        self._service.warnings.update("slow_worker", slow)
 
     def _router(self, model: str) -> ModelRouter:
         router = self._models.get(model)
@@ -242,6 +245,18 @@ class RouterService:
         if model is not None:
             self._models[model].core.report(load, monotonic())
             self._models[model].eased()
+
+
+def _slow_ranks(core: RouterCore) -> dict[str, str]:
+    found = {}
+    for slot, slowness in core.speeds.told.items():
+        instance, worker, rank = core.table.ranks[slot]
+        if slowness > 1:
+            found[f"{instance} {rank}"] = (
+                f"{worker} rank {rank} takes {slowness:.0f} times as long as the others of"
+                f" {core.model} for the same work: it gets fewer requests"
+            )
+    return found
 
 
 def _model(message: StreamMessage) -> str:
