@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
@@ -54,6 +55,7 @@ class KvPublisher:
         self._empty.set()
         self._task: asyncio.Task[None] | None = None
         self.published = 0
+        self.published_by_rank: Counter[int] = Counter()
         self.overflows = 0
 
     def start(self) -> None:
@@ -123,6 +125,7 @@ class KvPublisher:
             failing = True
             await asyncio.sleep(RETRY_S)
         self.published += len(events)
+        self.published_by_rank[rank] += len(events)
 
     async def _offer(self, payload: bytes, quiet: bool) -> bool:
         if not self._bus.client.is_connected:

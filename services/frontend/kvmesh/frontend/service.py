@@ -17,6 +17,7 @@ from kvmesh.frontend.app import application
 from kvmesh.frontend.connections import Runner
 from kvmesh.frontend.dispatch import Dispatcher
 from kvmesh.frontend.exchange import Engine
+from kvmesh.frontend.expectations import Expectations
 from kvmesh.frontend.gate import Gate, KeysError
 from kvmesh.frontend.generation import Parts
 from kvmesh.frontend.inbox import Inbox, step_decoder
@@ -34,6 +35,7 @@ from kvmesh.runtime.warnings import keep_told
 from kvmesh.settings.schema import Frontend as FrontendSettings
 
 log = logging.getLogger(__name__)
+LOOK_S = 1.0
 GRACE_S = 3.0  # for last words, once `drain_timeout_s` is over
 LOADING_S = 10.0  # a model that takes longer is loaded while requests for others are served
 SWITCH_S = 0.001  # how long a thread that tokenizes may keep the event loop waiting
@@ -62,6 +64,7 @@ class Frontend:
             self.directory,
             settings,
         )
+        self.expectations = Expectations()
         self._tokens: Subscription | None = None
         service.bus.on_reconnect.append(self.dispatcher.router_waits.interrupt)
         self.monitor = Monitor(
@@ -93,6 +96,7 @@ class Frontend:
         self.keeping.left(card)
         if card.role is Role.WORKER:
             self.monitor.worker_left(card)
+            self.expectations.forget(card.instance)
         if card.role is Role.ROUTER:
             self.dispatcher.router_waits.interrupt()
 
@@ -124,6 +128,12 @@ class Frontend:
         service.spawn(self.tracker.run(), "tracker")
         service.spawn(self.monitor.run(), "monitor")
         service.spawn(self.keeper.run(), "streams")
+        service.spawn(self._look(), "expectations")
+
+    async def _look(self) -> None:
+        while True:
+            self._service.warnings.update("missed_hits", self.expectations.wrong())
+            await asyncio.sleep(LOOK_S)
 
     async def drain(self, _: web.Application) -> None:
         """Let what runs end; after the port was closed, and before connections are."""
@@ -138,7 +148,12 @@ class Frontend:
     def application(self) -> web.Application:
         settings = self._settings
         engine = Engine(
-            self.dispatcher, self.inbox, self.monitor, self.tracker, settings.route_timeout_s
+            self.dispatcher,
+            self.inbox,
+            self.monitor,
+            self.tracker,
+            settings.route_timeout_s,
+            self.expectations,
         )
         responses = ResponseStore(
             self._service.bus, settings.responses_ttl_s, settings.responses_bytes

@@ -62,7 +62,7 @@ class RouterCore:
         self._rng = rng
         ttl = settings.predicted_ttl_s if settings.kv_events else settings.approximate_ttl_s
         self._predicted = PredictedPrefixes(ttl)
-        self._watch = OverlapWatch()
+        self.watch = OverlapWatch()
         self._model = cost_model(settings)
         self._prefill_model = cost_model(settings, settings.prefill_credits)
         self._decode_model = cost_model(settings, settings.decode_credits)
@@ -195,7 +195,7 @@ class RouterCore:
         model = self._model.overridden(request.overrides) if request.overrides else self._model
         choice = self._choose(name, policy, view, model)
         if overlaps is not None and arrived is not None:
-            self._watch.look(self.model, request.sequence, bool(overlaps.rows), now)
+            self.watch.look(request.sequence, bool(overlaps.rows), now)
         prefill = None
         if self.table.splits:
             view, choice, prefill = self._split(name, policy, view, choice)

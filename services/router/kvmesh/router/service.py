@@ -33,6 +33,10 @@ from kvmesh.runtime.warnings import keep_told
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 SWEEP_S = 1.0
+_NOTHING_FOUND = (
+    "the index finds nothing for prompts of %s that begin like earlier ones: KV events are lost,"
+    " disabled, or hashed with another block size or salt"
+)
 _sequences = msgspec.msgpack.Decoder(SeqBatch)
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 _loads = msgspec.msgpack.Decoder(Load)
@@ -168,6 +172,8 @@ class RouterService:
         self._service.warnings.update("misfit", texts)
         slow = {key: text for core in cores for key, text in _slow_ranks(core).items()}
         self._service.warnings.update("slow_worker", slow)
+        broken = {core.model: _NOTHING_FOUND % core.model for core in cores if core.watch.broken}
+        self._service.warnings.update("empty_index", broken)
 
     def _router(self, model: str) -> ModelRouter:
         router = self._models.get(model)
