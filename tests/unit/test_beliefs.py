@@ -106,3 +106,13 @@ def test_a_worker_that_finds_less_than_half_of_what_is_expected_is_named() -> No
     for _ in range(100):
         expectations.note("worker-0-ab", 1000, 1000)
     assert expectations.wrong() == {}
+
+
+def test_a_worker_that_has_gone_is_named_no_more() -> None:
+    expectations = Expectations()
+    for _ in range(ENOUGH):
+        expectations.note("worker-0-ab", 1000, 0)
+    expectations.keep({"worker-0-ab"})
+    assert expectations.wrong()
+    expectations.keep({"worker-0-cd"})
+    assert expectations.wrong() == {}

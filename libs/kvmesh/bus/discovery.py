@@ -68,6 +68,7 @@ class Lease:
         self._limits = limits
         self._term = Term(bus, limits)
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
         self.card = card
 
     async def open(self) -> None:
@@ -76,12 +77,14 @@ class Lease:
         self._task = asyncio.create_task(self._keep(), name="lease")
 
     async def update(self, card: Instance) -> None:
-        """Replace the card at once, for example to announce draining."""
+        """Replace the card at once, for example to announce draining; not after `close`."""
         self.card = card
-        await self._renew()
+        if not self._closed:
+            await self._renew()
 
     async def close(self) -> None:
         """Withdraw the card, so that watchers see the leave now instead of after the TTL."""
+        self._closed = True
         if self._task is None:
             return
         self._task.cancel()

@@ -1,5 +1,6 @@
 """Whether what routers expect to be cached is what engines then find."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 MEMORY = 0.97  # what the requests before are worth after one more
@@ -39,9 +40,10 @@ class Expectations:
             worker = instance.rpartition("-")[0]
             self._records.setdefault(instance, Record(worker)).note(expected, found)
 
-    def forget(self, instance: str) -> None:
-        """The worker is gone."""
-        self._records.pop(instance, None)
+    def keep(self, instances: Collection[str]) -> None:
+        """Only these are there."""
+        for instance in self._records.keys() - instances:
+            del self._records[instance]
 
     def wrong(self) -> dict[str, str]:
         """The workers whose engines find less than half of it, each with a line for the log."""

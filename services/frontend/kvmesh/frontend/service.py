@@ -96,7 +96,6 @@ class Frontend:
         self.keeping.left(card)
         if card.role is Role.WORKER:
             self.monitor.worker_left(card)
-            self.expectations.forget(card.instance)
         if card.role is Role.ROUTER:
             self.dispatcher.router_waits.interrupt()
 
@@ -132,6 +131,7 @@ class Frontend:
 
     async def _look(self) -> None:
         while True:
+            self.expectations.keep({card.instance for card in self.directory.instances})
             self._service.warnings.update("missed_hits", self.expectations.wrong())
             await asyncio.sleep(LOOK_S)
 
