@@ -146,7 +146,6 @@ async def test_two_live_workers_of_one_name_are_told_of_by_both(mesh: Mesh) -> N
     first = mesh.processes.pop("worker-0")
     mesh.start("worker", "worker-0", KVMESH_WORKER_METRICS_PORT=str(ports[1]))
     mesh.processes["first"] = first
-    for port in ports:
-        await eventually(lambda port=port: "is named worker-0 as" in get(port, "/health"))
+    await eventually(lambda: all("is named worker-0 as" in get(p, "/health") for p in ports))
     report = await status(mesh)
     assert sum("has the same name" in warned["text"] for warned in report["warnings"]) == 2

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from support.nats import SERVER, NatsServer, free_port
 from support.up import Up, alive
 from support.wait import PATIENCE_S, eventually
+
+from kvmesh.demo import model_dir
 
 START = ("nats", "indexer-0", "router-0", "worker-0", "worker-1", "frontend-0")
 Factory = Callable[..., Up]
@@ -90,6 +93,25 @@ async def test_a_killed_process_comes_back_and_the_mesh_serves(shared: Up, name:
     await eventually(lambda: shared.children().get(name, old) != old, what=f"{name} is back")
     assert f"{name} was killed by SIGKILL; starting it again" in shared.output
     await eventually(lambda: asyncio.to_thread(shared.serves), what="serves again")
+
+
+async def test_a_worker_that_would_be_refused_again_stays_down(
+    make: Factory, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kvmesh-demo"
+    shutil.copytree(model_dir(), folder)
+    up = make("--workers", "2", "--model", str(folder))
+    await up.ready()
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 1}))
+    os.kill(up.children()["worker-1"], signal.SIGKILL)
+    refused = "worker-1 exited with status 2; starting it again would not help"
+    await eventually(lambda: refused in up.output)
+    assert "worker-1: config.json " in up.output
+    assert set(up.children()) == {*START} - {"worker-1"}
+    assert await asyncio.to_thread(up.serves)
+    up.signal(signal.SIGTERM)
+    assert await up.ended() == 0
 
 
 async def test_an_interrupt_stops_everything_and_a_second_start_serves(make: Factory) -> None:

@@ -44,13 +44,14 @@ CONTROLS: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
 class ScriptedRouter:
     """Sends to the first of `order` that is not excluded; `refusal` overrides.
 
-    With `parks` it lets all requests wait.
+    It says that `overlap` blocks are held there, by tier. With `parks` it lets all requests wait.
     """
 
     def __init__(self) -> None:
         self.order: list[str] = []
         self.refusal: Refused | None = None
         self.parks = False
+        self.overlap = [0, 0, 0, 0]
         self.asked: list[RouteRequest] = []
 
     async def answer(self, request: RouteRequest, respond: Respond) -> None:
@@ -63,7 +64,7 @@ class ScriptedRouter:
             return self.refusal
         for instance in self.order:
             if instance not in request.placement.exclude:
-                return Routed(instance=instance, rank=0, overlap=[0, 0, 0, 0])
+                return Routed(instance=instance, rank=0, overlap=self.overlap)
         return Refused(code="no_workers", reason="all are excluded", retry_after_s=2.0)
 
 

@@ -32,8 +32,9 @@ def card(worker_name: str, started: float = 0.0, engine: str = "mock", **facts: 
 def test_a_worker_that_differs_is_left_out_and_both_sides_are_named(
     fact: str, ours: object, theirs: object, words: str
 ) -> None:
-    old = [card(name, **{fact: ours}) for name in ("worker-0", "worker-1")]
-    found = misfits([card("worker-2", 1.0, **{fact: theirs}), *old])
+    told: list[dict[str, Any]] = [{fact: ours}, {fact: theirs}]
+    old = [card(name, **told[0]) for name in ("worker-0", "worker-1")]
+    found = misfits([card("worker-2", 1.0, **told[1]), *old])
     assert found == {"worker-2": f"worker-2: {words} of worker-0, worker-1 (m)"}
 
 

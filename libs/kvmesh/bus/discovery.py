@@ -91,6 +91,7 @@ class Lease:
         self._bucket_made: object = None
         self._renewing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
         self.card = card
 
     async def open(self) -> None:
@@ -112,12 +113,14 @@ class Lease:
         return self.card.started
 
     async def update(self, card: Instance) -> None:
-        """Replace the card at once, for example to announce draining."""
+        """Replace the card at once, for example to announce draining; not after `close`."""
         self.card = card
-        await self._renew()
+        if not self._closed:
+            await self._renew()
 
     async def close(self) -> None:
         """Withdraw the card, so that watchers see the leave now instead of after the TTL."""
+        self._closed = True
         if self._task is None:
             return
         self._task.cancel()

@@ -713,7 +713,11 @@ class ControlReply(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """Forward-pass metrics of one rank. Blocks and tokens now; counters since the start."""
+    """Forward-pass metrics of one rank. Blocks and tokens now; counters since the start.
+
+    `step_s` is the mean of the last steps. `busy_s` is the time in steps and `computed_tokens` the
+    prompt tokens computed, since the start; both are 0 where the engine does not tell.
+    """
 
     instance: str
     rank: int
@@ -731,6 +735,8 @@ class Load(Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     aborted: int = 0
     step_s: float = 0.0
+    busy_s: float = 0.0
+    computed_tokens: int = 0
 
 
 # --- codecs ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
@@ -60,6 +61,7 @@ class KvPublisher:
         self._task: asyncio.Task[None] | None = None
         self._reconnected = False
         self.published = 0
+        self.published_by_rank: Counter[int] = Counter()
         self.overflows = 0
 
     def start(self) -> None:
@@ -150,6 +152,7 @@ class KvPublisher:
             self._wake.set()
             return
         self.published += len(events)
+        self.published_by_rank[rank] += len(events)
 
     async def _offer(self, payload: bytes, quiet: bool) -> bool:
         """Whether the server has it; raises MaxPayloadError if it never will."""

@@ -136,7 +136,8 @@ def _keys(members: list[Member]) -> Table:
 
 def _load(load: Load) -> str:
     blocks = f"{load.active_blocks}+{load.cached_blocks} of {load.total_blocks} blocks"
-    return f"{load.running} running, {load.waiting} waiting, {blocks}"
+    steps = f", steps of {load.step_s * 1000:.0f} ms" if load.step_s else ""
+    return f"{load.running} running, {load.waiting} waiting, {blocks}{steps}"
 
 
 def _streams(streams: list[Stream]) -> Table:

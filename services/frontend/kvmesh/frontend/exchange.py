@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Outcome, SeqFree, SeqPrefilled
 from kvmesh.frontend import metrics
 from kvmesh.frontend.answer import Answer, Parser, PlainText
 from kvmesh.frontend.choice import Choice
 from kvmesh.frontend.dispatch import Dispatcher, Job
+from kvmesh.frontend.expectations import Expectations
 from kvmesh.frontend.extras import all_outcomes, extras, kept_for
 from kvmesh.frontend.inbox import Inbox
 from kvmesh.frontend.limits import Account
@@ -33,6 +34,7 @@ class Engine:
     monitor: Monitor
     tracker: Tracker
     route_timeout: float
+    expectations: Expectations = field(default_factory=Expectations)
 
 
 class Exchange:
@@ -190,8 +192,18 @@ class Exchange:
             ),
         )
         self._measure(sequence, now)
+        self._compare(job)
         for outcome in all_outcomes(job):
             metrics.directives.labels(job.model, outcome).inc()
+
+    def _compare(self, job: Job) -> None:
+        """What was expected to be cached with what was, of a sequence that stayed where it was."""
+        sequence, routed = job.sequence, job.routed
+        if sequence.attempts != 1 or sequence.cached is None:
+            return
+        if routed is not None and routed.prefill is None:
+            expected = sum(routed.overlap) * self.prepared.model.card.block_size
+            self._engine.expectations.note(sequence.instance, expected, sum(sequence.cached))
 
     def _measure(self, sequence: Sequence, now: float) -> None:
         meters = self.prepared.model.metrics

@@ -18,6 +18,7 @@ from kvmesh.frontend.asking import Asking
 from kvmesh.frontend.connections import Runner
 from kvmesh.frontend.dispatch import Dispatcher
 from kvmesh.frontend.exchange import Engine
+from kvmesh.frontend.expectations import Expectations
 from kvmesh.frontend.gate import Gate, KeysError
 from kvmesh.frontend.generation import Parts
 from kvmesh.frontend.inbox import Inbox, step_decoder
@@ -38,6 +39,7 @@ from kvmesh.runtime.warnings import keep_told
 from kvmesh.settings.schema import Frontend as FrontendSettings
 
 log = logging.getLogger(__name__)
+LOOK_S = 1.0
 GRACE_S = 3.0  # for last words, once `drain_timeout_s` is over
 LOADING_S = 10.0  # a model that takes longer is loaded while requests for others are served
 SWITCH_S = 0.001  # how long a thread that tokenizes may keep the event loop waiting
@@ -68,6 +70,7 @@ class Frontend:
             self.asking,
             settings,
         )
+        self.expectations = Expectations()
         self._tokens: Subscription | None = None
         self.monitor = Monitor(
             service.bus,
@@ -150,6 +153,13 @@ class Frontend:
         service.spawn(self.asking.run(), "questions")
         service.spawn(self.monitor.run(), "monitor")
         service.spawn(self.keeper.run(), "streams")
+        service.spawn(self._look(), "expectations")
+
+    async def _look(self) -> None:
+        while True:
+            self.expectations.keep({card.instance for card in self.directory.instances})
+            self._service.warnings.update("missed_hits", self.expectations.wrong())
+            await asyncio.sleep(LOOK_S)
 
     async def drain(self, _: web.Application) -> None:
         """Let what runs end; after the port was closed, and before connections are."""
@@ -164,7 +174,12 @@ class Frontend:
     def application(self) -> web.Application:
         settings = self._settings
         engine = Engine(
-            self.dispatcher, self.inbox, self.monitor, self.tracker, settings.route_timeout_s
+            self.dispatcher,
+            self.inbox,
+            self.monitor,
+            self.tracker,
+            settings.route_timeout_s,
+            self.expectations,
         )
         responses = ResponseStore(
             self._service.bus, settings.responses_ttl_s, settings.responses_bytes

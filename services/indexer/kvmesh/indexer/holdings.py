@@ -246,6 +246,15 @@ class Holdings:
                 self._lose(rank)
         return excessive
 
+    def blocks_by_rank(self) -> dict[tuple[str, int], int]:
+        """Blocks in the engine's own memory, by instance and rank."""
+        counted = {}
+        for slot, first, *_ in struct.iter_unpack("<5I", self.index.ranks()):
+            rank = self._ranks[slot]
+            if rank is not None:
+                counted[rank.key.instance, rank.key.rank] = int(first)
+        return counted
+
     def _most_blocks(self, rank: Rank) -> float:
         card = self.lives.card(rank.key.instance)
         blocks = _most_blocks(card) if card is not None else None

@@ -13,21 +13,16 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
 from kvmesh.bus.errors import BusError, BusUnavailable
-from kvmesh.bus.messages import (
-    ControlReply,
-    Dump,
-    Instance,
-    RankKey,
-    Role,
-)
+from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, RankKey, Role
 from kvmesh.index import create_index
 from kvmesh.indexer.feed import Feed
-from kvmesh.indexer.holdings import Holdings
+from kvmesh.indexer.holdings import WHOLE, Holdings
 from kvmesh.indexer.keeper import Keeper, Thresholds
 from kvmesh.indexer.metrics import StateCollector
 from kvmesh.indexer.queries import SHARD, Desk
 from kvmesh.indexer.readiness import Readiness
 from kvmesh.indexer.shards import Shard
+from kvmesh.indexer.shortfall import Shortfall
 from kvmesh.runtime.http import serve_metrics
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.warnings import keep_told
@@ -38,6 +33,7 @@ SWEEP_S = 1.0
 CURB_S = 10.0
 DUMP_TIMEOUT_S = 1.0
 MAX_ASKING = 64
+_loads = msgspec.msgpack.Decoder(Load)
 
 
 class Indexer:
@@ -57,6 +53,7 @@ class Indexer:
         self.keeper = Keeper(service.bus, self.holdings, self.feed, thresholds)
         self.readiness = Readiness(settings.lag_limit_s)
         self.dump_requests = 0
+        self.shortfall = Shortfall()
         self._directory = Directory(service.bus, service.limits, self._joined, self._left)
         self._lease = Lease(service.bus, self._card("catching up"), service.limits)
         self._asking = asyncio.Semaphore(MAX_ASKING)
@@ -68,6 +65,7 @@ class Indexer:
     def _left(self, card: Instance) -> None:
         self.holdings.left(card)
         self.desk.left(card)
+        self.shortfall.forget(card.instance)
 
     def _card(self, state: str) -> Instance:
         service = self._service
@@ -112,8 +110,14 @@ class Indexer:
         covered, stored = await self.keeper.restore()
         await self._directory.open()
         await self.feed.open(covered, stored)
+        if self.shard == WHOLE:  # no other replica knows how much a part of the index should hold
+            await self._bus.subscribe(self._bus.subjects.load_all, _loads, self._on_load)
         await self.feed.catch_up(self._service.stopping)
         self.holdings.reconcile()
+
+    def _on_load(self, load: Load) -> None:
+        if load.instance in self.holdings.lives:
+            self.shortfall.take(load)
 
     # --- readiness
 
@@ -165,6 +169,9 @@ class Indexer:
             if now > swept + SWEEP_S:
                 swept = now
                 self.holdings.sweep(now, self._directory.lease_s)
+                if self.ready:
+                    short = self.shortfall.look(self.holdings.blocks_by_rank())
+                    self._service.warnings.update("index_short", short)
             if now > curbed + CURB_S:
                 curbed = now
                 self._curb()

@@ -32,6 +32,7 @@ from kvmesh.router.prefixes import HASH
 from kvmesh.router.registry import make_policy
 from kvmesh.router.reports import Reports
 from kvmesh.router.sequences import ActiveSequences
+from kvmesh.router.speeds import Speeds
 from kvmesh.router.view import Choice, View
 from kvmesh.router.workers import UNMET, RankTable, Serves
 from kvmesh.settings.schema import Router
@@ -52,6 +53,7 @@ class RouterCore:
         self.settings = settings
         self.table = RankTable()
         self._reports = Reports(self.table)
+        self.speeds = Speeds()
         self.active = ActiveSequences(self.table, settings.sequence_ttl_s)
         self.limits = thresholds(settings)
         self._failures = Failures()
@@ -61,7 +63,7 @@ class RouterCore:
         self._rng = rng
         ttl = settings.predicted_ttl_s if settings.kv_events else settings.approximate_ttl_s
         self._predicted = PredictedPrefixes(ttl)
-        self._watch = OverlapWatch()
+        self.watch = OverlapWatch()
         self._model = cost_model(settings)
         self._prefill_model = cost_model(settings, settings.prefill_credits)
         self._decode_model = cost_model(settings, settings.decode_credits)
@@ -80,11 +82,15 @@ class RouterCore:
         slots = self.table.leave(instance)
         self._predicted.forget(slots)
         self._reports.forget(slots)
+        self.speeds.forget(slots)
 
     def report(self, load: Load, now: float) -> None:
         """Take an engine's own account of its load."""
         slot = self._reports.take(load, now)
-        if slot is not None and not load.running + load.waiting:
+        if slot is None:
+            return
+        self.speeds.take(slot, load, now)
+        if not load.running + load.waiting:
             self.active.forget_idle(slot, now - IDLE_GRACE_S)
 
     def apply(self, event: SeqEvent, now: float) -> None:
@@ -125,6 +131,7 @@ class RouterCore:
         """Forget what is out of date; call about once a second. Returns the requests given up."""
         self._predicted.expire(now)
         self._forget_gone(now)
+        self.speeds.update(now, self.table.size)
         for name, policy in self._policies.items():
             try:
                 policy.tick(now)
@@ -200,7 +207,7 @@ class RouterCore:
         model = self._model.overridden(request.overrides) if request.overrides else self._model
         choice = self._choose(name, policy, view, model)
         if overlaps is not None and arrived is not None:
-            self._watch.look(self.model, request.sequence, bool(overlaps.rows), now)
+            self.watch.look(request.sequence, bool(overlaps.rows), now)
         prefill = None
         if self.table.splits:
             view, choice, prefill = self._split(name, policy, view, choice)
@@ -288,6 +295,7 @@ class RouterCore:
             overlaps=overlaps,
             preference=table.preference(prefer, slots) if prefer else None,
             most=most,
+            slowness=self.speeds.of(slots),
         )
 
     def eligible(self, request: RouteRequest, serves: Serves = "all") -> Slots:

@@ -56,8 +56,9 @@ class CostModel:
     def cost(self, view: View) -> Floats:
         """prefill_weight · prefill + decode + request_weight · active requests, in blocks.
 
-        To that come MISSING for each block that a candidate lacks: there the request would wait
-        for running ones to end, and with it whatever comes after, cached or not.
+        All of it times the slowness of a candidate that is far from the others. To that come
+        MISSING for each block that a candidate lacks: there the request would wait for running
+        ones to end, and with it whatever comes after, cached or not.
         """
         cost = self.prefill(view)
         if self.prefill_weight != 1:
@@ -65,6 +66,8 @@ class CostModel:
         cost += view.decode
         if self.request_weight:
             cost += self.request_weight * view.requests
+        if view.slowness is not None:
+            cost *= view.slowness  # blocks take that much longer there
         missing = view.missing
         if missing is not None:
             cost += MISSING * missing

@@ -3,6 +3,7 @@
 from prometheus_client import Counter, Gauge, Histogram
 
 from kvmesh.bus.messages import Decision
+from kvmesh.router.core import RouterCore
 from kvmesh.router.dispatcher import Dispatcher
 from kvmesh.router.prefixes import HASH
 
@@ -39,6 +40,11 @@ ranks = Gauge(f"{_PREFIX}_ranks", "Known data-parallel ranks", ["model"])
 left_out = Gauge(
     f"{_PREFIX}_left_out_workers", "Workers that do not fit the others of their model", ["model"]
 )
+slowness = Gauge(
+    f"{_PREFIX}_slowness",
+    "How long a rank takes for the same work, beside the others, if it is far from them",
+    ["model", "worker", "rank"],
+)
 active_requests = Gauge(f"{_PREFIX}_active_requests", "Tracked active requests", ["model"])
 queued = Gauge(f"{_PREFIX}_queue_requests", "Requests waiting, of all replicas", ["model"])
 queued_tokens = Gauge(f"{_PREFIX}_queue_tokens", "Their uncached tokens", ["model"])
@@ -58,6 +64,7 @@ class ModelMetrics:
         self._overlap = overlap_blocks.labels(model)
         self._missed = missed_blocks.labels(model)
         self._by_policy: dict[str, Counter] = {}
+        self._slow: set[tuple[str, str, str]] = set()
 
     def placed(self, decision: Decision) -> None:
         """Count one placement."""
@@ -82,5 +89,17 @@ class ModelMetrics:
         active_requests.labels(self._model).set(len(core.active))
         queued.labels(self._model).set(dispatcher.waiting)
         queued_tokens.labels(self._model).set(dispatcher.waiting_tokens)
+        self._slowness(core)
         for policy, count in core.faults.items():
             faults.labels(self._model, policy).set(count)
+
+    def _slowness(self, core: RouterCore) -> None:
+        told = {}
+        for slot, value in core.speeds.told.items():
+            _, worker, rank = core.table.ranks[slot]
+            told[self._model, worker, str(rank)] = value
+        for labels in self._slow - told.keys():
+            slowness.remove(*labels)
+        for labels, value in told.items():
+            slowness.labels(*labels).set(value)
+        self._slow = set(told)

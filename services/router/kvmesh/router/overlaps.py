@@ -1,6 +1,5 @@
 """What the index says about a prompt, joined with what is predicted, and when to doubt it."""
 
-import logging
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ from kvmesh.router.arrays import Floats, Slots
 from kvmesh.router.prefixes import HASH
 from kvmesh.router.workers import RankTable
 
-log = logging.getLogger(__name__)
 TIERS = 4
 
 
@@ -70,7 +68,7 @@ class OverlapWatch:
     """Notices that an index finds nothing where something must be: broken KV events.
 
     A prompt whose first block was sent before, more than `settle` seconds ago, should overlap
-    somewhere. When `enough` such prompts in a row do not, that is said once, loudly.
+    somewhere. It is `broken` while `enough` such prompts in a row did not.
     """
 
     def __init__(self, settle: float = 10.0, enough: int = 20, remembered: int = 4096) -> None:
@@ -80,23 +78,17 @@ class OverlapWatch:
         self._first_seen: OrderedDict[bytes, float] = OrderedDict()
         self._misses = 0
 
-    def look(self, model: str, sequence: bytes, found: bool, now: float) -> bool:
-        """Take note of one answer of the index; True when the warning was given."""
+    @property
+    def broken(self) -> bool:
+        return self._misses >= self._enough
+
+    def look(self, sequence: bytes, found: bool, now: float) -> None:
+        """Take note of one answer of the index."""
         if found or not sequence:
             self._misses = 0 if found else self._misses
-            return False
+            return
         seen = self._first_seen.setdefault(sequence[:HASH], now)
         if len(self._first_seen) > self._remembered:
             self._first_seen.popitem(last=False)
-        if now - seen < self._settle:
-            return False
-        self._misses += 1
-        if self._misses != self._enough:
-            return False
-        log.warning(
-            "the index found nothing for %d prompts of %s in a row that begin like earlier ones: "
-            "KV events are lost, disabled, or hashed with another block size or salt",
-            self._misses,
-            model,
-        )
-        return True
+        if now - seen >= self._settle:
+            self._misses += 1

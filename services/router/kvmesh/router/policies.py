@@ -69,6 +69,8 @@ class KvMultiplicative(Policy):
 
     def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
         cost = model.prefill(view) * (view.decode + 1)
+        if view.slowness is not None:
+            cost *= view.slowness
         if view.preference is not None:
             cost *= view.preference
         return Choice(pick(cost, model.temperature, rng), cost)

@@ -24,6 +24,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.config import check_settings, thresholds
+from kvmesh.router.core import RouterCore
 from kvmesh.router.errors import ConfigError
 from kvmesh.router.events import sequence_events
 from kvmesh.router.model_router import ModelRouter
@@ -35,6 +36,10 @@ from kvmesh.runtime.warnings import keep_told
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 SWEEP_S = 1.0
+_NOTHING_FOUND = (
+    "the index finds nothing for prompts of %s that begin like earlier ones: KV events are lost,"
+    " disabled, or hashed with another block size or salt"
+)
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 _loads = msgspec.msgpack.Decoder(Load)
 _controls: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
@@ -174,6 +179,10 @@ class RouterService:
         left_out = {i: text for core in cores for i, text in core.table.misfits.items()}
         texts = {i: f"{text}; it gets no requests" for i, text in left_out.items()}
         self._service.warnings.update("misfit", texts)
+        slow = {key: text for core in cores for key, text in _slow_ranks(core).items()}
+        self._service.warnings.update("slow_worker", slow)
+        broken = {core.model: _NOTHING_FOUND % core.model for core in cores if core.watch.broken}
+        self._service.warnings.update("empty_index", broken)
 
     def _router(self, model: str) -> ModelRouter:
         router = self._models.get(model)
@@ -280,6 +289,18 @@ def _controlled(command: Control) -> ControlReply:
 
 def _not_understood(reason: str) -> ControlReply:
     return ControlReply(ok=False, reason=reason)
+
+
+def _slow_ranks(core: RouterCore) -> dict[str, str]:
+    found = {}
+    for slot, slowness in core.speeds.told.items():
+        instance, worker, rank = core.table.ranks[slot]
+        if slowness > 1:
+            found[f"{instance} {rank}"] = (
+                f"{worker} rank {rank} takes {slowness:.0f} times as long as the others of"
+                f" {core.model} for the same work: it gets fewer requests"
+            )
+    return found
 
 
 def _model(message: StreamMessage) -> str:

@@ -20,7 +20,8 @@ class View:
     tier: the leading blocks that the tier adds beyond the tiers before it. `prefill` is what is
     being prefilled there already; `decode` the blocks active there if this request came too;
     `requests` the number of active requests; `total` the blocks of the rank (0: unknown).
-    `preference` scales the cost of each candidate, if the request prefers some.
+    `preference` scales the cost of each candidate, if the request prefers some. `slowness` is how
+    long each takes for the same work, beside the others, if some are far from them.
     `overlaps` is the index's answer as it came; `most` is at least the highest `decode`. Policies
     must not write to any of it.
     """
@@ -37,6 +38,7 @@ class View:
     overlaps: Overlaps | None = None
     preference: Floats | None = None
     most: float = inf
+    slowness: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -22,7 +22,7 @@ GAUGES = {
     "cached_blocks": ("blocks", "KV blocks kept for reuse"),
     "total_blocks": ("blocks", "KV blocks in all"),
     "prefill_tokens": ("tokens", "prompt tokens not computed yet"),
-    "step_s": ("seconds", "mean duration of an engine step"),
+    "step_s": ("seconds", "mean duration of the last engine steps"),
 }
 COUNTERS = {
     "steps": "engine steps",
@@ -32,6 +32,8 @@ COUNTERS = {
     "output_tokens": "tokens generated",
     "preemptions": "requests that had to give their blocks back",
     "aborted": "requests that were cancelled",
+    "busy_s": "seconds in engine steps",
+    "computed_tokens": "prompt tokens computed",
 }
 
 
@@ -50,7 +52,8 @@ class LoadCollector(Collector):
                 gauge.add_metric([str(load.rank)], getattr(load, field))
             yield gauge
         for field, text in COUNTERS.items():
-            counter = CounterMetricFamily(f"kvmesh_worker_{field}", text, labels=["rank"])
+            name = "busy_seconds" if field == "busy_s" else field
+            counter = CounterMetricFamily(f"kvmesh_worker_{name}", text, labels=["rank"])
             for load in loads:
                 counter.add_metric([str(load.rank)], getattr(load, field))
             yield counter

@@ -47,6 +47,7 @@ from kvmesh.worker.orphans import Orphans
 from kvmesh.worker.prompts import Prompts
 from kvmesh.worker.retaining import Retaining, obey, outcomes
 from kvmesh.worker.scheduling.counters import RetentionState
+from kvmesh.worker.silence import Silence
 from kvmesh.worker.standing import Standing
 from kvmesh.worker.tiers import TierCounts, Tiered, prefetch
 from kvmesh.worker.transcripts import Transcripts
@@ -171,6 +172,7 @@ class WorkerNode:
         self._tasks += [
             asyncio.create_task(self._standing.run(lambda: self._lease), name="standing"),
             asyncio.create_task(keep_told(lambda: self._lease, self._warnings), name="warnings"),
+            asyncio.create_task(self._watch_events(card.name, model.block_size), name="silence"),
         ]
         log.info("serving %s on %s as %s", model.name, self.info.name, self.instance)
 
@@ -399,6 +401,13 @@ class WorkerNode:
             await asyncio.sleep(timeout / STALL_LOOKS)
             watch.look(self.load())
         self.failed(EngineError(f"the engine has work but took no step for {timeout:g} s"))
+
+    async def _watch_events(self, name: str, block_size: int) -> None:
+        silence = Silence(name, block_size)
+        while self._publisher is not None:
+            found = silence.look(self.load(), self._publisher.published_by_rank)
+            self._warnings.update("no_kv_events", found)
+            await asyncio.sleep(HEARTBEAT_S)
 
 
 def _known(known: bool) -> ControlReply:

@@ -127,6 +127,7 @@ class RequestStreams:
         active_blocks: int | None = None,
         preemptions: int = 0,
         step_s: float = 0.0,
+        busy_s: float = 0.0,
     ) -> Load:
         """A rank's load; what the engine itself says about it goes before what is seen here."""
         mine = [live for live in self._live.values() if live.work.rank == rank]
@@ -136,6 +137,8 @@ class RequestStreams:
             held = (live.prompt + live.generated for live in mine if live.first_told)
             active_blocks = sum(-(-tokens // self._block_size) for tokens in held)
         counters = self.counters[rank]
+        prefill = sum(live.prompt for live in new)
+        computed = counters.prompt_tokens - counters.cached_tokens - prefill
         return Load(
             instance=instance,
             rank=rank,
@@ -144,7 +147,7 @@ class RequestStreams:
             active_blocks=active_blocks if mine else 0,
             cached_blocks=cached_blocks,
             total_blocks=total_blocks,
-            prefill_tokens=sum(live.prompt for live in new),
+            prefill_tokens=prefill,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
@@ -153,6 +156,8 @@ class RequestStreams:
             aborted=counters.aborted,
             preemptions=preemptions,
             step_s=step_s if mine else 0.0,
+            busy_s=busy_s,
+            computed_tokens=max(computed, 0) if busy_s else 0,
         )
 
     async def _follow(self, live: _Live, stream: AsyncIterator[Output]) -> None:

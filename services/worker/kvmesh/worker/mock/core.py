@@ -70,7 +70,10 @@ class CoreOptions:
 
 
 class MockCore:
-    """Block manager, scheduler and performance model of one rank, advanced by `step`."""
+    """Block manager, scheduler and performance model of one rank, advanced by `step`.
+
+    A fault that is injected makes steps take `stretch` times as long.
+    """
 
     def __init__(self, options: CoreOptions) -> None:
         self.options = options
@@ -79,6 +82,7 @@ class MockCore:
         self.tiers = Tiers(options.tiers, size, options.speedup, self.blocks, keeping=keeping)
         self.scheduler = Scheduler(options.limits, self.blocks, self.tiers)
         self.counters = Counters()
+        self.stretch = 1.0
 
     @property
     def memories(self) -> list[BlockManager]:
@@ -149,28 +153,26 @@ class MockCore:
         """Take the steps that `begin` planned."""
         outputs: list[Output] = []
         self._decode(ahead.steps, outputs)
-        self.counters.steps += ahead.steps
-        self.counters.busy_s += ahead.duration
+        self.counters.count_steps(ahead.steps, ahead.duration)
         return StepResult(ahead.duration, ahead.steps, outputs, self.take_events())
 
     def _step(self, chunks: list[Chunk], now: float, horizon: float) -> StepResult:
         decoding = self.scheduler.decoding
         if not chunks and not decoding.members:
             return StepResult(self._until_arrival(now), 0, [], self.take_events())
-        seconds = self._seconds(chunks, len(decoding.members))
+        seconds = self._seconds(chunks, len(decoding.members)) * self.stretch
         steps = 1 if chunks else self._repetitions(seconds, horizon)
         outputs: list[Output] = []
         self._decode(steps, outputs)
         for chunk in chunks:
             self._prefill(chunk, outputs)
-        self.counters.steps += steps
-        self.counters.busy_s += seconds * steps
+        self.counters.count_steps(steps, seconds * steps)
         return StepResult(seconds * steps, steps, outputs, self.take_events())
 
     def load(self, instance: str, rank: int) -> Load:
         """The forward-pass metrics of this core as rank `rank` of `instance`."""
         counters, scheduler, blocks = self.counters, self.scheduler, self.blocks
-        running, steps = scheduler.running, counters.steps
+        running = scheduler.running
         return Load(
             instance=instance,
             rank=rank,
@@ -180,14 +182,16 @@ class MockCore:
             cached_blocks=blocks.cached,
             total_blocks=blocks.capacity,
             prefill_tokens=scheduler.prefill_tokens,
-            steps=steps,
+            steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             output_tokens=counters.output_tokens,
             requests=counters.requests,
             preemptions=scheduler.preemptions,
             aborted=counters.aborted,
-            step_s=counters.busy_s / steps if steps else 0.0,
+            step_s=counters.step_s,
+            busy_s=counters.busy_s,
+            computed_tokens=counters.computed_tokens,
         )
 
     def take_events(self) -> list[KvEvent]:
@@ -239,6 +243,7 @@ class MockCore:
     def _prefill(self, chunk: Chunk, outputs: list[Output]) -> None:
         sequence = chunk.sequence
         self.scheduler.compute(sequence, chunk.tokens)
+        self.counters.computed_tokens += chunk.tokens
         if sequence.computed < sequence.length:
             return
         told = _told(sequence, 0, 1)

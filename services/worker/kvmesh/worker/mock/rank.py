@@ -106,6 +106,7 @@ class MockRank:
         while self.core.busy:
             self._aborted.clear()
             await self._maybe_fail()
+            self.core.stretch = self._faults.stretch(self.core.counters.steps + 1)
             behind = 0.0 if self._counts_steps else clock() - at
             result = self.core.step(at, max(self._tick_s, behind))
             if not result.steps:
@@ -115,7 +116,7 @@ class MockRank:
                 at = clock()
                 continue
             self._untold = result.events
-            at += result.duration * self._faults.stretch(self.core.counters.steps)
+            at += result.duration
             late = clock() - at
             await asyncio.sleep(max(0.0, -late))
             if late > LATE_S:

@@ -2,19 +2,30 @@
 
 from dataclasses import dataclass
 
+RECENT = 0.05  # what one step counts for in the mean of the last ones
+
 
 @dataclass
 class Counters:
-    """Since the start; tokens and requests."""
+    """Since the start; tokens and requests. `step_s` is the mean of the last steps."""
 
     steps: int = 0
     busy_s: float = 0.0
+    step_s: float = 0.0
+    computed_tokens: int = 0
     requests: int = 0
     finished: int = 0
     aborted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+
+    def count_steps(self, steps: int, seconds: float) -> None:
+        """So many steps took so many seconds together."""
+        self.steps += steps
+        self.busy_s += seconds
+        share = min(1.0, steps * RECENT) if self.step_s else 1.0
+        self.step_s += share * (seconds / steps - self.step_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,8 +192,7 @@ class TorchCore:
         self._pass_decode_step()
         for turn, choice in begun:
             self._prefill(turn, choice)
-        self.counters.steps += 1
-        self.counters.busy_s += seconds
+        self.counters.count_steps(1, seconds)
         self._offer(turn for turn, _ in here)
         deltas = [self._tell(turn, choice) for turn, choice in here if choice is not None]
         return deltas, self.take_events()
@@ -286,6 +285,7 @@ class TorchCore:
     def _prefill(self, turn: Turn, choice: Picked | None) -> None:
         sequence = turn.sequence
         self.scheduler.compute(sequence, len(turn.row.tokens))
+        self.counters.computed_tokens += len(turn.row.tokens)
         self.slots.name(sequence)
         if choice is not None:
             sequence.generated += 1

@@ -188,7 +188,9 @@ class TorchEngine:
                 requests=counters.requests,
                 preemptions=core.scheduler.preemptions,
                 aborted=counters.aborted,
-                step_s=counters.busy_s / counters.steps if counters.steps else 0.0,
+                step_s=counters.step_s,
+                busy_s=counters.busy_s,
+                computed_tokens=counters.computed_tokens,
             )
         ]
 

@@ -243,7 +243,7 @@ class VllmEngine(Adapter):
 
     def _rank_load(self, streams: RequestStreams, instance: str, rank: int) -> Load:
         stats = self._stats[rank]
-        streams.counters[rank].steps = stats.steps
+        streams.counters[rank].steps = stats.counters.steps
         return streams.load(
             instance,
             rank,
@@ -252,7 +252,8 @@ class VllmEngine(Adapter):
             stats.waiting,
             round(stats.usage * self._blocks),
             stats.preemptions,
-            stats.step_s,
+            stats.counters.step_s,
+            stats.counters.busy_s,
         )
 
     async def _clear(self) -> None:

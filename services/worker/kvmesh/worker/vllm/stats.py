@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from kvmesh.worker.scheduling.counters import Counters
 from kvmesh.worker.tiers import TierCounts
 from kvmesh.worker.vllm.meter import CORRUPT, LOADED, SKIPPED, WRITTEN
 
@@ -19,9 +20,8 @@ class RankStats:
     def __init__(self) -> None:
         self.waiting = 0
         self.usage = 0.0
-        self.steps = 0
+        self.counters = Counters()
         self.preemptions = 0
-        self.step_s = 0.0
         self._last = 0.0
         self._loaded: OrderedDict[str, list[int]] = OrderedDict()
         self._blocks = [0] * TIERS
@@ -30,12 +30,12 @@ class RankStats:
     def record(self, scheduler: Any, iteration: Any) -> None:
         """One step; either part may be missing."""
         now = time.monotonic()
-        self.steps += 1
         if scheduler is not None:
             busy = scheduler.num_running_reqs > 0
             self.waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             self.usage = scheduler.kv_cache_usage
-            self.step_s = now - self._last if busy and self._last else 0.0
+            if self._last:
+                self.counters.count_steps(1, now - self._last)
             self._last = now if busy else 0.0
             self._record_tiers(scheduler.kv_connector_stats or {})
         if iteration is not None:

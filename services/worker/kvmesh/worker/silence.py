@@ -1,0 +1,51 @@
+"""Whether an engine computes prompts and tells nothing of what it then holds."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvmesh.bus.messages import Load
+
+BLOCKS = 64
+REQUESTS = 8
+
+
+@dataclass(frozen=True)
+class Since:
+    """Where a rank was when its last event was seen."""
+
+    published: int
+    blocks: float
+    requests: int
+    aborted: int
+
+
+class Silence:
+    """Finds ranks that computed BLOCKS full blocks for REQUESTS requests without an event."""
+
+    def __init__(self, name: str, block_size: int) -> None:
+        self._name = name
+        self._size = block_size
+        self._since: dict[int, Since] = {}
+
+    def look(self, loads: Iterable[Load], published: Mapping[int, int]) -> dict[str, str]:
+        """The ranks that are silent, each with a line for the log; `published` is events so far."""
+        found = {}
+        for load in loads:
+            now = self._now(load, published.get(load.rank, 0))
+            since = self._since.setdefault(load.rank, now)
+            if now.published != since.published or now.aborted != since.aborted:
+                self._since[load.rank] = now  # of an aborted prompt nobody knows what was computed
+                continue
+            if now.blocks - since.blocks >= BLOCKS and now.requests - since.requests >= REQUESTS:
+                found[str(load.rank)] = (
+                    f"{self._name} rank {load.rank} computes prompts and publishes no KV events:"
+                    " the index does not know what it holds"
+                )
+        return found
+
+    def _now(self, load: Load, published: int) -> Since:
+        """Full blocks computed are at least the tokens less a block for each request."""
+        told = load.prompt_tokens - load.cached_tokens - load.prefill_tokens
+        computed = load.computed_tokens if load.busy_s else told
+        blocks = computed / self._size - load.requests
+        return Since(published, blocks, load.requests, load.aborted)

@@ -1,0 +1,100 @@
+"""A worker that takes ten times as long as the others is seen, named and given less."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest_asyncio
+from support.frontend import client_session
+from support.mesh import Mesh
+from support.nats import NatsServer, free_port
+from support.wait import PATIENCE_S, eventually
+
+WORKERS = 4
+BATCH = 24
+SLOW = "worker-0"
+
+
+@pytest_asyncio.fixture
+async def mesh(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Mesh]:
+    mesh = Mesh(nats_server.url, tmp_path, {"KVMESH_MOCK_SPEEDUP": "2"})
+    yield mesh
+    mesh.stop()
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as answer:
+        return str(answer.read().decode())
+
+
+async def ask(mesh: Mesh, client: aiohttp.ClientSession, number: int) -> str:
+    """The worker that answered a prompt like no other; every second answer is streamed."""
+    body = {
+        "model": "kvmesh-demo",
+        "messages": [{"role": "user", "content": f"{number} is what I count. " * 60}],
+        "max_tokens": 24,
+        "stream": bool(number % 2),
+        "nvext": {"extra_fields": ["worker_id"]},
+    }
+    async with client.post(f"{mesh.url}/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200
+        text = await answer.text()
+    return next(f"worker-{n}" for n in range(WORKERS) if f"worker-{n}-" in text)
+
+
+async def status(mesh: Mesh) -> dict[str, Any]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvmesh.cli.main", "status", "--json"),
+        *("--nats", mesh.nats_url, "--nats-namespace", mesh.namespace),
+        stdout=subprocess.PIPE,
+    )
+    report: dict[str, Any] = json.loads((await process.communicate())[0])
+    return report
+
+
+async def test_a_slow_worker_is_named_and_gets_its_share_by_speed(mesh: Mesh) -> None:
+    port = free_port()
+    mesh.start("indexer", "indexer-0")
+    mesh.start("router", "router-0", KVMESH_ROUTER_METRICS_PORT=str(port))
+    slow = {"KVMESH_MOCK_SLOW_STEP": "1", "KVMESH_MOCK_SLOW_FACTOR": "10"}
+    for number in range(WORKERS):
+        name = f"worker-{number}"
+        mesh.start("worker", name, **(slow if name == SLOW else {}))
+    mesh.start("frontend", "frontend-0")
+    await mesh.ready()
+    await eventually(lambda: joined(mesh), what="all workers are there")
+    sent = 0
+
+    async with client_session() as client:
+
+        async def batch() -> Counter[str]:
+            nonlocal sent
+            numbers, sent = range(sent, sent + BATCH), sent + BATCH
+            return Counter(await asyncio.gather(*(ask(mesh, client, n) for n in numbers)))
+
+        while f"{SLOW} rank 0 takes" not in get(port, "/health"):
+            assert sent < 40 * BATCH, mesh.logs()
+            await batch()
+        found = await batch() + await batch() + await batch()
+    fair = 3 * BATCH / (10 * (WORKERS - 1) + 1)
+    assert found[SLOW] <= 3 * fair, found
+    assert f'kvmesh_router_slowness{{model="kvmesh-demo",rank="0",worker="{SLOW}"}}' in get(
+        port, "/metrics"
+    )
+    report = await status(mesh)
+    assert any(f"{SLOW} rank 0 takes" in warned["text"] for warned in report["warnings"])
+    steps = {m["card"]["name"]: m["load"][0]["step_s"] for m in report["instances"] if m["load"]}
+    others = [steps[f"worker-{n}"] for n in range(1, WORKERS)]
+    assert steps[SLOW] > 3 * max(others)
+
+
+async def joined(mesh: Mesh) -> bool:
+    roles = [member["card"]["role"] for member in (await status(mesh))["instances"]]
+    return roles.count("worker") == WORKERS
