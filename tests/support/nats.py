@@ -51,13 +51,18 @@ class NatsServer:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def config(self) -> Path:
+        """The server's configuration, written."""
         config = self.store / "nats.conf"
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(
             f"listen: 127.0.0.1:{self.port}\nmax_payload: 8MB\n"
             f'jetstream {{ store_dir: "{self.store / "js"}" }}\n'
         )
+        return config
+
+    def start(self) -> None:
+        config = self.config()
         with (self.store / "nats.log").open("ab") as log:
             self._process = subprocess.Popen([SERVER, "-c", config], stdout=log, stderr=log)
         self._wait_for_port()

@@ -19,14 +19,9 @@ from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
-from kvmesh.bus.subjects import token
 
 log = logging.getLogger(__name__)
 _card_decoder = msgspec.msgpack.Decoder(Instance)
-
-
-def _key(card: Instance) -> str:
-    return f"{card.role}.{token(card.instance)}"
 
 
 class Term:
@@ -87,7 +82,9 @@ class Lease:
 
     async def _renew(self) -> None:
         bucket = await _bucket(self._bus)
-        await bucket.put(_key(self.card), encode(self.card))
+        await bucket.put(
+            self._bus.subjects.lease_key(self.card.role, self.card.instance), encode(self.card)
+        )
 
     async def _keep(self) -> None:
         failing = False
@@ -117,7 +114,7 @@ class Lease:
 async def forget_instance(bus: Bus, card: Instance) -> None:
     """Delete a lease: one's own on exit, or that of a process found dead."""
     bucket = await _bucket(bus)
-    await bucket.delete(_key(card))
+    await bucket.delete(bus.subjects.lease_key(card.role, card.instance))
 
 
 async def _bucket(bus: Bus) -> KeyValue:
@@ -190,6 +187,10 @@ class Directory:
             card = _card_decoder.decode(message.data)
         except msgspec.MsgspecError as error:
             log.warning("ignored an unreadable card at %s: %s", key, error)
+            return
+        if key != self._bus.subjects.lease_key(card.role, card.instance):
+            # a process may be permitted to write its own key, and only that
+            log.warning("ignored the card of %s %s at %s", card.role, card.instance, key)
             return
         self._seen[key] = asyncio.get_running_loop().time()
         if self._cards.get(key) != card:

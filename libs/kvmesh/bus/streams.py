@@ -1,8 +1,13 @@
 """The JetStream streams and buckets of a mesh: their limits, and how they come to exist."""
 
+import asyncio
 import contextlib
+import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
+from nats.errors import Error as NatsError
 from nats.js.api import (
     DiscardPolicy,
     KeyValueConfig,
@@ -15,8 +20,16 @@ from nats.js.api import (
 from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.direct import PermissionDenied
 
+log = logging.getLogger(__name__)
+MADE_S = 60.0
+LOOK_S = 0.5
 STREAM_EXISTS = 10058  # JetStream API error "stream name already in use" (other configuration)
+
+
+class NotThere(NatsError):
+    """A stream is missing that only other processes may make."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +48,44 @@ class StreamLimits:
 async def ensure_streams(bus: Bus, limits: StreamLimits | None = None) -> None:
     """Create what is missing and bring limits up to date; safe to call from every process."""
     limits = limits or StreamLimits()
+    subjects = bus.subjects
     for config in _stream_configs(bus, limits):
-        await _ensure_stream(bus, config)
-    await _ensure_instances(bus, limits)
-    await _ensure_router_bucket(bus)
-    for bucket in (bus.subjects.index_bucket, bus.subjects.model_bucket):
-        await _ensure_objects(bus, bucket)
+        await _there(bus, str(config.name), _ensure_stream(bus, config))
+    instances = subjects.instances_bucket
+    await _there(bus, f"KV_{instances}", _ensure_instances(bus, limits))
+    for bucket in (subjects.router_bucket, subjects.kvbm_bucket):
+        await _there(bus, f"KV_{bucket}", _ensure_bucket(bus, bucket))
+    for bucket in (subjects.index_bucket, subjects.model_bucket):
+        await _there(bus, f"OBJ_{bucket}", _ensure_objects(bus, bucket))
+
+
+async def _there(bus: Bus, stream: str, making: Coroutine[Any, Any, None]) -> None:
+    """Have a stream made, or wait until a process has made it that may.
+
+    Raises NotThere if none does.
+    """
+    try:
+        await making
+    except PermissionDenied:
+        await _appears(bus, stream)
+
+
+async def _appears(bus: Bus, stream: str) -> None:
+    told = False
+    try:
+        async with asyncio.timeout(MADE_S):
+            while True:
+                with contextlib.suppress(NotFoundError):
+                    await bus.js.stream_info(stream)
+                    return
+                if not told:
+                    told = True
+                    log.info("waiting for a frontend or an operator to make stream %s", stream)
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise NotThere(
+            f"there is no stream {stream}, and this process may not make it: start a frontend"
+        ) from None
 
 
 def _stream_configs(bus: Bus, limits: StreamLimits) -> list[StreamConfig]:
@@ -109,8 +154,8 @@ async def _ensure_instances(bus: Bus, limits: StreamLimits) -> None:
             raise
 
 
-async def _ensure_router_bucket(bus: Bus) -> None:
-    config = KeyValueConfig(bucket=bus.subjects.router_bucket, replicas=bus.options.replicas)
+async def _ensure_bucket(bus: Bus, bucket: str) -> None:
+    config = KeyValueConfig(bucket=bucket, replicas=bus.options.replicas)
     try:
         await bus.js.create_key_value(config)
     except APIError as error:

@@ -17,23 +17,26 @@ SPARE_FILE_BYTES = 16 << 30
 SPARE_MEMORY_BYTES = 1 << 30
 
 
-def server_config(port: int, store: Path, streams: Streams) -> str:
-    """A server on the loopback interface whose JetStream keeps everything under `store`.
+def jetstream(store: Path, streams: Streams) -> str:
+    """The part of a server's configuration that has it keep everything under `store`.
 
-    The JetStream limits are those of the streams plus room for the buckets: the server's own
-    default depends on the free disk space and may refuse streams that will never be full.
+    The limits are those of the streams plus room for the buckets: the server's own default
+    depends on the free disk space and may refuse streams that will never be full.
     """
     files = streams.kv_bytes + streams.route_bytes + SPARE_FILE_BYTES
     memory = streams.seq_bytes + SPARE_MEMORY_BYTES
     return (
-        f"listen: 127.0.0.1:{port}\n"
-        f"max_payload: {MAX_PAYLOAD}\n"
         f"jetstream {{\n"
         f"  store_dir: {json.dumps(str(store))}\n"
         f"  max_file_store: {files}\n"
         f"  max_memory_store: {memory}\n"
         f"}}\n"
     )
+
+
+def server_config(port: int, store: Path, streams: Streams) -> str:
+    """A server on the loopback interface, with what `jetstream` says."""
+    return f"listen: 127.0.0.1:{port}\nmax_payload: {MAX_PAYLOAD}\n{jetstream(store, streams)}"
 
 
 def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
