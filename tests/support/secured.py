@@ -36,10 +36,10 @@ class SecuredServer(NatsServer):
     def url(self) -> str:
         return f"tls://127.0.0.1:{self.port}"
 
-    def config(self) -> Path:
+    def config(self) -> str:
         done = secure(self.folder, *self._arguments)
         assert done.returncode == 0, done.stderr
-        return self.folder / "nats" / "nats.conf"
+        return (self.folder / "nats" / "nats.conf").read_text()
 
     @property
     def users(self) -> list[str]:

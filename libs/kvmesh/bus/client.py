@@ -19,7 +19,7 @@ import nats
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError, NoRespondersError, UnexpectedEOF
+from nats.errors import MaxPayloadError, NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.client import JetStreamContext
 from nats.js.errors import APIError
@@ -35,6 +35,7 @@ from kvmesh.bus.errors import (
     RequestTimeout,
     cause,
 )
+from kvmesh.bus.joining import BROKEN, Joining
 from kvmesh.bus.messages import encode
 from kvmesh.bus.subjects import Subjects
 
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 # asyncio says so of every TLS connection that ends, and there is nothing to do about it
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has" not in str(record.msg))
 MOST_UNSENT = 65_536
-BROKEN = (OSError, UnexpectedEOF)  # what a server that goes away, or is not back yet, looks like
 T = TypeVar("T")
 Respond = Callable[[object], Awaitable[None]]
 Reply = Callable[[object], None]
@@ -97,18 +97,28 @@ class Bus:
         self._sending: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, options: BusOptions, name: str, timeout: float = 10.0) -> "Bus":
-        """Connect within `timeout` seconds or raise BusUnavailable naming the address and cause."""
+    async def connect(
+        cls, options: BusOptions, name: str, timeout: float | None = 10.0, once: bool = False
+    ) -> "Bus":
+        """Connect or raise BusUnavailable naming the address and cause.
+
+        Credentials that a server refuses are final. Otherwise tries for `timeout` seconds, with
+        None for ever, or with `once` until every server has failed.
+        """
         client = DirectClient()
         bus = cls(client, options)
         servers = [url.strip() for url in options.url.split(",")]
+        joining = Joining(len(servers) if once else None)
         try:
             security = _security(options)
-            async with asyncio.timeout(timeout):
-                await _connect_patiently(client, servers, bus, name, security)
+            attempt = asyncio.create_task(
+                _connect_patiently(client, servers, bus, name, joining, security)
+            )
+            await joining.result(attempt, timeout)
         except (TimeoutError, OSError, ValueError, NkeysError, NatsError) as error:
             client.abandon()
-            raise BusUnavailable(options.url, client.last_error or error) from error
+            reason = joining.reason(error, _credentials(options))
+            raise BusUnavailable(options.url, reason) from error
         return bus
 
     @property
@@ -319,12 +329,29 @@ def _tls(options: BusOptions) -> ssl.SSLContext | None:
     return context
 
 
+def _credentials(options: BusOptions) -> str:
+    """The settings by which the server knows who this is; empty if there are none."""
+    settings = {
+        "nats.nkey_seed": options.nkey_seed,
+        "nats.credentials": options.credentials,
+        "nats.token": options.token,
+        "nats.user and nats.password": options.user,
+        "the user in nats.url": "@" in options.url,
+    }
+    return next((name for name, value in settings.items() if value), "")
+
+
 async def _connect_patiently(
-    client: DirectClient, servers: list[str], bus: Bus, name: str, security: dict[str, Any]
+    client: DirectClient,
+    servers: list[str],
+    bus: Bus,
+    name: str,
+    joining: Joining,
+    security: dict[str, Any],
 ) -> None:
     while True:
         try:
-            await _connect(client, servers, bus, name, security)
+            await _connect(client, servers, bus, name, joining, security)
         except (OSError, nats.errors.NoServersError):
             await asyncio.sleep(0.2)
         else:
@@ -332,15 +359,20 @@ async def _connect_patiently(
 
 
 async def _connect(
-    client: DirectClient, servers: list[str], bus: Bus, name: str, security: dict[str, Any]
+    client: DirectClient,
+    servers: list[str],
+    bus: Bus,
+    name: str,
+    joining: Joining,
+    security: dict[str, Any],
 ) -> None:
     last_error = broken_by = ""
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
         text = cause(error)
-        if client.denied(text):
-            return  # whoever asked says so
+        if joining.failed(error) or client.denied(text):
+            return
         if isinstance(error, BROKEN):
             broken_by = text
         elif last_error != text:

@@ -20,6 +20,10 @@ class BusUnavailable(BusError):
         super().__init__(f"cannot use NATS at {self.url}: {cause(reason)}")
 
 
+class ServerUnfit(BusError):
+    """The NATS server cannot serve a mesh as it is configured; the message names its setting."""
+
+
 class NoResponder(BusError):
     """Nobody listens on `subject`: the process is gone, or none has started yet."""
 

@@ -21,7 +21,8 @@ def jetstream(store: Path, streams: Streams) -> str:
     """The part of a server's configuration that has it keep everything under `store`.
 
     The limits are those of the streams plus room for the buckets: the server's own default
-    depends on the free disk space and may refuse streams that will never be full.
+    depends on the free disk space and may refuse streams that will never be full. What was
+    acknowledged is on disk a second later, not two minutes.
     """
     files = streams.kv_bytes + streams.route_bytes + SPARE_FILE_BYTES
     memory = streams.seq_bytes + SPARE_MEMORY_BYTES
@@ -30,6 +31,7 @@ def jetstream(store: Path, streams: Streams) -> str:
         f"  store_dir: {json.dumps(str(store))}\n"
         f"  max_file_store: {files}\n"
         f"  max_memory_store: {memory}\n"
+        f"  sync_interval: 1s\n"
         f"}}\n"
     )
 
