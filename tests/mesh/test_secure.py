@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +18,7 @@ from support.nats import NatsServer
 from support.secured import SecuredServer, secure
 from support.wait import eventually
 
+from kvmesh.bus.buckets import read_bucket
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.direct import PermissionDenied
 from kvmesh.bus.errors import BusUnavailable, NotPermitted
@@ -110,11 +110,20 @@ async def test_the_whole_mesh_serves_without_a_refusal(mesh: Mesh, server: Secur
 async def test_people_look_and_steer_as_far_as_their_user_may(
     mesh: Mesh, server: SecuredServer
 ) -> None:
-    status = await asyncio.to_thread(run, server, "observer", "status")
-    assert all(name in status.stdout for name in (*WORKERS, "router-0", "kv-0")), status.stderr
+
+    async def seen() -> bool:
+        status = await asyncio.to_thread(run, server, "observer", "status")
+        assert status.returncode == 0, status.stderr
+        return all(name in status.stdout for name in (*WORKERS, "router-0", "kv-0"))
+
+    await eventually(seen)
     tail = ("tail", "kv", "route", "seq", "--since", "10m", "--no-follow")
-    tailed = await asyncio.to_thread(run, server, "observer", *tail)
-    assert "stored" in tailed.stdout, tailed.stderr
+
+    async def tailed() -> bool:
+        done = await asyncio.to_thread(run, server, "observer", *tail)
+        return all(f" {kind} " in done.stdout for kind in ("kv", "route", "seq"))
+
+    await eventually(tailed)
     busy = ("busy", "kvmesh-demo")
     changed = await asyncio.to_thread(run, server, "operator", *busy, "--blocks", "9")
     assert "blocks 9" in changed.stdout, changed.stderr
@@ -215,7 +224,8 @@ READS: dict[str, set[str]] = {
 
 async def refused(bus: Bus) -> bool:
     """Whether the server has refused what was just sent."""
-    await bus.client.flush()
+    for _ in range(2):  # the first may overtake what was sent, the second not
+        await bus.client.flush()
     error, bus.client._err = bus.client.last_error, None
     assert error is None or "ermissions violation" in str(error).lower(), error
     return error is not None
@@ -286,16 +296,16 @@ async def test_an_answer_reaches_who_asked_and_only_that(mesh: Mesh, server: Sec
     async with (
         server.connected("frontend") as frontend,
         server.connected("indexer") as indexer,
-        server.connected(W1) as worker,
+        server.connected(W0) as worker,
     ):
         overheard: list[object] = []
         for bus in (indexer, worker):
             for subject in ("_INBOX.frontend.>", "_INBOX.>"):
                 await bus.client.subscribe_direct(subject, overheard.append)
                 assert await refused(bus)
-        cards = await frontend.js.key_value(SUBJECTS.instances_bucket)
-        key = next(key for key in await cards.keys() if key.startswith("worker.worker-0."))
-        instance = ".".join(key.split(".")[1:]).replace(".", "-")
+        cards = await read_bucket(frontend, SUBJECTS.instances_bucket)
+        key = next(key for key in cards if key.startswith("worker.worker-1."))
+        instance = "-".join(key.split(".")[1:])
         reply = await frontend.request(SUBJECTS.ctl(instance), Ping(), ControlReply, 5)
         assert reply.ok
         await worker.client.flush()
@@ -332,75 +342,3 @@ async def test_a_server_of_another_authority_or_without_tls_is_not_spoken_to(
     other = replace(server.options("router"), tls_ca=tmp_path / "other" / "authority" / "ca.pem")
     with pytest.raises(BusUnavailable, match="certificate verify failed"):
         await Bus.connect(other, "router", timeout=2)
-
-
-# The command
-
-
-def test_files_are_for_their_owner_alone(server: SecuredServer) -> None:
-    for path in (server.folder, *server.folder.rglob("*")):
-        if "jetstream" in path.parts:
-            continue
-        mode = stat.S_IMODE(path.stat().st_mode)
-        assert mode == (0o700 if path.is_dir() else 0o600), path
-
-
-def seeds(folder: Path) -> dict[str, str]:
-    return {path.parent.name: path.read_text() for path in folder.rglob("nkey.seed")}
-
-
-def test_running_it_again_adds_users_and_replaces_no_key(tmp_path: Path) -> None:
-    folder = tmp_path / "made" / "here"
-    assert secure(folder).returncode == 0
-    before = seeds(folder)
-    assert set(before) == {
-        *("frontend", "router", "indexer", "worker.worker-0", "kvbm.kvbm-0"),
-        *("planner", "operator", "observer"),
-    }
-    assert len(set(before.values())) == len(before)
-    assert secure(folder, "--workers", "worker-1").returncode == 0
-    after = seeds(folder)
-    assert {user: after[user] for user in before} == before
-    assert set(after) - set(before) == {"worker.worker-1"}
-    config = (folder / "nats" / "nats.conf").read_text()
-    assert config.count("nkey:") == len(after)
-    assert not any(seed.strip() in config for seed in after.values())
-    assert secure(folder, "--force").returncode == 0
-    assert set(seeds(folder).values()).isdisjoint(after.values())
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("")
-    for force in ((), ("--force",)):
-        done = secure(tmp_path, *force)
-        assert done.returncode == 1
-        assert "is not empty and holds no credentials of a mesh" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_without_the_authoritys_key_nothing_is_signed(tmp_path: Path) -> None:
-    folder = tmp_path / "made"
-    assert secure(folder).returncode == 0
-    (folder / "authority" / "ca.key").rename(tmp_path / "ca.key")
-    done = secure(folder, "--workers", "worker-1")
-    assert done.returncode == 1
-    assert "ca.key is needed to sign certificates" in done.stderr
-
-
-@pytest.mark.parametrize("names", ["a b", "../x", "w>", ","])
-def test_a_name_that_is_no_name_is_a_usage_error(tmp_path: Path, names: str) -> None:
-    assert secure(tmp_path / "made", "--workers", names).returncode == 2
-    assert not (tmp_path / "made").exists()
-
-
-def test_a_deleted_user_is_unknown_to_the_server_from_then_on(tmp_path: Path) -> None:
-    folder = tmp_path / "made"
-    assert secure(folder, "--workers", "a,b").returncode == 0
-    (folder / "worker.b" / "nkey.seed").unlink()
-    assert secure(folder, "--workers", "a").returncode == 0
-    assert "# worker.b" in (folder / "nats" / "nats.conf").read_text()  # with a new key
-    for file in (folder / "worker.b").iterdir():
-        file.unlink()
-    (folder / "worker.b").rmdir()
-    assert secure(folder, "--workers", "a").returncode == 0
-    assert "worker.b" not in (folder / "nats" / "nats.conf").read_text()

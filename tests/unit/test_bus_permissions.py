@@ -9,7 +9,7 @@ from kvmesh.bus.permissions import ANY, Permissions, User, inbox_prefix, permiss
 from kvmesh.bus.subjects import Subjects
 
 SUBJECTS = Subjects("ns")
-ELSEWHERE = {"expand", "parse", "everything", "namespace"}  # no names of their own
+ELSEWHERE = {"expand", "parse", "owns", "everything", "namespace"}  # no names of their own
 
 
 def names() -> Iterator[tuple[str, str]]:

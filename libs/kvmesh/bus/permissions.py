@@ -75,7 +75,7 @@ def _frontend(s: Subjects, name: str) -> Grant:
             *_reads(*map(_kv, stores)),
             *_makes(*_streams(s)),
         ],
-        [s.out(own), s.ctl(own), s.load_all, s.sessions],
+        [s.out(own), s.load_all, s.sessions],
     )
 
 
@@ -88,7 +88,7 @@ def _router(s: Subjects, name: str) -> Grant:
             *_reads(s.seq_stream, s.route_stream),
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
         ],
-        [s.router(ANY), _below(s.router(ANY)), s.ctl(f"{name}-{ANY}"), s.load_all],
+        [s.router(ANY), _below(s.router(ANY)), s.load_all],
     )
 
 
@@ -102,7 +102,7 @@ def _indexer(s: Subjects, name: str) -> Grant:
             *_reads(s.kv_stream, snapshots, _kv(s.instances_bucket)),
             *(f"{API}.STREAM.PURGE.{stream}" for stream in (s.kv_stream, snapshots)),
         ],
-        [s.index_all, s.index_shard(ANY, ANY), s.ctl(f"{name}-{ANY}")],
+        [s.index_all, s.index_shard(ANY, ANY)],
     )
 
 
