@@ -4,7 +4,6 @@ Secrets are 0600 in folders of 0700. What has a key keeps it; configuration and 
 are written anew each time.
 """
 
-import os
 import re
 import secrets
 import shlex
@@ -19,6 +18,7 @@ import nkeys
 from kvmesh.bus.permissions import ANY, User, inbox_prefix
 from kvmesh.cli.credentials.authority import Authority, Pair
 from kvmesh.cli.credentials.server import Account, Server, server_config
+from kvmesh.cli.local import write_private
 from kvmesh.settings.schema import Settings
 
 AUTHORITY, NATS = "authority", "nats"
@@ -167,9 +167,4 @@ def _make(folder: Path) -> None:
 
 
 def _put(file: Path, content: bytes) -> None:
-    """Readable by its owner only, and never half written."""
-    fresh = file.with_name(f".{file.name}.new")
-    fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-        stream.write(content)
-    fresh.replace(file)
+    write_private(file, content.decode())

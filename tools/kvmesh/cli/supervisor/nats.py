@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvmesh.cli.local import write_private
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.plan import Spec
 from kvmesh.settings import Settings
@@ -36,9 +37,14 @@ def jetstream(store: Path, streams: Streams) -> str:
     )
 
 
-def server_config(port: int, store: Path, streams: Streams) -> str:
-    """A server on the loopback interface, with what `jetstream` says."""
-    return f"listen: 127.0.0.1:{port}\nmax_payload: {MAX_PAYLOAD}\n{jetstream(store, streams)}"
+def server_config(port: int, token: str, store: Path, streams: Streams) -> str:
+    """A server on the loopback interface that asks for a token, with what `jetstream` says."""
+    return (
+        f"listen: 127.0.0.1:{port}\n"
+        f"max_payload: {MAX_PAYLOAD}\n"
+        f"authorization {{ token: {json.dumps(token)} }}\n"
+        f"{jetstream(store, streams)}"
+    )
 
 
 def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
@@ -48,7 +54,8 @@ def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
     folder = settings.up.state_dir.absolute()
     port = int(settings.nats.url.rpartition(":")[2])
     config = folder / "nats.conf"
-    config.write_text(server_config(port, folder / "jetstream", settings.streams))
+    token = settings.nats.token or ""
+    write_private(config, server_config(port, token, folder / "jetstream", settings.streams))
     threads = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1)), **environ}
     return Spec("nats", "nats", (str(SERVER), "-c", str(config)), threads)
 
