@@ -15,7 +15,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusUnavailable, ServerUnfit
 from kvmesh.bus.server import check_server
-from kvmesh.bus.streams import StreamLimits, differences, ensure_streams
+from kvmesh.bus.streams import StreamLimits, differences, ensure_streams, mesh_streams
 
 SMALL = StreamLimits(kv_bytes=2 << 20, kv_age_s=60.0, route_bytes=1 << 20, seq_bytes=1 << 20)
 
@@ -99,21 +99,19 @@ async def test_buckets_of_other_meshes_are_left_alone(
     }
 
 
-class Configured(NatsServer):
-    """A server of other settings than usual."""
-
-    def __init__(self, store: Path, settings: str) -> None:
-        super().__init__(store)
-        self._settings = settings
-
-    def config(self) -> str:
-        return f"listen: 127.0.0.1:{self.port}\n{self._settings}\n"
+async def test_buckets_are_read_from_their_leader_which_is_never_behind(bus: Bus) -> None:
+    infos = await mesh_streams(bus)
+    buckets = [info.config for info in infos if (info.config.name or "").startswith("KV_")]
+    assert len(buckets) == 2
+    assert not any(config.allow_direct for config in buckets)
 
 
 @pytest.fixture
 def configured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsServer]:
-    settings = request.param.replace("STORE", str(tmp_path / "js"))
-    server = Configured(tmp_path, settings)
+    """A server of other settings than usual."""
+    server = NatsServer(tmp_path)
+    for name, value in request.param.items():
+        setattr(server, name, value)
     server.start()
     yield server
     server.stop()
@@ -122,10 +120,10 @@ def configured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsS
 @pytest.mark.parametrize(
     ("configured", "complaint"),
     [
-        ("", "runs without JetStream: add jetstream {"),
-        ("max_payload: 16KB\njetstream { store_dir: STORE }", "set max_payload"),
-        ("jetstream { store_dir: STORE, max_file_store: 100MB }", "raise max_file_store"),
-        ("jetstream { store_dir: STORE, max_memory_store: 10MB }", "raise max_memory_store"),
+        ({"jetstream": None}, "runs without JetStream: add jetstream {"),
+        ({"max_payload": "16KB"}, "set max_payload"),
+        ({"jetstream": "max_file_store: 100MB"}, "raise max_file_store"),
+        ({"jetstream": "max_memory_store: 10MB"}, "raise max_memory_store"),
     ],
     indirect=["configured"],
 )
@@ -138,7 +136,7 @@ async def test_a_server_that_is_set_too_small_is_one_line_that_names_the_setting
     assert len(output.splitlines()) == 1
 
 
-@pytest.mark.parametrize("configured", ["jetstream { store_dir: STORE }"], indirect=True)
+@pytest.mark.parametrize("configured", [{}], indirect=True)
 async def test_more_copies_than_servers_are_refused_by_name(configured: NatsServer) -> None:
     bus = await Bus.connect(BusOptions(url=configured.url, replicas=3), "test")
     await check_server(bus)
@@ -147,7 +145,7 @@ async def test_more_copies_than_servers_are_refused_by_name(configured: NatsServ
     await bus.close()
 
 
-AUTHORIZED = "authorization { user: mesh, password: right }\njetstream { store_dir: STORE }"
+AUTHORIZED = {"settings": "authorization { user: mesh, password: right }"}
 
 
 @pytest.mark.parametrize("configured", [AUTHORIZED], indirect=True)

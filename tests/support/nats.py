@@ -46,6 +46,9 @@ class NatsServer:
     def __init__(self, store: Path) -> None:
         self.store = store
         self.port = free_port()
+        self.max_payload = "8MB"
+        self.jetstream: str | None = ""  # further settings of JetStream; None: without it
+        self.settings = ""  # further settings
         self.evidence = Evidence(partial(log_files, store))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -55,10 +58,10 @@ class NatsServer:
 
     def config(self) -> str:
         """The text of the server's configuration file."""
-        return (
-            f"listen: 127.0.0.1:{self.port}\nmax_payload: 8MB\n"
-            f'jetstream {{ store_dir: "{self.store / "js"}" }}\n'
-        )
+        lines = [f"listen: 127.0.0.1:{self.port}", f"max_payload: {self.max_payload}"]
+        if self.jetstream is not None:
+            lines.append(f'jetstream {{ store_dir: "{self.store / "js"}"\n{self.jetstream} }}')
+        return "\n".join([*lines, self.settings, ""])
 
     def start(self) -> None:
         config = self.store / "nats.conf"

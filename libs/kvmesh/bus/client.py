@@ -81,6 +81,8 @@ class BusOptions:
 class Bus:
     """An open connection. Reconnects for ever; what needs replay lives in JetStream.
 
+    What a server objects to (credentials, too large a message) ends it for good: `on_lost` calls.
+
     Answers that were under way when the connection broke are lost: whoever waits long for one
     asks again when `on_reconnect` calls.
     """
@@ -93,6 +95,8 @@ class Bus:
         self.buckets: dict[str, KeyValue] = {}
         self.connected_at = asyncio.get_running_loop().time()
         self.on_reconnect: list[Callable[[], None]] = []
+        self.on_lost: list[Callable[[], None]] = []
+        self.closing = False
         self._unsent: deque[tuple[str, bytes, str]] = deque()
         self._sending: asyncio.Task[None] | None = None
 
@@ -286,6 +290,7 @@ class Bus:
 
     async def close(self) -> None:
         """Flush what was published and disconnect."""
+        self.closing = True
         if self.client.is_closed:
             return
         try:
@@ -393,10 +398,17 @@ async def _connect(
         if not client.is_closed:
             log.warning("lost the connection to NATS, reconnecting: %s", broken_by or "no answer")
 
+    async def on_closed() -> None:
+        if not bus.closing:
+            log.error("NATS ended the connection for good: %s", client.last_error or "no reason")
+            for callback in bus.on_lost:
+                callback()
+
     await client.connect(
         servers,
         name=name,
         error_cb=on_error,
+        closed_cb=on_closed,
         reconnected_cb=on_reconnect,
         disconnected_cb=on_disconnect,
         max_reconnect_attempts=-1,

@@ -28,12 +28,14 @@ class Joining:
         """One attempt did; returns whether it was the last. Once it is over, none matters."""
         if self._over:
             return False
+        if self._ended.done():
+            return True
         self._last = error
         self._refused = REFUSED in str(error).lower()
         if self._left is not None:
             self._left -= 1
         decisive = self._refused or self._left == 0
-        if decisive and not self._ended.done():
+        if decisive:
             self._ended.set_exception(error)
         return decisive
 

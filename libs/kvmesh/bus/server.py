@@ -16,7 +16,7 @@ GOOD_PAYLOAD = "8MB"
 JETSTREAM = "jetstream { store_dir: … }"
 NOT_FOR_ACCOUNT = 10039
 FILES_FULL, MEMORY_FULL, RESOURCES = 10047, 10028, 10023
-NO_CLUSTER, NO_PEERS = 10074, 10005
+NO_CLUSTER = 10074
 
 
 async def check_server(bus: Bus) -> None:
@@ -62,6 +62,6 @@ def _reason(code: int | None, size: float) -> str | None:
         return f"{wanted}; raise max_memory_store in its configuration, {lower}"
     if code in (FILES_FULL, RESOURCES):
         return f"{wanted}; raise max_file_store in its configuration, {lower}"
-    if code in (NO_CLUSTER, NO_PEERS):
+    if code == NO_CLUSTER:
         return "it is not one of as many servers in a cluster as nats.replicas says"
     return None

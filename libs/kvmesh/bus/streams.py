@@ -45,7 +45,7 @@ class StreamLimits:
     kv_age_s: float = 24 * 3600.0
     route_bytes: int = 2 << 30
     route_age_s: float = 24 * 3600.0
-    seq_bytes: int = 256 << 20
+    seq_bytes: int = 64 << 20
     seq_age_s: float = 3600.0
     lease_s: float = 10.0
 

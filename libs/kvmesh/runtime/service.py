@@ -51,6 +51,7 @@ class Service:
         self.instance = f"{name}-{secrets.token_hex(4)}"
         self.stopping = asyncio.Event()
         self.failed = False
+        bus.on_lost.append(self._fail)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
@@ -65,6 +66,9 @@ class Service:
         if task.cancelled() or task.exception() is None:
             return
         log.error("task %s failed; stopping", task.get_name(), exc_info=task.exception())
+        self._fail()
+
+    def _fail(self) -> None:
         self.failed = True
         self.stopping.set()
 

@@ -16,6 +16,7 @@ SERVER = Path(sys.executable).with_name("nats-server")
 MAX_PAYLOAD = 8 << 20
 SPARE_FILE_BYTES = 16 << 30
 SPARE_MEMORY_BYTES = 1 << 30
+SPARE_HEAP_BYTES = 192 << 20
 
 
 def jetstream(store: Path, streams: Streams) -> str:
@@ -56,8 +57,19 @@ def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
     config = folder / "nats.conf"
     token = settings.nats.token or ""
     write_private(config, server_config(port, token, folder / "jetstream", settings.streams))
-    threads = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1)), **environ}
-    return Spec("nats", "nats", (str(SERVER), "-c", str(config)), threads)
+    environment = server_environ(settings.streams, environ)
+    return Spec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
+
+
+def server_environ(streams: Streams, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the server; what is set by whoever starts it counts.
+
+    Go lets garbage grow to the size of what is in use, and a full memory stream makes much of it:
+    near the limit it is collected sooner.
+    """
+    threads = str(server_threads(os.cpu_count() or 1))
+    memory = str(2 * streams.seq_bytes + SPARE_HEAP_BYTES)
+    return {"GOMAXPROCS": threads, "GOMEMLIMIT": memory, **environ}
 
 
 def server_threads(cores: int) -> int:
