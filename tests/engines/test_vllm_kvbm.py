@@ -121,7 +121,7 @@ async def test_the_kvbm_is_told_how_fast_vllm_is(run: Run) -> None:
         if isinstance(request, Fetch):
             asked.append(request)
 
-    await bus.subscribe(bus.subjects.expand("kvbm.*"), DECODER, note)
+    await bus.subscribe(bus.subjects.expand("kvbm.>"), DECODER, note)
     tokens = prompt(150, first=5)
     await reloaded(run, tokens, 128)
     await run.ask("last", prompt(150, first=6))

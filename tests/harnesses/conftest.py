@@ -12,8 +12,6 @@ from support.harness import KEY, Limited, Recorder, Workspace
 from support.tap import Tap
 from support.up import Up
 
-from kvmesh.bus.client import BusOptions
-
 MakeMesh = Callable[..., Up]
 SMALL = 24576
 
@@ -80,7 +78,7 @@ async def recorder(mesh: Up) -> AsyncIterator[Recorder]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def tap(mesh: Up) -> AsyncIterator[Tap]:
-    async with Tap().listening(BusOptions(url=mesh.nats_url)) as tap:
+    async with Tap().listening(mesh.options) as tap:
         yield tap
 
 

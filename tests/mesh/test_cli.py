@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -60,7 +61,8 @@ Run = Callable[..., Coroutine[Any, Any, Command]]
 
 
 @pytest_asyncio.fixture
-async def run() -> AsyncIterator[Run]:
+async def run(started: Up) -> AsyncIterator[Run]:
+    env = {**os.environ, "KVMESH_UP_STATE_DIR": str(started.token_file.parent)}
     commands: list[Command] = []
 
     async def start(*arguments: str) -> Command:
@@ -68,6 +70,7 @@ async def run() -> AsyncIterator[Run]:
             *(sys.executable, "-m", "kvmesh.cli.main", *arguments),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            env=env,
         )
         commands.append(Command(process))
         return commands[-1]

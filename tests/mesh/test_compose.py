@@ -23,25 +23,30 @@ import yaml
 from support.nats import SERVER, free_port
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.settings import load
+from kvmesh.bus.permissions import inbox_prefix
+from kvmesh.settings import Settings, load
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 SERVICES = ("indexer", "router", "kvbm", "worker", "frontend")
+MINE = "/run/kvmesh"
 VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 
 
-def parsed(name: str) -> dict[str, Any]:
-    """A YAML file of the folder, its variables replaced by their defaults."""
-    tree: dict[str, Any] = substituted(yaml.safe_load((COMPOSE / name).read_text()))
+def parsed(name: str, **variables: str) -> dict[str, Any]:
+    """A YAML file of the folder, its variables replaced, by their defaults if need be."""
+    text = (COMPOSE / name).read_text()
+    tree: dict[str, Any] = substituted(yaml.safe_load(text), variables)
     return tree
 
 
-def substituted(value: Any) -> Any:
+def substituted(value: Any, variables: dict[str, str]) -> Any:
     if isinstance(value, dict):
-        return {key: substituted(item) for key, item in value.items()}
+        return {key: substituted(item, variables) for key, item in value.items()}
     if isinstance(value, list):
-        return [substituted(item) for item in value]
-    return VARIABLE.sub(r"\2", value) if isinstance(value, str) else value
+        return [substituted(item, variables) for item in value]
+    if not isinstance(value, str):
+        return value
+    return VARIABLE.sub(lambda match: variables.get(match[1], match[2]), value)
 
 
 def entrypoint() -> list[str]:
@@ -50,6 +55,12 @@ def entrypoint() -> list[str]:
     arguments = [line.removeprefix("ENTRYPOINT ") for line in lines if line.startswith("ENTRY")]
     found: list[str] = json.loads(arguments[-1])
     return found
+
+
+def mounted(service: dict[str, Any], target: str) -> str:
+    """The folder of the volume that a container has at `target`: volume, then part of it."""
+    found = [v for v in service["volumes"] if isinstance(v, dict) and v["target"] == target]
+    return f"{found[0]['source']}/{found[0]['volume']['subpath']}"
 
 
 @dataclass
@@ -77,6 +88,8 @@ class Container:
             env[key] = str(self.port(env[key]))
         for key in [key for key in env if key.endswith("DIRECTORY")]:
             env[key] = str(log.parent / env[key].lstrip("/"))
+        own = log.parent / mounted(self.service, MINE)
+        env = {key: value.replace(MINE, str(own)) for key, value in env.items()}
         command = [*entrypoint(), *self.service["command"]]
         command[:1] = [sys.executable, "-m", "kvmesh.cli.main"]
         with log.open("ab") as output:
@@ -101,17 +114,24 @@ class Container:
 
 @pytest.fixture
 def nats(tmp_path: Path) -> Iterator[str]:
-    """The file's NATS server with its own configuration; yields its address."""
-    command = parsed("compose.yaml")["services"]["nats"]["command"]
+    """The file's NATS server under the credentials that the file makes; yields its address."""
+    services = parsed("compose.yaml")["services"]
     address = f"127.0.0.1:{free_port()}"
-    text = (COMPOSE / "nats.conf").read_text()
-    config = tmp_path / "nats.conf"
-    config.write_text(
-        text.replace("port: 4222", f"listen: {address}")
-        .replace("http_port: 8222", f"http: 127.0.0.1:{free_port()}")
-        .replace("/data", str(tmp_path / "data"))
+    made = [part.replace("/credentials", str(tmp_path / "credentials")) for part in credentials()]
+    subprocess.run(
+        [sys.executable, "-m", "kvmesh.cli.main", *made], check=True, stdout=subprocess.DEVNULL
     )
-    arguments = [part.replace("/etc/nats/nats.conf", str(config)) for part in command]
+    own = tmp_path / mounted(services["nats"], MINE)
+    config = own / "nats.conf"
+    config.write_text(
+        config.read_text()
+        .replace("0.0.0.0:4222", address)
+        .replace("127.0.0.1:4222", address)
+        .replace("127.0.0.1:8222", f"127.0.0.1:{free_port()}")
+        .replace('"/data"', f'"{tmp_path / "data"}"')
+        .replace(MINE, str(own))
+    )
+    arguments = [part.replace(MINE, str(own)) for part in services["nats"]["command"]]
     with (tmp_path / "nats.log").open("wb") as output:
         server = subprocess.Popen([SERVER, *arguments], stdout=output, stderr=output)
     yield address
@@ -119,10 +139,16 @@ def nats(tmp_path: Path) -> Iterator[str]:
     server.wait(PATIENCE_S)
 
 
+def credentials() -> list[str]:
+    """The command that makes them; the server has no name here, but an address."""
+    command = parsed("compose.yaml")["services"]["credentials"]["command"]
+    return [part.replace("--hosts=nats", "--hosts=127.0.0.1") for part in command]
+
+
 @pytest.fixture
 def containers(nats: str, tmp_path: Path) -> Iterator[dict[str, Container]]:
     """Every service of the image, running."""
-    services = parsed("compose.yaml")["services"]
+    services = parsed("compose.yaml", KVMESH_ALLOW_ANONYMOUS="true")["services"]
     started = {name: Container(name, services[name], nats) for name in SERVICES}
     for container in started.values():
         container.start(tmp_path / "log")
@@ -143,7 +169,9 @@ async def test_the_same_commands_and_environment_serve(
     port = containers["frontend"].port(published)
     await eventually(lambda: asyncio.to_thread(answers, port))
     lines = (tmp_path / "log").read_text().splitlines()
-    assert all(json.loads(line)["message"] for line in lines)
+    messages = [json.loads(line)["message"] for line in lines]
+    assert all(messages)
+    assert not any("violation" in message for message in messages)
 
 
 def answers(port: int) -> bool:
@@ -160,27 +188,63 @@ def answers(port: int) -> bool:
     return bool(answer["usage"]["completion_tokens"] == 4)
 
 
-def test_every_variable_is_a_setting_with_a_good_value() -> None:
+def settings_of(name: str, seed: Path, **variables: str) -> Settings:
+    """What a service of the file is set to, with some seed of an nkey."""
+    seed.write_text("S")
+    container = Container(name, parsed("compose.yaml", **variables)["services"][name], "")
+    return load(None, {**container.environment, "KVMESH_NATS_NKEY_SEED_FILE": str(seed)}, {})
+
+
+def test_every_variable_is_a_setting_with_a_good_value(tmp_path: Path) -> None:
     for name in SERVICES:
-        container = Container(name, parsed("compose.yaml")["services"][name], "")
-        settings = load(None, container.environment, {})
-        assert settings.nats.url == "nats://nats:4222"
-        assert container.service["command"] == [name]
+        settings = settings_of(name, tmp_path / "seed")
+        service = parsed("compose.yaml")["services"][name]
+        assert settings.nats.url == "tls://nats:4222"
+        assert settings.nats.inbox_prefix == inbox_prefix(name)
+        assert mounted(service, MINE) == f"credentials/{name}"
+        assert service["command"] == [name]
+
+
+def test_containers_are_confined() -> None:
+    for name, service in parsed("compose.yaml")["services"].items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "mem_limit" in service, name
+        if name in SERVICES:  # else a mistaken setting, status 2, would be tried for ever
+            assert service["restart"] == "on-failure:3", name
+
+
+def test_nobody_outside_reaches_nats_or_the_blocks() -> None:
+    tree = parsed("compose.yaml")
+    assert "ports" not in tree["services"]["nats"]
+    uid = re.search(r"--uid (\d+)", (COMPOSE / "Dockerfile").read_text())
+    assert uid is not None
+    options = tree["volumes"]["blocks"]["driver_opts"]["o"].split(",")
+    assert set(options) == {"mode=0700", f"uid={uid[1]}", f"gid={uid[1]}"}
+
+
+def test_a_frontend_serves_without_keys_only_if_told_so(tmp_path: Path) -> None:
+    seed = tmp_path / "seed"
+    assert not settings_of("frontend", seed).frontend.allow_anonymous
+    assert settings_of("frontend", seed, KVMESH_ALLOW_ANONYMOUS="true").frontend.allow_anonymous
+    keys = settings_of("frontend", seed, KVMESH_KEYS_FILE="/keys/keys.toml").frontend.keys_file
+    assert keys == Path("/keys/keys.toml")
 
 
 def test_the_only_scaled_service_publishes_no_port() -> None:
     services = parsed("compose.yaml")["services"]
-    assert [name for name in SERVICES if "ports" in services[name]] == ["frontend"]
+    published = [name for name, service in services.items() if "ports" in service]
+    assert published == ["frontend", "prometheus"]
 
 
-def test_prometheus_asks_the_ports_that_the_services_open() -> None:
-    services = parsed("compose.yaml")["services"]
+def test_prometheus_asks_the_ports_that_the_services_open(tmp_path: Path) -> None:
     for job in parsed("prometheus.yml")["scrape_configs"]:
         (discovery,) = job["dns_sd_configs"]
         for name in discovery["names"]:
-            settings = load(None, Container(name, services[name], "").environment, {})
-            own = getattr(settings, name)
-            assert discovery["port"] == (own.port if name == "frontend" else own.metrics_port)
+            own = getattr(settings_of(name, tmp_path / "seed"), name)
+            assert discovery["port"] == own.metrics_port
+            assert own.metrics_host == "0.0.0.0"
 
 
 def test_the_image_copies_all_that_the_build_needs() -> None:

@@ -93,6 +93,7 @@ async def test_buckets_of_other_meshes_are_left_alone(
         *(bus.subjects.kv_stream, bus.subjects.route_stream, bus.subjects.seq_stream),
         f"KV_{bus.subjects.instances_bucket}",
         f"KV_{bus.subjects.router_bucket}",
+        f"KV_{bus.subjects.kvbm_bucket}",
         f"OBJ_{bus.subjects.index_bucket}",
         f"OBJ_{bus.subjects.model_bucket}",
     }

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -17,6 +18,8 @@ from support.nats import SERVER, NatsServer, free_port
 from support.up import Up, alive
 from support.wait import PATIENCE_S, eventually
 
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.errors import BusUnavailable
 from kvmesh.demo import model_dir
 
 START = ("nats", "indexer-0", "router-0", "worker-0", "worker-1", "frontend-0")
@@ -197,7 +200,7 @@ async def test_a_state_directory_in_use_is_refused(make: Factory) -> None:
         (["--indexer-shard", "5"], "indexer-0", "shard 5 of 1"),
         (["--frontend-keys-file", "none.toml"], "frontend-0", "none.toml: No such file"),
         (["--frontend-host", "0.0.0.0"], "frontend-0", "refusing to serve everyone"),
-        (["--kvbm", "--kvbm-key", "xyz"], "kvbm-0", "kvbm.key must be"),
+        (["--kvbm", "--kvbm-key-file", __file__], "kvbm-0", "kvbm.key must be"),
         (["--kvbm", "--kvbm-retention", "tool=x"], "kvbm-0", "'tool=x' is not KIND=PRIORITY"),
         (["--kvbm", "--kvbm-remote-url", "store"], "kvbm-0", "'store' is not a redis://"),
         (["--kvbm", "--kvbm-disk-path", "damaged/tokenizer.json"], "kvbm-0", "set kvbm.disk_path"),
@@ -258,7 +261,10 @@ async def test_states_outlive_a_restart_unless_reset(make: Factory) -> None:
     async def decisions(up: Up) -> int:
         report = await asyncio.to_thread(
             subprocess.run,
-            [sys.executable, "-m", "kvmesh.cli.main", "status", "--json", "--nats", up.nats_url],
+            [
+                *(sys.executable, "-m", "kvmesh.cli.main", "status", "--json"),
+                *("--nats", up.nats_url, "--nats-token-file", str(up.token_file)),
+            ],
             capture_output=True,
             check=True,
             timeout=60,
@@ -279,6 +285,36 @@ async def test_states_outlive_a_restart_unless_reset(make: Factory) -> None:
     third = make("--workers", "1", "--reset-states")
     await third.ready()
     assert await decisions(third) == 0
+
+
+async def test_the_embedded_nats_server_serves_nobody_without_the_token(shared: Up) -> None:
+    await shared.ready()
+    token = shared.token_file.read_text().strip()
+    with pytest.raises(BusUnavailable, match="asks for a user and password, a token"):
+        await Bus.connect(BusOptions(url=shared.nats_url), "stranger", timeout=5)
+    bus = await Bus.connect(shared.options, "test")
+    await bus.close()
+    assert token not in shared.output
+    assert not any(token in line for line in command_lines(shared))
+
+
+def command_lines(up: Up) -> list[str]:
+    pids = (up.pid, *up.children().values())
+    return [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
+
+
+async def test_the_line_to_look_inside_works(shared: Up, tmp_path: Path) -> None:
+    await shared.ready()
+    line = next(line for line in shared.lines if "Look inside" in line)
+    command = line.split("kvmesh ")[1]
+    look = [sys.executable, "-m", "kvmesh.cli.main", *shlex.split(command)]
+    done = await asyncio.to_thread(subprocess.run, look, capture_output=True, text=True, timeout=60)
+    assert "worker-1" in done.stdout, done.stderr
+    env = {**os.environ, "KVMESH_UP_STATE_DIR": str(shared.folder / "state")}
+    found = await asyncio.to_thread(
+        subprocess.run, look[:4], capture_output=True, text=True, timeout=60, env=env
+    )
+    assert "worker-1" in found.stdout, found.stderr
 
 
 async def test_as_json_every_line_is_an_object(make: Factory) -> None:

@@ -36,7 +36,7 @@ class Tap:
             known = self.decisions if isinstance(message, Decision) else self.outcomes
             known.append(message)  # type: ignore[arg-type]
 
-        await bus.subscribe(bus.subjects.expand("work.*"), work, on_work)
+        await bus.subscribe(bus.subjects.expand("work.>"), work, on_work)
         await bus.subscribe(bus.subjects.route_all, route, on_route)
         yield self
         await bus.close()

@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from kvmesh.bus.client import BusOptions
 from support.evidence import Evidence
 from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
@@ -35,6 +36,14 @@ class Up:
     @property
     def nats_url(self) -> str:
         return f"nats://127.0.0.1:{self.nats_port}"
+
+    @property
+    def token_file(self) -> Path:
+        return self.folder / "state" / "nats.token"
+
+    @property
+    def options(self) -> BusOptions:
+        return BusOptions(url=self.nats_url, token=self.token_file.read_text().strip())
 
     @property
     def pid(self) -> int:

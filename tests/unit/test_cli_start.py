@@ -9,11 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from support.up import alive
 from support.wait import eventually
 
 from kvmesh.bus.messages import Load
+from kvmesh.cli.local import known
 from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.claims import claim
 from kvmesh.cli.supervisor.errors import UpError
@@ -94,7 +96,7 @@ def test_an_unusable_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_the_server_may_hold_all_that_the_streams_may(tmp_path: Path) -> None:
-    config = server_config(4333, tmp_path / 'a "b"', Streams(kv_bytes=1 << 40))
+    config = server_config(4333, "t", tmp_path / 'a "b"', Streams(kv_bytes=1 << 40))
     assert "listen: 127.0.0.1:4333\n" in config
     assert r"a \"b\"" in config
     limits = [int(line.split(": ")[1]) for line in config.splitlines() if "max_file" in line]
@@ -103,7 +105,7 @@ def test_the_server_may_hold_all_that_the_streams_may(tmp_path: Path) -> None:
 
 def test_the_server_syncs_every_second_and_bounds_its_garbage(tmp_path: Path) -> None:
     streams = Streams(seq_bytes=1 << 30)
-    assert "  sync_interval: 1s\n" in server_config(4333, tmp_path, streams)
+    assert "  sync_interval: 1s\n" in server_config(4333, "t", tmp_path, streams)
     assert int(server_environ(streams, {})["GOMEMLIMIT"]) > 2 << 30
     assert server_environ(streams, {"GOMEMLIMIT": "1GiB"})["GOMEMLIMIT"] == "1GiB"
 
@@ -123,6 +125,32 @@ def test_the_announcement_names_every_port() -> None:
     assert "OPENAI_API_KEY=none" in said
     assert "Bearer" not in said
     assert "no model yet" in ready.announcement("h", [1], [], "", "none")
+
+
+def test_the_announcement_says_how_to_look_inside() -> None:
+    file = Path("/a b/nats.token")
+    said = ready.announcement("h", [1], [], "nats://127.0.0.1:4223", "none", file)
+    assert "kvmesh status --nats nats://127.0.0.1:4223 --nats-token-file '/a b/nats.token'" in said
+
+
+def test_the_embedded_server_has_a_token_that_other_commands_find(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    with ExitStack() as held:
+        claimed = claim(settings(folder), held)
+        token = claimed.nats.token
+        assert token is not None
+        assert len(token) == 64
+        for path in (folder, *folder.iterdir()):
+            assert path.stat().st_mode & 0o077 == 0 or path.name == "lock"
+        for url in ({}, {"nats__url": claimed.nats.url}):
+            assert known(settings(folder, **url)).nats == replace(
+                settings(folder).nats, url=claimed.nats.url, token=token
+            )
+        for other in ({"nats__url": "nats://elsewhere:4222"}, {"nats__user": "me"}):
+            assert known(settings(folder, **other)) == settings(folder, **other)
+    assert known(settings(folder)) == settings(folder)
+    with ExitStack() as held:
+        assert claim(settings(folder), held).nats.token == token
 
 
 def rank(number: int) -> Load:

@@ -114,8 +114,9 @@ class Bus:
         servers = [url.strip() for url in options.url.split(",")]
         joining = Joining(len(servers) if once else None)
         try:
+            security = _security(options)
             attempt = asyncio.create_task(
-                _connect_patiently(client, servers, bus, name, joining, _security(options))
+                _connect_patiently(client, servers, bus, name, joining, security)
             )
             await joining.result(attempt, timeout)
         except (TimeoutError, OSError, ValueError, NkeysError, NatsError) as error:
@@ -384,9 +385,7 @@ async def _connect(
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
         text = cause(error)
-        if client.denied(text):
-            return  # whoever asked says so
-        if joining.failed(error):
+        if joining.failed(error) or client.denied(text):
             return
         if isinstance(error, BROKEN):
             broken_by = text

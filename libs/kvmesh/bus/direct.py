@@ -170,8 +170,9 @@ class DirectClient(Client):
 
     def denied(self, text: str) -> bool:
         """Fail the requests that a server's error says it refused; False if there are none."""
-        found = DENIED.search(text)
-        refused = [t for t, subject in self._asked.items() if found and subject == found[1]]
+        found = DENIED.search(text)  # in small letters, as nats-py has made it
+        subject = found[1].casefold() if found else None
+        refused = [token for token, asked in self._asked.items() if asked.casefold() == subject]
         for token in refused:
             if not self._waiting[token].done():
                 self._waiting[token].set_exception(PermissionDenied(text))

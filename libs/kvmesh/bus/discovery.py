@@ -26,16 +26,11 @@ from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Instance, Role, encode
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
-from kvmesh.bus.subjects import token
 
 log = logging.getLogger(__name__)
 STATE = "state"  # the label that says how far a process is, if it has to catch up first
 READY = "ready"
 _card_decoder = msgspec.msgpack.Decoder(Instance)
-
-
-def _key(card: Instance) -> str:
-    return f"{card.role}.{token(card.instance)}"
 
 
 class Term:
@@ -106,7 +101,8 @@ class Lease:
 
     async def _joined(self) -> float:
         bucket = self._bus.subjects.instances_bucket
-        subject = f"$KV.{bucket}.{_key(self.card)}"
+        key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
+        subject = f"$KV.{bucket}.{key}"
         with contextlib.suppress(NotFoundError):
             if stored := (await self._bus.js.get_msg(f"KV_{bucket}", subject=subject)).time:
                 return stored.timestamp()
@@ -133,7 +129,8 @@ class Lease:
 
     async def _renew(self) -> None:
         async with self._renewing:
-            bucket, key = await _bucket(self._bus), _key(self.card)
+            bucket = await _bucket(self._bus)
+            key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
             try:
                 if self._revision is not None:
                     data = encode(self.card)
@@ -174,7 +171,7 @@ class Lease:
 async def forget_instance(bus: Bus, card: Instance) -> None:
     """Delete a lease: one's own on exit, or that of a process found dead."""
     bucket = await _bucket(bus)
-    await bucket.delete(_key(card))
+    await bucket.delete(bus.subjects.lease_key(card.role, card.instance))
 
 
 async def _bucket(bus: Bus) -> KeyValue:
@@ -255,6 +252,10 @@ class Directory:
             card = _card_decoder.decode(message.data)
         except msgspec.MsgspecError as error:
             log.warning("ignored an unreadable card at %s: %s", key, error)
+            return
+        if key != self._bus.subjects.lease_key(card.role, card.instance):
+            # a process may be permitted to write its own key, and only that
+            log.warning("ignored the card of %s %s at %s", card.role, card.instance, key)
             return
         self._seen[key] = asyncio.get_running_loop().time()
         if self._cards.get(key) != card:

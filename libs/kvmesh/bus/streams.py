@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nats.errors import Error as NatsError
 from nats.js.api import (
     DiscardPolicy,
     KeyValueConfig,
@@ -22,6 +23,7 @@ from nats.js.api import (
 from nats.js.errors import APIError, NotFoundError
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.direct import PermissionDenied
 from kvmesh.bus.server import explained
 
 STREAM_EXISTS = 10058  # JetStream API error "stream name already in use" (other configuration)
@@ -29,6 +31,10 @@ MEMORY = StorageType.MEMORY
 # Records carry ids of their own by which readers know repeats, and no `Nats-Msg-Id`: JetStream has
 # nothing to remember in this window, which cannot be none.
 UNUSED_WINDOW_S = 1.0
+
+
+class NotThere(NatsError):
+    """A stream is missing that this process may not make."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,10 @@ async def _ensure(bus: Bus, wanted: _Wanted) -> StreamConfig:
     try:
         with explained(wanted.name, size):
             await wanted.make()
+    except PermissionDenied:
+        raise NotThere(
+            f"stream {wanted.name} is missing, and only frontends and operators may make it"
+        ) from None
     except APIError as error:
         if error.err_code != STREAM_EXISTS:  # else somebody else was first
             raise
@@ -193,7 +203,10 @@ def _instances(bus: Bus, limits: StreamLimits) -> _Wanted:
 
 def _buckets(bus: Bus) -> list[_Wanted]:
     names, replicas, js = bus.subjects, bus.options.replicas, bus.js
-    router = KeyValueConfig(bucket=names.router_bucket, replicas=replicas)
+
+    def values(name: str) -> _Wanted:
+        config = KeyValueConfig(bucket=name, replicas=replicas)
+        return _Wanted(f"KV_{name}", _replicas(bus), lambda: js.create_key_value(config))
 
     def objects(name: str) -> _Wanted:
         config = ObjectStoreConfig(bucket=name, replicas=replicas)
@@ -202,7 +215,8 @@ def _buckets(bus: Bus) -> list[_Wanted]:
         )
 
     return [
-        _Wanted(f"KV_{names.router_bucket}", _replicas(bus), lambda: js.create_key_value(router)),
+        values(names.router_bucket),
+        values(names.kvbm_bucket),
         objects(names.index_bucket),
         objects(names.model_bucket),
     ]

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 ROOT = "kvm"  # the first token of every subject
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+PLACED = frozenset({"work", "out", "ctl", "kvbm", "load"})  # subjects that end with an instance
 _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 
 
@@ -18,6 +19,16 @@ def token(text: str) -> str:
 def untoken(subject_token: str) -> str:
     """The text that `token` encoded."""
     return re.sub(r"(?:=[0-9A-F]{2})+", lambda m: _unescape(m[0]), subject_token)
+
+
+@lru_cache(4096)
+def place(instance: str) -> tuple[str, ...]:
+    """An instance id as subject tokens: the name of its process, then this life of it.
+
+    A server's permissions go by whole tokens: so may one process be told from others.
+    """
+    name, _, life = instance.rpartition("-")
+    return (token(name), token(life)) if name and life else (token(instance),)
 
 
 def _unescape(run: str) -> str:
@@ -123,6 +134,10 @@ class Subjects:
         """Key, in the kvbm bucket, of the secret under which blocks are named in shared tiers."""
         return "identity"
 
+    def lease_key(self, role: str, instance: str) -> str:
+        """Key of a process's lease in the instances bucket."""
+        return ".".join((role, *place(instance)))
+
     def busy_key(self, model: str) -> str:
         """Key of a model's busy thresholds in the router bucket."""
         return f"busy.{token(model)}"
@@ -142,11 +157,11 @@ class Subjects:
 
     def index_at(self, instance: str) -> str:
         """One indexer, whatever the model."""
-        return self._of("indexer", token(instance))
+        return self._of("indexer", *place(instance))
 
     def index_part_at(self, instance: str) -> str:
         """One indexer, about its own shard alone."""
-        return self._of("indexer", token(instance), "part")
+        return self._of("indexer", *place(instance), "part")
 
     def index_shard(self, model: str, shard: str) -> str:
         """One shard of a divided index; `shard` names the division as well as the part."""
@@ -160,7 +175,7 @@ class Subjects:
 
     def router_at(self, model: str, instance: str) -> str:
         """One router, which says at once that it has the question."""
-        return self._of("router", token(model), token(instance))
+        return self._of("router", token(model), *place(instance))
 
     @property
     def sessions(self) -> str:
@@ -175,17 +190,17 @@ class Subjects:
     # one process each
 
     def work(self, instance: str) -> str:
-        return self._of("work", token(instance))
+        return self._of("work", *place(instance))
 
     def out(self, frontend: str) -> str:
-        return self._of("out", token(frontend))
+        return self._of("out", *place(frontend))
 
     def ctl(self, instance: str) -> str:
-        return self._of("ctl", token(instance))
+        return self._of("ctl", *place(instance))
 
     def kvbm(self, instance: str) -> str:
         """What the workers of a node ask of its kvbm."""
-        return self._of("kvbm", token(instance))
+        return self._of("kvbm", *place(instance))
 
     def computing(self, model: str) -> str:
         """What the kvbms of all nodes tell each other that their workers compute."""
@@ -193,10 +208,10 @@ class Subjects:
 
     def computing_before(self, instance: str) -> str:
         """What the others tell one kvbm of what began before it could hear of it."""
-        return self._of("computing", "before", token(instance))
+        return self._of("computing", "before", *place(instance))
 
     def load(self, instance: str) -> str:
-        return self._of("load", token(instance))
+        return self._of("load", *place(instance))
 
     @property
     def load_all(self) -> str:
@@ -213,4 +228,5 @@ class Subjects:
     def parse(self, subject: str) -> tuple[str, tuple[str, ...]]:
         """The kind of a subject of this mesh (`kv`, `route`, …) and the names after it."""
         kind, *names = subject.split(".")[2:]
-        return kind, tuple(untoken(name) for name in names)
+        found = tuple(untoken(name) for name in names)
+        return kind, ("-".join(found),) if kind in PLACED else found

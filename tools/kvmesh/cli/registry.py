@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
-from kvmesh.settings import Place, Settings
+from kvmesh.settings import Place, Settings, options
 
 BUS = ("nats", "log")
 SERVICE = ("nats", "streams", "log", "process")
@@ -120,6 +120,17 @@ COMMANDS = (
         "show the settings in effect",
         "kvmesh.cli.commands.config",
         sections=(*ROLES, *SERVICE, "up"),
+    ),
+    Command(
+        "secure",
+        "write credentials for every role, and a NATS configuration that knows them",
+        "kvmesh.cli.commands.secure",
+        sections=("nats", "streams"),
+        without=frozenset(
+            ("nats", option.key)
+            for option in options()
+            if option.section == "nats" and option.key != "namespace"
+        ),
     ),
     Command("version", "print the version", "kvmesh.cli.commands.version"),
 )

@@ -9,6 +9,7 @@ from nats.js.errors import NotFoundError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusUnavailable, cause
+from kvmesh.cli.local import known
 from kvmesh.runtime import logs
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings, redacted
@@ -19,6 +20,7 @@ CONNECT_S = 2.0
 def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[int]]) -> int:
     """Connect, run `main`, disconnect; returns its status, or 1 after saying what went wrong."""
     logs.configure(settings.log, name)
+    settings = known(settings)
     try:
         return asyncio.run(_run(name, settings, main))
     except NotFoundError:

@@ -11,7 +11,7 @@ import sys
 from msgspec.structs import replace
 
 from kvmesh.runtime.service import Service, StartError
-from kvmesh.settings import Settings, options, to_env
+from kvmesh.settings import Settings, to_env, variables
 
 log = logging.getLogger(__name__)
 PARENT = "KVMESH_PARENT_PID"
@@ -72,7 +72,7 @@ def _environment(service: Service, number: int) -> dict[str, str]:
         metrics_port=port + number if port else 0,
     )
     settings = replace(service.settings, frontend=own)
-    ours = {option.env for option in options()}
+    ours = set(variables())
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
     return {**inherited, **to_env(settings), PARENT: str(os.getpid())}
 

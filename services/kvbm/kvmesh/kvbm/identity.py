@@ -3,13 +3,10 @@
 import secrets
 from contextlib import suppress
 
-from nats.js.api import KeyValueConfig
-from nats.js.errors import APIError, KeyNotFoundError, KeyWrongLastSequenceError
-from nats.js.kv import KeyValue
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 from kvmesh.blocks.identity import KEY_BYTES
 from kvmesh.bus.client import Bus
-from kvmesh.bus.streams import STREAM_EXISTS
 from kvmesh.kvbm.core.errors import KvbmError
 
 
@@ -30,7 +27,7 @@ def parse_key(text: str) -> bytes:
 
 async def shared_key(bus: Bus) -> bytes:
     """The mesh's key; whoever comes first makes it. Raises KeyUnusable."""
-    bucket = await _bucket(bus)
+    bucket = await bus.js.key_value(bus.subjects.kvbm_bucket)
     name = bus.subjects.identity_key
     with suppress(KeyWrongLastSequenceError):  # somebody else was first
         await bucket.create(name, secrets.token_bytes(KEY_BYTES))
@@ -41,15 +38,3 @@ async def shared_key(bus: Bus) -> bytes:
     if len(value) != KEY_BYTES:
         raise KeyUnusable(f"the key in bucket {bus.subjects.kvbm_bucket} has {len(value)} bytes")
     return value
-
-
-async def _bucket(bus: Bus) -> KeyValue:
-    name = bus.subjects.kvbm_bucket
-    try:
-        return await bus.js.create_key_value(
-            KeyValueConfig(bucket=name, replicas=bus.options.replicas)
-        )
-    except APIError as error:
-        if error.err_code != STREAM_EXISTS:
-            raise
-    return await bus.js.key_value(name)

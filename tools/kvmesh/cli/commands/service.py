@@ -3,6 +3,7 @@
 import argparse
 from importlib import import_module
 
+from kvmesh.cli.local import known
 from kvmesh.settings import Settings
 
 
@@ -15,4 +16,4 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     role: str = arguments.command
     service = import_module(f"kvmesh.{role}.service")
-    return run_service(role, getattr(settings, role).name, settings, service.main)
+    return run_service(role, getattr(settings, role).name, known(settings), service.main)

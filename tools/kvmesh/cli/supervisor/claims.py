@@ -8,6 +8,7 @@ from typing import TextIO
 
 from msgspec.structs import replace
 
+from kvmesh.cli import local
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.settings import Settings
 
@@ -23,8 +24,8 @@ def claim(settings: Settings, held: ExitStack) -> Settings:
     if not settings.nats.url:
         held.enter_context(_lock(up.state_dir))
         port = _claim_port(LOOPBACK, up.nats_port, "--nats-port", taken)
-        url = f"nats://{LOOPBACK}:{port}"
-        settings = replace(settings, nats=replace(settings.nats, url=url))
+        settings = _embedded(settings, f"nats://{LOOPBACK}:{port}")
+        held.callback(local.forget, settings)
     if up.frontends:
         port = _claim_port(frontend.host, frontend.port, "--port", taken)
         settings = replace(settings, frontend=replace(frontend, port=port))
@@ -41,10 +42,22 @@ def claim(settings: Settings, held: ExitStack) -> Settings:
     return settings
 
 
+def _embedded(settings: Settings, url: str) -> Settings:
+    """The settings for a server at `url` that asks this user's processes for a token."""
+    folder = settings.up.state_dir
+    try:
+        token = settings.nats.token or local.token(folder)
+        settings = replace(settings, nats=replace(settings.nats, url=url, token=token))
+        local.tell(settings)
+    except OSError as error:
+        raise UpError(f"cannot use state directory {folder}: {error.strerror}") from error
+    return settings
+
+
 def _lock(state_dir: Path) -> TextIO:
     """Claim the state directory for as long as the returned file stays open."""
     try:
-        state_dir.mkdir(parents=True, exist_ok=True)
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = (state_dir / "lock").open("w")
     except OSError as error:
         raise UpError(f"cannot use state directory {state_dir}: {error.strerror}") from error

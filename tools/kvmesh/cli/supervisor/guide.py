@@ -3,8 +3,10 @@
 import asyncio
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvmesh.cli.local import token_file
 from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
@@ -54,6 +56,10 @@ class Guide:
         if self.watch is not None:
             await self.watch.close()
 
+    @property
+    def _token_file(self) -> Path | None:
+        return None if self._external else token_file(self._settings.up.state_dir)
+
     async def _connected(self) -> "Watch":
         if self.watch is None:
             module = await asyncio.to_thread(import_module, "kvmesh.cli.supervisor.watch")
@@ -73,4 +79,5 @@ class Guide:
             models = self.watch.models if self.watch is not None else []
             frontend = self._settings.frontend
             key = ready.KEY if frontend.keys_file or frontend.keys_bucket else "none"
-            self._log.announce(ready.announcement(host, ports, models, nats, key))
+            said = ready.announcement(host, ports, models, nats, key, self._token_file)
+            self._log.announce(said)

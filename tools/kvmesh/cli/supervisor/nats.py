@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvmesh.cli.local import write_private
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.plan import Spec
 from kvmesh.settings import Settings
@@ -18,24 +19,32 @@ SPARE_MEMORY_BYTES = 1 << 30
 SPARE_HEAP_BYTES = 192 << 20
 
 
-def server_config(port: int, store: Path, streams: Streams) -> str:
-    """A server on the loopback interface whose JetStream keeps everything under `store`.
+def jetstream(store: Path, streams: Streams) -> str:
+    """The part of a server's configuration that has it keep everything under `store`.
 
-    The JetStream limits are those of the streams plus room for the buckets: the server's own
-    default depends on the free disk space and may refuse streams that will never be full. What
-    was acknowledged is on disk a second later, not two minutes.
+    The limits are those of the streams plus room for the buckets: the server's own default
+    depends on the free disk space and may refuse streams that will never be full. What was
+    acknowledged is on disk a second later, not two minutes.
     """
     files = streams.kv_bytes + streams.route_bytes + SPARE_FILE_BYTES
     memory = streams.seq_bytes + SPARE_MEMORY_BYTES
     return (
-        f"listen: 127.0.0.1:{port}\n"
-        f"max_payload: {MAX_PAYLOAD}\n"
         f"jetstream {{\n"
         f"  store_dir: {json.dumps(str(store))}\n"
         f"  max_file_store: {files}\n"
         f"  max_memory_store: {memory}\n"
         f"  sync_interval: 1s\n"
         f"}}\n"
+    )
+
+
+def server_config(port: int, token: str, store: Path, streams: Streams) -> str:
+    """A server on the loopback interface that asks for a token, with what `jetstream` says."""
+    return (
+        f"listen: 127.0.0.1:{port}\n"
+        f"max_payload: {MAX_PAYLOAD}\n"
+        f"authorization {{ token: {json.dumps(token)} }}\n"
+        f"{jetstream(store, streams)}"
     )
 
 
@@ -46,7 +55,8 @@ def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
     folder = settings.up.state_dir.absolute()
     port = int(settings.nats.url.rpartition(":")[2])
     config = folder / "nats.conf"
-    config.write_text(server_config(port, folder / "jetstream", settings.streams))
+    token = settings.nats.token or ""
+    write_private(config, server_config(port, token, folder / "jetstream", settings.streams))
     environment = server_environ(settings.streams, environ)
     return Spec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
 

@@ -3,7 +3,9 @@
 import asyncio
 import http.client
 import json
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 POLL_S = 0.05
 TIMEOUT_S = 2.0
@@ -38,13 +40,19 @@ def reachable(host: str) -> str:
 
 
 def announcement(
-    host: str, ports: Sequence[int], models: Sequence[str], nats_url: str, key: str
+    host: str,
+    ports: Sequence[int],
+    models: Sequence[str],
+    nats_url: str,
+    key: str,
+    token_file: Path | None = None,
 ) -> str:
     """Where to point a client, and a line to try; `key` is its API key or a variable with it."""
     authority = f"[{host}]" if ":" in host else host
     base = f"http://{authority}:{ports[0]}"
     more = f"  (and ports {', '.join(map(str, ports[1:]))})" if len(ports) > 1 else ""
     model = models[0] if models else "MODEL"
+    token = f" --nats-token-file {shlex.quote(str(token_file))}" if token_file else ""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Hello"}],
@@ -60,6 +68,7 @@ def announcement(
             f"  OpenAI API       export OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
             f"  Anthropic API    export ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
             f"  NATS             {nats_url}",
+            f"  Look inside      kvmesh status --nats {nats_url}{token}",
             "",
             *(["  set KEY to one of your API keys: export KEY=…", ""] if key == KEY else []),
             f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json'{shown} \\",

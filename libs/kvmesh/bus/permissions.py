@@ -1,0 +1,237 @@
+"""What each role may do on the bus: the subjects that its processes use, and no others.
+
+`kvmesh secure` writes it into a NATS server's configuration. A subject, stream or bucket without
+an owner here is out of reach for everybody under such a server; a test finds it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvmesh.bus.subjects import Subjects, token
+
+ANY = "%"  # stands for any token where a subject is built, and is none that a name may have
+API = "$JS.API"
+
+
+class User(StrEnum):
+    """Who has credentials: the services, and three that people and tools use."""
+
+    FRONTEND = "frontend"
+    ROUTER = "router"
+    INDEXER = "indexer"
+    WORKER = "worker"
+    KVBM = "kvbm"
+    PLANNER = "planner"
+    OPERATOR = "operator"
+    OBSERVER = "observer"
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """Subject patterns; whoever `responds` may also answer each request that reaches it."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    responds: bool = False
+
+
+def inbox_prefix(user: str) -> str:
+    """Where the answers to one user go: nobody else may listen there."""
+    return f"_INBOX.{token(user)}"
+
+
+def permissions(subjects: Subjects, role: User, user: str, name: str = ANY) -> Permissions:
+    """Those of a user in a role. Its processes must be called `name`, unless that is ANY."""
+    publish, subscribe = _TABLE[role](subjects, name)
+    looks = (f"{API}.STREAM.INFO.{stream}" for stream in _awaited(subjects))
+    return Permissions(
+        tuple(sorted({_pattern(s) for s in (*publish, *looks, *_ASKED)})),
+        tuple(sorted({*map(_pattern, subscribe), f"{inbox_prefix(user)}.>"})),
+        responds=role not in (User.PLANNER, User.OPERATOR, User.OBSERVER),
+    )
+
+
+def _pattern(subject: str) -> str:
+    return subject.replace(token(ANY), "*")
+
+
+Grant = tuple[Iterable[str], Iterable[str]]
+_ASKED = (f"{API}.INFO", f"{API}.STREAM.NAMES")  # by the client library; no message comes of it
+_EACH = f"{ANY}-{ANY}"  # any instance
+
+
+def _frontend(s: Subjects, name: str) -> Grant:
+    own = f"{name}-{ANY}"
+    stores = (s.responses_bucket, s.pins_bucket, s.secrets_bucket)
+    return (
+        [
+            *(s.router(ANY), s.router_at(ANY, _EACH), s.work(_EACH), s.ctl(_EACH), s.sessions),
+            *(s.seq(ANY), s.route(ANY), s.limits),
+            *_lease(s, User.FRONTEND, name),
+            *_lease(s, User.WORKER, ANY),  # of those found dead
+            *(entry for bucket in stores for entry in _write(bucket)),
+            *_reads(_kv(s.instances_bucket), _kv(s.keys_bucket), _objects(s.model_bucket)),
+            *_reads(*map(_kv, stores)),
+            *_makes(*_streams(s)),
+        ],
+        [s.out(own), s.load_all, s.sessions, s.limits],
+    )
+
+
+def _router(s: Subjects, name: str) -> Grant:
+    own = f"{name}-{ANY}"
+    return (
+        [
+            *(s.index(ANY), s.index_shard(ANY, ANY), s.index_at(_EACH), s.seq(ANY), s.route(ANY)),
+            *_lease(s, User.ROUTER, name),
+            *_write(s.router_bucket),
+            *_reads(s.seq_stream, s.route_stream),
+            *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
+        ],
+        [s.router(ANY), s.router_at(ANY, own), s.ctl(own), s.load_all],
+    )
+
+
+def _indexer(s: Subjects, name: str) -> Grant:
+    own, snapshots = f"{name}-{ANY}", _objects(s.index_bucket)
+    return (
+        [
+            *(s.index(ANY), s.index_shard(ANY, ANY), s.ctl(_EACH)),
+            *(s.index_at(_EACH), s.index_part_at(_EACH)),
+            *_lease(s, User.INDEXER, name),
+            *_write_objects(s.index_bucket),
+            *_reads(s.kv_stream, snapshots, _kv(s.instances_bucket)),
+            *(f"{API}.STREAM.PURGE.{stream}" for stream in (s.kv_stream, snapshots)),
+        ],
+        [s.index_all, s.index_shard(ANY, ANY), s.index_at(own), s.index_part_at(own), s.load_all],
+    )
+
+
+def _worker(s: Subjects, name: str) -> Grant:
+    own = f"{name}-{ANY}"
+    return (
+        [
+            *(s.kv(ANY, name), s.load(own), s.out(_EACH), s.kvbm(_EACH)),
+            *_lease(s, User.WORKER, name),
+            *_write_objects(s.model_bucket),
+            *_reads(_kv(s.instances_bucket), _objects(s.model_bucket)),
+        ],
+        [s.work(own), s.ctl(own)],
+    )
+
+
+def _kvbm(s: Subjects, name: str) -> Grant:
+    own = f"{name}-{ANY}"
+    return (
+        [
+            *(s.kv(ANY, name), s.kvbm(_EACH), s.index(ANY)),
+            *(s.computing(ANY), s.computing_before(_EACH)),
+            *_lease(s, User.KVBM, name),
+            *_write(s.kvbm_bucket),
+            *_reads(_kv(s.instances_bucket), _kv(s.kvbm_bucket)),
+        ],
+        [s.kvbm(own), s.ctl(own), s.computing(ANY), s.computing_before(own)],
+    )
+
+
+def _planner(s: Subjects, name: str) -> Grant:
+    return _reads(s.route_stream, _kv(s.instances_bucket)), [s.load_all]
+
+
+def _observer(s: Subjects, name: str) -> Grant:
+    streams = (s.kv_stream, s.route_stream, s.seq_stream, _kv(s.instances_bucket))
+    lists = (f"{API}.STREAM.LIST", *(f"{API}.CONSUMER.LIST.{stream}" for stream in streams))
+    return [*lists, *_reads(*streams, deletes=False)], _events(s)
+
+
+def _operator(s: Subjects, name: str) -> Grant:
+    buckets = [n.removeprefix("KV_") for n in _streams(s) if n.startswith("KV_")]
+    objects = [n.removeprefix("OBJ_") for n in _streams(s) if n.startswith("OBJ_")]
+    return (
+        [
+            *(s.ctl(_EACH), f"{API}.>", "$JS.FC.>"),
+            *(entry for bucket in buckets for entry in _write(bucket)),
+            *(entry for bucket in objects for entry in _write_objects(bucket)),
+        ],
+        _events(s),
+    )
+
+
+_TABLE: dict[User, Callable[[Subjects, str], Grant]] = {
+    User.FRONTEND: _frontend,
+    User.ROUTER: _router,
+    User.INDEXER: _indexer,
+    User.WORKER: _worker,
+    User.KVBM: _kvbm,
+    User.PLANNER: _planner,
+    User.OPERATOR: _operator,
+    User.OBSERVER: _observer,
+}
+
+
+def _events(s: Subjects) -> list[str]:
+    """What passes, without tokens and prompts."""
+    return [s.kv_all, s.route_all, s.seq_all, s.load_all]
+
+
+def _below(subject: str) -> str:
+    return f"{subject}.>"
+
+
+def _awaited(s: Subjects) -> list[str]:
+    """The streams that each process makes sure of as it starts."""
+    buckets = (s.instances_bucket, s.router_bucket, s.kvbm_bucket)
+    objects = (s.index_bucket, s.model_bucket)
+    streams = (s.kv_stream, s.route_stream, s.seq_stream)
+    return [*streams, *map(_kv, buckets), *map(_objects, objects)]
+
+
+def _streams(s: Subjects) -> list[str]:
+    """Every stream of a mesh, those of its buckets included."""
+    kept = (s.keys_bucket, s.pins_bucket, s.responses_bucket, s.secrets_bucket)
+    return [*_awaited(s), *map(_kv, kept)]
+
+
+def _kv(bucket: str) -> str:
+    return f"KV_{bucket}"
+
+
+def _objects(bucket: str) -> str:
+    return f"OBJ_{bucket}"
+
+
+def _lease(s: Subjects, role: User, name: str) -> list[str]:
+    return [f"$KV.{s.instances_bucket}.{s.lease_key(role, f'{name}-{ANY}')}"]
+
+
+def _write(bucket: str) -> list[str]:
+    return [f"$KV.{bucket}.>"]
+
+
+def _write_objects(bucket: str) -> list[str]:
+    """Chunks and descriptions; replacing an object purges its chunks."""
+    return [f"$O.{bucket}.>", f"{API}.STREAM.PURGE.{_objects(bucket)}"]
+
+
+def _reads(*streams: str, deletes: bool = True) -> list[str]:
+    """Reading from streams; with `deletes`, dropping a consumer instead of letting it lapse.
+
+    Consumers have random names: only who may list them could drop those of others.
+    """
+    return [subject for stream in streams for subject in _read(stream, deletes)]
+
+
+def _read(stream: str, deletes: bool) -> list[str]:
+    calls = (
+        *(f"STREAM.INFO.{stream}", f"STREAM.MSG.GET.{stream}"),
+        *(f"DIRECT.GET.{stream}", f"DIRECT.GET.{stream}.>"),
+        *(f"CONSUMER.CREATE.{stream}", f"CONSUMER.CREATE.{stream}.>"),
+        *((f"CONSUMER.DELETE.{stream}.*",) if deletes else ()),
+    )
+    return [*(f"{API}.{call}" for call in calls), f"$JS.FC.{stream}.>"]
+
+
+def _makes(*streams: str) -> list[str]:
+    """Making a stream that is not there; changing and deleting one is an operator's."""
+    return [f"{API}.STREAM.{call}.{stream}" for stream in streams for call in ("CREATE", "INFO")]

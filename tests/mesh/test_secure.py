@@ -1,0 +1,344 @@
+"""A mesh under `kvmesh secure`: every role can do its work, and nothing else."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from nats.errors import Error as NatsError
+from nats.js.api import ConsumerConfig
+from openai import AsyncOpenAI
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.secured import SecuredServer, secure
+from support.wait import eventually
+
+from kvmesh.bus.buckets import read_bucket
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.direct import PermissionDenied
+from kvmesh.bus.errors import BusUnavailable, NotPermitted
+from kvmesh.bus.messages import ControlReply, Ping
+from kvmesh.bus.streams import NotThere, ensure_streams
+from kvmesh.bus.subjects import Subjects
+
+WORKERS = ("worker-0", "worker-1")
+SUBJECTS = Subjects("kvmesh")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]:
+    folder = tmp_path_factory.mktemp("secured")
+    server = SecuredServer(folder, "--workers", ",".join(WORKERS), "--kvbms", "kv-0")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(
+    server: SecuredServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Mesh]:
+    """Every service as its own user; the one that makes the streams comes last."""
+    folder = tmp_path_factory.mktemp("mesh")
+    mesh = Mesh(server.url, folder, {"KVMESH_MOCK_SPEEDUP": "20"}, namespace="kvmesh")
+    node = {"KVMESH_KVBM_DIRECTORY": str(folder / "node"), "KVMESH_KVBM_PEERS": "true"}
+    try:
+        mesh.start("indexer", "indexer-0", **server.env("indexer"))
+        mesh.start("router", "router-0", **server.env("router"))
+        mesh.start("kvbm", "kv-0", **server.env("kvbm.kv-0"), **node)
+        for name in WORKERS:
+            mesh.start("worker", name, **server.env(f"worker.{name}"))
+        mesh.start("frontend", "frontend-0", **server.env("frontend"))
+        await mesh.ready(60)
+        yield mesh
+    finally:
+        mesh.stop()
+
+
+async def told(mesh: Mesh, prompt: str, tokens: int) -> tuple[int, int]:
+    """Completion and cached tokens of one streamed answer."""
+    async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client:
+        chunks = await client.chat.completions.create(
+            model="kvmesh-demo",
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=tokens,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"nvext": {"ignore_eos": True}},
+        )
+        last = [chunk async for chunk in chunks][-1]
+    assert last.usage is not None
+    details = last.usage.prompt_tokens_details
+    return last.usage.completion_tokens, (details and details.cached_tokens) or 0
+
+
+def run(server: SecuredServer, user: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvmesh.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **server.env(user)},
+    )
+
+
+async def test_the_whole_mesh_serves_without_a_refusal(mesh: Mesh, server: SecuredServer) -> None:
+    prompt = "Explain this in detail. " * 40
+    assert await told(mesh, prompt, 40) == (40, 0)
+
+    async def cached() -> bool:
+        count, found = await told(mesh, prompt, 20)
+        return count == 20 and found > 0
+
+    await eventually(cached, what="the index knows the prompt")
+    mesh.kill("worker-0")
+    assert (await told(mesh, prompt, 20))[0] == 20
+    mesh.restart("worker-0")
+    await eventually(lambda: "serving" in mesh.logs().rpartition("--- worker-0")[2])
+    assert "violation" not in mesh.logs().lower()
+    for name in ("nkey.seed", "key.pem"):
+        for user in server.users:
+            assert (server.folder / user / name).read_text().strip() not in mesh.logs()
+
+
+async def test_people_look_and_steer_as_far_as_their_user_may(
+    mesh: Mesh, server: SecuredServer
+) -> None:
+
+    async def seen() -> bool:
+        status = await asyncio.to_thread(run, server, "observer", "status")
+        assert status.returncode == 0, status.stderr
+        return all(name in status.stdout for name in (*WORKERS, "router-0", "kv-0"))
+
+    await eventually(seen)
+    tail = ("tail", "kv", "route", "seq", "--since", "10m", "--no-follow")
+
+    async def tailed() -> bool:
+        done = await asyncio.to_thread(run, server, "observer", *tail)
+        return all(f" {kind} " in done.stdout for kind in ("kv", "route", "seq"))
+
+    await eventually(tailed)
+    busy = ("busy", "kvmesh-demo")
+    changed = await asyncio.to_thread(run, server, "operator", *busy, "--blocks", "9")
+    assert "blocks 9" in changed.stdout, changed.stderr
+    await asyncio.to_thread(run, server, "operator", *busy, "--reset")
+    refused = await asyncio.to_thread(run, server, "observer", *busy, "--blocks", "1")
+    assert refused.returncode == 1
+    assert "ermissions" in refused.stderr
+
+
+async def test_a_missing_stream_is_made_by_those_who_may(server: SecuredServer, mesh: Mesh) -> None:
+    async with server.connected("operator") as operator, server.connected("indexer") as indexer:
+        bucket = f"OBJ_{SUBJECTS.model_bucket}"
+        await operator.js.delete_stream(bucket)
+        with pytest.raises(NotThere, match="only frontends and operators may make it"):
+            await ensure_streams(indexer)
+        async with server.connected("frontend") as frontend:
+            await ensure_streams(frontend)
+        await ensure_streams(indexer)
+        assert (await operator.js.stream_info(bucket)).config.name == bucket
+
+
+# What each user may do, by subject. `>` and `*` in a listener's column are what it asks for.
+
+W0, W1, KV = "worker.worker-0", "worker.worker-1", "kvbm.kv-0"
+EVERYBODY = {"frontend", "router", "indexer", W0, W1, KV, "planner", "operator", "observer"}
+LOOKS = {"operator", "observer"}
+SENDS: dict[str, set[str]] = {
+    SUBJECTS.kv("m", "worker-0"): {W0},
+    SUBJECTS.kv("m", "kv-0"): {KV},
+    SUBJECTS.route("m"): {"frontend", "router"},
+    SUBJECTS.seq("m"): {"frontend", "router"},
+    SUBJECTS.index("m"): {"router", "indexer", KV},
+    SUBJECTS.router("m"): {"frontend"},
+    SUBJECTS.sessions: {"frontend"},
+    SUBJECTS.work("worker-0-1f"): {"frontend"},
+    SUBJECTS.out("frontend-0-1f"): {W0, W1},
+    SUBJECTS.ctl("worker-0-1f"): {"frontend", "indexer", "operator"},
+    SUBJECTS.kvbm("kv-0-1f"): {W0, W1, KV},
+    SUBJECTS.computing("m"): {KV},
+    SUBJECTS.load("worker-0-1f"): {W0},
+    "_INBOX.frontend.x": set(),
+    f"$KV.{SUBJECTS.instances_bucket}.worker.worker-0.1f": {"frontend", W0, "operator"},
+    f"$KV.{SUBJECTS.instances_bucket}.router.r.1f": {"router", "operator"},
+    f"$KV.{SUBJECTS.keys_bucket}.a": {"operator"},
+    f"$KV.{SUBJECTS.pins_bucket}.a": {"frontend", "operator"},
+    f"$KV.{SUBJECTS.responses_bucket}.a": {"frontend", "operator"},
+    f"$KV.{SUBJECTS.router_bucket}.busy.m": {"router", "operator"},
+    f"$KV.{SUBJECTS.kvbm_bucket}.identity": {KV, "operator"},
+    f"$O.{SUBJECTS.index_bucket}.C.x": {"indexer", "operator"},
+    f"$O.{SUBJECTS.model_bucket}.C.x": {W0, W1, "operator"},
+    "other.subject": set(),
+    "kvm.other.work.worker-0.1f": set(),
+}
+HEARS: dict[str, set[str]] = {
+    SUBJECTS.kv_all: LOOKS,
+    SUBJECTS.route_all: LOOKS,
+    SUBJECTS.seq_all: LOOKS,
+    SUBJECTS.load_all: {"frontend", "router", "planner", *LOOKS},
+    SUBJECTS.index_all: {"indexer"},
+    SUBJECTS.router("m"): {"router"},
+    SUBJECTS.sessions: {"frontend"},
+    SUBJECTS.work("worker-0-1f"): {W0},
+    SUBJECTS.work("worker-1-1f"): {W1},
+    "kvm.kvmesh.work.>": set(),
+    SUBJECTS.out("frontend-0-1f"): {"frontend"},
+    "kvm.kvmesh.out.>": set(),
+    SUBJECTS.ctl("worker-0-1f"): {W0},
+    SUBJECTS.kvbm("kv-0-1f"): {KV},
+    SUBJECTS.kvbm("kv-1-1f"): set(),
+    SUBJECTS.computing("m"): {KV},
+    "_INBOX.>": set(),
+    "_INBOX.*.x": set(),
+    "_INBOX.frontend.x": {"frontend"},
+    "_INBOX.worker=2Eworker-0.x": {W0},
+    "_INBOX.worker=2Eworker-1.x": {W1},
+    "$KV.>": set(),
+    f"$KV.{SUBJECTS.keys_bucket}.>": set(),
+    f"$KV.{SUBJECTS.kvbm_bucket}.>": set(),
+    "$JS.API.>": set(),
+    "$SYS.>": set(),
+    ">": set(),
+}
+READS: dict[str, set[str]] = {
+    SUBJECTS.kv_stream: {"indexer", *LOOKS},
+    SUBJECTS.route_stream: {"router", "planner", *LOOKS},
+    SUBJECTS.seq_stream: {"router", *LOOKS},
+    f"KV_{SUBJECTS.instances_bucket}": EVERYBODY,
+    f"KV_{SUBJECTS.keys_bucket}": {"frontend", "operator"},
+    f"KV_{SUBJECTS.pins_bucket}": {"frontend", "operator"},
+    f"KV_{SUBJECTS.responses_bucket}": {"frontend", "operator"},
+    f"KV_{SUBJECTS.router_bucket}": {"router", "operator"},
+    f"KV_{SUBJECTS.kvbm_bucket}": {KV, "operator"},
+    f"OBJ_{SUBJECTS.index_bucket}": {"indexer", "operator"},
+    f"OBJ_{SUBJECTS.model_bucket}": {"frontend", W0, W1, "operator"},
+    "KV_another-mesh": {"operator"},
+}
+
+
+async def refused(bus: Bus) -> bool:
+    """Whether the server has refused what was just sent."""
+    for _ in range(2):  # the first may overtake what was sent, the second not
+        await bus.client.flush()
+    error, bus.client._err = bus.client.last_error, None
+    assert error is None or "ermissions violation" in str(error).lower(), error
+    return error is not None
+
+
+@pytest.mark.parametrize("user", sorted(EVERYBODY))
+async def test_a_user_sends_hears_and_reads_what_the_table_says(
+    server: SecuredServer, user: str
+) -> None:
+    found: dict[str, set[str]] = {"sends": set(), "hears": set(), "reads": set()}
+    async with server.connected(user) as bus:
+        for subject in SENDS:
+            await bus.client.publish(subject, b"")
+            if not await refused(bus):
+                found["sends"].add(subject)
+        for subject in HEARS:
+            subscription = await bus.client.subscribe(subject)
+            if not await refused(bus):
+                found["hears"].add(subject)
+                await subscription.unsubscribe()
+        for stream in READS:
+            if await reads(bus, stream):
+                found["reads"].add(stream)
+    for act, table in (("sends", SENDS), ("hears", HEARS), ("reads", READS)):
+        assert found[act] == {subject for subject, users in table.items() if user in users}, act
+
+
+async def reads(bus: Bus, stream: str) -> bool:
+    """Whether a user gets at messages of a stream in any of the ways that there are."""
+    outcomes = set()
+    config = ConsumerConfig(deliver_subject=bus.client.new_inbox(), inactive_threshold=1.0)
+    for attempt in (
+        bus.js.add_consumer(stream, config),
+        bus.js.add_consumer(stream, config.evolve(name="probe")),
+        bus.js.get_msg(stream, seq=1),
+        bus.js.get_msg(stream, seq=1, direct=True),
+    ):
+        try:
+            await attempt
+            outcomes.add(True)
+        except PermissionDenied:
+            outcomes.add(False)
+        except NatsError:  # the server answered: there is no such message, or stream
+            outcomes.add(True)
+    assert len(outcomes) == 1, outcomes
+    return outcomes.pop()
+
+
+@pytest.mark.parametrize("user", sorted(EVERYBODY - {"operator"}))
+async def test_nobody_but_an_operator_changes_streams_or_tells_the_server_anything(
+    server: SecuredServer, user: str
+) -> None:
+    calls = [
+        f"STREAM.{call}.{stream}"
+        for call in ("UPDATE", "DELETE", "SNAPSHOT", "RESTORE", "PEER.REMOVE")
+        for stream in (SUBJECTS.kv_stream, f"KV_{SUBJECTS.keys_bucket}")
+    ]
+    calls += ["STREAM.CREATE.thief", "CONSUMER.CREATE.thief", "META.LEADER.STEPDOWN"]
+    if user != "frontend":
+        calls += [f"STREAM.CREATE.{SUBJECTS.kv_stream}", f"STREAM.CREATE.KV_{SUBJECTS.keys_bucket}"]
+    async with server.connected(user) as bus:
+        for call in calls:
+            with pytest.raises(PermissionDenied):
+                await bus.client.request(f"$JS.API.{call}", b"{}", timeout=5)
+
+
+async def test_an_answer_reaches_who_asked_and_only_that(mesh: Mesh, server: SecuredServer) -> None:
+    async with (
+        server.connected("frontend") as frontend,
+        server.connected("indexer") as indexer,
+        server.connected(W0) as worker,
+    ):
+        overheard: list[object] = []
+        for bus in (indexer, worker):
+            for subject in ("_INBOX.frontend.>", "_INBOX.>"):
+                await bus.client.subscribe_direct(subject, overheard.append)
+                assert await refused(bus)
+        cards = await read_bucket(frontend, SUBJECTS.instances_bucket)
+        key = next(key for key in cards if key.startswith("worker.worker-1."))
+        instance = "-".join(key.split(".")[1:])
+        reply = await frontend.request(SUBJECTS.ctl(instance), Ping(), ControlReply, 5)
+        assert reply.ok
+        await worker.client.flush()
+        assert overheard == []
+        with pytest.raises(NotPermitted, match="does not permit this process to publish on"):
+            await worker.request(SUBJECTS.ctl(instance), Ping(), ControlReply, 5)
+
+
+# Who gets in at all
+
+
+async def test_the_server_takes_nobody_without_a_certificate_and_a_key(
+    server: SecuredServer,
+) -> None:
+    whole = server.options("router")
+    stranger = replace(whole, nkey_seed=server.options("router").nkey_seed, tls_cert=None)
+    for options in (
+        replace(whole, tls_cert=None, tls_key=None),
+        replace(whole, nkey_seed=None),
+        BusOptions(url=server.url.replace("tls", "nats")),
+        stranger,
+    ):
+        with pytest.raises(BusUnavailable):
+            await Bus.connect(options, "stranger", timeout=2)
+
+
+async def test_a_server_of_another_authority_or_without_tls_is_not_spoken_to(
+    server: SecuredServer, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    plain = replace(server.options("router"), url=nats_server.url)
+    with pytest.raises(BusUnavailable, match="does not ask for TLS"):
+        await Bus.connect(plain, "router", timeout=2)
+    assert secure(tmp_path / "other").returncode == 0
+    other = replace(server.options("router"), tls_ca=tmp_path / "other" / "authority" / "ca.pem")
+    with pytest.raises(BusUnavailable, match="certificate verify failed"):
+        await Bus.connect(other, "router", timeout=2)

@@ -1,0 +1,76 @@
+"""`kvmesh secure`: what it writes, keeps and refuses to replace."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from support.secured import secure
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    assert secure(folder).returncode == 0
+    for path in (folder, *folder.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+def seeds(folder: Path) -> dict[str, str]:
+    return {path.parent.name: path.read_text() for path in folder.rglob("nkey.seed")}
+
+
+def test_running_it_again_adds_users_and_replaces_no_key(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "here"
+    assert secure(folder).returncode == 0
+    before = seeds(folder)
+    assert set(before) == {
+        *("frontend", "router", "indexer", "worker.worker-0", "kvbm.kvbm-0"),
+        *("planner", "operator", "observer"),
+    }
+    assert len(set(before.values())) == len(before)
+    assert secure(folder, "--workers", "worker-1").returncode == 0
+    after = seeds(folder)
+    assert {user: after[user] for user in before} == before
+    assert set(after) - set(before) == {"worker.worker-1"}
+    config = (folder / "nats" / "nats.conf").read_text()
+    assert config.count("nkey:") == len(after)
+    assert not any(seed.strip() in config for seed in after.values())
+    assert secure(folder, "--force").returncode == 0
+    assert set(seeds(folder).values()).isdisjoint(after.values())
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    for force in ((), ("--force",)):
+        done = secure(tmp_path, *force)
+        assert done.returncode == 1
+        assert "is not empty and holds no credentials of a mesh" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_without_the_authoritys_key_nothing_is_signed(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    assert secure(folder).returncode == 0
+    (folder / "authority" / "ca.key").rename(tmp_path / "ca.key")
+    done = secure(folder, "--workers", "worker-1")
+    assert done.returncode == 1
+    assert "ca.key is needed to sign certificates" in done.stderr
+
+
+@pytest.mark.parametrize("names", ["a b", "../x", "w>", ","])
+def test_a_name_that_is_no_name_is_a_usage_error(tmp_path: Path, names: str) -> None:
+    assert secure(tmp_path / "made", "--workers", names).returncode == 2
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_deleted_user_is_unknown_to_the_server_from_then_on(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    assert secure(folder, "--workers", "a,b").returncode == 0
+    (folder / "worker.b" / "nkey.seed").unlink()
+    assert secure(folder, "--workers", "a").returncode == 0
+    assert "# worker.b" in (folder / "nats" / "nats.conf").read_text()  # with a new key
+    for file in (folder / "worker.b").iterdir():
+        file.unlink()
+    (folder / "worker.b").rmdir()
+    assert secure(folder, "--workers", "a").returncode == 0
+    assert "worker.b" not in (folder / "nats" / "nats.conf").read_text()

@@ -1,0 +1,103 @@
+"""`kvmesh secure`: credentials for every role, and a NATS server that knows them."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvmesh.bus.permissions import ANY, User
+from kvmesh.cli.arguments import positive
+from kvmesh.settings import Settings
+
+EVERY = "*"  # one user for all processes of a role, whatever their names
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh secure DIR [options]"
+    parser.epilog = (
+        "What has a key in DIR keeps it, the rest is written anew: run it again with the same"
+        " options and more names to add users, or after deleting a user's folder to replace its"
+        " key. Then have the server read its configuration again."
+    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="where to write")
+    for flag, who in (("--workers", "workers"), ("--kvbms", "block managers")):
+        default = ["worker-0"] if flag == "--workers" else ["kvbm-0"]
+        text = f"names of the {who}, each a user; {EVERY} is one user for all [{default[0]}]"
+        add(flag, type=_names, default=default, metavar="NAME,…", help=text)
+    add(
+        "--hosts",
+        type=_list,
+        default=["localhost", "127.0.0.1"],
+        metavar="HOST,…",
+        help="how the NATS server is reached; processes use the first [localhost,127.0.0.1]",
+    )
+    add("--port", type=positive, default=4222, metavar="N", help="port of that server [4222]")
+    add("--monitor-port", type=positive, default=0, metavar="N", help="its monitoring, on loopback")
+    add("--store", type=Path, metavar="PATH", help="where it keeps streams [DIR/nats/jetstream]")
+    add(
+        "--installed",
+        type=Path,
+        metavar="PATH",
+        help="folder in which each user, and the server, will find its own files [in DIR]",
+    )
+    add("--days", type=positive, default=365, metavar="N", help="validity of certificates [365]")
+    add("--force", action="store_true", help="replace the authority and every key there is")
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    from kvmesh.cli.credentials.authority import BadAuthority
+    from kvmesh.cli.credentials.folder import Credentials, Plan, Refused
+    from kvmesh.cli.credentials.server import Account
+
+    plan = Plan(
+        hosts=arguments.hosts,
+        port=arguments.port,
+        days=arguments.days,
+        store=arguments.store and arguments.store.absolute(),
+        installed=arguments.installed,
+        monitor_port=arguments.monitor_port,
+        accounts=[Account(role, name) for role, name in _users(arguments)],
+    )
+    credentials = Credentials(arguments.folder, settings, plan)
+    try:
+        accounts = credentials.write(arguments.force)
+    except (Refused, BadAuthority) as error:
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(f"{error.filename}: {error.strerror}")
+    width = max(len(account.user) for account in accounts)
+    for account in accounts:
+        print(f"{account.user:<{width}}  {arguments.folder / account.user / 'env'}")
+    print(f"\nnats-server -c {arguments.folder / 'nats' / 'nats.conf'}")
+    print(f"Keep {arguments.folder / 'authority'} where no process of the mesh can read it.")
+    return 0
+
+
+def _failed(reason: str) -> int:
+    print(f"kvmesh secure: {reason}", file=sys.stderr)
+    return 1
+
+
+def _users(arguments: argparse.Namespace) -> Iterator[tuple[User, str]]:
+    named = {User.WORKER: arguments.workers, User.KVBM: arguments.kvbms}
+    for role in User:
+        for name in named.get(role, [EVERY]):
+            yield role, ANY if name == EVERY else name
+
+
+def _list(text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError("at least one is needed")
+    return found
+
+
+def _names(text: str) -> list[str]:
+    from kvmesh.cli.credentials.folder import NAME
+
+    found = _list(text)
+    for name in found:
+        if name != EVERY and not NAME.fullmatch(name):
+            raise argparse.ArgumentTypeError(f"not a name of letters, digits, . _ and -: {name!r}")
+    return found

@@ -1,0 +1,1 @@
+"""What `kvmesh secure` writes: an authority, a NATS server's configuration, each user's files."""

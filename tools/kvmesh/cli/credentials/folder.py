@@ -1,0 +1,170 @@
+"""The folder of a mesh's credentials: `authority`, `nats`, and one folder per user.
+
+Secrets are 0600 in folders of 0700. What has a key keeps it; configuration and environment files
+are written anew each time.
+"""
+
+import re
+import secrets
+import shlex
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import nkeys
+
+from kvmesh.bus.permissions import ANY, User, inbox_prefix
+from kvmesh.cli.credentials.authority import Authority, Pair
+from kvmesh.cli.credentials.server import Account, Server, server_config
+from kvmesh.cli.local import write_private
+from kvmesh.settings.schema import Settings
+
+AUTHORITY, NATS = "authority", "nats"
+CA, CA_KEY, CERT, KEY = "ca.pem", "ca.key", "cert.pem", "key.pem"
+SEED, ENV, CONFIG = "nkey.seed", "env", "nats.conf"
+LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Refused(Exception):
+    """Nothing was written, and why."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to write; `installed` is where each part finds its files, if not where they are made."""
+
+    hosts: Sequence[str]
+    port: int = 4222
+    days: int = 365
+    store: Path | None = None
+    installed: Path | None = None
+    monitor_port: int = 0
+    accounts: Sequence[Account] = field(default_factory=tuple)
+
+
+class Credentials:
+    """The folder at `path`."""
+
+    def __init__(self, path: Path, settings: Settings, plan: Plan) -> None:
+        self._path = path.absolute()
+        self._settings = settings
+        self._plan = plan
+        self._now = datetime.now(UTC)
+
+    def write(self, force: bool) -> list[Account]:
+        """Write what is missing; returns all users. Raises Refused, BadAuthority or OSError.
+
+        With `force`, what is there goes first, so that nothing issued before is of use any more.
+        """
+        self._clear(force)
+        authority = self._authority()
+        accounts = self._accounts()
+        keys = [(account, self._user(account, authority)) for account in accounts]
+        self._server(authority, keys)
+        return accounts
+
+    def files_at(self, part: str) -> Path:
+        """Where whoever uses a part finds its files."""
+        return self._plan.installed or self._path / part
+
+    def _clear(self, force: bool) -> None:
+        if not self._path.exists():
+            _make(self._path)
+            return
+        ours = [*self._users(), AUTHORITY, NATS]
+        if not (self._path / AUTHORITY / CA).is_file() and any(self._path.iterdir()):
+            raise Refused(f"{self._path} is not empty and holds no credentials of a mesh")
+        for part in ours if force else ():
+            shutil.rmtree(self._path / part, ignore_errors=True)
+        self._path.chmod(0o700)
+
+    def _users(self) -> list[str]:
+        found = []
+        for part in sorted(self._path.iterdir()) if self._path.is_dir() else ():
+            try:
+                found.append(Account.parse(part.name).user)
+            except ValueError:
+                continue
+        return found
+
+    def _accounts(self) -> list[Account]:
+        users = {*self._users(), *(account.user for account in self._plan.accounts)}
+        order = list(User)
+        accounts = [Account.parse(user) for user in users]
+        return sorted(accounts, key=lambda account: (order.index(account.role), account.name))
+
+    def _authority(self) -> Authority:
+        folder = self._path / AUTHORITY
+        if (folder / CA).is_file():
+            if not (folder / CA_KEY).is_file():
+                raise Refused(f"{folder / CA_KEY} is needed to sign certificates: put it back")
+            return Authority.load(Pair((folder / CA).read_bytes(), (folder / CA_KEY).read_bytes()))
+        _make(folder)
+        authority = Authority.create(self._settings.nats.namespace, self._now)
+        _put(folder / CA_KEY, authority.pair.key)
+        _put(folder / CA, authority.pair.certificate)
+        return authority
+
+    def _user(self, account: Account, authority: Authority) -> str:
+        """The public nkey of a user, whose files are there now."""
+        folder = self._path / account.user
+        if not (folder / SEED).is_file():
+            _make(folder)
+            pair = authority.issue(account.user, (), self._now, self._plan.days)
+            _put(folder / CA, authority.pair.certificate)
+            _put(folder / CERT, pair.certificate)
+            _put(folder / KEY, pair.key)
+            random = secrets.token_bytes(32)
+            _put(folder / SEED, nkeys.encode_seed(random, nkeys.PREFIX_BYTE_USER))
+        _put(folder / ENV, self._environment(account).encode())
+        public: bytes = nkeys.from_seed(bytearray((folder / SEED).read_bytes())).public_key
+        return public.decode()
+
+    def _environment(self, account: Account) -> str:
+        at = self.files_at(account.user)
+        variables = {
+            "KVMESH_NATS_URL": f"tls://{_address(self._plan.hosts[0], self._plan.port)}",
+            "KVMESH_NATS_NAMESPACE": self._settings.nats.namespace,
+            "KVMESH_NATS_TLS_CA": str(at / CA),
+            "KVMESH_NATS_TLS_CERT": str(at / CERT),
+            "KVMESH_NATS_TLS_KEY": str(at / KEY),
+            "KVMESH_NATS_NKEY_SEED_FILE": str(at / SEED),
+            "KVMESH_NATS_INBOX_PREFIX": inbox_prefix(account.user),
+        }
+        if account.name != ANY:
+            variables[f"KVMESH_{account.role}_NAME".upper()] = account.name
+        return "".join(f"{name}={shlex.quote(text)}\n" for name, text in variables.items())
+
+    def _server(self, authority: Authority, keys: Iterable[tuple[Account, str]]) -> None:
+        plan, folder = self._plan, self._path / NATS
+        _make(folder)
+        pair = authority.issue("nats", plan.hosts, self._now, plan.days)
+        _put(folder / CA, authority.pair.certificate)
+        _put(folder / CERT, pair.certificate)
+        _put(folder / KEY, pair.key)
+        host = "127.0.0.1" if LOCAL.issuperset(plan.hosts) else "0.0.0.0"
+        server = Server(
+            namespace=self._settings.nats.namespace,
+            listen=_address(host, plan.port),
+            store=plan.store or self.files_at(NATS) / "jetstream",
+            folder=self.files_at(NATS),
+            streams=self._settings.streams,
+            monitor_port=plan.monitor_port,
+        )
+        _put(folder / CONFIG, server_config(server, keys).encode())
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _make(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+
+
+def _put(file: Path, content: bytes) -> None:
+    write_private(file, content.decode())
