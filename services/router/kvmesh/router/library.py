@@ -65,7 +65,9 @@ class Router:
     """Placements for one model. Token ids are those of the model's tokenizer.
 
     `overrides` may set overlap_credit, prefill_weight, request_weight, credit_decay and
-    temperature for one call. `adapter` and `tenant` keep prompts apart as they do in requests.
+    temperature for one call. `adapter` and `tenant` keep prompts apart. Frontends
+    salt those of their tenants with a secret, so these are others; who lets callers choose one must
+    do likewise.
     """
 
     def __init__(self, service: Service, router: ModelRouter) -> None:
