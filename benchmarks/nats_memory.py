@@ -41,6 +41,7 @@ from kvmesh.runtime.service import stream_limits
 from kvmesh.settings.schema import Streams
 
 MODEL = "kvmesh-demo"
+TOKEN = "benchmark"
 WORKERS = 4
 NEW_SHARE = 4  # of a prompt's blocks one in so many is new, as in agents' turns
 FLUSH_EVERY = 500
@@ -122,7 +123,7 @@ async def held(bus: Bus) -> str:
 
 
 async def write(url: str, pid: int, streams: Streams, options: argparse.Namespace) -> None:
-    bus = await Bus.connect(BusOptions(url=url), "bench")
+    bus = await Bus.connect(BusOptions(url=url, token=TOKEN), "bench")
     await ensure_streams(bus, stream_limits(streams))
     writer, number = Writer(bus, options.blocks), 0
     print(f"minute 0: server {rss_bytes(pid) / 2**20:6.1f} MiB")
@@ -150,7 +151,7 @@ def main() -> None:
         environ["GOMEMLIMIT"] = options.memory_limit
     with tempfile.TemporaryDirectory() as folder:
         port, config = free_port(), Path(folder, "nats.conf")
-        config.write_text(server_config(port, Path(folder, "js"), streams))
+        config.write_text(server_config(port, TOKEN, Path(folder, "js"), streams))
         server = str(Path(sys.executable).with_name("nats-server"))
         with Path(folder, "log").open("wb") as log:
             process = subprocess.Popen(
