@@ -46,12 +46,16 @@ class StreamMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Where to begin: after a sequence, at a time, at each subject's last message, or at now."""
+    """Where to begin: after a sequence, at a time, at each subject's last message, or at now.
+
+    `headers_only`: messages come without data, and say in a header how much they have.
+    """
 
     after: int | None = None
     time: datetime | None = None
     last_per_subject: bool = False
     new: bool = False
+    headers_only: bool = False
 
     def consumer_fields(self) -> ConsumerConfig:
         if self.after is not None:
@@ -166,9 +170,10 @@ class StreamReader:
 
     def _config(self, inbox: str) -> ConsumerConfig:
         resumed = self.last_seq > 0 and not self._start.last_per_subject
-        start = Start(after=self.last_seq) if resumed else self._start
+        start = replace(self._start, after=self.last_seq) if resumed else self._start
         return replace(
             start.consumer_fields(),
+            headers_only=start.headers_only or None,
             description=self._bus.client.options["name"],
             deliver_subject=inbox,
             filter_subject=self._subject,

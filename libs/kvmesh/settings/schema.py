@@ -118,6 +118,9 @@ class Frontend(Section, frozen=True, kw_only=True):
     responses_bytes: Annotated[
         int, Meta(ge=1 << 20, description="most bytes of stored responses; the oldest go first")
     ] = 1 << 30
+    responses_tenant_share: Annotated[
+        float, Meta(gt=0, le=1, description="share of these that one tenant has at most")
+    ] = 0.25
     body_timeout_s: Annotated[
         Seconds, Meta(description="longest time for a request body to arrive")
     ] = 30.0

@@ -143,7 +143,10 @@ class Frontend:
             self.dispatcher, self.inbox, self.monitor, self.tracker, settings.route_timeout_s
         )
         responses = ResponseStore(
-            self._service.bus, settings.responses_ttl_s, settings.responses_bytes
+            self._service.bus,
+            settings.responses_ttl_s,
+            settings.responses_bytes,
+            settings.responses_tenant_share,
         )
         parts = Parts(
             settings,
