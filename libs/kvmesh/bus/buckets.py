@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from nats.js.api import DiscardPolicy, StorageType, StreamConfig
+from nats.js.api import DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
 from nats.js.errors import APIError
 from nats.js.kv import KeyValue
 
@@ -54,6 +54,12 @@ async def _read(
             await reader.caught_up.wait()
     finally:
         await reader.close()
+
+
+async def keys_bucket(bus: Bus) -> KeyValue:
+    """The bucket of API keys, made if it is missing."""
+    config = KeyValueConfig(bucket=bus.subjects.keys_bucket, replicas=bus.options.replicas)
+    return await bus.js.create_key_value(config)
 
 
 async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> KeyValue:

@@ -130,6 +130,10 @@ class Frontend(Section, frozen=True, kw_only=True):
     slow_reader_s: Annotated[
         Seconds, Meta(description="a client that reads nothing for this long is cut")
     ] = 30.0
+    linger_s: Annotated[
+        float,
+        Meta(ge=0, description="serve on for this long when told to stop, with /health at 503"),
+    ] = 0.0
     drain_timeout_s: Annotated[
         Seconds, Meta(description="longest wait for running answers when told to stop")
     ] = 60.0

@@ -153,6 +153,14 @@ class ModelRegistry:
         self._cards.pop(card.instance, None)
         for model in self._models.values():
             model.workers.discard(card.instance)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop dialects of cards that nobody has any more; a model's last one stays with it."""
+        used = {_key(c.model) for c in self._cards.values() if c.model is not None}
+        used.update(_key(model.card) for model in self._models.values())
+        for key in self._dialects.keys() - used:
+            del self._dialects[key]
 
     def _admit(self, card: Instance, model: ModelCard) -> None:
         known = self._models.get(model.name)

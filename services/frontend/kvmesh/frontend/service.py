@@ -92,11 +92,15 @@ class Frontend:
         self.keeping.left(card)
         if card.role is Role.WORKER:
             self.monitor.worker_left(card)
+        if card.role is Role.FRONTEND:
+            self.gate.accounts.forget(card.instance)
         if card.role is Role.ROUTER:
             self.dispatcher.router_waits.interrupt()
 
     def missing(self) -> list[str]:
-        """What this frontend still lacks to serve requests."""
+        """What this frontend still lacks to serve requests, or that it is about to leave."""
+        if self._service.stopping.is_set():
+            return ["stopping"]
         bus = self._service.bus
         if not bus.client.is_connected:
             return ["nats"]
@@ -200,9 +204,10 @@ async def main(service: Service) -> None:
     metrics = await serve_metrics(settings.metrics_port, lambda: not frontend.missing())
     try:
         await service.stopping.wait()
+        await asyncio.sleep(settings.linger_s)
     finally:
-        await lease.close()
         await runner.cleanup()
+        await lease.close()
         if metrics is not None:
             await metrics.cleanup()
         await asyncio.wait([others])
