@@ -11,9 +11,11 @@ from msgspec import Raw
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
+from kvmesh.frontend import pin_store
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.limits import Key
+from kvmesh.frontend.pin_store import KeptPin, PinStore
 from kvmesh.frontend.responses_store import MAX_TURN, ResponseNotFound, ResponseStore
 from kvmesh.frontend.surfaces.base import StoredTurn
 from kvmesh.frontend.tenants import SEPARATOR
@@ -111,6 +113,23 @@ def shuffled(text: str, seed: int = 0) -> str:
     """As long, and nearly incompressible."""
     rng = random.Random(f"{text[:100]}{seed}")
     return "".join(rng.choices("0123456789abcdefghijklmnopqrstuvwxyz", k=len(text)))
+
+
+def pin(name: str, tenant: str, expires: float = 1e12) -> KeptPin:
+    return KeptPin(name, tenant, "m", 16, b"x" * 1000, 100, 0.0, expires)
+
+
+async def test_a_tenant_has_a_share_of_the_pins(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pin_store, "OWNER_BYTES", 4000)
+    pins = PinStore(bus)
+    for number in range(3):
+        scattered = f"evil{SEPARATOR}{number}"
+        assert await pins.has_room(scattered, 1000, 1.0)
+        await pins.put(pin("a", scattered, expires=10.0 if number else 1e12))
+    assert not await pins.has_room(f"evil{SEPARATOR}new", 1000, 1.0)
+    assert await pins.has_room("victim", 1000, 1.0)
+    assert await pins.has_room("evil", 1000, 10.0)  # two of them have ended by then
+    assert [kept.tenant for kept in await pins.all(1.0)] == [f"evil{SEPARATOR}0"]
 
 
 async def test_a_bad_entry_of_the_bucket_leaves_the_other_keys(

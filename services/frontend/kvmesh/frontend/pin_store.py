@@ -1,9 +1,8 @@
-"""The pins that hold now, in a bucket that all frontends share."""
+"""The pins that hold now, in a bucket that all frontends share, and each tenant has a share of."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from hashlib import blake2b
 
 import msgspec
 from msgspec import Struct
@@ -12,13 +11,16 @@ from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import APIError, KeyDeletedError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
-from kvmesh.bus.buckets import read_bucket
+from kvmesh.bus.buckets import bucket_sizes, read_bucket
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
 from kvmesh.frontend.errors import Unavailable
+from kvmesh.frontend.quota import named, owner_of
 
 TTL_S = 86400.0
 MAX_BYTES = 256 << 20
+OWNER_BYTES = MAX_BYTES // 8
+OWNER_PINS = 1000
 TIMEOUT_S = 5.0
 
 
@@ -66,23 +68,39 @@ class PinStore:
                 return None
             return found if found.expires > now else None
 
+    async def has_room(self, tenant: str, size: int, now: float) -> bool:
+        """Whether the owner of a tenant may have one more pin, of so many bytes."""
+        owner = owner_of(tenant)
+        async with self._open():
+            held = await bucket_sizes(self._bus, self._config.bucket, f"{owner}.>")
+        if _fits(held.values(), size):
+            return True
+        ended = [pin for pin in await self._all_of(f"{owner}.>") if pin.expires <= now]
+        for pin in ended:
+            await self.delete(pin)
+            held.pop(_key(pin.tenant, pin.id), None)
+        return _fits(held.values(), size)
+
     async def delete(self, pin: KeptPin) -> None:
         async with self._open() as bucket:
             await bucket.delete(_key(pin.tenant, pin.id))
 
     async def of(self, tenant: str, now: float) -> list[KeptPin]:
         """A tenant's pins, oldest first."""
-        return await self._read(f"{_name(tenant)}.*", now)
+        return await self._read(f"{owner_of(tenant)}.{named(tenant)}.*", now)
 
     async def all(self, now: float) -> list[KeptPin]:
         return await self._read(">", now)
 
     async def _read(self, keys: str, now: float) -> list[KeptPin]:
-        async with self._open():
-            found = await read_bucket(self._bus, self._bus.subjects.pins_bucket, keys)
-        pins = [_decoder.decode(value) for value in found.values()]
-        alive = [pin for pin in pins if pin.expires > now]
+        alive = [pin for pin in await self._all_of(keys) if pin.expires > now]
         return sorted(alive, key=lambda pin: pin.created)
+
+    async def _all_of(self, keys: str) -> list[KeptPin]:
+        """Those that have ended are among them."""
+        async with self._open():
+            found = await read_bucket(self._bus, self._config.bucket, keys)
+        return [_decoder.decode(value) for value in found.values()]
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[KeyValue]:
@@ -95,9 +113,9 @@ class PinStore:
             raise Unavailable(f"Pins cannot be read or changed: {cause(error)}") from error
 
 
+def _fits(held: Collection[int], size: int) -> bool:
+    return len(held) < OWNER_PINS and sum(held) + size <= OWNER_BYTES
+
+
 def _key(tenant: str, pin: str) -> str:
-    return f"{_name(tenant)}.{_name(pin)}"
-
-
-def _name(text: str) -> str:
-    return blake2b(text.encode(), digest_size=12).hexdigest()
+    return f"{owner_of(tenant)}.{named(tenant)}.{named(pin)}"

@@ -8,14 +8,13 @@ from kvmesh.bus.messages import Instance, Pin, Unpin
 from kvmesh.frontend.doors import Visit
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.holders import Holders, Told, held, summed
-from kvmesh.frontend.pin_store import KeptPin, PinStore
+from kvmesh.frontend.pin_store import OWNER_BYTES, OWNER_PINS, KeptPin, PinStore
 from kvmesh.frontend.surfaces.cache_body import PinBody, pin_decoder, unpin_decoder
 from kvmesh.frontend.targets import Target, Targets
 from kvmesh.frontend.tenants import scoped
 
 log = logging.getLogger(__name__)
 HASH = 8
-MAX_PINS = 1000  # of one tenant
 
 
 class Pins:
@@ -38,8 +37,9 @@ class Pins:
     async def _replace(self, pin: KeptPin, now: float) -> None:
         """Keep it in the place of an earlier one with its id."""
         old = await self._store.get(pin.tenant, pin.id, now)
-        if old is None and len(await self._store.of(pin.tenant, now)) >= MAX_PINS:
-            raise ApiError("rate_limit", f"More than {MAX_PINS} pins.", code="too_many_pins")
+        if old is None and not await self._store.has_room(pin.tenant, len(pin.sequence), now):
+            reason = f"More than {OWNER_PINS} pins, or than {OWNER_BYTES} bytes of them."
+            raise ApiError("rate_limit", reason, code="too_many_pins")
         if old is not None and old.model != pin.model:
             await self._unpin(old)
         await self._store.put(pin)
