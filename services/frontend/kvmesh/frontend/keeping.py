@@ -35,7 +35,7 @@ class Keeping:
         self._service = service
         self._sessions = SessionPrompts(service.bus, settings.session_prompts_bytes)
         targets = Targets(registry, preparer, self._sessions)
-        self._doors = Doors(settings)
+        self._doors = Doors(settings, preparer.threads)
         self._prefetching = Prefetching(service.bus, targets, holders, tracker)
         self._pins = Pins(targets, holders, PinStore(service.bus))
         self._caches = Caches(registry, holders)
