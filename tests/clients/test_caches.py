@@ -87,7 +87,7 @@ def test_pins_hold_on_to_what_is_released_until_they_are_forgotten(mesh: Mesh) -
 def test_a_namespace_is_cleared_alone(mesh: Mesh) -> None:
     one, _ = pair(mesh)
     held = one.turn()
-    other = {"X-Tenant-Id": "nobody"}
+    other = {"X-Tenant-Id": "nobody", "Content-Type": "application/json"}
     request = urllib.request.Request(
         f"{mesh.url}/v1/cache/clear", json.dumps({"model": MODEL}).encode(), other
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import random
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,10 @@ from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.limits import Key
-from kvmesh.frontend.responses_store import ResponseNotFound, ResponseStore
+from kvmesh.frontend.responses_store import MAX_TURN, ResponseNotFound, ResponseStore
 from kvmesh.frontend.secret import SecretUnusable, tenant_secret
 from kvmesh.frontend.surfaces.base import StoredTurn
 from kvmesh.frontend.tenants import Tenants
@@ -69,6 +70,69 @@ async def test_a_deleted_turn_breaks_the_conversation(store: ResponseStore) -> N
     with pytest.raises(ResponseNotFound) as error:
         await store.history("resp_b", "")
     assert error.value.response_id == "resp_a"
+
+
+async def test_a_tenant_s_own_oldest_turns_go_first(bus: Bus) -> None:
+    store = ResponseStore(bus, 60.0, 1 << 20, tenant_share=0.1)
+    noise = [hashlib.sha256(bytes([n])).hexdigest() * 400 for n in range(10)]
+    await store.put(turn("theirs", tenant="other"))
+    for number, text in enumerate(noise):
+        scattered = f"evil/{number}"
+        assert await store.put(turn(f"n{number}", shuffled(text), tenant=scattered))
+    assert (await store.get("resp_theirs", "other")).id == "resp_theirs"
+    assert (await store.get("resp_n9", "evil/9")).id == "resp_n9"
+    with pytest.raises(ResponseNotFound):
+        await store.get("resp_n0", "evil/0")
+
+
+async def test_a_full_bucket_takes_new_turns(bus: Bus) -> None:
+    store = ResponseStore(bus, 60.0, 1 << 20)
+    for number in range(12):
+        text = shuffled("x" * 200_000, number)
+        assert await store.put(turn(f"n{number}", text, tenant=f"t{number}"))
+    assert (await store.get("resp_n11", "t11")).id == "resp_n11"
+
+
+async def test_a_turn_that_is_too_large_is_said_not_to_be_stored(store: ResponseStore) -> None:
+    assert not await store.put(turn("large", "x" * MAX_TURN))
+    with pytest.raises(ResponseNotFound):
+        await store.get("resp_large", "")
+
+
+async def test_a_history_is_read_up_to_a_size(store: ResponseStore) -> None:
+    previous = None
+    for number in range(5):
+        assert await store.put(turn(f"n{number}", "x" * (4 << 20), previous))
+        previous = f"resp_n{number}"
+    with pytest.raises(InvalidRequest) as error:
+        await store.history("resp_n4", "")
+    assert error.value.param == "previous_response_id"
+    assert len(await store.history("resp_n2", "")) == 3
+
+
+def shuffled(text: str, seed: int = 0) -> str:
+    """As long, and nearly incompressible."""
+    rng = random.Random(f"{text[:100]}{seed}")
+    return "".join(rng.choices("0123456789abcdefghijklmnopqrstuvwxyz", k=len(text)))
+
+
+async def test_a_bad_entry_of_the_bucket_leaves_the_other_keys(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(bus, None, use_bucket=True, local=True, tenants=Tenants())
+    await gate.open()
+    bucket = await bus.js.key_value(bus.subjects.keys_bucket)
+    await bucket.put("bad", b'{"name": "bad"}')
+    await bucket.put("ci", msgspec.json.encode(key("secret", "ci")))
+    running = asyncio.create_task(gate.run())
+    await eventually(lambda: knows(gate, "secret"))
+    await bucket.put("more", msgspec.json.encode(key("other", "more")))
+    await eventually(lambda: knows(gate, "other"))
+    await bucket.delete("ci")
+    await eventually(lambda: not knows(gate, "secret"))
+    running.cancel()
+    said = [line for line in caplog.messages if "bad" in line]
+    assert len(said) == 1
 
 
 def key(secret: str, name: str) -> Key:

@@ -39,7 +39,7 @@ class Mesh:
     env: dict[str, str] = field(default_factory=dict)
     namespace: str = field(default_factory=lambda: f"t{secrets.token_hex(4)}")
     port: int = field(default_factory=free_port)
-    metrics_port: int = 0
+    metrics_port: int = field(default_factory=free_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     commands: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
 
@@ -64,6 +64,8 @@ class Mesh:
             "KVMESH_FRONTEND_PORT": str(self.port),
             f"KVMESH_{role}_NAME".upper(): name,
         }
+        if name == "frontend-0":
+            settings["KVMESH_FRONTEND_METRICS_PORT"] = str(self.metrics_port)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "kvmesh.cli.main", role],
@@ -91,8 +93,8 @@ class Mesh:
             return False
 
     def metrics(self) -> dict[str, float]:
-        """The frontend's metrics: sample with its labels → value."""
-        url = f"http://127.0.0.1:{self.metrics_port or self.port}/metrics"
+        """The metrics of `frontend-0`: sample with its labels → value."""
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             lines = answer.read().decode().splitlines()
         samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))

@@ -24,7 +24,9 @@ from kvmesh.frontend.fairness import FairQueue, Steps, Threads
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.prepare import ANSWER_BYTES, Preparer
 from kvmesh.frontend.slices import RUN, SLICE, any_of, composed_apart, cut, find_all
+from kvmesh.frontend.surfaces.base import Summary, Usage
 from kvmesh.frontend.surfaces.chat import Chat
+from kvmesh.frontend.surfaces.responses import Responses
 from kvmesh.frontend.surfaces.tokens import Tokenize
 from kvmesh.frontend.tenants import Tenants
 
@@ -205,6 +207,33 @@ async def test_answers_are_bounded_by_their_memory() -> None:
     made = await prepared(chat(**many), 1 << 17)
     assert 0 < made.max_tokens * 128 * 21 * 400 <= ANSWER_BYTES
     assert (await prepared(chat(), 1 << 17)).max_tokens > 100_000
+
+
+# --- stored responses ---
+
+
+def stored(**fields: Any) -> tuple[Any, Any]:
+    """The parsed call, and what it would store."""
+    body = msgspec.json.encode({"model": "m", **fields})
+    call = Responses().parse(body, {})
+    assert call.thread is not None
+    usage = Usage(prompt=1, cached=0, stored=0, output=1)
+    return call, call.thread.turn(call.renderer.whole(Summary(usage)))
+
+
+def test_only_what_a_prompt_can_show_is_stored_of_input() -> None:
+    shown = {"type": "message", "role": "user", "content": "Hi", "id": "msg_1"}
+    padding = {"padding": "x" * 100_000}
+    _, turn = stored(input=[{**shown, **padding}, {"type": "web_search_call", **padding}])
+    assert [msgspec.json.decode(item) for item in turn.input] == [shown]
+
+
+def test_a_response_that_is_not_stored_says_so() -> None:
+    call, turn = stored(input="Hi")
+    assert msgspec.json.decode(turn.response)["store"] is True
+    call.thread.unstored()
+    usage = Usage(prompt=1, cached=0, stored=0, output=1)
+    assert msgspec.json.decode(call.renderer.whole(Summary(usage)))["store"] is False
 
 
 # --- fair turns ---

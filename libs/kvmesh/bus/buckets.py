@@ -1,13 +1,19 @@
-"""All that a bucket holds at one moment."""
+"""All that a bucket holds at one moment, and buckets that make room for what is new."""
 
 import asyncio
 from collections.abc import Callable
 
+from nats.js.api import DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
+from nats.js.errors import APIError
+from nats.js.kv import KeyValue
+
 from kvmesh.bus.client import Bus
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams import STREAM_EXISTS
 
 TIMEOUT_S = 10.0
 OPERATION = "KV-Operation"  # of a message that deletes a key
+SIZE = "Nats-Msg-Size"
 
 
 async def read_bucket(bus: Bus, bucket: str, keys: str = ">") -> dict[str, bytes]:
@@ -23,7 +29,10 @@ async def read_bucket(bus: Bus, bucket: str, keys: str = ">") -> dict[str, bytes
 
 
 async def read_headers(bus: Bus, bucket: str, keys: str = ">") -> dict[str, dict[str, str]]:
-    """The headers of all keys that match, without reading values; raises as `read_bucket` does."""
+    """The headers of all keys that match, without reading values, those of the oldest value first.
+
+    Raises as `read_bucket` does.
+    """
     found: dict[str, dict[str, str]] = {}
 
     def take(key: str, message: StreamMessage) -> None:
@@ -33,6 +42,12 @@ async def read_headers(bus: Bus, bucket: str, keys: str = ">") -> dict[str, dict
 
     await _read(bus, bucket, keys, take, headers_only=True)
     return found
+
+
+async def bucket_sizes(bus: Bus, bucket: str, keys: str = ">") -> dict[str, int]:
+    """How many bytes the keys that match have, the oldest value first; errors as above."""
+    headers = await read_headers(bus, bucket, keys)
+    return {key: int(value[SIZE]) for key, value in headers.items() if SIZE in value}
 
 
 async def _read(
@@ -56,3 +71,35 @@ async def _read(
             await reader.caught_up.wait()
     finally:
         await reader.close()
+
+
+async def keys_bucket(bus: Bus) -> KeyValue:
+    """The bucket of API keys, made if it is missing."""
+    config = KeyValueConfig(bucket=bus.subjects.keys_bucket, replicas=bus.options.replicas)
+    return await bus.js.create_key_value(config)
+
+
+async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> KeyValue:
+    """A bucket that drops its oldest values where it is full; one that is there stays as it is.
+
+    The client library makes only buckets that refuse new values then.
+    """
+    stream = StreamConfig(
+        name=f"KV_{bucket}",
+        subjects=[f"$KV.{bucket}.>"],
+        allow_direct=True,
+        allow_rollup_hdrs=True,
+        deny_delete=True,
+        discard=DiscardPolicy.OLD,
+        max_age=ttl_s,
+        max_bytes=max_bytes,
+        max_msgs_per_subject=1,
+        num_replicas=bus.options.replicas,
+        storage=StorageType.FILE,
+    )
+    try:
+        await bus.js.add_stream(stream)
+    except APIError as error:
+        if error.err_code != STREAM_EXISTS:
+            raise
+    return await bus.js.key_value(bucket)

@@ -678,10 +678,14 @@ class KeyUse(Struct, frozen=True, array_like=True):
 
 
 class LimitUse(Struct, frozen=True):
-    """One frontend to all others: what it lets its callers use. `asks` them to say all in turn."""
+    """One frontend to all others: what it lets its callers use, and for how long it has told so.
+
+    `asks` them to say all in turn.
+    """
 
     frontend: str
     uses: list[KeyUse] = []
+    age: float = 0.0
     asks: bool = False
 
 

@@ -213,7 +213,7 @@ class StreamReader:
 
     def _config(self, name: str, inbox: str) -> ConsumerConfig:
         resumed = self.last_seq > 0 and not self._start.last_per_subject
-        start = Start(after=self.last_seq) if resumed else self._start
+        start = replace(self._start, after=self.last_seq) if resumed else self._start
         return replace(
             start.consumer_fields(),
             name=name,

@@ -156,6 +156,9 @@ class Frontend(Section, frozen=True, kw_only=True):
     responses_bytes: Annotated[
         int, Meta(ge=1 << 20, description="most bytes of stored responses; the oldest go first")
     ] = 1 << 30
+    responses_tenant_share: Annotated[
+        float, Meta(gt=0, le=1, description="share of these that one tenant has at most")
+    ] = 0.25
     body_timeout_s: Annotated[
         Seconds, Meta(description="longest time for a request body to arrive")
     ] = 30.0
@@ -165,6 +168,10 @@ class Frontend(Section, frozen=True, kw_only=True):
     slow_reader_s: Annotated[
         Seconds, Meta(description="a client that reads nothing for this long is cut")
     ] = 30.0
+    linger_s: Annotated[
+        float,
+        Meta(ge=0, description="serve on for this long when told to stop, with /health at 503"),
+    ] = 0.0
     drain_timeout_s: Annotated[
         Seconds, Meta(description="longest wait for running answers when told to stop")
     ] = 60.0

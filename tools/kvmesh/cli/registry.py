@@ -93,6 +93,9 @@ COMMANDS = (
     Command(
         "busy", "show or set when workers take no more", "kvmesh.cli.commands.busy", sections=BUS
     ),
+    Command(
+        "keys", "add, list, revoke and rotate API keys", "kvmesh.cli.commands.keys", sections=BUS
+    ),
     Command("replay", "send a trace to a mesh and time the answers", "kvmesh.cli.commands.replay"),
     Command(
         "workload",

@@ -68,6 +68,12 @@ async def parsed(threads: Threads, owner: str, body: bytes, parse: Callable[[], 
     return await threads.call(owner, lambda: _parsed(body, parse))
 
 
+async def checked(threads: Threads, owner: str, body: bytes) -> None:
+    """Refuse a body that may not be decoded at once."""
+    if len(body) >= LARGE:
+        await threads.call(owner, lambda: check_values(body))
+
+
 def _parsed(body: bytes, parse: Callable[[], T]) -> T:
     check_values(body)
     return parse()

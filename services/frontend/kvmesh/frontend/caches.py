@@ -1,13 +1,15 @@
 """Endpoints that drop what is cached: of a tenant, of a model, of sessions that are over."""
 
+import asyncio
 import logging
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from kvmesh.bus.messages import Clear, Instance, ModelCard, Release, Role
 from kvmesh.frontend.doors import Visit
 from kvmesh.frontend.errors import InvalidRequest
-from kvmesh.frontend.holders import Holders, Told, summed
+from kvmesh.frontend.holders import Holders, summed
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.surfaces.cache_body import ClearBody, clear_decoder, release_decoder
 from kvmesh.frontend.tenants import Tenants, scoped
@@ -37,11 +39,10 @@ class Caches:
         cards = [c for c in self._holders.of([model.card.name]) if _concerned(c, parsed)]
         own = self._salts(model.card, adapter, visit.tenant)
         tenant = "" if parsed.all_tenants else visit.tenant
-        told: list[Told] = []
-        for seed in [None] if parsed.all_tenants else own:
-            command = Clear(seed, parsed.tiers, model.card.name, tenant)
-            told += await self._holders.tell(cards, command)
-        answer = summed(told)
+        seeds = [None] if parsed.all_tenants else own
+        commands = [Clear(seed, parsed.tiers, model.card.name, tenant) for seed in seeds]
+        told = await asyncio.gather(*(self._holders.tell(cards, each) for each in commands))
+        answer = summed(chain.from_iterable(told))
         _note(visit, parsed, answer["blocks"], len(cards))
         return {"object": "cache.clear", "model": parsed.model, **answer}
 

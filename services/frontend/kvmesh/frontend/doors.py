@@ -7,8 +7,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from kvmesh.frontend.bodies import JSON, read_body
+from kvmesh.frontend.bodies import JSON, checked, read_body
 from kvmesh.frontend.entrance import Handler, caller_of
+from kvmesh.frontend.fairness import Threads
 from kvmesh.frontend.limits import Account, Scope
 from kvmesh.frontend.surfaces.base import Headers, decode, json_encode
 from kvmesh.settings.schema import Frontend as FrontendSettings
@@ -36,14 +37,16 @@ Action = Callable[[Visit], Awaitable[dict[str, Any]]]
 class Doors:
     """Makes handlers for those who hold a scope."""
 
-    def __init__(self, settings: FrontendSettings) -> None:
+    def __init__(self, settings: FrontendSettings, threads: Threads) -> None:
         self._settings = settings
+        self._threads = threads
 
     def handler(self, scope: Scope, action: Action) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
             caller = caller_of(http)
             caller.may(scope)
             body = await read_body(http, self._settings)
+            await checked(self._threads, caller.owner, body)
             place = http.match_info.get("id", "")
             visit = Visit(caller.account, caller.tenant, http.headers, place, body)
             return web.Response(body=json_encode(await action(visit)), content_type=JSON)

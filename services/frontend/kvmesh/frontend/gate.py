@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 from nats.errors import Error as NatsError
-from nats.js.api import KeyValueConfig
 from nats.js.errors import APIError
 
-from kvmesh.bus.buckets import read_bucket
+from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
 from kvmesh.frontend.conversation import GenerateRequest
@@ -164,11 +163,7 @@ class Gate:
     async def _revision(self) -> int:
         if not self._use_bucket:
             return 0
-        bucket = await self._bus.js.create_key_value(
-            KeyValueConfig(
-                bucket=self._bus.subjects.keys_bucket, replicas=self._bus.options.replicas
-            )
-        )
+        bucket = await keys_bucket(self._bus)
         return (await bucket.status()).stream_info.state.last_seq
 
     async def _bucket_keys(self) -> list[Key]:

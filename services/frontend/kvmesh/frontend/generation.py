@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvmesh.frontend.bodies import JSON, parsed, read_body, unexpected
+from kvmesh.frontend.bodies import JSON, LARGE, parsed, read_body, unexpected
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.entrance import Caller, Handler, caller_of
 from kvmesh.frontend.errors import ApiError
@@ -83,21 +83,41 @@ class Generation:
         await exchange.place()
         await exchange.follow()
         request = exchange.prepared.request
-        body = exchange.renderer.whole(exchange.summary())
-        await self._keep(thread, request, body)
+        summary = exchange.summary()
+        body = exchange.renderer.whole(summary)
+        if not await self._keep(thread, request, body):
+            body = exchange.renderer.whole(summary)
         return web.Response(body=body, headers={"X-Request-Id": request.id}, content_type=JSON)
 
     async def _continue(self, call: Call) -> None:
         """Put the stored conversation that a request continues before its own messages."""
-        if call.thread is not None and call.thread.previous is not None:
-            tenant = call.request.cache_salt
-            call.thread.extend(await self._parts.responses.history(call.thread.previous, tenant))
+        request, thread = call.request, call.thread
+        if thread is None or thread.previous is None:
+            return
+        turns = await self._parts.responses.history(thread.previous, request.cache_salt)
+        size = sum(len(item) for turn in turns for item in (*turn.input, *turn.output))
+        request.size += size
+        if size < LARGE:
+            thread.extend(turns)
+        else:
+            threads = self._parts.preparer.threads
+            await threads.call(request.owner, lambda: thread.extend(turns))
 
-    async def _keep(self, thread: Thread | None, request: GenerateRequest, body: bytes) -> None:
-        if thread is not None and thread.store:
-            turn = thread.turn(body)
-            turn.tenant = request.cache_salt
-            await self._parts.responses.put(turn)
+    async def _keep(self, thread: Thread | None, request: GenerateRequest, body: bytes) -> bool:
+        """False if the answer cannot be stored as it was asked for; the thread knows it then."""
+        if thread is None or not thread.store:
+            return True
+        threads, large = self._parts.preparer.threads, request.size >= LARGE
+        turn = (
+            await threads.call(request.owner, lambda: thread.turn(body))
+            if large
+            else thread.turn(body)
+        )
+        turn.tenant = request.cache_salt
+        if not await self._parts.responses.put(turn):
+            thread.unstored()
+            return False
+        return True
 
     async def _stream(
         self, http: web.Request, surface: Surface, exchange: Exchange, thread: Thread | None
@@ -126,11 +146,10 @@ class Generation:
             exchange.resume()
             await exchange.follow()
             summary = exchange.summary()
-            last = b"".join(exchange.last) + exchange.renderer.done(summary)
             if thread is not None and thread.store:
                 body = exchange.renderer.whole(summary)
                 await self._keep(thread, exchange.prepared.request, body)
-            return last
+            return b"".join(exchange.last) + exchange.renderer.done(summary)
         except ApiError as error:
             log.warning("request %s failed: %s", exchange.prepared.request.id, error)
             return exchange.renderer.failed(error)

@@ -44,7 +44,7 @@ class Keeping:
         self._directory = directory
         self._sessions = SessionPrompts(service.bus, settings.session_prompts_bytes)
         targets = Targets(registry, preparer, self._sessions, gate, tenants)
-        self._doors = Doors(settings)
+        self._doors = Doors(settings, preparer.threads)
         self._prefetching = Prefetching(asking, targets, holders, tracker)
         self._pins = Pins(targets, holders, PinStore(service.bus))
         self._caches = Caches(registry, holders, tenants)

@@ -7,13 +7,13 @@ from typing import Annotated, Literal, NamedTuple
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Hints, KeyUse
+from kvmesh.bus.messages import Hints, KeyUse, LimitUse
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
 
 MINUTE = 60.0
+TOGETHER_S = 5.0  # frontends that began so close together have told each other all they did
 LAPSE_S = 2.0  # a frontend that is silent for so long runs nothing any more
-FORGET_S = 120.0
 Limit = Annotated[int, Meta(ge=1)]
 Scope = Literal["cache", "routing", "admin"]
 Named = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -169,28 +169,28 @@ class Account:
         use = self.use(now)
         return not (use.running or use.owed_requests or use.owed_tokens)
 
-    def hear(self, frontend: str, use: KeyUse, now: float) -> None:
-        """What another frontend has used. Where it was not heard lately, all counts that it knows:
+    def hear(self, frontend: str, use: KeyUse, now: float, newer: bool) -> None:
+        """What another frontend has used; `newer`: it is, or began about when this one did.
 
-        its own share may have come in long ago.
+        Of one that was not heard before counts what it took itself, as far as that may be owed yet;
+        of an older one all that it knows to be owed: others told it what this one has missed.
         """
         before = self._others.get(frontend)
-        self._settle(now)
-        if before is None or now - before.at >= FORGET_S:
-            self._requests.owe(use.owed_requests)
-            self._tokens.owe(use.owed_tokens)
+        self.use(now)  # what has come in until now comes before what is heard
+        if before is not None:
+            self._requests.take(max(0, use.requests - before.use.requests))
+            self._tokens.take(max(0, use.tokens - before.use.tokens))
+        elif newer:
+            self._requests.take(min(use.requests, use.owed_requests))
+            self._tokens.take(min(use.tokens, use.owed_tokens))
         else:
-            self._requests.take(use.requests - before.use.requests)
-            self._tokens.take(use.tokens - before.use.tokens)
+            self._requests.owe(use.owed_requests + self._taken_requests)
+            self._tokens.owe(use.owed_tokens + self._taken_tokens)
         self._others[frontend] = Heard(use, now)
 
-    def _settle(self, now: float) -> None:
-        """What has come in until now comes before what is heard."""
-        self.use(now)
-
-    def forget(self, now: float) -> None:
-        """Drop what was said by frontends that are silent for long."""
-        self._others = {f: h for f, h in self._others.items() if now - h.at < FORGET_S}
+    def forget(self, frontend: str) -> None:
+        """It has left."""
+        self._others.pop(frontend, None)
 
     def allow(self, model: str) -> None:
         """Raise if the key may not use the model."""
@@ -272,11 +272,20 @@ class Accounts:
             raise ApiError("authentication", "The API key is not valid.", code="invalid_api_key")
         return account
 
-    def hear(self, frontend: str, uses: list[KeyUse], now: float) -> None:
-        """What another frontend said of its use; of keys not known here nothing is kept."""
-        for use in uses:
+    def hear(self, said: LimitUse, now: float, age: float) -> None:
+        """What another frontend said of its use; `age` is this one's own, in seconds.
+
+        Of keys that are not known here nothing is kept.
+        """
+        newer = said.age < age + TOGETHER_S
+        for use in said.uses:
             if (account := self._accounts.get(use.key)) is not None:
-                account.hear(frontend, use, now)
+                account.hear(said.frontend, use, now, newer)
+
+    def forget(self, frontend: str) -> None:
+        """It has left: what it let run is over."""
+        for account in self:
+            account.forget(frontend)
 
 
 def _is_over(key: Key, digest: str, clock: float) -> bool:

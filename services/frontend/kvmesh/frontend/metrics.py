@@ -54,6 +54,7 @@ prefills = Counter(
 rejections = Counter("kvmesh_frontend_rejections", "Requests refused", ["reason"])
 cancellations = Counter("kvmesh_frontend_cancellations", "Requests that a client left", ["model"])
 resends = Counter("kvmesh_frontend_resends", "Times that lost tokens were asked for again")
+unstored = Counter("kvmesh_frontend_unstored_responses", "Responses that could not be stored")
 directives = Counter(
     "kvmesh_frontend_retention_directives",
     "What came of the directives of requests when they began",

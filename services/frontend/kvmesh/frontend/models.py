@@ -148,6 +148,15 @@ class ModelRegistry:
         if card.model is not None and card.model.name in self._fitting:
             self._fitting[card.model.name].leave(card.instance)
             self._settle(card.model.name)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop dialects of cards that nobody has any more; a model's last one stays with it."""
+        cards = (card for fitting in self._fitting.values() for card in fitting.fitting)
+        used = {_key(card.model) for card in cards if card.model is not None}
+        used.update(_key(model.card) for model in self._models.values())
+        for key in self._dialects.keys() - used:
+            del self._dialects[key]
 
     def _settle(self, name: str) -> None:
         """Serve with all workers that fit each other; what the newest of them says is told."""

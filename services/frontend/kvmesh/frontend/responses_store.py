@@ -1,7 +1,7 @@
 """Stored responses: each turn in a JetStream bucket with a TTL, cut to the server's message size.
 
 A turn holds only what it added, and names the turn before it, so that a long conversation is
-stored once. Every frontend of a mesh sees the same bucket.
+stored once. Every frontend of a mesh sees the same bucket; of its bytes each tenant has a share.
 """
 
 import asyncio
@@ -10,19 +10,23 @@ import logging
 import msgspec
 import zstandard
 from nats.errors import Error as NatsError
-from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import APIError, KeyDeletedError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
+from kvmesh.bus.buckets import evicting_bucket
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
-from kvmesh.frontend.errors import ApiError, Unavailable
+from kvmesh.frontend import metrics
+from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
+from kvmesh.frontend.quota import Quota, owner_of
 from kvmesh.frontend.surfaces.base import StoredTurn
 
 log = logging.getLogger(__name__)
 PART_BYTES = 512 << 10
 MAX_TURNS = 1000
-MAX_BYTES = 64 << 20
+MAX_TURN = 16 << 20
+MAX_HISTORY = 32 << 20
+SMALL = 64 << 10
 TIMEOUT_S = 5.0
 MAX_ID = 128
 _decoder = msgspec.json.Decoder(StoredTurn)
@@ -37,81 +41,115 @@ class ResponseNotFound(ApiError):
 
 
 class ResponseStore:
-    """Reads and writes turns; a missing bucket is made on first use."""
+    """Reads and writes turns; a missing bucket is made on first use.
 
-    def __init__(self, bus: Bus, ttl_s: float, max_bytes: int) -> None:
+    Of `max_bytes`, one tenant has no more than `tenant_share`: its own oldest turns go first.
+    """
+
+    def __init__(self, bus: Bus, ttl_s: float, max_bytes: int, tenant_share: float = 1.0) -> None:
         self._bus = bus
-        self._config = KeyValueConfig(
-            bucket=bus.subjects.responses_bucket,
-            ttl=ttl_s,
-            max_bytes=max_bytes,
-            storage=StorageType.FILE,
-            replicas=bus.options.replicas,
-        )
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        name = bus.subjects.responses_bucket
+        self._quota = Quota(bus, name, int(max_bytes * tenant_share))
         self._bucket: KeyValue | None = None
 
     async def history(self, response_id: str, tenant: str) -> list[StoredTurn]:
-        """The turns up to and including `response_id`, oldest first."""
+        """The turns up to and including `response_id`, oldest first; no more than `MAX_HISTORY`."""
         turns: list[StoredTurn] = []
         wanted: str | None = response_id
+        room = MAX_HISTORY
         while wanted is not None and len(turns) < MAX_TURNS:
-            turns.append(await self.get(wanted, tenant, "previous_response_id"))
-            wanted = turns[-1].previous
+            turn, size = await self._get(wanted, tenant, "previous_response_id", room)
+            turns.append(turn)
+            wanted, room = turn.previous, room - size
         return turns[::-1]
 
-    async def get(self, response_id: str, tenant: str, param: str | None = None) -> StoredTurn:
-        """Raises ResponseNotFound, or Unavailable if the bus does not answer."""
+    async def get(self, response_id: str, tenant: str) -> StoredTurn:
+        """Raises ResponseNotFound, or Unavailable if the bucket does not answer."""
+        return (await self._get(response_id, tenant, None, MAX_HISTORY))[0]
+
+    async def _get(
+        self, response_id: str, tenant: str, param: str | None, room: int
+    ) -> tuple[StoredTurn, int]:
+        """A turn with its size; raises InvalidRequest if it is larger than `room`."""
         if not _is_id(response_id):
             raise ResponseNotFound(response_id, param)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                turn = await self._read(response_id)
+                packed = await self._read(_entry(response_id, tenant))
         except (KeyNotFoundError, KeyDeletedError):
             raise ResponseNotFound(response_id, param) from None
         except (NatsError, APIError, TimeoutError) as error:
             raise Unavailable(f"Stored responses cannot be read: {error}") from error
+        size = zstandard.frame_content_size(packed)
+        if not 0 <= size <= room:
+            reason = f"The stored conversation is larger than {MAX_HISTORY} bytes."
+            raise InvalidRequest(reason, param)
+        small = size < SMALL
+        turn = _unpacked(packed) if small else await asyncio.to_thread(_unpacked, packed)
         if turn.tenant != tenant:
             raise ResponseNotFound(response_id, param)
-        return turn
+        return turn, size
 
-    async def _read(self, response_id: str) -> StoredTurn:
+    async def _read(self, entry: str) -> bytes:
         bucket = await self._open()
-        packed = (await bucket.get(response_id)).value or b""
-        count, packed = packed[0], packed[1:]
-        for number in range(1, count):
-            packed += (await bucket.get(f"{response_id}.{number}")).value or b""
-        data = zstandard.ZstdDecompressor().decompress(packed, max_output_size=MAX_BYTES)
-        return _decoder.decode(data)
+        packed = (await bucket.get(f"{entry}.0")).value or b""
+        rest = [(await bucket.get(f"{entry}.{n}")).value or b"" for n in range(1, packed[0])]
+        return b"".join([packed[1:], *rest])
 
-    async def put(self, turn: StoredTurn) -> None:
-        """Keep a turn. A failure is logged: the answer itself is not lost by it."""
-        packed = zstandard.ZstdCompressor(level=3).compress(msgspec.json.encode(turn))
+    async def put(self, turn: StoredTurn) -> bool:
+        """Keep a turn; False if it is not kept. The answer itself is not lost by that."""
+        small = sum(map(len, turn.input)) + len(turn.response) < SMALL
+        size, packed = _packed(turn) if small else await asyncio.to_thread(_packed, turn)
+        if size > MAX_TURN or len(packed) > self._quota.most:
+            return self._lost(turn, "it is too large")
         parts = [packed[at : at + PART_BYTES] for at in range(0, len(packed), PART_BYTES)]
-        if len(parts) > 255:
-            log.warning("response %s is too large to be stored", turn.id)
-            return
+        entry = _entry(turn.id, turn.tenant)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 bucket = await self._open()
+                await self._quota.make_room(entry, len(packed))
                 for number, part in list(enumerate(parts))[:0:-1]:
-                    await bucket.put(f"{turn.id}.{number}", part)
-                await bucket.put(turn.id, bytes([len(parts)]) + parts[0])
+                    await bucket.put(f"{entry}.{number}", part)
+                await bucket.put(f"{entry}.0", bytes([len(parts)]) + parts[0])
         except (NatsError, APIError, TimeoutError) as error:
-            log.warning("response %s is not stored: %s", turn.id, cause(error))
+            return self._lost(turn, cause(error))
+        return True
+
+    def _lost(self, turn: StoredTurn, reason: str) -> bool:
+        metrics.unstored.inc()
+        log.warning("response %s is not stored: %s", turn.id, reason)
+        return False
 
     async def delete(self, response_id: str, tenant: str) -> None:
-        """Forget a response; raises ResponseNotFound. Its further parts lapse by themselves."""
+        """Forget a response; raises ResponseNotFound."""
         await self.get(response_id, tenant)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await (await self._open()).delete(response_id)
+                await self._quota.purge(_entry(response_id, tenant))
         except (NatsError, APIError, TimeoutError) as error:
             raise Unavailable(f"Stored responses cannot be changed: {error}") from error
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:
-            self._bucket = await self._bus.js.create_key_value(self._config)
+            name = self._bus.subjects.responses_bucket
+            self._bucket = await evicting_bucket(self._bus, name, self._ttl_s, self._max_bytes)
         return self._bucket
+
+
+def _packed(turn: StoredTurn) -> tuple[int, bytes]:
+    """Size before and bytes after compression."""
+    data = msgspec.json.encode(turn)
+    return len(data), zstandard.ZstdCompressor(level=3).compress(data)
+
+
+def _unpacked(packed: bytes) -> StoredTurn:
+    return _decoder.decode(zstandard.ZstdDecompressor().decompress(packed))
+
+
+def _entry(response_id: str, tenant: str) -> str:
+    return f"{owner_of(tenant)}.{response_id}"
 
 
 def _is_id(text: str) -> bool:

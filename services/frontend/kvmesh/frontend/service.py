@@ -114,9 +114,13 @@ class Frontend:
         self.asking.left(card)
         if card.role is Role.WORKER:
             self.monitor.worker_left(card)
+        if card.role is Role.FRONTEND:
+            self.gate.accounts.forget(card.instance)
 
     def missing(self) -> list[str]:
-        """What this frontend still lacks to serve requests."""
+        """What this frontend still lacks to serve requests, or that it is about to leave."""
+        if self._service.stopping.is_set():
+            return ["stopping"]
         bus = self._service.bus
         if not bus.client.is_connected:
             return ["nats"]
@@ -182,7 +186,10 @@ class Frontend:
             self.expectations,
         )
         responses = ResponseStore(
-            self._service.bus, settings.responses_ttl_s, settings.responses_bytes
+            self._service.bus,
+            settings.responses_ttl_s,
+            settings.responses_bytes,
+            settings.responses_tenant_share,
         )
         parts = Parts(
             settings,
@@ -238,9 +245,10 @@ async def main(service: Service) -> None:
     metrics = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:
         await service.stopping.wait()
+        await asyncio.sleep(settings.linger_s)
     finally:
-        await lease.close()
         await runner.cleanup()
+        await lease.close()
         if metrics is not None:
             await metrics.cleanup()
         await asyncio.wait([others])

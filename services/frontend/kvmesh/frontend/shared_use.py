@@ -26,6 +26,7 @@ class SharedUse:
         self._instance = instance
         self._accounts = accounts
         self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
         self._told_all = 0.0
 
     async def open(self) -> None:
@@ -48,19 +49,21 @@ class SharedUse:
         now = self._told_all = self._loop.time()
         accounts = [account for account in self._accounts if account.key.limited]
         busy = [a for a in accounts if a in self._accounts.changed or not a.idle(now)]
-        for account in busy:
-            account.forget(now)
         self._tell([account.use(now) for account in busy])
 
     def _tell(self, uses: list[KeyUse]) -> None:
         self._accounts.changed.clear()
         for start in range(0, len(uses), MOST):
-            told = LimitUse(self._instance, uses[start : start + MOST])
+            told = LimitUse(self._instance, uses[start : start + MOST], self._age)
             self._bus.post(self._bus.subjects.limits, told)
 
     def _heard(self, said: LimitUse) -> None:
         if said.frontend == self._instance:
             return
-        self._accounts.hear(said.frontend, said.uses, self._loop.time())
+        self._accounts.hear(said, self._loop.time(), self._age)
         if said.asks:
             self._tell_all()
+
+    @property
+    def _age(self) -> float:
+        return self._loop.time() - self._began

@@ -45,7 +45,8 @@ async def _keep_one(service: Service, number: int) -> None:
         await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not ended.done():
-            await _stop(process, ended, service.settings.frontend.drain_timeout_s + STOP_S)
+            frontend = service.settings.frontend
+            await _stop(process, ended, frontend.linger_s + frontend.drain_timeout_s + STOP_S)
             return
         log.warning("frontend process %d ended with status %s", number, process.returncode)
         await asyncio.sleep(RESTART_S)

@@ -10,7 +10,6 @@ from kvmesh.frontend.errors import InvalidRequest
 
 SLICE = 1 << 16
 RUN = 1 << 18
-_EDGE = re.compile(r"(?<=\s)\S|(?<=\S)\s")
 # Pre-tokenizers begin a word at all of these; whether a tokenizer does is tried, not believed.
 _PLACE = re.compile(
     r"""(?<=[A-Za-z0-9])(?= [A-Za-z]|[\"(),:;<>=\[\]{}])|(?<=\S\n)(?=[A-Za-z0-9])"""
@@ -83,6 +82,7 @@ def composed_apart(text: str) -> Iterator[str]:
 def check_runs(text: str) -> None:
     """Raise InvalidRequest for a run without spaces, or of spaces, that may be one endless word."""
     for start in range(0, len(text) - RUN, RUN):
-        if _EDGE.search(text, start, start + RUN) is None:
+        words = text[start : start + RUN].split(None, 1)
+        if not words or len(words[0]) == RUN:
             reason = f"The prompt has more than {RUN} characters in a row without any space"
             raise InvalidRequest(f"{reason}, or of spaces alone.", code="run_too_long")

@@ -4,6 +4,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import SessionPrompt
+from kvmesh.frontend.bodies import LARGE
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.gate import Gate
@@ -61,7 +62,13 @@ class Targets:
         self, parsed: PromptBody, body: bytes, headers: Headers, account: Account | None
     ) -> Target:
         """Raises ApiError as a request with this prompt would, and for an unknown session."""
-        request = to_request(parsed, body, headers)
+        if len(body) < LARGE:
+            request = to_request(parsed, body, headers)
+        else:
+            owner = account.key.sha256 if account is not None else ""
+            threads = self._preparer.threads
+            request = await threads.call(owner, lambda: to_request(parsed, body, headers))
+        request.size = len(body)
         self._gate.bind(request, account)
         model, adapter = self._registry.resolve(request.model)
         if parsed.session is not None:

@@ -105,6 +105,10 @@ class Thread(Protocol):
 
     def turn(self, response: bytes) -> StoredTurn: ...
 
+    def unstored(self) -> None:
+        """The answer is to say that it was not stored."""
+        ...
+
 
 class Call(Struct):
     """A parsed request with the renderer of its answer; `thread` where the API stores them."""

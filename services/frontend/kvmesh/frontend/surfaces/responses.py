@@ -27,6 +27,7 @@ from kvmesh.frontend.surfaces.nvext import ignored
 from kvmesh.frontend.surfaces.responses_body import (
     ResponsesBody,
     input_items,
+    kept_items,
     to_messages,
     to_request,
 )
@@ -68,7 +69,8 @@ class Responses:
 
     def parse(self, body: bytes, headers: Headers) -> Call:
         parsed, request = parse_body(body, headers)
-        return Call(request, ResponsesAnswer(request, parsed), Thread(request, parsed))
+        answer = ResponsesAnswer(request, parsed)
+        return Call(request, answer, Thread(request, parsed, answer))
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return openai.error_body(error)
@@ -93,9 +95,12 @@ class InputTokens:
 class Thread:
     """The stored conversation that a response continues and becomes part of."""
 
-    def __init__(self, request: GenerateRequest, body: ResponsesBody) -> None:
+    def __init__(
+        self, request: GenerateRequest, body: ResponsesBody, answer: "ResponsesAnswer"
+    ) -> None:
         self._request = request
         self._body = body
+        self._answer = answer
         self.previous = body.previous_response_id
         self.store = body.store is not False
 
@@ -112,10 +117,14 @@ class Thread:
         return StoredTurn(
             id=self._request.id,
             previous=self.previous,
-            input=input_items(self._body),
+            input=kept_items(input_items(self._body)),
             output=output,
             response=Raw(response),
         )
+
+    def unstored(self) -> None:
+        self.store = False
+        self._answer.unstored()
 
 
 class _Output(msgspec.Struct):
@@ -134,6 +143,10 @@ class ResponsesAnswer:
         self._id = request.id
         self._created = int(time.time())
         self._echo = _echo(body)
+
+    def unstored(self) -> None:
+        """From now on the response says so."""
+        self._echo["store"] = False
 
     def begin(self) -> bytes:
         response = self._object("in_progress", None)

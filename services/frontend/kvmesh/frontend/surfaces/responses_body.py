@@ -40,7 +40,7 @@ ROLES: dict[str, Literal["system", "user", "assistant"]] = {
 }
 
 
-class Part(Struct):
+class Part(Struct, omit_defaults=True):
     type: str = ""
     text: str | None = None
     refusal: str | None = None
@@ -48,9 +48,11 @@ class Part(Struct):
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
-class Item(Struct):
+class Item(Struct, omit_defaults=True):
     """Any input item; which fields count depends on `type`, which messages may leave out."""
 
+    id: str | None = None
+    status: str | None = None
     type: str | None = None
     role: str | None = None
     content: str | list[Part] | None = None
@@ -193,6 +195,15 @@ def to_messages(items: list[Raw]) -> list[Message]:
         if message is not None and message.blocks:
             found.append(message)
     return found
+
+
+def kept_items(items: list[Raw]) -> list[Raw]:
+    """What is stored of input: the items that a prompt has a form for, without unknown fields."""
+    return [
+        Raw(msgspec.json.encode(item))
+        for item in map(_item.decode, items)
+        if _message(item, "input") is not None
+    ]
 
 
 def _decode_at(decoder: "msgspec.json.Decoder[Any]", raw: Raw, where: str) -> Any:
