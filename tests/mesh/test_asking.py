@@ -28,6 +28,8 @@ from kvmesh.bus.messages import (
     Routed,
     RouteRequest,
     SeqBatch,
+    SeqEvent,
+    SeqFree,
     SeqPrefilled,
 )
 from kvmesh.bus.streams import StreamLimits
@@ -200,6 +202,39 @@ async def test_a_router_that_leaves_gives_back_what_waits_there(stage: Stage) ->
     assert await stage.let_all_go(8) == [f"q{number}" for number in range(8)]
     assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
     assert [d.request for d in stage.decisions.seen] == ["first", *(f"q{n}" for n in range(8))]
+
+
+async def test_after_a_lost_connection_each_request_still_waits_and_counts_once(
+    stage: Stage,
+) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(4)
+    for _ in range(3):
+        for reconnected in stage.bus.on_reconnect:
+            reconnected()
+        await stage.bus.client.flush()
+    assert await stage.let_all_go(4) == [f"q{number}" for number in range(4)]
+    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
+    assert all(len(names) == 1 for names in stage.attempts.values())
+    await eventually(lambda: [stage.active(router) for router in stage.routers] == [5, 5])
+
+
+async def test_what_nobody_waits_for_any_more_is_not_placed(stage: Stage) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(3)
+    stage.proxy.hold()
+    await eventually(lambda: stage.own(stage.routers[1]) == 3)
+    for task in asked:
+        task.cancel()
+    await asyncio.wait(asked)
+    given_up: list[SeqEvent] = [
+        SeqFree(names[-1]) for names in stage.attempts.values() if names[0] != "first"
+    ]
+    await stage.bus.publish(stage.bus.subjects.seq("m"), SeqBatch("f", given_up))
+    stage.proxy.release()
+    await eventually(lambda: [stage.waiting(router) for router in stage.routers] == [0, 0])
+    assert [d.request for d in stage.decisions.seen] == ["first"]
+    assert [stage.active(router) for router in stage.routers] == [1, 1]
 
 
 async def test_what_has_had_a_place_is_not_refused_by_a_full_queue(

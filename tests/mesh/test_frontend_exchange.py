@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from time import time
+from time import sleep, time
 
 from support.wait import eventually
 
@@ -13,14 +13,14 @@ from kvmesh.bus.messages import Instance, ModelCard, Role
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.demo import model_dir
 from kvmesh.frontend.asking import Asking
-from kvmesh.frontend.dispatch import Dispatcher
+from kvmesh.frontend.dispatch import Dispatcher, Job
 from kvmesh.frontend.exchange import Engine, Exchange
 from kvmesh.frontend.inbox import Inbox
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.monitor import Monitor
 from kvmesh.frontend.offers import Offers
 from kvmesh.frontend.prepare import Preparer
-from kvmesh.frontend.sequence import Sequence
+from kvmesh.frontend.sequence import Nobody, Sequence
 from kvmesh.frontend.surfaces.chat import Chat
 from kvmesh.frontend.tenants import Tenants
 from kvmesh.frontend.tracking import Tracker
@@ -82,3 +82,27 @@ async def test_nobody_is_taken_for_gone_right_after_the_own_connection_was_made(
     await eventually(lambda: not directory.instances)
     await lease.close()
     await directory.close()
+
+
+async def test_a_pause_of_ones_own_is_no_silence_of_the_engine(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    call = Chat().parse(BODY, {})
+    prepared = await Preparer(1 << 20).prepare(call.request, served(), None)
+    parts = engine(bus, limits)
+    monitor = Monitor(bus, parts.dispatcher.offers, parts.tracker, 0.9, lambda: 0)
+    now = asyncio.get_running_loop().time()
+    sequence = Sequence("s", Nobody(), now)
+    monitor.add(Job(prepared, prepared.prompts[0], sequence, now + 60))
+    sequence.place("w-1", now)
+    running = asyncio.create_task(monitor.run())
+    await asyncio.sleep(0)
+    for _ in range(2):
+        sleep(1.5)  # noqa: ASYNC251 (nothing runs here meanwhile, as while it is stopped)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not sequence.ended.is_set()
+    await eventually(sequence.ended.is_set)
+    assert sequence.error is not None
+    running.cancel()
+    await asyncio.wait([running])

@@ -21,6 +21,7 @@ from kvmesh.frontend.tracking import Tracker
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
+PAUSE_S = 1.0  # a tick that comes so late says that this process was stopped or stalled
 PING_AFTER_S = 1.0
 RESEND_AFTER_S = 2.0
 RESEND_MOST_S = 15.0
@@ -77,9 +78,15 @@ class Monitor:
                     job.sequence.fail(Unavailable("The server is stopping."))
 
     async def run(self) -> None:
+        then = self._loop.time()
         while True:
             await asyncio.sleep(TICK_S)
-            self._tick(self._loop.time())
+            now = self._loop.time()
+            if now - then > PAUSE_S:
+                self._resume(now - then)
+            else:
+                self._tick(now)
+            then = now
 
     def worker_left(self, card: Instance) -> None:
         """Its lease has ended: whatever it still ran goes elsewhere."""
@@ -92,6 +99,11 @@ class Monitor:
         if now >= sequence.resend_at:
             sequence.resend_at = now + HOLE_S
             self._start(self._resend(sequence))
+
+    def _resume(self, pause: float) -> None:
+        """This process did not run for `pause` seconds: what came meanwhile is still to be read."""
+        for _, sequence in self._sequences():
+            sequence.heard_at += pause
 
     def _tick(self, now: float) -> None:
         if self._backlog():
