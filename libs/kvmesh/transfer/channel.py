@@ -98,7 +98,7 @@ class Channel:
             raise Closed(f"a message of {size} bytes")
         body = await self._exactly(min(size, STRANGER_MESSAGE))
         if size > STRANGER_MESSAGE:
-            if not knows(_token(body)):
+            if not knows(_token(bytes(body))):
                 raise Closed(f"a message of {size} bytes from a stranger")
             body += await self._exactly(size - STRANGER_MESSAGE)
         try:
