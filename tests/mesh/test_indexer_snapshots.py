@@ -270,3 +270,17 @@ async def test_a_leader_forgets_what_its_snapshots_covered_of_a_rewound_stream(
     await worker.store(500, 501)
     await told(bus, [1, 2], {"w-1": 2})
     await told(bus, [500, 501], {"w-1": 2})
+
+
+async def test_a_replica_that_hears_nothing_does_not_pass_for_current(
+    nats_server: NatsServer, bus: Bus, worker: Publisher, replicas: Replicas
+) -> None:
+    replica = await replicas.start()
+    await worker.store(1, 2)
+    await told(bus, [1, 2], {"w-1": 2})
+    await asyncio.to_thread(nats_server.kill)
+    await eventually(lambda: not replica.indexer.ready)
+    assert replica.indexer.feed.lag > 2
+    await asyncio.to_thread(nats_server.start)
+    await eventually(lambda: replica.indexer.ready)
+    await told(bus, [1, 2], {"w-1": 2})
