@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 from nats.errors import NoRespondersError
 from nats.js.errors import APIError
 from support.nats import NatsServer, free_port
@@ -381,3 +382,28 @@ async def test_model_files_travel_and_are_checked(bus: Bus, tmp_path: Path) -> N
         await fetch_model(bus, "0" * 64)
     with pytest.raises(ModelFilesError, match=r"tokenizer\.json"):
         await publish_model(bus, tmp_path / "nowhere")
+
+
+async def test_an_answer_that_came_while_the_process_was_stopped_is_an_answer(
+    options: BusOptions, bus: Bus
+) -> None:
+    """As under uvloop, which services run on: its timers come before what is to be read."""
+    subject = bus.subjects.ctl("w")
+
+    async def answer(_: Ping, respond: Respond) -> None:
+        await asyncio.sleep(0.1)
+        await respond(ControlReply(ok=True))
+
+    await bus.serve(subject, PING, answer)
+
+    async def stopped() -> ControlReply:
+        own = await Bus.connect(options, "stopped")
+        asked = asyncio.create_task(own.request(subject, Ping(), ControlReply, 0.3))
+        await asyncio.sleep(0.05)  # it is sent, but not answered yet
+        time.sleep(1.0)  # noqa: ASYNC251 (nothing runs here meanwhile, as while it is stopped)
+        try:
+            return await asked
+        finally:
+            await own.close()
+
+    assert (await asyncio.to_thread(uvloop.run, stopped())).ok

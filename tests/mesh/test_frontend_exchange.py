@@ -5,16 +5,20 @@ import gc
 import weakref
 from time import time
 
+from support.wait import eventually
+
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
-from kvmesh.bus.messages import Instance, ModelCard
+from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.messages import Instance, ModelCard, Role
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.demo import model_dir
+from kvmesh.frontend.asking import Asking
 from kvmesh.frontend.dispatch import Dispatcher
 from kvmesh.frontend.exchange import Engine, Exchange
 from kvmesh.frontend.inbox import Inbox
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.monitor import Monitor
+from kvmesh.frontend.offers import Offers
 from kvmesh.frontend.prepare import Preparer
 from kvmesh.frontend.sequence import Sequence
 from kvmesh.frontend.surfaces.chat import Chat
@@ -36,7 +40,8 @@ def engine(bus: Bus, limits: StreamLimits) -> Engine:
 
     inbox, tracker = Inbox(0.0, ignore), Tracker(bus, "f-1")
     directory = Directory(bus, limits, ignore, ignore)
-    dispatcher = Dispatcher(bus, "f-1", inbox, tracker, directory, Frontend())
+    asking = Asking(bus, tracker)
+    dispatcher = Dispatcher(bus, "f-1", inbox, tracker, directory, asking, Frontend())
     monitor = Monitor(bus, dispatcher.offers, tracker, 60.0, lambda: 0)
     return Engine(dispatcher, inbox, monitor, tracker, 60.0)
 
@@ -57,3 +62,22 @@ async def test_what_is_over_is_gone_without_a_garbage_collection(
         assert gone() is None
     finally:
         gc.enable()
+
+
+async def test_nobody_is_taken_for_gone_right_after_the_own_connection_was_made(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    card = Instance(instance="w-1", role=Role.WORKER, name="w", version="0", started=0.0)
+    lease, directory = Lease(bus, card, limits), Directory(bus, limits)
+    await lease.open()
+    await directory.open()
+    offers = Offers(bus, Inbox(0.0, lambda _: None), directory)
+    bus.connected_at = asyncio.get_running_loop().time()
+    await offers.bury("w-1")
+    bucket = await bus.js.key_value(bus.subjects.instances_bucket)
+    assert await bucket.keys()
+    bus.connected_at -= 60.0
+    await offers.bury("w-1")
+    await eventually(lambda: not directory.instances)
+    await lease.close()
+    await directory.close()

@@ -4,12 +4,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
 from support.indexing import Replicas, ask, told
+from support.nats import NatsServer
+from support.proxy import Proxy
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
@@ -65,6 +68,43 @@ async def test_prompts_of_a_missing_shard_count_zero(
     await replicas.start(Settings(shards=2, shard=0, shard_by="root"))
     for blocks in PROMPTS:
         await told(bus, list(blocks), {"w-1": 3})
+    await worker.close()
+
+
+async def test_a_silent_replica_of_a_shard_costs_no_overlaps(
+    nats_server: NatsServer,
+    bus: Bus,
+    options: BusOptions,
+    limits: StreamLimits,
+    replicas: Replicas,
+) -> None:
+    worker = Publisher(bus, limits, "w", "w-1")
+    await worker.open()
+    for blocks in PROMPTS:
+        await worker.store(*blocks)
+    proxy = Proxy(nats_server.port)
+    proxy.start()
+    async with AsyncExitStack() as stack:
+        behind = Replicas(replace(options, url=proxy.url), limits, stack)
+        part = Settings(shards=2, shard=1, shard_by="root")
+        silent, other = await behind.start(part), await replicas.start(part)
+        asked = await replicas.start(
+            Settings(shards=2, shard=0, shard_by="root", shard_timeout_s=2.0)
+        )
+        both = {each.indexer._service.instance for each in (silent, other)}
+        known = asked.indexer.desk._replicas
+        await eventually(lambda: all(name in known["root-1of2"] for name in both))
+        proxy.hold()
+        subject = bus.subjects.index_at(asked.indexer._service.instance)
+        for blocks in PROMPTS * 2:
+            query = OverlapQuery([prompt(blocks)])
+            reply = await bus.request(subject, query, OverlapReply, PATIENCE_S)
+            assert depths(reply) == {"w-1": 3}
+        assert not known["root-1of2"].trusts(silent.indexer._service.instance)
+        assert asked.indexer.desk.shard_errors == 0
+        proxy.release()
+        await eventually(lambda: known["root-1of2"].trusts(silent.indexer._service.instance))
+    await asyncio.to_thread(proxy.stop)
     await worker.close()
 
 

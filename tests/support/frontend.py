@@ -101,7 +101,7 @@ class ScriptedWorker:
 
     async def _work(self, work: Work, respond: Respond) -> None:
         status = "incomplete" if work.base else self.status
-        await respond(WorkReply(status=status, kept=self.keeps))  # type: ignore[arg-type]
+        await respond(WorkReply(status=status, kept=self.keeps))
         async with self._arrived:
             self.works.append(work)
             self._arrived.notify_all()

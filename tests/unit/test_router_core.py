@@ -398,3 +398,26 @@ def test_load_is_conserved_whatever_happens(events: list[tuple[str, int, int]]) 
     assert len(router.active) == 0
     for column in (router.table.requests, router.table.prefill_tokens, router.table.active_blocks):
         assert not column.any()
+
+
+def test_what_ran_on_a_worker_that_is_gone_is_dropped_after_a_while() -> None:
+    router = core("a", "b")
+    for number in range(4):
+        router.commit(router.decide(request(str(number), TEN), None, 0.0), 0.0)
+    router.expire(1.0)
+    router.leave("a")
+    router.expire(2.0)
+    assert len(router.active) == 4, "it may come back"
+    assert router.expire(20.0) == []
+    assert len(router.active) == 2
+    assert [slot for slot in router.table.slot_of if slot[0] == "a"] == []
+
+
+def test_what_ran_on_a_worker_that_comes_back_still_counts() -> None:
+    router = core("a")
+    router.commit(router.decide(request("1", TEN), None, 0.0), 0.0)
+    router.leave("a")
+    router.expire(2.0)
+    router.join(worker("a"))
+    router.expire(20.0)
+    assert len(router.active) == 1

@@ -20,6 +20,7 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     Thresholds,
 )
+from kvmesh.router import registry
 from kvmesh.router.core import RouterCore
 from kvmesh.router.cost import MISSING, CostModel, pick
 from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, Overloaded
@@ -471,8 +472,30 @@ def test_an_installed_policy_is_found_by_its_entry_point(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[kvmesh.policies]\nastray = {__name__}:Astray\n")
     monkeypatch.syspath_prepend(tmp_path)
+    registry._places.cache_clear()
     assert type(make_policy("astray", Router())).__name__ == "Astray"
     router = core("a")
     assert router.decide(request("1", TEN, policy="astray"), None, 0.0).policy == "astray"
     with pytest.raises(ConfigError, match="astray"):
         make_policy("nonsense", Router())
+    registry._places.cache_clear()
+
+
+def test_unknown_names_do_not_make_a_router_look_for_policies_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+
+    def look() -> dict[str, str]:
+        nonlocal looks
+        looks += 1
+        return {}
+
+    monkeypatch.setattr(registry, "installed", look)
+    registry._places.cache_clear()
+    router = core("a")
+    for number in range(5):
+        with pytest.raises(InvalidRequest):
+            router.decide(request("1", TEN, policy=f"nobody's {number}"), None, 0.0)
+    assert looks == 1
+    registry._places.cache_clear()

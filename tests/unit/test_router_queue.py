@@ -3,10 +3,10 @@
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.routing import BLOCK, overlaps, request, sequence, worker
 
 from kvmesh.bus.messages import (
@@ -24,7 +24,7 @@ from kvmesh.bus.messages import (
 from kvmesh.router.core import RouterCore
 from kvmesh.router.dispatcher import Dispatcher, Steps
 from kvmesh.router.ticket import Ticket
-from kvmesh.router.waiting import Lane
+from kvmesh.router.waiting import Queue
 from kvmesh.settings.schema import Router
 
 STEP = 10 * BLOCK  # one prompt of ten blocks fills one engine step
@@ -38,14 +38,14 @@ def entry(name: str, **changes: Any) -> SeqWait:
     return SeqWait(**(fields | changes))
 
 
-def lane(*entries: SeqWait, quantum: float = 100, weights: Any = None, bound: float = 1e9) -> Lane:
-    made = Lane(quantum, weights or {}, bound)
+def lane(*entries: SeqWait, quantum: float = 100, weights: Any = None, bound: float = 1e9) -> Queue:
+    made = Queue(quantum, weights or {}, bound)
     for one in entries:
         made.push(one)
     return made
 
 
-def leave(waiting: Lane, time: float = 0.0) -> list[str]:
+def leave(waiting: Queue, time: float = 0.0) -> list[str]:
     """The order in which all entries leave."""
     order = []
     while (head := waiting.head(time)) is not None:
@@ -229,13 +229,75 @@ def test_tenants_take_turns() -> None:
 
 def test_a_constrained_request_does_not_hold_up_the_others() -> None:
     mesh = Replicas(dispatcher("a", "b"))
-    mesh.submit(msgspec.structs.replace(prompt("1"), placement=Placement(instance="a")))
-    pinned = mesh.submit(msgspec.structs.replace(prompt("2"), placement=Placement(instance="a")))
+    mesh.submit(replace(prompt("1"), placement=Placement(instance="a")))
+    pinned = mesh.submit(replace(prompt("2"), placement=Placement(instance="a")))
     free = mesh.submit(prompt("3"))
     assert (pinned.result, isinstance(free.result, Decision)) == (None, True)
     mesh.tell(0.0, SeqPrefilled("1"))
     mesh.pump()
     assert isinstance(pinned.result, Decision)
+
+
+CONSTRAINED: dict[str, dict[str, Any]] = {
+    "adapter": {"adapter": "lora"},
+    "migration": {"placement": Placement(exclude=["lost"])},
+    "label": {"placement": Placement(labels={"zone": "x"})},
+    "instance": {"placement": Placement(instance="a")},
+}
+
+
+@pytest.mark.parametrize("kind", CONSTRAINED)
+def test_constrained_requests_get_their_share_of_a_worker_that_is_never_idle(kind: str) -> None:
+    mesh = Replicas(dispatcher(starvation_s=1e9))
+    mesh.replicas[0].core.join(worker("a", step=STEP, adapters=["lora"], labels={"zone": "x"}))
+    plain: list[Ticket] = []
+    constrained: list[Ticket] = []
+    for step in range(600):  # five requests a second come, four go
+        now = step / 5
+        message = replace(prompt(f"{kind}{step}"), deadline_s=60.0)
+        if step % 10 == 5:
+            message = replace(message, **CONSTRAINED[kind])
+        (constrained if step % 10 == 5 else plain).append(mesh.submit(message, now))
+        if step % 5 and mesh.order:
+            mesh.tell(now, SeqPrefilled(mesh.order[-1]))
+        mesh.pump(now)
+        mesh.take(mesh.replicas[0].expire(now), now)
+
+    def placed(tickets: list[Ticket]) -> float:
+        return sum(isinstance(t.result, Decision) for t in tickets) / len(tickets)
+
+    assert placed(plain) == pytest.approx(0.8, abs=0.05)
+    assert placed(constrained) == pytest.approx(placed(plain), abs=0.05)
+
+
+def test_requests_under_different_constraints_leave_in_one_order() -> None:
+    mesh = Replicas(dispatcher(), dispatcher(router="s"))
+    mesh.submit(prompt("0"))
+    names = [str(number) for number in range(1, 7)]
+    for number, name in enumerate(names):
+        placement = Placement(exclude=["gone", name] if number % 2 else [])
+        message = replace(prompt(name), placement=placement)
+        mesh.submit(message, 1.0 + number, to=number // 3)
+    assert drain(mesh, 9.0) == ["0", *names]
+
+
+def test_a_new_request_does_not_pass_one_of_another_lane_that_there_is_room_for() -> None:
+    mesh = Replicas(dispatcher())
+    mesh.submit(prompt("1"))
+    waiting = mesh.submit(replace(prompt("2"), placement=Placement(instance="a")))
+    mesh.tell(0.5, SeqPrefilled("1"))
+    later = mesh.submit(prompt("3"), 0.6)
+    mesh.pump(0.7)
+    assert (isinstance(waiting.result, Decision), later.result) == (True, None)
+
+
+def test_what_was_asked_elsewhere_before_keeps_its_place_and_is_not_one_too_many() -> None:
+    mesh = Replicas(dispatcher(queue_limit=1))
+    mesh.submit(prompt("0"))
+    mesh.submit(prompt("mine"), 5.0)
+    moved = Ticket(replace(prompt("moved"), arrived=1.0), 6.0, place=1.0)
+    mesh.take(mesh.replicas[0].submit(moved, 6.0), 6.0)
+    assert drain(mesh, 7.0) == ["0", "moved", "mine"]
 
 
 def test_a_full_queue_refuses_with_the_time_it_needs() -> None:
@@ -257,7 +319,7 @@ def test_a_full_queue_refuses_with_the_time_it_needs() -> None:
 def test_a_deadline_in_the_queue_is_kept() -> None:
     mesh = Replicas(dispatcher())
     mesh.submit(prompt("1"))
-    ticket = mesh.submit(msgspec.structs.replace(prompt("2"), deadline_s=3.0), 1.0)
+    ticket = mesh.submit(replace(prompt("2"), deadline_s=3.0), 1.0)
     assert mesh.replicas[0].expire(3.9).done == []
     mesh.take(mesh.replicas[0].expire(4.0), 4.0)
     assert isinstance(ticket.result, Refused)
@@ -313,10 +375,10 @@ def test_looking_again_when_all_workers_have_left_leaves_the_request_to_its_turn
 def test_a_defect_costs_one_request_and_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
     mesh = Replicas(dispatcher())
     broken: dict[str, Any] = {"tokens": None}  # as no message on the bus can be
-    at_once = mesh.submit(msgspec.structs.replace(prompt("0"), **broken))
+    at_once = mesh.submit(replace(prompt("0"), **broken))
     mesh.submit(prompt("1"))
     waiting, behind = mesh.submit(prompt("2")), mesh.submit(prompt("3"))
-    waiting.request = msgspec.structs.replace(waiting.request, **broken)
+    waiting.request = replace(waiting.request, **broken)
     drain(mesh)
     for ticket in (at_once, waiting):
         assert isinstance(ticket.result, Refused)
@@ -351,12 +413,39 @@ def test_a_dead_replica_does_not_hold_up_the_others() -> None:
     assert [t.request.request for t in alive.pump(3.3).done] == ["mine"]
     assert isinstance(mine.result, Decision)
     assert alive.waiting == 0
-    mesh.tell(4.0, msgspec.structs.replace(entry("back", router="dead"), arrived=4.0))
+    mesh.tell(4.0, replace(entry("back", router="dead"), arrived=4.0))
     assert alive.waiting == 1
     alive.keep({"r"}, 8.9)
     assert alive.waiting == 1, "its card may still be on its way"
     alive.keep({"r"}, 9.1)
     assert alive.waiting == 0
+
+
+def test_a_replica_that_was_passed_over_is_not_waited_for_again() -> None:
+    mesh = Replicas(dispatcher(), dispatcher(router="frozen"))
+    mesh.submit(prompt("0"))
+    mesh.submit(prompt("lost"), 1.0, to=1)
+    mesh.submit(prompt("mine"), 2.0)
+    mesh.submit(prompt("next"), 2.5)
+    alive = mesh.replicas[0]
+    mesh.tell(3.0, SeqPrefilled("0"))
+    alive.pump(3.0)
+    assert [t.request.request for t in alive.pump(3.3).done] == ["mine"]
+    mesh.tell(3.4, entry("late", router="frozen", key=2.2, arrived=2.2), SeqPrefilled("mine"))
+    assert [t.request.request for t in alive.pump(3.4).done] == ["next"]
+
+
+def test_a_replica_is_waited_for_only_where_there_is_room_for_its_request() -> None:
+    mesh = Replicas(dispatcher("a", "b"), dispatcher("a", "b", router="s"))
+    for name in "ab":
+        placement = Placement(instance=name)
+        mesh.submit(replace(prompt(f"at {name}"), placement=placement))
+    there = Placement(instance="a")
+    theirs = mesh.submit(replace(prompt("theirs"), placement=there), 1.0, to=1)
+    mine = mesh.submit(prompt("mine"), 2.0)
+    mesh.tell(3.0, SeqPrefilled("at b"))
+    mesh.take(mesh.replicas[0].pump(3.0), 3.0)
+    assert (theirs.result, isinstance(mine.result, Decision)) == (None, True)
 
 
 def test_a_slow_replica_keeps_its_turn_while_there_is_no_room() -> None:
@@ -402,7 +491,9 @@ def test_any_interleaving_conserves_requests_and_replicas_agree(steps: list[Step
         name = f"n{number}"
         if kind == "submit" and name not in tickets:
             hints = {"strict_priority": number % 3, "tenant": "xy"[number % 2]}
-            tickets[name] = mesh.submit(prompt(name, 1 + number, **hints), now, replica)
+            placement = Placement(exclude=["b"] if number % 5 == 0 else [])
+            message = replace(prompt(name, 1 + number, **hints), placement=placement)
+            tickets[name] = mesh.submit(message, now, replica)
         elif kind == "prefilled":
             mesh.tell(now, SeqPrefilled(name))
         elif kind == "free":
@@ -448,6 +539,29 @@ def test_the_order_depends_on_the_events_alone(
         if rng.random() < 0.5:
             asked.head(0.0)
     assert leave(quiet) == leave(asked)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3), st.integers(0, 5), st.integers(1, 400), st.sampled_from("abc")
+        ),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_where_no_lane_is_blocked_nobody_is_passed_over(
+    drawn: list[tuple[int, int, int, str]],
+) -> None:
+    waiting = lane()
+    for i, (tier, fair, cost, name) in enumerate(drawn):
+        waiting.push(entry(f"e{i}", tier=tier, fair_class=str(fair), key=i, cost=cost, lane=name))
+    while (head := waiting.head(0.0)) is not None:
+        assert waiting.head(0.0, {"none of them"}) == head
+        others = waiting.head(0.0, {head.lane})
+        assert others is None or others.lane != head.lane
+        waiting.remove(head.request, placed=True)
+    assert not waiting.lanes
 
 
 @given(st.integers(1, 40), st.integers(0, 200))

@@ -231,7 +231,16 @@ class Bus:
         What the connection does not take at once waits for it, as with `publish`. Answers go to
         the subject `reply`.
         """
+        self._post(subject, encode(message), reply)
+
+    def ask(self, subject: str, message: object, reply: str) -> None:
+        """`post` a question; raises MessageTooLarge for one that the server would not take."""
         data = encode(message)
+        if len(data) > self.client.max_payload:
+            raise MessageTooLarge(subject, len(data))
+        self._post(subject, data, reply)
+
+    def _post(self, subject: str, data: bytes, reply: str) -> None:
         if not self._unsent and self.client.try_publish(subject, data, reply):
             return
         if len(self._unsent) >= MOST_UNSENT:

@@ -25,6 +25,10 @@ class Role(StrEnum):
     KVBM = "kvbm"
 
 
+INDEXER_STATE = "state"  # the label on an indexer's card that says whether it answers
+INDEXER_READY = "ready"  # and its value if so
+
+
 class ModelCard(Struct, frozen=True, kw_only=True):
     """What a worker serves. Sizes in tokens and blocks; `files` is a digest in the model store.
 
@@ -204,8 +208,9 @@ class Placement(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where should this prompt run? `sequence` is its packed sequence hashes.
 
-    `deadline_s` bounds the wait in the router's queue, in seconds from arrival. `salt`, if known,
-    spares a divided index asking around.
+    `deadline_s` bounds the wait in the router's queue, in seconds from now. `salt`, if known,
+    spares a divided index asking around. `arrived` is the Unix time of its place in the queue, for
+    one that has had a place before: in the queue of another router, or with a worker.
     """
 
     request: str
@@ -221,6 +226,7 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     overrides: dict[str, float] = {}
     explain: bool = False
     salt: int | None = None
+    arrived: float | None = None
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
@@ -292,16 +298,30 @@ class Routed(Struct, frozen=True, kw_only=True, tag="routed"):
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
     """No placement. `retry_after_s` is when it is worth trying again.
 
-    `unmet`: there are workers, and the request's own constraints exclude them all.
+    `code` is "no_workers", "overloaded", "deadline", "invalid" or "unavailable"; one that is not
+    known means the last. `unmet`: there are workers, and the request's own constraints exclude them
+    all. `moved`: this router stops and has forgotten the request; another one is to place it.
     """
 
-    code: Literal["no_workers", "overloaded", "deadline", "invalid", "unavailable"]
+    code: str
     reason: str
     retry_after_s: float = 1.0
     unmet: bool = False
+    moved: bool = False
+
+
+class Parked(Struct, frozen=True, kw_only=True, tag="parked"):
+    """The request waits in the queue of `router`; the answer follows.
+
+    `arrived` is the Unix time of its place there. Only who asks a router by its instance is told.
+    """
+
+    router: str
+    arrived: float
 
 
 RouteReply: TypeAlias = Routed | Refused
+RouteNews: TypeAlias = Parked | Routed | Refused
 
 
 class Thresholds(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -373,7 +393,8 @@ class SeqWait(Struct, frozen=True, array_like=True, tag="wait"):
     """It waits in the queue of `router`, until its SeqAdd or SeqFree. Sent again, it replaces.
 
     Its place is by tier (higher first), then by class in turn, then by `key` (lower first).
-    `lane` stands for its constraints, `cost` is its uncached tokens; times are Unix seconds.
+    `lane` stands for its constraints, `placement` and `adapter`, which are left out where there are
+    none; `cost` is its uncached tokens; times are Unix seconds.
     """
 
     request: str
@@ -385,6 +406,8 @@ class SeqWait(Struct, frozen=True, array_like=True, tag="wait"):
     cost: int
     arrived: float
     deadline: float
+    placement: Placement | None = None
+    adapter: str | None = None
 
 
 SeqEvent: TypeAlias = SeqAdd | SeqPrefilled | SeqProgress | SeqFree | SeqWait
@@ -483,11 +506,12 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class WorkReply(Struct, frozen=True, kw_only=True):
     """The worker's immediate answer; tokens follow on the frontend's subject when accepted.
 
-    With `kept` the prompt may be the `base` of later work, until an answer is "incomplete": then
-    it is not there any more, and the work must be offered whole.
+    `status` is "accepted", "busy", "draining", "invalid" or "incomplete"; with one that is not
+    known the work is not taken. With `kept` the prompt may be the `base` of later work, until an
+    answer is "incomplete": then it is not there any more, and the work must be offered whole.
     """
 
-    status: Literal["accepted", "busy", "draining", "invalid", "incomplete"]
+    status: str
     reason: str = ""
     kept: bool = False
 

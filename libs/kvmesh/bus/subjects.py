@@ -124,6 +124,14 @@ class Subjects:
     def index_all(self) -> str:
         return self._of("index", "*")
 
+    def index_at(self, instance: str) -> str:
+        """One indexer, whatever the model."""
+        return self._of("indexer", token(instance))
+
+    def index_part_at(self, instance: str) -> str:
+        """One indexer, about its own shard alone."""
+        return self._of("indexer", token(instance), "part")
+
     def index_shard(self, model: str, shard: str) -> str:
         """One shard of a divided index; `shard` names the division as well as the part."""
         return self._of("index", token(model), token(shard))
@@ -133,6 +141,10 @@ class Subjects:
 
     def router(self, model: str) -> str:
         return self._of("router", token(model))
+
+    def router_at(self, model: str, instance: str) -> str:
+        """One router, which says at once that it has the question."""
+        return self._of("router", token(model), token(instance))
 
     @property
     def sessions(self) -> str:

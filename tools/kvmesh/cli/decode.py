@@ -22,7 +22,7 @@ from kvmesh.bus.messages import (
 )
 
 STREAMED = ("kv", "route", "seq")
-REQUESTS = ("index", "router", "work", "ctl", "kvbm", "sessions")
+REQUESTS = ("index", "indexer", "router", "work", "ctl", "kvbm", "sessions")
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -30,6 +30,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "route": msgspec.msgpack.Decoder(RouteEvent),
     "seq": msgspec.msgpack.Decoder(SeqBatch),
     "index": msgspec.msgpack.Decoder(OverlapQuery),
+    "indexer": msgspec.msgpack.Decoder(OverlapQuery),
     "router": msgspec.msgpack.Decoder(RouteRequest),
     "work": msgspec.msgpack.Decoder(Work),
     "out": msgspec.msgpack.Decoder(StepOutput),

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +11,11 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
-from kvmesh.bus.errors import MessageTooLarge, NoResponder, RequestTimeout
+from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     RankKey,
     Refused,
     Routed,
-    RouteReply,
     RouteRequest,
     Sampling,
     SeqFree,
@@ -23,6 +23,7 @@ from kvmesh.bus.messages import (
     prefill_part,
 )
 from kvmesh.frontend import metrics
+from kvmesh.frontend.asking import Asking
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Overloaded, Unavailable
 from kvmesh.frontend.inbox import Inbox
 from kvmesh.frontend.offers import Offers
@@ -35,13 +36,15 @@ from kvmesh.settings.schema import Frontend
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.1
+LEAST_S = 0.001  # a deadline that has passed is for a router to refuse
 
 
 @dataclass
 class Job:
     """One sequence to be generated. `current` is its prompt, after a migration with what was
     generated before; `exclude` lists instances that have refused it or were lost with it.
-    `prefill` is its prompt while another worker computes it, `handoff` where that one left it."""
+    `prefill` is its prompt while another worker computes it, `handoff` where that one left it.
+    `arrived` is the Unix time of its place in the routers' queue, which it keeps once placed."""
 
     prepared: Prepared
     prompt: Prompt
@@ -54,6 +57,7 @@ class Job:
     extended: Prompt | None = None
     prefill: Prefill | None = None
     handoff: dict[str, Any] | None = None
+    arrived: float | None = None
 
     @property
     def model(self) -> str:
@@ -69,24 +73,6 @@ class Job:
         return self.extended or self.prompt
 
 
-class RouterWaits:
-    """Open questions to routers, so that those to a router that died are asked again at once."""
-
-    def __init__(self) -> None:
-        self._scopes: set[asyncio.Timeout] = set()
-
-    def add(self, scope: asyncio.Timeout) -> None:
-        self._scopes.add(scope)
-
-    def discard(self, scope: asyncio.Timeout) -> None:
-        self._scopes.discard(scope)
-
-    def interrupt(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for scope in self._scopes:
-            scope.reschedule(now)
-
-
 class Dispatcher:
     """Places sequences and follows them to their end."""
 
@@ -97,6 +83,7 @@ class Dispatcher:
         inbox: Inbox,
         tracker: Tracker,
         directory: Directory,
+        asking: Asking,
         settings: Frontend,
     ) -> None:
         self._bus = bus
@@ -108,7 +95,7 @@ class Dispatcher:
         self._restart_wait = settings.restart_wait_s
         self._prefill_timeout = settings.prefill_timeout_s
         self.offers = Offers(bus, inbox, directory)
-        self.router_waits = RouterWaits()
+        self._asking = asking
         self._loop = asyncio.get_running_loop()
 
     async def place(self, job: Job) -> None:
@@ -133,36 +120,33 @@ class Dispatcher:
 
     async def _route(self, job: Job) -> Routed:
         moving = job.extended is not None
-        patience = job.deadline if moving else self._loop.time() + self._restart_wait
+        patience: float | None = job.deadline if moving else None
         job.sequence.next_attempt()
         while True:
             left = job.deadline - self._loop.time()
             if left <= 0:
                 raise ApiError("timeout", "No worker was free in time.", retry_after=1.0)
-            try:
-                answer = await self._ask(job, left)
-            except NoResponder:
-                answer = Refused(code="unavailable", reason="no router is running")
-            except (RequestTimeout, TimeoutError):
-                job.sequence.next_attempt()
-                continue
-            except msgspec.MsgspecError as error:
-                raise ApiError("internal", f"unreadable answer from a router: {error}") from error
+            answer = await self._ask(job, left)
             if isinstance(answer, Routed):
                 job.routed = answer
                 return answer
-            _check(answer, job, self._loop.time() < patience)
+            now = self._loop.time()
+            if patience is None:
+                patience = now + self._restart_wait
+            _check(answer, job, now < patience)
             await asyncio.sleep(RETRY_S)
 
-    async def _ask(self, job: Job, left: float) -> RouteReply:
-        request = _route_request(job, left)
-        async with asyncio.timeout(left + 1) as scope:
-            self.router_waits.add(scope)
-            try:
-                subject = self._bus.subjects.router(job.model)
-                return await self._bus.request(subject, request, RouteReply, left + 1)  # type: ignore[arg-type]
-            finally:
-                self.router_waits.discard(scope)
+    async def _ask(self, job: Job, left: float) -> Routed | Refused:
+        def compose(anew: bool, arrived: float | None) -> RouteRequest:
+            if anew:
+                job.sequence.next_attempt()
+            return _route_request(job, job.deadline - self._loop.time(), arrived)
+
+        arrived, job.arrived = job.arrived, job.arrived or time.time()
+        try:
+            return await self._asking.ask(job.model, compose, left, arrived)
+        except msgspec.MsgspecError as error:
+            raise ApiError("internal", f"unreadable answer from a router: {error}") from error
 
     async def _prefill(self, job: Job, rank: RankKey) -> None:
         """Have the prompt computed there; if that fails, the worker that goes on computes it."""
@@ -254,7 +238,7 @@ class Dispatcher:
         await self.place(job)
 
 
-def _route_request(job: Job, left: float) -> RouteRequest:
+def _route_request(job: Job, left: float, arrived: float | None) -> RouteRequest:
     request = job.prepared.request
     placement = request.placement
     if job.exclude:
@@ -266,7 +250,7 @@ def _route_request(job: Job, left: float) -> RouteRequest:
         sequence=job.current.sequence,
         tokens=job.current.count,
         max_tokens=job.prepared.max_tokens,
-        deadline_s=left,
+        deadline_s=max(left, LEAST_S),
         adapter=job.prepared.adapter,
         hints=request.hints,
         placement=placement,
@@ -274,6 +258,7 @@ def _route_request(job: Job, left: float) -> RouteRequest:
         overrides=request.overrides,
         explain="routing" in request.extra_fields,
         salt=job.current.salt,
+        arrived=arrived,
     )
 
 
@@ -288,7 +273,7 @@ def _check(refused: Refused, job: Job, patient: bool) -> None:
         raise ApiError("timeout", refused.reason, retry_after=after)
     if refused.code == "no_workers" and job.refused:
         raise Overloaded(f"Every worker of `{job.model}` is busy.", after)
-    if not patient and refused.code == "unavailable":
+    if not patient and refused.code != "no_workers":
         raise Unavailable(f"`{job.model}` cannot be served now: {refused.reason}", after)
     if not patient or (refused.unmet and not job.exclude):
         raise Unavailable(f"No worker serves `{job.model}` now: {refused.reason}", after)

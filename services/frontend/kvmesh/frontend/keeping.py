@@ -4,6 +4,7 @@ from aiohttp import web
 
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance
+from kvmesh.frontend.asking import Asking
 from kvmesh.frontend.caches import Caches
 from kvmesh.frontend.doors import Doors
 from kvmesh.frontend.gate import Gate
@@ -29,6 +30,7 @@ class Keeping:
         registry: ModelRegistry,
         preparer: Preparer,
         directory: Directory,
+        asking: Asking,
         tracker: Tracker,
         gate: Gate,
     ) -> None:
@@ -38,7 +40,7 @@ class Keeping:
         self._sessions = SessionPrompts(service.bus, settings.session_prompts_bytes)
         targets = Targets(registry, preparer, self._sessions)
         self._doors = Doors(gate, settings)
-        self._prefetching = Prefetching(service.bus, targets, holders, tracker)
+        self._prefetching = Prefetching(asking, targets, holders, tracker)
         self._pins = Pins(targets, holders, PinStore(service.bus))
         self._caches = Caches(registry, holders)
         self._told: set[str] | None = None

@@ -35,6 +35,14 @@ migrations = Counter(
 reroutes = Counter(
     "kvmesh_frontend_reroutes", "Placements that a worker did not take", ["model", "reason"]
 )
+asked_again = Counter(
+    "kvmesh_frontend_router_moves",
+    "Questions moved off a router that was silent or gone",
+    ["model"],
+)
+silent_routers = Counter(
+    "kvmesh_frontend_silent_routers", "Times that a router did not answer and was left out"
+)
 prefills = Counter(
     "kvmesh_frontend_prefills",
     "Prompts given to prefill workers; what was not done was computed where it went on",

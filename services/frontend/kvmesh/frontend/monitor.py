@@ -15,7 +15,7 @@ from kvmesh.bus.messages import ControlReply, Instance, Ping, Resend, SeqProgres
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch import Job
 from kvmesh.frontend.errors import ApiError, Unavailable
-from kvmesh.frontend.offers import Offers
+from kvmesh.frontend.offers import REJOIN_S, Offers
 from kvmesh.frontend.sequence import Sequence
 from kvmesh.frontend.tracking import Tracker
 
@@ -131,6 +131,8 @@ class Monitor:
             subject = self._bus.subjects.ctl(instance)
             await self._bus.request(subject, Ping(), ControlReply, CONTROL_TIMEOUT_S)
         except NoResponder:
+            if self._bus.connected_for < REJOIN_S:
+                return  # it may be on its way back itself
             self._pinged.pop(instance, None)
             self._lose(instance, "nobody listens on its subjects")
             await self._offers.bury(instance)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, forget_instance
@@ -14,12 +14,13 @@ from kvmesh.frontend.sequence import Sequence
 
 log = logging.getLogger(__name__)
 OFFER_TIMEOUT_S = 3.0
+REJOIN_S = 2.0  # after the own connection was made, in which others' may still be on their way
 
 
 class Offered(NamedTuple):
-    """What came of an offer: the worker's answer, or why there was none."""
+    """What came of an offer: the `WorkReply.status`, or "gone" or "silent" without an answer."""
 
-    status: Literal["accepted", "busy", "draining", "invalid", "incomplete", "gone", "silent"]
+    status: str
     reason: str = ""
 
 
@@ -71,7 +72,12 @@ class Offers:
         await self._bus.publish(subject, Cancel(sequence.attempt))
 
     async def bury(self, instance: str) -> None:
-        """Remove the lease of a process that no longer listens, so that everyone knows now."""
+        """Remove the lease of a process that no longer listens, so that everyone knows now.
+
+        Not right after this process has connected: the server may have been away for all.
+        """
+        if self._bus.connected_for < REJOIN_S:
+            return
         for card in self._directory.instances:
             if card.instance == instance:
                 log.warning("worker %s is gone: nobody listens on its subjects", instance)

@@ -5,19 +5,18 @@ import secrets
 import time
 from typing import Any
 
-from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, MessageTooLarge
+from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     Cancel,
     Prefetch,
     RankKey,
     Refused,
     Routed,
-    RouteReply,
     RouteRequest,
     SeqFree,
 )
 from kvmesh.bus.subjects import token, untoken
+from kvmesh.frontend.asking import Asking
 from kvmesh.frontend.doors import Visit
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 from kvmesh.frontend.holders import Holders
@@ -36,8 +35,10 @@ class Prefetching:
     an id names the worker as well, and within it only the tenant's own prefetches are found.
     """
 
-    def __init__(self, bus: Bus, targets: Targets, holders: Holders, tracker: Tracker) -> None:
-        self._bus = bus
+    def __init__(
+        self, asking: Asking, targets: Targets, holders: Holders, tracker: Tracker
+    ) -> None:
+        self._asking = asking
         self._targets = targets
         self._holders = holders
         self._tracker = tracker
@@ -79,21 +80,20 @@ class Prefetching:
     async def _route(self, target: Target, request_id: str) -> Routed:
         """Where the request would go now; a prefetch is not worth waiting in a queue."""
         model = target.model.card.name
-        subject, question = self._bus.subjects.router(model), _route_request(target, request_id)
+        attempts = [request_id]
+
+        def compose(anew: bool, arrived: float | None) -> RouteRequest:
+            if anew:
+                attempts.append(f"{request_id}.{len(attempts)}")
+            return _route_request(target, attempts[-1], arrived)
+
         try:
-            answer: RouteReply = await self._bus.request(
-                subject,
-                question,
-                RouteReply,  # type: ignore[arg-type]  # a union
-                ROUTE_S + 1,
-            )
+            answer = await self._asking.ask(model, compose, ROUTE_S)
         except MessageTooLarge as error:
             raise ApiError("too_large", "The prompt is larger than the mesh carries.") from error
-        except BusError as error:
-            raise Unavailable(f"No router answers: {error}") from error
         finally:
             # nothing runs under this id: its load must not stay with the worker
-            self._tracker.event(model, SeqFree(request_id))
+            self._tracker.event(model, SeqFree(attempts[-1]))
         if isinstance(answer, Refused):
             if answer.code == "invalid":
                 raise InvalidRequest(answer.reason)
@@ -101,7 +101,7 @@ class Prefetching:
         return answer
 
 
-def _route_request(target: Target, request_id: str) -> RouteRequest:
+def _route_request(target: Target, request_id: str, arrived: float | None) -> RouteRequest:
     request = target.request
     return RouteRequest(
         request=request_id,
@@ -115,6 +115,7 @@ def _route_request(target: Target, request_id: str) -> RouteRequest:
         placement=request.placement,
         policy=request.policy,
         overrides=request.overrides,
+        arrived=arrived,
     )
 
 

@@ -14,6 +14,7 @@ from kvmesh.bus.discovery import Directory, Lease
 from kvmesh.bus.messages import Instance, Load, Role
 from kvmesh.frontend import siblings
 from kvmesh.frontend.app import application
+from kvmesh.frontend.asking import Asking
 from kvmesh.frontend.connections import Runner
 from kvmesh.frontend.dispatch import Dispatcher
 from kvmesh.frontend.exchange import Engine
@@ -53,16 +54,17 @@ class Frontend:
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
         self.inbox = Inbox(settings.frame_interval_s, lambda s: self.monitor.hole(s))
         self.tracker = Tracker(service.bus, service.instance)
+        self.asking = Asking(service.bus, self.tracker)
         self.dispatcher = Dispatcher(
             service.bus,
             service.instance,
             self.inbox,
             self.tracker,
             self.directory,
+            self.asking,
             settings,
         )
         self._tokens: Subscription | None = None
-        service.bus.on_reconnect.append(self.dispatcher.router_waits.interrupt)
         self.monitor = Monitor(
             service.bus,
             self.dispatcher.offers,
@@ -75,7 +77,13 @@ class Frontend:
         self.keeper = StreamKeeper(settings.keepalive_s, settings.slow_reader_s)
         self.preparer = Preparer(settings.prepare_cache_bytes)
         self.keeping = Keeping(
-            service, self.registry, self.preparer, self.directory, self.tracker, self.gate
+            service,
+            self.registry,
+            self.preparer,
+            self.directory,
+            self.asking,
+            self.tracker,
+            self.gate,
         )
 
     def _backlog(self) -> int:
@@ -85,15 +93,15 @@ class Frontend:
         self.registry.joined(card)
         self.loads.joined(card)
         self.keeping.joined(card)
+        self.asking.joined(card)
 
     def _left(self, card: Instance) -> None:
         self.registry.left(card)
         self.loads.left(card)
         self.keeping.left(card)
+        self.asking.left(card)
         if card.role is Role.WORKER:
             self.monitor.worker_left(card)
-        if card.role is Role.ROUTER:
-            self.dispatcher.router_waits.interrupt()
 
     def missing(self) -> list[str]:
         """What this frontend still lacks to serve requests."""
@@ -117,17 +125,19 @@ class Frontend:
             await self.gate.open()
         except KeysError as error:
             raise StartError(str(error), hopeless=True) from error
+        await self.asking.open()
         await self.directory.open()
         await self.keeping.open(self.directory.instances)
         service.spawn(self.gate.run(), "keys")
         service.spawn(self.tracker.run(), "tracker")
+        service.spawn(self.asking.run(), "questions")
         service.spawn(self.monitor.run(), "monitor")
         service.spawn(self.keeper.run(), "streams")
 
     async def drain(self, _: web.Application) -> None:
         """Let what runs end; after the port was closed, and before connections are."""
         await self.monitor.drain(self._settings.drain_timeout_s)
-        self.dispatcher.router_waits.interrupt()
+        self.asking.stop()
 
     async def close(self) -> None:
         await self.keeping.close()

@@ -9,8 +9,16 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus, Reply
-from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
+from kvmesh.bus.messages import (
+    INDEXER_READY,
+    INDEXER_STATE,
+    Instance,
+    OverlapQuery,
+    OverlapReply,
+    Role,
+)
+from kvmesh.bus.peers import Peers
 from kvmesh.indexer.answers import answer, merge
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.holdings import Holdings
@@ -21,19 +29,25 @@ QUEUE = "index"
 ANY_MODEL = "any"  # the subject's model token does not matter between shards: hashes tell
 QUERY = msgspec.msgpack.Decoder(OverlapQuery)
 MAX_FORWARDS = 1024
+SHARD = "shard"  # the label on an indexer's card that names its part
+_NONE = Peers(0.0)
 
 
 class Desk:
     """Answers queries while open. With shards, whoever is asked gathers what the others know."""
 
-    def __init__(self, bus: Bus, holdings: Holdings, feed: Feed, timeout: float) -> None:
+    def __init__(
+        self, bus: Bus, holdings: Holdings, feed: Feed, timeout: float, instance: str
+    ) -> None:
         self._bus = bus
+        self._instance = instance
         self._holdings = holdings
         self._feed = feed
         self._timeout = timeout
         self._subscriptions: list[Subscription] = []
         self._forwards: set[asyncio.Task[None]] = set()
         self._silent: set[int] = set()
+        self._replicas: dict[str, Peers] = {}
         self.queries = 0
         self.prompts = 0
         self.bad = 0
@@ -44,14 +58,17 @@ class Desk:
         return bool(self._subscriptions)
 
     async def open(self) -> None:
-        """Join the queue group."""
+        """Join the queue group, and answer to one's own name."""
         subjects, shard = self._bus.subjects, self._holdings.shard
+        own = subjects.index_at(self._instance)
         if shard.whole:
-            handlers = {subjects.index_all: self._on_query}
+            handlers = {subjects.index_all: self._on_query, own: self._on_query}
         else:
             handlers = {
                 subjects.index_shard_all(shard.label): self._on_query,
                 subjects.index_all: self._on_general_query,
+                own: self._on_general_query,
+                subjects.index_part_at(self._instance): self._on_query,
             }
         for subject, handler in handlers.items():
             self._subscriptions.append(
@@ -119,9 +136,8 @@ class Desk:
         shard = self._holdings.shard
         if number == shard.number:
             return self._answer(query)
-        subject = self._bus.subjects.index_shard(ANY_MODEL, shard.label_of(number))
         try:
-            reply = await self._bus.request(subject, query, OverlapReply, self._timeout)
+            reply = await self._ask_replicas(shard.label_of(number), query)
         except (BusError, NatsError, msgspec.MsgspecError) as error:
             self.shard_errors += 1
             if number not in self._silent:
@@ -130,6 +146,64 @@ class Desk:
             return OverlapReply([], [])
         self._silent.discard(number)
         return reply if len(reply.rows) == len(query.prompts) else OverlapReply([], [])
+
+    async def _ask_replicas(self, label: str, query: OverlapQuery) -> OverlapReply:
+        """The answer of a replica of a shard; a silent one leaves time to ask another."""
+        replicas, subjects = self._replicas.get(label, _NONE), self._bus.subjects
+        tried: list[str] = []
+        left = self._timeout
+        while (replica := replicas.choose(tried)) is not None:
+            tried.append(replica)
+            first = left == self._timeout and replicas.trusts_any(tried)
+            subject = subjects.index_part_at(replica)
+            try:
+                seconds = left / 2 if first else left
+                return await self._bus.request(subject, query, OverlapReply, seconds)
+            except NoResponder:
+                continue
+            except RequestTimeout:
+                if replicas.suspect(replica):
+                    log.warning("indexer %s does not answer: others are asked", replica)
+                if not first:
+                    raise
+                left /= 2
+        subject = subjects.index_shard(ANY_MODEL, label)
+        return await self._bus.request(subject, query, OverlapReply, left)
+
+    # --- the other shards' replicas
+
+    def joined(self, card: Instance) -> None:
+        """Take in the card of an indexer, or a change to it."""
+        label = card.labels.get(SHARD, "")
+        if card.role is not Role.INDEXER or label == self._holdings.shard.label:
+            return
+        if card.labels.get(INDEXER_STATE) == INDEXER_READY:
+            self._replicas.setdefault(label, Peers(self._timeout / 2)).joined(card.instance)
+        else:
+            self.left(card)
+
+    def left(self, card: Instance) -> None:
+        for replicas in self._replicas.values():
+            replicas.left(card.instance)
+
+    def probe(self, now: float) -> None:
+        """Ask the replicas that are left out for a sign of life."""
+        for replicas in self._replicas.values():
+            for instance in replicas.to_probe(now):
+                task = asyncio.create_task(self._probe(replicas, instance))
+                self._forwards.add(task)
+                task.add_done_callback(self._forwards.discard)
+
+    async def _probe(self, replicas: Peers, instance: str) -> None:
+        subject = self._bus.subjects.index_part_at(instance)
+        began = time.monotonic()
+        try:
+            await self._bus.request(subject, OverlapQuery([]), OverlapReply, self._timeout / 2)
+        except (BusError, NatsError, msgspec.MsgspecError) as error:
+            log.debug("indexer %s: %s", instance, error)
+            return
+        if replicas.heard(instance, time.monotonic(), time.monotonic() - began):
+            log.info("indexer %s answers again", instance)
 
 
 def _part(query: OverlapQuery, places: list[int]) -> OverlapQuery:

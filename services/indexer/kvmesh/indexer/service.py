@@ -13,13 +13,21 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import Directory, Lease
 from kvmesh.bus.errors import BusError, BusUnavailable
-from kvmesh.bus.messages import ControlReply, Dump, Instance, RankKey, Role
+from kvmesh.bus.messages import (
+    INDEXER_READY,
+    INDEXER_STATE,
+    ControlReply,
+    Dump,
+    Instance,
+    RankKey,
+    Role,
+)
 from kvmesh.index import create_index
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.holdings import Holdings
 from kvmesh.indexer.keeper import Keeper, Thresholds
 from kvmesh.indexer.metrics import StateCollector
-from kvmesh.indexer.queries import Desk
+from kvmesh.indexer.queries import SHARD, Desk
 from kvmesh.indexer.readiness import Readiness
 from kvmesh.indexer.shards import Shard
 from kvmesh.runtime.http import serve_metrics
@@ -31,9 +39,6 @@ SWEEP_S = 1.0
 CURB_S = 10.0
 DUMP_TIMEOUT_S = 1.0
 MAX_ASKING = 64
-STATE = "state"
-SHARD = "shard"
-READY = "ready"
 
 
 class Indexer:
@@ -46,16 +51,24 @@ class Indexer:
         self.shard = _shard(service)
         self.holdings = Holdings(create_index(), self.shard)
         self.feed = Feed(service.bus, self.holdings)
-        self.desk = Desk(service.bus, self.holdings, self.feed, settings.shard_timeout_s)
+        self.desk = Desk(
+            service.bus, self.holdings, self.feed, settings.shard_timeout_s, service.instance
+        )
         thresholds = Thresholds.of(settings, service.limits)
         self.keeper = Keeper(service.bus, self.holdings, self.feed, thresholds)
         self.readiness = Readiness(settings.lag_limit_s)
         self.dump_requests = 0
-        self._directory = Directory(
-            service.bus, service.limits, self.holdings.joined, self.holdings.left
-        )
+        self._directory = Directory(service.bus, service.limits, self._joined, self._left)
         self._lease = Lease(service.bus, self._card("catching up"), service.limits)
         self._asking = asyncio.Semaphore(MAX_ASKING)
+
+    def _joined(self, card: Instance) -> None:
+        self.holdings.joined(card)
+        self.desk.joined(card)
+
+    def _left(self, card: Instance) -> None:
+        self.holdings.left(card)
+        self.desk.left(card)
 
     def _card(self, state: str) -> Instance:
         service = self._service
@@ -65,7 +78,7 @@ class Indexer:
             name=service.name,
             version=VERSION,
             started=time.time(),
-            labels={STATE: state, SHARD: self.shard.label},
+            labels={INDEXER_STATE: state, SHARD: self.shard.label},
         )
 
     @property
@@ -108,7 +121,7 @@ class Indexer:
             ready = self.readiness.update(self.feed.lag)
             if ready and not self.desk.is_open:
                 await self.desk.open()
-                await self._tell(READY)
+                await self._tell(INDEXER_READY)
                 blocks = self.holdings.index.stats().blocks
                 log.info("ready: %d blocks, %d ranks", blocks, self.holdings.ranks)
             elif self.desk.is_open and not ready:
@@ -118,7 +131,7 @@ class Indexer:
             await asyncio.sleep(TICK_S * 5)
 
     async def _tell(self, state: str) -> None:
-        labels = {**self._lease.card.labels, STATE: state}
+        labels = {**self._lease.card.labels, INDEXER_STATE: state}
         try:
             await self._lease.update(msgspec.structs.replace(self._lease.card, labels=labels))
         except (NatsError, OSError, TimeoutError) as error:
@@ -131,7 +144,7 @@ class Indexer:
             for card in self._directory.instances
             if card.role is Role.INDEXER
             and card.labels.get(SHARD) == self.shard.label
-            and card.labels.get(STATE) == READY
+            and card.labels.get(INDEXER_STATE) == INDEXER_READY
         ]
         return self.ready and bool(peers) and min(peers)[1] == self._service.instance
 
@@ -146,6 +159,7 @@ class Indexer:
             now = asyncio.get_running_loop().time()
             for key in self.holdings.due(now, delay):
                 self._service.spawn(self._ask(key), "dump")
+            self.desk.probe(now)
             if now > swept + SWEEP_S:
                 swept = now
                 self.holdings.sweep(now, self._directory.lease_s)

@@ -38,6 +38,7 @@ from kvmesh.settings.schema import Router
 
 SHOWN = 16
 TOLD = ("placed", "finished", "freed")  # for policies that learn
+GONE_GRACE_S = 10.0  # in which a worker may come back, or its card only now arrive
 IDLE_GRACE_S = 15.0  # from a placement until an idle engine proves that it is lost
 
 
@@ -64,6 +65,7 @@ class RouterCore:
         self._model = cost_model(settings)
         self._prefill_model = cost_model(settings, settings.prefill_credits)
         self._decode_model = cost_model(settings, settings.decode_credits)
+        self._gone: dict[str, float] = {}
         self._policies: dict[str, Policy] = {}
         self._told: list[tuple[str, Policy]] = []
         self.policy = self._named(settings.policy)
@@ -122,6 +124,7 @@ class RouterCore:
     def expire(self, now: float) -> list[str]:
         """Forget what is out of date; call about once a second. Returns the requests given up."""
         self._predicted.expire(now)
+        self._forget_gone(now)
         for name, policy in self._policies.items():
             try:
                 policy.tick(now)
@@ -131,6 +134,15 @@ class RouterCore:
         for request in lost:
             self._freed(request, now)
         return lost
+
+    def _forget_gone(self, now: float) -> None:
+        """Drop what is on workers that have gone, a while after: nobody may ever tell its end."""
+        cards, slots = self.table.cards, self.table.slot_of
+        gone = {instance for instance, _ in slots if instance not in cards}
+        self._gone = {instance: self._gone.get(instance, now) for instance in gone}
+        for (instance, _), slot in list(slots.items()):
+            if now - self._gone.get(instance, now) > GONE_GRACE_S:
+                self.active.forget_idle(slot, now - GONE_GRACE_S)
 
     # what the policy says, which may be anyone's code; without it, what the base class says
 

@@ -1,8 +1,8 @@
 """Who may go now and who waits: the queue of one model, as plain synchronous code.
 
 Every replica holds the waiting requests of all replicas, learned from the active-sequence stream,
-so all see the same order; a replica places only its own, each when it is first of all. The stream
-is the order: a request takes its place when its own event comes back.
+so all see the same order; a replica places only its own, each when it is first of all that there
+is room for. The stream is the order: a request takes its place when its own event comes back.
 """
 
 from collections.abc import Collection
@@ -12,6 +12,7 @@ from math import inf
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqAdd, SeqEvent, SeqFree, SeqWait
 from kvmesh.router.config import fair_weights
@@ -20,9 +21,10 @@ from kvmesh.router.errors import Overloaded, RouteError
 from kvmesh.router.failures import Failures
 from kvmesh.router.overlaps import Overlaps
 from kvmesh.router.ticket import Ticket
-from kvmesh.router.waiting import Lane
+from kvmesh.router.waiting import Queue
 
 FOREIGN_PATIENCE_S = 0.25  # for the replica whose turn it is to move
+PASSED_OVER_S = 5.0  # in which a replica that has lost its patience is not waited for again
 ECHO_PATIENCE_S = 0.5  # for one's own entry to come back from the stream
 NEWCOMER_S = 5.0  # until the card of a new replica must have been seen
 _ENCODE = msgspec.msgpack.Encoder().encode
@@ -44,12 +46,12 @@ class Dispatcher:
         self.core = core
         self._router = router
         self._settings = settings
-        self._weights = fair_weights(settings)
-        self._lanes: dict[str, Lane] = {}
-        self._lane_of: dict[str, str] = {}
+        self._queue = Queue(settings.queue_quantum, fair_weights(settings), settings.starvation_s)
+        self._constraints: dict[str, RouteRequest] = {"": _ANY}
         self._own: dict[str, Ticket] = {}
         self._held: dict[str, Ticket] = {}
-        self._stalled: dict[str, tuple[str, float]] = {}
+        self._stalled: tuple[str, float] | None = None
+        self._passed_over: dict[str, float] = {}
         self._failures = Failures()
         self._rate = 0.0
         self._rated = 0.0
@@ -58,7 +60,7 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Requests that wait here and in the other replicas."""
-        return len(self._lane_of) + len(self._held)
+        return len(self._queue) + len(self._held)
 
     @property
     def own(self) -> list[Ticket]:
@@ -66,7 +68,7 @@ class Dispatcher:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(e.cost for lane in self._lanes.values() for e in lane.entries.values())
+        return sum(entry.cost for entry in self._queue.entries.values())
 
     # steps
 
@@ -101,9 +103,12 @@ class Dispatcher:
         steps = Steps()
         if self._held:
             self._admit(now, steps)
-        for name in list(self._lanes):
-            while self._release(name, now, steps):
-                pass
+        lanes = self._queue.lanes
+        blocked = {lane for lane in lanes if not self._open(lane)} if len(lanes) > 1 else set()
+        while not all(lane in blocked for lane in lanes):
+            head = self._queue.head(now + self.core.epoch, blocked)
+            if head is None or not self._release(head, blocked, now, steps):
+                break
         return steps
 
     def cancel(self, request: str) -> Steps:
@@ -119,7 +124,7 @@ class Dispatcher:
         """Refuse the own requests whose deadline has passed; drop those of others."""
         steps = Steps()
         for ticket in list(self._own.values()):
-            unseen = ticket.request.request not in self._lane_of
+            unseen = ticket.request.request not in self._queue.entries
             if unseen and ticket.waiting is not None and ticket.scored < now - ECHO_PATIENCE_S:
                 self._enter(ticket.waiting)
         for ticket in self.own:
@@ -130,19 +135,19 @@ class Dispatcher:
                 after = self.retry_after()
                 _finish(ticket, Refused(code="deadline", reason=reason, retry_after_s=after), steps)
         late = now + self.core.epoch - 5.0
-        for lane in list(self._lanes.values()):
-            for entry in [e for e in lane.entries.values() if e.deadline < late]:
-                self._leave(entry.request, placed=False)
+        for entry in [e for e in self._queue.entries.values() if e.deadline < late]:
+            self._leave(entry.request, placed=False)
         return steps
 
     def keep(self, routers: Collection[str], now: float) -> None:
         """Only these replicas are there: what waited in others waits no more."""
+        for router in [r for r in self._passed_over if r not in routers]:
+            del self._passed_over[router]
         young = now + self.core.epoch - NEWCOMER_S
-        for lane in list(self._lanes.values()):
-            for entry in list(lane.entries.values()):
-                known = entry.router == self._router or entry.router in routers
-                if not known and entry.arrived < young:
-                    self._leave(entry.request, placed=False)
+        for entry in list(self._queue.entries.values()):
+            known = entry.router == self._router or entry.router in routers
+            if not known and entry.arrived < young:
+                self._leave(entry.request, placed=False)
 
     def stale(self, now: float) -> list[Ticket]:
         """Own waiting tickets whose overlaps should be asked anew."""
@@ -192,8 +197,9 @@ class Dispatcher:
         if not self._settings.queue_threshold or self.core.shift(ticket.request) == inf:
             return False
         ticket.lane = _lane(ticket.request)
-        lane = self._lanes.get(ticket.lane)
-        return bool(lane) or not self._room(ticket.request)
+        if ticket.lane in self._queue.lanes or not self._room(ticket.request):
+            return True
+        return any(self._open(lane) for lane in self._queue.lanes)
 
     def _room(self, request: RouteRequest) -> bool:
         """Whether some eligible rank is below the threshold of active prefill."""
@@ -227,7 +233,7 @@ class Dispatcher:
     # waiting
 
     def _hold(self, ticket: Ticket) -> None:
-        self._bound()
+        self._bound(ticket)
         self._held[ticket.request.request] = ticket
 
     def _admit(self, now: float, steps: Steps) -> None:
@@ -239,13 +245,14 @@ class Dispatcher:
                 steps.done += admitted.done
 
     def _park(self, ticket: Ticket, now: float, steps: Steps) -> None:
-        self._bound()
+        self._bound(ticket)
         ticket.waiting = self._entry(ticket, now)
         self._own[ticket.request.request] = ticket
         steps.events.append(ticket.waiting)
 
-    def _bound(self) -> None:
-        if self.waiting + 1 > self._settings.queue_limit:
+    def _bound(self, ticket: Ticket) -> None:
+        """Refuse what is one too many; not what has had a place before."""
+        if ticket.request.arrived is None and self.waiting + 1 > self._settings.queue_limit:
             after = self.retry_after()
             raise Overloaded(f"{self._settings.queue_limit} requests wait already", after)
 
@@ -254,16 +261,19 @@ class Dispatcher:
         view = self.core.view(request, ticket.overlaps, now)
         held = int(view.overlap.sum(1).max()) * self.core.table.block_size
         uncached = max(request.tokens - held, 1)
+        arrived = ticket.place + epoch
         return SeqWait(
             request=request.request,
             router=self._router,
             lane=ticket.lane,
             tier=max(request.hints.strict_priority, 0),
             fair_class=request.hints.fair_class or request.hints.tenant or "",
-            key=self._key(request, ticket.arrived + epoch, uncached),
+            key=self._key(request, arrived, uncached),
             cost=uncached,
-            arrived=ticket.arrived + epoch,
+            arrived=arrived,
             deadline=ticket.deadline + epoch,
+            placement=request.placement if ticket.lane else None,
+            adapter=request.adapter,
         )
 
     def _key(self, request: RouteRequest, arrived: float, uncached: int) -> float:
@@ -280,41 +290,42 @@ class Dispatcher:
     def _enter(self, entry: SeqWait) -> None:
         if entry.router == self._router and entry.request not in self._own:
             return
-        lane = self._lanes.get(entry.lane)
-        if lane is None:
-            settings = self._settings
-            lane = Lane(settings.queue_quantum, self._weights, settings.starvation_s)
-            self._lanes[entry.lane] = lane
-        lane.push(entry)
-        self._lane_of[entry.request] = entry.lane
+        self._queue.push(entry)
+        if entry.placement is not None and entry.lane not in self._constraints:
+            self._constraints[entry.lane] = replace(
+                _ANY, placement=entry.placement, adapter=entry.adapter
+            )
 
     def _leave(self, request: str, placed: bool) -> None:
-        name = self._lane_of.pop(request, None)
-        if name is not None:
-            lane = self._lanes[name]
-            lane.remove(request, placed)
-            self._stalled.pop(name, None)
-            if not lane:
-                del self._lanes[name]
+        entry = self._queue.remove(request, placed)
+        if entry is not None and entry.lane and entry.lane not in self._queue.lanes:
+            self._constraints.pop(entry.lane, None)
         if not placed:
             self._own.pop(request, None)
             self._held.pop(request, None)
 
-    def _release(self, name: str, now: float, steps: Steps) -> bool:
-        """Place the first of a lane if it is one's own and there is room.
+    def _open(self, lane: str) -> bool:
+        """Whether there is room for the requests of a lane, or no reason for one's own to wait."""
+        constraints = self._constraints.get(lane)
+        if constraints is None:
+            return False  # of a replica that does not tell them
+        try:
+            return self._room(constraints)
+        except Exception:
+            return any(ticket.lane == lane for ticket in self._own.values())  # it is to be refused
 
-        True if the lane has moved on, and whoever is next now may go too.
+    def _release(self, head: SeqWait, blocked: set[str], now: float, steps: Steps) -> bool:
+        """Place the first in the queue if it is one's own and there is room, or block its lane.
+
+        False if it is for another replica to place it.
         """
-        lane = self._lanes.get(name)
-        head = lane.head(now + self.core.epoch) if lane else None
-        if lane is None or head is None:
-            return False
         ticket = self._own.get(head.request)
         if ticket is None:
-            return self._pass_over(name, lane, head, now)
+            return self._await(head, blocked, now)
         try:
             if not self._room(ticket.request):
-                return False
+                blocked.add(head.lane)
+                return True
             self._place(ticket, now, steps)
         except Exception as error:
             steps.events.append(SeqFree(ticket.request.request))
@@ -323,30 +334,29 @@ class Dispatcher:
         self._leave(ticket.request.request, placed=isinstance(ticket.result, Decision))
         return True
 
-    def _pass_over(self, name: str, lane: Lane, head: SeqWait, now: float) -> bool:
-        """Forget what waits in a replica that had its turn, and room, and did not move.
+    def _await(self, head: SeqWait, blocked: set[str], now: float) -> bool:
+        """Let the replica move whose turn it is, if there is room and somebody here waits for it.
 
-        If it was only slow, it will place its requests all the same.
+        One that does not move in time is forgotten with all that waits there, and is not waited for
+        again soon. If it was only slow, it will place its requests all the same.
         """
-        own = next((t for t in self._own.values() if t.lane == name), None)
-        if own is None or not self._has_room(own):
-            self._stalled.pop(name, None)
+        if not self._open(head.lane):
+            blocked.add(head.lane)
+            if self._stalled is not None and self._stalled[0] == head.request:
+                self._stalled = None
+            return True
+        if not any(self._open(lane) for lane in {ticket.lane for ticket in self._own.values()}):
             return False
-        stalled, since = self._stalled.setdefault(name, (head.request, now))
-        if stalled != head.request:
-            self._stalled[name] = (head.request, now)
-            return False
-        if now - since < FOREIGN_PATIENCE_S:
-            return False
-        for entry in [e for e in lane.entries.values() if e.router == head.router]:
+        if now >= self._passed_over.get(head.router, 0.0):
+            if self._stalled is None or self._stalled[0] != head.request:
+                self._stalled = head.request, now
+            if now - self._stalled[1] < FOREIGN_PATIENCE_S:
+                return False
+            self._passed_over[head.router] = now + PASSED_OVER_S
+        self._stalled = None
+        for entry in [e for e in self._queue.entries.values() if e.router == head.router]:
             self._leave(entry.request, placed=False)
         return True
-
-    def _has_room(self, ticket: Ticket) -> bool:
-        try:
-            return self._room(ticket.request)
-        except Exception:
-            return True  # it is to be refused, not to wait
 
 
 def _finish(ticket: Ticket, result: Decision | Refused, steps: Steps) -> None:
@@ -356,12 +366,10 @@ def _finish(ticket: Ticket, result: Decision | Refused, steps: Steps) -> None:
 
 def _lane(request: RouteRequest) -> str:
     """Requests that may run on the same workers wait for each other."""
-    if request.placement == _ANYWHERE and request.adapter is None:
+    if request.placement == _ANY.placement and request.adapter is None:
         return ""
     constraints = _ENCODE((request.placement, request.adapter))
     return blake2b(constraints, digest_size=8).hexdigest()
 
 
-_ANYWHERE = RouteRequest(
-    request="", model="", sequence=b"", tokens=0, max_tokens=0, deadline_s=0
-).placement
+_ANY = RouteRequest(request="", model="", sequence=b"", tokens=0, max_tokens=0, deadline_s=0)

@@ -1,4 +1,8 @@
-"""Asking the index for overlaps: no task per question, and those that arrive together share one."""
+"""Asking the index for overlaps: no task per question, and those that arrive together share one.
+
+Indexers are asked by instance, in turn. One that does not answer in time is left out until it
+answers a probe, and what it was asked another one is asked once.
+"""
 
 import asyncio
 import logging
@@ -11,7 +15,9 @@ import numpy as np
 from nats.aio.msg import Msg
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import OverlapQuery, RankKey
+from kvmesh.bus.peers import Peers
 from kvmesh.router.overlaps import Overlaps
 
 log = logging.getLogger(__name__)
@@ -52,11 +58,13 @@ class Question(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """One query on its way."""
+    """One query on its way to `indexer`, or to whoever is free. `tried` have not answered it."""
 
     started: float
     questions: list[Question]
     timer: asyncio.TimerHandle
+    indexer: str | None
+    tried: tuple[str, ...]
 
 
 class IndexClient:
@@ -76,6 +84,8 @@ class IndexClient:
         self._outage = False
         self._failed = 0.0
         self._known: tuple[bytes, list[RankKey]] = (b"", [])
+        self._probes: dict[str, tuple[str, float]] = {}
+        self.indexers = Peers(timeout)
 
     async def open(self) -> None:
         """Hear answers; to be called before the first question."""
@@ -106,22 +116,51 @@ class IndexClient:
         del self._queued[:MOST_PROMPTS]
         if not questions:
             return
-        self._sent += 1
-        token = str(self._sent)
+        self._take_off(questions, monotonic())
+
+    def _take_off(
+        self, questions: list[Question], started: float, tried: tuple[str, ...] = ()
+    ) -> None:
+        indexer = self.indexers.choose(tried)
+        token = self._name()
         timer = self._loop.call_later(self._timeout, self._late, token)
-        self._flights[token] = Flight(monotonic(), questions, timer)
+        self._flights[token] = Flight(started, questions, timer, indexer, tried)
         salts = {question.salt for question in questions}
         query = OverlapQuery(
             [question.sequence for question in questions], salts.pop() if len(salts) == 1 else None
         )
-        self._bus.post(self._subject, query, f"{self._inbox}.{token}")
+        subject = self._subject if indexer is None else self._bus.subjects.index_at(indexer)
+        try:
+            self._bus.ask(subject, query, f"{self._inbox}.{token}")
+        except MessageTooLarge as error:
+            self._land(token, None, str(error))
+
+    def _name(self) -> str:
+        self._sent += 1
+        return str(self._sent)
+
+    def probe(self, now: float) -> None:
+        """Ask the indexers that are left out for a sign of life; call some times a second."""
+        for token in [token for token, (_, sent) in self._probes.items() if sent < now - 60.0]:
+            del self._probes[token]
+        for indexer in self.indexers.to_probe(now):
+            token = self._name()
+            self._probes[token] = indexer, now
+            subject = self._bus.subjects.index_at(indexer)
+            self._bus.post(subject, OverlapQuery([]), f"{self._inbox}.{token}")
 
     def _receive(self, msg: Msg) -> None:
         token = msg.subject.rpartition(".")[2]
+        silent = msg.headers is not None and msg.headers.get("Status") == "503"
+        if token in self._probes:
+            indexer, sent = self._probes.pop(token)
+            if not silent and self.indexers.heard(indexer, monotonic(), monotonic() - sent):
+                log.info("indexer %s answers again", indexer)
+            return
         if token not in self._flights:
             return
-        if msg.headers is not None and msg.headers.get("Status") == "503":
-            self._land(token, None, f"nobody answers on {self._subject}")
+        if silent:
+            self._unanswered(token)
             return
         try:
             reply = _replies.decode(msg.data)
@@ -139,7 +178,29 @@ class IndexClient:
         return self._known[1]
 
     def _late(self, token: str) -> None:
-        self._land(token, None, f"no answer on {self._subject} within {self._timeout:g} s")
+        """The time for an answer is over: ask another indexer, if it is the first time."""
+        flight = self._flights.get(token)
+        if flight is None:
+            return
+        if flight.indexer is not None:
+            if self.indexers.suspect(flight.indexer):
+                log.warning("indexer %s does not answer: others are asked", flight.indexer)
+            if not flight.tried and self.indexers.trusts_any():
+                del self._flights[token]
+                self._take_off(flight.questions, flight.started, (flight.indexer,))
+                return
+        where = flight.indexer or self._subject
+        self._land(token, None, f"no answer of {where} within {self._timeout:g} s")
+
+    def _unanswered(self, token: str) -> None:
+        """Nobody listens there: ask the next one, and in the end whoever is in the group."""
+        flight = self._flights[token]
+        if flight.indexer is None:
+            self._land(token, None, f"nobody answers on {self._subject}")
+            return
+        del self._flights[token]
+        flight.timer.cancel()
+        self._take_off(flight.questions, flight.started, (*flight.tried, flight.indexer))
 
     def _land(self, token: str, found: list[Overlaps] | None, failure: str = "") -> None:
         flight = self._flights.pop(token, None)

@@ -9,16 +9,21 @@ from random import Random
 from time import monotonic
 
 import msgspec
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Reply
+from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import (
     Decision,
+    Parked,
     RankKey,
     Refused,
     Routed,
     RouteRequest,
     SeqBatch,
     SeqEvent,
+    SeqFree,
 )
 from kvmesh.router import metrics
 from kvmesh.router.core import RouterCore
@@ -32,14 +37,21 @@ from kvmesh.runtime.service import Service
 log = logging.getLogger(__name__)
 # The clock is time.monotonic: under uvloop, loop.time has a resolution of 1 ms.
 QUEUE_GROUP = "router"
+LEAVE_S = 1.0  # for questions that are on their way, to be told so
+MOVED = Refused(code="unavailable", reason="this router is stopping", moved=True)
 _requests = msgspec.msgpack.Decoder(RouteRequest)
 
 
 @dataclass(slots=True, eq=False)
 class Call(Ticket):
-    """A ticket with the way to answer it."""
+    """A ticket with the way to answer it; `acks` if the sender is to know that it waits.
+
+    One that is not `wanted` any more is forgotten.
+    """
 
     reply: Reply | None = None
+    acks: bool = False
+    wanted: bool = True
 
 
 class ModelRouter:
@@ -61,22 +73,63 @@ class ModelRouter:
         self._metrics = metrics.ModelMetrics(model)
         self._pump_planned = False
         self._serving = False
+        self._leaving = False
+        self._calls: dict[str, Call] = {}
+        self._subscriptions: list[Subscription] = []
 
     async def serve(self) -> None:
         """Answer route requests of this model, from now on."""
-        if self._serving:
+        if self._serving or self._leaving:
             return
         self._serving = True
         if type(self.core.policy).state is not Policy.state:
             learned = LearnedState(self._bus, self._service.name, self.core)
             self._service.spawn(learned.run(), "learned state")
         await self.index.open()
-        subject = self._bus.subjects.router(self.model)
-        await self._bus.handle(subject, _requests, self._accept, QUEUE_GROUP, _malformed)
+        subjects, handle = self._bus.subjects, self._bus.handle
+        own = subjects.router_at(self.model, self._service.instance)
+        self._subscriptions = [
+            await handle(own, _requests, self._accept_own, on_malformed=_malformed),
+            await handle(
+                subjects.router(self.model), _requests, self._accept, QUEUE_GROUP, _malformed
+            ),
+        ]
         log.info("routing %s by %s", self.model, self.core.settings.policy)
 
-    def _accept(self, request: RouteRequest, reply: Reply) -> None:
-        self.route(Call(request, monotonic(), reply=reply))
+    async def leave(self) -> None:
+        """Take no more requests, and give those that wait here back to who asked for them."""
+        self._leaving = True
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.wanted = False
+            if call.reply is not None:
+                call.reply(MOVED)
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                for subscription in self._subscriptions:
+                    await subscription.drain()  # type: ignore[no-untyped-call]
+        except (NatsError, TimeoutError) as error:
+            log.warning("leaving without taking leave: %s", cause(error))
+        if calls:
+            log.info("gave back %d waiting requests of %s", len(calls), self.model)
+
+    def _accept_own(self, request: RouteRequest, reply: Reply) -> None:
+        self._accept(request, reply, acks=True)
+
+    def _accept(self, request: RouteRequest, reply: Reply, acks: bool = False) -> None:
+        if self._leaving:
+            reply(MOVED)
+            return
+        known = self._calls.get(request.request)
+        if known is not None:  # its sender does not know whether the question has arrived
+            known.reply, known.acks = reply, acks
+            self._acknowledge(known)
+            return
+        call = Call(request, monotonic(), reply=reply, acks=acks)
+        if request.arrived is not None:
+            call.place = min(request.arrived - self.core.epoch, call.arrived)
+        self._calls[request.request] = call
+        self.route(call)
 
     def route(self, call: Call) -> None:
         """Ask the index, then place the call, let it wait or refuse it."""
@@ -96,11 +149,22 @@ class ModelRouter:
 
     def _scored(self, call: Call, answer: Answer) -> None:
         self._count(answer)
+        if not call.wanted:
+            return
         call.overlaps, call.index_s, call.note = answer
         now = monotonic()
         steps = self.dispatcher.submit(call, now)
         self._metrics.core_seconds.observe(monotonic() - now)
         self._carry_out(steps)
+        if call.result is None and call.acks:
+            self._loop.call_soon(self._acknowledge, call)  # once its place is known to all
+
+    def _acknowledge(self, call: Call) -> None:
+        """Say that it waits here, if it does."""
+        waits = call.wanted and call.result is None and call.scored > 0
+        if waits and call.acks and call.reply is not None:
+            arrived = call.place + self.core.epoch
+            call.reply(Parked(router=self._service.instance, arrived=arrived))
 
     def _count(self, answer: Answer) -> None:
         self._metrics.index_seconds.observe(answer.seconds)
@@ -109,6 +173,10 @@ class ModelRouter:
 
     def apply(self, event: SeqEvent) -> None:
         """Apply an event of the active-sequence stream."""
+        if type(event) is SeqFree:
+            unwanted = self._calls.pop(event.request, None)
+            if unwanted is not None:
+                unwanted.wanted = False
         self.dispatcher.apply(event, monotonic())
 
     def eased(self) -> None:
@@ -119,14 +187,22 @@ class ModelRouter:
 
     def _pump(self) -> None:
         self._pump_planned = False
-        self._carry_out(self.dispatcher.pump(monotonic()))
+        if not self._leaving:
+            self._carry_out(self.dispatcher.pump(monotonic()))
 
     def _carry_out(self, steps: Steps) -> None:
         """Answer; all else is done once the answers are on their way."""
         for ticket in steps.done:
-            _answer(ticket)
+            self._answer(ticket)
         if steps.events or steps.done:
             self._loop.call_soon(self._tell, steps)
+
+    def _answer(self, ticket: Ticket) -> None:
+        self._calls.pop(ticket.request.request, None)
+        result = ticket.result
+        if isinstance(ticket, Call) and ticket.reply is not None and result is not None:
+            request = ticket.request
+            ticket.reply(_routed(result, request) if isinstance(result, Decision) else result)
 
     def _tell(self, steps: Steps) -> None:
         if steps.events:
@@ -143,6 +219,9 @@ class ModelRouter:
 
     def tick(self, now: float) -> None:
         """House-keeping, some times a second."""
+        self.index.probe(now)
+        if self._leaving:
+            return
         self._carry_out(self.dispatcher.expire(now))
         for ticket in self.dispatcher.stale(now) if self._asks_index else []:
             ticket.scored = now
@@ -165,12 +244,6 @@ class ModelRouter:
             log.warning("gave up %d requests without news, such as %s", len(lost), lost[0])
         self.dispatcher.keep(routers, now)
         self._metrics.sizes(self.dispatcher)
-
-
-def _answer(ticket: Ticket) -> None:
-    result = ticket.result
-    if isinstance(ticket, Call) and ticket.reply is not None and result is not None:
-        ticket.reply(_routed(result, ticket.request) if isinstance(result, Decision) else result)
 
 
 def _routed(decision: Decision, request: RouteRequest) -> Routed:

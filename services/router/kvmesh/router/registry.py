@@ -3,6 +3,7 @@
 import importlib
 import traceback
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import entry_points
 
 from kvmesh.router.bandit import Thompson
@@ -59,8 +60,14 @@ def installed() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
 
 
+@cache
+def _places() -> dict[str, str]:
+    """What is installed does not change under a process, and to look takes milliseconds."""
+    return installed()
+
+
 def _load(name: str) -> Callable[[], object]:
-    places = installed()
+    places = _places()
     place = places.get(name, name)
     module, colon, attribute = place.partition(":")
     if not colon:

@@ -70,7 +70,7 @@ class ActiveSequences:
         return self._tree.depths(sequence, self._table.size)
 
     def forget_idle(self, slot: int, before: float) -> None:
-        """Drop what is on a slot whose engine says that it has nothing, if older than `before`."""
+        """Drop what is on a slot whose engine has nothing or is gone, if older than `before`."""
         if self._table.cells.requests[slot]:
             for request, active in list(self._active.items()):
                 if active.slot == slot and active.touched < before:

@@ -10,18 +10,23 @@ import msgspec
 
 from kvmesh.bus.discovery import Directory, Lease
 from kvmesh.bus.messages import (
+    INDEXER_READY,
+    INDEXER_STATE,
+    Control,
+    ControlReply,
     Instance,
     Load,
     ModelCard,
+    Ping,
     Role,
     RouteEvent,
-    SeqBatch,
     Thresholds,
 )
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.config import check_settings, thresholds
 from kvmesh.router.errors import ConfigError
+from kvmesh.router.events import sequence_events
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.registry import make_policy
 from kvmesh.runtime.http import serve_metrics
@@ -30,9 +35,9 @@ from kvmesh.runtime.service import VERSION, Service, StartError
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 SWEEP_S = 1.0
-_sequences = msgspec.msgpack.Decoder(SeqBatch)
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 _loads = msgspec.msgpack.Decoder(Load)
+_controls: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
 _thresholds = msgspec.msgpack.Decoder(Thresholds)
 
 
@@ -45,6 +50,7 @@ class RouterService:
         self._models: dict[str, ModelRouter] = {}
         self._model_of: dict[str, str] = {}
         self._kvbms: dict[str, Instance] = {}
+        self._indexers: set[str] = set()
         self._routers: set[str] = set()
         self._limits: dict[str, Thresholds] = {}
         self._joined_model = asyncio.Event()
@@ -96,6 +102,8 @@ class RouterService:
         try:
             await self.open()
             await service.stopping.wait()
+            for router in self._models.values():
+                await router.leave()
             await self.close()
         finally:
             await lease.close()
@@ -112,6 +120,8 @@ class RouterService:
         await bus.subscribe(bus.subjects.load_all, _loads, self._on_load)
         self.ready = True
         if self._serves:
+            control = bus.subjects.ctl(self._service.instance)
+            await bus.answer(control, _controls, _controlled, _not_understood)
             for router in list(self._models.values()):
                 await router.serve()
         self._service.spawn(self._tick(), "tick")
@@ -158,17 +168,35 @@ class RouterService:
             router.core.limits = self._limits.get(model, router.core.limits)
             for card in self._kvbms.values():
                 router.core.join(card)
+            for indexer in self._indexers:
+                router.index.indexers.joined(indexer)
         return router
 
     def _joined(self, card: Instance) -> None:
         if card.role is Role.ROUTER:
             self._routers.add(card.instance)
+        elif card.role is Role.INDEXER:
+            self._indexer_joined(card)
         elif card.role is Role.KVBM:
             self._kvbms[card.instance] = card
             for router in self._models.values():
                 router.core.join(card)
         elif card.role is Role.WORKER and card.model is not None:
             self._worker_joined(card, card.model)
+
+    def _indexer_joined(self, card: Instance) -> None:
+        """Its card says whether it answers, and comes again when that changes."""
+        if card.labels.get(INDEXER_STATE) != INDEXER_READY:
+            self._indexer_left(card.instance)
+            return
+        self._indexers.add(card.instance)
+        for router in self._models.values():
+            router.index.indexers.joined(card.instance)
+
+    def _indexer_left(self, instance: str) -> None:
+        self._indexers.discard(instance)
+        for router in self._models.values():
+            router.index.indexers.left(instance)
 
     def _worker_joined(self, card: Instance, model: ModelCard) -> None:
         self._model_of[card.instance] = model.name
@@ -181,6 +209,7 @@ class RouterService:
 
     def _left(self, card: Instance) -> None:
         self._routers.discard(card.instance)
+        self._indexer_left(card.instance)
         if self._kvbms.pop(card.instance, None) is not None:
             for router in self._models.values():
                 router.core.leave(card.instance)
@@ -191,12 +220,12 @@ class RouterService:
 
     def _on_sequences(self, message: StreamMessage) -> None:
         try:
-            batch = _sequences.decode(message.data)
+            events = sequence_events(message.data)
         except msgspec.MsgspecError as error:
             log.warning("ignored malformed active sequences at %d: %s", message.seq, error)
             return
         router = self._router(_model(message))
-        for event in batch.events:
+        for event in events:
             router.apply(event)
         router.eased()
 
@@ -227,6 +256,16 @@ class RouterService:
         if model is not None:
             self._models[model].core.report(load, monotonic())
             self._models[model].eased()
+
+
+def _controlled(command: Control) -> ControlReply:
+    if isinstance(command, Ping):
+        return ControlReply(ok=True)
+    return ControlReply(ok=False, reason="routers know no such command")
+
+
+def _not_understood(reason: str) -> ControlReply:
+    return ControlReply(ok=False, reason=reason)
 
 
 def _model(message: StreamMessage) -> str:

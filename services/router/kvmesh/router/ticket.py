@@ -1,6 +1,7 @@
 """A request that a router is asked to place, as the dispatcher keeps it."""
 
 from dataclasses import dataclass
+from math import inf
 
 from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqWait
 from kvmesh.router.overlaps import Overlaps
@@ -8,7 +9,10 @@ from kvmesh.router.overlaps import Overlaps
 
 @dataclass(slots=True)
 class Ticket:
-    """One request on its way through the router. Times are the core's."""
+    """One request on its way through the router. Times are the core's.
+
+    `place` is what its place in the queue goes by: when it `arrived`, here or earlier elsewhere.
+    """
 
     request: RouteRequest
     arrived: float
@@ -19,6 +23,10 @@ class Ticket:
     lane: str = ""
     waiting: SeqWait | None = None
     result: Decision | Refused | None = None
+    place: float = inf
+
+    def __post_init__(self) -> None:
+        self.place = min(self.place, self.arrived)
 
     @property
     def deadline(self) -> float:

@@ -2,25 +2,60 @@
 
 The same entries pushed and removed in the same order give the same order out, in every replica:
 nothing here depends on who asks or when, except that an entry older than a bound goes first.
+
+There is one order for all. Requests under the same constraints are a lane of it: where there is no
+room for a lane, those behind it go first, and nobody's turn is lost by that.
 """
 
 import heapq
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kvmesh.bus.messages import SeqWait
 
+Heap = list[tuple[float, float, str]]
+
 
 class FairClass:
-    """Waiting requests of one class within one tier, lowest key first."""
+    """Waiting requests of one class within one tier, lowest key first; `lanes` has them apart."""
 
-    __slots__ = ("deficit", "heap", "name")
+    __slots__ = ("deficit", "heap", "lanes", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.deficit = 0.0
-        self.heap: list[tuple[float, float, str]] = []
+        self.heap: Heap = []
+        self.lanes: dict[str, Heap] = {}
+
+    def push(self, entry: SeqWait) -> None:
+        place = (entry.key, entry.arrived, entry.request)
+        heapq.heappush(self.heap, place)
+        heapq.heappush(self.lanes.setdefault(entry.lane, []), place)
+
+    def first(self, entries: Mapping[str, SeqWait]) -> str | None:
+        """Its next request."""
+        return self._first(self.heap, entries)
+
+    def first_but(self, entries: Mapping[str, SeqWait], blocked: Collection[str]) -> str | None:
+        """Its next request that is in none of these lanes."""
+        best: tuple[float, float, str] | None = None
+        for lane in [lane for lane in self.lanes if lane not in blocked]:
+            heap = self.lanes[lane]
+            if self._first(heap, entries) is None:
+                del self.lanes[lane]
+            elif best is None or heap[0] < best:
+                best = heap[0]
+        return None if best is None else best[2]
+
+    def _first(self, heap: Heap, entries: Mapping[str, SeqWait]) -> str | None:
+        while heap:
+            key, _, request = heap[0]
+            entry = entries.get(request)
+            if entry is not None and entry.key == key and entry.fair_class == self.name:
+                return request
+            heapq.heappop(heap)
+        return None
 
 
 class Tier:
@@ -43,14 +78,14 @@ class Tier:
             self._turns.append(fair)
             if len(self._turns) == 1:
                 self._credit(fair)
-        heapq.heappush(fair.heap, (entry.key, entry.arrived, entry.request))
+        fair.push(entry)
 
     def head(self, entries: Mapping[str, SeqWait]) -> str | None:
         """The request whose turn it is, or None; moves the turn to its class."""
         passed = 0
         while self._turns:
             fair = self._turns[0]
-            first = self._first(fair, entries)
+            first = fair.first(entries)
             if first is None:
                 self._turns.popleft()
                 del self._classes[fair.name]
@@ -67,11 +102,26 @@ class Tier:
                 self._credit_front()
         return None
 
+    def head_but(self, entries: Mapping[str, SeqWait], blocked: Collection[str]) -> str | None:
+        """The request that would be next without those in some lanes; leaves the turn as it is."""
+        best: str | None = None
+        soonest = math.inf
+        for place, fair in enumerate(self._turns):
+            first = fair.first_but(entries, blocked)
+            if first is None:
+                continue
+            missing = max(entries[first].cost - fair.deficit, 0.0)
+            turns = math.ceil(missing / self._share(fair))
+            rounds = turns if place == 0 else max(turns - 1, 0)  # others are credited before theirs
+            if rounds < soonest:
+                best, soonest = first, float(rounds)
+        return best
+
     def _skip_rounds(self, entries: Mapping[str, SeqWait]) -> None:
         """Credit at once all whole rounds in which nobody could send yet."""
         needed = []
         for fair in self._turns:
-            first = self._first(fair, entries)
+            first = fair.first(entries)
             if first is None:
                 return
             missing = entries[first].cost - fair.deficit
@@ -85,15 +135,6 @@ class Tier:
         if fair is not None:
             fair.deficit = max(fair.deficit - entry.cost, 0.0)
 
-    def _first(self, fair: FairClass, entries: Mapping[str, SeqWait]) -> str | None:
-        while fair.heap:
-            key, _, request = fair.heap[0]
-            entry = entries.get(request)
-            if entry is not None and entry.key == key and entry.fair_class == fair.name:
-                return request
-            heapq.heappop(fair.heap)
-        return None
-
     def _credit_front(self) -> None:
         if self._turns:
             self._credit(self._turns[0])
@@ -105,27 +146,34 @@ class Tier:
         return self._quantum * self._weights.get(fair.name, 1.0)
 
 
-class Lane:
-    """Waiting requests under the same constraints, of every replica."""
+class Queue:
+    """All waiting requests of every replica, in lanes."""
 
     def __init__(self, quantum: float, weights: Mapping[str, float], starvation: float) -> None:
         self._quantum = quantum
         self._weights = weights
         self._starvation = starvation
         self._tiers: dict[int, Tier] = {}
-        self._by_age: list[tuple[float, str]] = []
+        self._ages: dict[str, list[tuple[float, str]]] = {}
+        self._sizes: dict[str, int] = {}
         self.entries: dict[str, SeqWait] = {}
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    @property
+    def lanes(self) -> Collection[str]:
+        """Those in which somebody waits."""
+        return self._sizes.keys()
 
     def push(self, entry: SeqWait) -> None:
         """Add an entry, or put it in another place."""
         known = self.entries.get(entry.request)
         if known == entry:
             return
-        if known is not None and known.tier != entry.tier:
+        if known is not None and (known.tier, known.lane) != (entry.tier, entry.lane):
             self.remove(entry.request, placed=False)
+            known = None
         self.entries[entry.request] = entry
         tier = self._tiers.get(entry.tier)
         if tier is None:
@@ -133,29 +181,45 @@ class Lane:
         tier.push(entry)
         tier.head(self.entries)  # settled now, so that the order depends on the events alone
         if known is None:
-            heapq.heappush(self._by_age, (entry.arrived, entry.request))
+            self._sizes[entry.lane] = self._sizes.get(entry.lane, 0) + 1
+            heapq.heappush(self._ages.setdefault(entry.lane, []), (entry.arrived, entry.request))
 
     def remove(self, request: str, placed: bool) -> SeqWait | None:
         """Take an entry out; one that was placed is charged to its class."""
         entry = self.entries.pop(request, None)
-        if entry is not None and placed:
+        if entry is None:
+            return None
+        self._sizes[entry.lane] -= 1
+        if not self._sizes[entry.lane]:
+            del self._sizes[entry.lane], self._ages[entry.lane]
+        if placed:
             self._tiers[entry.tier].charge(entry)
-        if entry is not None:
-            self._settle(entry.tier)
+        self._settle(entry.tier)
         return entry
 
     def _settle(self, number: int) -> None:
         if self._tiers[number].head(self.entries) is None:
             del self._tiers[number]
 
-    def head(self, time: float) -> SeqWait | None:
-        """Who is next at `time` (Unix seconds)."""
-        while self._by_age and self._by_age[0][1] not in self.entries:
-            heapq.heappop(self._by_age)
-        if self._by_age and time - self._by_age[0][0] > self._starvation:
-            return self.entries[self._by_age[0][1]]
+    def head(self, time: float, blocked: Collection[str] = ()) -> SeqWait | None:
+        """Who is next at `time` (Unix seconds), but for those in lanes that are `blocked`."""
+        oldest = self._oldest(blocked)
+        if oldest is not None and time - oldest[0] > self._starvation:
+            return self.entries[oldest[1]]
         for number in sorted(self._tiers, reverse=True):
-            request = self._tiers[number].head(self.entries)
+            tier = self._tiers[number]
+            request = tier.head_but(self.entries, blocked) if blocked else tier.head(self.entries)
             if request is not None:
                 return self.entries[request]
         return None
+
+    def _oldest(self, blocked: Collection[str]) -> tuple[float, str] | None:
+        oldest: tuple[float, str] | None = None
+        for lane, ages in self._ages.items():
+            if lane in blocked:
+                continue
+            while ages[0][1] not in self.entries:  # there is one that is, in each of these
+                heapq.heappop(ages)
+            if oldest is None or ages[0] < oldest:
+                oldest = ages[0]
+        return oldest

@@ -1,0 +1,229 @@
+"""Frontends' questions to routers that fall silent, leave or come back: one place, kept."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import pytest_asyncio
+from support.nats import NatsServer
+from support.proxy import Proxy
+from support.routers import (
+    RunningRouter,
+    Tail,
+    caught_up,
+    running_workers,
+    scripted_index,
+    start_router,
+)
+from support.routing import request, sequence
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.discovery import Directory
+from kvmesh.bus.messages import (
+    Decision,
+    Refused,
+    Routed,
+    RouteRequest,
+    SeqBatch,
+    SeqPrefilled,
+)
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.frontend.asking import Asking
+from kvmesh.frontend.tracking import Tracker
+
+DECISIONS: "msgspec.msgpack.Decoder[Decision]" = msgspec.msgpack.Decoder(Decision)
+QUEUE = {"queue_threshold": 0.5, "predicted_ttl_s": 0.0}
+Answers = list[asyncio.Task[Routed | Refused]]
+
+
+@dataclass
+class Stage:
+    """Two routers before one worker with room for one prompt of ten blocks at a time."""
+
+    bus: Bus
+    asking: Asking
+    proxy: Proxy
+    routers: list[RunningRouter]
+    decisions: Tail[Decision]
+    attempts: dict[str, list[str]] = field(default_factory=dict)
+
+    def ask(self, name: str, blocks: int = 10) -> "asyncio.Task[Routed | Refused]":
+        """Ask for a placement, as the frontend asks for one of its requests."""
+        number = 100 * len(self.attempts)
+        attempts = self.attempts[name] = [name]
+
+        def compose(anew: bool, arrived: float | None) -> RouteRequest:
+            if anew:
+                attempts.append(f"{name}.{len(attempts)}")
+            prompt = sequence(*range(number, number + blocks))
+            return request(attempts[-1], prompt, deadline_s=60, arrived=arrived)
+
+        return asyncio.create_task(self.asking.ask("m", compose, 60.0))
+
+    async def fill(self) -> None:
+        """Have the worker taken, by a request that every router knows of."""
+        assert isinstance(await self.ask("first"), Routed)
+        await caught_up(self.bus, self.routers)
+
+    async def wait_in_line(self, count: int) -> Answers:
+        """Ask for more placements, each once the one before has its place."""
+        asked = []
+        for number in range(count):
+            asked.append(self.ask(f"q{number}"))
+            await self.all_know_of(number + 1)
+        return asked
+
+    async def all_know_of(self, waiting: int) -> None:
+        """Wait until every router sees so many requests in the queue."""
+        await eventually(lambda: all(self.waiting(r) == waiting for r in self.routers))
+
+    async def serves(self, router: RunningRouter) -> None:
+        """Wait until a router may be asked."""
+        await eventually(lambda: router.service.instance in self.asking.routers)
+        await eventually(lambda: router.router._router("m")._subscriptions)
+
+    def waiting(self, router: RunningRouter) -> int:
+        return router.router._router("m").dispatcher.waiting
+
+    def own(self, router: RunningRouter) -> int:
+        return len(router.router._router("m").dispatcher.own)
+
+    def active(self, router: RunningRouter) -> int:
+        return len(router.router._router("m").core.active)
+
+    async def let_all_go(self, count: int) -> list[str]:
+        """Make room for one after the other; returns the requests in the order of their going."""
+        for number in range(count):
+            done = SeqPrefilled(self.decisions.seen[-1].request)
+            await self.bus.publish(self.bus.subjects.seq("m"), SeqBatch("f", [done]))
+            await self._placed(number + 2)
+        return [d.request.partition(".")[0] for d in self.decisions.seen[1:]]
+
+    async def _placed(self, count: int) -> None:
+        await eventually(lambda: len(self.decisions.seen) >= count)
+
+
+@asynccontextmanager
+async def _asking(bus: Bus, limits: StreamLimits) -> AsyncIterator[Asking]:
+    tracker = Tracker(bus, "f")
+    asking = Asking(bus, tracker)
+    directory = Directory(bus, limits, asking.joined, asking.left)
+    await asking.open()
+    await directory.open()
+    tasks = [asyncio.create_task(asking.run()), asyncio.create_task(tracker.run())]
+    yield asking
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await directory.close()
+
+
+@pytest_asyncio.fixture
+async def stage(
+    nats_server: NatsServer, bus: Bus, options: BusOptions, limits: StreamLimits
+) -> AsyncIterator[Stage]:
+    proxy = Proxy(nats_server.port)
+    proxy.start()
+    await scripted_index(bus, {})
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running_workers(bus, limits, "a", step=160))
+        decisions = await stack.enter_async_context(
+            Tail[Decision](bus, bus.subjects.route_stream, bus.subjects.route("m"), DECISIONS)
+        )
+        asking = await stack.enter_async_context(_asking(bus, limits))
+        through = replace(options, url=proxy.url)
+        routers = [
+            await start_router(through, "r0", **QUEUE),
+            await start_router(options, "r1", **QUEUE),
+        ]
+        stage = Stage(bus, asking, proxy, routers, decisions)
+        for router in routers:
+            await stage.serves(router)
+        yield stage
+        proxy.release()
+        for router in routers:
+            if not router.task.done():
+                await router.stop()
+    await asyncio.to_thread(proxy.stop)
+
+
+async def test_a_question_that_a_router_leaves_unanswered_goes_to_another(stage: Stage) -> None:
+    stage.proxy.hold()
+    answers = [await stage.ask(f"q{number}", blocks=1) for number in range(2)]
+    assert all(isinstance(answer, Routed) for answer in answers)
+    assert not stage.asking.routers.trusts(stage.routers[0].service.instance)
+
+
+async def test_a_silent_router_is_asked_again_once_it_answers(stage: Stage) -> None:
+    stage.proxy.hold()
+    for number in range(2):
+        await stage.ask(f"q{number}", blocks=1)
+    stage.proxy.release()
+    instance = stage.routers[0].service.instance
+    await eventually(lambda: stage.asking.routers.trusts(instance))
+
+
+async def test_what_waits_in_a_router_that_falls_silent_keeps_its_place(stage: Stage) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(6)
+    assert stage.own(stage.routers[0])
+    stage.proxy.hold()
+    await eventually(lambda: stage.own(stage.routers[1]) == 6)
+    await eventually(lambda: stage.waiting(stage.routers[1]) == 6)
+    assert await stage.let_all_go(6) == [f"q{number}" for number in range(6)]
+    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
+
+
+async def test_a_router_that_thaws_places_nothing_that_others_have_placed(stage: Stage) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(6)
+    stage.proxy.hold()
+    await eventually(lambda: stage.own(stage.routers[1]) == 6)
+    await stage.let_all_go(6)
+    await asyncio.gather(*asked)
+    stage.proxy.release()
+    await eventually(lambda: stage.own(stage.routers[0]) == 0)
+    # each request counts once, as its last attempt
+    await eventually(lambda: [stage.active(router) for router in stage.routers] == [7, 7])
+
+
+async def test_a_router_that_leaves_gives_back_what_waits_there(stage: Stage) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(8)
+    assert stage.own(stage.routers[0])
+    await stage.routers[0].stop()
+    await eventually(lambda: stage.own(stage.routers[1]) == 8)
+    assert stage.waiting(stage.routers[1]) == 8
+    assert await stage.let_all_go(8) == [f"q{number}" for number in range(8)]
+    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
+    assert [d.request for d in stage.decisions.seen] == ["first", *(f"q{n}" for n in range(8))]
+
+
+async def test_what_has_had_a_place_is_not_refused_by_a_full_queue(
+    stage: Stage, options: BusOptions
+) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(4)
+    full = await start_router(options, "r2", **QUEUE, queue_limit=1)
+    await stage.serves(full)
+    for router in stage.routers:
+        await router.stop()
+    await eventually(lambda: stage.own(full) == 4)
+    assert isinstance(await stage.ask("one more"), Refused)
+    assert await stage.let_all_go(4) == [f"q{number}" for number in range(4)]
+    await asyncio.gather(*asked)
+    await full.stop()
+
+
+async def test_without_any_router_the_answer_comes_at_once(bus: Bus, limits: StreamLimits) -> None:
+    async with _asking(bus, limits) as asking:
+
+        def compose(_: bool, arrived: float | None) -> RouteRequest:
+            return request("q", sequence(1), arrived=arrived)
+
+        answer = await asking.ask("m", compose, 60.0)
+        assert isinstance(answer, Refused)
+        assert answer.code == "unavailable"

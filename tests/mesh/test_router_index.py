@@ -1,0 +1,105 @@
+"""A router among indexers of which one is silent or late: prompts are placed by what is cached."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest_asyncio
+from support.routers import QUERIES, placed, running_router, running_workers
+from support.routing import overlaps, request, sequence
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus, BusOptions, Reply
+from kvmesh.bus.discovery import Lease
+from kvmesh.bus.messages import (
+    INDEXER_READY,
+    INDEXER_STATE,
+    Instance,
+    OverlapQuery,
+    OverlapReply,
+    Role,
+)
+from kvmesh.bus.streams import StreamLimits
+
+HELD = overlaps({"a": (10,)})
+
+
+class Indexer:
+    """Knows that worker "a" holds ten blocks of every prompt; says so unless `silent`."""
+
+    def __init__(self, name: str) -> None:
+        self.instance = name
+        self.silent = False
+        self.prompts = 0
+
+    def answer(self, query: OverlapQuery, reply: Reply) -> None:
+        self.prompts += len(query.prompts)
+        if not self.silent:
+            reply(OverlapReply(HELD.ranks, [HELD.rows] * len(query.prompts)))
+
+
+@asynccontextmanager
+async def indexer(bus: Bus, limits: StreamLimits, name: str) -> AsyncIterator[Indexer]:
+    made = Indexer(name)
+    await bus.handle(bus.subjects.index_at(name), QUERIES, made.answer)
+    card = Instance(
+        instance=name,
+        role=Role.INDEXER,
+        name=name,
+        version="0",
+        started=0.0,
+        labels={INDEXER_STATE: INDEXER_READY},
+    )
+    lease = Lease(bus, card, limits)
+    await lease.open()
+    yield made
+    await lease.close()
+
+
+@pytest_asyncio.fixture
+async def two(bus: Bus, options: BusOptions, limits: StreamLimits) -> AsyncIterator[list[Indexer]]:
+    """Two indexers, a router and two workers; the router has asked both indexers."""
+    async with AsyncExitStack() as stack:
+        found = [await stack.enter_async_context(indexer(bus, limits, n)) for n in ("i0", "i1")]
+        await stack.enter_async_context(running_workers(bus, limits, "a", "b"))
+        await stack.enter_async_context(
+            running_router(options, predicted_ttl_s=0.0, index_timeout_s=1.0)
+        )
+
+        async def both_asked() -> bool:
+            await _overlap(bus)
+            return all(each.prompts for each in found)
+
+        await eventually(both_asked)
+        yield found
+
+
+async def _overlap(bus: Bus) -> int:
+    """How many blocks of a prompt are found where it goes."""
+    routed = await placed(bus, request("q", sequence(*range(10))))
+    return sum(routed.overlap)
+
+
+async def test_a_silent_indexer_costs_no_overlaps_and_is_left_out(
+    bus: Bus, two: list[Indexer]
+) -> None:
+    two[0].silent = True
+    for _ in range(8):
+        assert await _overlap(bus) == 10
+    before = two[0].prompts
+    for _ in range(8):
+        assert await _overlap(bus) == 10
+    assert two[0].prompts == before
+
+
+async def test_an_indexer_that_answers_again_is_asked_again(bus: Bus, two: list[Indexer]) -> None:
+    two[0].silent = True
+    for _ in range(4):
+        await _overlap(bus)
+    two[0].silent = False
+    before = two[0].prompts
+
+    async def asked_again() -> bool:
+        await _overlap(bus)
+        return two[0].prompts > before
+
+    await eventually(asked_again)

@@ -1,0 +1,137 @@
+"""A TCP proxy between one process and a server, which delays, throttles, holds or cuts at will."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+CHUNK = 64 << 10
+MOST_CHUNKS = 1024  # of each direction of a connection on its way; then the sender has to wait
+
+
+class Proxy:
+    """Forwards a port of its own to `port`, from a thread: a test that blocks delays nobody.
+
+    What is set holds for all connections, those that are open and those to come, in both
+    directions. `delay_s` is added to the way of every packet, which stay in order and do not wait
+    for each other; `bytes_per_s` limits each direction of each connection.
+    """
+
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.delay_s = 0.0
+        self.bytes_per_s: float | None = None
+        self.port = 0
+        self._target = host, port
+        self._loop = asyncio.new_event_loop()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._links: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Where a client of NATS connects to."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listen; from now on `port` is known."""
+        self._thread.start()
+        self._call(self._listen())
+
+    def hold(self) -> None:
+        """A partition: nothing passes, and nobody is told. Connections stay, new ones are taken."""
+        self._loop.call_soon_threadsafe(self._open.clear)
+
+    def release(self) -> None:
+        """The end of a partition: what was held passes, in order."""
+        self._loop.call_soon_threadsafe(self._open.set)
+
+    def cut(self) -> None:
+        """Break every connection; what was on its way is lost. New ones are taken."""
+        self._call(self._cut())
+
+    def stop(self) -> None:
+        """Break every connection and take no more."""
+        self._call(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _call(self, step: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(step, self._loop).result(10)
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _cut(self) -> None:
+        links = list(self._links)
+        for link in links:
+            link.cancel()
+        if links:
+            await asyncio.wait(links)
+
+    async def _close(self) -> None:
+        self._server.close()
+        await self._cut()
+        await asyncio.sleep(0)  # in which aborted connections close their sockets
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = asyncio.create_task(self._link(reader, writer))
+        self._links.add(link)
+        link.add_done_callback(self._links.discard)
+
+    async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carry one connection until either side ends it."""
+        writers = [writer]
+        try:
+            far_reader, far_writer = await asyncio.open_connection(*self._target)
+            writers.append(far_writer)
+            there = asyncio.create_task(self._carry(reader, far_writer))
+            back = asyncio.create_task(self._carry(far_reader, writer))
+            try:
+                await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                there.cancel()
+                back.cancel()
+                await asyncio.wait([there, back])
+        except OSError:
+            return  # the server is away: the client sees its connection end
+        finally:
+            for each in writers:
+                each.transport.abort()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carry one direction to its end."""
+        chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_CHUNKS)
+        sending = asyncio.create_task(self._send(chunks, writer))
+        try:
+            data = b"begin"
+            while data:
+                try:
+                    data = await reader.read(CHUNK)
+                except OSError:
+                    data = b""
+                await chunks.put((time.monotonic() + self.delay_s, data))
+            await sending
+        finally:
+            sending.cancel()
+
+    async def _send(
+        self, chunks: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter
+    ) -> None:
+        """Send each chunk when it is due; the empty one is the end."""
+        while True:
+            due, data = await chunks.get()
+            await asyncio.sleep(due - time.monotonic())
+            await self._open.wait()
+            if not data:
+                return
+            try:
+                writer.write(data)
+                await writer.drain()
+            except OSError:
+                return
+            if self.bytes_per_s is not None:
+                await asyncio.sleep(len(data) / self.bytes_per_s)
