@@ -59,9 +59,10 @@ $(COMPILED)/.built: $(ENGINES) $(SOURCES)
 	  --no-deps --force-reinstall .
 	touch $@
 
-# Attack a frontend for a long time, and move blocks through all tiers: much more than `make test` does.
+# Attack a frontend for a long time, move blocks through all tiers, harm a cluster of NATS servers:
+# much more than `make test` does.
 soak: $(ENGINES)
-	$(BIN)/pytest -q -m soak tests/clients tests/mesh
+	$(BIN)/pytest -q -m soak tests/clients tests/mesh tests/chaos
 
 # Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages
 # that were built for another torch must go. Takes about ten minutes on two cores.

@@ -290,6 +290,21 @@ async def test_a_lease_joins_changes_and_leaves(bus: Bus, limits: StreamLimits) 
     await directory.close()
 
 
+async def test_the_later_life_is_told_by_the_servers_clock(bus: Bus, limits: StreamLimits) -> None:
+    fast = Lease(bus, msgspec.structs.replace(card("w"), started=4e9), limits)
+    slow = Lease(bus, msgspec.structs.replace(card("w"), instance="w-2", started=1.0), limits)
+    for lease in (fast, slow):
+        await lease.open()
+    directory = Directory(bus, limits)
+    await directory.open()
+    lives = sorted(directory.instances, key=lambda life: life.started)
+    assert [life.instance for life in lives] == ["w-1", "w-2"]
+    assert all(abs(life.started - time.time()) < PATIENCE_S for life in lives)
+    await directory.close()
+    for lease in (fast, slow):
+        await lease.close()
+
+
 @pytest.mark.parametrize("lease_s", [1.0])
 async def test_a_lease_that_nobody_renews_lapses(
     bus: Bus, options: BusOptions, limits: StreamLimits

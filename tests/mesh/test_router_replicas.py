@@ -1,16 +1,20 @@
 """Several routers behave like one, and losing one loses nothing that lasts."""
 
 import asyncio
+import time
 from collections import Counter
 from random import Random
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 from support.routers import (
     RunningRouter,
     Tail,
     ask,
     caught_up,
     placed,
+    running_router,
     running_workers,
     scripted_index,
     start_router,
@@ -286,3 +290,15 @@ async def test_what_is_learned_survives_a_restart_and_reaches_a_replica(bus: Bus
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
+
+
+async def test_a_router_whose_clock_is_set_tells_the_new_time(
+    bus: Bus, options: BusOptions, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_workers(bus, limits, "a"), running_router(options) as running:
+        await placed(bus, request("x", sequence(1)))
+        [model] = running.router._models.values()
+        before, clock = model.core.epoch, time.time
+        later = SimpleNamespace(time=lambda: clock() + 3600)
+        monkeypatch.setattr("kvmesh.router.model_router.time", later)
+        await eventually(lambda: model.core.epoch > before + 3599)

@@ -198,7 +198,7 @@ async def test_a_nats_server_without_jetstream_is_a_clear_error(
 ) -> None:
     up = make("--workers", "1", "--nats", plain_nats)
     assert await up.ended() == 1
-    assert f"kvmesh up: cannot use JetStream at {plain_nats}" in up.output
+    assert "the NATS server runs without JetStream: add jetstream {" in up.output
 
 
 async def test_an_absent_nats_server_is_a_clear_error(make: Factory) -> None:

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +46,9 @@ class NatsServer:
     def __init__(self, store: Path) -> None:
         self.store = store
         self.port = free_port()
+        self.max_payload = "8MB"
+        self.jetstream: str | None = ""  # further settings of JetStream; None: without it
+        self.settings = ""  # further settings
         self.evidence = Evidence(partial(log_files, store))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -51,13 +56,17 @@ class NatsServer:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
+    def config(self) -> str:
+        """The text of the server's configuration file."""
+        lines = [f"listen: 127.0.0.1:{self.port}", f"max_payload: {self.max_payload}"]
+        if self.jetstream is not None:
+            lines.append(f'jetstream {{ store_dir: "{self.store / "js"}"\n{self.jetstream} }}')
+        return "\n".join([*lines, self.settings, ""])
+
     def start(self) -> None:
         config = self.store / "nats.conf"
         config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(
-            f"listen: 127.0.0.1:{self.port}\nmax_payload: 8MB\n"
-            f'jetstream {{ store_dir: "{self.store / "js"}" }}\n'
-        )
+        config.write_text(self.config())
         with (self.store / "nats.log").open("ab") as log:
             self._process = subprocess.Popen([SERVER, "-c", config], stdout=log, stderr=log)
         self._wait_for_port()
@@ -85,6 +94,30 @@ class NatsServer:
     def restart(self) -> None:
         self.kill()
         self.start()
+
+    def keep(self, copy: Path) -> None:
+        """Restart, with a copy of the store as it was in between."""
+        self.kill()
+        shutil.copytree(self.store / "js", copy)
+        self.start()
+
+    def put_back(self, copy: Path, stream: str = "") -> None:
+        """Stop, and make the store, or one stream, as `keep` copied it: what came later is lost."""
+        self.kill()
+        place = Path("jetstream", "$G", "streams", stream) if stream else Path()
+        shutil.rmtree(self.store / "js" / place)
+        shutil.copytree(copy / place, self.store / "js" / place)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[str]:
+        """Run meanwhile at another address, which is given: those who know the old one wait."""
+        port, self.port = self.port, free_port()
+        self.start()
+        try:
+            yield self.url
+        finally:
+            self.kill()
+            self.port = port
 
     def wipe(self) -> None:
         self.kill()

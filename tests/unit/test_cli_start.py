@@ -17,7 +17,7 @@ from kvmesh.bus.messages import Load
 from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.claims import claim
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.nats import server_config
+from kvmesh.cli.supervisor.nats import server_config, server_environ
 from kvmesh.cli.supervisor.plan import Spec
 from kvmesh.cli.supervisor.process import Supervised
 from kvmesh.cli.supervisor.table import describe, render
@@ -99,6 +99,13 @@ def test_the_server_may_hold_all_that_the_streams_may(tmp_path: Path) -> None:
     assert r"a \"b\"" in config
     limits = [int(line.split(": ")[1]) for line in config.splitlines() if "max_file" in line]
     assert limits[0] > 1 << 40
+
+
+def test_the_server_syncs_every_second_and_bounds_its_garbage(tmp_path: Path) -> None:
+    streams = Streams(seq_bytes=1 << 30)
+    assert "  sync_interval: 1s\n" in server_config(4333, tmp_path, streams)
+    assert int(server_environ(streams, {})["GOMEMLIMIT"]) > 2 << 30
+    assert server_environ(streams, {"GOMEMLIMIT": "1GiB"})["GOMEMLIMIT"] == "1GiB"
 
 
 @pytest.mark.parametrize(

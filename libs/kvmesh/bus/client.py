@@ -17,7 +17,7 @@ import nats
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError, NoRespondersError, UnexpectedEOF
+from nats.errors import MaxPayloadError, NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.client import JetStreamContext
 from nats.js.errors import APIError
@@ -25,6 +25,7 @@ from nats.js.kv import KeyValue
 
 from kvmesh.bus.direct import DirectClient
 from kvmesh.bus.errors import BusUnavailable, MessageTooLarge, NoResponder, RequestTimeout, cause
+from kvmesh.bus.joining import BROKEN, Joining
 from kvmesh.bus.messages import encode
 from kvmesh.bus.subjects import Subjects
 
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 # asyncio says so of every TLS connection that ends, and there is nothing to do about it
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has" not in str(record.msg))
 MOST_UNSENT = 65_536
-BROKEN = (OSError, UnexpectedEOF)  # what a server that goes away, or is not back yet, looks like
 T = TypeVar("T")
 Respond = Callable[[object], Awaitable[None]]
 Reply = Callable[[object], None]
@@ -63,6 +63,8 @@ class BusOptions:
 class Bus:
     """An open connection. Reconnects for ever; what needs replay lives in JetStream.
 
+    What a server objects to (credentials, too large a message) ends it for good: `on_lost` calls.
+
     Answers that were under way when the connection broke are lost: whoever waits long for one
     asks again when `on_reconnect` calls.
     """
@@ -75,21 +77,31 @@ class Bus:
         self.buckets: dict[str, KeyValue] = {}
         self.connected_at = asyncio.get_running_loop().time()
         self.on_reconnect: list[Callable[[], None]] = []
+        self.on_lost: list[Callable[[], None]] = []
+        self.closing = False
         self._unsent: deque[tuple[str, bytes, str]] = deque()
         self._sending: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, options: BusOptions, name: str, timeout: float = 10.0) -> "Bus":
-        """Connect within `timeout` seconds or raise BusUnavailable naming the address and cause."""
+    async def connect(
+        cls, options: BusOptions, name: str, timeout: float | None = 10.0, once: bool = False
+    ) -> "Bus":
+        """Connect or raise BusUnavailable naming the address and cause.
+
+        Credentials that a server refuses are final. Otherwise tries for `timeout` seconds, with
+        None for ever, or with `once` until every server has failed.
+        """
         client = DirectClient()
         bus = cls(client, options)
         servers = [url.strip() for url in options.url.split(",")]
+        joining = Joining(len(servers) if once else None)
+        attempt = asyncio.create_task(_connect_patiently(client, servers, bus, name, joining))
         try:
-            async with asyncio.timeout(timeout):
-                await _connect_patiently(client, servers, bus, name)
+            await joining.result(attempt, timeout)
         except (TimeoutError, OSError, ImportError, NatsError) as error:  # credentials need nkeys
             client.abandon()
-            raise BusUnavailable(options.url, client.last_error or error) from error
+            reason = joining.reason(error, _credentials(options))
+            raise BusUnavailable(options.url, reason) from error
         return bus
 
     @property
@@ -264,6 +276,7 @@ class Bus:
 
     async def close(self) -> None:
         """Flush what was published and disconnect."""
+        self.closing = True
         if self.client.is_closed:
             return
         try:
@@ -276,23 +289,40 @@ class Bus:
         await self.client.close()
 
 
-async def _connect_patiently(client: DirectClient, servers: list[str], bus: Bus, name: str) -> None:
+def _credentials(options: BusOptions) -> str:
+    """The settings by which the server knows who this is; empty if there are none."""
+    settings = {
+        "nats.credentials": options.credentials,
+        "nats.token": options.token,
+        "nats.user and nats.password": options.user,
+        "the user in nats.url": "@" in options.url,
+    }
+    return next((name for name, value in settings.items() if value), "")
+
+
+async def _connect_patiently(
+    client: DirectClient, servers: list[str], bus: Bus, name: str, joining: Joining
+) -> None:
     while True:
         try:
-            await _connect(client, servers, bus, name)
+            await _connect(client, servers, bus, name, joining)
         except (OSError, nats.errors.NoServersError):
             await asyncio.sleep(0.2)
         else:
             return
 
 
-async def _connect(client: DirectClient, servers: list[str], bus: Bus, name: str) -> None:
+async def _connect(
+    client: DirectClient, servers: list[str], bus: Bus, name: str, joining: Joining
+) -> None:
     options = bus.options
     last_error = broken_by = ""
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
         text = cause(error)
+        if joining.failed(error):
+            return
         if isinstance(error, BROKEN):
             broken_by = text
         elif last_error != text:
@@ -313,10 +343,17 @@ async def _connect(client: DirectClient, servers: list[str], bus: Bus, name: str
         if not client.is_closed:
             log.warning("lost the connection to NATS, reconnecting: %s", broken_by or "no answer")
 
+    async def on_closed() -> None:
+        if not bus.closing:
+            log.error("NATS ended the connection for good: %s", client.last_error or "no reason")
+            for callback in bus.on_lost:
+                callback()
+
     await client.connect(
         servers,
         name=name,
         error_cb=on_error,
+        closed_cb=on_closed,
         reconnected_cb=on_reconnect,
         disconnected_cb=on_disconnect,
         max_reconnect_attempts=-1,

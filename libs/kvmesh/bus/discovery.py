@@ -6,12 +6,13 @@ owner's subjects any more, or expired by the server.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
 import msgspec
 from nats.errors import Error as NatsError
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NotFoundError
 from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
@@ -64,9 +65,22 @@ class Lease:
         self.card = card
 
     async def open(self) -> None:
+        """Join. The card's `started` becomes the server's time: of two lives the later one counts,
+        and the clocks of their machines may differ.
+        """
         await self._term.refresh()
         await self._renew()
+        self.card = msgspec.structs.replace(self.card, started=await self._joined())
+        await self._renew()
         self._task = asyncio.create_task(self._keep(), name="lease")
+
+    async def _joined(self) -> float:
+        bucket = self._bus.subjects.instances_bucket
+        subject = f"$KV.{bucket}.{_key(self.card)}"
+        with contextlib.suppress(NotFoundError):
+            if stored := (await self._bus.js.get_msg(f"KV_{bucket}", subject=subject)).time:
+                return stored.timestamp()
+        return self.card.started
 
     async def update(self, card: Instance) -> None:
         """Replace the card at once, for example to announce draining."""

@@ -18,6 +18,10 @@ class BusUnavailable(BusError):
         self.url = url
 
 
+class ServerUnfit(BusError):
+    """The NATS server cannot serve a mesh as it is configured; the message names its setting."""
+
+
 class NoResponder(BusError):
     """Nobody listens on `subject`: the process is gone, or none has started yet."""
 

@@ -79,7 +79,8 @@ class NodeStore(Struct, frozen=True, kw_only=True):
 class Instance(Struct, frozen=True, kw_only=True):
     """One process on the mesh: the value of its lease. `name` stays over restarts.
 
-    `node` names the machine whose memory and disks it can reach.
+    `started` is when it joined, by the clock of the NATS server, in Unix seconds. `node` names the
+    machine whose memory and disks it can reach.
     """
 
     instance: str

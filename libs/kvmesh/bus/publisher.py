@@ -4,6 +4,9 @@ One batch is in flight at a time and is sent again until the server has it, so t
 stream is the order of the events; meanwhile new ones gather into the next batch. A batch whose
 acknowledgement was lost appears twice in a row. When more gathers than memory should hold, a
 rank's backlog is dropped and the engine is asked for all that it holds instead.
+
+An acknowledged batch may still be lost with the server that kept it. So every rank's next number is
+told after a reconnect, in a batch of no events: readers that miss some before it see the gap.
 """
 
 import asyncio
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 from nats.errors import Error as NatsError
+from nats.errors import MaxPayloadError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
@@ -23,6 +27,7 @@ from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Removed, Stored, enco
 log = logging.getLogger(__name__)
 ACK_TIMEOUT_S = 2.0
 RETRY_S = 0.1
+BLOCK_BYTES = 16  # of a stored block: two hashes
 MAX_EVENT_BLOCKS = 16384
 MAX_BATCH_BYTES = 512 << 10
 MAX_BACKLOG_BYTES = 64 << 20
@@ -53,10 +58,12 @@ class KvPublisher:
         self._empty = asyncio.Event()
         self._empty.set()
         self._task: asyncio.Task[None] | None = None
+        self._reconnected = False
         self.published = 0
         self.overflows = 0
 
     def start(self) -> None:
+        self._bus.on_reconnect.append(self._on_reconnect)
         self._task = asyncio.create_task(self._run(), name="kv events")
 
     def add(self, rank: int, events: Iterable[KvEvent]) -> None:
@@ -64,7 +71,7 @@ class KvPublisher:
         backlog = self._backlog(rank)
         if backlog.overflowed:
             return
-        backlog.extend(events)
+        backlog.extend(events, min(MAX_EVENT_BLOCKS, self._most_bytes // BLOCK_BYTES))
         if backlog.bytes > backlog.limit:
             log.warning("too many unsent KV events of rank %d: a full dump replaces them", rank)
             backlog.overflow()
@@ -80,6 +87,7 @@ class KvPublisher:
         """Send what is left, for at most `timeout` seconds."""
         if self._task is None:
             return
+        self._bus.on_reconnect.remove(self._on_reconnect)
         try:
             async with asyncio.timeout(timeout):
                 await self._empty.wait()
@@ -94,6 +102,15 @@ class KvPublisher:
             backlog = self._backlogs[rank] = Backlog(self._max_backlog)
         return backlog
 
+    @property
+    def _most_bytes(self) -> int:
+        """Of a batch: well below what the server takes."""
+        return min(MAX_BATCH_BYTES, self._bus.client.max_payload // 2)
+
+    def _on_reconnect(self) -> None:
+        self._reconnected = True
+        self._wake.set()
+
     def _start_anew(self, rank: int, backlog: "Backlog") -> None:
         """Queue a dump, which may be larger than a backlog: its size is that of the cache."""
         backlog.overflowed = False
@@ -106,10 +123,13 @@ class KvPublisher:
             await self._wake.wait()
             await asyncio.sleep(self._interval)
             self._wake.clear()
+            reconnected, self._reconnected = self._reconnected, False
             for rank, backlog in list(self._backlogs.items()):
                 if backlog.overflowed:
                     self._start_anew(rank, backlog)
-                while events := backlog.take(MAX_BATCH_BYTES):
+                if reconnected and backlog.next_id:
+                    await self._send(rank, backlog, [])
+                while events := backlog.take(self._most_bytes):
                     await self._send(rank, backlog, events)
             if not self._wake.is_set():
                 self._empty.set()
@@ -119,16 +139,26 @@ class KvPublisher:
         backlog.next_id += len(events)
         payload = encode(batch)
         failing = False
-        while not await self._offer(payload, quiet=failing):
-            failing = True
-            await asyncio.sleep(RETRY_S)
+        try:
+            while not await self._offer(payload, quiet=failing):
+                failing = True
+                await asyncio.sleep(RETRY_S)
+        except MaxPayloadError:
+            most = self._bus.client.max_payload
+            log.warning("NATS takes %d bytes now: a dump of rank %d in smaller parts", most, rank)
+            backlog.overflow()
+            self._wake.set()
+            return
         self.published += len(events)
 
     async def _offer(self, payload: bytes, quiet: bool) -> bool:
+        """Whether the server has it; raises MaxPayloadError if it never will."""
         if not self._bus.client.is_connected:
             return False
         try:
             await self._bus.store(self._subject, payload, ACK_TIMEOUT_S)
+        except MaxPayloadError:
+            raise
         except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
             if not quiet:
                 log.warning("cannot publish KV events, retrying: %s", cause(error))
@@ -149,9 +179,10 @@ class Backlog:
         self.overflowed = False
         self._events: list[KvEvent] = []
 
-    def extend(self, events: Iterable[KvEvent]) -> None:
+    def extend(self, events: Iterable[KvEvent], most_blocks: int = MAX_EVENT_BLOCKS) -> None:
+        """Queue events, each in parts of at most so many blocks."""
         for event in events:
-            for part in _parts(event):
+            for part in _parts(event, most_blocks):
                 self._events.append(part)
                 self.bytes += _size(part)
 
@@ -174,13 +205,13 @@ class Backlog:
         return taken
 
 
-def _parts(event: KvEvent) -> Iterator[KvEvent]:
-    """The same in events of at most `MAX_EVENT_BLOCKS` blocks, so that a message holds any."""
-    if isinstance(event, Cleared) or len(event.engine) <= 8 * MAX_EVENT_BLOCKS:
+def _parts(event: KvEvent, blocks: int) -> Iterator[KvEvent]:
+    """The same in events of at most so many blocks, so that a message holds any."""
+    if isinstance(event, Cleared) or len(event.engine) <= 8 * blocks:
         yield event
         return
-    for start in range(0, len(event.engine), 8 * MAX_EVENT_BLOCKS):
-        part = slice(start, start + 8 * MAX_EVENT_BLOCKS)
+    for start in range(0, len(event.engine), 8 * blocks):
+        part = slice(start, start + 8 * blocks)
         if isinstance(event, Removed):
             yield Removed(event.tier, event.engine[part])
         elif not start:

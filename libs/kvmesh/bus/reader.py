@@ -2,11 +2,13 @@
 
 Built on an ephemeral push consumer (JetStream ADR-17, ordered consumers): every delivery carries
 the consumer's own sequence, so a hole means a lost message, and idle heartbeats tell when the
-consumer itself has vanished. In both cases a new consumer starts after the last message seen.
+consumer itself has vanished. In both cases a new consumer starts after the last message seen, if
+that message is still the one that the stream has under its number.
 """
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,14 +20,22 @@ from msgspec import Raw
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamInfo
+from nats.js.errors import NotFoundError
 
+from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
+from kvmesh.bus.marks import is_another
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 SILENCE_S = 3 * HEARTBEAT_S
+SETTLED_S = 10.0  # a consumer that lasts this long ends a series of attempts
+FIRST_DELAY_S, MOST_DELAY_S = 0.5, 30.0
+DELETE_S = 1.0
+OFFLINE_S = 0.1
+MOST_LEFT = 4
 TURN_S = 0.002
 _NOTHING = Raw()
 
@@ -46,9 +56,13 @@ class StreamMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Where to begin: after a sequence, at a time, at each subject's last message, or at now."""
+    """Where to begin: after a sequence, at a time, at each subject's last message, or at now.
+
+    `stored` is when the message `after` was stored, if it must still be that message.
+    """
 
     after: int | None = None
+    stored: float | None = None
     time: datetime | None = None
     last_per_subject: bool = False
     new: bool = False
@@ -72,7 +86,8 @@ class StreamReader:
     """Feeds every message of `stream` that matches `subject` to `handler`, in order, once.
 
     `handler` is synchronous and must not raise. `on_recreated` is called when the stream turns
-    out to be another one (made anew, or older than what was read): what was read no longer counts.
+    out to be another one (made anew, or rewound behind what was read): what was read no longer
+    counts.
     """
 
     def __init__(
@@ -92,8 +107,9 @@ class StreamReader:
         self._on_recreated = on_recreated
         self._created: object = None
         self._subscription: Subscription | None = None
-        self._consumer = ""
+        self._consumers: deque[str] = deque(maxlen=MOST_LEFT)  # the last is in use
         self._consumer_seq = 0
+        self._backoff = Backoff(FIRST_DELAY_S, MOST_DELAY_S)
         self._heard = 0.0
         self._attached = 0.0
         self._loop = asyncio.get_running_loop()
@@ -103,6 +119,7 @@ class StreamReader:
         self._stale = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.last_seq = start.after or 0
+        self._stored = start.stored  # of the message `last_seq`
         self.pending = 0
         self.caught_up = asyncio.Event()
 
@@ -120,55 +137,79 @@ class StreamReader:
         self._held = False
         self._plan_turn()
 
+    @property
+    def silent_for(self) -> float:
+        """Seconds for which the server should have been heard of and was not; 0 in order."""
+        silence = self._loop.time() - self._heard
+        return silence if silence > SILENCE_S else 0.0
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._detach()
-        await self._delete_consumer()
+        await self._delete_consumers()
 
-    async def _delete_consumer(self) -> None:
-        """So that it is not listed as one that lags until the server drops it."""
-        if not (self._consumer and self._bus.client.is_connected):
-            return
-        try:
-            async with asyncio.timeout(1):
-                await self._bus.js.delete_consumer(self._stream, self._consumer)
-        except (NatsError, OSError, TimeoutError) as error:
-            log.debug("consumer %s is left to lapse: %s", self._consumer, error)
+    async def _delete_consumers(self) -> None:
+        """Leave none behind: the server's own notice that nobody listens may come late or never."""
+        while self._consumers and self._bus.client.is_connected:
+            try:
+                async with asyncio.timeout(DELETE_S):
+                    await self._bus.js.delete_consumer(self._stream, self._consumers[0])
+            except NotFoundError:
+                pass
+            except (NatsError, OSError, TimeoutError) as error:
+                log.debug("consumer %s is left for now: %s", self._consumers[0], cause(error))
+                return
+            self._consumers.popleft()
 
     async def _attach(self) -> None:
         await self._detach()
+        await self._delete_consumers()
         self._attached = self._loop.time()
         info = await self._bus.js.stream_info(self._stream)
-        another = self._created is not None and info.created != self._created
-        if another or info.state.last_seq < self.last_seq:
-            self._forget()
+        fault = await self._fault(info)
+        if fault:
+            self._forget(fault)
         self._created = info.created
         inbox = self._bus.client.new_inbox()
         self._consumer_seq = 0
         self._stale.clear()
         self._subscription = await self._bus.client.subscribe_direct(inbox, self._receive)
-        consumer = await self._bus.js.add_consumer(self._stream, self._config(inbox))
-        self._consumer = consumer.name
+        name = secrets.token_hex(8)
+        self._consumers.append(name)  # before it is made: the answer may be lost
+        consumer = await self._bus.js.add_consumer(self._stream, self._config(name, inbox))
         self._heard = self._loop.time()
         self.pending = consumer.num_pending or 0
         if not self.pending:
             self.caught_up.set()
 
-    def _forget(self) -> None:
-        log.warning("stream %s was made anew; reading it from its start", self._stream)
+    async def _fault(self, info: StreamInfo) -> str:
+        """Why what was read is not the beginning of what the stream has; empty if it is."""
+        if self._created is not None and info.created != self._created:
+            return "was made anew"
+        if info.state.last_seq < self.last_seq:
+            return "lost messages that were read"
+        if self._start.last_per_subject or self._stored is None:
+            return ""
+        rewound = await is_another(self._bus, self._stream, self.last_seq, self._stored)
+        return "has other messages under numbers that were read" if rewound else ""
+
+    def _forget(self, fault: str) -> None:
+        log.warning("stream %s %s; reading it from its start", self._stream, fault)
         self._start = replace(self._start, after=None if self._start.after is None else 0)
         self.last_seq = 0
+        self._stored = None
         self.caught_up.clear()
         if self._on_recreated is not None:
             self._on_recreated()
 
-    def _config(self, inbox: str) -> ConsumerConfig:
+    def _config(self, name: str, inbox: str) -> ConsumerConfig:
         resumed = self.last_seq > 0 and not self._start.last_per_subject
         start = Start(after=self.last_seq) if resumed else self._start
         return replace(
             start.consumer_fields(),
+            name=name,
             description=self._bus.client.options["name"],
             deliver_subject=inbox,
             filter_subject=self._subject,
@@ -231,6 +272,7 @@ class StreamReader:
         stored = int(fields[at + 2]) / 1e9
         self._handler(StreamMessage(msg.subject, msg.data, seq, pending, headers, stored))
         self.last_seq = seq
+        self._stored = stored
         self.pending = pending
         if not pending:
             self.caught_up.set()
@@ -245,16 +287,15 @@ class StreamReader:
             self._stale.set()
 
     async def _watch(self) -> None:
+        """Attach again whenever that is needed: at once after a good while, else after a delay."""
         failing = False
         while True:
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await self._stale.wait()
-            except TimeoutError:
-                quiet = self._loop.time() - self._heard > SILENCE_S
-                reconnected = self._bus.connected_at > self._attached
-                if not ((quiet or reconnected) and self._bus.client.is_connected):
-                    continue
+            if not await self._lost():
+                continue
+            if self._loop.time() - self._attached > SETTLED_S and not failing:
+                self._backoff.reset()
+            else:
+                await asyncio.sleep(self._backoff.delay())
             try:
                 await self._attach()
                 failing = False
@@ -263,4 +304,17 @@ class StreamReader:
                     log.warning("cannot read %s, retrying: %s", self._stream, cause(error))
                 failing = True
                 self._stale.set()
-                await asyncio.sleep(0.5)
+
+    async def _lost(self) -> bool:
+        """Whether the consumer is gone or useless, after at most a moment; False while offline."""
+        try:
+            async with asyncio.timeout(HEARTBEAT_S):
+                await self._stale.wait()
+        except TimeoutError:
+            reconnected = self._bus.connected_at > self._attached
+            if not (self.silent_for or reconnected):
+                return False
+        if self._bus.client.is_connected:
+            return True
+        await asyncio.sleep(OFFLINE_S)
+        return False

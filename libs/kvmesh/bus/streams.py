@@ -1,7 +1,13 @@
-"""The JetStream streams and buckets of a mesh: their limits, and how they come to exist."""
+"""The JetStream streams and buckets of a mesh: their limits, and how they come to exist.
+
+Whoever comes first makes them. Afterwards no process changes them by starting, however it is set:
+`apply` does, when a command asks for it. Why each is kept as it is: docs/adr/0021.
+"""
 
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nats.js.api import (
     DiscardPolicy,
@@ -11,12 +17,18 @@ from nats.js.api import (
     StorageType,
     StoreCompression,
     StreamConfig,
+    StreamInfo,
 )
-from nats.js.errors import APIError, BadRequestError, NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.server import explained
 
 STREAM_EXISTS = 10058  # JetStream API error "stream name already in use" (other configuration)
+MEMORY = StorageType.MEMORY
+# Records carry ids of their own by which readers know repeats, and no `Nats-Msg-Id`: JetStream has
+# nothing to remember in this window, which cannot be none.
+UNUSED_WINDOW_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -27,104 +39,177 @@ class StreamLimits:
     kv_age_s: float = 24 * 3600.0
     route_bytes: int = 2 << 30
     route_age_s: float = 24 * 3600.0
-    seq_bytes: int = 256 << 20
+    seq_bytes: int = 64 << 20
     seq_age_s: float = 3600.0
     lease_s: float = 10.0
 
 
-async def ensure_streams(bus: Bus, limits: StreamLimits | None = None) -> None:
-    """Create what is missing and bring limits up to date; safe to call from every process."""
-    limits = limits or StreamLimits()
-    for config in _stream_configs(bus, limits):
-        await _ensure_stream(bus, config)
-    await _ensure_instances(bus, limits)
-    await _ensure_router_bucket(bus)
-    for bucket in (bus.subjects.index_bucket, bus.subjects.model_bucket):
-        await _ensure_objects(bus, bucket)
+class Difference(NamedTuple):
+    """A stream has another limit than the settings of this process say; `setting` names that."""
+
+    stream: str
+    limit: str
+    has: float
+    wanted: float
+    setting: str
+
+    def __str__(self) -> str:
+        has, wanted = f"{self.has:.15g}", f"{self.wanted:.15g}"
+        return f"{self.stream} has {self.limit} {has}, {self.setting} says {wanted}"
 
 
-def _stream_configs(bus: Bus, limits: StreamLimits) -> list[StreamConfig]:
-    subjects = bus.subjects
-    return [
-        _stream(bus, subjects.kv_stream, subjects.kv_all, limits.kv_bytes, limits.kv_age_s),
-        _stream(
-            bus, subjects.route_stream, subjects.route_all, limits.route_bytes, limits.route_age_s
+@dataclass(frozen=True)
+class _Wanted:
+    """A stream as this process would make it: its limits, each with the setting that says so."""
+
+    name: str
+    limits: dict[str, tuple[float, str]]
+    make: Callable[[], Awaitable[object]]
+
+    def differences(self, has: StreamConfig) -> list[Difference]:
+        return [
+            Difference(self.name, limit, getattr(has, limit) or 0, wanted, setting)
+            for limit, (wanted, setting) in self.limits.items()
+            if (getattr(has, limit) or 0) != wanted
+        ]
+
+
+async def ensure_streams(bus: Bus, limits: StreamLimits | None = None) -> list[Difference]:
+    """Create what is missing; safe to call from every process.
+
+    Returns where what exists differs from `limits`. Raises ServerUnfit if the server has no room.
+    """
+    found: list[Difference] = []
+    for wanted in _wanted(bus, limits or StreamLimits()):
+        found += wanted.differences(await _ensure(bus, wanted))
+    return found
+
+
+async def differences(bus: Bus, limits: StreamLimits) -> list[Difference]:
+    """Where the streams and buckets of the mesh, as far as they exist, differ from `limits`."""
+    wanted = {each.name: each for each in _wanted(bus, limits)}
+    found: list[Difference] = []
+    for info in await mesh_streams(bus):
+        name = info.config.name or ""
+        each = wanted.get(name) or _Wanted(name, _replicas(bus), _nothing)
+        found += each.differences(info.config)
+    return found
+
+
+async def apply(bus: Bus, changes: list[Difference]) -> None:
+    """Change the limits of streams; what no longer fits is dropped, the oldest first."""
+    for name in dict.fromkeys(change.stream for change in changes):
+        config = (await bus.js.stream_info(name)).config
+        new = {change.limit: change.wanted for change in changes if change.stream == name}
+        if config.duplicate_window > (age := new.get("max_age", 0)) > 0:
+            new["duplicate_window"] = age  # it may not be longer
+        with explained(name, new.get("max_bytes", 0)):
+            await bus.js.update_stream(config.evolve(**new))
+
+
+async def mesh_streams(bus: Bus) -> list[StreamInfo]:
+    """Every stream of this mesh, those of its buckets included, by name."""
+    infos = [info for info in await bus.js.streams_info() if bus.subjects.owns(info.config.name)]
+    return sorted(infos, key=lambda info: info.config.name or "")
+
+
+async def _ensure(bus: Bus, wanted: _Wanted) -> StreamConfig:
+    try:
+        return (await bus.js.stream_info(wanted.name)).config
+    except NotFoundError:
+        pass
+    size, _ = wanted.limits.get("max_bytes", (0, ""))
+    try:
+        with explained(wanted.name, size):
+            await wanted.make()
+    except APIError as error:
+        if error.err_code != STREAM_EXISTS:  # else somebody else was first
+            raise
+    return (await bus.js.stream_info(wanted.name)).config
+
+
+def _wanted(bus: Bus, limits: StreamLimits) -> list[_Wanted]:
+    return [*_streams(bus, limits), _instances(bus, limits), *_buckets(bus)]
+
+
+def _replicas(bus: Bus) -> dict[str, tuple[float, str]]:
+    return {"num_replicas": (bus.options.replicas, "nats.replicas")}
+
+
+def _streams(bus: Bus, limits: StreamLimits) -> list[_Wanted]:
+    names, file = bus.subjects, StorageType.FILE
+    kinds = [
+        ("kv", names.kv_stream, names.kv_all, limits.kv_bytes, limits.kv_age_s, file),
+        (
+            "route",
+            names.route_stream,
+            names.route_all,
+            limits.route_bytes,
+            limits.route_age_s,
+            file,
         ),
-        _stream(
-            bus,
-            subjects.seq_stream,
-            subjects.seq_all,
-            limits.seq_bytes,
-            limits.seq_age_s,
-            StorageType.MEMORY,
-        ),
+        # what runs now: worthless once the server that kept it is gone
+        ("seq", names.seq_stream, names.seq_all, limits.seq_bytes, limits.seq_age_s, MEMORY),
     ]
+    return [_stream(bus, *kind) for kind in kinds]
 
 
 def _stream(
-    bus: Bus,
-    name: str,
-    subject: str,
-    max_bytes: int,
-    max_age: float,
-    storage: StorageType = StorageType.FILE,
-) -> StreamConfig:
-    return StreamConfig(
+    bus: Bus, kind: str, name: str, subject: str, size: int, age: float, storage: StorageType
+) -> _Wanted:
+    config = StreamConfig(
         name=name,
         subjects=[subject],
         retention=RetentionPolicy.LIMITS,
         discard=DiscardPolicy.OLD,
-        max_bytes=max_bytes,
-        max_age=max_age,
+        max_bytes=size,
+        max_age=age,
         storage=storage,
         num_replicas=bus.options.replicas,
         allow_direct=True,
-        duplicate_window=1.0,
+        duplicate_window=UNUSED_WINDOW_S,
         compression=StoreCompression.S2 if storage is StorageType.FILE else None,
     )
+    limits = {
+        "max_bytes": (size, f"streams.{kind}_bytes"),
+        "max_age": (age, f"streams.{kind}_age_s"),
+    }
+    return _Wanted(name, {**limits, **_replicas(bus)}, lambda: bus.js.add_stream(config))
 
 
-async def _ensure_stream(bus: Bus, config: StreamConfig) -> None:
-    try:
-        await bus.js.add_stream(config)
-    except BadRequestError as error:
-        if error.err_code != STREAM_EXISTS:
-            raise
-        await bus.js.update_stream(config)
-
-
-async def _ensure_instances(bus: Bus, limits: StreamLimits) -> None:
+def _instances(bus: Bus, limits: StreamLimits) -> _Wanted:
+    bucket = bus.subjects.instances_bucket
     config = KeyValueConfig(
-        bucket=bus.subjects.instances_bucket,
+        bucket=bucket,
         ttl=limits.lease_s,
         history=1,
-        storage=StorageType.MEMORY,
+        storage=MEMORY,
         replicas=bus.options.replicas,
         limit_marker_ttl=max(limits.lease_s, 1.0),
     )
-    try:
-        await bus.js.create_key_value(config)
-    except APIError as error:
-        if error.err_code != STREAM_EXISTS:
-            raise
+    # its TTL is no limit to be changed: processes read it when they connect
+    return _Wanted(f"KV_{bucket}", _replicas(bus), lambda: bus.js.create_key_value(config))
 
 
-async def _ensure_router_bucket(bus: Bus) -> None:
-    config = KeyValueConfig(bucket=bus.subjects.router_bucket, replicas=bus.options.replicas)
-    try:
-        await bus.js.create_key_value(config)
-    except APIError as error:
-        if error.err_code != STREAM_EXISTS:
-            raise
+def _buckets(bus: Bus) -> list[_Wanted]:
+    names, replicas, js = bus.subjects, bus.options.replicas, bus.js
+    router = KeyValueConfig(bucket=names.router_bucket, replicas=replicas)
 
-
-async def _ensure_objects(bus: Bus, bucket: str) -> None:
-    try:
-        await bus.js.object_store(bucket)
-    except NotFoundError:
-        await bus.js.create_object_store(
-            bucket, config=ObjectStoreConfig(bucket=bucket, replicas=bus.options.replicas)
+    def objects(name: str) -> _Wanted:
+        config = ObjectStoreConfig(bucket=name, replicas=replicas)
+        return _Wanted(
+            f"OBJ_{name}", _replicas(bus), lambda: js.create_object_store(name, config=config)
         )
+
+    return [
+        _Wanted(f"KV_{names.router_bucket}", _replicas(bus), lambda: js.create_key_value(router)),
+        objects(names.index_bucket),
+        objects(names.model_bucket),
+    ]
+
+
+async def _nothing() -> None:
+    """In place of making what another package makes."""
 
 
 async def purge_states(bus: Bus) -> None:

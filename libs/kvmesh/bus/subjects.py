@@ -47,6 +47,12 @@ class Subjects:
     def seq_stream(self) -> str:
         return f"kvm-{self.namespace}-seq"
 
+    def owns(self, stream: str | None) -> bool:
+        """Whether a stream is this mesh's, or holds one of its buckets."""
+        name = (stream or "").removeprefix("KV_").removeprefix("OBJ_")
+        kind = name.removeprefix(f"kvm-{self.namespace}-")
+        return kind != name and "-" not in kind  # another mesh's name may begin with this one's
+
     def kv(self, model: str, worker: str) -> str:
         return self._of("kv", token(model), token(worker))
 

@@ -14,8 +14,10 @@ from typing import Any
 import uvloop
 from nats.errors import Error as NatsError
 
+from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusUnavailable
+from kvmesh.bus.errors import BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.server import check_server
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.runtime import logs
 from kvmesh.settings.schema import Nats as NatsSettings
@@ -24,6 +26,7 @@ from kvmesh.settings.schema import Settings, Streams
 log = logging.getLogger(__name__)
 DEFAULT_URL = "nats://127.0.0.1:4222"
 VERSION = version("kvmesh")
+FIRST_DELAY_S, MOST_DELAY_S = 0.5, 10.0
 
 
 class StartError(Exception):
@@ -48,6 +51,7 @@ class Service:
         self.instance = f"{name}-{secrets.token_hex(4)}"
         self.stopping = asyncio.Event()
         self.failed = False
+        bus.on_lost.append(self._fail)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
@@ -62,6 +66,9 @@ class Service:
         if task.cancelled() or task.exception() is None:
             return
         log.error("task %s failed; stopping", task.get_name(), exc_info=task.exception())
+        self._fail()
+
+    def _fail(self) -> None:
         self.failed = True
         self.stopping.set()
 
@@ -99,24 +106,38 @@ def run_service(role: str, name: str, settings: Settings, main: Main) -> int:
 
 
 async def _run(name: str, settings: Settings, main: Main) -> int:
-    bus = await Bus.connect(bus_options(settings.nats), name)
+    bus = await Bus.connect(bus_options(settings.nats), name, timeout=None)
     service = Service(bus, settings, name)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, service)
     try:
         await _prepare(service)
-        await main(service)
+        if not service.stopping.is_set():
+            await main(service)
     finally:
         await service.close()
     return 1 if service.failed else 0
 
 
 async def _prepare(service: Service) -> None:
-    try:
-        await ensure_streams(service.bus, service.limits)
-    except (NatsError, TimeoutError) as error:
-        raise BusUnavailable(service.bus.options.url, error) from error
+    """Return once the streams are there, however long a server or a cluster takes to be ready."""
+    backoff, failing = Backoff(FIRST_DELAY_S, MOST_DELAY_S), False
+    while not service.stopping.is_set():
+        try:
+            await check_server(service.bus)
+            differences = await ensure_streams(service.bus, service.limits)
+        except ServerUnfit as error:
+            raise StartError(str(error)) from error
+        except (NatsError, TimeoutError) as error:
+            if not failing:
+                log.warning("JetStream is not ready yet, trying on: %s", cause(error))
+            failing = True
+            await asyncio.sleep(backoff.delay())
+        else:
+            for difference in differences:
+                log.warning("%s; `kvmesh streams apply` would change it", difference)
+            return
 
 
 def _on_signal(service: Service) -> None:

@@ -42,7 +42,7 @@ class Streams(Section, frozen=True, kw_only=True):
     route_age_s: Annotated[Seconds, Meta(description="longest that a decision is kept")] = 86400.0
     seq_bytes: Annotated[
         int, Meta(ge=1 << 20, description="most bytes of active-sequence messages kept")
-    ] = 256 << 20
+    ] = 64 << 20
     seq_age_s: Annotated[
         Seconds, Meta(description="longest that an active-sequence message is kept")
     ] = 3600.0

@@ -78,6 +78,12 @@ COMMANDS = (
         "status", "show who and what is on the mesh", "kvmesh.cli.commands.status", sections=BUS
     ),
     Command(
+        "streams",
+        "show or change the limits of the streams",
+        "kvmesh.cli.commands.streams",
+        sections=SERVICE,
+    ),
+    Command(
         "explain",
         "show why a request went where it went",
         "kvmesh.cli.commands.explain",

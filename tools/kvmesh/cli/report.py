@@ -10,6 +10,7 @@ from nats.js.api import StreamInfo
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance, Load, Role
+from kvmesh.bus.streams import mesh_streams
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
@@ -74,7 +75,7 @@ async def gather(bus: Bus, settings: Settings) -> Report:
     await bus.subscribe(bus.subjects.load_all, msgspec.msgpack.Decoder(Load), keep)
     directory = Directory(bus, stream_limits(settings.streams))
     await directory.open()
-    infos = [info for info in await bus.js.streams_info() if _ours(bus, info)]
+    infos = await mesh_streams(bus)
     streams = [await _stream(bus, info) for info in infos if _bucket_kind(info) is None]
     await _wait_for_loads(loads, directory)
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
@@ -101,11 +102,6 @@ async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Director
 def _member(card: Instance, loads: dict[int, Load]) -> Member:
     age = max(0.0, time.time() - card.started)
     return Member(card=card, age_s=age, load=[loads[rank] for rank in sorted(loads)])
-
-
-def _ours(bus: Bus, info: StreamInfo) -> bool:
-    name = (info.config.name or "").removeprefix("KV_").removeprefix("OBJ_")
-    return name.startswith(bus.subjects.kv_stream.removesuffix("kv"))
 
 
 def _bucket_kind(info: StreamInfo) -> str | None:

@@ -3,6 +3,7 @@
 from itertools import combinations
 
 import msgspec
+from nats.js.api import StreamInfo
 from rich.console import Console
 from rich.table import Table
 
@@ -21,9 +22,7 @@ def show_json(report: Report) -> None:
 
 def show_tables(report: Report) -> None:
     """The report as tables, as wide as the terminal or PIPE_WIDTH."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+    console = _console()
     console.print(f"mesh {report.namespace} on NATS {report.server} at {report.nats}")
     for table in (
         _instances(report.instances),
@@ -43,6 +42,28 @@ def show_tables(report: Report) -> None:
         console.print(keys)
 
 
+def show_limits(infos: list[StreamInfo]) -> None:
+    """The streams that hold a mesh's records and buckets, with what bounds them."""
+    table = _table("stream", "storage", "replicas", "messages", "bytes", "most", "oldest")
+    for info in infos:
+        config, most = info.config, info.config.max_bytes or -1
+        table.add_row(
+            config.name,
+            config.storage,
+            str(config.num_replicas),
+            str(info.state.messages),
+            size(info.state.bytes),
+            size(most) if most > 0 else "no limit",
+            duration(config.max_age) if config.max_age else "no limit",
+        )
+    _console().print(table)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
 def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for heading in headings:
@@ -50,7 +71,9 @@ def _table(*headings: str) -> Table:
     return table
 
 
-_NUMBERS = frozenset({"age", "messages", "bytes", "first", "last", "readers", "lag"})
+_NUMBERS = frozenset(
+    {"age", "messages", "bytes", "first", "last", "readers", "lag", "replicas", "most", "oldest"}
+)
 
 
 def _instances(members: list[Member]) -> Table:

@@ -8,12 +8,12 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.errors import BusError, BusUnavailable, cause
 from kvmesh.runtime import logs
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
 
-CONNECT_S = 5.0
+CONNECT_S = 2.0
 
 
 def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[int]]) -> int:
@@ -24,6 +24,8 @@ def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[in
     except NotFoundError:
         url = bus_options(settings.nats).url
         reason = f"no mesh named {settings.nats.namespace} at {url}"
+    except BusUnavailable as error:
+        reason = f"{error} (--nats or KVMESH_NATS_URL says where it is)"
     except (BusError, NatsError, TimeoutError) as error:
         reason = cause(error)
     print(f"kvmesh {name}: {reason}", file=sys.stderr)
@@ -31,7 +33,7 @@ def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[in
 
 
 async def _run(name: str, settings: Settings, main: Callable[[Bus], Awaitable[int]]) -> int:
-    bus = await Bus.connect(bus_options(settings.nats), name, timeout=CONNECT_S)
+    bus = await Bus.connect(bus_options(settings.nats), name, CONNECT_S, once=True)
     try:
         return await main(bus)
     finally:

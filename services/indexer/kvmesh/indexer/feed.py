@@ -54,30 +54,38 @@ class Feed:
         self._lag = Lag()
         self._reader: StreamReader | None = None
         self.applied = 0
+        self.applied_stored = 0.0  # when the server stored it
         self.messages = 0
         self.bytes = 0
         self.malformed = 0
         self.holes = 0
+        self.rewinds = 0  # how often the stream turned out to be another one
 
     @property
     def lag(self) -> float:
         """Seconds by which answers may be behind the stream; 0 when nothing waits."""
-        return self._lag.seconds(time.time(), self.pending)
+        silence = self._reader.silent_for if self._reader else 0.0
+        return max(silence, self._lag.seconds(time.time(), self.pending))
 
     @property
     def pending(self) -> int:
         """Messages in the stream that have not been read."""
         return self._reader.pending if self._reader else 0
 
-    async def open(self, covered: int) -> None:
-        """Read on from `covered`; what ranks hold is in doubt if the next messages are gone."""
+    async def open(self, covered: int, stored: float | None = None) -> None:
+        """Read on from `covered`; what ranks hold is in doubt if the next messages are gone.
+
+        `stored` is when the message `covered` was stored, if that is known.
+        """
         stream, subject = self._bus.subjects.kv_stream, self._bus.subjects.kv_all
         self.applied = covered
         info = await self._bus.js.stream_info(stream)
         if info.state.first_seq > covered + 1:
             self._on_hole(info.state.first_seq)
             self.applied = info.state.first_seq - 1
-        start = Start(after=self.applied)
+            stored = None
+        self.applied_stored = stored or 0.0
+        start = Start(after=self.applied, stored=stored)
         self._reader = StreamReader(
             self._bus, stream, subject, self._take, start, self._on_recreated
         )
@@ -98,7 +106,7 @@ class Feed:
     def _take(self, message: StreamMessage) -> None:
         if message.seq > self.applied + 1:
             self._on_hole(message.seq)
-        self.applied = message.seq
+        self.applied, self.applied_stored = message.seq, message.time
         self.messages += 1
         self.bytes += len(message.data)
         self._apply(message)
@@ -140,5 +148,6 @@ class Feed:
 
     def _on_recreated(self) -> None:
         self.holes += 1
-        self.applied = 0
+        self.rewinds += 1
+        self.applied, self.applied_stored = 0, 0.0
         self._holdings.doubt_all()

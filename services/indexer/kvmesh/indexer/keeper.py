@@ -14,6 +14,7 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
+from kvmesh.bus.marks import is_another
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.holdings import Holdings
@@ -26,7 +27,7 @@ from kvmesh.indexer.snapshot import (
     check,
     restore,
 )
-from kvmesh.indexer.store import SnapshotStore
+from kvmesh.indexer.store import Covers, SnapshotStore
 from kvmesh.settings.schema import Indexer as IndexerSettings
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Keeper:
         self._store = SnapshotStore(bus)
         self._label = holdings.shard.label
         self._since = time.monotonic()
+        self._rewinds = feed.rewinds
         self.covered = 0
         self.written = 0
         self.failed = 0
@@ -79,8 +81,12 @@ class Keeper:
         await self._bus.js.purge_stream(self._bus.subjects.kv_stream)
         log.warning("purged the KV stream and all snapshots")
 
-    async def restore(self) -> int:
-        """Load the newest good snapshot; returns the stream sequence it covers, 0 for none."""
+    async def restore(self) -> tuple[int, float | None]:
+        """Load the newest good snapshot of the stream as it is.
+
+        Returns the sequence that it covers, 0 for none, and when that message was stored.
+        """
+        await self._drop_strangers()
         stream = await self._stream_made()
         for slot in await self._store.slots(self._label):
             started = time.monotonic()
@@ -97,17 +103,35 @@ class Keeper:
             self.covered, self.size = covered, len(data)
             seconds = time.monotonic() - started
             log.info("restored %s up to message %d in %.2f s", slot.name, covered, seconds)
-            return covered
-        return 0
+            return covered, slot.stored or None
+        return 0, None
+
+    async def _drop_strangers(self) -> None:
+        """Remove the snapshots of a stream that was made anew, or rewound behind what they cover.
+
+        They would pass for the newest, and the stream would be purged of what nothing covers.
+        """
+        stream = self._bus.subjects.kv_stream
+        info = await self._bus.js.stream_info(stream)
+        for slot in await self._store.slots(self._label):
+            another = slot.made not in ("", str(info.created))
+            another = another or slot.covered > info.state.last_seq
+            if not another and slot.stored:
+                another = await is_another(self._bus, stream, slot.covered, slot.stored)
+            if another:
+                self.skipped += 1
+                log.warning("dropped snapshot %s: it covers messages that are gone", slot.name)
+                await self._store.drop(slot)
 
     async def run(self, leads: Callable[[], bool]) -> None:
         """Snapshot for as long as the service lives; failures are logged and tried again."""
         failing = False
         while True:
             await asyncio.sleep(CHECK_S * (8 if failing else 1))
-            if not (self._due() and leads()):
+            if not ((self._due() or self._feed.rewinds != self._rewinds) and leads()):
                 continue
             try:
+                await self._note_rewinds()
                 await self._note_others()
                 if self._due():
                     await self.snapshot()
@@ -124,6 +148,14 @@ class Keeper:
         size = messages * feed.bytes / max(feed.messages, 1)
         return self._thresholds.due(messages, size, time.monotonic() - self._since)
 
+    async def _note_rewinds(self) -> None:
+        """What was covered of a stream that is another one now is not covered any more."""
+        rewinds = self._feed.rewinds
+        if rewinds != self._rewinds:
+            await self._drop_strangers()
+            self._note(0)
+            self._rewinds = rewinds
+
     async def _note_others(self) -> None:
         """Another replica may have led, and written, until just now."""
         slots = await self._store.slots(self._label)
@@ -137,9 +169,13 @@ class Keeper:
     async def snapshot(self) -> None:
         """Write one, read it back, and purge what the one before it covers."""
         started = time.monotonic()
-        covered = self._feed.applied
-        data = await self._pack(covered)
-        await self._store.write(self._label, data, covered, VERSION)
+        covers = Covers(await self._stream_made(), self._feed.applied, self._feed.applied_stored)
+        rewinds = self._feed.rewinds
+        data = await self._pack(covers)
+        if self._feed.rewinds != rewinds:
+            raise SnapshotError("the stream was rewound meanwhile")
+        covered = covers.seq
+        await self._store.write(self._label, data, covers, VERSION)
         slots = await self._store.slots(self._label)
         check(await self._store.read(slots[0]))
         self._note(covered)
@@ -149,12 +185,12 @@ class Keeper:
         seconds = time.monotonic() - started
         log.info("snapshot up to message %d: %d bytes in %.2f s", covered, len(data), seconds)
 
-    async def _pack(self, covered: int) -> bytes:
-        stream = await self._stream_made()
+    async def _pack(self, covers: Covers) -> bytes:
         packer = Packer()
         for image in capture(self._holdings):
             await asyncio.to_thread(packer.add, image)
-        header = Header(self._label, stream, covered, time.time(), self._holdings.lives.gone)
+        gone = self._holdings.lives.gone
+        header = Header(self._label, covers.made, covers.seq, time.time(), gone)
         return await asyncio.to_thread(packer.finish, header)
 
     async def _purge(self) -> None:
@@ -164,8 +200,8 @@ class Keeper:
         for label in labels:
             slots = await self._store.slots(label)
             covered.append(slots[1].covered if len(slots) > 1 else 0)
-        if min(covered) > 0:
-            await self._bus.js.purge_stream(self._bus.subjects.kv_stream, seq=min(covered) + 1)
+        if min(covered) > 0:  # the covered message stays: it tells whether the stream is the same
+            await self._bus.js.purge_stream(self._bus.subjects.kv_stream, seq=min(covered))
         await self._store.sweep()
 
     async def _stream_made(self) -> str:

@@ -107,9 +107,9 @@ class Indexer:
         await self._lease.open()
         if self._service.settings.indexer.reset_states:
             await self.keeper.reset()
-        covered = await self.keeper.restore()
+        covered, stored = await self.keeper.restore()
         await self._directory.open()
-        await self.feed.open(covered)
+        await self.feed.open(covered, stored)
         await self.feed.catch_up(self._service.stopping)
         self.holdings.reconcile()
 

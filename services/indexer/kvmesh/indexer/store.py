@@ -3,9 +3,10 @@
 import asyncio
 import base64
 import contextlib
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from nats.js.api import ObjectInfo, ObjectMeta
+from nats.js.api import ObjectMeta
 from nats.js.errors import BadObjectMetaError, NotFoundError, ObjectNotFoundError
 
 from kvmesh.bus.client import Bus
@@ -15,16 +16,31 @@ from kvmesh.indexer.snapshot import DamagedSnapshot
 SLOTS = 3
 READ_TIMEOUT_S = 120.0
 COVERED = "covered"
+STORED = "stored"
+MADE = "stream"
 VERSION = "version"
 
 
 class Slot(NamedTuple):
-    """A stored snapshot: the stream sequence it covers, and where its bytes are."""
+    """A stored snapshot: the stream sequence it covers, and where its bytes are.
+
+    `stored` is when that message was stored (0 if it is not told), `made` when the stream was made.
+    """
 
     name: str
     covered: int
     nuid: str
     size: int
+    stored: float = 0.0
+    made: str = ""
+
+
+class Covers(NamedTuple):
+    """What a snapshot covers: all messages of one stream up to a sequence, stored at a time."""
+
+    made: str
+    seq: int
+    stored: float
 
 
 class SnapshotStore:
@@ -49,7 +65,10 @@ class SnapshotStore:
             return None
         except BadObjectMetaError:
             return Slot(name, -1, "", 0)
-        return Slot(name, _covered(info), info.nuid or "", info.size or 0)
+        headers = info.headers or {}
+        covered, stored = int(_number(headers, COVERED, -1)), _number(headers, STORED, 0)
+        made = str(headers.get(MADE, ""))
+        return Slot(name, covered, info.nuid or "", info.size or 0, stored, made)
 
     async def read(self, slot: Slot) -> bytes:
         """The bytes of a snapshot; raises DamagedSnapshot if some are missing.
@@ -83,14 +102,25 @@ class SnapshotStore:
             raise DamagedSnapshot(f"{arrived} of {slot.size} bytes are there")
         return b"".join(chunks)
 
-    async def write(self, label: str, data: bytes, covered: int, version: int) -> None:
+    async def write(self, label: str, data: bytes, covers: Covers, version: int) -> None:
         """Store a snapshot in place of the oldest of its shard."""
         taken = await self.slots(label)
         free = sorted({f"{label}.{i}" for i in range(SLOTS)} - {slot.name for slot in taken})
         name = free[0] if free else taken[-1].name
         bucket = await self._bus.js.object_store(self._bucket)
-        headers = {COVERED: str(covered), VERSION: str(version)}
+        headers = {
+            COVERED: str(covers.seq),
+            STORED: repr(covers.stored),
+            MADE: covers.made,
+            VERSION: str(version),
+        }
         await bucket.put(name, data, ObjectMeta(name=name, headers=headers))
+
+    async def drop(self, slot: Slot) -> None:
+        """Remove one snapshot."""
+        bucket = await self._bus.js.object_store(self._bucket)
+        with contextlib.suppress(ObjectNotFoundError, NotFoundError):
+            await bucket.delete(slot.name)
 
     async def clear(self) -> None:
         """Remove every snapshot of every shard."""
@@ -119,8 +149,8 @@ def _name(meta_subject: str) -> str:
     return base64.urlsafe_b64decode(meta_subject.rsplit(".", 1)[1]).decode()
 
 
-def _covered(info: ObjectInfo) -> int:
-    """-1 if the slot does not say: then it is the first to be overwritten and the last read."""
+def _number(headers: Mapping[str, Any], name: str, default: float) -> float:
+    """With a `covered` of -1 a slot is the first to be overwritten and the last to be read."""
     with contextlib.suppress(TypeError, ValueError):
-        return int((info.headers or {}).get(COVERED, -1))
-    return -1
+        return float(headers.get(name, default))
+    return default

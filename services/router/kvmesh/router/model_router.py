@@ -63,8 +63,7 @@ class ModelRouter:
         self._bus = service.bus
         self._loop = asyncio.get_running_loop()
         self.model = model
-        epoch = time.time() - monotonic()
-        self.core = RouterCore(model, service.instance, settings, Random(settings.seed), epoch)
+        self.core = RouterCore(model, service.instance, settings, Random(settings.seed), _epoch())
         self.dispatcher = Dispatcher(self.core, service.instance)
         self.index = IndexClient(service.bus, model, settings.index_timeout_s)
         self._asks_index = settings.kv_events
@@ -237,13 +236,19 @@ class ModelRouter:
         self._carry_out(self.dispatcher.rescore(ticket, overlaps, monotonic()))
 
     def sweep(self, routers: set[str], now: float) -> None:
-        """Forget what is out of date, once a second."""
+        """Forget what is out of date, once a second; the clock may have been set."""
+        self.core.epoch = _epoch()
         lost = self.core.expire(now)
         if lost:
             self._metrics.lost.inc(len(lost))
             log.warning("gave up %d requests without news, such as %s", len(lost), lost[0])
         self.dispatcher.keep(routers, now)
         self._metrics.sizes(self.dispatcher)
+
+
+def _epoch() -> float:
+    """The Unix time at which the monotonic clock was 0."""
+    return time.time() - monotonic()
 
 
 def _routed(decision: Decision, request: RouteRequest) -> Routed:

@@ -15,13 +15,15 @@ SERVER = Path(sys.executable).with_name("nats-server")
 MAX_PAYLOAD = 8 << 20
 SPARE_FILE_BYTES = 16 << 30
 SPARE_MEMORY_BYTES = 1 << 30
+SPARE_HEAP_BYTES = 192 << 20
 
 
 def server_config(port: int, store: Path, streams: Streams) -> str:
     """A server on the loopback interface whose JetStream keeps everything under `store`.
 
     The JetStream limits are those of the streams plus room for the buckets: the server's own
-    default depends on the free disk space and may refuse streams that will never be full.
+    default depends on the free disk space and may refuse streams that will never be full. What
+    was acknowledged is on disk a second later, not two minutes.
     """
     files = streams.kv_bytes + streams.route_bytes + SPARE_FILE_BYTES
     memory = streams.seq_bytes + SPARE_MEMORY_BYTES
@@ -32,6 +34,7 @@ def server_config(port: int, store: Path, streams: Streams) -> str:
         f"  store_dir: {json.dumps(str(store))}\n"
         f"  max_file_store: {files}\n"
         f"  max_memory_store: {memory}\n"
+        f"  sync_interval: 1s\n"
         f"}}\n"
     )
 
@@ -44,8 +47,19 @@ def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
     port = int(settings.nats.url.rpartition(":")[2])
     config = folder / "nats.conf"
     config.write_text(server_config(port, folder / "jetstream", settings.streams))
-    threads = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1)), **environ}
-    return Spec("nats", "nats", (str(SERVER), "-c", str(config)), threads)
+    environment = server_environ(settings.streams, environ)
+    return Spec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
+
+
+def server_environ(streams: Streams, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the server; what is set by whoever starts it counts.
+
+    Go lets garbage grow to the size of what is in use, and a full memory stream makes much of it:
+    near the limit it is collected sooner.
+    """
+    threads = str(server_threads(os.cpu_count() or 1))
+    memory = str(2 * streams.seq_bytes + SPARE_HEAP_BYTES)
+    return {"GOMAXPROCS": threads, "GOMEMLIMIT": memory, **environ}
 
 
 def server_threads(cores: int) -> int:

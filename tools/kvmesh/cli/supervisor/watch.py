@@ -8,8 +8,9 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
-from kvmesh.bus.errors import BusUnavailable
+from kvmesh.bus.errors import BusUnavailable, ServerUnfit
 from kvmesh.bus.messages import Instance, Load
+from kvmesh.bus.server import check_server
 from kvmesh.bus.streams import ensure_streams, purge_states
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.runtime.service import bus_options, stream_limits
@@ -44,8 +45,11 @@ class Watch:
     async def follow(self) -> None:
         """Begin; returns once the leases that exist now are known. Raises UpError."""
         try:
+            await check_server(self._bus)
             await ensure_streams(self._bus, self._limits)
             await self._directory.open()
+        except ServerUnfit as error:
+            raise UpError(str(error)) from error
         except NatsError as error:
             raise UpError(f"cannot use JetStream at {self._bus.options.url}: {error}") from error
         loads = self._bus.subjects.load_all

@@ -1,0 +1,115 @@
+"""KV events against a server that forgets what it acknowledged, or takes smaller messages."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest_asyncio
+from support.nats import NatsServer
+from support.wait import PATIENCE_S, eventually
+from support.worker import Desk
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Stored
+from kvmesh.bus.publisher import KvPublisher
+from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+
+RANK = "w-1", 0
+
+
+class Engine:
+    """Holds blocks of rank 0, tells of each, and of all when it is asked to."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.held: list[KvEvent] = []
+        self.dumps = 0
+        subject = bus.subjects.kv("m", "w")
+        self.publisher = KvPublisher(bus, subject, "w", "w-1", 0.0, self.dump)
+        self.publisher.start()
+
+    def dump(self, rank: int) -> None:
+        self.dumps += 1
+        self.publisher.add(rank, [Cleared(), *self.held])
+
+    def store(self, first: int, count: int = 1) -> None:
+        hashes = b"".join(n.to_bytes(8, "little") for n in range(first, first + count))
+        event = Stored(0, None, hashes, bytes(len(hashes)), 11)
+        self.held.append(event)
+        self.publisher.add(0, [event])
+
+
+@pytest_asyncio.fixture
+async def engine(bus: Bus) -> AsyncIterator[Engine]:
+    engine = Engine(bus)
+    yield engine
+    await engine.publisher.close()
+
+
+class Numbers:
+    """First id and number of events of every batch on the stream, as a new reader finds them."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.seen: list[tuple[int, int]] = []
+        subjects = bus.subjects
+        self.reader = StreamReader(bus, subjects.kv_stream, subjects.kv_all, self._take, Start())
+
+    def _take(self, message: StreamMessage) -> None:
+        batch = msgspec.msgpack.decode(message.data, type=KvBatch)
+        self.seen.append((batch.first, len(batch.events)))
+
+
+async def test_a_loss_after_the_acknowledgement_shows_though_nothing_more_happens(
+    nats_server: NatsServer, bus: Bus, engine: Engine, tmp_path: Path
+) -> None:
+    engine.store(1)
+    await eventually(lambda: engine.publisher.published == 1)
+    await asyncio.to_thread(nats_server.keep, tmp_path / "copy")
+    await eventually(lambda: bus.client.is_connected)
+    engine.store(2)
+    await eventually(lambda: engine.publisher.published == 2)
+    await asyncio.to_thread(nats_server.put_back, tmp_path / "copy")
+    made = bus.connected_at
+    await asyncio.to_thread(nats_server.start)
+    await eventually(lambda: bus.connected_at > made)
+    numbers = Numbers(bus)
+    await numbers.reader.open()
+    await eventually(lambda: numbers.seen[-1:] == [(2, 0)])
+    assert (1, 1) not in numbers.seen  # id 1 is missing, and every reader can see it
+    await numbers.reader.close()
+
+
+async def test_a_server_that_takes_less_than_before_gets_a_dump_in_smaller_parts(
+    nats_server: NatsServer, bus: Bus, desk: Desk, engine: Engine
+) -> None:
+    desk.contents.tolerant = True  # of the ids of what was too large
+    engine.store(1, 10_000)
+    await eventually(lambda: len(desk.contents.held.get(RANK, ())) == 10_000)
+    nats_server.kill()
+    await eventually(lambda: not bus.client.is_connected)
+    engine.store(20_001, 10_000)  # one batch of 160 KB that the server would not take
+    nats_server.max_payload = "64KB"
+    try:
+        await asyncio.to_thread(nats_server.start)
+        await eventually(lambda: len(desk.contents.held[RANK]) == 20_000)
+        assert engine.dumps == 1
+    finally:
+        nats_server.max_payload = "8MB"
+        await asyncio.to_thread(nats_server.restart)
+
+
+async def test_a_connection_that_the_server_ends_for_good_is_told(
+    nats_server: NatsServer, bus: Bus
+) -> None:
+    lost = asyncio.Event()
+    bus.on_lost.append(lost.set)
+    nats_server.kill()
+    await eventually(lambda: not bus.client.is_connected)
+    await bus.client.publish(bus.subjects.out("f"), bytes(100_000))  # too large for what comes
+    nats_server.max_payload = "64KB"
+    try:
+        await asyncio.to_thread(nats_server.start)
+        await asyncio.wait_for(lost.wait(), PATIENCE_S)
+    finally:
+        nats_server.max_payload = "8MB"
+        await asyncio.to_thread(nats_server.restart)

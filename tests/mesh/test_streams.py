@@ -1,0 +1,190 @@
+"""Streams are made once and changed by a command; a server that is set too small is told so."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.errors import BusUnavailable, ServerUnfit
+from kvmesh.bus.server import check_server
+from kvmesh.bus.streams import StreamLimits, differences, ensure_streams, mesh_streams
+
+SMALL = StreamLimits(kv_bytes=2 << 20, kv_age_s=60.0, route_bytes=1 << 20, seq_bytes=1 << 20)
+
+
+async def kvmesh(*arguments: str) -> tuple[int, str]:
+    """Run a command; its status and all that it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvmesh.cli.main", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    return process.returncode or 0, output.decode()
+
+
+def at(options: BusOptions) -> tuple[str, ...]:
+    return ("--nats", options.url, "--nats-namespace", options.namespace)
+
+
+async def kv_bytes(bus: Bus) -> int:
+    return (await bus.js.stream_info(bus.subjects.kv_stream)).config.max_bytes or 0
+
+
+async def test_no_process_changes_streams_by_starting(
+    nats_server: NatsServer, bus: Bus, limits: StreamLimits, tmp_path: Path
+) -> None:
+    await bus.store(bus.subjects.kv("m", "w"), b"x" * 500_000, PATIENCE_S)
+    before = (await bus.js.stream_info(bus.subjects.kv_stream)).config
+    mesh = Mesh(
+        nats_server.url,
+        tmp_path,
+        {"KVMESH_STREAMS_KV_BYTES": "1048576", "KVMESH_NATS_REPLICAS": "3"},
+        bus.options.namespace,
+    )
+    mesh.start("indexer", "indexer-0")
+    await eventually(lambda: "ready" in mesh.logs())
+    mesh.stop()
+    assert (await bus.js.stream_info(bus.subjects.kv_stream)).config == before
+    wanted = f"has max_bytes {limits.kv_bytes}, streams.kv_bytes says 1048576"
+    assert f"{bus.subjects.kv_stream} {wanted}; `kvmesh streams apply`" in mesh.logs()
+    assert f"{bus.subjects.seq_stream} has num_replicas 1, nats.replicas says 3" in mesh.logs()
+
+
+async def test_lease_repair_changes_no_streams(bus: Bus, limits: StreamLimits) -> None:
+    found = await ensure_streams(bus, SMALL)
+    assert await kv_bytes(bus) == limits.kv_bytes
+    assert ("max_bytes", SMALL.kv_bytes) in [(d.limit, d.wanted) for d in found]
+    assert await ensure_streams(bus, limits) == []
+
+
+async def test_the_command_changes_limits_and_nothing_else(bus: Bus, limits: StreamLimits) -> None:
+    before = (await bus.js.stream_info(bus.subjects.kv_stream)).config
+    flags = (*at(bus.options), "--streams-kv-bytes", "2097152", "--streams-kv-age-s", "0.5")
+    _, listed = await kvmesh("streams", "list", *flags)
+    assert f"{bus.subjects.kv_stream} has max_bytes {limits.kv_bytes}" in listed
+    assert await kv_bytes(bus) == limits.kv_bytes
+    status, applied = await kvmesh("streams", "apply", *flags)
+    assert status == 0
+    assert f"{bus.subjects.kv_stream}: max_bytes {limits.kv_bytes} → 2097152" in applied
+    after = (await bus.js.stream_info(bus.subjects.kv_stream)).config
+    assert after == before.evolve(max_bytes=2097152, max_age=0.5, duplicate_window=0.5)
+    assert await kvmesh("streams", "apply", *flags) == (0, "nothing to change\n")
+
+
+async def test_buckets_of_other_meshes_are_left_alone(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    other = await Bus.connect(replace(options, namespace=f"{options.namespace}-b"), "other")
+    await ensure_streams(other, limits)
+    thrice = await Bus.connect(replace(options, replicas=3), "thrice")
+    found = await differences(thrice, limits)
+    for each in (other, thrice):
+        await each.close()
+    assert {d.stream for d in found if d.limit == "num_replicas"} == {
+        *(bus.subjects.kv_stream, bus.subjects.route_stream, bus.subjects.seq_stream),
+        f"KV_{bus.subjects.instances_bucket}",
+        f"KV_{bus.subjects.router_bucket}",
+        f"OBJ_{bus.subjects.index_bucket}",
+        f"OBJ_{bus.subjects.model_bucket}",
+    }
+
+
+async def test_buckets_are_read_from_their_leader_which_is_never_behind(bus: Bus) -> None:
+    infos = await mesh_streams(bus)
+    buckets = [info.config for info in infos if (info.config.name or "").startswith("KV_")]
+    assert len(buckets) == 2
+    assert not any(config.allow_direct for config in buckets)
+
+
+@pytest.fixture
+def configured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsServer]:
+    """A server of other settings than usual."""
+    server = NatsServer(tmp_path)
+    for name, value in request.param.items():
+        setattr(server, name, value)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("configured", "complaint"),
+    [
+        ({"jetstream": None}, "runs without JetStream: add jetstream {"),
+        ({"max_payload": "16KB"}, "set max_payload"),
+        ({"jetstream": "max_file_store: 100MB"}, "raise max_file_store"),
+        ({"jetstream": "max_memory_store: 10MB"}, "raise max_memory_store"),
+    ],
+    indirect=["configured"],
+)
+async def test_a_server_that_is_set_too_small_is_one_line_that_names_the_setting(
+    configured: NatsServer, complaint: str
+) -> None:
+    status, output = await kvmesh("worker", "--nats", configured.url)
+    assert status == 1
+    assert complaint in output
+    assert len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("configured", [{}], indirect=True)
+async def test_more_copies_than_servers_are_refused_by_name(configured: NatsServer) -> None:
+    bus = await Bus.connect(BusOptions(url=configured.url, replicas=3), "test")
+    await check_server(bus)
+    with pytest.raises(ServerUnfit, match=r"nats\.replicas"):
+        await ensure_streams(bus, SMALL)
+    await bus.close()
+
+
+AUTHORIZED = {"settings": "authorization { user: mesh, password: right }"}
+
+
+@pytest.mark.parametrize("configured", [AUTHORIZED], indirect=True)
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (BusOptions(user="mesh", password="wrong"), r"refuses nats\.user and nats\.password"),
+        (BusOptions(token="wrong"), r"refuses nats\.token"),
+        (BusOptions(), "asks for a user and password"),
+    ],
+)
+async def test_refused_credentials_fail_at_once_and_are_named(
+    configured: NatsServer, options: BusOptions, complaint: str
+) -> None:
+    with pytest.raises(BusUnavailable, match=complaint):
+        await Bus.connect(replace(options, url=configured.url), "test", timeout=None)
+
+
+async def test_a_service_waits_for_the_server_and_says_so(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "nats")
+    mesh = Mesh(server.url, tmp_path)
+    mesh.start("router", "router-0")
+    await eventually(lambda: "no NATS server yet, trying on: " in mesh.logs())
+    assert mesh.processes["router-0"].poll() is None
+    server.start()
+    bus = await Bus.connect(mesh.options, "test")
+
+    async def joined() -> bool:
+        infos = await bus.js.streams_info()
+        return any(info.config.name == f"KV_{bus.subjects.instances_bucket}" for info in infos)
+
+    await eventually(joined)
+    await bus.close()
+    mesh.stop()
+    server.stop()
+
+
+async def test_a_command_tries_once_and_names_the_setting(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path)
+    status, output = await kvmesh("status", "--nats", server.url)
+    assert status == 1
+    assert f"cannot use NATS at {server.url}" in output
+    assert "--nats or KVMESH_NATS_URL" in output

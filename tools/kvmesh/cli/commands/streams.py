@@ -1,0 +1,44 @@
+"""`kvmesh streams`: the limits of the streams and buckets of a mesh, and how they are changed."""
+
+import argparse
+
+from kvmesh.settings import Settings
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh streams list|apply [options]"
+    parser.epilog = (
+        "Whichever process comes first makes the streams with its settings; later ones leave them "
+        "as they are. `apply` changes limits and replicas to this command's settings: with less "
+        "room, the oldest messages are dropped at once."
+    )
+    parser.add_argument("action", choices=("list", "apply"), help="show them, or change them")
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    from nats.js.errors import NotFoundError
+
+    from kvmesh.bus.client import Bus
+    from kvmesh.bus.streams import apply, differences, mesh_streams
+    from kvmesh.cli.report_view import show_limits
+    from kvmesh.cli.session import run_on_bus
+    from kvmesh.runtime.service import stream_limits
+
+    async def main(bus: Bus) -> int:
+        infos = await mesh_streams(bus)
+        if not infos:
+            raise NotFoundError
+        changes = await differences(bus, stream_limits(settings.streams))
+        if arguments.action == "list":
+            show_limits(infos)
+            for change in changes:
+                print(f"{change}; `kvmesh streams apply` would change it")
+            return 0
+        await apply(bus, changes)
+        for change in changes:
+            print(f"{change.stream}: {change.limit} {change.has:.15g} → {change.wanted:.15g}")
+        if not changes:
+            print("nothing to change")
+        return 0
+
+    return run_on_bus("streams", settings, main)
