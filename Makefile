@@ -13,7 +13,7 @@ NATIVE := CMakeLists.txt $(wildcard libs/native/*)
 COMPILED := .venv-compiled
 SOURCES := $(shell find libs services tools -name '*.py')
 
-.PHONY: setup up test lint types unit compiled mesh clients chaos soak agents vllm sanitize docs clean
+.PHONY: setup up test lint types unit compiled simulation mesh clients chaos soak agents vllm sanitize docs clean
 
 setup: $(BUILT)
 
@@ -33,7 +33,7 @@ up: setup
 
 # Until processes are started, two cores have work.
 test: lint
-	$(MAKE) --jobs 2 --output-sync=target unit types compiled
+	$(MAKE) --jobs 2 --output-sync=target simulation unit types compiled
 	$(MAKE) mesh clients chaos
 
 lint: setup
@@ -43,7 +43,7 @@ lint: setup
 types: $(ENGINES)
 	$(BIN)/mypy
 
-unit mesh clients chaos: $(ENGINES)
+unit simulation mesh clients chaos: $(ENGINES)
 	$(BIN)/pytest -q tests/$@
 
 # The cores compiled, over the libraries of the other environment.
@@ -59,10 +59,11 @@ $(COMPILED)/.built: $(ENGINES) $(SOURCES)
 	  --no-deps --force-reinstall .
 	touch $@
 
-# Attack a frontend for a long time, move blocks through all tiers, harm a cluster of NATS servers:
-# much more than `make test` does.
+# Much more than `make test` does: 10,000 seeds of the simulation, a mesh under load for SOAK_S seconds
+# whose processes must not grow, a frontend attacked for long, blocks moved through all tiers, a
+# cluster of NATS servers harmed.
 soak: $(ENGINES)
-	$(BIN)/pytest -q -m soak tests/clients tests/mesh tests/chaos
+	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos
 
 # Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages
 # that were built for another torch must go. Takes about ten minutes on two cores.

@@ -16,6 +16,11 @@ settings.load_profile("kvmesh")
 os.environ.pop("CI", None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, default=200, help="of the simulation: how many to run")
+    parser.addoption("--seed", type=int, help="of the simulation: run this one, and tell all of it")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add what processes have said to the report of a failure."""

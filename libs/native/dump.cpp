@@ -7,11 +7,13 @@ namespace kvmesh {
 
 std::vector<Chain> Index::chains(const Rank& rank, uint32_t tier) const {
   std::vector<std::pair<uint64_t, NodeId>> entries;
-  FlatMap places;  // node -> place in entries + 1
-  rank.names[tier].for_each([&](uint64_t engine, NodeId id) {
-    entries.emplace_back(engine, id);
-    if (places.find(id) == 0) places.insert(id, static_cast<uint32_t>(entries.size()));
-  });
+  rank.names[tier].for_each([&](uint64_t engine, NodeId id) { entries.emplace_back(engine, id); });
+  std::ranges::sort(entries);  // for the order in the map is another in each process
+  FlatMap places;              // node -> place in entries + 1
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const NodeId id = entries[i].second;
+    if (places.find(id) == 0) places.insert(id, static_cast<uint32_t>(i + 1));
+  }
   std::vector<uint32_t> next(entries.size());  // place + 1 of the block that continues the chain
   std::vector<bool> first(entries.size(), true);
   for (size_t i = 0; i < entries.size(); ++i) {

@@ -11,6 +11,8 @@
 #include <memory>
 #include <utility>
 
+#include "secret.hpp"
+
 namespace kvmesh {
 
 class FlatMap {
@@ -109,7 +111,9 @@ class FlatMap {
   };
   static_assert(sizeof(Bucket) == 64);
 
-  size_t home(uint64_t key) const { return ((key * 0x9E3779B97F4A7C15ULL) >> 32) * count_ >> 32; }
+  friend class Probes;  // of tests/native
+
+  size_t home(uint64_t key) const { return (scattered(key) >> 32) * count_ >> 32; }
   size_t next(size_t at) const { return at + 1 == count_ ? 0 : at + 1; }
   size_t grown() const { return count_ < SMALL ? 1 + count_ * 2 : count_ * 5 / 4; }
 

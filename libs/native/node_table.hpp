@@ -1,8 +1,8 @@
 // Blocks by sequence hash: one of the index's shards, an open-addressing table of node numbers.
 //
-// Groups of twelve slots, one cache line each. A slot has a tag, some bits of the sequence hash,
-// beside the node's number, so that a look-up compares twelve tags at once and touches no node but,
-// nearly always, the right one. A node lies in the first group from its home on that had room, and
+// Groups of twelve slots, one cache line each. A slot has a tag, some bits of the scattered sequence
+// hash, beside the node's number, so that a look-up compares twelve tags at once and touches no node
+// but, nearly always, the right one. A node lies in the first group from its home on that had room, and
 // each full group before counts that the node `passed`: a look-up ends where nothing passed, or
 // else after one round.
 //
@@ -27,6 +27,7 @@
 #include "flat_map.hpp"
 #include "limbo.hpp"
 #include "node_space.hpp"
+#include "secret.hpp"
 
 namespace kvmesh {
 
@@ -71,7 +72,7 @@ struct alignas(64) Group {
   std::atomic<uint64_t> high{0};  // those of slots 8..11, and above them how many nodes passed
   std::atomic<NodeId> nodes[WIDTH]{};
 
-  static uint64_t tag(uint64_t sequence) { return (sequence & 0x7F) | 0x80; }
+  static uint64_t tag(uint64_t scattered) { return (scattered & 0x7F) | 0x80; }
 
   // --- for the holder of the lock ---
 
@@ -120,8 +121,8 @@ class Table {
   Group* begin() const { return groups_; }
   Group* end() const { return groups_ + count_; }
   uint64_t count() const { return count_; }
-  Group* home(uint64_t sequence) const {  // its highest byte chose the shard
-    return groups_ + ((sequence << 8 >> 32) * count_ >> 32);
+  Group* home(uint64_t scattered) const {  // its highest byte chose the shard
+    return groups_ + ((scattered << 8 >> 32) * count_ >> 32);
   }
   Group* next(Group* group) const { return group + 1 == end() ? groups_ : group + 1; }
 
@@ -140,7 +141,7 @@ class Table {
 
   // Inlined by force: as calls without effects GCC drops them.
   [[gnu::always_inline]] void prefetch(uint64_t sequence) const {
-    __builtin_prefetch(home(sequence), 1);
+    __builtin_prefetch(home(scattered(sequence)), 1);
   }
   // Fetches the node that most likely is the block's. False if it has none.
   [[gnu::always_inline]] bool prefetch_node(const Node* nodes, uint64_t sequence) const {
@@ -156,29 +157,34 @@ class Table {
 
   // There must be room.
   void add(uint64_t sequence, NodeId id) const {
-    Group* group = home(sequence);
+    const uint64_t bits = scattered(sequence);
+    Group* group = home(bits);
     Slots free = group->free();
     for (; !free; free = group->free()) {
       group->count_passing(1);
       group = next(group);
     }
-    group->fill(free.first(), Group::tag(sequence), id);
+    group->fill(free.first(), Group::tag(bits), id);
   }
   void remove(uint64_t sequence, NodeId id) const {
+    const uint64_t bits = scattered(sequence);
     search(sequence, [&](Group* group, uint32_t slot, NodeId other) {
       if (other != id) return false;
-      group->toggle(slot, Group::tag(sequence));
-      for (Group* full = home(sequence); full != group; full = next(full)) full->count_passing(-1);
+      group->toggle(slot, Group::tag(bits));
+      for (Group* full = home(bits); full != group; full = next(full)) full->count_passing(-1);
       return true;
     });
   }
 
  private:
+  friend class Probes;  // of tests/native
+
   // Calls visit(group, slot, id) for each slot that may name the block, until it returns true.
   template <typename F>
   void search(uint64_t sequence, F&& visit) const {
-    const uint64_t tags = Group::tag(sequence) * (~uint64_t{0} / 0xFF);
-    Group* group = home(sequence);
+    const uint64_t bits = scattered(sequence);
+    const uint64_t tags = Group::tag(bits) * (~uint64_t{0} / 0xFF);
+    Group* group = home(bits);
     for (uint64_t left = count_; left != 0; --left, group = next(group)) {
       const uint64_t low = group->low.load(std::memory_order_acquire);
       const uint64_t high = group->high.load(std::memory_order_acquire);
@@ -216,7 +222,7 @@ class alignas(64) Shard {
   Shard& operator=(const Shard&) = delete;
   ~Shard();
 
-  static uint32_t of(uint64_t sequence) { return sequence >> (64 - BITS); }
+  static uint32_t of(uint64_t sequence) { return scattered(sequence) >> (64 - BITS); }
 
   // --- all that follows is for the holder of the lock ---
 

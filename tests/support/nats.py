@@ -56,6 +56,11 @@ class NatsServer:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def config(self) -> str:
         """The text of the server's configuration file."""
         lines = [f"listen: 127.0.0.1:{self.port}", f"max_payload: {self.max_payload}"]

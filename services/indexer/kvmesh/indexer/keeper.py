@@ -20,6 +20,7 @@ from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.holdings import Holdings
 from kvmesh.indexer.snapshot import (
     VERSION,
+    DamagedSnapshot,
     Header,
     Packer,
     SnapshotError,
@@ -27,7 +28,7 @@ from kvmesh.indexer.snapshot import (
     check,
     restore,
 )
-from kvmesh.indexer.store import Covers, SnapshotStore
+from kvmesh.indexer.store import Covers, Slot, SnapshotStore
 from kvmesh.settings.schema import Indexer as IndexerSettings
 
 log = logging.getLogger(__name__)
@@ -176,14 +177,23 @@ class Keeper:
             raise SnapshotError("the stream was rewound meanwhile")
         covered = covers.seq
         await self._store.write(self._label, data, covers, VERSION)
-        slots = await self._store.slots(self._label)
-        check(await self._store.read(slots[0]))
+        check(await self._store.read(await self._stored(covered)))
         self._note(covered)
         self.written += 1
         self.size = len(data)
         await self._purge()
         seconds = time.monotonic() - started
         log.info("snapshot up to message %d: %d bytes in %.2f s", covered, len(data), seconds)
+
+    async def _stored(self, covered: int) -> Slot:
+        """What was just written; raises DamagedSnapshot if the server does not show it.
+
+        An old leader may answer with what was there before, and another replica may clear all.
+        """
+        for slot in await self._store.slots(self._label):
+            if slot.covered == covered:
+                return slot
+        raise DamagedSnapshot("it was stored and is not there")
 
     async def _pack(self, covers: Covers) -> bytes:
         packer = Packer()

@@ -1,0 +1,30 @@
+// Where keys lie in the hash tables, differently in each process, so that nobody can choose keys
+// which pile up: engine hashes and, with some work, sequence hashes are a client's choice.
+#pragma once
+
+#include <cstdint>
+#include <random>
+
+namespace kvmesh {
+
+struct Secret {
+  uint64_t add, multiply;
+
+  static Secret draw() {
+    std::random_device device;
+    const auto word = [&] { return uint64_t{device()} << 32 | device(); };
+    const uint64_t add = word();
+    return {add, word() | 1};
+  }
+};
+
+inline const Secret SECRET = Secret::draw();
+
+// All bits of the result depend on all of the key. A single product would leave evenly spaced keys
+// evenly spaced, and with some secrets in few places.
+inline uint64_t scattered(uint64_t key) {
+  const uint64_t product = (key ^ SECRET.add) * SECRET.multiply;
+  return (product ^ product >> 32) * 0x9E3779B97F4A7C15;
+}
+
+}  // namespace kvmesh

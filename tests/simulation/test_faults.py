@@ -1,0 +1,66 @@
+"""Single faults, and whether the simulation sees what it is there to see."""
+
+import contextlib
+
+import pytest
+from support.simulation import faults
+from support.simulation.world import simulate
+
+from kvmesh.bus.publisher import ACK_TIMEOUT_S, KvPublisher
+from kvmesh.bus.reader import StreamReader
+from kvmesh.router.model_router import ModelRouter
+from kvmesh.router.sequences import ActiveSequences
+from kvmesh.router.ticket import Ticket
+
+
+@pytest.mark.parametrize("fault", faults.ALL)
+def test_the_mesh_heals_from_each_fault_alone(fault: str) -> None:
+    result = simulate(1, frozenset({fault}))
+    assert not result.broken, str(result)
+
+
+def test_an_indexer_lives_on_when_a_snapshot_is_not_shown_after_it_was_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(faults.RATES, "stale", 1.0)
+    result = simulate(1, frozenset({"stale"}))
+    assert not result.broken, str(result)
+    assert any("no snapshot, retrying" in line for line in result.log)
+
+
+def test_an_event_that_is_not_sent_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def offer(self: KvPublisher, payload: bytes, quiet: bool) -> bool:
+        with contextlib.suppress(Exception):
+            await self._bus.store(self._subject, payload, ACK_TIMEOUT_S)
+        return True
+
+    monkeypatch.setattr(KvPublisher, "_offer", offer)
+    monkeypatch.setitem(faults.RATES, "loss", 0.05)
+    assert any("are not on the stream" in text for text in broken({"loss"}))
+
+
+def test_a_message_that_is_not_read_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamReader, "_forget", lambda self, fault: None)
+    assert any("has not read message" in text for text in broken({"rewind", "recreate"}))
+
+
+def test_a_second_answer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = ModelRouter._answer
+
+    def twice(self: ModelRouter, ticket: Ticket) -> None:
+        answer(self, ticket)
+        answer(self, ticket)
+
+    monkeypatch.setattr(ModelRouter, "_answer", twice)
+    assert any("answers to one question" in text for text in broken(set()))
+
+
+def test_a_request_that_stays_on_the_books_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ActiveSequences, "expire", lambda self, now: [])
+    assert any("active requests" in text for text in broken({"vanish"}))
+
+
+def broken(only: set[str], most: int = 6) -> list[str]:
+    """What the first seed that shows anything shows."""
+    found = (simulate(seed, frozenset(only)).broken for seed in range(most))
+    return next(filter(None, found), [])

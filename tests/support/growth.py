@@ -1,0 +1,104 @@
+"""Memory of processes over time, and a steady load of clients that come and go."""
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+
+MIB = 1 << 20
+PAGE = 4096
+MODEL = "kvmesh-demo"
+
+
+def resident(pid: int) -> float:
+    """MiB of memory that a process has."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE / MIB
+
+
+class Growth:
+    """Samples of each process's memory, in MiB at minutes."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+        self.samples: dict[str, list[tuple[float, float]]] = {name: [] for name in pids}
+
+    def sample(self, minute: float) -> None:
+        for name, pid in self._pids.items():
+            self.samples[name].append((minute, resident(pid)))
+
+    def slopes(self, since: float) -> dict[str, float]:
+        """MiB per minute of each process from minute `since` on, by least squares."""
+        return {
+            name: _slope([sample for sample in samples if sample[0] >= since])
+            for name, samples in self.samples.items()
+        }
+
+    def table(self, since: float) -> str:
+        """What was measured, a line for each process."""
+        slopes = self.slopes(since)
+        return "\n".join(
+            f"{name:12} {samples[0][1]:7.1f} MiB at first, {samples[-1][1]:7.1f} at last, "
+            f"{slopes[name]:+6.2f} MiB a minute after {since:.1f} minutes"
+            for name, samples in self.samples.items()
+        )
+
+
+def _slope(samples: list[tuple[float, float]]) -> float:
+    count = len(samples)
+    mean_x = sum(x for x, _ in samples) / count
+    mean_y = sum(y for _, y in samples) / count
+    spread = sum((x - mean_x) ** 2 for x, _ in samples)
+    return sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread if spread else 0.0
+
+
+class Visitors:
+    """Clients at one mesh: each visits for a few requests, and another comes in its place."""
+
+    def __init__(self, url: str, count: int, seed: int = 0) -> None:
+        self._url = url
+        self._count = count
+        self._random = random.Random(seed)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.served = 0
+        self.left = 0
+
+    async def __aenter__(self) -> "Visitors":
+        self._tasks = [asyncio.create_task(self._visit_for_ever()) for _ in range(self._count)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _visit_for_ever(self) -> None:
+        while True:
+            async with aiohttp.ClientSession() as session:
+                for _ in range(self._random.randint(1, 6)):
+                    await self._request(session)
+
+    async def _request(self, session: aiohttp.ClientSession) -> None:
+        chance = self._random
+        family, turn = chance.randrange(40), chance.randrange(1 << 30)
+        body = {
+            "model": MODEL,
+            "messages": [
+                {"role": "system", "content": f"You are helper {family}. " * 40},
+                {"role": "user", "content": f"Question {turn}: what is next?"},
+            ],
+            "max_tokens": chance.choice([1, 4, 16]),
+            "stream": chance.random() < 0.7,
+        }
+        data = json.dumps(body)
+        headers = {"Content-Type": "application/json", "x-session-id": f"s{chance.randrange(500)}"}
+        url = f"{self._url}/v1/chat/completions"
+        async with session.post(url, data=data, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            if chance.random() < 0.1:
+                self.left += 1  # in the middle of the answer
+                return
+            await answer.read()
+            self.served += 1

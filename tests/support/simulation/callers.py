@@ -1,0 +1,156 @@
+"""Clients of a simulated mesh: what a frontend has to ask routers with, and no HTTP."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from random import Random
+from typing import Any
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery import Directory
+from kvmesh.bus.messages import (
+    Hints,
+    Placement,
+    Refused,
+    Routed,
+    RouteRequest,
+    SeqEvent,
+    SeqFree,
+    SeqPrefilled,
+    SeqProgress,
+)
+from kvmesh.frontend.asking import Asking
+from kvmesh.frontend.tracking import Tracker
+from kvmesh.runtime.service import stream_limits
+from support.events import MODEL, SALT, prompt
+from support.simulation.faults import Faults
+from support.simulation.processes import BLOCK, SETTINGS
+
+DEADLINE_S = 20.0
+VANISHES = 0.15
+
+
+def prompts() -> list[list[int]]:
+    """Families of prompts that begin alike."""
+    return [
+        [
+            family * 1000 + (block if block < shared else 100 * length + block)
+            for block in range(length)
+        ]
+        for family in range(4)
+        for length, shared in ((3, 3), (6, 3), (9, 5), (12, 9))
+    ]
+
+
+class Caller:
+    """One client process; `hold` has a worker compute a prompt."""
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        random: Random,
+        faults: Faults,
+        hold: Callable[[str, list[int]], None],
+    ) -> None:
+        self.name = name
+        self._random = random
+        self._faults = faults
+        self._hold = hold
+        self._tracker = Tracker(bus, name)
+        self._asking = Asking(bus, self._tracker)
+        limits = stream_limits(SETTINGS.streams)
+        self._directory = Directory(bus, limits, self._asking.joined, self._asking.left)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.asked = 0
+        self.placed = 0
+        self.refused: list[Refused] = []
+        self.open = 0
+
+    async def start(self) -> None:
+        """Know who is there."""
+        self._spawn(self._tracker.run())
+        await self._asking.open()
+        self._spawn(self._asking.run())
+        await self._directory.open()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def run(self, pause: float) -> None:
+        """Begin one request after another until the mesh heals, and see them to their end."""
+        requests = []
+        while not self._faults.healing:
+            requests.append(self._spawn(self.request()))
+            await asyncio.sleep(self._random.expovariate(1 / pause))
+        await asyncio.gather(*requests)
+
+    async def request(self) -> None:
+        """One request from its first question to its last token."""
+        self.asked += 1
+        self.open += 1
+        number, blocks = self.asked, self._prompt()
+        began = asyncio.get_running_loop().time()
+        attempts = 0
+
+        def compose(anew: bool, arrived: float | None) -> RouteRequest:
+            nonlocal attempts
+            attempts += anew
+            left = began + DEADLINE_S - asyncio.get_running_loop().time()
+            return self._message(f"{self.name}-{number}.{attempts}", blocks, left, arrived)
+
+        try:
+            answer = await self._asking.ask(MODEL, compose, DEADLINE_S)
+            request = f"{self.name}-{number}.{attempts}"
+            if isinstance(answer, Routed):
+                self.placed += 1
+                await self._follow(request, answer, blocks)
+            else:
+                self.refused.append(answer)
+                self._tell(SeqFree(request))
+        finally:
+            self.open -= 1
+
+    def _prompt(self) -> list[int]:
+        """One that workers may hold, or one that is new to them and makes others wait."""
+        if self._random.random() < 0.5:
+            return self._random.choice(prompts())
+        first = self._random.randrange(1 << 20, 1 << 40)
+        return list(range(first, first + 8))
+
+    def _message(
+        self, request: str, blocks: list[int], left: float, arrived: float | None
+    ) -> RouteRequest:
+        hints = Hints(
+            priority=self._random.choice([0, 0, 0, 3]),
+            strict_priority=self._random.choice([0, 0, 0, 1]),
+            tenant=self._random.choice(["red", "blue"]),
+        )
+        label = self._random.random() < 0.15
+        return RouteRequest(
+            request=request,
+            model=MODEL,
+            sequence=prompt(blocks),
+            tokens=len(blocks) * BLOCK,
+            max_tokens=16,
+            deadline_s=max(left, 0.001),
+            hints=hints,
+            placement=Placement(exclude=["nobody"]) if label else Placement(),
+            salt=SALT,
+            arrived=arrived,
+        )
+
+    async def _follow(self, request: str, routed: Routed, blocks: list[int]) -> None:
+        await asyncio.sleep(self._random.uniform(0.02, 0.3))
+        self._hold(routed.instance, blocks)
+        self._tell(SeqPrefilled(request))
+        await asyncio.sleep(self._random.uniform(0.02, 0.5))
+        self._tell(SeqProgress(request, 8))
+        if self._faults.on("vanish") and self._random.random() < VANISHES:
+            return
+        self._tell(SeqFree(request))
+
+    def _tell(self, event: SeqEvent) -> None:
+        self._tracker.event(MODEL, event)

@@ -1,0 +1,195 @@
+"""The processes of a simulated mesh: the project's own services over a simulated connection."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import cast
+
+from nats.errors import Error as NatsError
+
+from kvmesh.bus.client import Bus, BusOptions, Reply
+from kvmesh.bus.direct import DirectClient
+from kvmesh.bus.discovery import Lease
+from kvmesh.bus.errors import BusError
+from kvmesh.bus.messages import Capacity, Control, ControlReply, Dump, Instance, ModelCard, Role
+from kvmesh.bus.publisher import KvPublisher
+from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams import ensure_streams
+from kvmesh.indexer.service import Indexer
+from kvmesh.router.service import RouterService
+from kvmesh.runtime.service import Service
+from kvmesh.settings.schema import Indexer as IndexerSettings
+from kvmesh.settings.schema import Router, Settings, Streams
+from support.events import CONTROL, MODEL, Contents
+from support.simulation.loop import NODE
+from support.simulation.network import Network, SimClient
+
+log = logging.getLogger("kvmesh.simulation")
+BLOCK = 16
+STEP_TOKENS = 64  # small, so that few requests make a queue
+BACKLOG_BYTES = 8 << 10  # small, so that an outage overflows it
+OUTAGES = (NatsError, BusError, OSError, TimeoutError)  # what a process may end of
+SETTINGS = Settings(
+    router=Router(seed=1, sequence_ttl_s=12.0, rescore_s=2.0, starvation_s=5.0, queue_quantum=128),
+    indexer=IndexerSettings(snapshot_threshold=60),
+    streams=Streams(lease_s=3.0),
+)
+
+
+@dataclass
+class Process:
+    """One life of one process."""
+
+    kind: str
+    name: str
+    node: str
+    client: SimClient
+    bus: Bus
+    ended: bool = False
+    service: Service = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.service = Service(self.bus, SETTINGS, self.name)
+        self.service.instance = self.node
+
+    async def main(self) -> None:
+        """Live until the process fails, as under a supervisor that starts it again."""
+        try:
+            await ensure_streams(self.bus, self.service.limits)
+            await self.run()
+        except OUTAGES as error:
+            log.warning("ends: %r", error)
+        except Exception:
+            log.exception("fails")
+        finally:
+            self.ended = True
+        await self.service.close()
+
+    async def run(self) -> None:
+        raise NotImplementedError
+
+
+class RouterProcess(Process):
+    """A whole router."""
+
+    router: RouterService | None = None
+
+    async def run(self) -> None:
+        self.router = RouterService(self.service)
+        await self.router.run()
+
+    def knows(self) -> set[str]:
+        """The workers that it would place requests on."""
+        return set(self.router._model_of) if self.router is not None else set()
+
+
+class IndexerProcess(Process):
+    """A whole index replica, snapshots included."""
+
+    indexer: Indexer | None = None
+
+    async def run(self) -> None:
+        self.indexer = Indexer(self.service)
+        await self.indexer.run()
+
+
+class AuditorProcess(Process):
+    """Reads the streams whole, and keeps what it has read since they were made, by sequence."""
+
+    ready = False
+
+    async def run(self) -> None:
+        subjects = self.bus.subjects
+        self.read: dict[str, dict[int, bytes]] = {}
+        for stream, subject in (
+            (subjects.kv_stream, subjects.kv_all),
+            (subjects.seq_stream, subjects.seq_all),
+        ):
+            await self._follow(stream, subject)
+        self.ready = True
+        await self.service.stopping.wait()
+
+    async def _follow(self, stream: str, subject: str) -> None:
+        read = self.read[stream] = {}
+
+        def take(message: StreamMessage) -> None:
+            if message.seq <= max(read, default=0):
+                log.error("%s: %d is read after %d", stream, message.seq, max(read))
+            read[message.seq] = message.data
+
+        await StreamReader(self.bus, stream, subject, take, Start(), read.clear).open()
+
+
+class WorkerProcess(Process):
+    """An engine's cache and the real publisher of what happens in it."""
+
+    contents: Contents
+    publisher: KvPublisher
+    ready = False
+
+    async def run(self) -> None:
+        self.contents = Contents()
+        self.context = copy_context()
+        subject = self.bus.subjects.kv(MODEL, self.name)
+        self.publisher = KvPublisher(
+            self.bus, subject, self.name, self.node, 0.005, self._dump, BACKLOG_BYTES
+        )
+        self.publisher.start()
+        await self.bus.handle(self.bus.subjects.ctl(self.node), CONTROL, self._on_control)
+        lease = Lease(self.bus, self._card(), self.service.limits)
+        await lease.open()
+        self.ready = True
+        await self.service.stopping.wait()
+
+    def _card(self) -> Instance:
+        return Instance(
+            instance=self.node,
+            role=Role.WORKER,
+            name=self.name,
+            version="0",
+            started=time.time(),
+            model=ModelCard(name=MODEL, context=1 << 20, block_size=BLOCK, files=""),
+            capacity=Capacity(blocks=1 << 20, max_sequences=64, max_batched_tokens=STEP_TOKENS),
+        )
+
+    def _dump(self, rank: int) -> None:
+        self.publisher.add(rank, self.contents.dump())
+
+    def _on_control(self, command: Control, reply: Reply) -> None:
+        if isinstance(command, Dump):
+            self._dump(command.rank)
+        reply(ControlReply(ok=isinstance(command, Dump)))
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """The engine has computed a prompt."""
+        self.publisher.add(0, self.contents.store(blocks))
+
+    def lose(self, choose: Callable[[list[int]], int]) -> None:
+        """The engine evicts a block, wherever in a prompt."""
+        if events := self.contents.evict(choose):
+            self.publisher.add(0, events)
+
+    def clear(self) -> None:
+        """The engine holds nothing any more."""
+        self.contents.blocks.clear()
+        self.publisher.add(0, self.contents.dump())
+
+
+KINDS: dict[str, type[Process]] = {
+    "router": RouterProcess,
+    "indexer": IndexerProcess,
+    "worker": WorkerProcess,
+    "auditor": AuditorProcess,
+}
+
+
+def connect(network: Network, node: str) -> tuple[SimClient, Bus]:
+    """A connection of a node that is about to start."""
+    context = copy_context()
+    context.run(NODE.set, node)
+    client = SimClient(network, node)
+    bus = context.run(Bus, cast(DirectClient, client), BusOptions(namespace="sim"))
+    client.bus = bus
+    return client, bus

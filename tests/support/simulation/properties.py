@@ -1,0 +1,160 @@
+"""What must be true of a simulated mesh, always or once its faults have ended."""
+
+from collections import Counter
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvmesh.bus.messages import KvBatch, OverlapQuery, SeqWait
+from kvmesh.bus.subjects import Subjects
+from kvmesh.indexer.answers import answer
+from kvmesh.indexer.service import Indexer
+from kvmesh.router.dispatcher import Dispatcher
+from kvmesh.router.model_router import ModelRouter
+from support.events import MODEL, depths, prompt
+from support.simulation.callers import prompts
+from support.simulation.jetstream import JetStream, Stream
+from support.simulation.processes import (
+    AuditorProcess,
+    IndexerProcess,
+    RouterProcess,
+    WorkerProcess,
+)
+
+if TYPE_CHECKING:
+    from support.simulation.world import World
+
+SEQ = Subjects("sim").seq_stream
+KV = Subjects("sim").kv_stream
+LOSING = {"rewind", "recreate", "purge"}  # faults that take messages off the KV stream
+_batches = msgspec.msgpack.Decoder(KvBatch)
+
+
+def wrong(world: "World") -> list[str]:
+    """What is not as it must be once the mesh has healed and nobody asks for anything."""
+    found = [f"{p.node} has ended" for p in world.processes if p.ended]
+    found += [
+        f"there is no stream {name}" for name in (KV, SEQ) if name not in world.server.streams
+    ]
+    if found:
+        return found
+    found += [f"{c.name} still waits for {c.open} requests" for c in world.callers if c.open]
+    workers = world.alive(WorkerProcess)
+    found += [f"{w.node} is not up" for w in workers if not w.ready]
+    if not all(w.ready for w in workers):
+        return found
+    for auditor in world.alive(AuditorProcess):
+        found += _unread(auditor, world.server) if auditor.ready else [f"{auditor.node} is not up"]
+    if not world.faults.chosen & LOSING:
+        found += _holes(world.server.streams[KV])
+    for process in world.alive(IndexerProcess):
+        indexer = process.indexer
+        if indexer is None or not indexer.ready:
+            found.append(f"{process.node} is not ready")
+        else:
+            found += [f"{process.node} {text}" for text in _untrue(indexer, workers)]
+    for router in world.alive(RouterProcess):
+        model = _model(router)
+        if model is None:
+            found.append(f"{router.node} is not ready")
+        else:
+            found += [f"{router.node} {text}" for text in _unsettled(model)]
+            if router.knows() != {worker.node for worker in workers}:
+                found.append(f"{router.node} knows the workers {router.knows()}")
+    return found
+
+
+def _untrue(indexer: Indexer, workers: list[WorkerProcess]) -> list[str]:
+    """Stored means findable, and nothing else is found."""
+    holdings = indexer.holdings
+    found = [f"does not know {holdings.unknown} ranks"] if holdings.unknown else []
+    for blocks in prompts():
+        truth = {w.node: w.contents.depth(blocks) for w in workers}
+        truth = {node: depth for node, depth in truth.items() if depth}
+        told = depths(answer(holdings.index, holdings.keys, OverlapQuery([prompt(blocks)]), 0.0))
+        if told != truth:
+            found.append(f"tells {told} of {blocks[0]}/{len(blocks)}, and the truth is {truth}")
+    return found
+
+
+def _unread(auditor: AuditorProcess, server: JetStream) -> list[str]:
+    """What a stream has, its readers have read."""
+    return [
+        f"{auditor.node} has not read message {seq} of {name} as it is stored"
+        for name, read in auditor.read.items()
+        for seq, message in server.streams[name].messages.items()
+        if read.get(seq) != message.data
+    ][:3]
+
+
+def _holes(stream: Stream) -> list[str]:
+    """The events of a worker are numbered without a hole."""
+    found, expected = [], dict[str, int]()
+    for message in stream.messages.values():
+        batch = _batches.decode(message.data)
+        if batch.first > expected.get(batch.instance, batch.first):
+            found.append(f"events of {batch.instance} before {batch.first} are not on the stream")
+        end = batch.first + len(batch.events)
+        expected[batch.instance] = max(expected.get(batch.instance, 0), end)
+    return found
+
+
+def _unsettled(model: ModelRouter) -> list[str]:
+    """Nothing runs, so nothing may be booked and nobody may wait."""
+    table, waiting = model.core.table, model.dispatcher.waiting
+    found = [f"has {waiting} requests waiting"] if waiting else []
+    if len(model.core.active):
+        found.append(f"books {len(model.core.active)} active requests")
+    for column in ("requests", "prefill_tokens", "active_blocks"):
+        total = float(abs(getattr(table, column)).sum())
+        if total:
+            found.append(f"books {column} of {total:g}")
+    return found
+
+
+def _model(process: RouterProcess) -> ModelRouter | None:
+    router = process.router
+    return router._models.get(MODEL) if router is not None and router.ready else None
+
+
+def disagreement(world: "World") -> list[str]:
+    """Replicas that have read the same events and know the same entries give the same order."""
+    last = world.server.streams[SEQ].last if SEQ in world.server.streams else -1
+    models = [
+        _model(p)
+        for p in world.alive(RouterProcess)
+        if p.router is not None and p.router._sequences.last_seq == last
+    ]
+    dispatchers = [m.dispatcher for m in models if m is not None]
+    if len(dispatchers) < 2:
+        return []
+    first, *others = [(_entries(d), _order(d)) for d in dispatchers]
+    world.compared += sum(len(entries) > 1 and entries == first[0] for entries, _ in others)
+    return [
+        f"replicas that know the same would place {order} and {first[1]}"
+        for entries, order in others
+        if entries == first[0] and order != first[1]
+    ]
+
+
+def _entries(dispatcher: Dispatcher) -> dict[str, SeqWait]:
+    return dispatcher._queue.entries
+
+
+def _order(dispatcher: Dispatcher) -> dict[tuple[int, str], list[str]]:
+    """In which order the requests of each tier and class would leave.
+
+    Which class has its turn may differ for a moment: a replica counts its own placements before
+    they come back from the stream.
+    """
+    queue, order = deepcopy(dispatcher._queue), dict[tuple[int, str], list[str]]()
+    while (head := queue.head(0.0)) is not None:
+        order.setdefault((head.tier, head.fair_class), []).append(head.request)
+        queue.remove(head.request, placed=True)
+    return order
+
+
+def double(answers: Counter[str]) -> list[str]:
+    """Questions that were answered more than once."""
+    return [f"{n} answers to one question" for n in answers.values() if n > 1]

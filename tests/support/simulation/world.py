@@ -1,0 +1,293 @@
+"""One seeded run: a mesh, clients, faults for a while, healing, and what must be true then."""
+
+import asyncio
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from kvmesh.bus.messages import Parked, RouteNews
+from kvmesh.bus.subjects import Subjects
+from support.simulation import properties
+from support.simulation.callers import Caller
+from support.simulation.clock import simulated_clocks
+from support.simulation.faults import Faults
+from support.simulation.jetstream import JetStream, Stream
+from support.simulation.loop import NODE, SimLoop
+from support.simulation.network import SERVER, Network
+from support.simulation.processes import (
+    KINDS,
+    Process,
+    WorkerProcess,
+    connect,
+)
+
+CAST = {"router": 2, "indexer": 2, "worker": 3, "auditor": 1}
+CALLERS = 2
+CALL_S = 0.4
+EVICTS = 0.2
+START_S = 10.0
+CHAOS_S = 20.0
+HEAL_S = 45.0
+BURST = 24
+KV = Subjects("sim").kv_stream
+ROUTE = Subjects("sim").router("m")
+KEPT_LINES = 300
+P = TypeVar("P", bound=Process)
+_news: "msgspec.msgpack.Decoder[RouteNews]" = msgspec.msgpack.Decoder(RouteNews)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run came to; `broken` says which properties did not hold."""
+
+    seed: int
+    faults: list[str]
+    digest: str
+    broken: list[str]
+    log: list[str]
+    steps: int
+    asked: int
+
+    def __str__(self) -> str:
+        what = "\n".join(f"  {line}" for line in self.broken)
+        return f"seed {self.seed} with {', '.join(self.faults) or 'no faults'}:\n{what}"
+
+
+def simulate(seed: int, only: frozenset[str] | None = None) -> Result:
+    """Run one seed from its beginning to its end, with faults of its choice or `only` these."""
+    loop = SimLoop(seed)
+    state = random.getstate()
+    random.seed(seed)
+    faults = Faults.of(loop.random) if only is None else Faults(only, loop.random)
+    world = World(seed, loop, faults)
+    try:
+        with world.environment():
+            loop.run_until_complete(world.run())
+            result = world.result()
+            loop.close()
+    finally:
+        random.setstate(state)
+    return result
+
+
+class World:
+    """Everything that there is in one run."""
+
+    def __init__(self, seed: int, loop: SimLoop, faults: Faults) -> None:
+        self.seed = seed
+        self.loop = loop
+        self.faults = faults
+        self.random = loop.random
+        self.skews: dict[str, float] = {}
+        self.network = Network(loop, faults)
+        self.network.taps.append(self._tap)
+        self.server = JetStream(self.network)
+        self.processes: list[Process] = []
+        self.callers: list[Caller] = []
+        self.broken: list[str] = []
+        self.log: deque[str] = deque(maxlen=KEPT_LINES)
+        self._lives = 0
+        self._asked: set[str] = set()
+        self.answers: Counter[str] = Counter()
+        self.compared = 0
+
+    @contextmanager
+    def environment(self) -> Iterator[None]:
+        """Virtual clocks, and the log of all processes in one place."""
+        logger, keeper = logging.getLogger("kvmesh"), Keeper(self)
+        before = logger.level, logger.propagate
+        logger.addHandler(keeper)
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+        try:
+            with simulated_clocks(self.loop, self.skews):
+                yield
+        finally:
+            logger.removeHandler(keeper)
+            logger.level, logger.propagate = before
+
+    def say(self, text: str) -> None:
+        """Add a line to the log of this run."""
+        self.log.append(f"{self.loop.now:9.4f} {NODE.get():12} {text}")
+
+    # --- the run
+
+    async def run(self) -> None:
+        """All of it."""
+        self.faults.healing = True
+        for kind, count in CAST.items():
+            for number in range(count):
+                self._start(kind, f"{kind}{number}")
+        await self._reached("start", START_S)
+        await asyncio.gather(*(self._caller(f"caller{number}") for number in range(CALLERS)))
+        self.faults.healing = False
+        chaos = [asyncio.create_task(self._repeat(name)) for name in sorted(self.faults.chosen)]
+        chaos.append(asyncio.create_task(self._supervise()))
+        calls = [self.loop.spawn(caller.name, caller.run(CALL_S)) for caller in self.callers]
+        await asyncio.sleep(CHAOS_S)
+        self._heal()
+        await asyncio.wait(calls)
+        await self._reached("healed", HEAL_S)
+        await self._burst()
+        await self._reached("after a burst", HEAL_S)
+        for task in chaos:
+            task.cancel()
+        self._judge()
+
+    async def _reached(self, when: str, patience: float) -> None:
+        """Wait until all that must be true is; note what is not when patience ends."""
+        ends = self.loop.now + patience
+        while wrong := properties.wrong(self):
+            if self.loop.now > ends:
+                self.broken += [f"{when}: {text}" for text in wrong]
+                return
+            await asyncio.sleep(0.25)
+
+    def _judge(self) -> None:
+        self.broken += self.loop.failures
+        self.broken += properties.double(self.answers)
+
+    def result(self) -> Result:
+        asked = sum(caller.asked for caller in self.callers)
+        faults, digest = sorted(self.faults.chosen), self.loop.digest
+        return Result(
+            self.seed, faults, digest, self.broken, list(self.log), self.loop.steps, asked
+        )
+
+    # --- processes
+
+    def alive(self, kind: type[P]) -> list[P]:
+        return [p for p in self.processes if isinstance(p, kind) and not p.ended]
+
+    def _start(self, kind: str, name: str) -> None:
+        self._lives += 1
+        node = f"{name}-{self._lives}"
+        if "skew" in self.faults.chosen:
+            self.skews[node] = self.random.uniform(-3.0, 3.0)
+        client, bus = connect(self.network, node)
+        process = KINDS[kind](kind, name, node, client, bus)
+        self.processes.append(process)
+        self.loop.spawn(node, process.main())
+
+    async def _supervise(self) -> None:
+        """What ended is started again a little later, as another instance."""
+        while True:
+            await asyncio.sleep(0.5)
+            for process in [p for p in self.processes if p.ended]:
+                self.processes.remove(process)
+                process.client.leave()
+                await asyncio.sleep(self.random.uniform(0.2, 2.0))
+                self._start(process.kind, process.name)
+
+    def _caller(self, name: str) -> asyncio.Task[None]:
+        _, bus = connect(self.network, name)
+        caller = Caller(name, bus, self.random, self.faults, self._hold)
+        self.callers.append(caller)
+        return self.loop.spawn(name, caller.start())
+
+    def _hold(self, instance: str, blocks: list[int]) -> None:
+        """A worker has computed a prompt, and perhaps a block had to go for it."""
+        worker = next((w for w in self.alive(WorkerProcess) if w.node == instance), None)
+        if worker is not None and worker.ready:
+            self.loop.call_soon(worker.hold, blocks, context=worker.context)
+            if self.random.random() < EVICTS:
+                self.loop.call_soon(worker.lose, self.random.choice, context=worker.context)
+
+    # --- faults
+
+    async def _repeat(self, name: str) -> None:
+        action = getattr(self, f"_{name}", None)
+        while action is not None and not self.faults.healing:
+            await asyncio.sleep(self.faults.interval(name))
+            if self.faults.on(name):
+                self.say(f"fault: {name}")
+                action()
+
+    def _heal(self) -> None:
+        self.say("healing")
+        self.faults.healing = True
+        self.loop.frozen.clear()
+
+    def _reconnect(self) -> None:
+        self.random.choice(self.network.clients).cut()
+
+    def _consumer_gone(self) -> None:
+        streams = [s for s in self.server.streams.values() if s.consumers]
+        if streams:
+            consumers = self.random.choice(streams).consumers
+            del consumers[self.random.choice(list(consumers))]
+
+    def _freeze(self) -> None:
+        node = self.random.choice([SERVER, *(p.node for p in self.processes)])
+        self.loop.frozen.add(node)
+        self.loop.call_later(self.random.uniform(0.3, 6.0), self.loop.frozen.discard, node)
+
+    def _kill(self) -> None:
+        process = self.random.choice(self.processes)
+        self.loop.kill(process.node)
+        process.client.leave()
+        process.ended = True
+
+    def _restart(self) -> None:
+        self.server.restart()
+
+    def _rewind(self) -> None:
+        self.server.restart(forgotten=self.random.randint(1, 40))
+
+    def _recreate(self) -> None:
+        old = self.server.streams[KV]
+        self.server.streams[KV] = Stream(old.config, self.loop.now)
+
+    def _purge(self) -> None:
+        self.server.purge_half(self.server.streams[KV])
+
+    def _clear(self) -> None:
+        workers = [w for w in self.alive(WorkerProcess) if w.ready]
+        if workers:
+            worker = self.random.choice(workers)
+            self.loop.call_soon(worker.clear, context=worker.context)
+
+    # --- the end
+
+    async def _burst(self) -> None:
+        """More requests at once than there is room for: each is placed, in one order for all."""
+        before = [(c.placed, len(c.refused)) for c in self.callers]
+        tasks = [
+            self.loop.spawn(caller.name, caller.request())
+            for caller in self.callers
+            for _ in range(BURST)
+        ]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+            self.broken += properties.disagreement(self)
+        for caller, (placed, refused) in zip(self.callers, before, strict=True):
+            if (told := caller.placed - placed) != BURST:
+                reasons = [refusal.reason for refusal in caller.refused[refused:]]
+                self.broken.append(f"{caller.name}: {told} of {BURST} were placed: {reasons[:3]}")
+
+    def _tap(self, subject: str, data: bytes, reply: str) -> None:
+        """What reaches the server: who asks, and who answers."""
+        if subject.startswith(ROUTE):
+            self._asked.add(reply)
+        elif subject in self._asked and not isinstance(_news.decode(data), Parked):
+            self.answers[subject] += 1
+
+
+class Keeper(logging.Handler):
+    """Keeps what the processes log; an error is a property that does not hold."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._world.say(f"{record.levelname} {record.getMessage()}")
+        if record.levelno >= logging.ERROR:
+            cause = record.exc_info[1] if record.exc_info else ""
+            self._world.broken.append(f"{NODE.get()}: {record.getMessage()} {cause!r}")
