@@ -88,7 +88,7 @@ async def test_a_pause_of_ones_own_is_no_silence_of_the_engine(
     bus: Bus, limits: StreamLimits
 ) -> None:
     call = Chat().parse(BODY, {})
-    prepared = await Preparer(1 << 20).prepare(call.request, served(), None)
+    prepared = await Preparer(1 << 20, Tenants()).prepare(call.request, served(), None)
     parts = engine(bus, limits)
     monitor = Monitor(bus, parts.dispatcher.offers, parts.tracker, 0.9, lambda: 0)
     now = asyncio.get_running_loop().time()
