@@ -25,6 +25,7 @@ from support.events import MODEL, SALT, prompt
 from support.simulation.faults import Faults
 from support.simulation.processes import BLOCK, SETTINGS
 
+Form = tuple[Hints, Placement]
 DEADLINE_S = 20.0
 VANISHES = 0.15
 
@@ -91,7 +92,7 @@ class Caller:
         """One request from its first question to its last token."""
         self.asked += 1
         self.open += 1
-        number, blocks = self.asked, self._prompt()
+        number, blocks, form = self.asked, self._prompt(), self._form()
         began = asyncio.get_running_loop().time()
         attempts = 0
 
@@ -99,7 +100,7 @@ class Caller:
             nonlocal attempts
             attempts += anew
             left = began + DEADLINE_S - asyncio.get_running_loop().time()
-            return self._message(f"{self.name}-{number}.{attempts}", blocks, left, arrived)
+            return self._message(f"{self.name}-{number}.{attempts}", blocks, left, arrived, form)
 
         try:
             answer = await self._asking.ask(MODEL, compose, DEADLINE_S)
@@ -120,15 +121,20 @@ class Caller:
         first = self._random.randrange(1 << 20, 1 << 40)
         return list(range(first, first + 8))
 
-    def _message(
-        self, request: str, blocks: list[int], left: float, arrived: float | None
-    ) -> RouteRequest:
+    def _form(self) -> Form:
+        """What a request keeps however often it is asked."""
         hints = Hints(
             priority=self._random.choice([0, 0, 0, 3]),
             strict_priority=self._random.choice([0, 0, 0, 1]),
             tenant=self._random.choice(["red", "blue"]),
         )
         label = self._random.random() < 0.15
+        return hints, Placement(exclude=["nobody"]) if label else Placement()
+
+    def _message(
+        self, request: str, blocks: list[int], left: float, arrived: float | None, form: Form
+    ) -> RouteRequest:
+        hints, placement = form
         return RouteRequest(
             request=request,
             model=MODEL,
@@ -137,7 +143,7 @@ class Caller:
             max_tokens=16,
             deadline_s=max(left, 0.001),
             hints=hints,
-            placement=Placement(exclude=["nobody"]) if label else Placement(),
+            placement=placement,
             salt=SALT,
             arrived=arrived,
         )
