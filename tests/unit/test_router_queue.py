@@ -107,6 +107,14 @@ def test_an_old_entry_goes_before_all_others() -> None:
     assert leave(waiting, time=31.0) == ["old", "vip"]
 
 
+@pytest.mark.parametrize("bound", [1e9, 0.0])
+def test_an_entry_that_changes_its_lane_has_left_the_other(bound: float) -> None:
+    waiting = lane(entry("a", lane="x"), entry("b", lane="x", key=1, arrived=1.0), bound=bound)
+    waiting.push(entry("a", lane="y"))
+    heads = [waiting.head(9.0, blocked) for blocked in ({"y"}, {"x"}, {"x", "y"})]
+    assert [head.request if head is not None else None for head in heads] == ["b", "a", None]
+
+
 def test_an_entry_can_move_and_be_cancelled() -> None:
     waiting = lane(entry("a", key=1), entry("b", key=2), entry("c", key=3))
     waiting.push(entry("c", key=0))

@@ -61,17 +61,24 @@ class Part:
         best: tuple[float, float, str] | None = None
         for lane in [lane for lane in self.lanes if lane not in blocked]:
             heap = self.lanes[lane]
-            if self._first(heap, entries) is None:
+            if self._first(heap, entries, lane) is None:
                 del self.lanes[lane]
             elif best is None or heap[0] < best:
                 best = heap[0]
         return None if best is None else best[2]
 
-    def _first(self, heap: Heap, entries: Mapping[str, SeqWait]) -> str | None:
+    def _first(
+        self, heap: Heap, entries: Mapping[str, SeqWait], lane: str | None = None
+    ) -> str | None:
+        """The first that is still in this place; in any lane, unless one is told."""
         while heap:
             key, _, request = heap[0]
             entry = entries.get(request)
-            if entry is not None and entry.key == key and entry.fair_class == self.name:
+            if (
+                entry is not None
+                and (entry.key, entry.fair_class) == (key, self.name)
+                and (lane is None or entry.lane == lane)
+            ):
                 return request
             heapq.heappop(heap)
         return None
@@ -285,12 +292,16 @@ class Queue:
                 return self.entries[request]
         return None
 
+    def _is_in(self, request: str, lane: str) -> bool:
+        entry = self.entries.get(request)
+        return entry is not None and entry.lane == lane
+
     def _oldest(self, blocked: Collection[str]) -> tuple[float, str] | None:
         oldest: tuple[float, str] | None = None
         for lane, ages in self._ages.items():
             if lane in blocked:
                 continue
-            while ages[0][1] not in self.entries:  # there is one that is, in each of these
+            while not self._is_in(ages[0][1], lane):  # there is one that is, in each of these
                 heapq.heappop(ages)
             if oldest is None or ages[0] < oldest:
                 oldest = ages[0]
