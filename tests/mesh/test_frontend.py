@@ -173,6 +173,14 @@ async def started(stage: Stage, asking: object) -> aiohttp.ClientResponse:
     return response
 
 
+async def test_names_of_unknown_models_become_no_labels(stage: Stage) -> None:
+    for path in (CHAT, "/v1/tokenize", "/v1/detokenize"):
+        asked = body(prompt="x", tokens=[1]) | {"model": "chosen-by-a-caller"}
+        status, _ = await stage.client.post(path, asked)
+        assert status == 404
+    assert not [sample for sample in stage.mesh.metrics() if "chosen-by-a-caller" in sample]
+
+
 async def test_the_mesh_is_told_what_came_of_a_request(stage: Stage) -> None:
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()

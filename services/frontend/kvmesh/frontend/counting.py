@@ -45,6 +45,7 @@ class Counting:
             )
             caller.take(request, body)
             model, _ = self._parts.registry.resolve(request.model)
+            caller.model = request.model
             prompts = await self._parts.preparer.count(request, model)
             if sum(map(len, prompts)) < LONG:
                 answer = surface.answer(prompts, model.card.context)
@@ -67,10 +68,10 @@ class Detokenizing:
         caller, threads = caller_of(http), self._parts.preparer.threads
         body = await read_body(http, self._parts.settings)
         asked = await parsed(threads, caller.owner, body, lambda: parse_tokens(body))
-        caller.model = asked.model
         if caller.account is not None:
             caller.account.allow(asked.model)
         model, _ = self._parts.registry.resolve(asked.model)
+        caller.model = asked.model
         if len(asked.tokens) > model.card.context:
             raise ContextExceeded(len(asked.tokens), None, model.card.context)
 

@@ -20,7 +20,8 @@ CALLER = "kvmesh.caller"
 class Caller:
     """Who asks, on which account if keys are asked for, and since when.
 
-    `model` is set once it is known. `may` raises ApiError for a scope that is lacking.
+    `model` is set once it is found to be served, for callers do not choose labels of metrics. `may`
+    raises ApiError for a scope that is lacking.
     """
 
     def __init__(self, gate: Gate, http: web.Request, now: float) -> None:
@@ -43,7 +44,6 @@ class Caller:
 
     def take(self, request: GenerateRequest, body: bytes) -> None:
         """The request turned out to be this one; raises what forbids it."""
-        self.model = request.model
         request.size = len(body)
         self._gate.bind(request, self.account)
         if self._entry is not None:

@@ -65,6 +65,7 @@ class Generation:
     ) -> web.StreamResponse:
         request = call.request
         model, adapter = self._parts.registry.resolve(request.model)
+        caller.model = request.model
         await self._continue(call)
         prepared = await self._parts.preparer.prepare(request, model, adapter)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
