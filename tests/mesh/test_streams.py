@@ -102,7 +102,7 @@ async def test_buckets_of_other_meshes_are_left_alone(
 async def test_buckets_are_read_from_their_leader_which_is_never_behind(bus: Bus) -> None:
     infos = await mesh_streams(bus)
     buckets = [info.config for info in infos if (info.config.name or "").startswith("KV_")]
-    assert len(buckets) == 2
+    assert len(buckets) == 3
     assert not any(config.allow_direct for config in buckets)
 
 

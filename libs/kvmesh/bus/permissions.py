@@ -66,8 +66,8 @@ def _frontend(s: Subjects, name: str) -> Grant:
     stores = (s.responses_bucket, s.pins_bucket, s.secrets_bucket)
     return (
         [
-            *(s.router(ANY), s.router_at(ANY, _EACH), s.work(_EACH), s.ctl(_EACH), s.sessions),
-            *(s.seq(ANY), s.route(ANY), s.limits),
+            *(s.router(ANY), s.router_at(ANY, _EACH), s.work(_EACH), s.ctl(_EACH), s.ping(_EACH)),
+            *(s.sessions, s.limits, s.seq(ANY), s.route(ANY)),
             *_lease(s, User.FRONTEND, name),
             *_lease(s, User.WORKER, ANY),  # of those found dead
             *(entry for bucket in stores for entry in _write(bucket)),
@@ -89,7 +89,7 @@ def _router(s: Subjects, name: str) -> Grant:
             *_reads(s.seq_stream, s.route_stream),
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
         ],
-        [s.router(ANY), s.router_at(ANY, own), s.ctl(own), s.load_all],
+        [s.router(ANY), s.router_at(ANY, own), s.ping(own), s.load_all],
     )
 
 
@@ -112,12 +112,12 @@ def _worker(s: Subjects, name: str) -> Grant:
     own = f"{name}-{ANY}"
     return (
         [
-            *(s.kv(ANY, name), s.load(own), s.out(_EACH), s.kvbm(_EACH)),
+            *(s.kv(ANY, name), s.load(own), s.out(_EACH), s.kvbm(_EACH), s.ping(_EACH)),
             *_lease(s, User.WORKER, name),
             *_write_objects(s.model_bucket),
             *_reads(_kv(s.instances_bucket), _objects(s.model_bucket)),
         ],
-        [s.work(own), s.ctl(own)],
+        [s.work(own), s.ctl(own), s.ping(own)],
     )
 
 

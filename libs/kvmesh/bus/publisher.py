@@ -87,7 +87,8 @@ class KvPublisher:
 
     async def close(self, timeout: float = 2.0) -> None:
         """Send what is left, for at most `timeout` seconds."""
-        if self._task is None:
+        task, self._task = self._task, None
+        if task is None:
             return
         self._bus.on_reconnect.remove(self._on_reconnect)
         try:
@@ -95,8 +96,8 @@ class KvPublisher:
                 await self._empty.wait()
         except TimeoutError:
             log.warning("leaving with unsent KV events")
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        task.cancel()
+        await asyncio.wait([task])
 
     def _backlog(self, rank: int) -> "Backlog":
         backlog = self._backlogs.get(rank)

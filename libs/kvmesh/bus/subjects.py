@@ -6,7 +6,7 @@ from functools import lru_cache
 
 ROOT = "kvm"  # the first token of every subject
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
-PLACED = frozenset({"work", "out", "ctl", "kvbm", "load"})  # subjects that end with an instance
+PLACED = frozenset(("work", "out", "ctl", "ping", "kvbm", "load"))  # they end with an instance
 _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 
 
@@ -209,6 +209,10 @@ class Subjects:
     def computing_before(self, instance: str) -> str:
         """What the others tell one kvbm of what began before it could hear of it."""
         return self._of("computing", "before", *place(instance))
+
+    def ping(self, instance: str) -> str:
+        """Are you there? No command, so that others than those who command may ask."""
+        return self._of("ping", *place(instance))
 
     def load(self, instance: str) -> str:
         return self._of("load", *place(instance))

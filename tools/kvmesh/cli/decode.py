@@ -23,7 +23,7 @@ from kvmesh.bus.messages import (
 )
 
 STREAMED = ("kv", "route", "seq")
-REQUESTS = ("index", "indexer", "router", "work", "ctl", "kvbm", "sessions")
+REQUESTS = ("index", "indexer", "router", "work", "ctl", "ping", "kvbm", "sessions")
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -36,6 +36,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "work": msgspec.msgpack.Decoder(Work),
     "out": msgspec.msgpack.Decoder(StepOutput),
     "ctl": msgspec.msgpack.Decoder(Control),
+    "ping": msgspec.msgpack.Decoder(Control),
     "kvbm": msgspec.msgpack.Decoder(KvbmRequest),
     "computing": msgspec.msgpack.Decoder(Computing),
     "sessions": msgspec.msgpack.Decoder(SessionQuery),

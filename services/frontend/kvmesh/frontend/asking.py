@@ -299,4 +299,4 @@ class Asking:
         for router in self.routers.to_probe(self._clock, busy):
             token = str(next(self._names))
             self._pings[token] = router, self._clock
-            self._bus.post(self._bus.subjects.ctl(router), Ping(), f"{self._inbox}.{token}")
+            self._bus.post(self._bus.subjects.ping(router), Ping(), f"{self._inbox}.{token}")

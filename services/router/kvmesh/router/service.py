@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
 from kvmesh.bus.messages import (
-    Control,
     ControlReply,
     Instance,
     Load,
@@ -42,7 +41,7 @@ _NOTHING_FOUND = (
 )
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 _loads = msgspec.msgpack.Decoder(Load)
-_controls: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
+_pings = msgspec.msgpack.Decoder(Ping)
 _thresholds = msgspec.msgpack.Decoder(Thresholds)
 
 
@@ -130,8 +129,8 @@ class RouterService:
         await bus.subscribe(bus.subjects.load_all, _loads, self._on_load)
         self.ready = True
         if self._serves:
-            control = bus.subjects.ctl(self._service.instance)
-            await bus.answer(control, _controls, _controlled, _not_understood)
+            ping = bus.subjects.ping(self._service.instance)
+            await bus.answer(ping, _pings, _here, _not_understood)
             for router in list(self._models.values()):
                 await router.serve()
         self._service.spawn(self._tick(), "tick")
@@ -281,14 +280,12 @@ class RouterService:
             self._models[model].eased()
 
 
-def _controlled(command: Control) -> ControlReply:
-    if isinstance(command, Ping):
-        return ControlReply(ok=True)
-    return ControlReply(ok=False, reason="routers know no such command")
+def _here(_: Ping) -> ControlReply:
+    return ControlReply(True)
 
 
 def _not_understood(reason: str) -> ControlReply:
-    return ControlReply(ok=False, reason=reason)
+    return ControlReply(False, reason)
 
 
 def _slow_ranks(core: RouterCore) -> dict[str, str]:

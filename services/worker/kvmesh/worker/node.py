@@ -59,6 +59,7 @@ SOON = 0.75  # of the interval of loads: from then on one goes with the next tok
 STALL_LOOKS = 10
 ABORTED = "the worker is leaving"
 _work_decoder = msgspec.msgpack.Decoder(Work)
+_ping_decoder = msgspec.msgpack.Decoder(Ping)
 _control_decoder: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
 
 
@@ -249,7 +250,10 @@ class WorkerNode:
                 subjects.ctl(self.instance),
                 _control_decoder,
                 self._obey,
-                lambda reason: ControlReply(False, reason),
+                _unknown,
+            ),
+            await answer(
+                subjects.ping(self.instance), _ping_decoder, lambda _: _known(True), _unknown
             ),
         ]
 
@@ -408,6 +412,10 @@ class WorkerNode:
             found = silence.look(self.load(), self._publisher.published_by_rank)
             self._warnings.update("no_kv_events", found)
             await asyncio.sleep(HEARTBEAT_S)
+
+
+def _unknown(reason: str) -> ControlReply:
+    return ControlReply(False, reason)
 
 
 def _known(known: bool) -> ControlReply:

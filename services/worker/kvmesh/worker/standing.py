@@ -94,7 +94,7 @@ class Standing:
 
     async def _listens(self, card: Instance) -> bool:
         try:
-            subject = self._bus.subjects.ctl(card.instance)
+            subject = self._bus.subjects.ping(card.instance)
             await self._bus.request(subject, Ping(), ControlReply, PING_S)
         except NoResponder:
             return False
