@@ -114,15 +114,16 @@ async def count(client: Client, headers: dict[str, str]) -> int:
 
 
 async def test_a_rate_holds_over_all_frontends(stage: Stage) -> None:
-    key = await stage.key("rate", "--requests-per-minute", "60")
+    key = await stage.key("rate", "--requests-per-minute", "600")
     served, began = 0, time.monotonic()
-    for _ in range(200):
+    for _ in range(1000):
         statuses = [await count(client, key) for client in (stage.a, stage.b)]
         served += statuses.count(200)
         if statuses == [429, 429]:
             break
-    came_in = time.monotonic() - began  # one a second
-    assert 40 <= served <= 65 + came_in  # the checks of `known` count as well
+    came_in = 10 * (time.monotonic() - began)
+    # Two frontends on their own would serve 1,200. They know of each other's use 50 ms later.
+    assert 500 <= served <= 800 + came_in
     assert statuses == [429, 429]
 
 

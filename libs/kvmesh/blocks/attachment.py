@@ -106,7 +106,7 @@ class Attacher:
         self._directory = Directory(bus, limits, self._note, self._note)
         self._changed = asyncio.Event()
         self._locks = count()
-        self._refused: Instance | None = None
+        self._refused: tuple[str, NodeStore | None] | None = None
         self._complaint = ""
         self._lost: list[Attachment] = []
         self._task: asyncio.Task[None] | None = None
@@ -206,7 +206,9 @@ class Attacher:
             if card.role is Role.KVBM and card.node == self._tenant.node and card.store is not None
         ]
         newest = max(here, key=lambda card: card.started, default=None)
-        return None if newest is None or newest == self._refused else newest
+        if newest is None or (newest.instance, newest.store) == self._refused:
+            return None
+        return newest
 
     async def _attach(self, card: Instance) -> bool:
         store = card.store
@@ -248,7 +250,7 @@ class Attacher:
     def _on_refused(self, card: Instance, declined: Declined) -> None:
         self._complain(f"{card.name} does not take this worker: {declined.reason}")
         if declined.code in {"layout", "invalid"}:
-            self._refused = card
+            self._refused = card.instance, card.store
 
     def _complain(self, text: str) -> None:
         """Say why there is no attachment; while that stays so, once."""
