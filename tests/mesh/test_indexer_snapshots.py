@@ -168,6 +168,11 @@ async def test_a_hole_in_the_stream_is_filled_by_dumps_even_of_idle_workers(
     await idle.open()
     await idle.store(1, 2)
     await fill(worker, 1)
+
+    async def stored() -> bool:
+        return (await bus.js.stream_info(bus.subjects.kv_stream)).state.last_seq == 11
+
+    await eventually(stored)  # or what comes later would be numbered from 6 on
     await bus.js.purge_stream(bus.subjects.kv_stream, seq=6)
     replica = await replicas.start(Settings())
     await told(bus, [1, 2], {"w-1": 2, "idle-1": 2})
