@@ -294,17 +294,11 @@ class StreamReader:
             self._stale.set()
 
     async def _watch(self) -> None:
-        """Attach again whenever that is needed: at once after a good while, else after a delay.
-
-        A new connection begins a new series of delays.
-        """
-        failing, connected_at = False, self._bus.connected_at
+        """Attach again whenever that is needed: at once after a good while, else after a delay."""
+        failing = False
         while True:
             if not await self._lost():
                 continue
-            if self._bus.connected_at > connected_at:
-                connected_at = self._bus.connected_at
-                self._backoff.reset()
             if self._loop.time() - self._attached > SETTLED_S and not failing:
                 self._backoff.reset()
             else:
