@@ -31,6 +31,7 @@ from kvmesh.bus.marks import is_another
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 SILENCE_S = 3 * HEARTBEAT_S
+ATTEMPTS = 3  # to attach to a stream that is made anew again and again
 SETTLED_S = 10.0  # a consumer that lasts this long ends a series of attempts
 FIRST_DELAY_S, MOST_DELAY_S = 0.5, 30.0
 DELETE_S = 1.0
@@ -123,6 +124,7 @@ class StreamReader:
         self._arrived: deque[Msg] = deque()  # the server's flow control bounds it
         self._turn_planned = False
         self._held = False
+        self._attaching = False  # until it is known to be the stream that was read before
         self._stale = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.last_seq = start.after or 0
@@ -171,14 +173,30 @@ class StreamReader:
             self._consumers.popleft()
 
     async def _attach(self) -> None:
-        await self._detach()
-        await self._delete_consumers()
-        self._attached = self._loop.time()
+        self._attaching = True
         info = await self._bus.js.stream_info(self._stream)
+        await self._check(info)
+        for _ in range(ATTEMPTS):
+            await self._make_consumer()
+            info = await self._bus.js.stream_info(self._stream)
+            if not await self._check(info):  # the stream was the same when the consumer was made
+                self._attaching = False
+                self._plan_turn()
+                return
+        self._stale.set()
+
+    async def _check(self, info: StreamInfo) -> bool:
+        """Forget what was read of a stream that is another one by now; whether that was so."""
         fault = await self._fault(info)
         if fault:
             self._forget(fault)
         self._created = info.created
+        return bool(fault)
+
+    async def _make_consumer(self) -> None:
+        await self._detach()
+        await self._delete_consumers()
+        self._attached = self._loop.time()
         inbox = self._bus.client.new_inbox()
         self._consumer_seq = 0
         self._stale.clear()
@@ -246,7 +264,7 @@ class StreamReader:
             self._plan_turn()
 
     def _plan_turn(self) -> None:
-        if self._arrived and not (self._held or self._turn_planned):
+        if self._arrived and not (self._held or self._attaching or self._turn_planned):
             self._turn_planned = True
             self._loop.call_soon(self._turn)
 
@@ -254,7 +272,7 @@ class StreamReader:
         """Handle what has arrived; what takes longer than a turn lets others run first."""
         ends = monotonic() + TURN_S
         try:
-            while self._arrived and not self._held:
+            while self._arrived and not (self._held or self._attaching):
                 self._take(self._arrived.popleft())
                 if monotonic() > ends:
                     break
