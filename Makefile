@@ -19,24 +19,26 @@ setup: $(BUILT)
 
 $(BUILT): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable .
 	touch $@
 
 # The torch engine runs in the tests; `make up` does not need it.
-$(ENGINES): $(BUILT)
+$(ENGINES): pyproject.toml $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
 	$(PIP) --editable '.[dev,torch]'
-	touch $@
+	touch $(BUILT) $@
 
 up: setup
 	@exec $(BIN)/kvmesh up $(ARGS)
 
-# Until processes are started, two cores have work.
+# Processes that wait for one another leave one of two cores to the simulation.
 test: lint
-	$(MAKE) --jobs 2 --output-sync=target simulation unit types compiled
-	$(MAKE) mesh clients chaos
+	$(MAKE) --jobs 2 --output-sync=target unit types compiled
+	$(MAKE) --jobs 2 --output-sync=target mesh simulation
+	$(MAKE) clients chaos
 
-lint: setup
+lint: $(ENGINES)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
@@ -89,7 +91,7 @@ sanitize:
 	done
 
 # Coding agents from npm, against a mesh whose engine follows a script; needs Node.js.
-agents: setup .agents/.installed
+agents: $(ENGINES) .agents/.installed
 	$(BIN)/pytest -q -m agents tests/harnesses
 
 .agents/.installed: tests/harnesses/package.json

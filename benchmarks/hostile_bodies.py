@@ -1,46 +1,55 @@
-"""How long one stream waits while another client sends the worst bodies that it can.
+"""How long others wait while one client sends the worst bodies that it can, to every endpoint.
 
-Prints the largest gap between two pieces of a stream that gets a token every few milliseconds:
-alone, and beside each body, with the status that the body got and the frontend's peak of memory.
+A stream gets a token every few milliseconds. For each body it prints, as the median of several
+times: the largest gap between two pieces of that stream, the longest pause of the frontend's event
+loop by the clock and in CPU time of its process (which other programs do not lengthen), and its
+longest garbage collection; and the frontend's peak of memory, with the status that the body got.
 """
 
 import argparse
 import asyncio
+import re
+import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import aiohttp
+from hostile import CHAT, MODEL, Body, bodies
 from local_mesh import Mesh, running_mesh
+from ticking_frontend import TICKS, Ticks
 
-MODEL = "kvmesh-demo"
 MIB = 1 << 20
-CHAT = "/v1/chat/completions"
 
 
-def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
-    """What they are, where they go and what they hold; each of about `size` bytes."""
-    head = f'{{"model":"{MODEL}",'.encode()
-    ask = b'"messages":[{"role":"user","content":"x"}]'
-    message = b'{"role":"user","content":"x"},'
-    text = b'"prompt":"' + b"word, " * (size // 6) + b'"}'
-    yield "words", "/v1/tokenize", head + text
-    yield "one word", "/v1/tokenize", head + b'"prompt":"' + b"a" * size + b'"}'
-    yield "spaces", "/v1/tokenize", head + b'"prompt":"' + b" " * size + b'"}'
-    yield "brackets", "/v1/tokenize", head + b'"prompt":"' + b"<" * size + b'"}'
-    yield "no ASCII", "/v1/tokenize", head + b'"prompt":"' + "日本 ".encode() * (size // 7) + b'"}'
-    yield "as a chat", CHAT, head + ask[:-3] + b"word, " * (size // 6) + b'"}]}'
-    marks = b"<|im_end|>" * (size // 10)
-    yield "special tokens", CHAT, head + ask[:-3] + marks + b'"}]}'
-    bias = b",".join(b'"%d":1' % token for token in range(size // 11))
-    yield "logit_bias", CHAT, head + ask + b',"logit_bias":{' + bias + b"}}"
-    many = message * min(20_000, size // len(message))
-    yield "20,000 messages", "/v1/messages/count_tokens", head + b'"messages":[' + many[:-1] + b"]}"
-    ids = b"1234," * (size // 5)
-    yield "token ids", "/v1/detokenize", head + b'"tokens":[' + ids + b"1]}"
-    nested = b"{}," * (size // 3)
-    deep = head + ask + b',"chat_template_kwargs":{"a":[' + nested + b"1]}}"
-    yield "empty objects", CHAT, deep
+class TickingMesh(Mesh):
+    """Its frontend notes its own stalls."""
+
+    def __init__(self, folder: Path, options: dict[str, str], frontends: int) -> None:
+        file = folder / "ticks"
+        super().__init__(folder, {**options, TICKS: str(file)}, frontends)
+        self.ticks = Ticks(file)
+
+    def command(self, role: str) -> list[str]:
+        if role != "frontend":
+            return super().command(role)
+        return [sys.executable, str(Path(__file__).with_name("ticking_frontend.py"))]
+
+
+class Seen(NamedTuple):
+    """Of one body sent once; times in seconds, memory in MiB."""
+
+    status: int
+    took: float
+    gap: float
+    wall: float
+    cpu: float
+    longest_gc: float
+    gc: float
+    peak: float
+    after: float
 
 
 async def gap(mesh: Mesh, during: "asyncio.Future[tuple[int, float]]") -> float:
@@ -60,13 +69,15 @@ async def gap(mesh: Mesh, during: "asyncio.Future[tuple[int, float]]") -> float:
                         return largest
 
 
-async def post(mesh: Mesh, path: str, body: bytes) -> tuple[int, float]:
+async def post(mesh: Mesh, body: Body) -> tuple[int, float]:
     """Status and seconds."""
     headers = {"content-type": "application/json"}
     started = time.perf_counter()
     async with (
         aiohttp.ClientSession(headers=headers) as session,
-        session.post(mesh.url + path, data=body, timeout=aiohttp.ClientTimeout(300)) as answer,
+        session.post(
+            mesh.url + body.path, data=body.body, timeout=aiohttp.ClientTimeout(300)
+        ) as answer,
     ):
         await answer.read()
         return answer.status, time.perf_counter() - started
@@ -84,31 +95,44 @@ def forget_peak(mesh: Mesh) -> None:
     Path(f"/proc/{mesh.pids['frontend']}/clear_refs").write_text("5")
 
 
-async def measure(mesh: Mesh, mib: float) -> None:
-    quiet = asyncio.ensure_future(asyncio.sleep(5, (0, 0.0)))
-    print(f"{'body':<18}{'status':>8}{'took':>10}{'gap':>10}{'peak':>11}{'after':>11}")
-    row("(none)", 0, 5.0, await gap(mesh, quiet), mesh)
-    for name, path, body in bodies(int(mib * MIB)):
-        forget_peak(mesh)
-        sent = asyncio.ensure_future(later(post(mesh, path, body)))
-        largest = await gap(mesh, sent)
-        status, took = await sent
-        row(name, status, took, largest, mesh)
+async def measure(mesh: TickingMesh, mib: float, times: int, only: str) -> None:
+    print(
+        f"{'body':<30}{'status':>7}{'took':>9}{'gap':>8}{'loop':>8}{'CPU':>8}{'GC':>8}"
+        f"{'all GC':>8}{'peak':>9}{'after':>9}"
+    )
+    quiet = [await seen(mesh, asyncio.sleep(3, (0, 3.0))) for _ in range(times)]
+    row("(none)", quiet)
+    for body in bodies(int(mib * MIB)):
+        if re.search(only, body.name):
+            row(body.name, [await seen(mesh, post(mesh, body)) for _ in range(times)])
 
 
-async def later(work: Coroutine[None, None, tuple[int, float]]) -> tuple[int, float]:
-    await asyncio.sleep(1)
+async def seen(mesh: TickingMesh, work: Coroutine[None, None, tuple[int, float]]) -> Seen:
+    forget_peak(mesh)
+    sent = asyncio.ensure_future(later(mesh, work))
+    largest = await gap(mesh, sent)
+    status, took = await sent
+    told = mesh.ticks.read()
+    peak, after = memory(mesh, "VmHWM"), memory(mesh, "VmRSS")
+    return Seen(status, took, largest, *told, peak, after)
+
+
+async def later(
+    mesh: TickingMesh, work: Coroutine[None, None, tuple[int, float]]
+) -> tuple[int, float]:
+    await asyncio.sleep(0.3)
+    mesh.ticks.reset()
     try:
         return await work
     finally:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
 
 
-def row(name: str, status: int, took: float, largest: float, mesh: Mesh) -> None:
-    peak, after = memory(mesh, "VmHWM"), memory(mesh, "VmRSS")
+def row(name: str, found: list[Seen]) -> None:
+    status, took, *stalls, peak, after = map(median, zip(*found, strict=True))
+    pauses = "".join(f"{stall * 1e3:>5.0f} ms" for stall in stalls)
     print(
-        f"{name:<18}{status or '':>8}{took:>8.2f} s{largest * 1e3:>7.0f} ms"
-        f"{peak:>7.0f} MiB{after:>7.0f} MiB",
+        f"{name:<30}{status or '':>7}{took:>7.2f} s{pauses}{peak:>5.0f} MiB{after:>5.0f} MiB",
         flush=True,
     )
 
@@ -116,11 +140,20 @@ def row(name: str, status: int, took: float, largest: float, mesh: Mesh) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=float, default=7.9, help="size of each body")
-    parser.add_argument("--context", type=int, default=1 << 20, help="context of the model")
+    parser.add_argument("--context", type=int, default=1 << 21, help="context of the model")
+    parser.add_argument("--times", type=int, default=3, help="how often each body is sent")
+    parser.add_argument("--only", default="", help="bodies whose names this pattern finds")
     options = parser.parse_args()
-    context = str(options.context)
-    with running_mesh(workers=1, speedup=1, KVMESH_WORKER_CONTEXT=context) as mesh:
-        asyncio.run(measure(mesh, options.mib))
+    context, blocks = str(options.context), str(2 * options.context // 16)
+    with running_mesh(
+        workers=1,
+        speedup=1,
+        kind=TickingMesh,
+        KVMESH_WORKER_CONTEXT=context,
+        KVMESH_MOCK_BLOCKS=blocks,
+    ) as mesh:
+        assert isinstance(mesh, TickingMesh)
+        asyncio.run(measure(mesh, options.mib, options.times, options.only))
 
 
 if __name__ == "__main__":

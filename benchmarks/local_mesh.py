@@ -91,7 +91,11 @@ class Mesh:
 
     def _service(self, role: str, name: str, options: dict[str, str]) -> None:
         options = {f"KVMESH_{role.upper()}_NAME": name, "KVMESH_NATS_URL": self.nats_url, **options}
-        self._spawn(name, [sys.executable, "-m", "kvmesh.cli.main", role], options)
+        self._spawn(name, self.command(role), options)
+
+    def command(self, role: str) -> list[str]:
+        """What starts a process of a role."""
+        return [sys.executable, "-m", "kvmesh.cli.main", role]
 
     def _spawn(self, name: str, command: list[str], options: dict[str, str]) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
@@ -152,12 +156,16 @@ class Mesh:
 
 @contextlib.contextmanager
 def running_mesh(
-    workers: int = 4, speedup: float = 1000.0, frontends: int = 1, **options: str
+    workers: int = 4,
+    speedup: float = 1000.0,
+    frontends: int = 1,
+    kind: type[Mesh] = Mesh,
+    **options: str,
 ) -> Iterator[Mesh]:
     """A mesh that serves; `options` are further environment variables. Raises RuntimeError."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
         environment = {"KVMESH_MOCK_SPEEDUP": str(speedup), **options}
-        mesh = Mesh(Path(folder), environment, frontends)
+        mesh = kind(Path(folder), environment, frontends)
         try:
             mesh.start(workers)
             yield mesh

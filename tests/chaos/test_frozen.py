@@ -6,21 +6,17 @@ and no stream is silent for longer than it takes to give the process up.
 """
 
 import asyncio
-import itertools
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from openai import AsyncOpenAI, OpenAIError
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.proxy import Proxy
+from support.traffic import Traffic, questions
 from support.wait import eventually
 
-CLIENTS = 16
-TOKENS = 40
 PAUSE_S = 2.0  # what a client may notice
 SLACK_S = 4.0  # for machines on which everything is slow; a frozen router used to cost a minute
 DELAY_S = 2.0
@@ -57,89 +53,15 @@ def stage(nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> 
             proxy.stop()
 
 
-class Traffic:
-    """Clients that ask again as soon as they are answered, and know what the answer must be."""
-
-    def __init__(self, stage: Stage) -> None:
-        url = f"{stage.mesh.url}/v1"
-        self._client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-        self._running = True
-        self._answers = stage.answers
-        self._tasks: list[asyncio.Task[None]] = []
-        self.whole = 0
-        self.failed: list[str] = []
-        self.longest = 0.0
-
-    async def start(self) -> None:
-        """Learn the right answers, unless they are known, then begin."""
-        prompts = [f"Client {number % CLIENTS}, question {number}. " * 20 for number in range(32)]
-        for prompt in prompts:
-            if prompt not in self._answers:
-                self._answers[prompt] = await self._stream(prompt)
-        self.longest = 0.0
-        for number in range(CLIENTS):
-            own = prompts[number::CLIENTS]
-            self._tasks.append(asyncio.create_task(self._ask(own)))
-
-    async def _ask(self, prompts: list[str]) -> None:
-        for prompt in itertools.cycle(prompts):
-            if not self._running:
-                return
-            try:
-                answer = await self._stream(prompt)
-                assert answer == self._answers[prompt], f"{answer!r} to {prompt!r}"
-                self.whole += 1
-            except (OpenAIError, AssertionError) as error:
-                self.failed.append(f"{type(error).__name__}: {error}")
-                await asyncio.sleep(0.1)
-
-    async def _stream(self, prompt: str) -> str:
-        heard = time.monotonic()
-        chunks = await self._client.chat.completions.create(
-            model="kvmesh-demo",
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=TOKENS,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        text, tokens = "", 0
-        async for chunk in chunks:
-            self.longest = max(self.longest, time.monotonic() - heard)
-            heard = time.monotonic()
-            tokens = chunk.usage.completion_tokens if chunk.usage else tokens
-            text += "".join(choice.delta.content or "" for choice in chunk.choices)
-        assert tokens == TOKENS, f"the stream broke off after {tokens} tokens"
-        return text
-
-    async def more(self, count: int = 2 * CLIENTS) -> None:
-        """Wait until `count` more answers have arrived whole."""
-        target = self.whole + count
-        await eventually(lambda: self.whole >= target, what=f"{self.failed[-5:]}")
-
-    async def pass_by(self, seconds: float) -> None:
-        """Let traffic go on for this long at least, and until some answers have come."""
-        ends = time.monotonic() + seconds
-        await eventually(lambda: time.monotonic() > ends)
-        await self.more(CLIENTS)
-
-    async def stop(self) -> None:
-        self._running = False
-        await asyncio.wait(self._tasks, timeout=120)
-        await self._client.close()
-
-    def check(self, pause: float = PAUSE_S + SLACK_S) -> None:
-        """Nothing failed, and nobody waited for longer than `pause`."""
-        print(f"{self.whole} answers, longest pause {self.longest:.2f} s")
-        assert self.failed == []
-        assert self.longest <= pause
+def traffic_of(stage: Stage) -> Traffic:
+    return Traffic(stage.mesh.url, questions(2), tokens=40, answers=stage.answers)
 
 
 @pytest.mark.parametrize("name", ["router-0", "indexer-0"])
 async def test_a_frozen_process_is_left_out_and_does_no_harm_when_it_thaws(
     stage: Stage, name: str
 ) -> None:
-    traffic = Traffic(stage)
+    traffic = traffic_of(stage)
     await traffic.start()
     await traffic.more()
     process = stage.mesh.processes[name]
@@ -150,7 +72,7 @@ async def test_a_frozen_process_is_left_out_and_does_no_harm_when_it_thaws(
         process.send_signal(signal.SIGCONT)
     await traffic.more()
     await traffic.stop()
-    traffic.check()
+    traffic.check(PAUSE_S + SLACK_S)
     await _nothing_is_left(stage)
 
 
@@ -158,7 +80,7 @@ async def test_a_frozen_process_is_left_out_and_does_no_harm_when_it_thaws(
 async def test_a_process_that_every_packet_reaches_late_is_left_out(
     stage: Stage, name: str
 ) -> None:
-    traffic = Traffic(stage)
+    traffic = traffic_of(stage)
     await traffic.start()
     await traffic.more()
     stage.proxies[name].delay_s = DELAY_S
@@ -168,12 +90,12 @@ async def test_a_process_that_every_packet_reaches_late_is_left_out(
         stage.proxies[name].delay_s = 0.0
     await traffic.more()
     await traffic.stop()
-    traffic.check()
+    traffic.check(PAUSE_S + SLACK_S)
     await _nothing_is_left(stage)
 
 
 async def test_a_frontend_that_thaws_finds_its_answers_and_fails_nothing(stage: Stage) -> None:
-    traffic = Traffic(stage)
+    traffic = traffic_of(stage)
     await traffic.start()
     await traffic.more()
     process = stage.mesh.processes["frontend-0"]
@@ -181,7 +103,7 @@ async def test_a_frontend_that_thaws_finds_its_answers_and_fails_nothing(stage: 
         process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(FROZEN_S)  # that nothing happens meanwhile is what is tested
         process.send_signal(signal.SIGCONT)
-        await traffic.more(CLIENTS)
+        await traffic.more()
     await traffic.stop()
     assert traffic.failed == []
     await _nothing_is_left(stage)

@@ -3,8 +3,11 @@
 import asyncio
 import json
 import random
+import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +16,7 @@ from prometheus_client import REGISTRY
 from support.engine_suite import EngineSuite
 from support.nats import free_port
 from support.vllm import VllmRun, prompt, work
-from support.wait import eventually
+from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.worker.engine import EngineError, Rejected
@@ -111,11 +114,36 @@ async def test_a_schema_is_followed(started: VllmRun) -> None:
     assert started.sink.finish("b") == "stop"
 
 
+async def test_streams_go_on_while_a_constraint_is_understood(
+    started: VllmRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.structured_output import backend_xgrammar
+
+    understand, ended = backend_xgrammar.validate_xgrammar_grammar, threading.Event()
+
+    def slowly(params: Any) -> None:
+        assert ended.wait(PATIENCE_S)
+        understand(params)
+
+    monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", slowly)
+    started.engine.submit(work("stream", prompt(40), max_tokens=200))
+    await eventually(lambda: started.sink.tokens("stream"))
+    guided = Guided(kind="regex", value="(a|b){8}")
+    sampling = Sampling(max_tokens=9, temperature=0.0, guided=guided)
+    started.engine.submit(work("constrained", prompt(40), sampling=sampling))
+    await started.ended("stream")
+    assert not started.sink.tokens("constrained")
+    ended.set()
+    await started.ended("constrained")
+    assert started.sink.finish("constrained") == "stop"
+
+
 async def test_bad_constraints_and_ranks_are_the_callers_error(started: VllmRun) -> None:
     guided = Guided(kind="json_schema", value='{"type": "nonsense"}')
     await started.do(work("a", prompt(40), sampling=Sampling(max_tokens=4, guided=guided)))
     assert started.sink.finish("a") == "error"
     assert started.sink.deltas["a"][-1].error
+    assert started.sink.deltas["a"][-1].invalid
     with pytest.raises(Rejected, match="rank 9"):
         started.engine.submit(work("b", prompt(40), rank=9))
     with pytest.raises(Rejected, match="temperature"):
@@ -149,7 +177,14 @@ async def test_an_unknown_argument_stops_the_start(tiny_model: Path) -> None:
         await VllmRun.start(tiny_model, "no_such_argument=1")
 
 
-async def test_the_death_of_its_process_is_told(tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(signal.SIGKILL, "vLLM has died"), (signal.SIGSTOP, "vLLM has been stopped")],
+    ids=["killed", "stopped"],
+)
+async def test_the_end_of_its_process_is_told(
+    tiny_model: Path, number: signal.Signals, told: str
+) -> None:
     psutil = pytest.importorskip("psutil")
     mine = psutil.Process()
     others = set(mine.children(recursive=True))
@@ -157,10 +192,13 @@ async def test_the_death_of_its_process_is_told(tiny_model: Path) -> None:
     run.engine.submit(work("a", prompt(80), max_tokens=400))
     await eventually(lambda: run.sink.tokens("a"))
     for child in set(mine.children(recursive=True)) - others:
-        child.kill()
+        if "EngineCore" in child.name():
+            child.send_signal(number)
     await eventually(lambda: run.sink.errors, timeout=30)
-    assert "vLLM has died" in str(run.sink.errors[0])
+    assert told in str(run.sink.errors[0])
     await run.engine.close()
+    left = set(mine.children()) - others
+    assert not [child for child in left if "EngineCore" in child.name()]
 
 
 async def test_a_decoding_engine_fetches_what_another_has_prefilled(tiny_model: Path) -> None:

@@ -1,6 +1,7 @@
 """vLLM with adapters, and with several data-parallel ranks."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -49,5 +50,25 @@ async def test_ranks_have_caches_of_their_own(tiny_model: Path) -> None:
     assert run.sink.tokens("first") == run.sink.tokens("again")
     await eventually(lambda: len(run.sink.held) == 2, what="both ranks tell their blocks")
     assert [load.requests for load in run.engine.load("i")] == [1, 2]
+    assert not [place for place in listening() if speaks_zeromq(*place)]
     await asyncio.wait_for(run.engine.drain(), 60)
     await run.engine.close()
+
+
+def listening() -> list[tuple[str, int]]:
+    """Where others than this machine may connect to vLLM's processes."""
+    psutil = pytest.importorskip("psutil")
+    mine = psutil.Process()
+    found = [c for p in (mine, *mine.children(recursive=True)) for c in p.net_connections("tcp")]
+    places = [tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN]
+    return [place for place in places if not place[0].startswith("127.") and place[0] != "::1"]
+
+
+def speaks_zeromq(host: str, port: int) -> bool:
+    """Whether a publisher of events may be there: ZeroMQ says who it is before it is asked."""
+    with socket.create_connection((host, port), timeout=5) as client:
+        client.settimeout(1)
+        try:
+            return client.recv(10)[:1] == b"\xff"
+        except TimeoutError:
+            return False

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from array import array
@@ -42,7 +43,9 @@ def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Remote, subproces
     command += ["--block-size", str(SIZE), "--num-gpu-blocks-override", "64"]
     command += ["--scheduling-policy", "priority", "--kv-events-config", events]
     with (tmp_path / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=dict(os.environ), start_new_session=True
+        )
     remote = Remote(
         url=f"http://127.0.0.1:{port}",
         kv_events=f"ipc://{tmp_path}/events",
@@ -51,7 +54,7 @@ def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Remote, subproces
         probe_s=0.2,
     )
     yield remote, process
-    process.terminate()
+    os.killpg(process.pid, signal.SIGKILL)  # a server that was killed leaves its engine behind
     process.wait(30)
 
 
@@ -83,6 +86,11 @@ async def test_a_served_model_joins_from_beside(
     assert await run("c", longer, generated=5) == answer[5:]
     await run("tenant", prompt(200), salt=PLAIN ^ 1)
     await eventually(lambda: set(sequence(prompt(200), PLAIN ^ 1)) <= sink.sequences)
+    part = f"{'a' * 32}/{'b' * 32}"  # of a tenant, as a caller names one
+    for name in ("part", "part again"):
+        await run(name, prompt(200), salt=PLAIN ^ 2, tenant=part)
+        await eventually(lambda: set(sequence(prompt(200), PLAIN ^ 2)) <= sink.sequences)
+    assert (sink.cached("part"), sink.cached("part again")) == (0, 192)
     await run("rows", prompt(40), sampling=Sampling(max_tokens=3, logprobs=2, temperature=0))
     assert all(len(delta.logprobs or []) for delta in sink.deltas["rows"] if delta.tokens)
     for i in range(12):

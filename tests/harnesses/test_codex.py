@@ -115,7 +115,8 @@ async def test_a_subagent_belongs_to_its_parent(
     done = await codex(recorder.url, workspace, "Spawn one")
     assert "The other has counted." in said(done)
     parent = done.events[0]["thread_id"]
-    call = next(i for i in recorder.seen[1].body["input"] if i["type"] == "function_call")
+    items = (item for seen in recorder.seen for item in seen.body["input"])
+    call = next(item for item in items if item["type"] == "function_call")
     assert (call["namespace"], call["name"]) == ("multi_agent_v1", "spawn_agent")
     hints = {(d.hints.session, d.hints.parent_session) for d in tap.decisions}
     children = {session for session, above in hints if above == parent}

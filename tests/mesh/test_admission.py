@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,11 +18,13 @@ import pytest_asyncio
 from support.frontend import client_session, scripted_worker
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer, free_port
+from support.tiny import tiny_model
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
+from kvmesh.index import HASH_VERSION
 
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=5.0)
 CONTEXT = "2048"
@@ -88,12 +91,43 @@ async def test_a_misfit_is_refused_in_one_line_and_is_not_started_again(
     await eventually(lambda: "serving kvmesh-demo" in log(mesh, "worker-0"))
     env = env or {"KVMESH_WORKER_MODEL": str(other_model)}
     mesh.start("worker", "worker-1", **{"KVMESH_WORKER_REVISION": "v1", **env})
+    await refused(mesh, words)
+
+
+async def test_a_worker_that_hashes_otherwise_than_those_there_is_refused(mesh: Mesh) -> None:
+    """As a worker of another release would, beside which one of this release is started."""
+    bus = await Bus.connect(mesh.options, "test")
+    await ensure_streams(bus, LIMITS)
+    async with scripted_worker(bus, LIMITS, "old", hash_version=77):
+        mesh.start("worker", "worker-1")
+        await refused(mesh, f"worker-1: hash version {HASH_VERSION} differs from 77 of old")
+    await bus.close()
+
+
+async def test_a_worker_of_another_kv_layout_is_refused(mesh: Mesh) -> None:
+    pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+    torch = {
+        "KVMESH_WORKER_ENGINE": "torch",
+        "KVMESH_WORKER_MODEL": str(tiny_model()),
+        "KVMESH_WORKER_SERVED_NAME": "kvmesh-demo",
+        "KVMESH_TORCH_THREADS": "1",
+        "KVMESH_TORCH_BLOCKS": "256",
+    }
+    mesh.start("worker", "worker-0", **torch)
+    await eventually(lambda: "serving kvmesh-demo" in log(mesh, "worker-0"))
+    mesh.start("worker", "worker-1", **torch, KVMESH_TORCH_DTYPE="bfloat16")
+    said = await refused(mesh, "worker-1: KV layout ")
+    assert re.search(r"KV layout bfloat16 .* differs from float32 .* of worker-0", said)
+
+
+async def refused(mesh: Mesh, words: str) -> str:
+    """The one line in which `worker-1` says so."""
     assert await ended(mesh, "worker-1") == HOPELESS
-    said = [line for line in log(mesh, "worker-1").splitlines() if words in line]
-    assert len(said) == 1
-    assert "(kvmesh-demo)" in said[0]
-    assert "worker.served_name" in said[0]
+    (said,) = [line for line in log(mesh, "worker-1").splitlines() if words in line]
+    assert "(kvmesh-demo)" in said
+    assert "worker.served_name" in said
     assert "Traceback" not in log(mesh, "worker-1")
+    return said
 
 
 async def test_the_lease_of_a_dead_worker_keeps_nobody_out(mesh: Mesh, other_model: Path) -> None:

@@ -1,11 +1,13 @@
 """What is wrong while the mesh serves on is named: on /health, in `kvmesh status`, in metrics."""
 
 import asyncio
+import hashlib
 import json
 import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ async def mesh(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Mesh]:
     mesh.stop()
 
 
-def get(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as answer:
+def get(port: int, path: str, headers: dict[str, str] | None = None) -> str:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers or {})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         return str(answer.read().decode())
 
 
@@ -54,6 +57,24 @@ def body(number: int, stream: bool, words: int = 300) -> dict[str, Any]:
     return {"model": "kvmesh-demo", "max_tokens": 4, "stream": stream, "messages": messages}
 
 
+async def eventually_named(mesh: Mesh, port: int, kind: str, text: str) -> None:
+    """On the /health of whoever sees it, in its metric, and in both forms of `kvmesh status`."""
+    await eventually(lambda: text in warnings(get(port, "/health")), what=f"/health says {text}")
+    assert f'kvmesh_warnings{{kind="{kind}"}} 1.0' in get(port, "/metrics")
+
+    async def in_status() -> bool:
+        report = json.loads(await status(mesh, "--json"))
+        return text in [warned["text"] for warned in report["warnings"]]
+
+    await eventually(in_status, what=f"kvmesh status says {text}")
+    assert text in await status(mesh)
+
+
+def warnings(health: str) -> list[str]:
+    found: list[str] = json.loads(health).get("warnings", [])
+    return found
+
+
 async def test_a_worker_without_events_and_an_index_without_its_blocks_are_named(
     mesh: Mesh,
 ) -> None:
@@ -67,46 +88,104 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_named
     assert json.loads(get(ports["worker"], "/health")) == {"status": "ok"}
     async with client_session() as client:
         for number in range(2 * REQUESTS):
-            async with client.post(mesh.url + CHAT, json=body(number, bool(number % 2))) as answer:
+            leaves = bool(number % 2)
+            asked = body(number, stream=leaves) | ({"max_tokens": 1000} if leaves else {})
+            async with client.post(mesh.url + CHAT, json=asked) as answer:
                 assert answer.status == 200
-                await answer.read()
-    silent, short = "publishes no KV events", "the index knows less than half"
-    await eventually(lambda: silent in get(ports["worker"], "/health"))
-    await eventually(lambda: short in get(ports["indexer"], "/health"))
+                await (answer.content.readline() if leaves else answer.read())
+    silent = "worker-0 rank 0 computes prompts and publishes no KV events: the index does not know"
+    short = f"the index knows less than half of the blocks that rank 0 of {await instance(mesh)}"
+    await eventually_named(mesh, ports["worker"], "no_kv_events", f"{silent} what it holds")
+    await eventually_named(mesh, ports["indexer"], "index_short", f"{short} says it keeps")
     assert json.loads(get(ports["worker"], "/health"))["status"] == "ok"
-    assert 'kvmesh_warnings{kind="no_kv_events"} 1.0' in get(ports["worker"], "/metrics")
-    assert 'kvmesh_warnings{kind="index_short"} 1.0' in get(ports["indexer"], "/metrics")
-    await eventually(lambda: on_cards(mesh, silent, short), what="kvmesh status names both")
-    assert f"worker-0 rank 0 computes prompts and {silent}" in await status(mesh)
+    assert 'aborted_total{rank="0"} 0.0' not in get(ports["worker"], "/metrics")
 
 
-async def on_cards(mesh: Mesh, *parts: str) -> bool:
+async def test_a_router_names_an_index_that_knows_nothing_of_what_workers_hold(mesh: Mesh) -> None:
+    port = free_port()
+    mesh.start("indexer", "indexer-0")
+    mesh.start("router", "router-0", KVMESH_ROUTER_METRICS_PORT=str(port))
+    mesh.start("worker", "worker-0", KVMESH_MOCK_LOSE_EVERY="1")
+    mesh.start("frontend", "frontend-0")
+    await mesh.ready()
+    words = (
+        "the index finds nothing for prompts of kvmesh-demo that begin like earlier ones: KV events"
+        " are lost, disabled, or hashed with another block size or salt"
+    )
+
+    async def named() -> bool:
+        """After one more request of those that all begin alike."""
+        async with client.post(mesh.url + CHAT, json=body(1, stream=True)) as answer:
+            assert answer.status == 200
+            await answer.read()
+        return words in warnings(get(port, "/health"))
+
+    async with client_session() as client:
+        assert not await named()
+        await eventually(named)
+    assert json.loads(get(port, "/health"))["status"] == "ok"
+    await eventually_named(mesh, port, "empty_index", words)
+
+
+async def instance(mesh: Mesh) -> str:
     report = json.loads(await status(mesh, "--json"))
-    texts = [warned["text"] for warned in report["warnings"]]
-    return all(any(part in text for text in texts) for part in parts)
+    cards = [member["card"] for member in report["instances"]]
+    return next(str(card["instance"]) for card in cards if card["name"] == "worker-0")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_frontend_names_a_worker_where_predicted_hits_do_not_come_true(
-    mesh: Mesh, stream: bool
-) -> None:
+MISSED = (
+    "a finds less than half of the cached tokens that routers expect there: the index or the"
+    " predictions are wrong about it"
+)
+
+
+@asynccontextmanager
+async def expecting_in_vain(
+    mesh: Mesh, stream: bool, headers: dict[str, str] | None = None
+) -> AsyncIterator[None]:
+    """Requests have gone to a worker that found nothing of what routers expected there."""
     bus = await Bus.connect(mesh.options, "test")
     await ensure_streams(bus, LIMITS)
-    mesh.start("frontend", "frontend-0")
     async with scripted_router(bus, LIMITS) as router, scripted_worker(bus, LIMITS, "a") as a:
         router.order, router.overlap = [a.instance], [2, 0, 0, 0]
         await mesh.ready()
         async with client_session() as client:
             for number in range(ENOUGH):
                 asked = body(number, stream, words=20)
-                asking = asyncio.ensure_future(client.post(mesh.url + CHAT, json=asked))
+                asking = asyncio.ensure_future(
+                    client.post(mesh.url + CHAT, json=asked, headers=headers)
+                )
                 work = await a.work(number)
                 chunk = Chunk(work.request, 0, [300], finish="stop", cached=[0])
                 await a.send(work, chunk)
                 async with await asking as answer:
                     await answer.read()
-        words = "a finds less than half of the cached tokens that routers expect there"
-        await eventually(lambda: words in get(mesh.port, "/health"))
-        assert 'kvmesh_warnings{kind="missed_hits"} 1.0' in get(mesh.port, "/metrics")
-        await eventually(lambda: on_cards(mesh, words), what="kvmesh status names it")
+        yield
     await bus.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_frontend_names_a_worker_where_predicted_hits_do_not_come_true(
+    mesh: Mesh, stream: bool
+) -> None:
+    mesh.start("frontend", "frontend-0")
+    async with expecting_in_vain(mesh, stream):
+        await eventually_named(mesh, mesh.port, "missed_hits", MISSED)
+
+
+async def test_with_keys_only_administrators_see_what_is_wrong_on_the_open_port(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(key("plain", "[]") + key("admin", '["admin"]'))
+    mesh.start("frontend", "frontend-0", KVMESH_FRONTEND_KEYS_FILE=str(keys))
+    async with expecting_in_vain(mesh, False, {"x-api-key": "plain"}):
+        await eventually_named(mesh, mesh.metrics_port, "missed_hits", MISSED)
+        for stranger in ({}, {"x-api-key": "wrong"}, {"x-api-key": "plain"}):
+            assert json.loads(get(mesh.port, "/health", stranger)) == {"status": "ok"}
+        assert MISSED in warnings(get(mesh.port, "/health", {"x-api-key": "admin"}))
+
+
+def key(name: str, scopes: str) -> str:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f'[[key]]\nname = "{name}"\nsha256 = "{digest}"\nscopes = {scopes}\n'

@@ -1,9 +1,11 @@
 """The bus against a real server: requests, streams that survive, leases that lapse."""
 
 import asyncio
+import gc
 import logging
 import re
 import time
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import uvloop
+from msgspec.structs import fields
 from nats.errors import NoRespondersError
 from nats.js.errors import APIError
 from support.nats import NatsServer, free_port
@@ -19,9 +22,11 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus, BusOptions, Reply, Respond
 from kvmesh.bus.discovery import Directory, Lease, forget_instance
 from kvmesh.bus.errors import BusUnavailable, ModelFilesError, NoResponder, RequestTimeout
+from kvmesh.bus.loads import follow_loads
 from kvmesh.bus.messages import (
     ControlReply,
     Instance,
+    Load,
     Ping,
     Role,
     SeqBatch,
@@ -48,13 +53,13 @@ async def test_a_request_is_answered_and_absence_is_told_from_silence(bus: Bus) 
     async def ignore(_: Ping, __: Respond) -> None:
         return
 
-    await bus.serve(bus.subjects.ctl("a"), PING, answer)
-    await bus.serve(bus.subjects.ctl("b"), PING, ignore)
-    assert (await bus.request(bus.subjects.ctl("a"), Ping(), ControlReply, PATIENCE_S)).ok
+    await bus.serve(bus.subjects.ping("a"), PING, answer)
+    await bus.serve(bus.subjects.ping("b"), PING, ignore)
+    assert (await bus.request(bus.subjects.ping("a"), Ping(), ControlReply, PATIENCE_S)).ok
     with pytest.raises(NoResponder):
-        await bus.request(bus.subjects.ctl("c"), Ping(), ControlReply, PATIENCE_S)
+        await bus.request(bus.subjects.ping("c"), Ping(), ControlReply, PATIENCE_S)
     with pytest.raises(RequestTimeout):
-        await bus.request(bus.subjects.ctl("b"), Ping(), ControlReply, 0.05)
+        await bus.request(bus.subjects.ping("b"), Ping(), ControlReply, 0.05)
 
 
 async def test_a_malformed_request_is_answered_and_the_server_lives(bus: Bus) -> None:
@@ -62,12 +67,14 @@ async def test_a_malformed_request_is_answered_and_the_server_lives(bus: Bus) ->
         await respond(ControlReply(ok=True))
 
     await bus.serve(
-        bus.subjects.ctl("a"), PING, answer, on_malformed=lambda why: ControlReply(False, why)
+        bus.subjects.ping("a"), PING, answer, on_malformed=lambda why: ControlReply(False, why)
     )
-    reply = await bus.request(bus.subjects.ctl("a"), {"type": "nonsense"}, ControlReply, PATIENCE_S)
+    reply = await bus.request(
+        bus.subjects.ping("a"), {"type": "nonsense"}, ControlReply, PATIENCE_S
+    )
     assert not reply.ok
     assert "nonsense" in reply.reason
-    assert (await bus.request(bus.subjects.ctl("a"), Ping(), ControlReply, PATIENCE_S)).ok
+    assert (await bus.request(bus.subjects.ping("a"), Ping(), ControlReply, PATIENCE_S)).ok
 
 
 async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: Bus) -> None:
@@ -76,7 +83,7 @@ async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: B
     def keep(_: Ping, reply: Reply) -> None:
         kept.append(reply)
 
-    subject = bus.subjects.ctl("a")
+    subject = bus.subjects.ping("a")
     for _ in range(2):
         await bus.handle(subject, PING, keep, "group", lambda why: ControlReply(False, why))
     asked = asyncio.create_task(bus.request(subject, Ping(), ControlReply, PATIENCE_S))
@@ -110,7 +117,7 @@ async def test_a_plain_function_gets_all_in_order_and_may_fail(bus: Bus) -> None
 
     await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), hear)
     for number in range(0, 3000, 3):
-        assert bus.try_publish(subject, SeqFree(str(number)))
+        assert bus.client.try_publish(subject, encode(SeqFree(str(number))))
         await bus.publish(subject, SeqFree(str(number + 1)))
         await bus.client.publish(subject, encode(SeqFree(str(number + 2))), headers={"a": "b"})
     await eventually(lambda: len(heard) == 3000)
@@ -127,10 +134,10 @@ async def test_what_is_published_during_an_outage_follows(
     )
     await asyncio.to_thread(nats_server.stop)
     await eventually(lambda: not bus.client.is_connected)
-    assert not bus.try_publish(subject, SeqFree("a"))
+    assert not bus.client.try_publish(subject, encode(SeqFree("a")))
     await bus.publish(subject, SeqFree("a"))
     await asyncio.to_thread(nats_server.start)
-    await eventually(lambda: bus.try_publish(subject, SeqFree("b")))
+    await eventually(lambda: bus.client.try_publish(subject, encode(SeqFree("b"))))
     await eventually(lambda: heard == ["a", "b"])
 
 
@@ -246,6 +253,20 @@ async def test_a_reader_with_much_to_do_lets_others_run(bus: Bus) -> None:
     await reader.close()
 
 
+async def test_a_closed_reader_leaves_nothing_to_the_garbage_collector(bus: Bus) -> None:
+    stream, subject = bus.subjects.seq_stream, bus.subjects.seq("m")
+    gc.disable()
+    try:
+        reader = StreamReader(bus, stream, subject, lambda _: None, Start())
+        await reader.open()
+        held = weakref.ref(reader)
+        await reader.close()
+        del reader
+        await eventually(lambda: held() is None)
+    finally:
+        gc.enable()
+
+
 async def test_a_reader_survives_the_loss_of_its_consumer(bus: Bus) -> None:
     reading = Reading(bus, Start())
     await reading.reader.open()
@@ -288,6 +309,61 @@ async def test_a_lease_joins_changes_and_leaves(bus: Bus, limits: StreamLimits) 
     await eventually(lambda: [i.name for i in left] == ["w"])
     assert directory.instances == []
     await directory.close()
+
+
+async def test_a_card_that_another_process_could_have_written_is_ignored(
+    bus: Bus, limits: StreamLimits, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = await bus.js.key_value(bus.subjects.instances_bucket)
+    for key, forged in (
+        (
+            "worker.a.1",
+            msgspec.structs.replace(card("b"), instance="a-1"),
+        ),  # under its own key, another's name
+        ("worker.a.2", card("b")),
+        ("worker.a.3", msgspec.structs.replace(card("a"), instance="a-3", role=Role.ROUTER)),
+    ):
+        await bucket.put(key, encode(forged))
+    directory = Directory(bus, limits)
+    await directory.open()
+    await bucket.put("worker.b.1", encode(card("b")))
+    await eventually(lambda: directory.instances == [card("b")])
+    assert caplog.text.count("ignored the card of") == 3
+    await directory.close()
+
+
+async def test_a_card_that_is_refused_is_told_of_once_however_often_it_is_renewed(
+    bus: Bus, limits: StreamLimits, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = Directory(bus, limits)
+    await directory.open()
+    bucket = await bus.js.key_value(bus.subjects.instances_bucket)
+    for _ in range(3):
+        await bucket.put("worker.a.2", encode(card("b")))
+        await bucket.put("worker.a.3", b"no card")
+    await bucket.put("worker.a.3", b"\x93")  # another reason
+    await bucket.put("worker.b.1", encode(card("b")))
+    await eventually(lambda: directory.instances == [card("b")])
+    assert caplog.text.count("ignored the card of") == 1
+    assert caplog.text.count("ignored an unreadable card at worker.a.3") == 2
+    await directory.close()
+
+
+async def test_an_instance_tells_of_its_own_load_alone(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(instance: str, running: int) -> Load:
+        zeros = dict.fromkeys((field.name for field in fields(Load) if field.required), 0)
+        return Load(**{**zeros, "instance": instance, "running": running})  # type: ignore[arg-type]
+
+    heard: list[Load] = []
+    await follow_loads(bus, heard.append)
+    await bus.publish(bus.subjects.load("a-1"), load("b-1", 99))
+    await bus.client.publish(bus.subjects.load("a-1"), b"no load")
+    await bus.publish(bus.subjects.load("b-1"), load("b-1", 1))
+    await eventually(lambda: heard)
+    assert heard == [load("b-1", 1)]
+    assert "from now on silently: it speaks of b-1" in caplog.text
 
 
 async def test_the_later_life_is_told_by_the_servers_clock(bus: Bus, limits: StreamLimits) -> None:
@@ -442,7 +518,7 @@ async def test_an_answer_that_came_while_the_process_was_stopped_is_an_answer(
     options: BusOptions, bus: Bus
 ) -> None:
     """As under uvloop, which services run on: its timers come before what is to be read."""
-    subject = bus.subjects.ctl("w")
+    subject = bus.subjects.ping("w")
 
     async def answer(_: Ping, respond: Respond) -> None:
         await asyncio.sleep(0.1)

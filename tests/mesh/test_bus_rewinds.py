@@ -4,11 +4,15 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
+from kvmesh.bus import reader
+from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
 from kvmesh.bus.reader import SILENCE_S, Start, StreamMessage, StreamReader
+from kvmesh.bus.streams import ensure_streams
 
 
 class Follower:
@@ -128,6 +132,35 @@ async def test_many_reconnects_leave_one_consumer_per_reader(
     for follower in followers:
         await follower.reader.close()
     assert await bus.js.consumers_info(bus.subjects.route_stream) == []
+
+
+async def test_a_new_connection_ends_a_long_delay(
+    nats_server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Patient(Backoff):
+        """The second delay of a series lasts an hour."""
+
+        taken = 0
+
+        def reset(self) -> None:
+            self.taken = 0
+
+        def delay(self) -> float:
+            self.taken += 1
+            delays.append(3600.0 if self.taken == 2 else 0.0)
+            return delays[-1]
+
+    delays: list[float] = []
+    monkeypatch.setattr(reader, "Backoff", Patient)
+    follower = Follower(bus)
+    await follower.reader.open()
+    await bus.js.delete_stream(bus.subjects.route_stream)
+    await eventually(lambda: 3600.0 in delays)
+    await ensure_streams(bus)
+    await bus.client.force_reconnect()
+    await write(bus, "a")
+    await eventually(lambda: follower.texts == ["a"])
+    await follower.reader.close()
 
 
 async def test_a_reader_tells_how_long_it_has_heard_nothing(

@@ -78,6 +78,10 @@ max_priority = 2
 name = "root"
 sha256 = "{root}"
 scopes = ["admin"]
+[[key]]
+name = "thrifty"
+sha256 = "{thrifty}"
+tokens_per_minute = 1500
 """
 LONG = "You are an agent who reads and writes files. " * 20
 ASK = {"role": "user", "content": LONG}
@@ -135,7 +139,7 @@ async def shared(
 ) -> AsyncIterator[Stage]:
     folder = tmp_path_factory.mktemp("cache")
     keys = folder / "keys.toml"
-    names = ("a", "b", "plain", "root")
+    names = ("a", "b", "plain", "root", "thrifty")
     keys.write_text(KEYS.format(**{n: hashlib.sha256(n.encode()).hexdigest() for n in names}))
     settings = {**SETTINGS, "KVMESH_FRONTEND_KEYS_FILE": str(keys)}
     mesh = Mesh(nats_server.url, folder, settings, metrics_port=free_port())
@@ -555,3 +559,20 @@ async def test_a_hinted_turn_is_computed_ahead_and_what_it_found_is_counted(stag
             stage.mesh.metric("kvmesh_frontend_speculative_tokens_total") == before + ahead.compute
         )
     )
+
+
+async def test_what_is_computed_ahead_counts_against_the_key(stage: Stage) -> None:
+    """The turn itself leaves room for another; with what is computed ahead there is none."""
+    hint = {"agent_hints": {"speculative_prefill": True}}
+    messages = [ASK, {"role": "assistant", "content": "Yes?"}, ASK]
+    thought = f"<think>\nHm.\n</think>\n\n{LONG * 2}"
+    body: dict[str, Any] = {"messages": messages, "nvext": hint, "max_tokens": 900}
+    _, answer = await turn(stage, CHAT, body, key="thrifty", said=thought)
+    ahead = await once(stage.a, Prefetch)
+    used = answer["usage"]["total_tokens"]
+    assert used < 1400 < 1600 < used + ahead.compute
+
+    async def refused() -> bool:
+        return (await stage.post("/v1/tokenize", {"prompt": "Hi"}, "thrifty"))[0] == 429
+
+    await eventually(refused)

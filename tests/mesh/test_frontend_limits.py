@@ -122,7 +122,7 @@ async def test_a_rate_holds_over_all_frontends(stage: Stage) -> None:
         if statuses == [429, 429]:
             break
     came_in = 10 * (time.monotonic() - began)
-    # Two frontends on their own would serve 1,200. They know of each other's use 50 ms later.
+    # Two frontends on their own would serve 1,200. They know of each other's use 10 ms later.
     assert 500 <= served <= 800 + came_in
     assert statuses == [429, 429]
 

@@ -8,18 +8,23 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec import Raw
+from nats.js.errors import APIError
+from nats.js.kv import KeyValue
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import SessionPrompt
+from kvmesh.bus.secret import SecretUnusable
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.limits import Key
 from kvmesh.frontend.responses_store import MAX_TURN, ResponseNotFound, ResponseStore
-from kvmesh.frontend.secret import SecretUnusable, tenant_secret
+from kvmesh.frontend.secret import tenant_secret
+from kvmesh.frontend.session_prompts import SessionPrompts
 from kvmesh.frontend.surfaces.base import StoredTurn
-from kvmesh.frontend.tenants import Tenants
+from kvmesh.frontend.tenants import Tenants, scoped
 
 
 def turn(name: str, text: str = "x", previous: str | None = None, tenant: str = "") -> StoredTurn:
@@ -196,18 +201,39 @@ async def test_a_wrong_secret_is_named_and_nothing_takes_its_place(bus: Bus, wro
     with pytest.raises(SecretUnusable, match=r"frontend\.tenant_secret must be 64") as error:
         await tenant_secret(bus, wrong)
     assert error.value.configured
-    await tenant_secret(bus, None)
-    bucket = await bus.js.key_value(bus.subjects.secrets_bucket)
+    bucket = await bucket_of_an_earlier_release(bus)
     await bucket.put(bus.subjects.tenants_key, b"short")
     with pytest.raises(SecretUnusable, match="has 5 bytes"):
         await tenant_secret(bus, None)
 
 
+async def bucket_of_an_earlier_release(bus: Bus) -> KeyValue:
+    """One for secrets whose entries may be replaced."""
+    return await bus.js.create_key_value(bucket=bus.subjects.secrets_bucket)
+
+
+async def test_a_secret_that_an_earlier_release_keeps_stays_the_mesh_s(bus: Bus) -> None:
+    bucket = await bucket_of_an_earlier_release(bus)
+    await bucket.put(bus.subjects.tenants_key, b"s" * 32)
+    assert await tenant_secret(bus, None) == b"s" * 32
+
+
+async def test_a_secret_that_was_made_is_never_replaced(bus: Bus) -> None:
+    secret = await tenant_secret(bus, None)
+    name = bus.subjects.tenants_key
+    bucket = await bus.js.key_value(bus.subjects.secrets_bucket)
+    for attempt in (bucket.put(name, b"x" * 32), bucket.delete(name), bucket.purge(name)):
+        with pytest.raises(APIError):
+            await attempt
+    with pytest.raises(APIError):
+        await bus.js.purge_stream(f"KV_{bus.subjects.secrets_bucket}")
+    assert await tenant_secret(bus, None) == secret
+
+
 async def test_a_frontend_without_the_secret_does_not_start(
     nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:
-    await tenant_secret(bus, None)
-    bucket = await bus.js.key_value(bus.subjects.secrets_bucket)
+    bucket = await bucket_of_an_earlier_release(bus)
     await bucket.put(bus.subjects.tenants_key, b"short")
     mesh = Mesh(nats_server.url, tmp_path, namespace=bus.options.namespace)
     mesh.start("frontend", "frontend-0")
@@ -216,5 +242,22 @@ async def test_a_frontend_without_the_secret_does_not_start(
     finally:
         mesh.stop()
     assert status == 1
-    assert "the secret of the tenants in bucket" in mesh.logs()
+    assert "the secret tenants in bucket" in mesh.logs()
     assert "Traceback" not in mesh.logs()
+
+
+async def test_sessions_of_a_tenant_do_not_displace_those_of_another(bus: Bus) -> None:
+    sessions, last = SessionPrompts(bus, 100_000), SessionPrompt(bytes(4000), None)
+    await sessions.open()
+    tenants = Tenants(bytes(32))
+    mine = [scoped(tenants.tag("team-a"), "s1"), "of nobody"]
+    for name in mine:
+        sessions.remember("m", name, last)
+    flood = [scoped(tenants.tag("evil", f"part{n}"), f"s{n}") for n in range(100)]
+    for name in flood:
+        sessions.remember("m", name, last)
+    for name in (*mine, flood[-1], flood[-10]):
+        assert await sessions.find("m", name) == last
+    assert await sessions.find("m", flood[0]) is None
+    sessions.remember("m", mine[0], SessionPrompt(bytes(96_000), None))
+    assert await sessions.find("m", mine[1]) == last

@@ -17,16 +17,14 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder
-from kvmesh.bus.kvbm import Await, Commit, Done, Fetched, Finish, Incomplete, Offer
+from kvmesh.bus.kvbm import Await, Commit, Detach, Done, Fetched, Finish, Incomplete, Offer
 from kvmesh.bus.messages import (
     Clear,
     ControlReply,
-    Dump,
     Instance,
     OverlapQuery,
     OverlapReply,
     Pin,
-    Ping,
     Release,
     Retain,
     Unpin,
@@ -126,8 +124,8 @@ async def test_the_index_hears_of_every_tier(node: Node) -> None:
     await are(0, 0, 16, 0)
     await worker.get(names.upto(6))
     await are(0, 6, 10, 0)
-    assert (await node.control(Dump(0))).ok
-    assert not (await node.control(Dump(1))).ok
+    assert (await node.dump(0)).ok
+    assert not (await node.dump(1)).ok
     await are(0, 6, 10, 0)
     await node.control(Clear(salt=SALT))
     await are()
@@ -158,13 +156,29 @@ async def test_commands(node: Node) -> None:
     assert len((await worker.get(b)).blocks) == 4
     assert await node.control(Unpin("p")) == ControlReply(True, blocks=4)
     assert not (await node.control(Unpin("p"))).ok
-    assert (await node.control(Ping())).ok
     assert await node.control(Clear(model="other")) == ControlReply(True, blocks=0)
     assert await node.control(Clear(SALT, [3], "m")) == ControlReply(True, blocks=0)
     assert await node.control(Clear(model="m")) == ControlReply(True, blocks=4)
     assert "cleared 0 blocks: everything of other, tiers: all" in node.log
     assert f"cleared 0 blocks: namespace {SALT:016x} of m, tiers: 3" in node.log
     assert "cleared 4 blocks: everything of m, tiers: all" in node.log
+
+
+async def test_the_parts_of_a_tenant_share_its_budget(node: Node) -> None:
+    await node.start(KVMESH_KVBM_TENANT_SHARE="0.25")
+    worker = await node.worker()
+    share, retention = HOST_BYTES // 4, [Retain(0, 100 * SIZE, 80, explicit=True)]
+
+    async def keep(tenant: str, seed: int) -> float:
+        names = worker.names(tokens(100, seed), tenant)
+        assert await worker.put(names, tenant=tenant, retention=retention) == 100
+        return node.metric("kept_bytes", 'tier="1"')
+
+    asked = 100 * layout().block_bytes
+    assert await keep("a/one", 1) == asked
+    assert await keep("a/two", 2) == share
+    assert await keep("a", 3) == share
+    assert await keep("b/one", 4) == share + asked
 
 
 async def test_retention_is_inherited(node: Node) -> None:
@@ -327,6 +341,19 @@ async def test_a_worker_without_a_lock_is_refused(node: Node) -> None:
     worker.close()
     with pytest.raises(AssertionError, match="no locked file"):
         await worker.attach()
+
+
+async def test_only_who_was_told_it_can_name_an_attachment(node: Node) -> None:
+    card = await node.start()
+    worker = await node.worker()
+    stranger = TestWorker(node.bus, card, layout())
+    stranger.close()
+    for number in (*range(1, 20), worker.id - 1, worker.id + 1):
+        with pytest.raises(AssertionError, match="no such attachment"):
+            await stranger.ask(Detach(number), Done)
+    second = await node.worker()
+    assert abs(second.id - worker.id) > 1 << 20
+    assert (await worker.fetch(worker.names(tokens(4)))).ticket == 0
 
 
 async def test_messages_that_make_no_sense_are_declined(node: Node) -> None:

@@ -10,7 +10,7 @@ from support.kvbm_node import ALL_TO_DISK, DISK_BYTES, HOST_BYTES, Node
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.kvbm import Await, Declined, Done, Finish
-from kvmesh.bus.messages import Clear, Ping
+from kvmesh.bus.messages import Clear
 from kvmesh.kvbm.core.record import Kept
 from kvmesh.kvbm.journal import records_in
 
@@ -101,7 +101,7 @@ async def test_a_disk_that_fills_up_keeps_what_it_has(node: Node) -> None:
     for seed in range(2, 12):
         await worker.put(worker.names(tokens(100, seed)))
         await node.reaches("moving_blocks", 0)
-    assert (await node.control(Ping())).ok
+    assert (await node.control(Clear(model="other"))).ok
     assert node.log.count("the disk tier stays at") == 1
     assert node.metric("capacity_bytes", 'tier="2"') < DISK_BYTES
     last = worker.names(tokens(100, 11))

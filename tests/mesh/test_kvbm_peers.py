@@ -74,6 +74,17 @@ async def test_what_a_peer_says_ends_in_a_block_or_in_none(
     await serving.unsubscribe()
 
 
+async def test_a_peer_that_has_failed_is_not_asked_for_what_it_was_known_to_have(
+    reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader.peers.note([NAME], "liar")
+    assert reader.peers.knows(NAME)
+    for _ in range(2):
+        reader.neighbours.rest("liar", TimeoutError("no answer"))
+    assert not reader.peers.knows(NAME)
+    assert ["no answer" in record.message for record in caplog.records] == [True]
+
+
 async def test_memory_that_cannot_be_lent_is_told(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,30 +1,39 @@
 """A mesh under `kvmesh secure`: every role can do its work, and nothing else."""
 
 import asyncio
+import gc
 import os
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
+from msgspec import Raw
 from nats.errors import Error as NatsError
-from nats.js.api import ConsumerConfig
+from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 from openai import AsyncOpenAI
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.secured import SecuredServer, secure
 from support.wait import eventually
 
-from kvmesh.bus.buckets import read_bucket
+from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.direct import PermissionDenied
 from kvmesh.bus.errors import BusUnavailable, NotPermitted
-from kvmesh.bus.messages import ControlReply, Ping
+from kvmesh.bus.messages import ControlReply, Dump, Resend, encode
 from kvmesh.bus.streams import NotThere, ensure_streams
 from kvmesh.bus.subjects import Subjects
+from kvmesh.frontend.limits import Key
+from kvmesh.frontend.responses_store import ResponseStore
+from kvmesh.frontend.secret import tenant_secret
+from kvmesh.frontend.surfaces.base import StoredTurn
 
 WORKERS = ("worker-0", "worker-1")
 SUBJECTS = Subjects("kvmesh")
@@ -131,6 +140,7 @@ async def test_people_look_and_steer_as_far_as_their_user_may(
     refused = await asyncio.to_thread(run, server, "observer", *busy, "--blocks", "1")
     assert refused.returncode == 1
     assert "ermissions" in refused.stderr
+    assert "as an operator" in refused.stderr
 
 
 async def test_a_missing_stream_is_made_by_those_who_may(server: SecuredServer, mesh: Mesh) -> None:
@@ -165,11 +175,12 @@ SENDS: dict[str, set[str]] = {
     SUBJECTS.ping("worker-0-1f"): {"frontend", W0, W1},
     SUBJECTS.work("worker-0-1f"): {"frontend"},
     SUBJECTS.out("frontend-0-1f"): {W0, W1},
-    SUBJECTS.ctl("worker-0-1f"): {"frontend", "indexer", "operator"},
+    SUBJECTS.ctl("worker-0-1f"): {"frontend", "operator"},
+    SUBJECTS.dump("worker-0-1f"): {"indexer"},
     SUBJECTS.kvbm("kv-0-1f"): {W0, W1, KV},
     SUBJECTS.computing("m"): {KV},
     SUBJECTS.load("worker-0-1f"): {W0},
-    "_INBOX.frontend.x": set(),
+    "_INBOX.frontend.x": {"frontend", "router", "indexer", W0, W1, KV},
     f"$KV.{SUBJECTS.instances_bucket}.worker.worker-0.1f": {"frontend", W0, "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.router.r.1f": {"router", "operator"},
     f"$KV.{SUBJECTS.keys_bucket}.a": {"operator"},
@@ -202,6 +213,7 @@ HEARS: dict[str, set[str]] = {
     SUBJECTS.out("frontend-0-1f"): {"frontend"},
     "kvm.kvmesh.out.>": set(),
     SUBJECTS.ctl("worker-0-1f"): {W0},
+    SUBJECTS.dump("worker-0-1f"): {W0},
     SUBJECTS.kvbm("kv-0-1f"): {KV},
     SUBJECTS.kvbm("kv-1-1f"): set(),
     SUBJECTS.computing("m"): {KV},
@@ -273,7 +285,6 @@ async def reads(bus: Bus, stream: str) -> bool:
         bus.js.add_consumer(stream, config),
         bus.js.add_consumer(stream, config.evolve(name="probe")),
         bus.js.get_msg(stream, seq=1),
-        bus.js.get_msg(stream, seq=1, direct=True),
     ):
         try:
             await attempt
@@ -304,6 +315,118 @@ async def test_nobody_but_an_operator_changes_streams_or_tells_the_server_anythi
                 await bus.client.request(f"$JS.API.{call}", b"{}", timeout=5)
 
 
+FORGED = msgspec.json.encode(Key(name="forged", sha256="0" * 64, scopes=["admin"]))
+
+
+@pytest.mark.parametrize("bucket", [SUBJECTS.keys_bucket, SUBJECTS.secrets_bucket])
+async def test_a_worker_gets_no_bytes_of_its_own_into_a_bucket_of_others(
+    server: SecuredServer, mesh: Mesh, bucket: str
+) -> None:
+    async with (
+        server.connected("frontend") as frontend,
+        server.connected("operator") as operator,
+        server.connected(W0) as worker,
+    ):
+        await keys_bucket(frontend)
+        secret = await tenant_secret(frontend, None)
+        entry = f"$KV.{bucket}.{SUBJECTS.tenants_key}"
+        await forge(worker, entry)
+        found = await read_bucket(operator, bucket)
+        for value in found.values():  # an answer about them may be there, which is no key
+            with pytest.raises(msgspec.DecodeError):
+                msgspec.json.decode(value, type=Key)
+        assert await tenant_secret(frontend, None) == secret
+
+
+async def forge(worker: Bus, entry: str) -> None:
+    """Have the server put bytes there, or an answer about them, in each way that a worker has."""
+    own = SUBJECTS.ping("worker-0-1f")
+    heard = await worker.client.subscribe(own)
+    await worker.client.publish(own, b"", reply=entry)
+    asked = await heard.next_msg(timeout=5)
+    await worker.client.publish(asked.reply, FORGED)  # the answer to its own question
+    assert await refused(worker)
+    await heard.unsubscribe()
+    piece, stream = f"$O.{SUBJECTS.model_bucket}.C.forged", f"OBJ_{SUBJECTS.model_bucket}"
+    await worker.client.publish(piece, FORGED, reply=entry)
+    kept = await worker.js.publish(piece, FORGED)
+    wanted = f'{{"seq":{kept.seq}}}'.encode()
+    await worker.client.publish(f"$JS.API.DIRECT.GET.{stream}", wanted, reply=entry)
+    assert await refused(worker)
+    await worker.client.publish(f"$JS.API.DIRECT.GET.{stream}.{piece}", reply=entry)
+    assert await refused(worker)
+    await worker.client.publish(f"$JS.API.STREAM.MSG.GET.{stream}", wanted, reply=entry)
+    pushed = ConsumerConfig(
+        deliver_subject=entry, ack_policy=AckPolicy.NONE, inactive_threshold=1.0
+    )
+    with suppress(NatsError):
+        await worker.js.add_consumer(stream, pushed)
+    assert not await refused(worker)
+
+
+async def test_a_process_takes_nothing_that_a_user_has_a_stream_deliver_to_it(
+    server: SecuredServer, mesh: Mesh
+) -> None:
+    stream, piece = f"OBJ_{SUBJECTS.model_bucket}", f"$O.{SUBJECTS.model_bucket}.C.stray"
+    subject, decoder = SUBJECTS.work("worker-1-1f"), msgspec.msgpack.Decoder(Dump)
+    async with (
+        server.connected("frontend") as frontend,
+        server.connected("operator") as operator,
+        server.connected(W0) as thief,
+        server.connected(W1) as worker,
+    ):
+        heard: list[Dump] = []
+
+        async def in_task(dump: Dump) -> None:
+            heard.append(dump)
+
+        await worker.subscribe(subject, decoder, heard.append)
+        await worker.subscribe(subject, decoder, in_task)
+        await worker.client.flush()
+        await thief.js.publish(piece, encode(Dump(666)))
+        pushed = ConsumerConfig(
+            deliver_subject=subject,
+            filter_subject=piece,
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=1.0,
+        )
+        consumer = await thief.js.add_consumer(stream, pushed)
+
+        async def delivered() -> bool:
+            info = await operator.js.consumer_info(stream, consumer.name)
+            return info.delivered is not None and info.delivered.consumer_seq == 1
+
+        await eventually(delivered)
+        await frontend.publish(subject, Dump(1))
+        await eventually(lambda: len(heard) >= 2)
+        assert heard == [Dump(1), Dump(1)]
+
+
+@pytest.mark.parametrize("user", sorted(EVERYBODY - {"operator"}))
+async def test_nobody_but_an_operator_reads_directly(server: SecuredServer, user: str) -> None:
+    async with server.connected(user) as bus:
+        for stream in READS:
+            with pytest.raises(PermissionDenied):
+                await bus.js.get_msg(stream, seq=1, direct=True)
+
+
+async def test_responses_are_read_from_a_bucket_that_allows_direct_reads(
+    server: SecuredServer,
+) -> None:
+    bucket = SUBJECTS.responses_bucket
+    older = StreamConfig(
+        name=f"KV_{bucket}",
+        subjects=[f"$KV.{bucket}.>"],
+        allow_direct=True,
+        max_msgs_per_subject=1,
+    )
+    async with server.connected("operator") as operator, server.connected("frontend") as frontend:
+        await operator.js.add_stream(older)
+        store = ResponseStore(frontend, 60.0, 1 << 20)
+        assert await store.put(StoredTurn("resp_a", None, [], [], Raw(b"{}"), ""))
+        assert (await store.get("resp_a", "")).id == "resp_a"
+
+
 async def test_an_answer_reaches_who_asked_and_only_that(mesh: Mesh, server: SecuredServer) -> None:
     async with (
         server.connected("frontend") as frontend,
@@ -318,12 +441,12 @@ async def test_an_answer_reaches_who_asked_and_only_that(mesh: Mesh, server: Sec
         cards = await read_bucket(frontend, SUBJECTS.instances_bucket)
         key = next(key for key in cards if key.startswith("worker.worker-1."))
         instance = "-".join(key.split(".")[1:])
-        reply = await frontend.request(SUBJECTS.ctl(instance), Ping(), ControlReply, 5)
-        assert reply.ok
+        reply = await frontend.request(SUBJECTS.ctl(instance), Resend("x", 0), ControlReply, 5)
+        assert not reply.ok
         await worker.client.flush()
         assert overheard == []
         with pytest.raises(NotPermitted, match="does not permit this process to publish on"):
-            await worker.request(SUBJECTS.ctl(instance), Ping(), ControlReply, 5)
+            await worker.request(SUBJECTS.ctl(instance), Resend("x", 0), ControlReply, 5)
 
 
 # Who gets in at all
@@ -342,6 +465,30 @@ async def test_the_server_takes_nobody_without_a_certificate_and_a_key(
     ):
         with pytest.raises(BusUnavailable):
             await Bus.connect(options, "stranger", timeout=2)
+
+
+async def test_a_server_that_falls_silent_after_the_handshake_leaves_no_connection_open(
+    server: SecuredServer,
+) -> None:
+    """An open connection that is garbage would fail this test."""
+    own = server.folder / "nats"
+    certificate = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    certificate.load_cert_chain(own / "cert.pem", own / "key.pem")
+    shaken: list[asyncio.StreamWriter] = []
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"version":"2.11.0","tls_required":true,"max_payload":1000000}\r\n')
+        await writer.start_tls(certificate)
+        shaken.append(writer)
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as silent:
+        url = f"tls://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        with pytest.raises(BusUnavailable):
+            await Bus.connect(replace(server.options("router"), url=url), "router", timeout=1)
+        gc.collect()
+        for writer in shaken:
+            writer.transport.abort()
+    assert shaken
 
 
 async def test_a_server_of_another_authority_or_without_tls_is_not_spoken_to(

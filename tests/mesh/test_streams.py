@@ -1,6 +1,7 @@
 """Streams are made once and changed by a command; a server that is set too small is told so."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from nats.js.api import DiscardPolicy, StorageType
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
@@ -17,6 +19,7 @@ from kvmesh.bus.errors import BusUnavailable, ServerUnfit
 from kvmesh.bus.server import check_server
 from kvmesh.bus.streams import StreamLimits, differences, ensure_streams, mesh_streams
 
+DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
 SMALL = StreamLimits(kv_bytes=2 << 20, kv_age_s=60.0, route_bytes=1 << 20, seq_bytes=1 << 20)
 
 
@@ -37,6 +40,23 @@ def at(options: BusOptions) -> tuple[str, ...]:
 
 async def kv_bytes(bus: Bus) -> int:
     return (await bus.js.stream_info(bus.subjects.kv_stream)).config.max_bytes or 0
+
+
+async def test_streams_are_kept_where_the_docs_say(bus: Bus) -> None:
+    documented: dict[str, StorageType] = {}
+    for line in DEPLOYMENT.read_text().splitlines():
+        what, _, rest = line.removeprefix("| ").partition(" | ")
+        for where, storage in (("in memory", StorageType.MEMORY), ("on disk", StorageType.FILE)):
+            if rest.startswith(where):
+                documented |= dict.fromkeys(re.findall(r"`(\w+)`", what), storage)
+    found = await mesh_streams(bus)
+    kinds = {(info.config.name or "").rpartition("-")[2]: info.config for info in found}
+    assert {"kv", "route", "seq", "instances", "router", "kvbm", "index", "models"} <= kinds.keys()
+    for kind, config in kinds.items():
+        assert config.storage == documented[kind], kind
+        rebuilt = kind in ("kv", "route", "seq")
+        assert config.discard == (DiscardPolicy.OLD if rebuilt else DiscardPolicy.NEW), kind
+        assert (config.duplicate_window == 1.0) is rebuilt, kind
 
 
 async def test_no_process_changes_streams_by_starting(

@@ -171,13 +171,16 @@ async def test_an_owner_that_has_gone_is_an_error(pair: Pair) -> None:
     assert await pair.failure(grant) == "unreachable"
 
 
-async def test_an_owner_that_does_not_answer_is_an_error(pair: Pair) -> None:
+@pytest.mark.parametrize(("timeout", "code"), [(0.1, "timeout"), (PATIENCE_S, "lost")])
+async def test_an_owner_that_does_not_answer_is_an_error(
+    pair: Pair, timeout: float, code: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         host, port = deaf.getsockname()
         descriptor = msgspec.msgpack.encode(Descriptor(host, port, b"", pair.owner.direct))
         with pytest.raises(TransferError) as caught:
-            await pair.reader.read(descriptor, pair.target, WHOLE, timeout=0.1)
-    assert caught.value.code == "timeout"
+            await pair.reader.read(descriptor, pair.target, WHOLE, timeout)
+    assert caught.value.code == code
     assert caught.value.peer == f"{host}:{port}"
 
 

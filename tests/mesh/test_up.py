@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,29 @@ async def test_the_line_to_try_works(shared: Up) -> None:
         subprocess.run, command, shell=True, capture_output=True, text=True, timeout=60, check=True
     )
     assert tried.stdout.rstrip().endswith("data: [DONE]")
+
+
+async def test_without_keys_it_says_how_to_make_one_and_that_works(make: Factory) -> None:
+    up = make("--workers", "1", "--frontend-keys-bucket")
+    await up.ready()
+    assert "set KEY to" not in up.output
+    (said,) = (line for line in up.lines if "no API keys yet: export KEY=" in line)
+    at = next(n for n, line in enumerate(up.lines) if "curl -N" in line)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path}
+
+    def shell(command: str) -> str:
+        run = partial(subprocess.run, shell=True, capture_output=True, text=True, check=True)
+        return str(run(command, timeout=PATIENCE_S, env=environ).stdout).rstrip()
+
+    make_one = said.split("yet: ")[1].replace("NAME", "mine")
+    environ["KEY"] = await asyncio.to_thread(shell, f'{make_one}; echo "$KEY"')
+
+    async def answered() -> bool:  # frontends follow within a second
+        answer = await asyncio.to_thread(shell, "\n".join(up.lines[at : at + 2]))
+        return answer.endswith("data: [DONE]")
+
+    await eventually(answered)
 
 
 async def test_with_keys_the_line_to_try_takes_one_and_works(make: Factory, tmp_path: Path) -> None:

@@ -19,15 +19,14 @@ from kvmesh.bus.messages import (
     Cancel,
     Clear,
     Drain,
-    Dump,
     KvBatch,
-    Ping,
     Resend,
     Stored,
     Work,
     WorkReply,
 )
 from kvmesh.bus.models import fetch_model
+from kvmesh.bus.presence import ping
 from kvmesh.bus.reader import Start, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
@@ -125,10 +124,10 @@ async def test_the_stream_tells_the_true_contents_under_eviction(desk: Desk, cre
     last = {*array("Q", block_hashes(prompt(200, first=59 % 23), 16, SALT)[1])}
     assert last <= held["w-1", 0]
     before = set(held["w-1", 0])
-    assert (await desk.control("w-1", Dump(0))).ok
+    assert (await desk.dump("w-1", 0)).ok
     await eventually(lambda: desk.contents.dumps == 1)
     await eventually(lambda: held["w-1", 0] == before)
-    assert not (await desk.control("w-1", Dump(1))).ok
+    assert not (await desk.dump("w-1", 1)).ok
     assert (await desk.control("w-1", Clear())).ok
     await eventually(lambda: not held["w-1", 0])
 
@@ -160,7 +159,8 @@ async def test_malformed_work_and_commands_are_answered(bus: Bus, desk: Desk, cr
     reply = await bus.request(bus.subjects.work("w-1"), {"request": 3}, WorkReply, PATIENCE_S)
     assert reply.status == "invalid"
     assert not (await desk.control("w-1", {"type": "nonsense"})).ok
-    assert (await desk.control("w-1", Ping())).ok
+    assert not (await desk.control("w-1", {"type": "ping"})).ok
+    await ping(bus, "w-1", PATIENCE_S)
 
 
 async def test_too_many_waiting_is_busy(desk: Desk, crew: Crew) -> None:

@@ -17,7 +17,7 @@ from support.worker import FAST, SLOW, Crew, Desk, prompt, work
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import NoResponder
-from kvmesh.bus.messages import Cleared, Dump, KvEvent, Stored
+from kvmesh.bus.messages import Cleared, KvEvent, Stored
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.settings.schema import Worker
@@ -56,7 +56,7 @@ async def test_lost_events_show_as_a_hole_and_a_dump_repairs_it(desk: Desk, crew
         await desk.offer("w-1", work(f"r{i}", prompt(100, first=i)))
         await desk.done(f"r{i}")
     await eventually(lambda: desk.contents.holes > 1)
-    assert (await desk.control("w-1", Dump(0))).ok
+    assert (await desk.dump("w-1", 0)).ok
     (load,) = started.node.load()
     await eventually(lambda: len(desk.contents.held["w-1", 0]) == load.cached_blocks)
 

@@ -6,8 +6,10 @@ import pytest
 from support.simulation import faults
 from support.simulation.world import simulate
 
+from kvmesh.bus.messages import SeqEvent, SeqFree
 from kvmesh.bus.publisher import ACK_TIMEOUT_S, KvPublisher
 from kvmesh.bus.reader import StreamReader
+from kvmesh.frontend.tracking import Tracker
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.sequences import ActiveSequences
 from kvmesh.router.ticket import Ticket
@@ -58,6 +60,17 @@ def test_a_second_answer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_that_stays_on_the_books_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ActiveSequences, "expire", lambda self, now: [])
     assert any("active requests" in text for text in broken({"vanish"}))
+
+
+def test_a_request_that_is_not_freed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    tell = Tracker.event
+
+    def event(self: Tracker, model: str, event: SeqEvent) -> None:
+        if not isinstance(event, SeqFree):
+            tell(self, model, event)
+
+    monkeypatch.setattr(Tracker, "event", event)
+    assert any("without news" in text for text in broken(set()))
 
 
 def broken(only: set[str], most: int = 6) -> list[str]:

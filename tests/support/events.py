@@ -13,7 +13,6 @@ from kvmesh.bus.discovery import Lease
 from kvmesh.bus.messages import (
     Capacity,
     Cleared,
-    Control,
     ControlReply,
     Dump,
     Instance,
@@ -29,7 +28,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.index import salt, sequence_hashes
 
-CONTROL: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
+DUMPS = msgspec.msgpack.Decoder(Dump)
 MODEL = "m"
 SALT = salt(MODEL)
 OPAQUE = 0x5555
@@ -132,7 +131,7 @@ class Publisher:
         self.dumps = 0
         self.lease = Lease(bus, self._card(), limits)
         self.send: Callable[[KvBatch], Awaitable[None]] = self.deliver
-        self._control: Subscription | None = None
+        self._asked: Subscription | None = None
 
     def _card(self) -> Instance:
         return Instance(
@@ -147,21 +146,23 @@ class Publisher:
         )
 
     async def open(self) -> None:
-        subject = self.bus.subjects.ctl(self.instance)
-        self._control = await self.bus.serve(subject, CONTROL, self._on_control)
+        subject = self.bus.subjects.dump(self.instance)
+        self._asked = await self.bus.serve(subject, DUMPS, self._on_dump)
         await self.lease.open()
 
     async def close(self) -> None:
         await self.lease.close()
-        if self._control is not None:
-            await self._control.unsubscribe()
-            self._control = None
+        if self._asked is not None:
+            await self._asked.unsubscribe()
+            self._asked = None
 
-    async def _on_control(self, command: Control, respond: Respond) -> None:
-        if isinstance(command, Dump):
+    async def _on_dump(self, message: Dump, respond: Respond) -> None:
+        if message.rank == self.rank:
             self.dumps += 1
             await self.publish(self.contents.dump())
-        await respond(ControlReply(ok=isinstance(command, Dump)))
+        else:
+            await self.send(self._batch(message.rank, 0, [Cleared()]))
+        await respond(ControlReply(True))
 
     async def store(self, *blocks: int) -> None:
         """Hold one whole prompt."""
@@ -172,9 +173,12 @@ class Publisher:
         await self.publish(self.contents.drop(blocks))
 
     async def publish(self, events: list[KvEvent]) -> None:
-        batch = KvBatch(self.name, self.instance, self.rank, self.next, time.time(), events)
+        batch = self._batch(self.rank, self.next, events)
         self.next += len(events)
         await self.send(batch)
+
+    def _batch(self, rank: int, first: int, events: list[KvEvent]) -> KvBatch:
+        return KvBatch(self.name, self.instance, rank, first, time.time(), events)
 
     async def deliver(self, batch: KvBatch) -> None:
         """Put a batch on the stream; it is not awaited there."""

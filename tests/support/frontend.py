@@ -19,6 +19,7 @@ from kvmesh.bus.messages import (
     ControlReply,
     Instance,
     ModelCard,
+    Ping,
     Refused,
     Resend,
     Role,
@@ -39,6 +40,7 @@ CONTEXT = 2048
 ROUTES = msgspec.msgpack.Decoder(RouteRequest)
 WORKS = msgspec.msgpack.Decoder(Work)
 CONTROLS: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
+PINGS = msgspec.msgpack.Decoder(Ping)
 
 
 class ScriptedRouter:
@@ -95,6 +97,7 @@ class ScriptedWorker:
         self._subscriptions = [
             await self.bus.serve(subjects.work(self.instance), WORKS, self._work),
             await self.bus.serve(subjects.ctl(self.instance), CONTROLS, self._control),
+            await self.bus.serve(subjects.ping(self.instance), PINGS, self._ping),
         ]
 
     async def deafen(self) -> None:
@@ -120,6 +123,10 @@ class ScriptedWorker:
             self.resends.append(control)
         self.told.append(control)
         await respond(ControlReply(ok=self.knows, blocks=self.blocks))
+
+    async def _ping(self, _: Ping, respond: Respond) -> None:
+        if not self.frozen:
+            await respond(ControlReply(ok=True))
 
     async def work(self, number: int = 0) -> Work:
         """The `number`-th work that arrives here."""

@@ -5,7 +5,7 @@ import urllib.request
 
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import ControlReply, Instance
+from kvmesh.bus.messages import ControlReply, Dump, Instance
 from kvmesh.bus.streams import StreamLimits
 from support.kvbm import TestWorker, find_kvbm, layout
 from support.mesh import Mesh
@@ -50,6 +50,11 @@ class Node:
         self.workers.append(worker)
         await worker.attach()
         return worker
+
+    async def dump(self, rank: int) -> ControlReply:
+        assert self.card is not None
+        subject = self.bus.subjects.dump(self.card.instance)
+        return await self.bus.request(subject, Dump(rank), ControlReply, PATIENCE_S)
 
     async def control(self, command: object) -> ControlReply:
         assert self.card is not None

@@ -82,13 +82,14 @@ class Mesh:
         self.start("frontend", "frontend-0")
 
     async def ready(self, timeout: float = 120.0) -> None:
-        """Wait until the frontend says that it can serve."""
+        """Wait until the frontend says that it can serve, and `frontend-0` shows its metrics."""
         await eventually(self._healthy, timeout=timeout, what="the mesh is ready")
 
     def _healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=PATIENCE_S) as answer:
-                return bool(answer.status == 200)
+                shown = "frontend-0" not in self.processes or self.metrics()
+                return bool(answer.status == 200 and shown)
         except OSError:
             return False
 

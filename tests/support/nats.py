@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ class NatsServer:
         self.max_payload = "8MB"
         self.jetstream: str | None = ""  # further settings of JetStream; None: without it
         self.settings = ""  # further settings
+        self.environ: Mapping[str, str] | None = None  # None: that of the tests
         self.evidence = Evidence(partial(log_files, store))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -73,7 +74,9 @@ class NatsServer:
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(self.config())
         with (self.store / "nats.log").open("ab") as log:
-            self._process = subprocess.Popen([SERVER, "-c", config], stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [SERVER, "-c", config], env=self.environ, stdout=log, stderr=log
+            )
         self._wait_for_port()
 
     def _wait_for_port(self) -> None:

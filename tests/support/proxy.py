@@ -13,15 +13,17 @@ MOST_CHUNKS = 1024  # of each direction of a connection on its way; then the sen
 class Proxy:
     """Forwards a port of its own to `port`, from a thread: a test that blocks delays nobody.
 
+    `listen` is that port of its own, if it must be a certain one.
+
     What is set holds for all connections, those that are open and those to come, in both
     directions. `delay_s` is added to the way of every packet, which stay in order and do not wait
     for each other; `bytes_per_s` limits each direction of each connection.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1", listen: int = 0) -> None:
         self.delay_s = 0.0
         self.bytes_per_s: float | None = None
-        self.port = 0
+        self.port = listen
         self._target = host, port
         self._loop = asyncio.new_event_loop()
         self._open = asyncio.Event()
@@ -62,7 +64,7 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(step, self._loop).result(10)
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _cut(self) -> None:

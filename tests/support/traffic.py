@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 
 from openai import AsyncOpenAI, OpenAIError
 
@@ -12,28 +13,51 @@ CLIENTS = 16
 TOKENS = 60
 
 
-class Traffic:
-    """Each client asks again as soon as it is answered."""
+def questions(each: int = 1, clients: int = CLIENTS) -> list[str]:
+    """Prompts of which every client has `each` to itself."""
+    return [
+        f"Question {number}, and what is asked in it. " * 20 for number in range(each * clients)
+    ]
 
-    def __init__(self, url: str) -> None:
+
+class Traffic:
+    """Clients that stream answers, each asking its next prompt as soon as it is answered.
+
+    `answers` are those that are known to be right, by prompt; `start` learns the others.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        prompts: Sequence[str] = tuple(questions()),
+        clients: int = CLIENTS,
+        tokens: int = TOKENS,
+        model: str = "kvmesh-demo",
+        answers: dict[str, str] | None = None,
+    ) -> None:
         self._client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self._prompts = prompts
+        self._clients = clients
+        self._tokens = tokens
+        self._model = model
+        self._answers = {} if answers is None else answers
         self._running = True
-        self._answers: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.whole = 0
         self.failed: list[str] = []
         self.longest = 0.0
 
     async def start(self) -> None:
-        """Learn the right answers, then begin."""
-        prompts = [f"Client {number}, what is asked of it. " * 20 for number in range(CLIENTS)]
-        for prompt in prompts:
-            self._answers[prompt] = await self.stream(prompt)
+        """Learn the right answers, unless they are known, then begin."""
+        unknown = [prompt for prompt in self._prompts if prompt not in self._answers]
+        answers = await asyncio.gather(*(self.stream(prompt) for prompt in unknown))
+        self._answers.update(zip(unknown, answers, strict=True))
         self.longest = 0.0
-        for prompt in prompts:
-            self._tasks.append(asyncio.create_task(self._ask([prompt])))
+        for number in range(self._clients):
+            own = self._prompts[number :: self._clients]
+            self._tasks.append(asyncio.create_task(self._ask(own)))
 
-    async def _ask(self, prompts: list[str]) -> None:
+    async def _ask(self, prompts: Sequence[str]) -> None:
         for prompt in itertools.cycle(prompts):
             if not self._running:
                 return
@@ -45,15 +69,18 @@ class Traffic:
                 self.failed.append(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(0.1)
 
-    async def stream(self, prompt: str, tokens: int = TOKENS) -> str:
+    async def stream(self, prompt: str, tokens: int = 0) -> str:
         """A whole answer; raises OpenAIError, or AssertionError if it broke off."""
         heard = time.monotonic()
+        most = tokens or self._tokens
         chunks = await self._client.chat.completions.create(
-            model="kvmesh-demo",
+            model=self._model,
             messages=[{"role": "user", "content": prompt}],
-            max_tokens=tokens,
+            max_tokens=most,
+            temperature=0,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
         )
         text, count = "", 0
         async for chunk in chunks:
@@ -61,7 +88,7 @@ class Traffic:
             heard = time.monotonic()
             count = chunk.usage.completion_tokens if chunk.usage else count
             text += "".join(choice.delta.content or "" for choice in chunk.choices)
-        assert count == tokens, f"the stream broke off after {count} tokens"
+        assert count == most, f"the stream broke off after {count} tokens"
         return text
 
     async def more(self, count: int = 2 * CLIENTS) -> None:
@@ -69,9 +96,21 @@ class Traffic:
         target = self.whole + count
         await eventually(lambda: self.whole >= target, what=f"{self.failed[-5:]}")
 
+    async def pass_by(self, seconds: float) -> None:
+        """Let traffic go on for this long at least, and until some answers have come."""
+        ends = time.monotonic() + seconds
+        await eventually(lambda: time.monotonic() > ends)
+        await self.more(self._clients)
+
     async def stop(self) -> None:
         """Let the running answers end."""
         self._running = False
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=120)
         await self._client.close()
+
+    def check(self, pause: float) -> None:
+        """Nothing failed, and nobody waited for longer than `pause`."""
+        print(f"{self.whole} answers, longest pause {self.longest:.2f} s")
+        assert self.failed == []
+        assert self.longest <= pause

@@ -10,6 +10,7 @@ from kvmesh.bus.messages import (
     Chunk,
     Cleared,
     ControlReply,
+    Dump,
     KvBatch,
     KvEvent,
     Load,
@@ -112,6 +113,10 @@ class Desk:
 
     async def offer(self, instance: str, item: Work, timeout: float = PATIENCE_S) -> WorkReply:
         return await self.bus.request(self.bus.subjects.work(instance), item, WorkReply, timeout)
+
+    async def dump(self, instance: str, rank: int) -> ControlReply:
+        subject = self.bus.subjects.dump(instance)
+        return await self.bus.request(subject, Dump(rank), ControlReply, PATIENCE_S)
 
     async def control(self, instance: str, command: object) -> ControlReply:
         return await self.bus.request(

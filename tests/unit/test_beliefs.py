@@ -44,9 +44,9 @@ def test_of_many_warnings_only_the_first_are_shown() -> None:
     assert warnings.texts[-1] == "and 5 more warnings: see the log"
 
 
-def computed(requests: int, blocks: int, **fields: Any) -> Load:
-    tokens = (blocks + requests) * SIZE
-    return load(requests=requests, prompt_tokens=tokens, **fields)
+def computed(requests: int, blocks: int, aborted: int = 0) -> Load:
+    tokens = (blocks + requests + aborted) * SIZE
+    return load(requests=requests, computed_tokens=tokens, aborted=aborted)
 
 
 def test_an_engine_that_computes_without_an_event_is_silent_until_the_next_one() -> None:
@@ -62,14 +62,31 @@ def test_an_engine_that_computes_without_an_event_is_silent_until_the_next_one()
     assert silence.look([computed(2 * REQUESTS, 2 * BLOCKS)], {0: 1})
 
 
-def test_what_comes_from_the_cache_waits_or_is_aborted_is_not_computed() -> None:
+def test_an_engine_without_events_is_silent_however_many_requests_are_aborted() -> None:
+    silence = Silence("worker-0", SIZE)
+    looks = [computed(n, n * BLOCKS // REQUESTS, aborted=n) for n in range(REQUESTS + 1)]
+    found = [bool(silence.look([at], {})) for at in looks]
+    assert found == [False] * REQUESTS + [True]
+
+
+def test_what_comes_from_the_cache_waits_or_is_aborted_early_is_not_computed() -> None:
     silence = Silence("worker-0", SIZE)
     silence.look([computed(0, 0)], {})
-    many = 10 * BLOCKS
-    for fields in ({"cached_tokens": many * SIZE}, {"prefill_tokens": many * SIZE}):
-        assert silence.look([computed(REQUESTS, many, **fields)], {}) == {}
-    assert silence.look([computed(REQUESTS, many, aborted=1)], {}) == {}
-    told = computed(2 * REQUESTS, 2 * many, aborted=1, busy_s=1.0, computed_tokens=100)
+    many = 10 * BLOCKS * SIZE
+    cases: list[dict[str, Any]] = [
+        {"cached_tokens": many},
+        {"prefill_tokens": many},
+        {"aborted": REQUESTS},
+    ]
+    for fields in cases:
+        assert silence.look([load(requests=REQUESTS, prompt_tokens=many, **fields)], {}) == {}
+
+
+def test_aborted_prompts_shorter_than_a_block_are_no_blocks() -> None:
+    silence = Silence("worker-0", SIZE)
+    silence.look([computed(0, 0)], {})
+    short = (10 * BLOCKS + REQUESTS) * (SIZE - 1)
+    told = load(requests=REQUESTS, aborted=10 * BLOCKS, computed_tokens=short)
     assert silence.look([told], {}) == {}
 
 

@@ -75,7 +75,8 @@ def test_every_bucket_has_a_reader_a_writer_and_a_maker() -> None:
         stream = f"{'OBJ' if objects else 'KV'}_{bucket}"
         entry = f"$O.{bucket}.C.x" if objects else f"$KV.{bucket}.worker.n.1"
         assert publishers(entry), name
-        assert publishers(f"$JS.API.DIRECT.GET.{stream}.{entry}") - {User.OPERATOR}, name
+        assert publishers(f"$JS.API.CONSUMER.CREATE.{stream}.x.{entry}") - {User.OPERATOR}, name
+        assert publishers(f"$JS.API.DIRECT.GET.{stream}.{entry}") == {User.OPERATOR}, name
         makers = {User.FRONTEND, User.OPERATOR}
         assert publishers(f"$JS.API.STREAM.CREATE.{stream}") == makers, name
 
@@ -93,6 +94,12 @@ def test_nobody_listens_to_the_answers_of_others(role: User) -> None:
     for other in {*User} - {role}:
         assert role not in listeners(f"{inbox_prefix(other)}.x.1")
     assert role in listeners(f"{inbox_prefix(role)}.x.1")
+
+
+@pytest.mark.parametrize("role", User)
+def test_who_is_asked_may_answer_and_nobody_else(role: User) -> None:
+    asked = role not in (User.PLANNER, User.OPERATOR, User.OBSERVER)
+    assert (role in publishers(f"{inbox_prefix(User.FRONTEND)}.x.1")) == asked
 
 
 def test_the_inboxes_of_two_users_in_one_role_are_apart() -> None:

@@ -15,6 +15,8 @@ from support.up import alive
 from support.wait import eventually
 
 from kvmesh.bus.messages import Load
+from kvmesh.cli.credentials.server import Server
+from kvmesh.cli.credentials.server import server_config as secured_config
 from kvmesh.cli.local import known
 from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.claims import claim
@@ -26,6 +28,8 @@ from kvmesh.cli.supervisor.table import describe, render
 from kvmesh.settings import Flag, Settings, load
 from kvmesh.settings.load import Place
 from kvmesh.settings.schema import Streams
+
+ROOT = Path(__file__).parents[2]
 
 
 def settings(folder: Path, **flags: str) -> Settings:
@@ -105,7 +109,10 @@ def test_the_server_may_hold_all_that_the_streams_may(tmp_path: Path) -> None:
 
 def test_the_server_syncs_every_second_and_bounds_its_garbage(tmp_path: Path) -> None:
     streams = Streams(seq_bytes=1 << 30)
-    assert "  sync_interval: 1s\n" in server_config(4333, "t", tmp_path, streams)
+    server = Server("kvmesh", "0.0.0.0:4222", tmp_path, tmp_path, streams)
+    for config in (server_config(4333, "t", tmp_path, streams), secured_config(server, ())):
+        assert "  sync_interval: 1s\n" in config
+    assert "sync_interval: 1s }" in (ROOT / "docs" / "deployment.md").read_text()
     assert int(server_environ(streams, {})["GOMEMLIMIT"]) > 2 << 30
     assert server_environ(streams, {"GOMEMLIMIT": "1GiB"})["GOMEMLIMIT"] == "1GiB"
 

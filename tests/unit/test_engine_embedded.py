@@ -205,6 +205,7 @@ async def test_bad_parameters_are_the_callers_error(run: Run) -> None:
     if run.kind == "sglang":
         await run.run(item)
         assert "temperature" in str(run.sink.deltas["a"][-1].error)
+        assert run.sink.deltas["a"][-1].invalid
     else:
         with pytest.raises(Rejected, match="temperature"):
             run.engine.submit(item)

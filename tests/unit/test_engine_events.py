@@ -224,6 +224,7 @@ def test_a_tag_keeps_tenants_apart_whose_salts_are_equal() -> None:
     salts = Salts("m", SIZE)
     tags = {salts.tag(work([1], salt_, tenant)) for tenant in "ab" for salt_ in (SALT, 0xAB)}
     assert len(tags) == 4
+    assert salts.tag(work([1], 0xAB, "a/b")) == "a.b-00000000000000ab"
     first, other = work([1], 7, "a"), work([1], 7, "b")
     assert [salts.is_own(item) for item in (first, first, other, first, other)] == [
         True,

@@ -246,7 +246,7 @@ async def test_a_refusal_is_told_as_whose_fault_it_is(
     server.status = status
     await sidecar.run(work("a", prompt(40)))
     [delta] = sidecar.sink.deltas["a"]
-    assert delta.finish == finish
+    assert (delta.finish, delta.invalid) == (finish, status == 400)
     assert f"no: {status}" in (delta.error or "")
 
 

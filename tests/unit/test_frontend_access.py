@@ -14,6 +14,7 @@ from kvmesh.frontend.gate import Gate, KeysError, read_keys, secret_of
 from kvmesh.frontend.limits import Account, Accounts, Key
 from kvmesh.frontend.surfaces.chat import Chat
 from kvmesh.frontend.surfaces.hints import session_in, session_of
+from kvmesh.frontend.surfaces.nvext import MOST_IGNORED
 from kvmesh.frontend.tenants import Tenants, apart, inferred, scoped
 from kvmesh.index import salt
 from kvmesh.router.waiting import fair_class
@@ -97,6 +98,12 @@ def test_what_has_no_effect_is_listed_when_asked_for() -> None:
     nvext = {"extra_fields": ["ignored"], "annotations": ["x"], "novel": 1}
     made = request(nvext=nvext, verbosity="low", temperature=0.5)
     assert made.ignored == ["verbosity", "nvext.annotations", "nvext.novel"]
+
+
+def test_a_thousand_fields_without_effect_are_named_at_most() -> None:
+    fields: dict[str, Any] = {f"f{n}": n for n in range(5000)}
+    made = request(nvext={"extra_fields": ["ignored"]}, **fields)
+    assert len(made.ignored) == len(set(made.ignored)) == MOST_IGNORED
 
 
 def test_a_bad_header_is_named() -> None:
@@ -266,7 +273,8 @@ def test_every_hint_of_urgency_is_capped_by_the_key() -> None:
         made = bound(key(**fields), headers(), nvext=urgent).hints
         return made.priority, made.strict_priority, made.latency_sensitivity
 
-    assert hints() == (9, 4, 1.0)
+    assert hints() == (0, 0, 0.0)
+    assert hints(max_latency_sensitivity=0.5) == (0, 0, 0.5)
     assert hints(max_priority=0) == (0, 0, 0.0)
     assert hints(max_priority=2) == (2, 2, 1.0)
     assert hints(max_priority=2, max_latency_sensitivity=0.5) == (2, 2, 0.5)

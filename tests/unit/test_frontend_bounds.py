@@ -1,8 +1,10 @@
 """What one request may cost: refused before it is tokenized, cut into slices, bounded in values."""
 
 import asyncio
+import json
 import re
 import threading
+import tracemalloc
 from array import array
 from collections.abc import Iterator
 from functools import cache
@@ -16,19 +18,25 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from kvmesh.bus.messages import ModelCard
 from kvmesh.demo import model_dir
-from kvmesh.frontend import slices
-from kvmesh.frontend.bodies import MAX_VALUES, check_values
+from kvmesh.frontend import prepare, slices, values
+from kvmesh.frontend.bodies import LARGE, check_text
+from kvmesh.frontend.conversation import CacheControl, Message, Text
+from kvmesh.frontend.dialects.writing import MANY, dumps
 from kvmesh.frontend.encode import TextEncoder
 from kvmesh.frontend.errors import ApiError, ContextExceeded, InvalidRequest
-from kvmesh.frontend.fairness import FairQueue, Steps, Threads
+from kvmesh.frontend.fairness import Steps, Threads
 from kvmesh.frontend.models import Dialect, ServedModel
+from kvmesh.frontend.places import survey
 from kvmesh.frontend.prepare import ANSWER_BYTES, Preparer
 from kvmesh.frontend.slices import RUN, SLICE, any_of, composed_apart, cut, find_all
 from kvmesh.frontend.surfaces.base import Summary, Usage
 from kvmesh.frontend.surfaces.chat import Chat
+from kvmesh.frontend.surfaces.reasoning import seal
 from kvmesh.frontend.surfaces.responses import Responses
 from kvmesh.frontend.surfaces.tokens import Tokenize
 from kvmesh.frontend.tenants import Tenants
+from kvmesh.frontend.values import DEAR, MAX_VALUES, check_arguments, check_values
+from kvmesh.runtime.slots import FairQueue
 
 CONTEXT = 2048
 TEXT = 'The "fox" said: jump(over, 12 dogs);\nNext line [a] = {b: c}\n\n  naïve <x>'
@@ -123,6 +131,14 @@ async def test_long_texts_have_the_library_s_tokens() -> None:
     assert await preparer().count(prompt(word), served(1 << 20)) == [array("I", ids).tobytes()]
 
 
+def test_many_tokens_are_written_as_few() -> None:
+    wanted = list(range(3 * 2**14 + 5))
+    for ids in (wanted, wanted[:1]):
+        answer = Tokenize().answer([array("I", ids).tobytes()], CONTEXT)
+        told = msgspec.json.decode(answer)
+        assert told == {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids}
+
+
 def test_a_text_for_the_library_is_cut_only_between_words() -> None:
     tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
     text = "𐌰𐌱 " + TEXT * 3000
@@ -167,6 +183,15 @@ def test_slices_are_the_text(text: str) -> None:
 # --- bodies ---
 
 
+@pytest.mark.parametrize("place", [0, LARGE - 1, LARGE, 2 * LARGE + 3])
+async def test_a_large_body_must_be_text_wherever_it_is_cut(place: int) -> None:
+    text = ("x" * place + "é🦀" * LARGE).encode()
+    await check_text(text)
+    for bad in (text[:place] + b"\xff" + text[place:], text[:-1]):
+        with pytest.raises(InvalidRequest, match="not valid UTF-8"):
+            await check_text(bad)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -179,6 +204,80 @@ def test_a_body_of_too_many_values_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as error:
         check_values(body)
     assert error.value.kind == "too_large"
+
+
+@pytest.mark.parametrize("text", ['"', "\\", "\\\\", ',{":"', "a\\", '\\"'])
+def test_only_what_stands_outside_of_texts_counts(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = msgspec.json.encode([text * 50, 1, {"a": text * 30}])
+    counted = 2 + 4 * DEAR - DEAR  # commas, and three that are dear
+    for size in (2, 3, 7, 64):
+        monkeypatch.setattr(values, "SLICE", size)
+        monkeypatch.setattr(values, "MAX_VALUES", counted)
+        check_values(body)
+        monkeypatch.setattr(values, "MAX_VALUES", counted - 1)
+        with pytest.raises(ApiError):
+            check_values(body)
+
+
+async def test_arguments_of_calls_are_json_and_bounded() -> None:
+    text = '{"a": [' + "1," * (MAX_VALUES // 2) + "1]}"
+    call = {"id": "a", "function": {"name": "f", "arguments": text}}
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    check_arguments(chat(messages=asked).messages)
+    request = chat(messages=[*asked, asked[1]])
+    request.size = 3 * MAX_VALUES
+    with pytest.raises(ApiError) as error:
+        await preparer().count(request, served(1 << 22))
+    assert error.value.kind == "too_large"
+
+
+def test_code_in_arguments_is_text() -> None:
+    text = msgspec.json.encode({"code": "f(a, {b: [c]}), " * (MAX_VALUES // 4)}).decode()
+    call = {"id": "a", "function": {"name": "f", "arguments": text}}
+    check_arguments(chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages)
+
+
+def test_long_json_is_written_in_steps_and_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"é": [[n, {"a": None}] for n in range(MANY)], "b": 'x"'}
+    wanted = json.dumps(value, ensure_ascii=False)
+
+    def never(*_: object, **__: object) -> str:
+        raise AssertionError("in one call")
+
+    monkeypatch.setattr(json, "dumps", never)
+    assert dumps(value) == wanted
+    assert dumps(value, separators=(",", ":")) == wanted.replace(", ", ",").replace(": ", ":")
+    with pytest.raises(AssertionError):
+        dumps([1])
+
+
+def test_sealed_thinking_is_bounded_for_a_whole_request() -> None:
+    item = {"type": "reasoning", "encrypted_content": seal("0" * (9 << 20))}
+    assert len(item["encrypted_content"]) < 100_000
+    user = {"type": "message", "role": "user", "content": "x"}
+    call = Responses().parse(msgspec.json.encode({"model": "m", "input": [item, user]}), {})
+    assert len(call.request.messages) == 2
+    with pytest.raises(InvalidRequest) as error:
+        Responses().parse(msgspec.json.encode({"model": "m", "input": [item, item]}), {})
+    assert error.value.param == "input[1].encrypted_content"
+
+
+async def test_the_prompts_of_all_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "PROMPT_BYTES", 4 * 500)
+    text = "one two three " * 30
+    assert (await prepared(chat(messages=[{"role": "user", "content": text}], n=2))).prompts
+    with pytest.raises(InvalidRequest) as error:
+        await prepared(chat(messages=[{"role": "user", "content": text}], n=64))
+    assert error.value.param == "n"
+
+
+def test_stop_strings_are_bounded_together() -> None:
+    assert chat(stop=["a" * 64] * 64).sampling.stop
+    with pytest.raises(InvalidRequest) as error:
+        chat(stop=["a" * 65] * 64)
+    assert error.value.param == "stop"
 
 
 def test_texts_may_hold_what_they_like() -> None:
@@ -274,3 +373,46 @@ async def test_whoever_leaves_gives_the_thread_back() -> None:
     gate.set()
     assert await asyncio.gather(*waiting[1:]) == [True, True]
     assert await threads.call("c", lambda: 7) == 7
+
+
+# --- finding where marked texts stand ---
+
+
+async def test_marks_within_a_long_text_hold_no_copies_of_it() -> None:
+    words, mark = "word " * 50_000, CacheControl(300.0)
+    marked = [Text(f"y{n} z", cache=mark) for n in range(1000)]
+    request = chat()
+    request.messages = [Message("user", [Text(words), *marked])]
+    tracemalloc.start()
+    try:
+        await prepared(request, 1 << 20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 * len(words)
+
+
+class Counted(str):
+    """A prompt that counts the characters which were looked at."""
+
+    looked = 0
+
+    def find(self, part: str, start: Any = 0, end: Any = None) -> int:
+        place = super().find(part, start, end)
+        self.looked += (end if place < 0 else place) - start
+        return place
+
+    def rfind(self, part: str, start: Any = 0, end: Any = None) -> int:
+        place = super().rfind(part, start, end)
+        self.looked += end - (start if place < 0 else place)
+        return place
+
+
+@pytest.mark.parametrize("hidden", ["short", "a long text that is nowhere " * 100_000])
+def test_texts_that_are_hidden_cost_a_few_looks(hidden: str) -> None:
+    text = Counted("a " * 1_000_000)
+    marked = [Text(f"{hidden}{n}", cache=CacheControl(300.0)) for n in range(200)]
+    request = chat()
+    request.messages = [Message("user", [block]) for block in marked]
+    survey(request, text, [0, len(text)], drops_thinking=False)
+    assert text.looked < 10 * len(text)

@@ -82,6 +82,9 @@ def test_one_tool_is_guided_by_its_own_schema() -> None:
     assert json.loads(made.guided.value) == READ.parameters
     custom = found(ToolChoice("named", "patch"), PATCH)
     assert (custom.guided.kind, custom.guided.value) == ("grammar", "start: /.+/")
+    pattern = Tool("date", "", {}, custom=True, grammar="[0-9]+", regex=True)
+    dated = found(ToolChoice("named", "date"), pattern)
+    assert (dated.guided.kind, dated.guided.value) == ("regex", "[0-9]+")
 
 
 def test_several_tools_are_guided_by_a_list_of_calls() -> None:

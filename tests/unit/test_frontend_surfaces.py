@@ -344,6 +344,17 @@ def test_responses_read_what_codex_sends() -> None:
     assert request.hints.session == "s1"
 
 
+@pytest.mark.parametrize("surface", [Chat(), Responses()])
+def test_a_custom_tool_s_grammar_may_be_a_regular_expression(surface: Surface) -> None:
+    for syntax, regex in (("lark", False), ("regex", True)):
+        grammar = {"syntax": syntax, "definition": "[0-9]+"}
+        custom = {"name": "date", "format": {"type": "grammar", "grammar": grammar}}
+        flat = {"type": "custom", "name": "date", "format": {"type": "grammar", **grammar}}
+        tool = flat if isinstance(surface, Responses) else {"type": "custom", "custom": custom}
+        (made,) = surface.parse(body(surface, tools=[tool]), {}).request.tools
+        assert (made.grammar, made.regex) == ("[0-9]+", regex)
+
+
 def test_a_named_tool_choice_is_kept() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     choice = {"type": "function", "function": {"name": "f"}}

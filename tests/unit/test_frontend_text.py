@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -131,3 +132,28 @@ def test_the_cut_does_not_depend_on_how_text_arrives(
     assert text.startswith(shown)
     if matched is not None:
         assert text[len(shown) :].startswith(matched)
+
+
+def test_a_long_stop_string_costs_nothing_more_the_more_of_it_was_seen() -> None:
+    stop = Counted("a" * 4095 + "b")
+    matcher = StopMatcher([stop])
+    matcher.feed("a" * 4095)
+    stop.looks = 0
+    assert matcher.feed("a" * 100) == "a" * 100
+    assert matcher.feed("b") == ""
+    assert matcher.matched == stop
+    assert stop.looks < 1000
+
+
+class Counted(str):
+    """Counts how often somebody looks at a character of it."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> str:
+        self.looks += 1 if isinstance(key, int) else len(self)
+        return super().__getitem__(key)
+
+    def startswith(self, *args: Any) -> bool:
+        self.looks += len(self)
+        return super().startswith(*args)

@@ -13,6 +13,7 @@ from kvmesh.demo import model_dir
 from kvmesh.frontend import pretokenize
 from kvmesh.frontend.encode import TextEncoder
 from kvmesh.frontend.pretokenize import NotUnderstood
+from kvmesh.frontend.slices import SLICE, cut
 from kvmesh.frontend.words import WordEncoder, WordMemo
 
 TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -107,14 +108,28 @@ def test_words_become_what_the_library_makes_of_them(name: str, text: str) -> No
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_long_texts_are_cut_as_short_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(piece for piece in PIECES if piece < "\uf000") * 40
+@pytest.mark.parametrize("endless", ["", " " * 3 * SLICE, "\n" * 3 * SLICE, "x" * 3 * SLICE])
+def test_long_texts_are_cut_as_short_ones(
+    name: str, endless: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(piece for piece in PIECES if piece < "\uf000") * 400
+    text = f"{text}{endless}{text}"
     whole = pipeline(name).encode(text, add_special_tokens=False).ids
-    monkeypatch.setattr(pretokenize, "SHORT", 0)
     monkeypatch.setattr(pretokenize, "BATCH", 7)
     found = encoder(name).encode(text)
     assert found is not None
     assert array("I", found).tolist() == whole
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@settings(max_examples=60)
+@example("".join(PIECES))
+@example(" \u0301 x \u1680y\x1c z\x85 w \u180e a\u200b b")
+@given(texts)
+def test_a_text_may_be_cut_at_all_its_borders(name: str, text: str) -> None:
+    parts = pipeline(name).encode_batch_fast(list(cut(text, 1)), add_special_tokens=False)
+    whole = pipeline(name).encode(text, add_special_tokens=False).ids
+    assert [token for part in parts for token in part.ids] == whole
 
 
 @given(st.lists(st.sampled_from([" a", "b", " word", "longer", "x" * 60]), max_size=40))

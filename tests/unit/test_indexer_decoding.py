@@ -41,6 +41,8 @@ def test_the_source_is_read_from_the_subject() -> None:
         batch(GOOD, worker="another"),
         batch(GOOD, worker=3),
         batch(GOOD, instance=""),
+        batch(GOOD, instance="another-1"),
+        batch(GOOD, instance="w-2-1"),
         batch(GOOD, instance="x" * 10_000),
         batch(GOOD, rank=-1),
         batch(GOOD, rank=1 << 40),

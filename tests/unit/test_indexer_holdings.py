@@ -276,6 +276,15 @@ def test_the_dead_of_the_history_are_dropped_once_it_is_read() -> None:
     assert mesh.held(1) == {"v-1/0": 1}
 
 
+def test_a_rank_that_the_history_does_not_tell_of_is_asked_for_a_dump(mesh: Mesh) -> None:
+    mesh.holdings.joined(card("v-1", name="v", ranks=2))
+    mesh.batch(0, stored(1))
+    mesh.batch(0, stored(1), instance="v-1", worker="v")
+    mesh.holdings.reconcile()
+    assert mesh.due(0.0) == [RankKey("v-1", 1)]
+    assert mesh.held(1) == {"w-1/0": 1, "v-1/0": 1}
+
+
 def test_a_publisher_without_a_lease_is_dropped_after_a_grace() -> None:
     mesh = Mesh()
     mesh.batch(0, stored(1))

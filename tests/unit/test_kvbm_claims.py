@@ -66,7 +66,7 @@ class Node:
             Rules(CAPACITIES, patience_s=30.0, remote=Remote(999, 50.0), **rules),  # type: ignore[arg-type]
             name,
         )
-        guest = self.manager.attach(Attach("w", "m", LAYOUT, "lock"), 0.0)
+        guest = self.manager.attach(Attach("w", "m", LAYOUT, "lock"), 1)
         assert isinstance(guest, Guest)
         self.guest = guest.number
         self.answers: dict[int, Fetched | Prepared] = {}
@@ -419,5 +419,5 @@ def test_what_makes_no_sense_is_not_prepared(cut: int, wait_s: float) -> None:
 def test_a_model_that_does_not_fit_is_not_on_the_card() -> None:
     node = Node("a")
     huge = replace(LAYOUT, layers=[LayerLayout(1, 1 << 20, 1 << 20)])
-    assert isinstance(node.manager.attach(Attach("w", "huge", huge, "lock"), 1.0), Declined)
+    assert isinstance(node.manager.attach(Attach("w", "huge", huge, "lock"), 2), Declined)
     assert node.manager.models == ["m"]

@@ -13,7 +13,6 @@ from kvmesh.kvbm.core.announced import Announced
 from kvmesh.kvbm.core.block import Frequency
 from kvmesh.kvbm.core.economy import Engine, Step, Traffic, worth
 from kvmesh.kvbm.core.record import Gone, Kept, surviving
-from kvmesh.kvbm.identity import KeyUnusable, parse_key
 from kvmesh.kvbm.journal import Journal, opened
 
 MB = 1 << 20
@@ -176,10 +175,3 @@ def test_a_journal_says_how_the_tier_was_divided(tmp_path: Path) -> None:
 def test_a_slot_that_was_used_again_is_the_last_blocks() -> None:
     _, left = surviving([kept(0, b"a"), kept(0, b"b")])
     assert [k.digest for k in left] == [b"b"]
-
-
-def test_keys_are_64_hexadecimal_digits() -> None:
-    assert parse_key("ab" * 32) == b"\xab" * 32
-    for bad in ("", "ab", "xy" * 32, "ab" * 33):
-        with pytest.raises(KeyUnusable):
-            parse_key(bad)

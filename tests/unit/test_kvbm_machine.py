@@ -3,6 +3,7 @@
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import count
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -119,6 +120,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.parked: dict[int, Use] = {}
         self.moves: list[Move] = []
         self.told: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self.numbers = count(1)
         for kind in (0, 0, 1):
             self.attach(kind)
 
@@ -127,7 +129,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.kinds) < 4)
     @rule(kind=st.integers(0, 1))
     def attach(self, kind: int) -> None:
-        guest = self.manager.attach(Attach("w", f"m{kind}", LAYOUTS[kind], "lock"), self.now)
+        message = Attach("w", f"m{kind}", LAYOUTS[kind], "lock")
+        guest = self.manager.attach(message, next(self.numbers))
         assert not isinstance(guest, Declined)
         self.kinds[guest.number] = kind
 

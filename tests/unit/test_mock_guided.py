@@ -156,6 +156,9 @@ def test_conditions_that_do_not_hold_are_refused(pattern: str) -> None:
 NESTED = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 4} for i in range(14)}
 
 
+MANY = [f"p{number}" for number in range(8000)]
+
+
 @pytest.mark.parametrize(
     "guided",
     [
@@ -174,6 +177,16 @@ NESTED = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 4} for i in range
         Guided(
             kind="json_schema",
             value=json.dumps({"type": "array", "minItems": 9000, "items": {"pattern": "a{6000}"}}),
+        ),
+        Guided(
+            kind="json_schema",
+            value=json.dumps({"properties": dict.fromkeys(MANY, True), "required": MANY}),
+        ),
+        Guided(
+            kind="json_schema",
+            value=json.dumps(
+                {"type": "array", "minItems": 900, "items": {"pattern": "[a-z]{1,9}"}}
+            ),
         ),
     ],
     ids=lambda guided: guided.value[:30],

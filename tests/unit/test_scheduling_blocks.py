@@ -12,6 +12,7 @@ from kvmesh.bus.messages import Removed, Stored
 from kvmesh.index import sequence_hashes
 from kvmesh.worker.scheduling import blocks as blocks_module
 from kvmesh.worker.scheduling.blocks import BlockManager
+from kvmesh.worker.scheduling.keeping import KeepingOptions
 
 CAPACITY = 12
 SALT = 9
@@ -47,7 +48,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = BlockManager(CAPACITY)
+        self.manager = BlockManager(CAPACITY, KeepingOptions(budget=1.0))
         self.plain = PlainBlocks(CAPACITY)
         self.users: list[Prefix] = []
         self.private = 0

@@ -74,7 +74,7 @@ class KeepingMachine(RuleBasedStateMachine):
         self.manager.use(blocks)
         assert self.manager.allocate(len(local) - held)
         parent = blocks[held - 1] if held else None
-        self.manager.promote(parent, SALT, blocks[held:], packed(local[held:]))
+        self.manager.promote(parent, SALT, blocks[held:], packed(local[held:]), tenant)
         work = Work(
             request="r",
             frontend="f",
@@ -94,10 +94,10 @@ class KeepingMachine(RuleBasedStateMachine):
             self.ever.setdefault(session, set()).update(blocks)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), priority=st.sampled_from([0, 0, 1, 100]))
+    def end(self, data: st.DataObject, priority: int) -> None:
         blocks, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.manager.deref(blocks)
+        self.manager.deref(blocks, priority)
 
     @rule(session=NAMES)
     def release(self, session: str) -> None:
@@ -148,7 +148,7 @@ class KeepingMachine(RuleBasedStateMachine):
     def wait(self, seconds: int) -> None:
         self.manager.now += seconds
 
-    @rule(salt=st.sampled_from([None, SALT, SALT + 1]))
+    @rule(salt=st.sampled_from([None, SALT + 1]))
     def clear(self, salt: int | None) -> None:
         idle = self.manager.cached
         assert self.manager.clear(salt) == (0 if salt == SALT + 1 else idle)
@@ -219,4 +219,28 @@ def test_what_comes_from_another_tier_is_kept_as_it_was_there() -> None:
     ] == [[blocks[3]]]
     manager.now = 10.0
     assert manager.allocate(3)
+    assert manager.keeping.promises.charged == {}
+
+
+def put(manager: BlockManager, local: list[int], tenant: str, priority: int = 0) -> "array[int]":
+    """A prompt comes and goes; its blocks."""
+    blocks = hashes(local)
+    held = manager.use(blocks)
+    assert manager.allocate(len(local) - held)
+    parent = blocks[held - 1] if held else None
+    manager.promote(parent, SALT, blocks[held:], packed(local[held:]), tenant)
+    manager.deref(blocks, priority)
+    return blocks
+
+
+def test_urgent_requests_of_a_tenant_keep_no_more_than_its_budget() -> None:
+    manager = BlockManager(CAPACITY, KeepingOptions(budget=0.5))
+    for prompt in range(1, 7):
+        put(manager, [100 * prompt, 1, 2, 3], f"evil/{prompt}", priority=65)
+    assert manager.keeping.promises.charged == {"evil": CAPACITY // 2}
+    mine = put(manager, [1, 2, 3, 4], "victim")
+    put(manager, [900, 1, 2, 3], "evil", priority=65)
+    assert manager.find(mine).held == 4
+    manager.now += KeepingOptions().session_idle_s
+    manager.keeping.idle.expire(manager.now)
     assert manager.keeping.promises.charged == {}

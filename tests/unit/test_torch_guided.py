@@ -1,6 +1,7 @@
 """Guided decoding of the torch engine: whatever the model wants, the answer fits."""
 
 import asyncio
+import itertools
 import json
 import re
 
@@ -10,6 +11,7 @@ pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
 
 import jsonschema
 import torch
+from support.wait import PATIENCE_S
 from tokenizers import Tokenizer
 
 from kvmesh.bus.messages import Guided, Sampling
@@ -17,7 +19,7 @@ from kvmesh.demo import model_dir
 from kvmesh.frontend.conversation import Tool
 from kvmesh.frontend.dialects.calltags import call_tags
 from kvmesh.worker.engine import Rejected
-from kvmesh.worker.torch.guided import Grammars
+from kvmesh.worker.torch.guided import AT_ONCE, Grammars
 from kvmesh.worker.torch.sampling import Sampler
 
 VOCABULARY = 8200
@@ -69,18 +71,65 @@ def test_json_schemas(grammars: Grammars, seed: int) -> None:
     jsonschema.validate(json.loads(say(grammars, "json_schema", SCHEMA, seed)), SCHEMA)
 
 
-async def test_the_loop_turns_while_a_large_grammar_is_compiled(grammars: Grammars) -> None:
-    names = [f"r{number}" for number in range(4000)]
-    rules = [f'{name}: "{name}" /[a-z]{{{len(name)}}}/' for name in names]
-    guided = Guided(kind="grammar", value="\n".join([f"start: {' | '.join(names)}", *rules]))
-    compiling = asyncio.create_task(grammars.compile(guided))
+async def compiled(kind: str, value: object) -> Grammars:
+    """Grammars that have compiled this, as a worker does; raises Rejected."""
+    made = Grammars(model_dir(), VOCABULARY, [8184, 8182], most_s=PATIENCE_S)
+    made.load()
+    text = value if isinstance(value, str) else json.dumps(value)
+    guided = Guided(kind=kind, value=text)  # type: ignore[arg-type]
+    try:
+        await made.compile(guided)
+        assert guided in made
+    finally:
+        made.close()
+    return made
+
+
+async def test_the_loop_turns_while_a_large_schema_is_compiled() -> None:
+    schema = {"enum": [f"{number:040d}" for number in range(10_000)]}
+    compiling = asyncio.create_task(compiled("json_schema", schema))
     turns = 0
     while not compiling.done():
         await asyncio.sleep(0.001)
         turns += 1
     await compiling
     assert turns > 3
-    assert guided in grammars
+
+
+async def test_what_is_too_deep_or_too_large_ends_another_process() -> None:
+    names = [f"r{number}" for number in range(9000)]
+    rules = [f'{name}: "{name}" /[a-z]/ {after}?' for name, after in itertools.pairwise(names)]
+    deep = "\n".join([f"start: {' | '.join(names)}", *rules, f'{names[-1]}: "x"'])
+    with pytest.raises(Rejected, match="too much time, memory or stack"):
+        await compiled("grammar", deep)
+
+
+async def test_what_takes_too_long_is_stopped_and_the_next_one_compiled() -> None:
+    made = Grammars(model_dir(), VOCABULARY, [8184, 8182], most_s=PATIENCE_S)
+    made.load()
+    slow = {"allOf": [{"type": "string", "pattern": f".*{number}.*"} for number in range(200)]}
+    for _ in range(AT_ONCE + 1):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await made.compile(Guided(kind="json_schema", value=json.dumps(slow)))
+    await made.compile(Guided(kind="regex", value="a+"))
+    made.close()
+
+
+async def test_what_no_answer_could_follow_is_refused_at_once() -> None:
+    cases = [{"properties": {f"k{n}": {"const": n}}, "required": [f"k{n}"]} for n in range(2500)]
+    with pytest.raises(Rejected, match=r"cannot follow this json_schema: .*max is 2000"):
+        await compiled("json_schema", {"anyOf": cases})
+
+
+def test_an_answer_that_outgrows_its_constraint_is_none(grammars: Grammars) -> None:
+    guided = Guided(kind="regex", value="[a-z0-9]{1,64}" * 20_000)
+    sampling = Sampling(max_tokens=400, temperature=1.0, seed=0, guided=guided)
+    sampler = Sampler(sampling, [], [], frozenset(), 0, grammars.constraint(guided))
+    torch.manual_seed(0)
+    picked = (sampler.pick(torch.randn(VOCABULARY), index) for index in range(400))
+    last = next(each for each in picked if each.stop)
+    assert "too complex" in last.fault
 
 
 def test_choices_and_patterns(grammars: Grammars) -> None:

@@ -5,8 +5,8 @@ import asyncio
 from support.wait import eventually
 from support.worker import prompt, work
 
-from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.worker.compiling import MOST, Compiler, Compiling
+from kvmesh.bus.messages import Guided, Sampling, Work
+from kvmesh.worker.compiling import AT_ONCE, MOST, MOST_OF_ONE, Compiler, Compiling
 from kvmesh.worker.engine import Delta, Rejected
 
 GUIDED = Guided(kind="regex", value="a+")
@@ -19,9 +19,10 @@ class Engine:
     def __init__(self, reason: str = "") -> None:
         self.go = asyncio.Event()
         self.reason = reason
+        self.known = "known"
 
     def compiled(self, guided: Guided) -> bool:
-        return guided.value == "known"
+        return guided.value == self.known
 
     async def compile(self, guided: Guided) -> None:
         await self.go.wait()
@@ -93,11 +94,58 @@ async def test_what_is_aborted_never_begins() -> None:
     assert bench.told == [Delta("r", [], finish="abort")]
 
 
-async def test_only_so_many_wait_at_once() -> None:
+def of(owner: str, request: str) -> Work:
+    return work(request, prompt(10), sampling=WORK.sampling, tenant=f"{owner}/part")
+
+
+async def test_only_so_many_wait_at_once_and_fewer_of_one_owner() -> None:
     bench = Bench(Engine())
     for number in range(MOST):
-        assert not bench.compiler.full
-        bench.compiler.start(work(f"r{number}", prompt(10), sampling=WORK.sampling))
-    assert bench.compiler.full
+        owner = f"o{number // MOST_OF_ONE}"
+        assert bench.compiler.room(of(owner, f"r{number}"))
+        bench.compiler.start(of(owner, f"r{number}"))
+        if number == MOST_OF_ONE - 1:
+            assert not bench.compiler.room(of(owner, "more"))
+    assert not bench.compiler.room(of("another", "r"))
     bench.compiler.close()
-    await eventually(lambda: not bench.compiler.full)
+    await eventually(lambda: bench.compiler.room(of("o0", "r")))
+
+
+class Slow(Engine):
+    """Notes what it compiles; each takes for ever, until `go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def compile(self, guided: Guided) -> None:
+        self.asked.append(guided.value)
+        await super().compile(guided)
+
+
+async def test_slow_constraints_of_one_owner_use_up_nobody_else_s_time() -> None:
+    engine = Slow()
+    bench = Bench(engine, most_s=0.05)
+    for number in range(8):
+        bench.compiler.start(of("hog", f"h{number}"))
+    guided = Guided(kind="regex", value="mine")
+    mine = work("m", b"", sampling=Sampling(max_tokens=1, guided=guided), tenant="me")
+    bench.compiler.start(mine)
+    await eventually(lambda: "mine" in engine.asked)
+    assert engine.asked.index("mine") <= 2 + AT_ONCE
+    engine.go.set()
+    await bench.compiler.drain()
+    assert not [delta for delta in bench.told if delta.request == "m" and delta.error]
+
+
+async def test_what_another_request_has_compiled_meanwhile_begins_at_once() -> None:
+    engine = Slow()
+    bench = Bench(engine)
+    for number in range(2 * AT_ONCE):
+        bench.compiler.start(of("one", f"r{number}"))
+    await eventually(lambda: len(engine.asked) == AT_ONCE)
+    engine.known = GUIDED.value
+    engine.go.set()
+    await bench.compiler.drain()
+    assert len(engine.asked) == AT_ONCE
+    assert len(bench.begun) == 2 * AT_ONCE

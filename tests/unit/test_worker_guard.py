@@ -1,11 +1,15 @@
-"""A guard outlives its process, and what it guards does not."""
+"""A guard outlives its process, and what it guards does not; a stopped process is noticed."""
 
+import asyncio
+import signal
 import subprocess
 import sys
 
-from support.wait import PATIENCE_S
+import pytest
+from support.wait import PATIENCE_S, eventually
 
 from kvmesh.worker.vllm.guard import Guard
+from kvmesh.worker.vllm.stopped import any_stopped
 
 PARENT = """
 import subprocess, time
@@ -30,3 +34,30 @@ def test_a_dismissed_guard_kills_nothing() -> None:
     assert child.poll() is None
     child.kill()
     child.wait(PATIENCE_S)
+
+
+def test_a_guard_that_was_stopped_is_dismissed_as_well() -> None:
+    psutil = pytest.importorskip("psutil")
+    child = subprocess.Popen(["sleep", "1000"])
+    guard = Guard([child.pid])
+    [shell] = [p for p in psutil.Process().children() if str(child.pid) in p.cmdline()]
+    shell.suspend()
+    guard.dismiss()
+    assert not shell.is_running()
+    assert child.poll() is None
+    child.kill()
+    child.wait(PATIENCE_S)
+
+
+def test_a_stopped_process_is_told_from_others() -> None:
+    first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+    pids = [first.pid, second.pid]
+    assert not any_stopped(pids)
+    second.send_signal(signal.SIGSTOP)
+    asyncio.run(eventually(lambda: any_stopped(pids)))
+    second.send_signal(signal.SIGCONT)
+    asyncio.run(eventually(lambda: not any_stopped(pids)))
+    for process in (first, second):
+        process.kill()
+        process.wait(PATIENCE_S)
+    assert not any_stopped(pids)

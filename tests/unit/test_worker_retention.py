@@ -86,6 +86,19 @@ async def test_over_budget_a_directive_is_clipped(started: Started) -> None:
     assert (held(started, first), held(started, second)) == (25, TENANT_BLOCKS - 25)
 
 
+async def test_urgent_requests_leave_others_room_to_be_cached(started: Started) -> None:
+    for i in range(8):
+        tokens = prompt(160, first=3000 + i)
+        await say(started, f"urgent{i}", tokens, priority=65, tenant=f"evil/{i}")
+    mine, others = prompt(80), prompt(80, first=500)
+    await say(started, "mine", mine, tenant="victim")
+    await say(started, "other", others, tenant="else")
+    await say(started, "more", prompt(160, first=4000), priority=65, tenant="evil")
+    assert (held(started, mine), held(started, others)) == (5, 5)
+    assert isinstance(started.engine, Retaining)
+    assert started.engine.retention()[0].kept_blocks == TENANT_BLOCKS
+
+
 async def test_what_came_of_the_answer_s_directive_is_told_at_its_end(started: Started) -> None:
     decode = Retain(0, None, 90, kind="decode", explicit=True)
     plain = Retain(0, None, 90, kind="decode")

@@ -34,3 +34,15 @@ async def test_cached_tokens_are_told_by_tier_with_the_first_token(
     assert [delta.cached for delta in sink.deltas["r"]] == [told, None]
     assert streams.load("w", 0, 10, 0).cached_tokens == (cached or 0)
     await streams.close()
+
+
+async def test_computed_tokens_never_go_back() -> None:
+    streams, computed = RequestStreams(Recorder(), 1, 16), []
+    for name in ("a", "b", "c"):
+        streams.start(work(name, prompt(64)), answered(Output([7], finish="stop", cached=16)))
+        computed.append(streams.load("w", 0, 10, 0, busy_s=1.0).computed_tokens)
+        await streams.drain()
+        computed.append(streams.load("w", 0, 10, 0, busy_s=1.0).computed_tokens)
+    assert computed == [0, 48, 48, 96, 96, 144]
+    assert streams.load("w", 0, 10, 0).computed_tokens == 144  # without a clock, too
+    await streams.close()

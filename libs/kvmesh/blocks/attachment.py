@@ -6,9 +6,9 @@ without an answer, a restart) its copies are let end, its lock is freed, and a n
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -105,7 +105,6 @@ class Attacher:
         self._user = user
         self._directory = Directory(bus, limits, self._note, self._note)
         self._changed = asyncio.Event()
-        self._locks = count()
         self._refused: tuple[str, NodeStore | None] | None = None
         self._complaint = ""
         self._lost: list[Attachment] = []
@@ -235,7 +234,8 @@ class Attacher:
         self, card: Instance, store: NodeStore, undo: ExitStack
     ) -> Attachment | None:
         tenant, directory = self._tenant, Path(store.directory)
-        name = WORKER_LOCKS.replace("*", f"{tenant.instance}-{next(self._locks)}")
+        # not to be guessed: who names it is taken for somebody who may look into the directory
+        name = WORKER_LOCKS.replace("*", f"{tenant.instance}-{secrets.token_hex(16)}")
         lock = LivenessLock(directory / name)
         undo.callback(lock.close)
         message = Attach(tenant.instance, tenant.model, tenant.layout, lock.path.name)

@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt: longer after each one, and at random. Pure."""
+"""The wait before the next attempt: longer after each one, and at random. Pure."""
 
 import random
 from collections.abc import Callable

@@ -45,7 +45,7 @@ async def read_headers(bus: Bus, bucket: str, keys: str = ">") -> dict[str, dict
 
 
 async def bucket_sizes(bus: Bus, bucket: str, keys: str = ">") -> dict[str, int]:
-    """How many bytes the keys that match have, the oldest value first; errors as above."""
+    """The sizes in bytes of the keys that match, the oldest value first; errors as above."""
     headers = await read_headers(bus, bucket, keys)
     return {key: int(value[SIZE]) for key, value in headers.items() if SIZE in value}
 
@@ -84,10 +84,10 @@ async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -
 
     The client library makes only buckets that refuse new values then.
     """
+    name, prefix = f"KV_{bucket}", f"$KV.{bucket}."
     stream = StreamConfig(
-        name=f"KV_{bucket}",
-        subjects=[f"$KV.{bucket}.>"],
-        allow_direct=True,
+        name=name,
+        subjects=[f"{prefix}>"],
         allow_rollup_hdrs=True,
         deny_delete=True,
         discard=DiscardPolicy.OLD,
@@ -102,4 +102,5 @@ async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -
     except APIError as error:
         if error.err_code != STREAM_EXISTS:
             raise
-    return await bus.js.key_value(bucket)
+    # where an older release made it, it allows direct reads, which users of the server do not have
+    return KeyValue(bucket, name, prefix, bus.js, direct=False)

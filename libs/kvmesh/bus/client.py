@@ -7,8 +7,6 @@ function is called from a task of its subscription, a plain one at once by whoev
 import asyncio
 import inspect
 import logging
-import ssl
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,12 +35,13 @@ from kvmesh.bus.errors import (
 )
 from kvmesh.bus.joining import BROKEN, Joining
 from kvmesh.bus.messages import encode
+from kvmesh.bus.posts import Posts
 from kvmesh.bus.subjects import Subjects
+from kvmesh.bus.tls import tls_context
 
 log = logging.getLogger(__name__)
 # asyncio says so of every TLS connection that ends, and there is nothing to do about it
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has" not in str(record.msg))
-MOST_UNSENT = 65_536
 T = TypeVar("T")
 Respond = Callable[[object], Awaitable[None]]
 Reply = Callable[[object], None]
@@ -97,8 +96,7 @@ class Bus:
         self.on_reconnect: list[Callable[[], None]] = []
         self.on_lost: list[Callable[[], None]] = []
         self.closing = False
-        self._unsent: deque[tuple[str, bytes, str]] = deque()
-        self._sending: asyncio.Task[None] | None = None
+        self._posts = Posts(client)
 
     @classmethod
     async def connect(
@@ -135,10 +133,6 @@ class Bus:
     async def publish(self, subject: str, message: object) -> None:
         """Send without waiting; during an outage messages are kept in a bounded buffer."""
         await self.client.publish(subject, encode(message))
-
-    def try_publish(self, subject: str, message: object) -> bool:
-        """Send at once, or return False: then `publish` must be awaited, before any later try."""
-        return self.client.try_publish(subject, encode(message))
 
     async def request(self, subject: str, message: object, reply: type[T], timeout: float) -> T:
         """One answer within `timeout` seconds, else NoResponder or RequestTimeout.
@@ -208,14 +202,8 @@ class Bus:
                 if msg.reply:
                     await self.client.publish(msg.reply, encode(answer))
 
-            try:
-                message = decoder.decode(msg.data)
-            except msgspec.MsgspecError as error:
-                log.warning("refused a malformed request on %s: %s", msg.subject, error)
-                if on_malformed is not None:
-                    await respond(on_malformed(str(error)))
-                return
-            await handler(message, respond)
+            if (message := self._understood(msg, decoder, on_malformed)) is not None:
+                await handler(message, respond)
 
         return await self.client.subscribe(subject, queue=queue, cb=receive)
 
@@ -234,16 +222,24 @@ class Bus:
                 if msg.reply:
                     self.post(msg.reply, answer)
 
-            try:
-                message = decoder.decode(msg.data)
-            except msgspec.MsgspecError as error:
-                log.warning("refused a malformed request on %s: %s", msg.subject, error)
-                if on_malformed is not None:
-                    reply(on_malformed(str(error)))
-                return
-            handler(message, reply)
+            if (message := self._understood(msg, decoder, on_malformed)) is not None:
+                handler(message, reply)
 
         return await self.client.subscribe_direct(subject, receive, queue)
+
+    def _understood(
+        self,
+        msg: Msg,
+        decoder: "msgspec.msgpack.Decoder[T]",
+        on_malformed: Callable[[str], object] | None,
+    ) -> T | None:
+        try:
+            return decoder.decode(msg.data)
+        except msgspec.MsgspecError as error:
+            log.warning("refused a malformed request on %s: %s", msg.subject, error)
+            if on_malformed is not None and msg.reply:
+                self.post(msg.reply, on_malformed(str(error)))
+            return None
 
     async def answer(
         self,
@@ -266,36 +262,14 @@ class Bus:
         What the connection does not take at once waits for it, as with `publish`. Answers go to
         the subject `reply`.
         """
-        self._post(subject, encode(message), reply)
+        self._posts.send(subject, encode(message), reply)
 
     def ask(self, subject: str, message: object, reply: str) -> None:
         """`post` a question; raises MessageTooLarge for one that the server would not take."""
         data = encode(message)
         if len(data) > self.client.max_payload:
             raise MessageTooLarge(subject, len(data))
-        self._post(subject, data, reply)
-
-    def _post(self, subject: str, data: bytes, reply: str) -> None:
-        if not self._unsent and self.client.try_publish(subject, data, reply):
-            return
-        if len(self._unsent) >= MOST_UNSENT:
-            log.warning("dropped a message on %s: too many wait to be sent", subject)
-        else:
-            self._unsent.append((subject, data, reply))
-            if self._sending is None:
-                self._sending = asyncio.create_task(self._send(), name="posts")
-
-    async def _send(self) -> None:
-        try:
-            while self._unsent:
-                subject, data, reply = self._unsent[0]
-                try:
-                    await self.client.publish(subject, data, reply)
-                except NatsError as error:
-                    log.warning("cannot send on %s: %s", subject, cause(error))
-                self._unsent.popleft()
-        finally:
-            self._sending = None
+        self._posts.send(subject, data, reply)
 
     async def close(self) -> None:
         """Flush what was published and disconnect."""
@@ -304,8 +278,7 @@ class Bus:
             return
         try:
             async with asyncio.timeout(2):
-                if self._sending is not None:
-                    await asyncio.wait([self._sending])
+                await self._posts.sent()
                 await self.client.flush()
         except (TimeoutError, NatsError) as error:
             log.warning("closing without a flush: %s", cause(error))
@@ -336,23 +309,8 @@ def _security(options: BusOptions) -> dict[str, Any]:
         "user_credentials": options.credentials,
         "nkeys_seed_str": options.nkey_seed,
         "inbox_prefix": options.inbox_prefix,
-        "tls": _tls(options),
+        "tls": tls_context(options.tls_ca, options.tls_cert, options.tls_key),
     }
-
-
-def _tls(options: BusOptions) -> ssl.SSLContext | None:
-    if options.tls_ca is None and options.tls_cert is None:
-        return None
-    for file in (options.tls_ca, options.tls_cert, options.tls_key):
-        if file is not None and not file.is_file():
-            raise FileNotFoundError(f"there is no file {file}")
-    try:
-        context = ssl.create_default_context(cafile=options.tls_ca)
-        if options.tls_cert is not None:
-            context.load_cert_chain(options.tls_cert, options.tls_key)
-    except ssl.SSLError as error:
-        raise ValueError(f"nats.tls_ca, tls_cert or tls_key cannot be used: {error}") from error
-    return context
 
 
 async def _connect_patiently(

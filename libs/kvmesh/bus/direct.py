@@ -9,9 +9,10 @@ way is taken.
 """
 
 import asyncio
-import itertools
+import logging
 import math
 import re
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,10 @@ from nats.protocol.parser import AWAITING_CONTROL_LINE
 
 from kvmesh.bus.arrivals import Arrivals
 
+log = logging.getLogger(__name__)
 Handle = Callable[[Msg], None]
 MOST_BUFFERED = 256 << 10
+STORED = b"$JS.ACK."  # begins the reply subject of whatever a stream's consumer delivers
 LATE_S = 0.1  # by which a timer is late only in a process that was stopped or stalled
 LARGE = 32 << 10  # such a payload is not copied together with others
 SEPARATORS = frozenset(" \t\r\n")
@@ -48,8 +51,8 @@ class DirectClient(Client):
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._asked: dict[str, str] = {}  # subjects of what waits, by the subject of the answer
         self._inbox = ""
-        self._tokens = itertools.count(1)
         self._complaints: set[asyncio.Task[None]] = set()
+        self._astray: set[int] = set()  # subscriptions of which it was said
 
     async def _connect_to_server(self, s: Srv) -> None:
         self.abandon()
@@ -59,6 +62,9 @@ class DirectClient(Client):
         """Close the connection of an attempt that failed later: nats-py would leave it open."""
         if self._transport:
             self._transport.close()  # type: ignore[no-untyped-call]
+            bare = getattr(self._transport, "_bare_io_writer", None)
+            if bare is not None:  # under TLS, closing would wait for the server to agree
+                bare.transport.abort()
 
     def made(self) -> None:
         """The connection is up and its subscriptions are known to the server."""
@@ -144,6 +150,10 @@ class DirectClient(Client):
         self._handles[subscription._id] = handle
         return subscription
 
+    def new_inbox(self) -> str:
+        """A subject that nobody guesses, from others of this process neither: nats-py counts."""
+        return f"{self._inbox_prefix.decode()}.{_unguessable()}"
+
     async def request(
         self,
         subject: str,
@@ -156,7 +166,7 @@ class DirectClient(Client):
             self._inbox = self.new_inbox()
             await self.subscribe_direct(f"{self._inbox}.*", self._land)
         loop = asyncio.get_running_loop()
-        token = f"{self._inbox}.{next(self._tokens)}"
+        token = f"{self._inbox}.{_unguessable()}"
         future: asyncio.Future[Msg] = loop.create_future()
         self._waiting[token] = future
         self._asked[token] = subject
@@ -207,6 +217,8 @@ class DirectClient(Client):
         handle = self._handles.get(sid)
         if handle is None:
             return False
+        if reply.startswith(STORED) and self._strays(sid):
+            return True
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
         try:
@@ -220,6 +232,8 @@ class DirectClient(Client):
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
+        if reply.startswith(STORED) and self._strays(sid):
+            return
         handle = self._handles.get(sid)
         if handle is None:
             await super()._process_msg(sid, subject, reply, data, headers)
@@ -232,9 +246,28 @@ class DirectClient(Client):
         except Exception as error:
             await self._error_cb(error)
 
+    def _strays(self, sid: int) -> bool:
+        """Whether what a consumer delivers went elsewhere than into an inbox: then it is dropped.
+
+        The server lets whoever may read a stream have it delivered to any subject.
+        """
+        subscription = self._subs.get(sid)
+        if subscription is None or subscription.subject.startswith(self._inbox_prefix.decode()):
+            return False
+        if sid not in self._astray:
+            self._astray.add(sid)
+            subject = subscription.subject
+            log.warning("drop what a stream's consumer is told to deliver to %s", subject)
+        return True
+
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._handles.pop(sid, None)
+        self._astray.discard(sid)
         super()._remove_sub(sid, max_msgs)
+
+
+def _unguessable() -> str:
+    return secrets.token_hex(12)
 
 
 def _expire(future: "asyncio.Future[Msg]", due: float) -> None:

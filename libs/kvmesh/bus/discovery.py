@@ -24,8 +24,10 @@ from nats.js.kv import KeyValue
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Instance, Role, encode
+from kvmesh.bus.once import Once
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.subjects import name_of
 
 log = logging.getLogger(__name__)
 STATE = "state"  # the label that says how far a process is, if it has to catch up first
@@ -208,6 +210,7 @@ class Directory:
         self._term = Term(bus, limits)
         self._joined = joined
         self._left = left
+        self._told = Once()  # a card that is refused comes again as often as it is renewed
         self._seen: dict[str, float] = {}
         self._cards: dict[str, Instance] = {}
         self._prefix = f"$KV.{bus.subjects.instances_bucket}."
@@ -251,11 +254,15 @@ class Directory:
         try:
             card = _card_decoder.decode(message.data)
         except msgspec.MsgspecError as error:
-            log.warning("ignored an unreadable card at %s: %s", key, error)
+            if self._told.first(key, reason := str(error)):
+                log.warning("ignored an unreadable card at %s: %s", key, reason)
             return
-        if key != self._bus.subjects.lease_key(card.role, card.instance):
+        own = self._bus.subjects.lease_key(card.role, card.instance)
+        if key != own or name_of(card.instance) != card.name:
             # a process may be permitted to write its own key, and only that
-            log.warning("ignored the card of %s %s at %s", card.role, card.instance, key)
+            whose = (card.role, card.name, card.instance)
+            if self._told.first(key, *whose):
+                log.warning("ignored the card of %s %s, instance %s, at %s", *whose, key)
             return
         self._seen[key] = asyncio.get_running_loop().time()
         if self._cards.get(key) != card:

@@ -1,4 +1,4 @@
-"""Which workers of one model may serve it together, by what their cards say.
+"""The choice of the workers that may serve one model together, by their cards.
 
 A prompt is tokenized once, hashed once and then computed by whichever worker is chosen, so all of
 them must agree on `FACTS`. What the oldest lease says counts; whoever differs is left out. Everyone
@@ -24,7 +24,7 @@ SHOWN = 3
 
 
 class Profile:
-    """What some fitting workers state, and which of them say so."""
+    """The statements of some fitting workers, and the workers that make each."""
 
     def __init__(self, cards: Iterable[Instance] = ()) -> None:
         self._stated: dict[str, tuple[object, list[str]]] = {}
@@ -38,7 +38,7 @@ class Profile:
                 self._stated.setdefault(_key(fact, card), (value, []))[1].append(card.name)
 
     def differs(self, card: Instance) -> str:
-        """Why a worker does not fit, in one line with both sides; empty if it does.
+        """The reason why a worker does not fit, in one line with both sides; empty if it does.
 
         A fact that a card does not state (it is empty or 0) fits any.
         """

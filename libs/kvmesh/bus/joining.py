@@ -58,7 +58,7 @@ class Joining:
             await _cancel(attempt)
 
     def reason(self, error: Exception, credentials: str) -> Exception:
-        """What to say of the failure; `credentials` are the settings that a server may refuse."""
+        """The failure in words; `credentials` are the settings that a server may refuse."""
         if not self._refused:
             return self._last or error
         if not credentials:

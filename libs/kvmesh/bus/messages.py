@@ -663,7 +663,7 @@ class SessionQuery(Struct, frozen=True):
 
 
 class KeyUse(Struct, frozen=True, array_like=True):
-    """How much of an API key's limits is used. `key` is the hash of its secret.
+    """The use of an API key's limits. `key` is the hash of its secret.
 
     `requests` and `tokens` were taken by one frontend since it began, `running` are its sequences
     now. What is owed has still to come in at the key's rates, whoever took it.
@@ -700,9 +700,7 @@ class Ping(Struct, frozen=True, tag="ping"):
     """Are you there? The answer matters less than the server's "no responders"."""
 
 
-Control: TypeAlias = (
-    Cancel | Resend | Dump | Drain | Clear | Release | Pin | Unpin | Prefetch | Ping
-)
+Control: TypeAlias = Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch
 
 
 class ControlReply(Struct, frozen=True):
@@ -719,8 +717,8 @@ class ControlReply(Struct, frozen=True):
 class Load(Struct, frozen=True, kw_only=True):
     """Forward-pass metrics of one rank. Blocks and tokens now; counters since the start.
 
-    `step_s` is the mean of the last steps. `busy_s` is the time in steps and `computed_tokens` the
-    prompt tokens computed, since the start; both are 0 where the engine does not tell.
+    `step_s` is the mean of the last steps. `busy_s` is the time in steps, 0 where the engine does
+    not tell it, and `computed_tokens` the prompt tokens computed, both since the start.
     """
 
     instance: str

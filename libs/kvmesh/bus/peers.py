@@ -1,4 +1,4 @@
-"""Which of several processes of a role to ask: those that answer take turns, silent ones sit out.
+"""The choice among processes of a role: those that answer take turns, silent ones sit out.
 
 Pure. Times are those of the caller's clock, in seconds.
 """
@@ -9,8 +9,8 @@ from collections.abc import Collection
 PROBE_S = 0.25
 
 
-class Standing:
-    """What is known of one process."""
+class Peer:
+    """One process, as whoever asks it knows it."""
 
     __slots__ = ("heard", "probed", "suspected")
 
@@ -29,19 +29,19 @@ class Peers:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._standing: dict[str, Standing] = {}
+        self._known: dict[str, Peer] = {}
         self._turns: deque[str] = deque()
 
     def __contains__(self, instance: str) -> bool:
-        return instance in self._standing
+        return instance in self._known
 
     def joined(self, instance: str) -> None:
-        if instance not in self._standing:
-            self._standing[instance] = Standing()
+        if instance not in self._known:
+            self._known[instance] = Peer()
             self._turns.append(instance)
 
     def left(self, instance: str) -> None:
-        if self._standing.pop(instance, None) is not None:
+        if self._known.pop(instance, None) is not None:
             self._turns.remove(instance)
 
     def choose(self, but: Collection[str] = ()) -> str | None:
@@ -51,8 +51,8 @@ class Peers:
         return next(filter(self.trusts, left), left[0] if left else None)
 
     def trusts(self, instance: str) -> bool:
-        standing = self._standing.get(instance)
-        return standing is not None and not standing.suspected
+        peer = self._known.get(instance)
+        return peer is not None and not peer.suspected
 
     def trusts_any(self, but: Collection[str] = ()) -> bool:
         """Whether there is a trusted one besides these."""
@@ -60,33 +60,33 @@ class Peers:
 
     def suspect(self, instance: str) -> bool:
         """It has not answered in time. True if it was trusted until now."""
-        standing = self._standing.get(instance)
-        if standing is None or standing.suspected:
+        peer = self._known.get(instance)
+        if peer is None or peer.suspected:
             return False
-        standing.suspected = True
+        peer.suspected = True
         return True
 
     def heard(self, instance: str, now: float, took: float) -> bool:
         """It has answered after `took` seconds. True if it was suspected until now."""
-        standing = self._standing.get(instance)
-        if standing is None or took > self._limit:
+        peer = self._known.get(instance)
+        if peer is None or took > self._limit:
             return False
-        standing.heard = now
-        suspected, standing.suspected = standing.suspected, False
+        peer.heard = now
+        suspected, peer.suspected = peer.suspected, False
         return suspected
 
     def silent(self, instance: str, now: float) -> bool:
         """Whether nothing was heard of it for longer than the limit."""
-        standing = self._standing.get(instance)
-        return standing is None or now - standing.heard > self._limit
+        peer = self._known.get(instance)
+        return peer is None or now - peer.heard > self._limit
 
     def to_probe(self, now: float, busy: Collection[str] = ()) -> list[str]:
         """Those to be asked for a sign of life now: the suspected ones, and the `busy`."""
         due = [
             instance
-            for instance, standing in self._standing.items()
-            if (standing.suspected or instance in busy) and now - standing.probed >= PROBE_S
+            for instance, peer in self._known.items()
+            if (peer.suspected or instance in busy) and now - peer.probed >= PROBE_S
         ]
         for instance in due:
-            self._standing[instance].probed = now
+            self._known[instance].probed = now
         return due

@@ -1,4 +1,4 @@
-"""What each role may do on the bus: the subjects that its processes use, and no others.
+"""The permissions of each role on the bus: the subjects that its processes use, and no others.
 
 `kvmesh secure` writes it into a NATS server's configuration. A subject, stream or bucket without
 an owner here is out of reach for everybody under such a server; a test finds it.
@@ -15,7 +15,7 @@ API = "$JS.API"
 
 
 class User(StrEnum):
-    """Who has credentials: the services, and three that people and tools use."""
+    """The roles that have credentials: the services, and three that people and tools use."""
 
     FRONTEND = "frontend"
     ROUTER = "router"
@@ -29,15 +29,14 @@ class User(StrEnum):
 
 @dataclass(frozen=True)
 class Permissions:
-    """Subject patterns; whoever `responds` may also answer each request that reaches it."""
+    """Subject patterns."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
-    responds: bool = False
 
 
 def inbox_prefix(user: str) -> str:
-    """Where the answers to one user go: nobody else may listen there."""
+    """The prefix of the subjects for answers to one user: nobody else may listen there."""
     return f"_INBOX.{token(user)}"
 
 
@@ -45,10 +44,10 @@ def permissions(subjects: Subjects, role: User, user: str, name: str = ANY) -> P
     """Those of a user in a role. Its processes must be called `name`, unless that is ANY."""
     publish, subscribe = _TABLE[role](subjects, name)
     looks = (f"{API}.STREAM.INFO.{stream}" for stream in _awaited(subjects))
+    answers = () if role in _SILENT else _INBOXES
     return Permissions(
-        tuple(sorted({_pattern(s) for s in (*publish, *looks, *_ASKED)})),
+        tuple(sorted({_pattern(s) for s in (*publish, *looks, *answers, *_ASKED)})),
         tuple(sorted({*map(_pattern, subscribe), f"{inbox_prefix(user)}.>"})),
-        responds=role not in (User.PLANNER, User.OPERATOR, User.OBSERVER),
     )
 
 
@@ -59,6 +58,11 @@ def _pattern(subject: str) -> str:
 Grant = tuple[Iterable[str], Iterable[str]]
 _ASKED = (f"{API}.INFO", f"{API}.STREAM.NAMES")  # by the client library; no message comes of it
 _EACH = f"{ANY}-{ANY}"  # any instance
+_SILENT = (User.PLANNER, User.OPERATOR, User.OBSERVER)  # they are asked nothing
+# Answers go there, and nowhere else. `allow_responses` of NATS permits any subject that a request
+# names for its answer, so that a user who asks itself may publish anywhere. Inboxes are random:
+# nobody finds one that it was not given.
+_INBOXES = ("_INBOX.>",)
 
 
 def _frontend(s: Subjects, name: str) -> Grant:
@@ -97,7 +101,7 @@ def _indexer(s: Subjects, name: str) -> Grant:
     own, snapshots = f"{name}-{ANY}", _objects(s.index_bucket)
     return (
         [
-            *(s.index(ANY), s.index_shard(ANY, ANY), s.ctl(_EACH)),
+            *(s.index(ANY), s.index_shard(ANY, ANY), s.dump(_EACH)),
             *(s.index_at(_EACH), s.index_part_at(_EACH)),
             *_lease(s, User.INDEXER, name),
             *_write_objects(s.index_bucket),
@@ -117,7 +121,7 @@ def _worker(s: Subjects, name: str) -> Grant:
             *_write_objects(s.model_bucket),
             *_reads(_kv(s.instances_bucket), _objects(s.model_bucket)),
         ],
-        [s.work(own), s.ctl(own), s.ping(own)],
+        [s.work(own), s.ctl(own), s.dump(own), s.ping(own)],
     )
 
 
@@ -131,7 +135,7 @@ def _kvbm(s: Subjects, name: str) -> Grant:
             *_write(s.kvbm_bucket),
             *_reads(_kv(s.instances_bucket), _kv(s.kvbm_bucket)),
         ],
-        [s.kvbm(own), s.ctl(own), s.computing(ANY), s.computing_before(own)],
+        [s.kvbm(own), s.ctl(own), s.dump(own), s.computing(ANY), s.computing_before(own)],
     )
 
 
@@ -171,12 +175,8 @@ _TABLE: dict[User, Callable[[Subjects, str], Grant]] = {
 
 
 def _events(s: Subjects) -> list[str]:
-    """What passes, without tokens and prompts."""
+    """The subjects of all that passes, without tokens and prompts."""
     return [s.kv_all, s.route_all, s.seq_all, s.load_all]
-
-
-def _below(subject: str) -> str:
-    return f"{subject}.>"
 
 
 def _awaited(s: Subjects) -> list[str]:
@@ -223,9 +223,9 @@ def _reads(*streams: str, deletes: bool = True) -> list[str]:
 
 
 def _read(stream: str, deletes: bool) -> list[str]:
+    """Not directly: that delivers what is stored, as it is, to whatever subject one names."""
     calls = (
         *(f"STREAM.INFO.{stream}", f"STREAM.MSG.GET.{stream}"),
-        *(f"DIRECT.GET.{stream}", f"DIRECT.GET.{stream}.>"),
         *(f"CONSUMER.CREATE.{stream}", f"CONSUMER.CREATE.{stream}.>"),
         *((f"CONSUMER.DELETE.{stream}.*",) if deletes else ()),
     )

@@ -57,7 +57,7 @@ class StreamMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Where to begin: after a sequence, at a time, at each subject's last message, or at now.
+    """The start of a reader: after a sequence, at a time, at each subject's last message, or now.
 
     `stored` is when the message `after` was stored, if it must still be that message. With
     `headers_only` messages come without their data.
@@ -118,6 +118,7 @@ class StreamReader:
         self._consumers: deque[str] = deque(maxlen=MOST_LEFT)  # the last is in use
         self._consumer_seq = 0
         self._backoff = Backoff(FIRST_DELAY_S, MOST_DELAY_S)
+        self._connected_at = bus.connected_at  # when the series of delays began
         self._heard = 0.0
         self._attached = 0.0
         self._loop = asyncio.get_running_loop()
@@ -156,6 +157,7 @@ class StreamReader:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+            self._task = None  # its traceback holds this reader, and so what the handler keeps
         await self._detach()
         await self._delete_consumers()
 
@@ -210,7 +212,7 @@ class StreamReader:
             self.caught_up.set()
 
     async def _fault(self, info: StreamInfo) -> str:
-        """Why what was read is not the beginning of what the stream has; empty if it is."""
+        """The reason why what was read is not the beginning of the stream; empty if it is."""
         if self._created is not None and info.created != self._created:
             return "was made anew"
         if info.state.last_seq < self.last_seq:
@@ -320,7 +322,7 @@ class StreamReader:
             if self._loop.time() - self._attached > SETTLED_S and not failing:
                 self._backoff.reset()
             else:
-                await asyncio.sleep(self._backoff.delay())
+                await self._pause()
             try:
                 await self._attach()
                 failing = False
@@ -329,6 +331,23 @@ class StreamReader:
                     log.warning("cannot read %s, retrying: %s", self._stream, cause(error))
                 failing = True
                 self._stale.set()
+
+    async def _pause(self) -> None:
+        """Wait for the next delay; a new connection ends it, and begins with short ones again."""
+        self._renew_delays()
+        ends = self._loop.time() + self._backoff.delay()
+        while (left := ends - self._loop.time()) > 0:
+            await asyncio.sleep(min(left, HEARTBEAT_S))
+            if self._renew_delays():
+                ends = self._loop.time() + self._backoff.delay()
+
+    def _renew_delays(self) -> bool:
+        """Whether the connection is a new one since this was last asked."""
+        if self._bus.connected_at <= self._connected_at:
+            return False
+        self._connected_at = self._bus.connected_at
+        self._backoff.reset()
+        return True
 
     async def _lost(self) -> bool:
         """Whether the consumer is gone or useless, after at most a moment; False while offline."""

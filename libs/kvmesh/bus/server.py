@@ -1,4 +1,4 @@
-"""What a NATS server must be configured to, checked before it fails somewhere deep.
+"""The demands on a NATS server's configuration, checked before it fails somewhere deep.
 
 Error codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
 """

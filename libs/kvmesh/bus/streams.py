@@ -92,7 +92,7 @@ async def ensure_streams(bus: Bus, limits: StreamLimits | None = None) -> list[D
 
 
 async def differences(bus: Bus, limits: StreamLimits) -> list[Difference]:
-    """Where the streams and buckets of the mesh, as far as they exist, differ from `limits`."""
+    """The differences of the mesh's streams and buckets, as far as they exist, from `limits`."""
     wanted = {each.name: each for each in _wanted(bus, limits)}
     found: list[Difference] = []
     for info in await mesh_streams(bus):
@@ -176,7 +176,6 @@ def _stream(
         max_age=age,
         storage=storage,
         num_replicas=bus.options.replicas,
-        allow_direct=True,
         duplicate_window=UNUSED_WINDOW_S,
         compression=StoreCompression.S2 if storage is StorageType.FILE else None,
     )

@@ -6,7 +6,9 @@ from functools import lru_cache
 
 ROOT = "kvm"  # the first token of every subject
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
-PLACED = frozenset(("work", "out", "ctl", "ping", "kvbm", "load"))  # they end with an instance
+PLACED = frozenset(
+    ("work", "out", "ctl", "dump", "ping", "kvbm", "load")
+)  # they end with an instance
 _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 
 
@@ -29,6 +31,12 @@ def place(instance: str) -> tuple[str, ...]:
     """
     name, _, life = instance.rpartition("-")
     return (token(name), token(life)) if name and life else (token(instance),)
+
+
+def name_of(instance: str) -> str:
+    """The name of the process that an instance id is a life of; itself if it names no life."""
+    name, _, life = instance.rpartition("-")
+    return name if name and life else instance
 
 
 def _unescape(run: str) -> str:
@@ -109,7 +117,7 @@ class Subjects:
 
     @property
     def secrets_bucket(self) -> str:
-        """What frontends alone may read."""
+        """The bucket of secrets that frontends alone may read."""
         return f"kvm-{self.namespace}-secrets"
 
     @property
@@ -184,7 +192,7 @@ class Subjects:
 
     @property
     def limits(self) -> str:
-        """What frontends tell one another about the use of API keys."""
+        """Frontends tell one another here how much of their limits API keys have used."""
         return self._of("limits")
 
     # one process each
@@ -197,6 +205,10 @@ class Subjects:
 
     def ctl(self, instance: str) -> str:
         return self._of("ctl", *place(instance))
+
+    def dump(self, instance: str) -> str:
+        """What do you hold? No command, since indexers ask it and command nothing."""
+        return self._of("dump", *place(instance))
 
     def kvbm(self, instance: str) -> str:
         """What the workers of a node ask of its kvbm."""

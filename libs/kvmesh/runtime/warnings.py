@@ -1,4 +1,4 @@
-"""What a process sees to be wrong on the mesh while it goes on serving.
+"""Warnings: a process sees something wrong on the mesh, and goes on serving.
 
 Each warning is told in the log when it begins and ends, and is on /health, in the metric
 `kvmesh_warnings` and on the process's card, from where `kvmesh status` takes it.

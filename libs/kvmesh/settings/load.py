@@ -74,7 +74,7 @@ class Option(msgspec.Struct, frozen=True):
         return f"{self.env}_FILE"
 
     def shown(self, value: Any) -> Any:
-        """What may be printed of a value of this option."""
+        """The form in which a value of this option may be printed."""
         if value is None or value == self.default:
             return value
         if self.secret:
@@ -153,7 +153,7 @@ def variables() -> list[str]:
 def _texts(
     option: Option, env: Mapping[str, str], flags: Mapping[Place, Flag]
 ) -> Iterator[tuple[str, str, bool]]:
-    """Where the environment, then a flag, gives a value, its text, and if that names a file."""
+    """The values that environment and flags give: the place, the text, and if that names a file."""
     if option.secret and option.file_env in env and env[option.file_env]:
         if env.get(option.env):
             raise SettingsError(option.file_env, f"{option.env} is given as well; choose one")
@@ -167,7 +167,7 @@ def _texts(
 
 
 def _secret(path: object, where: str) -> str:
-    """What the file of a secret holds, without the white space around it."""
+    """The secret in a file, without the white space around it."""
     if not isinstance(path, str):
         raise SettingsError(where, f"expected a path, got `{type(path).__name__}`")
     try:

@@ -1,4 +1,4 @@
-"""What is shown of a setting that must not be read by others."""
+"""Settings that others must not read, in a form that may be shown."""
 
 import re
 

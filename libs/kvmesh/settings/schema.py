@@ -403,7 +403,7 @@ class Worker(Section, frozen=True, kw_only=True):
         Count, Meta(description="largest schema, grammar or expression that an answer may follow")
     ] = 512 << 10
     compile_timeout_s: Annotated[
-        Seconds, Meta(description="longest time to compile one of these, where this engine does")
+        Seconds, Meta(description="longest time in which torch and vllm must compile one of these")
     ] = 10.0
     tenant_share: Annotated[
         float,

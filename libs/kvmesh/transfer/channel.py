@@ -63,26 +63,35 @@ class Closed(Exception):
     """The other side has closed the connection, or says what cannot be understood."""
 
 
-class Channel:
-    """A non-blocking socket on this event loop."""
+class Silent(Closed):
+    """Nothing has come from the other side in time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+
+class Channel:
+    """A non-blocking socket on this event loop.
+
+    It is `Silent` if nothing comes for `quiet_s` seconds while something is waited for.
+    """
+
+    def __init__(self, sock: socket.socket, quiet_s: float | None = None) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
+        self._quiet_s = quiet_s
         self._loop = asyncio.get_running_loop()
 
     @classmethod
-    async def connect(cls, host: str, port: int) -> "Channel":
-        """Raises OSError if nobody listens there."""
+    async def connect(cls, host: str, port: int, quiet_s: float | None = None) -> "Channel":
+        """Raises OSError if nobody listens there, or answers in time."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)
-            await loop.sock_connect(sock, address)
-            return cls(sock)
+            async with asyncio.timeout(quiet_s):
+                await loop.sock_connect(sock, address)
+            return cls(sock, quiet_s)
         except BaseException:
             sock.close()
             raise
@@ -117,7 +126,10 @@ class Channel:
         done = 0
         while done < len(place):
             try:
-                count = await self._loop.sock_recv_into(self._sock, place[done:])
+                async with asyncio.timeout(self._quiet_s):
+                    count = await self._loop.sock_recv_into(self._sock, place[done:])
+            except TimeoutError:
+                raise Silent("nothing came in time") from None
             except OSError as error:
                 raise Closed(error.strerror or str(error)) from error
             if not count:

@@ -4,11 +4,12 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from kvmesh.settings.schema import Transfer
-from kvmesh.transfer.channel import Answer, Channel, Closed, Descriptor, Got, Want
+from kvmesh.transfer.channel import Answer, Channel, Closed, Descriptor, Got, Silent, Want
 from kvmesh.transfer.errors import TransferError
 from kvmesh.transfer.grants import Grants, Region
 from kvmesh.transfer.nixl import NixlAgent
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WILDCARDS = ("0.0.0.0", "::")
-MOST_READS = 8
+MOST_READS = 8  # of one owner at once
+QUIET_S = 1.0  # owners answer, and send, at once: one that does not is frozen
 Way: TypeAlias = Literal["nixl", "tcp"]
 
 
@@ -38,7 +40,7 @@ class Transport:
         self._grants = Grants(self._describe)
         self._server = Server(self._grants, options.readers, agent.name if agent else "")
         self._regions: set[Region] = set()
-        self._reading = asyncio.Semaphore(MOST_READS)
+        self._owners: WeakValueDictionary[str, _Owner] = WeakValueDictionary()
         self._port = 0
 
     @classmethod
@@ -82,15 +84,20 @@ class Transport:
         """Copy (remote offset, local offset, length) pieces of what a grant allows.
 
         `final` gives the grant back. Returns the way the bytes have taken. Raises TransferError,
-        and ValueError for a place outside of `into`.
+        also if the owner falls silent while this waits for its turn, and ValueError for a place
+        outside of `into`.
         """
         wanted = merged(Piece(*piece) for piece in pieces)
         for piece in wanted:
             into.part(piece.local, piece.length)
         job = _Job(_decoded(descriptor), into, wanted, final)
+        owner = self._owners.setdefault(job.peer, _Owner())
+        fell_silent = owner.fell_silent
         try:
-            async with asyncio.timeout(timeout), self._reading:
-                return await self._read(job)
+            async with asyncio.timeout(timeout), owner.turns:
+                if owner.fell_silent != fell_silent:
+                    raise TransferError("unreachable", job.peer, "it has just fallen silent")
+                return await self._noting(owner, job)
         except Closed as error:
             raise TransferError("lost", job.peer, str(error)) from error
         except TimeoutError as error:
@@ -106,6 +113,15 @@ class Transport:
         await self._server.close()
         for region in list(self._regions):
             region.close()
+
+    async def _noting(self, owner: "_Owner", job: "_Job") -> Way:
+        """Read; whoever waits for a turn hears that there is no answer."""
+        try:
+            return await self._read(job)
+        except (Silent, TransferError) as error:
+            if isinstance(error, Silent) or error.code == "unreachable":
+                owner.fell_silent += 1
+            raise
 
     async def _read(self, job: "_Job") -> Way:
         agent = self._agent if job.owner.nixl else None
@@ -127,6 +143,14 @@ class Transport:
         self._regions.discard(region)
         if self._agent is not None:
             self._agent.deregister(region)
+
+
+class _Owner:
+    """Turns to read from one process, and how often it has not answered."""
+
+    def __init__(self) -> None:
+        self.turns = asyncio.Semaphore(MOST_READS)
+        self.fell_silent = 0
 
 
 class _Job(NamedTuple):
@@ -165,9 +189,9 @@ async def _fetch(agent: NixlAgent | None, job: _Job) -> Way:
 
 async def _connect(job: _Job) -> Channel:
     try:
-        return await Channel.connect(job.owner.host, job.owner.port)
+        return await Channel.connect(job.owner.host, job.owner.port, QUIET_S)
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = error.strerror or str(error) or f"no connection in {QUIET_S:g} s"
         raise TransferError("unreachable", job.peer, reason) from error
 
 

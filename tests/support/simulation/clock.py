@@ -8,10 +8,24 @@ from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from types import ModuleType, SimpleNamespace
 
+from kvmesh._native import Watchdog
 from support.simulation.loop import NODE, SimLoop
 
 EPOCH = 1_800_000_000.0
 SUBJECT = ("kvmesh.", "support.", "nats.js.object_store")  # whose clocks are simulated
+
+
+class _Asleep:
+    """In place of a watchdog, which goes by the machine's time and would end pytest."""
+
+    def __init__(self, step: float, looks: int) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
 
 
 @contextmanager
@@ -43,6 +57,7 @@ def simulated_clocks(loop: SimLoop, skews: dict[str, float]) -> Iterator[None]:
         ("monotonic", time.monotonic, monotonic),
         ("datetime", datetime, Datetime),
         ("secrets", secrets, names),
+        ("Watchdog", Watchdog, _Asleep),
     ]
     replaced: list[tuple[ModuleType, str, object]] = []
     for name, module in list(sys.modules.items()):

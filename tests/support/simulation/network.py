@@ -50,6 +50,7 @@ class Network:
         self.clients: list[SimClient] = []
         self._exact: dict[str, list[SimSubscription]] = {}
         self._wild: list[SimSubscription] = []
+        self._heard_wild: dict[str, list[SimSubscription]] = {}
         self.taps: list[Callable[[str, bytes, str], None]] = []
         self.serve: Callable[[str, bytes, str, Headers | None], bool] = lambda *_: False
         self.context = copy_context()
@@ -84,13 +85,18 @@ class Network:
 
     def listeners(self, subject: str) -> "list[SimSubscription]":
         """Subscriptions that the server knows and that match."""
-        wild = [s for s in self._wild if matches(s.subject, subject)]
+        wild = self._heard_wild.get(subject)
+        if wild is None:
+            wild = [s for s in self._wild if matches(s.subject, subject)]
+            self._heard_wild[subject] = wild
         return self._exact.get(subject, []) + wild
 
     def _place(self, subscription: "SimSubscription") -> "list[SimSubscription]":
         subject = subscription.subject
-        wild = "*" in subject or ">" in subject
-        return self._wild if wild else self._exact.setdefault(subject, [])
+        if "*" not in subject and ">" not in subject:
+            return self._exact.setdefault(subject, [])
+        self._heard_wild.clear()
+        return self._wild
 
     def learn(self, subscription: "SimSubscription") -> None:
         """The server hears of a subscription."""

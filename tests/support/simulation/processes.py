@@ -13,7 +13,7 @@ from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.direct import DirectClient
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Capacity, Control, ControlReply, Dump, Instance, ModelCard, Role
+from kvmesh.bus.messages import Capacity, ControlReply, Dump, Instance, ModelCard, Role
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import ensure_streams
@@ -22,7 +22,7 @@ from kvmesh.router.service import RouterService
 from kvmesh.runtime.service import Service
 from kvmesh.settings.schema import Indexer as IndexerSettings
 from kvmesh.settings.schema import Router, Settings, Streams
-from support.events import CONTROL, MODEL, Contents
+from support.events import DUMPS, MODEL, Contents
 from support.simulation.loop import NODE
 from support.simulation.network import Network, SimClient
 
@@ -137,7 +137,7 @@ class WorkerProcess(Process):
             self.bus, subject, self.name, self.node, 0.005, self._dump, BACKLOG_BYTES
         )
         self.publisher.start()
-        await self.bus.handle(self.bus.subjects.ctl(self.node), CONTROL, self._on_control)
+        await self.bus.handle(self.bus.subjects.dump(self.node), DUMPS, self._on_dump)
         lease = Lease(self.bus, self._card(), self.service.limits)
         await lease.open()
         self.ready = True
@@ -157,10 +157,9 @@ class WorkerProcess(Process):
     def _dump(self, rank: int) -> None:
         self.publisher.add(rank, self.contents.dump())
 
-    def _on_control(self, command: Control, reply: Reply) -> None:
-        if isinstance(command, Dump):
-            self._dump(command.rank)
-        reply(ControlReply(ok=isinstance(command, Dump)))
+    def _on_dump(self, asked: Dump, reply: Reply) -> None:
+        self._dump(asked.rank)
+        reply(ControlReply(True))
 
     def hold(self, blocks: Sequence[int]) -> None:
         """The engine has computed a prompt."""

@@ -1,8 +1,10 @@
 """What must be true of a simulated mesh, always or once its faults have ended."""
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -12,6 +14,8 @@ from kvmesh.indexer.answers import answer
 from kvmesh.indexer.service import Indexer
 from kvmesh.router.dispatcher import Dispatcher
 from kvmesh.router.model_router import ModelRouter
+from kvmesh.router.prefixes import HASH, Node
+from kvmesh.router.sequences import Active
 from support.events import MODEL, depths, prompt
 from support.simulation.callers import prompts
 from support.simulation.jetstream import JetStream, Stream
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 SEQ = Subjects("sim").seq_stream
 KV = Subjects("sim").kv_stream
+Booked: TypeAlias = tuple[float, float, float]
 LOSING = {"rewind", "recreate", "purge"}  # faults that take messages off the KV stream
 _batches = msgspec.msgpack.Decoder(KvBatch)
 
@@ -60,6 +65,8 @@ def wrong(world: "World") -> list[str]:
             found.append(f"{router.node} is not ready")
         else:
             found += [f"{router.node} {text}" for text in _unsettled(model)]
+            if router.router is not None and router.router._sequences._stale.is_set():
+                found.append(f"{router.node} does not read the active sequences yet")
             if router.knows() != {worker.node for worker in workers}:
                 found.append(f"{router.node} knows the workers {router.knows()}")
     return found
@@ -118,6 +125,44 @@ def _model(process: RouterProcess) -> ModelRouter | None:
     return router._models.get(MODEL) if router is not None and router.ready else None
 
 
+def miscounted(world: "World") -> list[str]:
+    """What a router books of a rank is the sum of what it knows to run there, at any time."""
+    models = {p.node: _model(p) for p in world.alive(RouterProcess)}
+    return [
+        f"{node} books {booked} of slot {slot}, where {summed} run"
+        for node, model in models.items()
+        if model is not None
+        for slot, booked, summed in _books(model)
+        if not all(map(_near, booked, summed))
+    ]
+
+
+def _near(booked: float, summed: float) -> bool:
+    return math.isclose(booked, summed, rel_tol=1e-5, abs_tol=1e-8)
+
+
+def _books(model: ModelRouter) -> Iterator[tuple[int, Booked, Booked]]:
+    """For each slot, requests, prefill tokens and blocks: as the table has them, and summed."""
+    table, active = model.core.table, model.core.active
+    running = defaultdict[int, list[Active]](list)
+    for each in active._active.values():
+        running[each.slot].append(each)
+    for slot, there in running.items():
+        nodes = {id(node): node for each in there for node in _upwards(each.end)}
+        shared = sum(len(node.label) // HASH for node in nodes.values())
+        blocks = shared + sum(each.tail + each.growth for each in there)
+        summed = len(there), sum(each.prefill for each in there), blocks
+        columns = (table.requests, table.prefill_tokens, table.active_blocks)
+        requests, prefill, held = (float(column[slot]) for column in columns)
+        yield slot, (requests, prefill, held), summed
+
+
+def _upwards(node: Node | None) -> Iterator[Node]:
+    while node is not None:
+        yield node
+        node = node.parent
+
+
 def disagreement(world: "World") -> list[str]:
     """Replicas that have read the same events and know the same entries give the same order."""
     last = world.server.streams[SEQ].last if SEQ in world.server.streams else -1
@@ -129,12 +174,15 @@ def disagreement(world: "World") -> list[str]:
     dispatchers = [m.dispatcher for m in models if m is not None]
     if len(dispatchers) < 2:
         return []
-    first, *others = [(_entries(d), _order(d)) for d in dispatchers]
-    world.compared += sum(len(entries) > 1 and entries == first[0] for entries, _ in others)
+    first, *others = dispatchers
+    entries = _entries(first)
+    same = [_order(other) for other in others if entries and _entries(other) == entries]
+    world.compared += len(same) if len(entries) > 1 else 0
+    expected = _order(first) if same else {}
     return [
-        f"replicas that know the same would place {order} and {first[1]}"
-        for entries, order in others
-        if entries == first[0] and order != first[1]
+        f"replicas that know the same would place {order} and {expected}"
+        for order in same
+        if order != expected
     ]
 
 
@@ -148,7 +196,8 @@ def _order(dispatcher: Dispatcher) -> dict[tuple[int, str], list[str]]:
     Which class has its turn may differ for a moment: a replica counts its own placements before
     they come back from the stream.
     """
-    queue, order = deepcopy(dispatcher._queue), dict[tuple[int, str], list[str]]()
+    shared = {id(entry): entry for entry in _entries(dispatcher).values()}  # nobody changes them
+    queue, order = deepcopy(dispatcher._queue, shared), dict[tuple[int, str], list[str]]()
     while (head := queue.head(0.0)) is not None:
         order.setdefault((head.tier, head.fair_class), []).append(head.request)
         queue.remove(head.request, placed=True)

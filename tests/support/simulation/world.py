@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import re
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ BURST = 24
 KV = Subjects("sim").kv_stream
 ROUTE = Subjects("sim").router("m")
 KEPT_LINES = 300
+# a router says so of requests whose end it was not told
+GIVEN_UP = re.compile(r"gave up \d+ requests without news, such as (\S+)")
 P = TypeVar("P", bound=Process)
 _news: "msgspec.msgpack.Decoder[RouteNews]" = msgspec.msgpack.Decoder(RouteNews)
 
@@ -96,6 +99,7 @@ class World:
         self._asked: set[str] = set()
         self.answers: Counter[str] = Counter()
         self.compared = 0
+        self._asked_before: dict[str, int] | None = None  # it had healed
 
     @contextmanager
     def environment(self) -> Iterator[None]:
@@ -134,6 +138,8 @@ class World:
         self._heal()
         await asyncio.wait(calls)
         await self._reached("healed", HEAL_S)
+        if not self.broken:
+            self._asked_before = {caller.name: caller.asked for caller in self.callers}
         await self._burst()
         await self._reached("after a burst", HEAL_S)
         for task in chaos:
@@ -148,6 +154,11 @@ class World:
                 self.broken += [f"{when}: {text}" for text in wrong]
                 return
             await asyncio.sleep(0.25)
+
+    def is_lost(self, request: str) -> bool:
+        """Whether a router may not give it up: it was asked once nobody died any more."""
+        name, _, number = request.partition(".")[0].rpartition("-")
+        return self._asked_before is not None and int(number) > self._asked_before[name]
 
     def _judge(self) -> None:
         self.broken += self.loop.failures
@@ -265,7 +276,7 @@ class World:
         ]
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0.01)
-            self.broken += properties.disagreement(self)
+            self.broken += properties.disagreement(self) + properties.miscounted(self)
         for caller, (placed, refused) in zip(self.callers, before, strict=True):
             if (told := caller.placed - placed) != BURST:
                 reasons = [refusal.reason for refusal in caller.refused[refused:]]
@@ -280,7 +291,11 @@ class World:
 
 
 class Keeper(logging.Handler):
-    """Keeps what the processes log; an error is a property that does not hold."""
+    """Keeps what the processes log; an error is a property that does not hold.
+
+    Neither does it where a router has to give up a request that was asked after the mesh had
+    healed: it is freed by whoever asked. Those before may have lost their end.
+    """
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -291,3 +306,5 @@ class Keeper(logging.Handler):
         if record.levelno >= logging.ERROR:
             cause = record.exc_info[1] if record.exc_info else ""
             self._world.broken.append(f"{NODE.get()}: {record.getMessage()} {cause!r}")
+        elif (found := GIVEN_UP.match(record.getMessage())) and self._world.is_lost(found[1]):
+            self._world.broken.append(f"{NODE.get()}: {record.getMessage()}")

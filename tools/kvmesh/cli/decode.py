@@ -9,11 +9,13 @@ from msgspec import Struct
 from kvmesh.bus.kvbm import Computing, KvbmRequest
 from kvmesh.bus.messages import (
     Control,
+    Dump,
     Instance,
     KvBatch,
     LimitUse,
     Load,
     OverlapQuery,
+    Ping,
     RouteEvent,
     RouteRequest,
     SeqBatch,
@@ -23,7 +25,7 @@ from kvmesh.bus.messages import (
 )
 
 STREAMED = ("kv", "route", "seq")
-REQUESTS = ("index", "indexer", "router", "work", "ctl", "ping", "kvbm", "sessions")
+REQUESTS = ("index", "indexer", "router", "work", "ctl", "dump", "ping", "kvbm", "sessions")
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -36,7 +38,8 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "work": msgspec.msgpack.Decoder(Work),
     "out": msgspec.msgpack.Decoder(StepOutput),
     "ctl": msgspec.msgpack.Decoder(Control),
-    "ping": msgspec.msgpack.Decoder(Control),
+    "dump": msgspec.msgpack.Decoder(Dump),
+    "ping": msgspec.msgpack.Decoder(Ping),
     "kvbm": msgspec.msgpack.Decoder(KvbmRequest),
     "computing": msgspec.msgpack.Decoder(Computing),
     "sessions": msgspec.msgpack.Decoder(SessionQuery),

@@ -120,7 +120,7 @@ def describe(option: Option) -> str:
 
 
 def metavar(option: Option) -> str:
-    """What stands for an option's value in a help text; a flag names the file of a secret."""
+    """The placeholder of an option's value in a help text; a flag names the file of a secret."""
     if option.secret:
         return METAVARS[Path]
     if option.choices:

@@ -59,7 +59,7 @@ def rotated(key: Key, secret: str, until: float) -> Key:
 
 
 def row(key: Key, now: float) -> dict[str, str]:
-    """What is told of a key; of its hash only as much as tells it from others."""
+    """The fields to show of a key; of its hash only as much as tells it from others."""
     told = {"name": key.name, "sha256": f"{key.sha256[:SHOWN]}…"}
     for field, _ in options():
         value = getattr(key, field)

@@ -16,14 +16,14 @@ TOKEN_BYTES = 32
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What `kvmesh up` leaves in its state directory while it runs."""
+    """The note that `kvmesh up` leaves in its state directory while it runs."""
 
     url: str
     token: str
 
 
 def token_file(state_dir: Path) -> Path:
-    """Where the token of the embedded NATS server is kept."""
+    """The file of the embedded NATS server's token."""
     return state_dir.absolute() / "nats.token"
 
 

@@ -3,13 +3,13 @@
 import asyncio
 import time
 
-import msgspec
 from msgspec import Struct
 from nats.js.api import StreamInfo
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, routable
 from kvmesh.bus.fitting import misfits, namesakes
+from kvmesh.bus.loads import follow_loads
 from kvmesh.bus.messages import Instance, Load, Role
 from kvmesh.bus.streams import mesh_streams
 from kvmesh.runtime.service import stream_limits
@@ -83,10 +83,10 @@ async def gather(bus: Bus, settings: Settings) -> Report:
     """Ask the bus; raises nats.js NotFoundError if there is no mesh of this namespace."""
     loads: dict[str, dict[int, Load]] = {}
 
-    async def keep(load: Load) -> None:
+    def keep(load: Load) -> None:
         loads.setdefault(load.instance, {})[load.rank] = load
 
-    await bus.subscribe(bus.subjects.load_all, msgspec.msgpack.Decoder(Load), keep)
+    await follow_loads(bus, keep)
     directory = Directory(bus, stream_limits(settings.streams))
     await directory.open()
     infos = await mesh_streams(bus)
@@ -112,7 +112,7 @@ async def gather(bus: Bus, settings: Settings) -> Report:
 
 
 def _warnings(cards: list[Instance], left_out: dict[str, str]) -> list[Warned]:
-    """What the cards show to be wrong, then what their processes say."""
+    """The faults that cards show, then the warnings of their processes."""
     found = [
         Warned(instance=card.instance, text=f"{left_out[card.instance]}; it gets no requests")
         for card in cards

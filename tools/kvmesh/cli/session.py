@@ -8,6 +8,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.direct import PermissionDenied
 from kvmesh.bus.errors import BusError, BusUnavailable, cause
 from kvmesh.cli.local import known
 from kvmesh.runtime import logs
@@ -28,6 +29,8 @@ def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[in
         reason = f"no mesh named {settings.nats.namespace} at {url}"
     except BusUnavailable as error:
         reason = f"{error} (--nats or KVMESH_NATS_URL says where it is)"
+    except PermissionDenied as error:
+        reason = f"{cause(error)}: run it with the environment of a user that may, as an operator"
     except (BusError, NatsError, TimeoutError) as error:
         reason = cause(error)
     print(f"kvmesh {name}: {reason}", file=sys.stderr)

@@ -34,7 +34,7 @@ def application(
     generation = Generation(parts)
     counting = Counting(parts)
     description = Description()
-    tell = Information(parts.registry, ready, warnings)
+    tell = Information(parts.registry, ready, warnings, parts.gate)
     entrance = Entrance(parts.gate, parts.settings.max_in_flight, OPEN)
     app = web.Application(
         client_max_size=parts.settings.max_body_bytes, middlewares=[web.middleware(entrance)]

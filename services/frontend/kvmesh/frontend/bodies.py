@@ -1,6 +1,7 @@
 """Reading request bodies and writing short answers, for every endpoint."""
 
 import asyncio
+import codecs
 import logging
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -11,13 +12,12 @@ from aiohttp.web_protocol import RequestPayloadError
 from kvmesh.frontend import metrics
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.fairness import Threads
+from kvmesh.frontend.values import check_values
 from kvmesh.settings.schema import Frontend as FrontendSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LARGE = 128 << 10
-MAX_VALUES = 1 << 19
-CONTAINER = 4  # an object or array takes as long to make as so many numbers
 JSON = "application/json"
 
 
@@ -47,7 +47,7 @@ async def read_body(http: web.Request, settings: FrontendSettings) -> bytes:
         raise InvalidRequest(f"The body cannot be read: {reason or error}.") from error
     if len(body) > limit:
         raise _too_large(limit)
-    _check_text(body)
+    await check_text(body)
     return body
 
 
@@ -62,7 +62,7 @@ async def _gathered(content: StreamReader, limit: int) -> bytes:
 
 
 async def parsed(threads: Threads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
-    """What `parse` makes of a body, in a thread if it may take long; raises what it raises."""
+    """Parse a body, in a thread if it may take long; raises what `parse` raises."""
     if len(body) < LARGE:
         return parse()
     return await threads.call(owner, lambda: _parsed(body, parse))
@@ -79,32 +79,22 @@ def _parsed(body: bytes, parse: Callable[[], T]) -> T:
     return parse()
 
 
-def check_values(body: bytes) -> None:
-    """Refuse JSON of more values than can be made at once: no other thread runs meanwhile."""
-    if _values(body) <= MAX_VALUES:
-        return
-    bare = body.replace(rb"\\", b"").replace(
-        rb"\"", b""
-    )  # what escapes leave of texts has no quotes
-    if bare.count(b'"') > 2 * MAX_VALUES or _values(b"".join(bare.split(b'"')[::2])) > MAX_VALUES:
-        raise ApiError("too_large", f"The body has more than {MAX_VALUES} JSON values.")
-
-
-def _values(body: bytes) -> int:
-    return body.count(b",") + CONTAINER * (body.count(b"{") + body.count(b"["))
-
-
 def _too_large(limit: int) -> ApiError:
     return ApiError("too_large", f"The body is larger than {limit} bytes.")
 
 
-def _check_text(body: bytes) -> None:
+async def check_text(body: bytes) -> None:
     """JSON decoders do not look into what they skip; it may still be stored and sent on."""
-    if not body.isascii():
-        try:
-            body.decode()
-        except UnicodeDecodeError as error:
-            raise InvalidRequest(f"The body is not valid UTF-8: {error.reason}.") from None
+    if body.isascii():
+        return
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    try:
+        for start in range(0, len(body), LARGE):
+            decode(body[start : start + LARGE])
+            await asyncio.sleep(0)
+        decode(b"", True)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"The body is not valid UTF-8: {error.reason}.") from None
 
 
 def refuse(shape: ErrorShape, error: ApiError) -> web.Response:

@@ -74,7 +74,10 @@ class Message(Struct, frozen=True):
 
 
 class Tool(Struct, frozen=True):
-    """`parameters` is a JSON schema. A deferred tool is rendered only where it is referenced."""
+    """`parameters` is a JSON schema. A deferred tool is rendered only where it is referenced.
+
+    `grammar`, of a custom tool, is in Lark's syntax, or with `regex` a regular expression.
+    """
 
     name: str
     description: str
@@ -83,6 +86,7 @@ class Tool(Struct, frozen=True):
     strict: bool = False
     custom: bool = False
     grammar: str | None = None
+    regex: bool = False
     deferred: bool = False
     cache: CacheControl | None = None
 

@@ -76,8 +76,11 @@ class Detokenizing:
             raise ContextExceeded(len(asked.tokens), None, model.card.context)
 
         def text() -> bytes:
-            decoded = model.dialect.tokenizer.decode(asked.tokens, skip_special_tokens=False)
-            return json_encode({"prompt": decoded})
+            # a batch lets other threads go on
+            decoded = model.dialect.tokenizer.decode_batch(
+                [asked.tokens], skip_special_tokens=False
+            )
+            return json_encode({"prompt": decoded[0]})
 
         small = len(asked.tokens) < LONG
         answer = text() if small else await threads.call(caller.owner, text)

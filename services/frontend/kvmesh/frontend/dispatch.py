@@ -101,7 +101,7 @@ class Dispatcher:
         self.offers = Offers(bus, inbox, directory)
         self._asking = asking
         self.suspects = Suspects()
-        self._isolation = Isolation(self.suspects)
+        self._isolation = Isolation(self.suspects, lambda: self.offers.buried_at)
         self._loop = asyncio.get_running_loop()
 
     async def place(self, job: Job) -> None:
@@ -191,6 +191,8 @@ class Dispatcher:
         job.refused = job.refused or offered.status in ("busy", "draining")
         if offered.status == "silent":
             self._blame(sequence, sequence, "vanished")
+        elif offered.status == "away":
+            await asyncio.sleep(RETRY_S)
         elif offered.status != "frozen":
             job.exclude.append(instance)
         return False

@@ -15,16 +15,12 @@ from threading import Lock
 from tokenizers import AddedToken, Tokenizer
 
 from kvmesh.frontend.pretokenize import NotUnderstood
-from kvmesh.frontend.slices import SLICE, any_of, cut, find_all
+from kvmesh.frontend.slices import PROSE, SLICE, any_of, cut, find_all
 from kvmesh.frontend.words import Unknown, WordEncoder, packed
 
 log = logging.getLogger(__name__)
 ENTRY_BYTES = 300
 _PROBE = "  Hello there,\n\n the 12345 quick  foxes'll jump — naïve 日本 🦀\n\n\n"
-_PROSE = """The fox's "quick", (brown) {jump: [12, a3]} = <it>;
-Next Line says 'so', it's x=1,y;z:w\n\n  Again<b>bold</b>[0]{1}(2) 4 5 a 7
-café naïve (yes) "no", f(x)(y)[z]: {"key": "value", "n": 10}
-"""
 
 
 class SegmentMemo:
@@ -133,8 +129,11 @@ class TextEncoder:
 
     def _cuts_are_words(self) -> bool:
         """Whether texts may be cut between words: tried, since no file promises it."""
-        parts = list(cut(_PROSE, 1))
-        return b"".join(self._by_library(parts)) == self._by_library([_PROSE])[0]
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        if any(list(cut(token.content, 1)) != [token.content] for token in added):
+            return False
+        parts = list(cut(PROSE, 1))
+        return b"".join(self._by_library(parts)) == self._by_library([PROSE])[0]
 
     def _word_encoder(self) -> WordEncoder | None:
         try:

@@ -18,7 +18,7 @@ CALLER = "kvmesh.caller"
 
 
 class Caller:
-    """Who asks, on which account if keys are asked for, and since when.
+    """The sender of a request, its account if keys are asked for, and the time since when.
 
     `model` is set once it is found to be served, for callers do not choose labels of metrics. `may`
     raises ApiError for a scope that is lacking.

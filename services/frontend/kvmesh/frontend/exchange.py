@@ -143,16 +143,19 @@ class Exchange:
         facts = extras(self.prepared, self.jobs, self._started, stopped) if wanted else None
         return Summary(self.usage(), facts)
 
+    def spend(self, tokens: int) -> None:
+        """Count tokens that are computed for it against the key that asked."""
+        if self._account is not None:
+            self._account.spend(tokens)
+
     async def __aenter__(self) -> "Exchange":
         metrics.active.inc()
-        if self._account is not None:
-            self._account.spend(self.prepared.prompt_tokens)
+        self.spend(self.prepared.prompt_tokens)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         metrics.active.dec()
-        if self._account is not None:
-            self._account.spend(sum(len(job.sequence.tokens) for job in self.jobs))
+        self.spend(sum(len(job.sequence.tokens) for job in self.jobs))
         if kind is not None and issubclass(kind, asyncio.CancelledError | ConnectionError):
             metrics.cancellations.labels(self.prepared.model.card.name).inc()
         for job in self.jobs:
@@ -197,7 +200,7 @@ class Exchange:
             metrics.directives.labels(job.model, outcome).inc()
 
     def _compare(self, job: Job) -> None:
-        """What was expected to be cached with what was, of a sequence that stayed where it was."""
+        """Compare the cached tokens expected with those found, if the sequence was not moved."""
         sequence, routed = job.sequence, job.routed
         if sequence.attempts != 1 or sequence.cached is None:
             return

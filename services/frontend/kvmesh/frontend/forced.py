@@ -40,7 +40,7 @@ class Forced(Struct, frozen=True):
             return Guided(kind="json_schema", value=_json(self._list_schema()))
         tool = self.tools[0]
         if tool.custom and tool.grammar:
-            return Guided(kind="grammar", value=tool.grammar)
+            return Guided(kind="regex" if tool.regex else "grammar", value=tool.grammar)
         if tool.custom:
             return Guided(kind="regex", value="(.|\\n)+")
         return Guided(kind="json_schema", value=_json(_parameters(tool)))

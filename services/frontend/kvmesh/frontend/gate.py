@@ -80,7 +80,7 @@ class Gate:
         return self.accounts.find(secret_of(headers), time.time()) if self.closed else None
 
     def check_origin(self, method: str, headers: Mapping[str, str]) -> None:
-        """Where every caller on this machine is let in, web pages of others are not (403)."""
+        """Refuse web pages of others (403) where every caller on this machine is let in."""
         if self._local and not self.closed and (fault := foreign(method, headers)) is not None:
             raise ApiError("permission", fault, code="foreign_origin")
 
@@ -124,6 +124,16 @@ class Gate:
         elif not self._local:
             raise self._lacking(scope)
         return account
+
+    def shows(self, headers: Mapping[str, str]) -> bool:
+        """Whether the caller may see the state of the mesh: everyone without keys, else admins."""
+        try:
+            account = self.account(headers)
+            if account is not None:
+                account.require("admin")
+        except ApiError:
+            return False
+        return True
 
     @staticmethod
     def _lacking(scope: Scope) -> ApiError:

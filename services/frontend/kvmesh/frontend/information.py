@@ -8,6 +8,7 @@ from aiohttp import web
 from kvmesh.frontend.bodies import JSON
 from kvmesh.frontend.entrance import caller_of
 from kvmesh.frontend.errors import ModelNotFound
+from kvmesh.frontend.gate import Gate
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.runtime.http import render_metrics, told
 from kvmesh.runtime.warnings import Warnings
@@ -22,10 +23,13 @@ class Readiness(Protocol):
 class Information:
     """Handlers."""
 
-    def __init__(self, registry: ModelRegistry, ready: Readiness, warnings: Warnings) -> None:
+    def __init__(
+        self, registry: ModelRegistry, ready: Readiness, warnings: Warnings, gate: Gate
+    ) -> None:
         self._registry = registry
         self._ready = ready
         self._warnings = warnings
+        self._gate = gate
 
     async def models(self, http: web.Request) -> web.Response:
         """Those that the caller may use."""
@@ -42,12 +46,15 @@ class Information:
             raise ModelNotFound(name)
         return _json(_entry(*self._registry.resolve(name)))
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def health(self, http: web.Request) -> web.Response:
+        """For everyone; warnings name workers, so they are for those who may see the metrics."""
         missing = self._ready.missing()
         status: dict[str, object] = {"status": "ok"}
         if missing:
             status = {"status": "not_ready", "missing": missing}
-        return _json(told(status, self._warnings), 503 if missing else 200)
+        if self._gate.shows(http.headers):
+            status = told(status, self._warnings)
+        return _json(status, 503 if missing else 200)
 
     async def live(self, _: web.Request) -> web.Response:
         return _json({"status": "ok"})

@@ -24,7 +24,8 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `tenant` isolates the caches of all keys that share it; None shares them with everyone. Its
     requests wait as one fair class, called `fair_class` or else as the tenant. `max_priority`
-    bounds what it may say of urgency, `max_latency_sensitivity` that hint alone.
+    bounds what it may say of urgency, 0 unless it is given; `max_latency_sensitivity` only that
+    hint.
     `scopes` are what it may do beyond asking models: "cache" moves and drops what is cached of its
     tenant, "routing" steers the router, "admin" does all and touches what is cached of everyone.
     Until `old_until` the secret before the last rotation is good, too; from `expires` on none is
@@ -52,10 +53,10 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return any(limit is not None for limit in limits)
 
 
-class Bucket:
-    """A rate with a burst of one minute's worth. What was taken is owed until it has come in again;
+class LeakyBucket:
+    """A rate with a burst of one minute's worth. What was taken is owed until it has leaked away.
 
-    more may be taken than there is, and then has to come in first.
+    More may be taken than there is room for: then nothing is let in until that much has leaked.
     """
 
     def __init__(self, now: float) -> None:
@@ -81,7 +82,7 @@ class Bucket:
 
 
 class Heard(NamedTuple):
-    """What another frontend last said of its use, and when."""
+    """The use that another frontend last told of, and when."""
 
     use: KeyUse
     at: float
@@ -98,8 +99,8 @@ class Account:
         self.running = 0
         self._taken_requests = 0
         self._taken_tokens = 0
-        self._requests = Bucket(now)
-        self._tokens = Bucket(now)
+        self._requests = LeakyBucket(now)
+        self._tokens = LeakyBucket(now)
         self._others: dict[str, Heard] = {}
         self._changed = changed
 
@@ -120,7 +121,7 @@ class Account:
         if most is not None and self._all_running(now) + more > most:
             raise _too_much(f"{most} sequences at once", 1.0)
 
-    def _check_rate(self, bucket: Bucket, most: int | None, unit: str, now: float) -> None:
+    def _check_rate(self, bucket: LeakyBucket, most: int | None, unit: str, now: float) -> None:
         if most is not None and (wait := bucket.wait(most, now)) > 0:
             raise _too_much(f"{unit} per minute", wait)
 
@@ -153,7 +154,7 @@ class Account:
             self._changed.add(self)
 
     def use(self, now: float) -> KeyUse:
-        """What this frontend tells the others: its own use since it began, and all that is owed."""
+        """The use to tell other frontends: its own since it began, and all that is owed."""
         requests, tokens = self.key.requests_per_minute, self.key.tokens_per_minute
         return KeyUse(
             key=self.key.sha256,
@@ -170,7 +171,7 @@ class Account:
         return not (use.running or use.owed_requests or use.owed_tokens)
 
     def hear(self, frontend: str, use: KeyUse, now: float, newer: bool) -> None:
-        """What another frontend has used; `newer`: it is, or began about when this one did.
+        """Take in another frontend's use; `newer`: it is, or began about when this one did.
 
         Of one that was not heard before counts what it took itself, as far as that may be owed yet;
         of an older one all that it knows to be owed: others told it what this one has missed.
@@ -273,7 +274,7 @@ class Accounts:
         return account
 
     def hear(self, said: LimitUse, now: float, age: float) -> None:
-        """What another frontend said of its use; `age` is this one's own, in seconds.
+        """Take in what another frontend said of its use; `age` is this one's own, in seconds.
 
         Of keys that are not known here nothing is kept.
         """
@@ -301,11 +302,12 @@ def _too_much(what: str, wait: float) -> ApiError:
 
 def _capped(hints: Hints, key: Key) -> Hints:
     """No more urgent than the key may be; one that may have no priority is not sensitive either."""
-    most, latency = key.max_priority, key.max_latency_sensitivity
+    most, latency = key.max_priority or 0, key.max_latency_sensitivity
     if latency is None:
-        latency = 0.0 if most is not None and most <= 0 else 1.0
-    hints = replace(hints, latency_sensitivity=min(hints.latency_sensitivity, latency))
-    if most is None:
-        return hints
-    priority, strict = min(hints.priority, most), min(hints.strict_priority, max(most, 0))
-    return replace(hints, priority=priority, strict_priority=strict)
+        latency = 0.0 if most <= 0 else 1.0
+    return replace(
+        hints,
+        priority=min(hints.priority, most),
+        strict_priority=min(hints.strict_priority, max(most, 0)),
+        latency_sensitivity=min(hints.latency_sensitivity, latency),
+    )

@@ -11,7 +11,8 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder, RequestTimeout
-from kvmesh.bus.messages import ControlReply, Instance, Ping, Resend, SeqProgress
+from kvmesh.bus.messages import ControlReply, Instance, Resend, SeqProgress
+from kvmesh.bus.presence import ping
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch import Job
 from kvmesh.frontend.errors import ApiError, Unavailable
@@ -140,8 +141,7 @@ class Monitor:
 
     async def _ping(self, instance: str) -> None:
         try:
-            subject = self._bus.subjects.ctl(instance)
-            await self._bus.request(subject, Ping(), ControlReply, CONTROL_TIMEOUT_S)
+            await ping(self._bus, instance, CONTROL_TIMEOUT_S)
         except NoResponder:
             if self._bus.connected_for < REJOIN_S:
                 return  # it may be on its way back itself

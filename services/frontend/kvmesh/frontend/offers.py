@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from math import inf
 from typing import NamedTuple
 
 from nats.errors import Error as NatsError
@@ -9,7 +10,8 @@ from nats.errors import Error as NatsError
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, forget_instance
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
-from kvmesh.bus.messages import Cancel, ControlReply, Ping, Work, WorkReply
+from kvmesh.bus.messages import Cancel, Work, WorkReply
+from kvmesh.bus.presence import ping
 from kvmesh.frontend.bases import Bases
 from kvmesh.frontend.inbox import Inbox
 from kvmesh.frontend.sequence import Sequence
@@ -22,7 +24,11 @@ CHECK_S = 30.0
 
 
 class Offered(NamedTuple):
-    """What came of an offer: the `WorkReply.status`, or "gone" or "silent" without an answer."""
+    """The result of an offer: the `WorkReply.status`, or why there was no answer.
+
+    "gone": nobody listens there; "silent"; "frozen": it was silent before; "away": the connection
+    of this process broke meanwhile, or just before, which explains it.
+    """
 
     status: str
     reason: str = ""
@@ -40,6 +46,7 @@ class Offers:
         self._directory = directory
         self._bases = Bases()
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self.buried_at = -inf  # when a worker was last found gone, on the loop's clock
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -68,7 +75,7 @@ class Offers:
         except (NoResponder, RequestTimeout) as error:
             if sequence.heard_at > offered_at:
                 return Offered("accepted")  # only the answer was lost: its tokens come
-            return await self._unanswered(sequence, error)
+            return await self._unanswered(sequence, error, offered_at)
         if reply.kept:
             self._bases.keep(instance, work)
         if reply.status != "accepted":
@@ -95,14 +102,18 @@ class Offers:
         subject = self._bus.subjects.work(instance)
         return await self._bus.request(subject, work, WorkReply, ANSWER_S)
 
-    async def _unanswered(self, sequence: Sequence, error: NoResponder | RequestTimeout) -> Offered:
+    async def _unanswered(
+        self, sequence: Sequence, error: NoResponder | RequestTimeout, offered_at: float
+    ) -> Offered:
         self._inbox.remove(sequence)
-        if isinstance(error, NoResponder):
+        absent = isinstance(error, NoResponder)
+        if absent and self._bus.connected_for >= REJOIN_S:
             await self.bury(sequence.instance)
             return Offered("gone", str(error))
         await self.cancel(sequence)
         self.suspect(sequence.instance)
-        return Offered("silent", str(error))
+        cut_off = self._bus.connected_for < self._loop.time() - offered_at
+        return Offered("away" if absent or cut_off else "silent", str(error))
 
     def suspect(self, instance: str) -> None:
         """It has not answered: it gets no more work until it does."""
@@ -126,8 +137,7 @@ class Offers:
 
     async def _answers(self, instance: str) -> bool:
         try:
-            subject = self._bus.subjects.ctl(instance)
-            await self._bus.request(subject, Ping(), ControlReply, ANSWER_S)
+            await ping(self._bus, instance, ANSWER_S)
         except (BusError, NatsError, OSError):
             return False
         return True
@@ -144,6 +154,7 @@ class Offers:
         """
         if self._bus.connected_for < REJOIN_S:
             return
+        self.buried_at = self._loop.time()
         for card in self._directory.instances:
             if card.instance == instance:
                 log.warning("worker %s is gone: nobody listens on its subjects", instance)

@@ -25,7 +25,7 @@ HEAD = "Kvmesh-Pin"
 
 
 class PinHead(Struct, frozen=True):
-    """What a list says of a pin; it stands in a header, so that lists need not read hashes."""
+    """A pin as lists show it; it stands in a header, so that lists need not read hashes."""
 
     id: str
     model: str

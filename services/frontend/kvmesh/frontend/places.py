@@ -3,7 +3,8 @@
 Templates write texts as they are and in their order. Long texts are looked for from the end of
 the prompt backwards, each before the one after it; short ones between their long neighbours, the
 first match being the earliest place that they can have. Only the newest turns and what is marked
-are looked for: blocks of older ones got their kinds when they were new. What a template hides
+are looked for: blocks of older ones got their kinds when they were new. Texts that are not there
+cost a few looks through the prompt, and no more however many they are. What a template hides
 ends with what stands before it, or with the prompt if nothing follows.
 """
 
@@ -142,6 +143,7 @@ class _Search:
         self._text = text
         self._edges = edges
         self._at = 0
+        self._room = MAX_MISSES * len(text)
         self.found = Survey()
 
     def head(
@@ -193,8 +195,8 @@ class _Search:
 
     def _last(self, text: str, limit: int) -> int:
         """The last place before `limit`, if a text with this end has it there at all."""
-        reach = limit - len(text) - REACH
-        end = self._text.rfind(text[-PART:], max(reach, self._at), limit) + PART
+        begin = max(limit - REACH, self._at)
+        end = self._text.rfind(text[-PART:], begin, limit) + PART
         start = end - len(text)
         return start if start >= self._at and self._text.startswith(text, start) else -1
 
@@ -214,10 +216,17 @@ class _Search:
         return start if start >= 0 else self._find(text, self._at, limit)
 
     def _find(self, text: str, at: int, limit: int) -> int:
-        start = self._text.find(text[:PART], at, limit)
+        """The first place, if what may still be looked at holds it."""
+        start = self._seek(text[:PART], at, limit)
         if start < 0 or self._text.startswith(text, start):
             return start
-        return self._text.find(text, start, limit)
+        return self._seek(text, start, limit)
+
+    def _seek(self, text: str, at: int, limit: int) -> int:
+        end = max(at, min(limit, at + self._room))
+        start = self._text.find(text, at, end)
+        self._room -= (start if start >= 0 else end) - at
+        return start
 
     def _end(self, anchor: _Anchor, end: int, following: int) -> int:
         """The edge behind a text that ends its message, if nothing else is in between."""

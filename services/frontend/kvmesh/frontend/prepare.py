@@ -22,6 +22,7 @@ from kvmesh.frontend.retention import Ruler, directives, retained
 from kvmesh.frontend.sessions import InferredSessions
 from kvmesh.frontend.slices import check_runs
 from kvmesh.frontend.tenants import Tenants, apart, inferred
+from kvmesh.frontend.values import check_arguments
 from kvmesh.index import block_hashes
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ LARGE = 128 << 10  # bytes of a body whose request is prepared in a thread
 MANY = 256  # messages that make a request large, too
 SLICE_TOKENS = 4096
 TAIL = 256
+PROMPT_BYTES = 64 << 20  # packed tokens, of all answers of a request
 ANSWER_BYTES = 256 << 20  # of one request, for all of its answers
 TOKEN_BYTES = 64
 LOGPROB_BYTES = 400
@@ -105,6 +107,7 @@ class Preparer:
             whole = yield from self._conversation(request, text, model)
             packed = [whole.tokens]
             kept = yield from self._retained(request, model, whole)
+        _check_copies(packed, request.n)
         prompts = [prompt_of(tokens, model, seed, kept) for tokens in packed]
         longest = max(prompt.count for prompt in prompts)
         limit = output_limit(request, len(prompts), longest, model.card.context)
@@ -193,7 +196,7 @@ class Preparer:
         return made
 
     def _memo_of(self, tenant: str, model: ServedModel) -> int:
-        """What keeps the texts of one tenant and tokenizer apart from those of others."""
+        """The key that keeps texts of one tenant and tokenizer apart from those of others."""
         return self._tenants.salt(model.card.files, "", tenant)
 
     def _retained(
@@ -203,12 +206,11 @@ class Preparer:
         ruler = Ruler(whole)
         found = survey(request, whole.text, whole.edges, model.dialect.template.drops_thinking)
         room = LONG_TEXT + len(whole.text)
-        for place, text in sorted(ruler.cuts(found).items(), reverse=True):
-            if (room := room - len(text)) < 0:
+        for edge, place in ruler.cuts(found):
+            if (room := room - (place - edge)) < 0:
                 break  # marks further ahead count from the edge before them
-            ruler.cut(
-                place, b"".join((yield from self._encoded([text], request.cache_salt, model)))
-            )
+            part = [whole.text[edge:place]]
+            ruler.cut(place, b"".join((yield from self._encoded(part, request.cache_salt, model))))
         return retained(request, found, ruler, model.card.block_size)
 
 
@@ -253,6 +255,15 @@ def _guided(
     return optional(request, model.dialect.grammar.tool_parser)
 
 
+def _check_copies(packed: list[bytes], n: int) -> None:
+    """Each answer is placed by itself, with the whole prompt."""
+    if n * sum(map(len, packed)) > PROMPT_BYTES:
+        most = PROMPT_BYTES // 4
+        raise InvalidRequest(
+            f"The prompts of all answers together have more than {most} tokens.", "n"
+        )
+
+
 def output_limit(request: GenerateRequest, prompts: int, longest: int, context: int) -> int:
     """The tokens that each of the answers may have: those asked for, or as many as fit.
 
@@ -274,6 +285,8 @@ def output_limit(request: GenerateRequest, prompts: int, longest: int, context: 
 
 def render(request: GenerateRequest, model: ServedModel) -> str:
     """The prompt's text; a conversation that the template refuses is the caller's error."""
+    if request.size >= LARGE:
+        check_arguments(request.messages)
     try:
         return model.dialect.template.render(request, datetime.date.today())
     except TemplateError as error:

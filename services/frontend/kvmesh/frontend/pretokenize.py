@@ -9,7 +9,7 @@ is refused: the library then cuts such a tokenizer's texts.
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -17,8 +17,11 @@ import msgspec
 from tokenizers import Regex, Tokenizer
 from tokenizers.pre_tokenizers import Split
 
+from kvmesh.frontend.slices import PROSE, SLICE, cut
+
 BATCH = 2048
-SHORT = 65_536
+FEW = 4  # words found at once, with all other threads waiting, where some may be endless
+SHORT = 2 * SLICE
 # The BMP and emoji. More would make Python's classes slow: texts with more are the library's.
 _KNOWN = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000), *range(0x1F000, 0x1FB00)]))
 _BEYOND = re.compile("[\U00010000-\U0001efff\U0001fb00-\U0010ffff]")
@@ -49,6 +52,8 @@ class Splitter:
             raise NotUnderstood(f"Python cannot read a pattern: {error}") from error
         if any(pattern.match("") for pattern in self._patterns):
             raise NotUnderstood("a word may be empty")
+        apart = (words for part in cut(PROSE, 1) for words in self._words(part))
+        self._cuts = [*chain(*apart)] == [*chain(*self._words(PROSE))]
 
     def knows(self, text: str) -> bool:
         """Whether all characters of `text` are among those whose classes are known."""
@@ -56,6 +61,10 @@ class Splitter:
 
     def words(self, text: str) -> Iterator[list[str]]:
         """All words, some at a time; `text` must be known."""
+        for part in cut(text) if self._cuts else (text,):
+            yield from self._words(part)
+
+    def _words(self, text: str) -> Iterator[list[str]]:
         batches: Iterable[list[str]] = [[text]]
         for pattern in self._patterns:
             batches = _cut(pattern, batches)
@@ -70,14 +79,15 @@ def _cut(pattern: "re.Pattern[str]", batches: Iterable[list[str]]) -> Iterator[l
 
 def _parts(pattern: "re.Pattern[str]", text: str) -> Iterator[list[str]]:
     """What matches and what lies between matches, in order."""
-    if len(text) <= SHORT:
+    short = len(text) <= SHORT
+    if short:
         whole = pattern.findall(text)
         if sum(map(len, whole)) == len(text):
             yield whole
             return
     end = 0
     matches = pattern.finditer(text)
-    while found := list(islice(matches, BATCH)):
+    while found := list(islice(matches, BATCH if short else FEW)):
         parts = list(map(itemgetter(0), found))
         start, end = end, found[-1].end()
         yield parts if sum(map(len, parts)) == end - start else _with_gaps(text, start, found)

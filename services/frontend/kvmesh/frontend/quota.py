@@ -1,4 +1,4 @@
-"""What each tenant may have of a bucket that all share."""
+"""Each tenant's share of a bucket that all share."""
 
 import asyncio
 from collections import OrderedDict

@@ -23,12 +23,13 @@ class Ruler:
         self._whole = whole
         self._known: dict[int, int] = {}
 
-    def cuts(self, survey: Survey) -> dict[int, str]:
-        """Places of a survey that are not at an edge, with the text from the edge to there."""
+    def cuts(self, survey: Survey) -> list[tuple[int, int]]:
+        """Places of a survey that are not at an edge, the last one first, after their edges."""
         thinking = [span for span in survey.spans if span.kind == "thinking"]
         places = {end for end, _ in survey.marks}
         places.update(place for span in thinking for place in (span.start, span.end))
-        return {p: self._whole.text[self._edge(p) : p] for p in places if self._edge(p) != p}
+        found = ((self._edge(place), place) for place in sorted(places, reverse=True))
+        return [(edge, place) for edge, place in found if edge != place]
 
     def cut(self, place: int, tokens: bytes) -> None:
         self._known[place] = len(tokens) // 4

@@ -127,7 +127,7 @@ class Sequence:
 
     @property
     def fresh(self) -> int:
-        """How many tokens the current attempt has added; with one its prompt is computed."""
+        """The number of tokens of the current attempt; with one its prompt is computed."""
         return len(self.tokens) - self.inherited
 
     def made_by(self, instance: str) -> int:

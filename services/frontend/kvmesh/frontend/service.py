@@ -5,13 +5,14 @@ import logging
 import sys
 import time
 
-import msgspec
 from aiohttp import web
 from nats.aio.subscription import Subscription
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import Directory, Lease, routable
-from kvmesh.bus.messages import Instance, Load, Role
+from kvmesh.bus.loads import follow_loads
+from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.secret import SecretUnusable
 from kvmesh.frontend import siblings
 from kvmesh.frontend.app import application
 from kvmesh.frontend.asking import Asking
@@ -28,7 +29,7 @@ from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.monitor import Monitor
 from kvmesh.frontend.prepare import Preparer
 from kvmesh.frontend.responses_store import ResponseStore
-from kvmesh.frontend.secret import SecretUnusable, tenant_secret
+from kvmesh.frontend.secret import tenant_secret
 from kvmesh.frontend.shared_use import SharedUse
 from kvmesh.frontend.streams import StreamKeeper
 from kvmesh.frontend.tenants import Tenants
@@ -45,7 +46,6 @@ LOADING_S = 10.0  # a model that takes longer is loaded while requests for other
 SWITCH_S = 0.001  # how long a thread that tokenizes may keep the event loop waiting
 MAX_HEADER = 64 << 10  # harnesses put JSON into headers
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-load_decoder = msgspec.msgpack.Decoder(Load)
 
 
 class Frontend:
@@ -118,7 +118,7 @@ class Frontend:
             self.gate.accounts.forget(card.instance)
 
     def missing(self) -> list[str]:
-        """What this frontend still lacks to serve requests, or that it is about to leave."""
+        """The things that this frontend lacks to serve requests, or that it is about to leave."""
         if self._service.stopping.is_set():
             return ["stopping"]
         bus = self._service.bus
@@ -141,7 +141,7 @@ class Frontend:
         self._tokens = await service.bus.subscribe(
             subjects.out(service.instance), step_decoder, self.inbox.receive
         )
-        await service.bus.subscribe(subjects.load_all, load_decoder, self.loads.receive)
+        await follow_loads(service.bus, self.loads.receive)
         try:
             await self.gate.open()
         except KeysError as error:

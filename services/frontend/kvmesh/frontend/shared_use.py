@@ -8,7 +8,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KeyUse, LimitUse
 from kvmesh.frontend.limits import Accounts
 
-INTERVAL_S = 0.05
+INTERVAL_S = 0.01
 HEARTBEAT_S = 0.5
 MOST = 2000  # keys in a message
 _decoder = msgspec.msgpack.Decoder(LimitUse)

@@ -12,8 +12,14 @@ SLICE = 1 << 16
 RUN = 1 << 18
 # Pre-tokenizers begin a word at all of these; whether a tokenizer does is tried, not believed.
 _PLACE = re.compile(
-    r"""(?<=[A-Za-z0-9])(?= [A-Za-z]|[\"(),:;<>=\[\]{}])|(?<=\S\n)(?=[A-Za-z0-9])"""
+    r"""(?<=\S)(?= \S)|(?<=[A-Za-z0-9])(?=[\"(,:;<=\[{])|(?<=\S\n)(?=[A-Za-z0-9])"""
 )
+_AROUND = 2  # characters on either side of a border that tell that it is one
+PROSE = """The fox's "quick", (brown) {jump: [12, a3]} = <it>;
+Next Line says 'so', it's x=1,y;z:w\n\n  Again<b>bold</b>[0]{1}(2) 4 5 a 7
+café naïve (yes) "no", f(x)(y)[z]: {"key": "value", "n": 10}
+日本 語です, 🦀 🦀! ?! 12 345 ' s 's — é 𐌰𐌱 𐌰 ́ ئە\t x  y \u3000 z\xa0 w
+"""
 _COMPOSED = re.compile("[\x00-\x7f\u4e00-\u9fff]")
 
 
@@ -43,7 +49,7 @@ def _pattern(node: dict[str, object]) -> str:
 
 
 def find_all(pattern: "re.Pattern[str]", text: str, longest: int) -> Iterator["re.Match[str]"]:
-    """What `pattern.finditer` finds, where no match is longer than `longest`."""
+    """The matches of `pattern.finditer`, where none is longer than `longest`."""
     place = 0
     while place < len(text):
         edge = place + SLICE
@@ -56,27 +62,33 @@ def find_all(pattern: "re.Pattern[str]", text: str, longest: int) -> Iterator["r
 
 
 def cut(text: str, size: int = SLICE) -> Iterator[str]:
-    """Parts of about `size` characters whose words are the words of the whole."""
-    start = 0
-    while len(text) - start > size:
-        found = _PLACE.search(text, start + size)
-        if found is None:
-            break
-        yield text[start : found.start()]
-        start = found.start()
-    yield text[start:]
+    """Parts of about `size` characters whose words are those of the whole, if they are of PROSE."""
+    return _parts(_PLACE, text, size)
 
 
 def composed_apart(text: str) -> Iterator[str]:
     """Parts that become NFC each by itself: nothing composes with a character before these."""
+    return _parts(_COMPOSED, text, SLICE)
+
+
+def _parts(border: "re.Pattern[str]", text: str, size: int) -> Iterator[str]:
+    """Each part but the first begins at the first border behind `size` characters."""
     start = 0
-    while len(text) - start > SLICE:
-        found = _COMPOSED.search(text, start + SLICE)
-        if found is None:
-            break
-        yield text[start : found.start()]
-        start = found.start()
-    yield text[start:]
+    while len(text) - start > size:
+        end = _border(border, text, start + size)
+        yield text[start:end]
+        start = end
+    if start < len(text) or not text:
+        yield text[start:]
+
+
+def _border(border: "re.Pattern[str]", text: str, start: int) -> int:
+    """Where the first border from `start` on is, or the end of the text."""
+    for place in range(start, len(text), SLICE):
+        found = border.search(text, place, place + SLICE + _AROUND)
+        if found is not None:
+            return found.start()
+    return len(text)
 
 
 def check_runs(text: str) -> None:

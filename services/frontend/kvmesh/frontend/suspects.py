@@ -1,4 +1,4 @@
-"""Which requests may be what kills engines: bookkeeping of lost placements, without I/O.
+"""The requests that may be killing engines: bookkeeping of lost placements, without I/O.
 
 A placement counts against its request if the engine had not got far with it: an engine that says
 itself that it failed, within the request's first tokens; one that vanishes or falls silent, before

@@ -51,7 +51,7 @@ def apart(hints: Hints, tenant: str) -> Hints:
 
 
 class Tenants:
-    """What is derived from the mesh's secret; without one there is nothing to derive from."""
+    """Derives tags and salts from the mesh's secret; without one it derives none."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret
@@ -66,7 +66,7 @@ class Tenants:
         return f"{whole}/{self._hash(b'part', owner, part)}" if part else whole
 
     def salt(self, model: str, adapter: str, tenant: str) -> int:
-        """What precedes the first block of a tenant's prompts; `tenant` is its tag."""
+        """The salt that precedes the first block of a tenant's prompts; `tenant` is its tag."""
         return salt(model, adapter, tenant, self._key if tenant else b"")
 
     def _hash(self, kind: bytes, *fields: str) -> str:

@@ -150,6 +150,8 @@ class Turns:
         if not reply.ok:
             log.info("%s does not prefetch: %s", made.instance, reply.reason)
             self._speculations.take(tenant, sequence)
+            return
+        exchange.spend(asked)
 
     def _count(self, made: Speculation, useful: int) -> None:
         metrics.speculative.labels(made.model, "useful").inc(useful)

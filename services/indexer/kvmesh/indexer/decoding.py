@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvmesh.bus.messages import KvBatch, KvEvent, Removed, Stored
-from kvmesh.bus.subjects import untoken
+from kvmesh.bus.subjects import name_of, untoken
 from kvmesh.index.interface import TIERS
 
 MAX_RANKS = 4096
@@ -129,6 +129,8 @@ def _check_envelope(source: Source, envelope: _Envelope) -> None:
         raise Malformed(f"a batch of {envelope.worker[:64]!r} on the subject of {source.worker!r}")
     if not 0 < len(envelope.instance) <= MAX_NAME:
         raise Malformed(f"an instance id of {len(envelope.instance)} characters")
+    if name_of(envelope.instance) != source.worker:
+        raise Malformed(f"events of {envelope.instance[:64]!r} on the subject of {source.worker!r}")
     if not 0 <= envelope.rank < MAX_RANKS:
         raise Malformed(f"rank {envelope.rank}")
     if not 0 <= envelope.first < MAX_EVENT_ID:

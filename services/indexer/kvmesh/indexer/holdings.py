@@ -123,9 +123,15 @@ class Holdings:
             self._doubt(card)
 
     def reconcile(self) -> None:
-        """Drop every instance without a lease; for the moment when history has been read."""
+        """Drop every instance without a lease; for the moment when history has been read.
+
+        A rank of which it tells nothing is in doubt: an idle worker's events may have been on a
+        stream that is gone.
+        """
         for instance in [i for i in self._holders if i not in self.lives]:
             self._drop(instance)
+        for card in self.lives.cards:
+            self._doubt(card, unheard=True)
 
     def sweep(self, now: float, grace: float) -> None:
         """Drop instances that have published for `grace` seconds without holding a lease."""
@@ -273,13 +279,16 @@ class Holdings:
         rank.known = True
         self._lost.pop(rank.slot, None)
 
-    def _doubt(self, card: Instance) -> None:
+    def _doubt(self, card: Instance, unheard: bool = False) -> None:
+        """Ask for dumps of its ranks, or of those alone that no event has told of."""
         source = source_of_card(card)
         holder = self._holder(source, card.instance) if source else None
         if holder is None:
             return
         for number in range(rank_count(card)):
-            self._lose(holder.ranks.get(number) or self._add_rank(holder, number))
+            rank = holder.ranks.get(number)
+            if rank is None or not unheard:
+                self._lose(rank or self._add_rank(holder, number))
 
     # --- the table
 

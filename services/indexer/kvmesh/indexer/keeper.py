@@ -150,7 +150,7 @@ class Keeper:
         return self._thresholds.due(messages, size, time.monotonic() - self._since)
 
     async def _note_rewinds(self) -> None:
-        """What was covered of a stream that is another one now is not covered any more."""
+        """Of a stream that is another one now, no snapshot covers anything any more."""
         rewinds = self._feed.rewinds
         if rewinds != self._rewinds:
             await self._drop_strangers()
@@ -186,7 +186,7 @@ class Keeper:
         log.info("snapshot up to message %d: %d bytes in %.2f s", covered, len(data), seconds)
 
     async def _stored(self, covered: int) -> Slot:
-        """What was just written; raises DamagedSnapshot if the server does not show it.
+        """The snapshot just written; raises DamagedSnapshot if the server does not show it.
 
         An old leader may answer with what was there before, and another replica may clear all.
         """

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
 from kvmesh.bus.errors import BusError, BusUnavailable
+from kvmesh.bus.loads import follow_loads
 from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, RankKey, Role
 from kvmesh.index import create_index
 from kvmesh.indexer.feed import Feed
@@ -33,7 +34,6 @@ SWEEP_S = 1.0
 CURB_S = 10.0
 DUMP_TIMEOUT_S = 1.0
 MAX_ASKING = 64
-_loads = msgspec.msgpack.Decoder(Load)
 
 
 class Indexer:
@@ -111,7 +111,7 @@ class Indexer:
         await self._directory.open()
         await self.feed.open(covered, stored)
         if self.shard == WHOLE:  # no other replica knows how much a part of the index should hold
-            await self._bus.subscribe(self._bus.subjects.load_all, _loads, self._on_load)
+            await follow_loads(self._bus, self._on_load)
         await self.feed.catch_up(self._service.stopping)
         self.holdings.reconcile()
 
@@ -181,7 +181,7 @@ class Indexer:
             log.error("rank %d of %s tells of more blocks than it has", key.rank, key.instance)
 
     async def _ask(self, key: RankKey) -> None:
-        subject = self._bus.subjects.ctl(key.instance)
+        subject = self._bus.subjects.dump(key.instance)
         async with self._asking:
             self.dump_requests += 1
             try:

@@ -36,7 +36,7 @@ class Slot(NamedTuple):
 
 
 class Covers(NamedTuple):
-    """What a snapshot covers: all messages of one stream up to a sequence, stored at a time."""
+    """The extent of a snapshot: all messages of one stream up to a sequence, stored at a time."""
 
     made: str
     seq: int

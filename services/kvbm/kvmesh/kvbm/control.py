@@ -1,4 +1,4 @@
-"""What the mesh asks of a kvbm on its control subject."""
+"""What the mesh asks of a kvbm: commands, and what it holds."""
 
 import logging
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from kvmesh.bus.messages import (
     Drain,
     Dump,
     Pin,
-    Ping,
     Release,
     Unpin,
 )
@@ -20,6 +19,7 @@ from kvmesh.kvbm.core.manager import Manager
 
 log = logging.getLogger(__name__)
 decoder: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
+dumps = msgspec.msgpack.Decoder(Dump)
 
 
 class ControlDesk:
@@ -54,12 +54,8 @@ class ControlDesk:
                 return ControlReply(True, blocks=self._manager.pin(command, now))
             case Unpin(name):
                 return _unpinned(self._manager.unpin(name, now))
-            case Dump(rank):
-                return self._start_dump(rank)
             case Drain():
                 self._leave()
-            case Ping():
-                pass
             case _:
                 return ControlReply(False, "a kvbm runs no requests")
         return ControlReply(True)
@@ -72,10 +68,10 @@ class ControlDesk:
         log.info("cleared %d blocks: %s of %s, tiers: %s", blocks, whose, models, tiers)
         return blocks
 
-    def _start_dump(self, rank: int) -> ControlReply:
-        if not 0 <= rank < len(self._manager.models):
-            return ControlReply(False, f"there is no rank {rank}")
-        self._dump(rank)
+    def dump(self, asked: Dump) -> ControlReply:
+        if not 0 <= asked.rank < len(self._manager.models):
+            return ControlReply(False, f"there is no rank {asked.rank}")
+        self._dump(asked.rank)
         return ControlReply(True)
 
 

@@ -1,6 +1,7 @@
 """Where workers ask: requests go through the manager, and what came of them goes out again."""
 
 import logging
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvmesh.kvbm.directory import NodeDirectory
 from kvmesh.kvbm.lender import Lender
 
 log = logging.getLogger(__name__)
+ATTACHMENT_BITS = 62
 ENDED = Declined("invalid", "the ticket has ended")
 REPLACED = Declined("invalid", "a newer request about the ticket has taken its place")
 _decoder: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
@@ -90,7 +92,7 @@ class Desk:
         self.requests += 1
         now = self._clock()
         if isinstance(request, Attach):
-            answer: object = self._attach(request, now)
+            answer: object = self._attach(request)
         elif isinstance(request, Lend | Prepare):
             answer = self._lender.answer(request)
         else:
@@ -108,10 +110,11 @@ class Desk:
         if replaced is not None:
             await _send(replaced, REPLACED)
 
-    def _attach(self, request: Attach, now: float) -> Attached | Declined:
+    def _attach(self, request: Attach) -> Attached | Declined:
         if Path(request.lock).name != request.lock or not self._directory.is_held(request.lock):
             return Declined("invalid", f"{request.lock!r} is no locked file in the directory")
-        guest = self._manager.attach(request, now)
+        # any worker may speak to any kvbm: only who was told the number can name an attachment
+        guest = self._manager.attach(request, secrets.randbits(ATTACHMENT_BITS))
         if isinstance(guest, Declined):
             log.warning("%s cannot attach: %s", request.instance, guest.reason)
             return guest

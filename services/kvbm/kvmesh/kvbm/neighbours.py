@@ -25,7 +25,7 @@ from kvmesh.kvbm.core.fetches import Lookup
 
 log = logging.getLogger(__name__)
 PREPARE_S = 0.25
-ANSWER_S = 2.0
+ANSWER_S = 0.75
 PAUSE_S = 0.05
 REST_S = 10.0
 FAILURES = (BusError, NatsError, OSError, TimeoutError, msgspec.MsgspecError)
@@ -82,19 +82,24 @@ class Neighbours:
 
         They name them alike, and if they have workers of the model, some have the same layout.
         """
-        now, ours = self._clock(), {space.model: [space.words]}
+        ours = {space.model: [space.words]}
         return {
             card.instance
             for card in self.cards
             if card.store is not None
             and card.store.key == self._key
             and not divided(ours, card.store.layouts)
-            and self._resting.get(card.instance, 0.0) <= now
+            and not self.rests(card.instance)
         }
 
+    def rests(self, instance: str) -> bool:
+        """Whether it has failed lately."""
+        return self._resting.get(instance, 0.0) > self._clock()
+
     def rest(self, instance: str, error: Exception) -> None:
-        """It has failed: leave it alone."""
-        log.warning("leaving %s alone for %g s: %s", instance, REST_S, cause(error))
+        """It has failed: leave it alone. What else was asked of it then fails as well, untold."""
+        level = logging.DEBUG if self.rests(instance) else logging.WARNING
+        log.log(level, "leaving %s alone for %g s: %s", instance, REST_S, cause(error))
         now = self._clock()
         self._resting = {name: until for name, until in self._resting.items() if until > now}
         self._resting[instance] = now + REST_S
@@ -128,10 +133,11 @@ class Neighbours:
         self._subscriptions.append(await self._bus.subscribe(subject, _decoder, self._hear))
 
     def _hear(self, message: Computing) -> None:
-        owner, now = message.instance, self._clock()
-        if owner == self._instance or self._resting.get(owner, 0.0) > now:
+        owner = message.instance
+        if owner == self._instance or self.rests(owner):
             return
-        until = now + min(self._claims.lasts_s, message.lasts_s)  # in this order: it may be NaN
+        lasts_s = min(self._claims.lasts_s, message.lasts_s)  # in this order: it may be NaN
+        until = self._clock() + lasts_s
         self._others.hear(owner, message.number, split_digests(message.digests), until)
 
     # what they make ready

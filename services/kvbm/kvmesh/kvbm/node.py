@@ -53,7 +53,7 @@ class KvbmNode:
         self._storage = storage
         self._publishers: list[KvPublisher] = []
         self._introduced: tuple[int, frozenset[int]] = (0, frozenset())
-        self._subscription: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
         self._mover: Mover | None = None
         self._shelf: Shelf | None = None
         self._sending = asyncio.Event()
@@ -108,7 +108,7 @@ class KvbmNode:
 
     @property
     def ready(self) -> bool:
-        return self._subscription is not None and not self.manager.closing
+        return bool(self._subscriptions) and not self.manager.closing
 
     async def open(self) -> None:
         """Take in what the disk has, then serve. Raises DiskError or a bus error."""
@@ -116,12 +116,14 @@ class KvbmNode:
             await self._shelf.open()
         subjects, instance = self._bus.subjects, self._service.instance
         await self.desk.open(subjects.kvbm(instance))
-        self._subscription = await self._bus.answer(
-            subjects.ctl(instance),
-            control.decoder,
-            self._control.obey,
-            lambda reason: ControlReply(False, reason),
-        )
+        self._subscriptions = [
+            await self._bus.answer(
+                subjects.ctl(instance), control.decoder, self._control.obey, _not_understood
+            ),
+            await self._bus.answer(
+                subjects.dump(instance), control.dumps, self._control.dump, _not_understood
+            ),
+        ]
         await self._outside.open()
         self._lease.card = self._card()
         await self._lease.open()
@@ -140,8 +142,8 @@ class KvbmNode:
             log.warning("leaving while workers use blocks")
         await _within(DETACH_S, lambda: not guests)
         await self.desk.close()
-        if self._subscription is not None:
-            await self._subscription.unsubscribe()
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
         for publisher in self._publishers:
             await publisher.close()
 
@@ -318,6 +320,10 @@ class KvbmNode:
             await self._lease.update(card)
         except (NatsError, APIError, OSError, TimeoutError) as error:
             log.debug("the card will change with the next renewal: %s", error)
+
+
+def _not_understood(reason: str) -> ControlReply:
+    return ControlReply(False, reason)
 
 
 async def _within(seconds: float, done: Callable[[], bool]) -> bool:

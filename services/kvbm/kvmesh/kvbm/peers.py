@@ -26,7 +26,7 @@ from kvmesh.transfer import Region, TransferError, Transport
 
 log = logging.getLogger(__name__)
 FIND_S = 0.5
-LEND_S = 2.0
+LEND_S = 1.0
 BATCH_BLOCKS = 128
 MOST_KNOWN = 1 << 16
 NOBODY = Further("", 0)
@@ -112,8 +112,9 @@ class Peers:
     # reading theirs
 
     def knows(self, digest: bytes) -> bool:
-        """Whether a peer had it when it was last looked for."""
-        return digest in self._known
+        """Whether a peer had it when it was last looked for, and is not left alone now."""
+        peer = self._known.get(digest)
+        return peer is not None and not self._neighbours.rests(peer)
 
     def start(self, moves: Iterable[Move]) -> None:
         """Begin moves of known blocks into the arena, all of which are told of in the end."""

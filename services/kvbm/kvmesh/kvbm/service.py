@@ -3,13 +3,15 @@
 from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
 
+from kvmesh.blocks.identity import KEY_BYTES
+from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusUnavailable
+from kvmesh.bus.secret import SecretUnusable, parse_secret, shared_secret
 from kvmesh.kvbm.core.block import ARENA, DISK
 from kvmesh.kvbm.core.errors import InUse, KvbmError
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.core.rules import Rules
 from kvmesh.kvbm.core.store import Remote
-from kvmesh.kvbm.identity import parse_key, shared_key
 from kvmesh.kvbm.metrics import ManagerCollector
 from kvmesh.kvbm.node import KvbmNode
 from kvmesh.kvbm.remote.interface import RemoteError
@@ -46,18 +48,25 @@ async def main(service: Service) -> None:
     settings = service.settings.kvbm
     try:
         manager = Manager(rules(settings), service.instance)
-        key = parse_key(settings.key) if settings.key else await shared_key(service.bus)
+        key = await _key(service.bus, settings.key)
         storage = await Storage.claim(settings, service.bus.options.namespace)
+    except SecretUnusable as error:
+        raise StartError(f"kvbm: {error}", hopeless=error.configured) from error
     except InUse as error:
         raise StartError(f"kvbm: {error}") from error
     except (KvbmError, RemoteError, RetentionError) as error:
         raise StartError(f"kvbm: {error}", hopeless=True) from error
-    except (NatsError, TimeoutError) as error:
-        raise BusUnavailable(service.bus.options.url, error) from error
     try:
         await _serve(service, KvbmNode(service, manager, storage, key))
     finally:
         storage.close()
+
+
+async def _key(bus: Bus, configured: str | None) -> bytes:
+    """The secret under which the mesh names blocks. Raises SecretUnusable."""
+    if configured:
+        return parse_secret(configured, KEY_BYTES, "kvbm.key")
+    return await shared_secret(bus, bus.subjects.kvbm_bucket, bus.subjects.identity_key, KEY_BYTES)
 
 
 async def _serve(service: Service, node: KvbmNode) -> None:

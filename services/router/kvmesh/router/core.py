@@ -1,7 +1,7 @@
 """The router of one model as plain synchronous code: the live service and the simulator run it."""
 
 import math
-from operator import attrgetter, index
+from operator import index
 from random import Random
 
 import numpy as np
@@ -33,11 +33,10 @@ from kvmesh.router.registry import make_policy
 from kvmesh.router.reports import Reports
 from kvmesh.router.sequences import ActiveSequences
 from kvmesh.router.speeds import Speeds
-from kvmesh.router.view import Choice, View
+from kvmesh.router.view import Choice, View, candidates
 from kvmesh.router.workers import UNMET, RankTable, Serves
 from kvmesh.settings.schema import Router
 
-SHOWN = 16
 TOLD = ("placed", "finished", "freed")  # for policies that learn
 GONE_GRACE_S = 10.0  # in which a worker may come back, or its card only now arrive
 IDLE_GRACE_S = 15.0  # from a placement until an idle engine proves that it is lost
@@ -211,7 +210,7 @@ class RouterCore:
         prefill = None
         if self.table.splits:
             view, choice, prefill = self._split(name, policy, view, choice)
-        chosen, candidates = _candidates(view, choice)
+        chosen, shown = candidates(view, choice)
         return Decision(
             request=request.request,
             model=self.model,
@@ -219,7 +218,7 @@ class RouterCore:
             router=self._router,
             policy=name,
             chosen=chosen,
-            candidates=candidates,
+            candidates=shown,
             eligible=len(view),
             prefill=prefill,
             tokens=request.tokens,
@@ -342,7 +341,7 @@ class RouterCore:
             return view, choice, None
         first = self._choose(name, policy, prefill, self._prefill_model)
         second = self._choose(name, policy, decode, self._decode_model)
-        return decode, second, _candidates(prefill, first)[0]
+        return decode, second, candidates(prefill, first)[0]
 
     def _part(self, view: View, serves: Serves) -> View | None:
         request, table = view.request, self.table
@@ -375,36 +374,7 @@ class RouterCore:
 
 
 _UNLIMITED = thresholds(Router())
-_cost_of = attrgetter("cost")
 _FALLBACK = Kv()
-
-
-def _candidates(view: View, choice: Choice) -> tuple[Candidate, list[Candidate]]:
-    """The chosen one, then the cheapest ones in order."""
-    chosen, rank_of = choice.chosen, view.table.ranks.__getitem__
-    facts = [view.slots, view.overlap, view.prefill, view.decode, view.requests, choice.cost]
-    if len(view) > SHOWN:
-        few = np.append(choice.cost.argpartition(SHOWN)[:SHOWN], chosen)
-        facts = [fact.take(few, 0) for fact in facts]
-        chosen = SHOWN
-    facts[1] = facts[1].astype(np.int64)
-    slots, *columns = [fact.tolist() for fact in facts]
-    candidates = [
-        Candidate(
-            instance=instance,
-            worker=worker,
-            rank=rank,
-            overlap=overlap,
-            prefill=prefill,
-            decode=decode,
-            requests=int(requests),
-            cost=cost,
-        )
-        for (instance, worker, rank), overlap, prefill, decode, requests, cost in zip(
-            map(rank_of, slots), *columns, strict=True
-        )
-    ]
-    return candidates[chosen], sorted(candidates[:SHOWN], key=_cost_of)
 
 
 def _check(request: RouteRequest, block_size: int) -> None:

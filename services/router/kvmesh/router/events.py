@@ -8,6 +8,7 @@ import logging
 import msgspec
 
 from kvmesh.bus.messages import SeqBatch, SeqEvent
+from kvmesh.bus.once import Once
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +23,7 @@ class _Loose(msgspec.Struct, array_like=True):
 _batch = msgspec.msgpack.Decoder(SeqBatch)
 _loose = msgspec.msgpack.Decoder(_Loose)
 _event: "msgspec.msgpack.Decoder[SeqEvent]" = msgspec.msgpack.Decoder(SeqEvent)
-_told: set[str] = set()
-MOST_TOLD = 64
+_told = Once()
 
 
 def sequence_events(data: bytes) -> list[SeqEvent]:
@@ -43,6 +43,5 @@ def sequence_events(data: bytes) -> list[SeqEvent]:
 
 def _tell(source: str, reason: str) -> None:
     """Say it once: a newer process will send many of a kind."""
-    if reason not in _told and len(_told) < MOST_TOLD:
-        _told.add(reason)
+    if _told.first(reason):
         log.warning("ignored an active sequence of %s, and will others like it: %s", source, reason)

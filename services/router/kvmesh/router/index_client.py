@@ -87,6 +87,11 @@ class IndexClient:
         self._probes: dict[str, tuple[str, float]] = {}
         self.indexers = Peers(timeout)
 
+    @property
+    def away(self) -> bool:
+        """Whether questions have been left unanswered lately, and none was answered well since."""
+        return self._outage
+
     async def open(self) -> None:
         """Hear answers; to be called before the first question."""
         await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._receive)

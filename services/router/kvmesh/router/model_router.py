@@ -108,7 +108,7 @@ class ModelRouter:
                 for subscription in self._subscriptions:
                     await subscription.drain()  # type: ignore[no-untyped-call]
         except (NatsError, TimeoutError) as error:
-            log.warning("leaving without taking leave: %s", cause(error))
+            log.warning("this router leaves before NATS knows: %s", cause(error))
         if calls:
             log.info("gave back %d waiting requests of %s", len(calls), self.model)
 

@@ -62,7 +62,7 @@ def installed() -> dict[str, str]:
 
 @cache
 def _places() -> dict[str, str]:
-    """What is installed does not change under a process, and to look takes milliseconds."""
+    """The installed entry points, read once: they do not change, and reading takes milliseconds."""
     return installed()
 
 

@@ -10,16 +10,16 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
+from kvmesh.bus.loads import follow_loads
 from kvmesh.bus.messages import (
-    ControlReply,
     Instance,
     Load,
     ModelCard,
-    Ping,
     Role,
     RouteEvent,
     Thresholds,
 )
+from kvmesh.bus.presence import answer_pings
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.config import check_settings, thresholds
@@ -35,13 +35,12 @@ from kvmesh.runtime.warnings import keep_told
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 SWEEP_S = 1.0
+_NO_INDEX = "no indexer answers for %s: its requests are placed without overlaps"
 _NOTHING_FOUND = (
     "the index finds nothing for prompts of %s that begin like earlier ones: KV events are lost,"
     " disabled, or hashed with another block size or salt"
 )
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
-_loads = msgspec.msgpack.Decoder(Load)
-_pings = msgspec.msgpack.Decoder(Ping)
 _thresholds = msgspec.msgpack.Decoder(Thresholds)
 
 
@@ -126,11 +125,10 @@ class RouterService:
             await reader.open()
         await self._warm_up()
         bus = self._service.bus
-        await bus.subscribe(bus.subjects.load_all, _loads, self._on_load)
+        await follow_loads(bus, self._on_load)
         self.ready = True
         if self._serves:
-            ping = bus.subjects.ping(self._service.instance)
-            await bus.answer(ping, _pings, _here, _not_understood)
+            await answer_pings(bus, self._service.instance)
             for router in list(self._models.values()):
                 await router.serve()
         self._service.spawn(self._tick(), "tick")
@@ -182,6 +180,8 @@ class RouterService:
         self._service.warnings.update("slow_worker", slow)
         broken = {core.model: _NOTHING_FOUND % core.model for core in cores if core.watch.broken}
         self._service.warnings.update("empty_index", broken)
+        away = {name: _NO_INDEX % name for name, r in self._models.items() if r.index.away}
+        self._service.warnings.update("no_index", away)
 
     def _router(self, model: str) -> ModelRouter:
         router = self._models.get(model)
@@ -278,14 +278,6 @@ class RouterService:
         if model is not None:
             self._models[model].core.report(load, monotonic())
             self._models[model].eased()
-
-
-def _here(_: Ping) -> ControlReply:
-    return ControlReply(True)
-
-
-def _not_understood(reason: str) -> ControlReply:
-    return ControlReply(False, reason)
 
 
 def _slow_ranks(core: RouterCore) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How long each rank takes for the same work, beside the others of its model.
+"""The time that each rank takes for the same work, beside the others of its model.
 
 Step durations differ with the load, so they are not compared as they are. What engines say of
 their steps is cut into windows: steps, prompt tokens computed, tokens generated, and steps weighted
@@ -94,7 +94,7 @@ class Speeds:
                 self.slowness[slot] = value
 
     def of(self, slots: Slots) -> Floats | None:
-        """What to scale the costs of some slots by; None if they are all alike."""
+        """The factors to scale the costs of some slots by; None if they are all alike."""
         if self.slowness is None:
             return None
         return np.where(slots < len(self.slowness), self.slowness.take(slots, mode="clip"), 1.0)

@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from kvmesh.bus.messages import RouteRequest
+from kvmesh.bus.messages import Candidate, RouteRequest
 from kvmesh.router.arrays import ZERO, Floats, Slots
 from kvmesh.router.overlaps import Overlaps
 from kvmesh.router.workers import Rank, RankTable
+
+SHOWN = 16
+_cost_of = attrgetter("cost")
 
 
 @dataclass(slots=True, eq=False)
@@ -78,3 +82,31 @@ class Choice(NamedTuple):
     chosen: int
     cost: Floats
     note: str | None = None
+
+
+def candidates(view: View, choice: Choice) -> tuple[Candidate, list[Candidate]]:
+    """The chosen one, then the cheapest ones in order."""
+    chosen, rank_of = choice.chosen, view.table.ranks.__getitem__
+    facts = [view.slots, view.overlap, view.prefill, view.decode, view.requests, choice.cost]
+    if len(view) > SHOWN:
+        few = np.append(choice.cost.argpartition(SHOWN)[:SHOWN], chosen)
+        facts = [fact.take(few, 0) for fact in facts]
+        chosen = SHOWN
+    facts[1] = facts[1].astype(np.int64)
+    slots, *columns = [fact.tolist() for fact in facts]
+    shown = [
+        Candidate(
+            instance=instance,
+            worker=worker,
+            rank=rank,
+            overlap=overlap,
+            prefill=prefill,
+            decode=decode,
+            requests=int(requests),
+            cost=cost,
+        )
+        for (instance, worker, rank), overlap, prefill, decode, requests, cost in zip(
+            map(rank_of, slots), *columns, strict=True
+        )
+    ]
+    return shown[chosen], sorted(shown[:SHOWN], key=_cost_of)

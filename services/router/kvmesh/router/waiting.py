@@ -281,7 +281,7 @@ class Queue:
             del self._tiers[number]
 
     def head(self, time: float, blocked: Collection[str] = ()) -> SeqWait | None:
-        """Who is next at `time` (Unix seconds), but for those in lanes that are `blocked`."""
+        """The next in order at `time` (Unix seconds), but for those in lanes that are `blocked`."""
         oldest = self._oldest(blocked)
         if oldest is not None and time - oldest[0] > self._starvation:
             return self.entries[oldest[1]]

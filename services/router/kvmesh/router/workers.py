@@ -127,7 +127,7 @@ class RankTable:
         return self._fitting.misfits
 
     def _seat_again(self, changed: Instance | None = None) -> None:
-        """Who fits has changed."""
+        """Recompute the seats after the set of fitting workers has changed."""
         for instance in self.misfits:
             if instance in self.cards:
                 self._unseat(instance)

@@ -110,13 +110,14 @@ class Salts:
         return known == work.tenant
 
     def tag(self, work: Work) -> str | None:
-        """What to have the engine salt its own hashes with; None for a prompt without tenant.
+        """The text for the engine to salt its own hashes with; None for a prompt without tenant.
 
         The tenant keeps its blocks apart from those of others; the salt behind it, which is short,
-        comes back in the engine's events.
+        comes back in the engine's events. vLLM's server takes no "/", which stands in the tag of a
+        part of a tenant.
         """
         if work.tenant:
-            return f"{work.tenant}-{work.salt:016x}"
+            return f"{work.tenant.replace('/', '.')}-{work.salt:016x}"
         plain = salt(self._model, work.adapter or "")
         return None if work.salt == plain else f"{work.salt:016x}"
 

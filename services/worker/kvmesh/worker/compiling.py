@@ -1,32 +1,39 @@
 """Constraints that take an engine long to understand: off the loop, a bounded while, before it."""
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from kvmesh.bus.messages import Guided, Work
+from kvmesh.bus.messages import Guided, Work, owner
+from kvmesh.runtime.slots import Slots
 from kvmesh.worker.engine import Delta, Rejected
 
-MOST = 64
+log = logging.getLogger(__name__)
+MOST = 128
+MOST_OF_ONE = 32  # owner
+AT_ONCE = 2
 
 
 @runtime_checkable
 class Compiling(Protocol):
-    """What an engine has besides `Engine` if constraints are compiled before it takes work."""
+    """The methods beyond `Engine` of an engine that compiles constraints before it takes work."""
 
     def compiled(self, guided: Guided) -> bool:
         """Whether `submit` of work with this constraint takes no time."""
         ...
 
     async def compile(self, guided: Guided) -> None:
-        """Make that so, in a thread; raises Rejected."""
+        """Make that so, off the loop; raises Rejected. May be cancelled."""
         ...
 
 
 class Compiler:
-    """Work that is accepted while its constraint is compiled, for `most_s` seconds at most.
+    """Work that is accepted before its constraint is compiled, for `most_s` seconds at most.
 
-    `begin` hands it to the engine and says why not if so. Its frontend is told of either.
+    Owners have turns: who sends slow ones delays each other owner by one of them. `begin` hands
+    work to the engine, or says why not. Its frontend is told of either.
     """
 
     def __init__(
@@ -40,11 +47,13 @@ class Compiler:
         self._most_s = most_s
         self._begin = begin
         self._tell = tell
+        self._slots = Slots(AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._owners: Counter[str] = Counter()
 
-    @property
-    def full(self) -> bool:
-        return len(self._tasks) >= MOST
+    def room(self, work: Work) -> bool:
+        """Whether this work may wait for its constraint."""
+        return len(self._tasks) < MOST and self._owners[owner(work.tenant)] < MOST_OF_ONE
 
     def needs(self, work: Work) -> bool:
         """Whether the constraint of this work has to be compiled."""
@@ -53,7 +62,16 @@ class Compiler:
 
     def start(self, work: Work) -> None:
         """Compile, then begin."""
-        self._tasks[work.request] = asyncio.create_task(self._run(work), name="compile")
+        whose = owner(work.tenant)
+        task = asyncio.create_task(self._run(work, whose), name="compile")
+        self._tasks[work.request] = task
+        self._owners[whose] += 1
+        task.add_done_callback(lambda _: self._left(whose))
+
+    def _left(self, whose: str) -> None:
+        self._owners[whose] -= 1
+        if not self._owners[whose]:
+            del self._owners[whose]
 
     def abort(self, request: str) -> bool:
         """Begin it no more; False if it is not here."""
@@ -74,8 +92,9 @@ class Compiler:
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()))
 
-    async def _run(self, work: Work) -> None:
-        reason = await self._compile(work.sampling.guided)
+    async def _run(self, work: Work, whose: str) -> None:
+        async with self._slots.held(whose):
+            reason = await self._compile(work) if self.needs(work) else ""
         self._tasks.pop(work.request, None)
         reason = reason or self._begin(work)
         if reason:
@@ -84,10 +103,11 @@ class Compiler:
         else:
             self._tell([Delta(work.request, [])])
 
-    async def _compile(self, guided: Guided | None) -> str:
-        """Why the constraint cannot be followed; empty if it can."""
-        if self._engine is None or guided is None:
-            return ""
+    async def _compile(self, work: Work) -> str:
+        """The reason why the constraint cannot be followed; empty if it can."""
+        guided = work.sampling.guided
+        assert self._engine is not None
+        assert guided is not None
         try:
             async with asyncio.timeout(self._most_s):
                 await self._engine.compile(guided)
@@ -95,4 +115,7 @@ class Compiler:
             return rejected.reason
         except TimeoutError:
             return f"the {guided.kind} takes more than {self._most_s:g} s to compile"
+        except Exception:
+            log.exception("the engine failed to compile a %s", guided.kind)
+            return "the engine failed on it; its worker has logged why"
         return ""

@@ -113,7 +113,7 @@ def _snapshot(folder: Path) -> str:
 def instance_card(
     worker: Worker, info: EngineInfo, model: ModelCard, instance: str, name: str
 ) -> Instance:
-    """What a worker that serves `model` tells of itself."""
+    """The card of a worker that serves `model`."""
     return Instance(
         instance=instance,
         role=Role.WORKER,

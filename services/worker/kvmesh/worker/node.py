@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Lease
-from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import (
     Cancel,
     Chunk,
@@ -25,7 +23,6 @@ from kvmesh.bus.messages import (
     KvEvent,
     Load,
     Pin,
-    Ping,
     Prefetch,
     Release,
     Resend,
@@ -35,6 +32,7 @@ from kvmesh.bus.messages import (
     WorkReply,
 )
 from kvmesh.bus.models import publish_model
+from kvmesh.bus.presence import answer_pings
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.runtime.warnings import Warnings, keep_told
@@ -59,7 +57,7 @@ SOON = 0.75  # of the interval of loads: from then on one goes with the next tok
 STALL_LOOKS = 10
 ABORTED = "the worker is leaving"
 _work_decoder = msgspec.msgpack.Decoder(Work)
-_ping_decoder = msgspec.msgpack.Decoder(Ping)
+_dump_decoder = msgspec.msgpack.Decoder(Dump)
 _control_decoder: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
 
 
@@ -99,9 +97,6 @@ class WorkerNode:
         self._orphans = Orphans(
             bus, limits, instance, lambda: self._transcripts.frontends, self._abandon
         )
-        self._outbox: deque[tuple[str, object]] = deque()
-        self._outbox_wake = asyncio.Event()
-        self._muted = False
         self._load_interval = settings.worker.load_interval_s
         self._told: list[Load] = []
         self._changed_at = 0.0
@@ -160,7 +155,6 @@ class WorkerNode:
         )
         self._publisher.start()
         self._tasks = [
-            asyncio.create_task(self._send_outputs(), name="outputs"),
             asyncio.create_task(self._send_load(), name="load"),
             asyncio.create_task(self._watch_engine(), name="watchdog"),
         ]
@@ -192,7 +186,7 @@ class WorkerNode:
         self._abort_all(self._transcripts.live)
 
     async def close(self) -> None:
-        """Leave the mesh: withdraw the lease, send what is unsent, stop the engine."""
+        """Leave the mesh: withdraw the lease, stop the engine."""
         if self._lease is not None:
             await self._lease.close()
             self._lease = None
@@ -206,7 +200,6 @@ class WorkerNode:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await self._flush_outputs()
 
     async def _unsubscribe(self) -> None:
         while self._subscriptions:
@@ -246,15 +239,9 @@ class WorkerNode:
         subjects, answer = self._bus.subjects, self._bus.answer
         self._subscriptions = [
             await answer(subjects.work(self.instance), _work_decoder, self._take, intake.invalid),
-            await answer(
-                subjects.ctl(self.instance),
-                _control_decoder,
-                self._obey,
-                _unknown,
-            ),
-            await answer(
-                subjects.ping(self.instance), _ping_decoder, lambda _: _known(True), _unknown
-            ),
+            await answer(subjects.ctl(self.instance), _control_decoder, self._obey, _unknown),
+            await answer(subjects.dump(self.instance), _dump_decoder, self._dump, _unknown),
+            await answer_pings(self._bus, self.instance),
         ]
 
     def _take(self, offered: Work) -> WorkReply:
@@ -267,10 +254,11 @@ class WorkerNode:
             return intake.INCOMPLETE
         if reason := intake.check(work, self.info, self._settings.worker.constraint_bytes):
             return intake.invalid(reason)
-        if self._full(work.rank):
+        compiles = self._compiler.needs(work)
+        if self._full(work.rank) or (compiles and not self._compiler.room(work)):
             return intake.BUSY
         self._transcripts.open(work, *outcomes(self._engine, work, self.info.retention))
-        if self._compiler.needs(work):
+        if compiles:
             self._compiler.start(work)
             return intake.CHECKING
         if reason := self._submit(work):
@@ -310,8 +298,6 @@ class WorkerNode:
 
     def _full(self, rank: int) -> bool:
         most = self._settings.worker.max_waiting
-        if self._compiler.full:
-            return True
         if self._transcripts.live_count < most:
             return False
         return any(load.rank == rank and load.waiting >= most for load in self.load())
@@ -322,16 +308,12 @@ class WorkerNode:
                 return _known(self._abort(request))
             case Resend(request, offset):
                 return _known(self._resend(request, offset))
-            case Dump(rank):
-                return self._start_dump(rank)
             case Clear() | Release() | Pin() | Unpin():
                 return obey(self._engine, self._settings.worker.engine, command)
             case Prefetch():
                 return prefetch(self._engine, self._settings.worker.engine, command)
             case Drain():
                 self._on_end(None)
-            case Ping():
-                pass
         return ControlReply(True)
 
     def _resend(self, request: str, offset: int) -> bool:
@@ -340,16 +322,16 @@ class WorkerNode:
             self._tell_frontend(found[0], [found[1]])
         return found is not None
 
-    def _start_dump(self, rank: int) -> ControlReply:
-        if self.info is None or not 0 <= rank < self.info.capacity.dp_ranks:
-            return ControlReply(False, f"there is no rank {rank}")
-        self._engine.dump(rank)
+    def _dump(self, asked: Dump) -> ControlReply:
+        if self.info is None or not 0 <= asked.rank < self.info.capacity.dp_ranks:
+            return ControlReply(False, f"there is no rank {asked.rank}")
+        self._engine.dump(asked.rank)
         return ControlReply(True)
 
     # what goes out
 
     def _tell_frontend(self, frontend: str, chunks: list[Chunk]) -> None:
-        self._post(self._bus.subjects.out(frontend), StepOutput(self.instance, chunks))
+        self._bus.post(self._bus.subjects.out(frontend), StepOutput(self.instance, chunks))
 
     def _tell_load(self, now: float) -> None:
         """Unless it is what was told last, and that not long ago."""
@@ -359,32 +341,7 @@ class WorkerNode:
             return
         self._told, self._changed_at = loads, now
         for load in loads:
-            self._post(self._bus.subjects.load(self.instance), load)
-
-    def _post(self, subject: str, message: object) -> None:
-        if self._outbox or not self._bus.try_publish(subject, message):
-            self._outbox.append((subject, message))
-            self._outbox_wake.set()
-
-    async def _send_outputs(self) -> None:
-        while True:
-            await self._outbox_wake.wait()
-            self._outbox_wake.clear()
-            await self._flush_outputs()
-
-    async def _flush_outputs(self) -> None:
-        while self._outbox:
-            await self._publish(*self._outbox.popleft())
-
-    async def _publish(self, subject: str, message: object) -> None:
-        """Send and forget: tokens can be asked for again, and load is told again soon."""
-        try:
-            await self._bus.publish(subject, message)
-            self._muted = False
-        except NatsError as error:
-            if not self._muted:
-                log.warning("cannot publish: %s", cause(error))
-            self._muted = True
+            self._bus.post(self._bus.subjects.load(self.instance), load)
 
     async def _send_load(self) -> None:
         """Tell it when no tokens took it along."""

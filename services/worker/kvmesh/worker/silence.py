@@ -11,12 +11,11 @@ REQUESTS = 8
 
 @dataclass(frozen=True)
 class Since:
-    """Where a rank was when its last event was seen."""
+    """The counters of a rank when its last event was seen."""
 
     published: int
     blocks: float
     requests: int
-    aborted: int
 
 
 class Silence:
@@ -33,8 +32,8 @@ class Silence:
         for load in loads:
             now = self._now(load, published.get(load.rank, 0))
             since = self._since.setdefault(load.rank, now)
-            if now.published != since.published or now.aborted != since.aborted:
-                self._since[load.rank] = now  # of an aborted prompt nobody knows what was computed
+            if now.published != since.published:
+                self._since[load.rank] = now
                 continue
             if now.blocks - since.blocks >= BLOCKS and now.requests - since.requests >= REQUESTS:
                 found[str(load.rank)] = (
@@ -44,8 +43,9 @@ class Silence:
         return found
 
     def _now(self, load: Load, published: int) -> Since:
-        """Full blocks computed are at least the tokens less a block for each request."""
-        told = load.prompt_tokens - load.cached_tokens - load.prefill_tokens
-        computed = load.computed_tokens if load.busy_s else told
-        blocks = computed / self._size - load.requests
-        return Since(published, blocks, load.requests, load.aborted)
+        """Full blocks computed are at least the tokens less a block for each request.
+
+        Some engines count as requests only those that were not aborted.
+        """
+        blocks = load.computed_tokens / self._size - load.requests - load.aborted
+        return Since(published, blocks, load.requests)

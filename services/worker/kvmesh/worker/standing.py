@@ -13,7 +13,9 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.errors import BusError, NoResponder, cause
 from kvmesh.bus.fitting import Fitting, Profile, namesakes
-from kvmesh.bus.messages import ControlReply, Instance, Ping, Role
+from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.once import Once
+from kvmesh.bus.presence import ping
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.worker.engine import ConfigError, EngineError
 
@@ -25,13 +27,14 @@ _FAILURES = (NatsError, APIError, OSError, TimeoutError, BusError)
 
 
 class Standing:
-    """What becomes of one worker among the others."""
+    """One worker's place among the others: admitted, left out, or of another's name."""
 
     def __init__(self, bus: Bus, warnings: Warnings, lease_s: float) -> None:
         self._bus = bus
         self._warnings = warnings
         self._look_s = min(LOOK_S, 3 * lease_s)
         self._twins: set[str] = set()
+        self._told = Once()
         self.left_out = ""
 
     async def admit(self, card: Instance) -> None:
@@ -86,7 +89,16 @@ class Standing:
     async def _read(self) -> list[Instance]:
         bucket = self._bus.subjects.instances_bucket
         found = await read_bucket(self._bus, bucket, f"{Role.WORKER}.>")
-        return [card for data in found.values() if (card := _decoded(data)) is not None]
+        cards = [self._decoded(key, data) for key, data in found.items()]
+        return [card for card in cards if card is not None]
+
+    def _decoded(self, key: str, data: bytes) -> Instance | None:
+        try:
+            return _cards.decode(data)
+        except msgspec.MsgspecError as error:
+            if self._told.first(key, reason := str(error)):
+                log.warning("ignored an unreadable card at %s: %s", key, reason)
+            return None
 
     async def _alive(self, cards: list[Instance]) -> list[Instance]:
         answers = await asyncio.gather(*(self._listens(card) for card in cards))
@@ -94,8 +106,7 @@ class Standing:
 
     async def _listens(self, card: Instance) -> bool:
         try:
-            subject = self._bus.subjects.ping(card.instance)
-            await self._bus.request(subject, Ping(), ControlReply, PING_S)
+            await ping(self._bus, card.instance, PING_S)
         except NoResponder:
             return False
         except (*_FAILURES, msgspec.MsgspecError):
@@ -109,20 +120,12 @@ ADVICE = (
 )
 
 
-def _decoded(data: bytes) -> Instance | None:
-    try:
-        return _cards.decode(data)
-    except msgspec.MsgspecError as error:
-        log.warning("ignored an unreadable card: %s", error)
-        return None
-
-
 def _of_model(card: Instance, cards: Iterable[Instance]) -> list[Instance]:
     return [c for c in cards if c.model and card.model and c.model.name == card.model.name]
 
 
 def _newcomer(card: Instance, others: list[Instance]) -> str:
-    """Why it does not fit those that are there, whatever the clocks say of their age."""
+    """The reason why it does not fit those that are there, whatever the clocks say of their age."""
     there = Fitting()
     for other in others:
         there.join(other)
@@ -130,7 +133,7 @@ def _newcomer(card: Instance, others: list[Instance]) -> str:
 
 
 def _left_out(card: Instance, others: list[Instance]) -> str:
-    """Why routers leave it out; empty if they do not."""
+    """The reason why routers leave it out; empty if they do not."""
     all_of_them = Fitting()
     for other in (*others, card):
         all_of_them.join(other)

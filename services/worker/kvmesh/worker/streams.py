@@ -137,8 +137,6 @@ class RequestStreams:
             held = (live.prompt + live.generated for live in mine if live.first_told)
             active_blocks = sum(-(-tokens // self._block_size) for tokens in held)
         counters = self.counters[rank]
-        prefill = sum(live.prompt for live in new)
-        computed = counters.prompt_tokens - counters.cached_tokens - prefill
         return Load(
             instance=instance,
             rank=rank,
@@ -147,7 +145,7 @@ class RequestStreams:
             active_blocks=active_blocks if mine else 0,
             cached_blocks=cached_blocks,
             total_blocks=total_blocks,
-            prefill_tokens=prefill,
+            prefill_tokens=sum(live.prompt for live in new),
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
@@ -157,7 +155,7 @@ class RequestStreams:
             preemptions=preemptions,
             step_s=step_s if mine else 0.0,
             busy_s=busy_s,
-            computed_tokens=max(computed, 0) if busy_s else 0,
+            computed_tokens=counters.prompt_tokens - counters.cached_tokens,
         )
 
     async def _follow(self, live: _Live, stream: AsyncIterator[Output]) -> None:
@@ -170,7 +168,7 @@ class RequestStreams:
         except Unavailable as error:
             self._finish(live, "abort", str(error))
         except Rejected as error:
-            self._finish(live, "error", error.reason)
+            self._finish(live, "error", error.reason, invalid=True)
         except EngineError as error:
             self.fail(error)
 
@@ -199,9 +197,10 @@ class RequestStreams:
             counters.requests += 1
             self._end(live)
 
-    def _finish(self, live: _Live, finish: str, error: str) -> None:
+    def _finish(self, live: _Live, finish: str, error: str, invalid: bool = False) -> None:
         if self._live.get(live.work.request) is live:
-            self._tell([Delta(live.work.request, [], finish=finish, error=error)])
+            last = Delta(live.work.request, [], finish=finish, error=error, invalid=invalid)
+            self._tell([last])
             self._end(live)
 
     def _end(self, live: _Live) -> None:

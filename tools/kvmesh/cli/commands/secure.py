@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.cli.credentials.authority import BadAuthority
     from kvmesh.cli.credentials.folder import Credentials, Plan, Refused
-    from kvmesh.cli.credentials.server import Account
+    from kvmesh.cli.credentials.server import Principal
 
     plan = Plan(
         hosts=arguments.hosts,
@@ -57,18 +57,18 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         store=arguments.store and arguments.store.absolute(),
         installed=arguments.installed,
         monitor_port=arguments.monitor_port,
-        accounts=[Account(role, name) for role, name in _users(arguments)],
+        principals=[Principal(role, name) for role, name in _users(arguments)],
     )
     credentials = Credentials(arguments.folder, settings, plan)
     try:
-        accounts = credentials.write(arguments.force)
+        principals = credentials.write(arguments.force)
     except (Refused, BadAuthority) as error:
         return _failed(str(error))
     except OSError as error:
         return _failed(f"{error.filename}: {error.strerror}")
-    width = max(len(account.user) for account in accounts)
-    for account in accounts:
-        print(f"{account.user:<{width}}  {arguments.folder / account.user / 'env'}")
+    width = max(len(principal.user) for principal in principals)
+    for principal in principals:
+        print(f"{principal.user:<{width}}  {arguments.folder / principal.user / 'env'}")
     print(f"\nnats-server -c {arguments.folder / 'nats' / 'nats.conf'}")
     print(f"Keep {arguments.folder / 'authority'} where no process of the mesh can read it.")
     return 0

@@ -1,1 +1,1 @@
-"""What `kvmesh secure` writes: an authority, a NATS server's configuration, each user's files."""
+"""The files of `kvmesh secure`: an authority, a NATS server's configuration, each user's files."""

@@ -17,7 +17,7 @@ import nkeys
 
 from kvmesh.bus.permissions import ANY, User, inbox_prefix
 from kvmesh.cli.credentials.authority import Authority, Pair
-from kvmesh.cli.credentials.server import Account, Server, server_config
+from kvmesh.cli.credentials.server import Principal, Server, server_config
 from kvmesh.cli.local import write_private
 from kvmesh.settings.schema import Settings
 
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to write; `installed` is where each part finds its files, if not where they are made."""
+    """The wanted files; `installed` is where each part finds its own, if not where they are."""
 
     hosts: Sequence[str]
     port: int = 4222
@@ -42,7 +42,7 @@ class Plan:
     store: Path | None = None
     installed: Path | None = None
     monitor_port: int = 0
-    accounts: Sequence[Account] = field(default_factory=tuple)
+    principals: Sequence[Principal] = field(default_factory=tuple)
 
 
 class Credentials:
@@ -54,20 +54,20 @@ class Credentials:
         self._plan = plan
         self._now = datetime.now(UTC)
 
-    def write(self, force: bool) -> list[Account]:
+    def write(self, force: bool) -> list[Principal]:
         """Write what is missing; returns all users. Raises Refused, BadAuthority or OSError.
 
         With `force`, what is there goes first, so that nothing issued before is of use any more.
         """
         self._clear(force)
         authority = self._authority()
-        accounts = self._accounts()
-        keys = [(account, self._user(account, authority)) for account in accounts]
+        principals = self._principals()
+        keys = [(principal, self._user(principal, authority)) for principal in principals]
         self._server(authority, keys)
-        return accounts
+        return principals
 
     def files_at(self, part: str) -> Path:
-        """Where whoever uses a part finds its files."""
+        """The folder in which the user of a part finds its files."""
         return self._plan.installed or self._path / part
 
     def _clear(self, force: bool) -> None:
@@ -85,16 +85,18 @@ class Credentials:
         found = []
         for part in sorted(self._path.iterdir()) if self._path.is_dir() else ():
             try:
-                found.append(Account.parse(part.name).user)
+                found.append(Principal.parse(part.name).user)
             except ValueError:
                 continue
         return found
 
-    def _accounts(self) -> list[Account]:
-        users = {*self._users(), *(account.user for account in self._plan.accounts)}
+    def _principals(self) -> list[Principal]:
+        users = {*self._users(), *(principal.user for principal in self._plan.principals)}
         order = list(User)
-        accounts = [Account.parse(user) for user in users]
-        return sorted(accounts, key=lambda account: (order.index(account.role), account.name))
+        principals = [Principal.parse(user) for user in users]
+        return sorted(
+            principals, key=lambda principal: (order.index(principal.role), principal.name)
+        )
 
     def _authority(self) -> Authority:
         folder = self._path / AUTHORITY
@@ -108,23 +110,23 @@ class Credentials:
         _put(folder / CA, authority.pair.certificate)
         return authority
 
-    def _user(self, account: Account, authority: Authority) -> str:
+    def _user(self, principal: Principal, authority: Authority) -> str:
         """The public nkey of a user, whose files are there now."""
-        folder = self._path / account.user
+        folder = self._path / principal.user
         if not (folder / SEED).is_file():
             _make(folder)
-            pair = authority.issue(account.user, (), self._now, self._plan.days)
+            pair = authority.issue(principal.user, (), self._now, self._plan.days)
             _put(folder / CA, authority.pair.certificate)
             _put(folder / CERT, pair.certificate)
             _put(folder / KEY, pair.key)
             random = secrets.token_bytes(32)
             _put(folder / SEED, nkeys.encode_seed(random, nkeys.PREFIX_BYTE_USER))
-        _put(folder / ENV, self._environment(account).encode())
+        _put(folder / ENV, self._environment(principal).encode())
         public: bytes = nkeys.from_seed(bytearray((folder / SEED).read_bytes())).public_key
         return public.decode()
 
-    def _environment(self, account: Account) -> str:
-        at = self.files_at(account.user)
+    def _environment(self, principal: Principal) -> str:
+        at = self.files_at(principal.user)
         variables = {
             "KVMESH_NATS_URL": f"tls://{_address(self._plan.hosts[0], self._plan.port)}",
             "KVMESH_NATS_NAMESPACE": self._settings.nats.namespace,
@@ -132,13 +134,13 @@ class Credentials:
             "KVMESH_NATS_TLS_CERT": str(at / CERT),
             "KVMESH_NATS_TLS_KEY": str(at / KEY),
             "KVMESH_NATS_NKEY_SEED_FILE": str(at / SEED),
-            "KVMESH_NATS_INBOX_PREFIX": inbox_prefix(account.user),
+            "KVMESH_NATS_INBOX_PREFIX": inbox_prefix(principal.user),
         }
-        if account.name != ANY:
-            variables[f"KVMESH_{account.role}_NAME".upper()] = account.name
+        if principal.name != ANY:
+            variables[f"KVMESH_{principal.role}_NAME".upper()] = principal.name
         return "".join(f"{name}={shlex.quote(text)}\n" for name, text in variables.items())
 
-    def _server(self, authority: Authority, keys: Iterable[tuple[Account, str]]) -> None:
+    def _server(self, authority: Authority, keys: Iterable[tuple[Principal, str]]) -> None:
         plan, folder = self._plan, self._path / NATS
         _make(folder)
         pair = authority.issue("nats", plan.hosts, self._now, plan.days)

@@ -5,19 +5,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmesh.bus.permissions import ANY, Permissions, User, permissions
+from kvmesh.bus.permissions import ANY, User, permissions
 from kvmesh.bus.subjects import Subjects, token
 from kvmesh.cli.supervisor.nats import MAX_PAYLOAD, jetstream
 from kvmesh.settings.schema import Streams
 
-ANSWERS = 64  # to one request: an acknowledgement, the answer, and repeats of either
-ANSWER_WITHIN = "10m"  # a request waits for a worker until frontend.route_timeout_s
 LEVEL = "  "
 
 
 @dataclass(frozen=True)
-class Account:
-    """Who connects: a role, and the name that its processes must have, or ANY."""
+class Principal:
+    """One user of the NATS server: a role, and the name that its processes must have, or ANY."""
 
     role: User
     name: str = ANY
@@ -27,7 +25,7 @@ class Account:
         return self.role if self.name == ANY else f"{self.role}.{self.name}"
 
     @classmethod
-    def parse(cls, user: str) -> "Account":
+    def parse(cls, user: str) -> "Principal":
         """Raises ValueError for what is no user."""
         role, _, name = user.partition(".")
         return cls(User(role), name or ANY)
@@ -35,7 +33,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server listens, keeps its streams, and finds its certificates."""
+    """The addresses and paths of a server: where it listens, keeps streams, finds certificates."""
 
     namespace: str
     listen: str
@@ -45,7 +43,7 @@ class Server:
     monitor_port: int = 0
 
 
-def server_config(server: Server, keys: Iterable[tuple[Account, str]]) -> str:
+def server_config(server: Server, keys: Iterable[tuple[Principal, str]]) -> str:
     """The whole file; `keys` has each user's public nkey."""
     return "\n".join([*_head(server), *_accounts(server.namespace, keys), ""])
 
@@ -65,25 +63,24 @@ def _head(server: Server) -> Iterator[str]:
     yield jetstream(server.store, server.streams).rstrip()
 
 
-def _accounts(namespace: str, keys: Iterable[tuple[Account, str]]) -> Iterator[str]:
+def _accounts(namespace: str, keys: Iterable[tuple[Principal, str]]) -> Iterator[str]:
     yield "accounts {"
     yield f"{LEVEL}{json.dumps(token(namespace))} {{"
     yield f"{LEVEL * 2}jetstream: enabled"
     yield f"{LEVEL * 2}users: ["
-    for account, public in keys:
-        yield from _user(account, public, namespace)
+    for principal, public in keys:
+        yield from _user(principal, public, namespace)
     yield f"{LEVEL * 2}]"
     yield f"{LEVEL}}}"
     yield "}"
 
 
-def _user(account: Account, public: str, namespace: str) -> Iterator[str]:
-    allowed = permissions(Subjects(namespace), account.role, account.user, account.name)
-    yield f"{LEVEL * 3}# {account.user}"
+def _user(principal: Principal, public: str, namespace: str) -> Iterator[str]:
+    allowed = permissions(Subjects(namespace), principal.role, principal.user, principal.name)
+    yield f"{LEVEL * 3}# {principal.user}"
     yield f"{LEVEL * 3}{{ nkey: {public}, permissions: {{"
     yield from _subjects("publish", allowed.publish)
     yield from _subjects("subscribe", allowed.subscribe)
-    yield from _responses(allowed)
     yield f"{LEVEL * 3}}} }}"
 
 
@@ -92,9 +89,3 @@ def _subjects(direction: str, subjects: Iterable[str]) -> Iterator[str]:
     for subject in subjects:
         yield f"{LEVEL * 5}{json.dumps(subject)}"
     yield f"{LEVEL * 4}] }}"
-
-
-def _responses(allowed: Permissions) -> Iterator[str]:
-    if allowed.responds:
-        limits = f'max: {ANSWERS}, expires: "{ANSWER_WITHIN}"'
-        yield f"{LEVEL * 4}allow_responses: {{ {limits} }}"

@@ -49,7 +49,7 @@ class Guide:
             reason = f"; no sign of {missing}" if missing else ""
             raise UpError(f"not ready within {timeout_s:g} s{reason} (see the log above)") from None
         self._log.note(f"ready after {time.monotonic() - self._started:.1f} s")
-        self._announce()
+        self._announce(keyless=await self._is_keyless(watch))
 
     async def leave(self) -> None:
         """Before NATS stops."""
@@ -71,7 +71,11 @@ class Guide:
             host = ready.reachable(self._settings.frontend.host)
             await ready.until_healthy(host, frontend_ports(self._settings))
 
-    def _announce(self) -> None:
+    async def _is_keyless(self, watch: "Watch") -> bool:
+        frontend = self._settings.frontend
+        return frontend.keys_bucket and frontend.keys_file is None and not await watch.has_keys()
+
+    def _announce(self, keyless: bool) -> None:
         ports = frontend_ports(self._settings)
         if ports:
             host = ready.reachable(self._settings.frontend.host)
@@ -79,5 +83,5 @@ class Guide:
             models = self.watch.models if self.watch is not None else []
             frontend = self._settings.frontend
             key = ready.KEY if frontend.keys_file or frontend.keys_bucket else "none"
-            said = ready.announcement(host, ports, models, nats, key, self._token_file)
+            said = ready.announcement(host, ports, models, nats, key, self._token_file, keyless)
             self._log.announce(said)

@@ -15,7 +15,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Backoff:
+class RestartPolicy:
     """Delays in seconds between restarts: doubled each time, forgotten after a stable run."""
 
     first_s: float = 0.1
@@ -31,10 +31,10 @@ class Backoff:
 class Life:
     """One process over its restarts; `now` is monotonic seconds.
 
-    A run shorter than `backoff.stable_s` counts as a failure, whatever its exit status.
+    A run shorter than `policy.stable_s` counts as a failure, whatever its exit status.
     """
 
-    backoff: Backoff = field(default_factory=Backoff)
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
     state: State = State.STARTING
     pid: int | None = None
     starts: int = 0
@@ -62,6 +62,6 @@ class Life:
         if self.state is State.STOPPING:
             self.state = State.STOPPED
             return None
-        self.failures = 1 if now - self.since >= self.backoff.stable_s else self.failures + 1
+        self.failures = 1 if now - self.since >= self.policy.stable_s else self.failures + 1
         self.state = State.WAITING
-        return self.backoff.delay(self.failures)
+        return self.policy.delay(self.failures)

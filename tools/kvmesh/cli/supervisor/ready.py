@@ -46,13 +46,18 @@ def announcement(
     nats_url: str,
     key: str,
     token_file: Path | None = None,
+    keyless: bool = False,
 ) -> str:
-    """Where to point a client, and a line to try; `key` is its API key or a variable with it."""
+    """The addresses for clients, and a line to try; `key` is an API key or a variable with it.
+
+    `keyless`: a key is needed, and there is none yet.
+    """
     authority = f"[{host}]" if ":" in host else host
     base = f"http://{authority}:{ports[0]}"
     more = f"  (and ports {', '.join(map(str, ports[1:]))})" if len(ports) > 1 else ""
     model = models[0] if models else "MODEL"
     token = f" --nats-token-file {shlex.quote(str(token_file))}" if token_file else ""
+    mesh = f"--nats {nats_url}{token}"
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Hello"}],
@@ -68,11 +73,17 @@ def announcement(
             f"  OpenAI API       export OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
             f"  Anthropic API    export ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
             f"  NATS             {nats_url}",
-            f"  Look inside      kvmesh status --nats {nats_url}{token}",
+            f"  Look inside      kvmesh status {mesh}",
             "",
-            *(["  set KEY to one of your API keys: export KEY=…", ""] if key == KEY else []),
+            *([_about_keys(keyless, mesh), ""] if key == KEY else []),
             f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json'{shown} \\",
             f"    -d '{json.dumps(body)}'",
             "",
         ]
     )
+
+
+def _about_keys(keyless: bool, mesh: str) -> str:
+    if keyless:
+        return f"  there are no API keys yet: export KEY=$(kvmesh keys add NAME {mesh})"
+    return "  set KEY to one of your API keys: export KEY=…"

@@ -1,14 +1,16 @@
 """The mesh as the supervisor sees it on the bus: who holds a lease, and how loaded workers are."""
 
 import asyncio
+import logging
 from collections.abc import Collection
 
 import msgspec
 from nats.errors import Error as NatsError
 
+from kvmesh.bus.buckets import read_headers
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, routable
-from kvmesh.bus.errors import BusUnavailable, ServerUnfit
+from kvmesh.bus.errors import BusUnavailable, ServerUnfit, cause
 from kvmesh.bus.fitting import misfits
 from kvmesh.bus.messages import Instance, Load
 from kvmesh.bus.server import check_server
@@ -17,6 +19,7 @@ from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.runtime.service import bus_options, stream_limits
 from kvmesh.settings import Settings, redacted
 
+log = logging.getLogger(__name__)
 CONNECT_S = 5.0
 
 
@@ -72,6 +75,14 @@ class Watch:
         left_out = misfits(cards)
         found = [c.model for c in cards if c.model and c.instance not in left_out]
         return sorted({name for model in found for name in (model.name, *model.adapters)})
+
+    async def has_keys(self) -> bool:
+        """Whether there are API keys in the mesh, as far as this process may know."""
+        try:
+            return bool(await read_headers(self._bus, self._bus.subjects.keys_bucket))
+        except (NatsError, TimeoutError) as error:
+            log.debug("cannot look for API keys: %s", cause(error))
+            return True
 
     async def everyone(self, names: Collection[str]) -> None:
         """Return once each of `names` may be given work."""

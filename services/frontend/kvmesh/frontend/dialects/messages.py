@@ -4,10 +4,9 @@ Everything here keeps the prompt of one turn a prefix of the next turn's: what v
 turns or sessions (ids, billing headers, the form of content) never reaches the template.
 """
 
-import json
 import re
 from collections.abc import Iterable
-from itertools import groupby, takewhile
+from itertools import chain, groupby, takewhile
 from typing import Any
 
 from kvmesh.frontend.conversation import (
@@ -23,6 +22,7 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.dialects import tools as tool_forms
 from kvmesh.frontend.dialects.habits import Habits, call_id
+from kvmesh.frontend.dialects.writing import dumps
 
 GAP = "\n\n"
 # Differs between conversations and between an agent and its subagents, and stands first.
@@ -80,11 +80,11 @@ def _join_assistants(turns: list[Turn]) -> list[Turn]:
     for role, blocks in turns:
         if role == "assistant" and joined and joined[-1][0] == "assistant":
             before = joined[-1][1]
-            both_text = isinstance(before[-1], Text) and isinstance(blocks[0], Text)
-            gap: list[Block] = [Text(GAP)] if both_text else []
-            joined[-1] = (role, before + gap + blocks)
+            if isinstance(before[-1], Text) and isinstance(blocks[0], Text):
+                before.append(Text(GAP))
+            before += blocks
         else:
-            joined.append((role, blocks))
+            joined.append((role, list(blocks)))
     return joined
 
 
@@ -159,7 +159,7 @@ class _Writer:
         self._calls[call.id] = (place_id, name)
         arguments: Any = tool_forms.arguments(call)
         if self._habits.calls == "text":
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = dumps(arguments)
         function = {"name": name, "arguments": arguments}
         return {"id": place_id, "type": "function", "function": function}
 
@@ -177,7 +177,7 @@ class _Writer:
         tool = self._deferred.get(reference) or self._tools.get(reference)
         if tool is None or not tool.deferred:
             return Text(f"Tool {reference} is available.")
-        definition = json.dumps(tool_forms.function(tool), ensure_ascii=False)
+        definition = dumps(tool_forms.function(tool))
         return Text(f"Tool {reference} is available:\n{definition}")
 
 
@@ -200,7 +200,7 @@ def _content(blocks: list[Block]) -> Any:
 
 def _plain_call(call: dict[str, Any]) -> str:
     """A call for templates without tools, in the form that the tool instructions ask for."""
-    return f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+    return f"<tool_call>\n{dumps(call['function'])}\n</tool_call>"
 
 
 def _place_system(written: list[dict[str, Any]], habits: Habits) -> list[dict[str, Any]]:
@@ -222,40 +222,47 @@ def _place_system(written: list[dict[str, Any]], habits: Habits) -> list[dict[st
 def _one_call_each(written: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates that take one call a message: each is followed by its own result."""
     apart: list[dict[str, Any]] = []
+    moved: set[int] = set()
     for place, message in enumerate(written):
         calls = message.get("tool_calls", [])
         if len(calls) < 2:
-            if not any(message is result for result in apart):
+            if id(message) not in moved:
                 apart.append(message)
             continue
-        following = takewhile(lambda m: m["role"] == "tool", written[place + 1 :])
+        after = (written[at] for at in range(place + 1, len(written)))
+        following = takewhile(lambda m: m["role"] == "tool", after)
         results = {result["tool_call_id"]: result for result in following}
         for number, call in enumerate(calls):
             said = message if number == 0 else {"role": "assistant", "content": ""}
             apart.append(said | {"tool_calls": [call]})
             if call["id"] in results:
                 apart.append(results[call["id"]])
+                moved.add(id(results[call["id"]]))
     return apart
 
 
 def _merge(written: list[dict[str, Any]], habits: Habits) -> list[dict[str, Any]]:
     """For templates that insist on turns: user text joins what it would otherwise follow."""
-    merged: list[dict[str, Any]] = []
+    runs: list[list[dict[str, Any]]] = []
     for message in written:
-        before = merged[-1]["role"] if merged else None
+        before = runs[-1][0]["role"] if runs else None
         after_tool = before == "tool" and not habits.user_after_tool
         if message["role"] == "user" and (before == "user" or after_tool):
-            joined = _joined(merged[-1]["content"], message["content"])
-            merged[-1] = merged[-1] | {"content": joined}
+            runs[-1].append(message)
         else:
-            merged.append(message)
-    return merged
+            runs.append([message])
+    return [_joined(run) if len(run) > 1 else run[0] for run in runs]
 
 
-def _joined(first: Any, second: Any) -> Any:
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}{GAP}{second}"
-    return [*_parts(first), *_parts(second)]
+def _joined(run: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first one with what all say: as one text, or as parts from the first that has parts."""
+    contents = [message["content"] for message in run]
+    texts = list(takewhile(lambda content: isinstance(content, str), contents))
+    text, rest = GAP.join(texts), contents[len(texts) :]
+    if not rest:
+        return run[0] | {"content": text}
+    lead = _parts(text) if texts else []
+    return run[0] | {"content": [*lead, *chain.from_iterable(map(_parts, rest))]}
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:

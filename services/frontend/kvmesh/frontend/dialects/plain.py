@@ -4,10 +4,10 @@ The tools are listed in the system message, with the form in which the model is 
 of its family where the template shows calls in it, else that of Hermes.
 """
 
-import json
 from typing import Any
 
 from kvmesh.frontend.dialects.families import by_template
+from kvmesh.frontend.dialects.writing import dumps
 
 HERMES = "hermes"
 
@@ -38,5 +38,5 @@ def plain_parser(source: str, shows_calls: bool) -> str:
 
 def instructions(tools: list[dict[str, Any]], parser: str) -> str:
     """The section that describes `tools` (OpenAI function objects) in a system message."""
-    lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    lines = (dumps(tool["function"]) for tool in tools)
     return _TEXT.format(tools="\n".join(lines), form=FORMS[parser])

@@ -5,7 +5,6 @@ rounds and calls together, and the size of every string that is built.
 """
 
 import datetime
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from kvmesh.frontend.dialects.errors import TemplateError
+from kvmesh.frontend.dialects.writing import dumps
 
 MAX_STEPS = 1_000_000
 MAX_CHARS = 16 << 20
@@ -168,7 +168,7 @@ def tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as Transformers writes it into prompts: no HTML escapes, no ASCII escapes."""
-    return json.dumps(
+    return dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,

@@ -22,7 +22,8 @@ def schema(tool: Tool) -> dict[str, Any]:
     """The JSON schema of a tool's arguments; a free-text tool takes one string."""
     if not tool.custom:
         return tool.parameters
-    about = f"Text that matches this grammar:\n{tool.grammar}" if tool.grammar else "Free text."
+    what = "regular expression" if tool.regex else "grammar"
+    about = f"Text that matches this {what}:\n{tool.grammar}" if tool.grammar else "Free text."
     field = {"type": "string", "description": about}
     return {"type": "object", "properties": {CUSTOM_INPUT: field}, "required": [CUSTOM_INPUT]}
 

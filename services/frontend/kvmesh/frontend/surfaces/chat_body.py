@@ -80,6 +80,7 @@ class FunctionTool(Struct):
 
 class Grammar(Struct):
     definition: str | None = None
+    syntax: str | None = None
 
 
 class CustomFormat(Struct):
@@ -247,8 +248,10 @@ def _tools(tools: list[ToolBody]) -> list[Tool]:
             found.append(Tool(f.name, f.description or "", f.parameters or {}, strict=strict))
         elif tool.custom is not None:
             c = tool.custom
-            grammar = c.format.grammar.definition if c.format and c.format.grammar else None
-            found.append(Tool(c.name, c.description or "", {}, custom=True, grammar=grammar))
+            form = c.format.grammar if c.format and c.format.grammar else Grammar()
+            about, regex = c.description or "", form.syntax == "regex"
+            text = form.definition
+            found.append(Tool(c.name, about, {}, custom=True, grammar=text, regex=regex))
     return found
 
 

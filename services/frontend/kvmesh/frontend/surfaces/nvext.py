@@ -1,5 +1,7 @@
 """`nvext`: what a harness tells the mesh beyond the API it speaks (docs/requests.md)."""
 
+from collections.abc import Iterable, Set
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +22,7 @@ NO_EFFECT = (
 
 
 MOST = (1 << 31) - 1
+MOST_IGNORED = 1024
 Whole = Annotated[int, Meta(ge=0, le=MOST)]
 Name = Annotated[str, Meta(max_length=512)]
 
@@ -93,12 +96,18 @@ def _raw(request: GenerateRequest) -> str:
 
 
 def ignored(body: bytes, known: type[Struct]) -> list[str]:
-    """Names of fields in the body that have no effect: unknown ones, and known ones so far."""
+    """Names of fields in the body that have no effect: unknown ones, and known ones so far.
+
+    Of either kind the first `MOST_IGNORED` are told.
+    """
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    found = sorted(fields.keys() - {f.encode_name for f in msgspec.structs.fields(known)})
+    found = _but(fields, {f.encode_name for f in msgspec.structs.fields(known)})
     extension: dict[str, Any] = {}
     if "nvext" in fields:
         extension = msgspec.json.decode(fields["nvext"], type=dict[str, Any])
     names = {f.encode_name for f in msgspec.structs.fields(Nvext)}
-    found += sorted(f"nvext.{key}" for key in extension if key not in names or key in NO_EFFECT)
-    return found
+    return found + [f"nvext.{key}" for key in _but(extension, names.difference(NO_EFFECT))]
+
+
+def _but(fields: Iterable[str], known: Set[str]) -> list[str]:
+    return sorted(islice((name for name in fields if name not in known), MOST_IGNORED))

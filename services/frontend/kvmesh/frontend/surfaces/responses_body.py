@@ -29,7 +29,7 @@ from kvmesh.frontend.surfaces.keep import (
     within,
 )
 from kvmesh.frontend.surfaces.nvext import Nvext
-from kvmesh.frontend.surfaces.reasoning import open_sealed
+from kvmesh.frontend.surfaces.reasoning import Sealed, SealedTooLong
 from kvmesh.frontend.surfaces.sampling import MAX_TOKENS
 
 ROLES: dict[str, Literal["system", "user", "assistant"]] = {
@@ -188,21 +188,22 @@ def input_items(body: ResponsesBody) -> list[Raw]:
 
 def to_messages(items: list[Raw]) -> list[Message]:
     """Each item as a message of its own; their ids and metadata stay behind."""
-    found = []
+    found, sealed = [], Sealed()
     for index, raw in enumerate(items):
         where = f"input[{index}]"
-        message = _message(_decode_at(_item, raw, where), where)
+        message = _message(_decode_at(_item, raw, where), where, sealed)
         if message is not None and message.blocks:
             found.append(message)
     return found
 
 
 def kept_items(items: list[Raw]) -> list[Raw]:
-    """What is stored of input: the items that a prompt has a form for, without unknown fields."""
+    """The input items to store: those that a prompt has a form for, without unknown fields."""
+    sealed = Sealed()
     return [
         Raw(msgspec.json.encode(item))
         for item in map(_item.decode, items)
-        if _message(item, "input") is not None
+        if _message(item, "input", sealed) is not None
     ]
 
 
@@ -218,7 +219,7 @@ def _instructions(body: ResponsesBody) -> list[Message]:
     return [Message("system", [Text(body.instructions)])] if body.instructions else []
 
 
-def _message(item: Item, where: str) -> Message | None:
+def _message(item: Item, where: str, sealed: Sealed) -> Message | None:
     """None for kinds of items that have no form in a prompt."""
     kind = item.type or ("message" if item.role else None)
     if kind == "message":
@@ -230,7 +231,7 @@ def _message(item: Item, where: str) -> Message | None:
     if kind in ("function_call_output", "custom_tool_call_output"):
         return Message("tool", [_result(item, where)])
     if kind == "reasoning":
-        thinking = _thinking(item)
+        thinking = _thinking(item, where, sealed)
         return Message("assistant", [Thinking(thinking)]) if thinking else None
     if kind == "item_reference":
         reason = f"`{where}`: items cannot be referred to; send them or `previous_response_id`."
@@ -279,10 +280,15 @@ def _result(item: Item, where: str) -> ToolResult:
     return ToolResult(item.call_id, content, cache=within(content))
 
 
-def _thinking(item: Item) -> str:
+def _thinking(item: Item, where: str, sealed: Sealed) -> str:
     """The full text if it came back in any form, else what was summarised of it."""
     parts = item.content if isinstance(item.content, list) else []
-    full = "".join(part.text or "" for part in parts) or open_sealed(item.encrypted_content)
+    full = "".join(part.text or "" for part in parts)
+    try:
+        full = full or sealed.open(item.encrypted_content)
+    except SealedTooLong:
+        reason = f"`{where}.encrypted_content`: it holds more text than a request may."
+        raise InvalidRequest(reason, f"{where}.encrypted_content") from None
     return full or "\n".join(part.text or "" for part in item.summary or [])
 
 
@@ -305,9 +311,10 @@ def _one_tool(tool: ToolBody, namespace: str | None) -> Tool | None:
         return None
     about = tool.description or ""
     if tool.type == "custom":
-        grammar = (tool.format or {}).get("definition")
+        form = tool.format or {}
+        grammar, regex = form.get("definition"), form.get("syntax") == "regex"
         text = grammar if isinstance(grammar, str) else None
-        return Tool(tool.name, about, {}, namespace, custom=True, grammar=text)
+        return Tool(tool.name, about, {}, namespace, custom=True, grammar=text, regex=regex)
     if tool.type != "function":
         return None
     return Tool(

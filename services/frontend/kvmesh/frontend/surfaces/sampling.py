@@ -7,7 +7,7 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.surfaces.base import check_range
 
 MAX_STOPS = 64
-MAX_STOP = 4096
+MAX_STOP = 4096  # characters of all of them
 MAX_TOKENS = 1 << 30
 MAX_BIASED = 1024
 
@@ -58,7 +58,7 @@ def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
         raise InvalidRequest(f"`{param}` has more than {MAX_STOPS} entries.", param)
-    if any(len(text) > MAX_STOP for text in stops):
+    if sum(map(len, stops)) > MAX_STOP:
         raise InvalidRequest(f"`{param}`: longer than {MAX_STOP} characters.", param)
     return [text for text in stops if text]
 

@@ -30,6 +30,7 @@ class DetokenizeBody(Struct, kw_only=True):
     tokens: list[int]
 
 
+SLICE = 1 << 14  # tokens that are written at once, which keeps all other threads waiting
 _tokenize = msgspec.json.Decoder(TokenizeBody)
 _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
@@ -60,8 +61,11 @@ class Tokenize:
         return openai.error_body(error)
 
     def answer(self, prompts: list[bytes], context: int) -> bytes:
-        ids = array("I", prompts[0]).tolist()
-        return json_encode({"count": len(ids), "max_model_len": context, "tokens": ids})
+        ids = array("I", prompts[0])
+        head = json_encode({"count": len(ids), "max_model_len": context})
+        slices = (ids[place : place + SLICE].tolist() for place in range(0, len(ids), SLICE))
+        tokens = b",".join([json_encode(part)[1:-1] for part in slices])
+        return b'%s,"tokens":[%s]}' % (head[:-1], tokens)
 
 
 def parse_tokens(body: bytes) -> DetokenizeBody:

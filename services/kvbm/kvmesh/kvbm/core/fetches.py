@@ -2,16 +2,15 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from kvmesh.bus.kvbm import Fetch, Fetched
 from kvmesh.kvbm.core.announced import Announced, Computer
 from kvmesh.kvbm.core.block import ARENA, DISK, REMOTE, Block, Copy, State
 from kvmesh.kvbm.core.claims import Claims, Further, Others
-from kvmesh.kvbm.core.economy import Engine, Step, worth
+from kvmesh.kvbm.core.economy import Engine
 from kvmesh.kvbm.core.prompt import Prompt
+from kvmesh.kvbm.core.reach import Found, Reach, block_size
 from kvmesh.kvbm.core.store import Store
 from kvmesh.kvbm.core.tickets import Reading
 
@@ -22,7 +21,6 @@ LOOKUP_BLOCKS = 4096
 PREPARE_BLOCKS = 64
 CLAIM_S = 0.1
 ANSWER_S = 0.5  # a worker that hears nothing for twice as long goes on without the kvbm
-Found: TypeAlias = Sequence[Block | None]
 
 
 class Lookup(NamedTuple):
@@ -60,6 +58,7 @@ class Fetches:
         self._store = store
         self._announced = announced
         self._claims = claims
+        self._reach = Reach(store, announced)
         self._others = others
         self._decay_s = decay_s
         self._name = name
@@ -81,9 +80,9 @@ class Fetches:
         store = self._store
         store.touch(found)
         held = max(0, min(message.held, len(prompt)))
-        end = self._reach(prompt, found, held, computer, message.wait_s > 0)
+        end = self._reach.end(prompt, found, held, computer, message.wait_s > 0)
         engine = Engine(message.compute_tps, message.load_bps)
-        chosen = held + self._worth(prompt, engine, found[held:end])
+        chosen = held + self._reach.worth(prompt, engine, found[held:end])
         reading = Reading(
             number,
             message.attachment,
@@ -99,7 +98,7 @@ class Fetches:
         self.park(reading, store.now + message.wait_s)
         self._count(found[:held])
         self._count_hits(found[held:chosen])
-        if beyond and chosen == end and self._is_worth_a_lookup(reading):
+        if beyond and chosen == end and self._reach.is_worth_a_lookup(reading):
             self._look(reading)
         self._announce(reading)
         self.advance(reading)
@@ -134,8 +133,8 @@ class Fetches:
             store.remember(store.blocks.get(digest) or prompt.block(index))
         self._announced.settled(there, store.now)
         found = store.find(prompt.digests[start:])
-        end = self._reach(prompt, found, start, reading.computer, reading.patience_s > 0)
-        chosen = self._worth(prompt, reading.engine, found[: end - start])
+        end = self._reach.end(prompt, found, start, reading.computer, reading.patience_s > 0)
+        chosen = self._reach.worth(prompt, reading.engine, found[: end - start])
         self._count_hits(found[:chosen])
         reading.end = start + chosen
         return end
@@ -229,46 +228,7 @@ class Fetches:
                 self._let_go(reading)
                 self.advance(reading)
 
-    # how far, and whether
-
-    def _worth(self, prompt: Prompt, engine: Engine, found: Found) -> int:
-        """How many of these blocks, which follow each other, are worth loading."""
-        tiers = [ARENA if b is None or ARENA in b.copies else min(b.copies) for b in found]
-        steps = [self._step(prompt, tier, len(list(same))) for tier, same in groupby(tiers)]
-        count = worth(steps, engine, _block_size(prompt))
-        self._store.counts.declined += len(found) - count
-        return count
-
-    def _is_worth_a_lookup(self, reading: Reading) -> bool:
-        """Whether blocks that only the remote store may have would be loaded."""
-        prompt, left = reading.prompt, len(reading.prompt) - reading.end
-        if self._store.far is None or not left:
-            return False
-        speed = self._store.traffic[REMOTE, ARENA].speed(self._store.now)
-        step = Step(prompt.space.block_bytes, speed, 0, left)
-        return worth([step], reading.engine, _block_size(prompt)) > 0
-
-    def _reach(
-        self, prompt: Prompt, found: Found, start: int, computer: Computer | None, wait: bool
-    ) -> int:
-        """The end of the longest prefix that is somewhere, or that somebody else computes.
-
-        `found` are the last blocks of the prompt, those from `start` on among them.
-        """
-        skipped = len(prompt) - len(found)
-        for index in range(start, len(prompt)):
-            if found[index - skipped] is None:
-                by = self._announced.by(prompt.digests[index]) if wait else None
-                if by is None or by == computer:
-                    return index
-        return len(prompt)
-
-    def _step(self, prompt: Prompt, tier: int, blocks: int) -> Step:
-        size = prompt.space.block_bytes
-        if tier == ARENA:
-            return Step(size, 0.0, 0, blocks)
-        traffic = self._store.traffic[tier, ARENA]
-        return Step(size, traffic.speed(self._store.now), traffic.moving * size, blocks)
+    # what is counted and announced
 
     def _count(self, found: Found) -> None:
         """These are asked for."""
@@ -295,7 +255,7 @@ class Fetches:
     def _claim(self, reading: Reading, computer: Computer, missing: int) -> None:
         """Tell the other nodes, if they can have it and it takes longer than to ask for it."""
         prompt, first = reading.prompt, reading.end
-        tokens, tps = missing * _block_size(prompt), reading.engine.compute_tps
+        tokens, tps = missing * block_size(prompt), reading.engine.compute_tps
         if self._store.far is None or (missing and tps and tokens / tps < CLAIM_S):
             return
         if reading.looking and (further := self._others.find(prompt, first)) is not None:
@@ -406,7 +366,3 @@ class Fetches:
             if not waiting:
                 del self._blocked[reading.blocked]
             reading.blocked = None
-
-
-def _block_size(prompt: Prompt) -> int:
-    return prompt.space.layout.block_size

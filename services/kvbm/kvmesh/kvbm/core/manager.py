@@ -98,8 +98,8 @@ class Manager:
 
     # workers
 
-    def attach(self, message: Attach, now: float) -> Guest | Declined:
-        """Take in a worker; the caller tells it where the arena is."""
+    def attach(self, message: Attach, number: int) -> Guest | Declined:
+        """Take in a worker as `number`, which is new; the caller tells it where the arena is."""
         if self.closing:
             return CLOSING
         if min(message.layout.block_size, message.layout.block_bytes) <= 0:
@@ -108,7 +108,7 @@ class Manager:
             space = self._space(message.model, message.layout)
         except TooSmall as error:
             return Declined("layout", f"{message.model}: {error}")
-        guest = Guest(next(self._numbers), message.instance, space, message.lock)
+        guest = Guest(number, message.instance, space, message.lock)
         self.guests[guest.number] = guest
         return guest
 

@@ -98,7 +98,7 @@ class Author:
         return _cut_at_stop(whole, work.sampling, work.generated)
 
     def text(self, tokens: list[int]) -> str:
-        """What tokens say."""
+        """The text of tokens."""
         return str(self._tokenizer.decode(tokens))
 
     def _seed(self, work: Work) -> int:

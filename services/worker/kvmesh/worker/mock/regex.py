@@ -17,6 +17,10 @@ _CATEGORIES = {
 MORE = 4
 MOST_CHARACTERS = 1 << 16
 MOST_PATTERN = 1 << 16
+# what reading an expression takes, in steps: there may be thousands in a schema, and the engine's
+# loop stands still meanwhile
+PARSING = 800
+PARSING_CHARACTER = 16
 _WORD = set(_CATEGORIES["CATEGORY_WORD"])
 
 
@@ -25,7 +29,7 @@ class RegexError(Exception):
 
 
 class Steps:
-    """How much more may be done for one constraint, in steps and characters together."""
+    """The work left for one constraint, in steps and characters together."""
 
     def __init__(self, most: int = MOST_CHARACTERS) -> None:
         self._most = self._left = most
@@ -45,11 +49,14 @@ def matching(pattern: str, rng: Random, steps: Steps | None = None) -> str:
     """
     if len(pattern) > MOST_PATTERN:
         raise RegexError(f"it has more than {MOST_PATTERN} characters")
+    reading = PARSING + PARSING_CHARACTER * len(pattern)
+    steps = steps or Steps(MOST_CHARACTERS + reading)
+    steps.spend(reading)
     try:
         parsed = _parser.parse(pattern)
     except re.error as error:
         raise RegexError(str(error)) from error
-    return _Walk(rng, parsed.state.flags, steps or Steps()).text(parsed)
+    return _Walk(rng, parsed.state.flags, steps).text(parsed)
 
 
 class _Walk:
@@ -66,7 +73,7 @@ class _Walk:
         self._spend = steps.spend
 
     def text(self, items: Iterable[Any]) -> str:
-        """What the whole expression matches."""
+        """A text that the whole expression matches."""
         self._walk(items)
         text = "".join(self._written)
         for name, place in self._anchors:

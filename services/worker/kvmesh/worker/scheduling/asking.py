@@ -13,7 +13,7 @@ from kvmesh.retention.ranges import Segment, segments, with_prefix
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What one request asks for its blocks, and whose budget they count against: `tenant`.
+    """The wishes of one request for its blocks, which count against the budget of `tenant`.
 
     `directives` are its explicit ones, of which the first `for_prompt` speak of the prompt.
     """

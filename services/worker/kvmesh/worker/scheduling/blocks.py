@@ -127,11 +127,11 @@ class BlockManager:
 
     def deref(self, hashes: "array[int]", priority: int = 0) -> None:
         """Return one reference on each block of a prefix; what nobody uses becomes inactive."""
+        if priority > 0:
+            self.keeping.prize(hashes, priority, self.now)
         run = self._tree.ending(hashes[-1]) if hashes else None
         while run is not None:
             run.refs -= 1
-            if priority > run.priority:
-                run.priority = priority
             self.keeping.end_use(run, self.now)
             if not run.refs:
                 blocks = len(run.hashes)
@@ -201,4 +201,4 @@ class BlockManager:
 
 def _is_own_end(run: Run) -> bool:
     """Whether what its only user adds may become part of the run."""
-    return run.refs == 1 and not run.children and not run.priority and run.keep is None
+    return run.refs == 1 and not run.children and run.keep is None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from kvmesh.bus.messages import Pin
+from kvmesh.bus.messages import Pin, owner
 from kvmesh.retention.claims import MOST_LEVEL, PLAIN, PLAIN_LEVEL, Keep, Standing, Wish
 from kvmesh.retention.outcomes import Directive, Outcome
 from kvmesh.retention.pins import Pinned, PinTable
@@ -101,12 +101,7 @@ class Keeping:
 
     def standing(self, run: Run, now: float) -> Standing:
         """Where a run is in the order of eviction."""
-        if run.keep is None and not run.priority:
-            return PLAIN
-        asked = run.keep.standing(now) if run.keep is not None else PLAIN
-        if not run.priority:
-            return asked
-        return max(asked, Standing(min(MOST_LEVEL, PLAIN_LEVEL + run.priority), inf))
+        return run.keep.standing(now) if run.keep is not None else PLAIN
 
     def begin_use(self, run: Run, now: float) -> None:
         """An idle run is used again: what had ended by then has ended."""
@@ -119,8 +114,7 @@ class Keeping:
         if run.keep is not None:
             run.keep.renew(now)
         if not run.refs:
-            plain = run.keep is None and not run.priority
-            self.idle.add(run, PLAIN if plain else self.standing(run, now))
+            self.idle.add(run, self.standing(run, now))
 
     def evict(self, count: int, now: float) -> None:
         """Drop the `count` idle blocks that are worth least; there are as many."""
@@ -156,6 +150,18 @@ class Keeping:
         asked = asked or NOTHING
         if asked.segments or self._claimed or self._pins:
             self._ask(held, asked, now, 0)
+
+    def prize(self, held: "array[int]", priority: int, now: float) -> None:
+        """Blocks in use serve a request of a priority above 0: they are kept as dearly as it is.
+
+        As far as the budget of their tenant has room, and until nobody has used them for long.
+        """
+        self.idle.expire(now)
+        wish = Wish(min(MOST_LEVEL, PLAIN_LEVEL + priority))
+        payer = ""
+        for at, run in self._pieces(held, ()):
+            payer = payer if at else owner(run.tenant)
+            self._prize(run, wish, payer, now)
 
     def follow(self, session: str | None, prompt: "array[int]", now: float) -> None:
         """A session has this prompt now: what that leaves of its earlier ones is dropped."""
@@ -275,6 +281,14 @@ class Keeping:
             self._claim(self._split(run, size), wish, alone, asked, now)
         directive = asked.directives[wish.directive] if wish.directive is not None else None
         self.promises.claim(keep, len(run), wish, now, directive, alone)
+        self._tidy(run)
+
+    def _prize(self, run: Run, wish: Wish, payer: str, now: float) -> None:
+        keep = run.keep = run.keep or Keep(payer)
+        size = self.promises.grantable(keep, len(run), wish)
+        if 0 < size < len(run):
+            self._prize(self._split(run, size), wish, payer, now)
+        self.promises.claim(keep, len(run), wish, now, alone=False)
         self._tidy(run)
 
     def _pin(self, pin: Pinned[int], prompt: "array[int]", now: float) -> None:

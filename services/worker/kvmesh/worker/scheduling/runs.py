@@ -25,7 +25,6 @@ class Run:
         "keep",
         "local",
         "parent",
-        "priority",
         "refs",
         "salt",
         "tenant",
@@ -45,7 +44,6 @@ class Run:
         self.salt = salt
         self.tenant = tenant
         self.refs = 0
-        self.priority = 0
         self.keep: Keep | None = None
         self.children: dict[int, Run] = {}
 
@@ -134,7 +132,7 @@ class RunTree:
     def split(self, run: Run, at: int) -> Run:
         """Make the first `at` blocks of `run` a run of their own, which is returned."""
         upper = self.grow(run.parent, run.hashes[:at], run.local[:at], run.salt, run.tenant)
-        upper.refs, upper.priority = run.refs, run.priority
+        upper.refs = run.refs
         upper.keep = run.keep.copy() if run.keep is not None else None
         del run.hashes[:at]
         del run.local[:at]

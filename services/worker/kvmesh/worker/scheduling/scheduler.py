@@ -255,7 +255,7 @@ class Scheduler:
         return not self.blocks.continues(hashes[block - 1] if block else None, hashes[block])
 
     def _part_from_others(self, sequence: Sequence) -> None:
-        """Where another tenant's blocks have its hashes, go on with hashes that nobody has."""
+        """If another tenant's blocks have its hashes, give it hashes that nobody has."""
         hashes, tenant = sequence.sequence, sequence.request.tenant
         if not hashes:
             return

@@ -305,6 +305,8 @@ class TorchCore:
             self.counters.cached_tokens += sum(sequence.cached or ())
         if choice.stop or len(turn.job.tokens) - turn.job.base >= turn.job.limit:
             delta.finish = "stop" if choice.stop else "length"
+            if choice.fault:
+                delta.finish, delta.error = "error", choice.fault
             delta.decode = self.scheduler.release(sequence, State.ENDED)
             self._forget(sequence.request.id)
             self.counters.finished += 1

@@ -342,7 +342,8 @@ class TorchEngine:
             size = model.layout.block_bytes
             raise ConfigError(f"kv_bytes {options.kv_bytes} holds no block of {size} bytes")
         model.allocate(blocks)
-        grammars = Grammars(self._folder, model.vocabulary, model.stop_tokens)
+        most_s = self._worker.compile_timeout_s
+        grammars = Grammars(self._folder, model.vocabulary, model.stop_tokens, most_s)
         grammars.load()
         limits = SchedulerLimits(
             block_size=block_size,

@@ -64,7 +64,7 @@ class Guard:
         return bisect_left(range(len(held)), True, key=wrong)
 
     def free(self, fresh: "array[int]", prints: bytes) -> int:
-        """How many leading ones of these hashes no block with another print has."""
+        """The number of leading hashes that no block with another print has."""
         for place, block in enumerate(fresh):
             own = prints[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
             if self._prints.get(block, own) != own:

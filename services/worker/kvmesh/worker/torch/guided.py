@@ -1,90 +1,99 @@
 """Guided decoding: constraints of the mesh as grammars of llguidance, and their token masks."""
 
 import asyncio
-import json
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from torch import Tensor
 
 from kvmesh.bus.messages import Guided
 from kvmesh.worker.engine import ConfigError, Rejected
-from kvmesh.worker.torch.lark import choice, lean, structural
+from kvmesh.worker.torch.grammar import GrammarMaker
+from kvmesh.worker.trials import Trials
 
 CACHED_GRAMMARS = 64
-THREADS = 2
+CACHED_BYTES = 512 << 20
+AT_ONCE = 2
+
+
+class _Kept(NamedTuple):
+    """A compiled constraint, and the bytes that it takes."""
+
+    matcher: LLMatcher
+    size: int
 
 
 class Grammars:
-    """Makes constraints for the tokenizer in a model folder."""
+    """Makes constraints for the tokenizer in a model folder.
 
-    def __init__(self, folder: Path, vocabulary: int, ends: Iterable[int]) -> None:
+    `most_s` bounds the CPU time of compiling one; callers bound the time that they wait.
+    """
+
+    def __init__(
+        self, folder: Path, vocabulary: int, ends: Iterable[int], most_s: float = 10.0
+    ) -> None:
         self.vocabulary = vocabulary
         self._folder = folder
         self._ends = sorted(ends)
-        self._tokenizer: LLTokenizer | None = None
-        self._special: dict[str, int] = {}
-        self._compiled: OrderedDict[Guided, LLMatcher] = OrderedDict()
-        self._threads = ThreadPoolExecutor(THREADS, "grammars")
+        self._maker: GrammarMaker | None = None
+        self._compiled: OrderedDict[Guided, _Kept] = OrderedDict()
+        arguments = (str(folder), *map(str, (vocabulary, most_s, *self._ends)))
+        self._trials = Trials(sys.executable, "-m", "kvmesh.worker.torch.trial", *arguments)
+        self._threads = ThreadPoolExecutor(AT_ONCE, "grammars")
 
     def load(self) -> None:
         """Read the tokenizer; raises ConfigError."""
-        file = self._folder / "tokenizer.json"
         try:
-            text = file.read_text()
-            tokenizer = LLTokenizer(text, n_vocab=self.vocabulary, eos_token=self._ends or None)
-            added = json.loads(text).get("added_tokens") or []
-            ids = {token["content"]: token["id"] for token in added}
+            self._maker = GrammarMaker(self._folder, self.vocabulary, self._ends)
         except Exception as error:  # llguidance raises nothing narrower
-            raise ConfigError(f"cannot read {file}: {error}") from error
-        self._special = {
-            text: i
-            for text, i in ids.items()
-            if tokenizer.is_special_token(i) and i not in self._ends
-        }
-        self._tokenizer = tokenizer
+            raise ConfigError(f"cannot read the tokenizer of {self._folder}: {error}") from error
 
     def close(self) -> None:
+        self._trials.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __contains__(self, guided: Guided) -> bool:
         return guided in self._compiled
 
     async def compile(self, guided: Guided) -> None:
-        """Have the grammar at hand; raises Rejected as `constraint` does."""
+        """Have the grammar at hand; raises Rejected as `constraint` does.
+
+        A constraint that takes too much of anything is found out in another process.
+        """
+        size = await self._trials.judge(guided)
         loop = asyncio.get_running_loop()
-        self._keep(guided, await loop.run_in_executor(self._threads, self._compile, guided))
+        matcher = await loop.run_in_executor(self._threads, self._compile, guided)
+        self._keep(guided, _Kept(matcher, size))
 
     def constraint(self, guided: Guided) -> "GrammarConstraint":
         """Raises Rejected for a constraint that is malformed or that nothing satisfies."""
-        fresh = self._compiled.get(guided)
-        if fresh is None:
-            fresh = self._compile(guided)
-        self._keep(guided, fresh)
-        return GrammarConstraint(fresh.deep_copy(), self.vocabulary)
+        kept = self._compiled.get(guided) or _Kept(self._compile(guided), len(guided.value))
+        self._keep(guided, kept)
+        return GrammarConstraint(kept.matcher.deep_copy(), self.vocabulary)
 
-    def _keep(self, guided: Guided, matcher: LLMatcher) -> None:
-        self._compiled[guided] = matcher
+    def _keep(self, guided: Guided, kept: _Kept) -> None:
+        self._compiled[guided] = kept
         self._compiled.move_to_end(guided)
-        while len(self._compiled) > CACHED_GRAMMARS:
-            self._compiled.popitem(last=False)
+        size = sum(kept.size for kept in self._compiled.values())
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > CACHED_GRAMMARS or size > CACHED_BYTES
+        ):
+            size -= self._compiled.popitem(last=False)[1].size
 
     def _compile(self, guided: Guided) -> LLMatcher:
-        kind, value = guided.kind, guided.value
-        if self._tokenizer is None:
+        if self._maker is None:
             raise Rejected("the engine has not started")
         try:
-            matcher = LLMatcher(self._tokenizer, _grammar(kind, value, self._special), log_level=0)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Rejected(f"malformed {kind}: {error}") from error
-        if matcher.is_error():
-            raise Rejected(f"cannot follow this {kind}: {matcher.get_error()}")
-        return matcher
+            return self._maker.make(guided)
+        except ValueError as error:
+            raise Rejected(str(error)) from error
 
 
 class GrammarConstraint:
@@ -99,6 +108,12 @@ class GrammarConstraint:
     def ended(self) -> bool:
         return self._matcher.is_stopped()
 
+    @property
+    def fault(self) -> str:
+        if not self._matcher.is_error():
+            return ""
+        return f"the constraint became too complex: {self._matcher.get_error().splitlines()[0]}"
+
     def allowed(self) -> Tensor:
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         bits = np.unpackbits(self._bits, bitorder="little")[: self._vocabulary]
@@ -107,24 +122,3 @@ class GrammarConstraint:
     def take(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
-
-
-def _schema(text: str) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(lean(json.loads(text))))
-
-
-def _grammar(kind: str, value: str, special: Mapping[str, int]) -> str:
-    match kind:
-        case "json_object":
-            return _schema('{"type": "object"}')
-        case "json_schema":
-            return _schema(value)
-        case "regex":
-            return LLMatcher.grammar_from_regex(value)
-        case "choice":
-            return LLMatcher.grammar_from_lark(choice(json.loads(value), special))
-        case "grammar":
-            return LLMatcher.grammar_from_lark(value)
-        case "structural_tag":
-            return LLMatcher.grammar_from_lark(structural(json.loads(value), special))
-    raise ValueError("there is no such kind")

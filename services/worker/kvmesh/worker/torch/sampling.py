@@ -24,6 +24,11 @@ class Constraint(Protocol):
         """Whether nothing may follow."""
         ...
 
+    @property
+    def fault(self) -> str:
+        """Why it cannot be followed any further; empty if it can."""
+        ...
+
     def allowed(self) -> Tensor:
         """A boolean per token of the vocabulary."""
         ...
@@ -34,11 +39,15 @@ class Constraint(Protocol):
 
 
 class Picked(NamedTuple):
-    """A token, log probabilities of it and of the likeliest ones, and whether it is the last."""
+    """A token, log probabilities of it and of the likeliest ones, and whether it is the last.
+
+    With a `fault` it is the last, too, and the answer is none.
+    """
 
     token: int
     logprobs: dict[int, float] | None
     stop: bool
+    fault: str = ""
 
 
 class Sampler:
@@ -77,7 +86,8 @@ class Sampler:
         self._note(token)
         ended = self._constraint is not None and self._constraint.ended
         stop = ended or (token in self.stops and index >= self.sampling.min_tokens)
-        return Picked(token, self._logprobs(logits, token), stop)
+        fault = self._constraint.fault if self._constraint is not None else ""
+        return Picked(token, self._logprobs(logits, token), stop or bool(fault), fault)
 
     def _note(self, token: int) -> None:
         self._said[token] = self._said.get(token, 0) + 1

@@ -43,7 +43,7 @@ WRITTEN_S = 1.0
 
 
 class BridgeOptions(Struct, frozen=True, kw_only=True):
-    """What the connector is told: who it is on the bus, and bounds as in `[worker]`.
+    """Options of the connector: its name on the bus, and bounds as in `[worker]`.
 
     vLLM logs it: how to connect is in the environment.
     """
@@ -63,7 +63,7 @@ def tell_bus(options: BusOptions) -> None:
 
 
 def told_bus() -> BusOptions:
-    """What `tell_bus` was given."""
+    """The options that `tell_bus` was given."""
     return msgspec.json.decode(os.environ[BUS], type=BusOptions)
 
 

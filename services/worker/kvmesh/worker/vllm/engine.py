@@ -1,7 +1,7 @@
 """vLLM in this process: `AsyncLLM` as an engine of the mesh.
 
 vLLM's scheduler runs in a process of its own, which it starts. Its KV events come over ZeroMQ,
-with replay, on sockets in a private folder (over TCP where there are several ranks).
+with replay, on sockets in a private folder.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from kvmesh.bus.messages import Capacity, Load, Work
+from kvmesh.bus.messages import Capacity, Guided, Load, Work
 from kvmesh.worker.adapter import Adapter
 from kvmesh.worker.arguments import engine_arguments
 from kvmesh.worker.cache_events import CacheLedger, Salts
@@ -33,13 +33,16 @@ from kvmesh.worker.scratch import Scratch
 from kvmesh.worker.streams import Output, RequestStreams, Unavailable, remaining
 from kvmesh.worker.tiers import TierCounts
 from kvmesh.worker.vllm.blocks import kvbm_connector, shared, shares
+from kvmesh.worker.vllm.constraints import Constraints
 from kvmesh.worker.vllm.dialect import sampling_fields, structured_outputs
 from kvmesh.worker.vllm.guard import Guard
 from kvmesh.worker.vllm.stats import RankStats, StatsCollector
+from kvmesh.worker.vllm.stopped import any_stopped
 from kvmesh.worker.zmq_events import event_endpoints
 
 log = logging.getLogger(__name__)
 HEALTH_S = 0.5
+STOPPED_S = 3.0
 # of the structured-output backends, those that read `format` trees
 TAGGING = ("auto", "xgrammar")
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
@@ -69,22 +72,29 @@ def create(context: EngineContext) -> "VllmEngine":
     adapters = _adapters(vllm.adapters)
     if adapters:
         arguments.setdefault("enable_lora", True)
-    return VllmEngine(arguments, adapters, served)
+    return VllmEngine(arguments, adapters, served, worker.compile_timeout_s)
 
 
 class VllmEngine(Adapter):
     """One `AsyncLLM`, which may have several data-parallel ranks."""
 
     def __init__(
-        self, arguments: dict[str, Any], adapters: dict[str, LoRARequest], served: str
+        self,
+        arguments: dict[str, Any],
+        adapters: dict[str, LoRARequest],
+        served: str,
+        compile_s: float,
     ) -> None:
         super().__init__()
+        self._compile_s = compile_s
         self._arguments = arguments
         self._adapters = adapters
         self._served = served
         self._folder = Scratch()
         self._llm: Any = None
         self._guard: Guard | None = None
+        self._constraints: Constraints | None = None
+        self._processes: list[int] = []
         self._salts = Salts(served, 1)
         self._hands_off = not shares(arguments)
         self._stats: list[RankStats] = []
@@ -103,8 +113,14 @@ class VllmEngine(Adapter):
         except Exception as error:  # vLLM and what it loads raise anything
             self._folder.close()
             raise EngineError(f"vLLM does not start: {_cause(error)}") from error
-        self._guard = Guard(child.pid for child in active_children() if child.pid is not None)
+        self._processes = [c.pid for c in active_children() if c.pid is not None]
+        self._guard = Guard(self._processes)
         config = self._llm.vllm_config
+        self._constraints = Constraints(config, self._folder.path, self._compile_s)
+        try:
+            await self._constraints.open()
+        except EngineError as error:
+            log.warning("requests with constraints are refused: %s", error)
         cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
         self._blocks, self._size = cache.num_gpu_blocks, cache.block_size
         self._salts = Salts(self._served, cache.block_size)
@@ -128,6 +144,14 @@ class VllmEngine(Adapter):
             raise Rejected(str(error)) from error
         self._streams.start(work, self._answer(work, params))
 
+    def compiled(self, guided: Guided) -> bool:
+        return self._constraints is not None and guided in self._constraints
+
+    async def compile(self, guided: Guided) -> None:
+        if self._constraints is None:
+            raise Rejected("the engine has not started")
+        await self._constraints.compile(guided)
+
     def load(self, instance: str) -> list[Load]:
         if self._streams is None:
             return []
@@ -141,6 +165,8 @@ class VllmEngine(Adapter):
 
     async def close(self) -> None:
         await self._end()
+        if self._constraints is not None:
+            self._constraints.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
@@ -227,6 +253,7 @@ class VllmEngine(Adapter):
             data_parallel_rank=work.rank if len(self._ledgers) > 1 else None,
         )
         stats = self._stats[work.rank]
+        stats.begin()
         try:
             async for output in outputs:
                 below = [blocks * self._size for blocks in stats.loaded(work.request)]
@@ -268,10 +295,14 @@ class VllmEngine(Adapter):
             feed.forget()
 
     async def _watch(self) -> None:
-        while not self._llm.errored:
+        """Until vLLM has died, or was stopped for STOPPED_S, at as many looks in a row."""
+        looks = 0
+        while not self._llm.errored and looks * HEALTH_S < STOPPED_S:
             await asyncio.sleep(HEALTH_S)
+            looks = looks + 1 if any_stopped(self._processes) else 0
+        reason = "has died; its log says why" if self._llm.errored else "has been stopped"
         if self._streams is not None:
-            self._streams.fail(EngineError("vLLM has died; its log says why"))
+            self._streams.fail(EngineError(f"vLLM {reason}"))
 
 
 def _nixl() -> dict[str, str]:

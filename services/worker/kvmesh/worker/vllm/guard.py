@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Iterable
 
+END_S = 1.0
 # Its input ends without a line only if whoever could write one is dead.
 _SCRIPT = 'read -r _ || kill -KILL "$@"'
 
@@ -20,4 +21,8 @@ class Guard:
 
     def dismiss(self) -> None:
         """They have ended, or end by themselves."""
-        self._waiting.communicate(b"\n")
+        try:
+            self._waiting.communicate(b"\n", timeout=END_S)
+        except subprocess.TimeoutExpired:  # it has been stopped
+            self._waiting.kill()
+            self._waiting.wait()

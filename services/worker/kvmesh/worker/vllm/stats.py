@@ -12,10 +12,16 @@ from kvmesh.worker.vllm.meter import CORRUPT, LOADED, SKIPPED, WRITTEN
 
 TIERS = 4
 MOST_LOADED = 4096
+IDLE_S = 1.0
 
 
 class RankStats:
-    """The newest figures of one rank. `usage` is the share of blocks in use."""
+    """The newest figures of one rank. `usage` is the share of blocks in use.
+
+    Between `begin` and `forget` of a request a rank is busy. vLLM steps as fast as it can while
+    requests only wait, for blocks from elsewhere or a grammar: of such steps one in IDLE_S counts,
+    as a sign of life, and their time does not.
+    """
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -23,9 +29,17 @@ class RankStats:
         self.counters = Counters()
         self.preemptions = 0
         self._last = 0.0
+        self._idle = 0.0
+        self._requests = 0
         self._loaded: OrderedDict[str, list[int]] = OrderedDict()
         self._blocks = [0] * TIERS
         self._connector: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """A request has come; to a rank that had none, the first step begins with it."""
+        if not self._requests:
+            self._last = time.monotonic()
+        self._requests += 1
 
     def record(self, scheduler: Any, iteration: Any) -> None:
         """One step; either part may be missing."""
@@ -34,8 +48,7 @@ class RankStats:
             busy = scheduler.num_running_reqs > 0
             self.waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             self.usage = scheduler.kv_cache_usage
-            if self._last:
-                self.counters.count_steps(1, now - self._last)
+            self._count(now)
             self._last = now if busy else 0.0
             self._record_tiers(scheduler.kv_connector_stats or {})
         if iteration is not None:
@@ -46,6 +59,7 @@ class RankStats:
         return self._loaded.get(request, [])
 
     def forget(self, request: str) -> None:
+        self._requests -= 1
         self._loaded.pop(request, None)
 
     @property
@@ -57,6 +71,13 @@ class RankStats:
             skipped=known.get(SKIPPED, 0),
             corrupt=known.get(CORRUPT, 0),
         )
+
+    def _count(self, now: float) -> None:
+        if self._last:
+            self.counters.count_steps(1, now - self._last)
+        elif now - self._idle >= IDLE_S:
+            self._idle = now
+            self.counters.steps += 1
 
     def _record_tiers(self, told: dict[str, Any]) -> None:
         """What our connector says, if it is there."""

@@ -1,0 +1,111 @@
+"""Secrets that processes of a mesh share: configured, or made once by whoever needs them first."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js.errors import (
+    KeyWrongLastSequenceError,
+    NoStreamResponseError,
+    NotFoundError,
+    ServerError,
+    ServiceUnavailableError,
+)
+
+from kvmesh.bus.backoff import Backoff
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, cause
+
+log = logging.getLogger(__name__)
+PATIENCE_S = 30.0  # a cluster elects a leader in a few seconds; a request waits 10 s for an answer
+FIRST_DELAY_S = 0.1
+MOST_DELAY_S = 2.0
+# A cluster says these while it elects leaders. It refuses to make a key whose first value is on its
+# way, which nobody can read yet: then the key is not found.
+_PASSING = (
+    NatsTimeoutError,
+    NoStreamResponseError,
+    NotFoundError,
+    ServerError,
+    ServiceUnavailableError,
+)
+
+
+class SecretUnusable(BusError):
+    """The configured or stored secret is not one, or it cannot be read.
+
+    `configured`: it is the setting that is at fault.
+    """
+
+    def __init__(self, reason: str, configured: bool = False) -> None:
+        super().__init__(reason)
+        self.configured = configured
+
+
+def parse_secret(text: str, size: int, setting: str) -> bytes:
+    """`size` bytes as they are configured: hexadecimal. Raises SecretUnusable."""
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b""
+    if len(secret) != size:
+        raise SecretUnusable(f"{setting} must be {2 * size} hexadecimal digits", configured=True)
+    return secret
+
+
+async def _nothing() -> None:
+    """Where a bucket is there already."""
+
+
+async def shared_secret(
+    bus: Bus,
+    bucket: str,
+    name: str,
+    size: int,
+    make_bucket: Callable[[], Awaitable[None]] = _nothing,
+    patience_s: float = PATIENCE_S,
+) -> bytes:
+    """The `size` bytes under `name`; whoever comes first makes them.
+
+    Tries for `patience_s` seconds while JetStream is not ready. Raises SecretUnusable.
+    """
+    backoff, reason = Backoff(FIRST_DELAY_S, MOST_DELAY_S), ""
+    mine = secrets.token_bytes(size)
+    try:
+        async with asyncio.timeout(patience_s):
+            while True:
+                try:
+                    await make_bucket()
+                    value = await _made(bus, bucket, name, mine)
+                    break
+                except _PASSING as error:
+                    if not reason:
+                        log.warning(
+                            "cannot read the secret %s yet, trying on: %s", name, cause(error)
+                        )
+                    reason = cause(error)
+                await asyncio.sleep(backoff.delay())
+    except TimeoutError as error:
+        why = f"not within {patience_s:g} s: {reason or 'JetStream does not answer'}"
+        raise _unusable(bucket, name, f"cannot be read {why}") from error
+    except NatsError as error:
+        raise _unusable(bucket, name, f"cannot be read: {cause(error)}") from error
+    if len(value) != size:
+        raise _unusable(bucket, name, f"has {len(value)} bytes, not {size}")
+    return value
+
+
+async def _made(bus: Bus, bucket: str, name: str, value: bytes) -> bytes:
+    """What is under `name`: `value` if nothing was."""
+    kept = await bus.js.key_value(bucket)
+    with suppress(KeyWrongLastSequenceError):  # somebody else was first, or we, and did not hear so
+        await kept.create(name, value)
+    return (await kept.get(name)).value or b""
+
+
+def _unusable(bucket: str, name: str, reason: str) -> SecretUnusable:
+    return SecretUnusable(f"the secret {name} in bucket {bucket} {reason}")

@@ -1,0 +1,207 @@
+"""Block managers that freeze, and that every packet reaches late: a pause at most.
+
+Two nodes have a block manager and a worker that really computes, with too little memory of its own
+for what sixteen streams ask: blocks come up from the node's manager and, as that has too little
+memory for all of them as well, from the other node's. No request fails, every answer is the one
+that its prompt always has, and what cannot be loaded is computed.
+"""
+
+import asyncio
+import signal
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+
+from support.mesh import Mesh
+from support.nats import NatsServer, free_port
+from support.proxy import Proxy
+from support.tiny import tiny_model
+from support.traffic import Traffic, questions
+from support.wait import PATIENCE_S, eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PAUSE_S = 2.0  # what a client may notice
+SLACK_S = 4.0  # for machines on which everything is slow
+DELAY_S = 2.0
+FROZEN_S = 4.0
+LEND_S = 3.0
+NODES = range(2)
+HOST_BYTES = 8 << 20  # half of what is asked for
+BEHIND = "127.0.0.2"  # where the first manager lends blocks: the others know its proxy's address
+COME = 'kvmesh_kvbm_moved_blocks_total{source="3",target="1"}'
+GIVEN_UP = 'kvmesh_kvbm_failed_moves_total{source="3",target="1"}'
+
+
+@dataclass
+class Stage:
+    """The nodes.
+
+    `proxy` is on the way from the bus to the first one's manager, `lending` on the way from the
+    other one's to the blocks that it lends.
+    """
+
+    mesh: Mesh
+    proxy: Proxy
+    lending: Proxy
+    ports: dict[str, int]
+    answers: dict[str, str] = field(default_factory=dict)
+
+    def count(self, name: str, metric: str) -> float:
+        """A metric of one process."""
+        url = f"http://127.0.0.1:{self.ports[name]}/metrics"
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            lines = answer.read().decode().splitlines()
+        found = (line.rpartition(" ") for line in lines if line.startswith(metric))
+        return sum(float(value) for _, _, value in found)
+
+    def loaded(self) -> float:
+        """Blocks that have come up."""
+        return sum(self.count(f"worker-{n}", "kvmesh_worker_loaded_blocks_total") for n in NODES)
+
+    def lent(self) -> float:
+        return self.count("kvbm-0", "kvmesh_kvbm_lent_blocks_total")
+
+    def come(self) -> float:
+        """Blocks of the first node that the other one has got."""
+        return self.count("kvbm-1", COME)
+
+    def given_up(self) -> float:
+        """Blocks of the first node that the other one has done without."""
+        return self.count("kvbm-1", GIVEN_UP)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stage]:
+    folder: Path = tmp_path_factory.mktemp("tiers")
+    # what a reader has given up is lent for this long: most of the little memory of its owner
+    lent = {"KVMESH_TRANSFER_LEND_S": str(LEND_S)}
+    mesh = Mesh(nats_server.url, folder, {"KVMESH_TRANSFER_VIA": "tcp", **lent})
+    proxy, port = Proxy(nats_server.port), free_port()
+    lending = Proxy(port, BEHIND, listen=port)
+    stage = Stage(mesh, proxy, lending, {})
+    proxy.start()
+    lending.start()
+    proxied = {
+        "KVMESH_NATS_URL": proxy.url,
+        "KVMESH_TRANSFER_HOST": BEHIND,
+        "KVMESH_TRANSFER_PORT": str(port),
+        "KVMESH_TRANSFER_ADVERTISE": "127.0.0.1",
+    }
+    try:
+        mesh.start("indexer", "indexer-0")
+        # in turn, clients in step would each have a worker, whose manager had all of their blocks
+        mesh.start("router", "router-0", KVMESH_ROUTER_POLICY="random")
+        for number in NODES:
+            start_node(stage, number, proxied if number == 0 else {})
+        mesh.start("frontend", "frontend-0")
+        await mesh.ready()
+        yield stage
+    finally:
+        mesh.stop()
+        proxy.stop()
+        lending.stop()
+
+
+def start_node(stage: Stage, number: int, own: dict[str, str]) -> None:
+    stage.ports |= {f"{role}-{number}": free_port() for role in ("kvbm", "worker")}
+    mesh, node = stage.mesh, f"node-{number}"
+    kvbm = {
+        "KVMESH_KVBM_NODE": node,
+        "KVMESH_KVBM_DIRECTORY": str(mesh.folder / node),
+        "KVMESH_KVBM_HOST_BYTES": str(HOST_BYTES),
+        "KVMESH_KVBM_PEERS": "true",
+        "KVMESH_KVBM_METRICS_PORT": str(stage.ports[f"kvbm-{number}"]),
+    }
+    mesh.start("kvbm", f"kvbm-{number}", **kvbm, **own)
+    worker = {
+        "KVMESH_WORKER_ENGINE": "torch",
+        "KVMESH_WORKER_MODEL": str(tiny_model()),
+        "KVMESH_WORKER_SERVED_NAME": "tiny",
+        "KVMESH_WORKER_NODE": node,
+        "KVMESH_WORKER_METRICS_PORT": str(stage.ports[f"worker-{number}"]),
+        "KVMESH_TORCH_BLOCKS": "300",
+        "KVMESH_TORCH_THREADS": "1",
+    }
+    mesh.start("worker", f"worker-{number}", **worker)
+
+
+async def traffic_of(stage: Stage) -> Traffic:
+    """Clients at work, while blocks come up."""
+    prompts = questions(3)
+    traffic = Traffic(stage.mesh.url, prompts, tokens=16, model="tiny", answers=stage.answers)
+    await traffic.start()
+    await flows(stage.loaded)
+    return traffic
+
+
+async def flows(count: Callable[[], float]) -> None:
+    before = await asyncio.to_thread(count)
+    await eventually(lambda: count() > before, what="blocks move")
+
+
+async def ended(stage: Stage, traffic: Traffic) -> None:
+    """All is as before: the clients had a pause, and blocks move again."""
+    await traffic.more()
+    await flows(stage.loaded)
+    await traffic.stop()
+    traffic.check(PAUSE_S + SLACK_S)
+    running = "kvmesh_worker_running_requests"
+    await eventually(lambda: stage.mesh.metric(running) == 0, what="nothing runs for nobody")
+
+
+async def test_a_frozen_block_manager_is_done_without_and_does_no_harm_when_it_thaws(
+    stage: Stage,
+) -> None:
+    traffic = await traffic_of(stage)
+    await eventually(stage.lent, what="blocks come from the other node, too")
+    process = stage.mesh.processes["kvbm-0"]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        await traffic.pass_by(FROZEN_S)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    await ended(stage, traffic)
+
+
+async def test_a_block_manager_that_every_packet_reaches_late_is_done_without(
+    stage: Stage,
+) -> None:
+    traffic = await traffic_of(stage)
+    stage.proxy.delay_s = DELAY_S
+    try:
+        await traffic.pass_by(FROZEN_S)
+    finally:
+        stage.proxy.delay_s = 0.0
+    await ended(stage, traffic)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["late", "held"])
+async def test_blocks_that_come_late_from_another_node_are_computed(
+    stage: Stage, held: bool
+) -> None:
+    traffic = await traffic_of(stage)
+    await flows(stage.come)
+    if held:
+        stage.lending.hold()
+    else:
+        stage.lending.delay_s = DELAY_S
+    try:
+        lent, given_up = stage.lent(), stage.given_up()
+        await eventually(lambda: stage.lent() > lent, what="blocks are asked for")
+        await eventually(lambda: stage.given_up() > given_up, what="they are done without")
+        come = stage.come()
+        await traffic.pass_by(FROZEN_S)
+        assert stage.come() == come, "nothing is so late that it is still waited for"
+    finally:
+        stage.lending.delay_s = 0.0
+        stage.lending.release()
+    await flows(stage.come)
+    await ended(stage, traffic)

@@ -1,0 +1,51 @@
+"""The counts that are kept of what vLLM says after each step."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+from kvmesh.worker.vllm import stats
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+
+class Rank:
+    """One rank, and a clock that goes by hand."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.stats = stats.RankStats()
+        self.now = 100.0
+        patch.setattr(stats, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def step(self, seconds: float, running: int, waiting: int = 0) -> None:
+        self.now += seconds
+        told = {"num_running_reqs": running, "num_waiting_reqs": waiting}
+        more = {"num_skipped_waiting_reqs": 0, "kv_cache_usage": 0.0, "kv_connector_stats": None}
+        self.stats.record(SimpleNamespace(**told, **more), None)
+
+
+def test_the_first_step_of_a_rank_that_was_idle_counts_from_its_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    for name in ("a", "b"):
+        rank.stats.begin()
+        rank.step(2.0, running=1)
+        rank.step(0.5, running=0)
+        rank.stats.forget(name)
+        rank.now += 60.0
+    assert (rank.stats.counters.steps, rank.stats.counters.busy_s) == (4, 5.0)
+
+
+def test_steps_in_which_requests_only_wait_are_signs_of_life_and_no_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.stats.begin()
+    rank.step(0.001, running=0, waiting=1)
+    before = rank.stats.counters.steps
+    for _ in range(3000):
+        rank.step(0.01, running=0, waiting=1)
+    assert 10 < rank.stats.counters.steps - before <= 30
+    assert rank.stats.counters.busy_s < 0.01

@@ -1,0 +1,251 @@
+"""Two real vLLM behind one mesh: tenants who attack each other, engines that freeze or are killed.
+
+Both workers have the same random weights, so an answer is the same wherever it is made.
+"""
+
+import asyncio
+import hashlib
+import json
+import shutil
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.tenants import EVIL, FORGED, VICTIM
+from support.traffic import Traffic, questions
+from support.wait import PATIENCE_S, eventually
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+]
+psutil = pytest.importorskip("psutil")
+ARGS = "enforce_eager=true,num_gpu_blocks_override=160,max_model_len=1024,dtype=float32"
+MODEL, SIZE = "kvmesh-demo", 32
+START_S = 400.0
+LEASE_S = 5.0
+PAUSE_S = LEASE_S + 2.0  # what a client may notice of a worker
+SLACK_S = 4.0  # for machines on which everything is slow
+CLIENTS, TOKENS = 4, 24
+KEYS: dict[str, dict[str, Any]] = {
+    "victim": {"tenant": VICTIM},
+    "evil": {"tenant": EVIL, "scopes": ["cache"]},
+    "operator": {"scopes": ["cache", "admin"]},
+    "none": {},  # of `Traffic`
+}
+
+
+@pytest.fixture(scope="module")
+def mesh(
+    nats_server: NatsServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mesh]:
+    folder = tmp_path_factory.mktemp("trust")
+    keys = folder / "keys.toml"
+    keys.write_text("".join(_entry(name, **fields) for name, fields in KEYS.items()))
+    env = {
+        "KVMESH_FRONTEND_KEYS_FILE": str(keys),
+        "KVMESH_WORKER_ENGINE": "vllm",
+        "KVMESH_WORKER_SERVED_NAME": MODEL,
+        "KVMESH_WORKER_MODEL": str(tiny_model),
+        "KVMESH_WORKER_BLOCK_SIZE": str(SIZE),
+        "KVMESH_VLLM_ARGS": ARGS,
+        "KVMESH_STREAMS_LEASE_S": str(LEASE_S),
+        "KVMESH_WORKER_COMPILE_TIMEOUT_S": "4",
+        "KVMESH_ROUTER_PREDICTED_TTL_S": "0",
+    }
+    made = Mesh(nats_server.url, folder, env)
+    made.start_all(workers=2)
+    yield made
+    made.stop()
+
+
+def _entry(name: str, **fields: Any) -> str:
+    row = {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **fields}
+    return "[[key]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items())
+
+
+@asynccontextmanager
+async def traffic(mesh: Mesh) -> AsyncIterator[Traffic]:
+    """Streams without end: none fails, none is wrong, none pauses for longer than it may."""
+    clients = Traffic(mesh.url, questions(1, CLIENTS), CLIENTS, TOKENS)
+    await clients.start()
+    try:
+        await clients.more(CLIENTS)
+        yield clients
+    finally:
+        await clients.stop()
+        print(f"{clients.whole} answers, longest pause {clients.longest:.2f} s")
+        assert clients.failed == []
+    assert clients.longest <= PAUSE_S + SLACK_S
+
+
+async def serving(mesh: Mesh, count: int = 2) -> None:
+    """Wait until so many workers serve."""
+    await mesh.ready(START_S)
+    await eventually(lambda: len(running(mesh)) == count, timeout=START_S, what=f"{count} serve")
+
+
+def running(mesh: Mesh) -> dict[str, float]:
+    """Running requests of each worker, as the frontend hears."""
+    name = "kvmesh_worker_running_requests{"
+    return {key: count for key, count in mesh.metrics().items() if key.startswith(name)}
+
+
+def core(mesh: Mesh, worker: str) -> Any:
+    """The process in which this worker's vLLM computes."""
+    children = psutil.Process(mesh.processes[worker].pid).children(recursive=True)
+    return next(child for child in children if "EngineCore" in child.name())
+
+
+def post(mesh: Mesh, key: str, path: str, body: dict[str, Any], **headers: str) -> Any:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
+    data = json.dumps({"model": MODEL, **body}).encode()
+    request = urllib.request.Request(mesh.url + path, data, headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        return json.load(answer)
+
+
+def cached(mesh: Mesh, key: str, text: str, **headers: str) -> int:
+    """Ask for one token; how many of the prompt's were not computed."""
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    usage = post(mesh, key, "/v1/chat/completions", body, **headers)["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_a_tenant_neither_finds_nor_drops_what_is_anothers(mesh: Mesh) -> None:
+    await serving(mesh)
+    text = "What nobody else may know of the victim. " * 20
+
+    def asks(key: str, **headers: str) -> int:
+        return cached(mesh, key, text, **headers)
+
+    def known(key: str, **headers: str) -> bool:
+        return asks(key, **headers) >= 4 * SIZE
+
+    assert asks("victim") == 0
+    await eventually(lambda: known("victim"))
+    for claim in (FORGED, VICTIM, f"{EVIL}/{VICTIM}"):
+        assert asks("evil", **{"x-tenant-id": claim}) == 0
+        assert asks("operator", **{"x-tenant-id": claim}) == 0
+    assert asks("evil") == asks("operator") == 0
+    part = {"x-tenant-id": "part"}
+    assert asks("victim", **part) == 0
+    await eventually(lambda: known("victim", **part))
+    told = post(mesh, "evil", "/v1/cache/clear", {}, **{"x-tenant-id": FORGED})
+    assert "the vllm engine cannot clear one namespace only" in json.dumps(told)
+    assert known("victim")
+    assert known("victim", **part)
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        post(mesh, "evil", "/v1/cache/clear", {"all_tenants": True})
+    assert known("victim")
+    post(mesh, "operator", "/v1/cache/clear", {"all_tenants": True})
+    await eventually(lambda: asks("victim") == 0)
+
+
+async def test_workers_that_do_not_fit_are_refused_in_one_line(
+    mesh: Mesh, tiny_model: Path, tmp_path: Path
+) -> None:
+    await serving(mesh)
+    other = tmp_path / "model"
+    shutil.copytree(tiny_model, other)
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()), indent=1))
+    misfits = {
+        "block size": {"KVMESH_WORKER_BLOCK_SIZE": str(2 * SIZE)},
+        "tokenizer": {"KVMESH_WORKER_MODEL": str(other)},
+        "KV layout": {"KVMESH_VLLM_ARGS": ARGS.replace("float32", "bfloat16")},
+    }
+    for number, settings in enumerate(misfits.values()):
+        mesh.start("worker", f"misfit-{number}", **settings)
+    for number, fact in enumerate(misfits):
+        process = mesh.processes[f"misfit-{number}"]
+        await eventually(lambda: process.poll() is not None, timeout=START_S)  # noqa: B023
+        del mesh.processes[f"misfit-{number}"]
+        assert process.returncode == 2
+        log = (mesh.folder / f"misfit-{number}.log").read_text()
+        [line] = [line for line in log.splitlines() if "does not join" in line]
+        assert f"misfit-{number}: {fact} " in line
+        assert "of worker-0, worker-1" in line or "of worker-1, worker-0" in line
+    assert len(running(mesh)) == 2
+
+
+async def test_constraints_that_take_vllm_minutes_are_refused_and_nobody_else_waits(
+    mesh: Mesh,
+) -> None:
+    await serving(mesh)
+    slow_to_read = "|".join(f"[a-z]{{{n},{n + 50}}}x.*" for n in range(1, 300))
+    slow_to_compile = {f"k{number}": {"type": "string"} for number in range(3000)}
+    hostile: list[dict[str, Any]] = [
+        {"type": "string", "pattern": f"({slow_to_read})"},
+        {"type": "object", "properties": slow_to_compile, "additionalProperties": False},
+    ]
+
+    def follow(key: str, schema: dict[str, Any]) -> str:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        try:
+            answer = post(mesh, key, "/v1/chat/completions", {**body, "response_format": wanted})
+        except urllib.error.HTTPError as error:
+            return f"{error.code}: {error.read().decode()}"
+        return str(answer["choices"][0]["message"]["content"])
+
+    async with traffic(mesh) as clients:
+        before = clients.whole
+        attacks = [asyncio.to_thread(follow, "evil", schema) for schema in hostile]
+        attacked = asyncio.gather(*attacks)
+        assert await asyncio.to_thread(follow, "victim", {"enum": ["yes"]}) == '"yes"'
+        for refusal in await attacked:
+            assert refusal.startswith("400: ")
+            assert "takes" in refusal
+        await clients.more(CLIENTS)
+        assert clients.whole > before
+        assert clients.longest <= PAUSE_S
+
+
+async def test_streams_of_a_frozen_worker_move_and_it_does_no_harm_when_it_thaws(
+    mesh: Mesh,
+) -> None:
+    await serving(mesh)
+    async with traffic(mesh) as clients:
+        process = mesh.processes["worker-0"]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await eventually(lambda: len(running(mesh)) == 1, what="its lease has ended")
+            await clients.more(CLIENTS)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        await serving(mesh)
+        await eventually(lambda: "others took this process for dead" in mesh.logs())
+        await clients.more(CLIENTS)
+    await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+
+
+async def test_streams_of_an_engine_that_is_stopped_or_killed_move_and_its_worker_leaves(
+    mesh: Mesh,
+) -> None:
+    await serving(mesh)
+    async with traffic(mesh) as clients:
+        stopped, process = core(mesh, "worker-0"), mesh.processes["worker-0"]
+        stopped.suspend()
+        await eventually(lambda: process.poll() is not None, what="its worker has left")
+        assert process.returncode == 1
+        assert "vLLM has been stopped" in (mesh.folder / "worker-0.log").read_text()
+        await eventually(lambda: not stopped.is_running(), what="the engine has ended with it")
+        await clients.more(CLIENTS)
+        mesh.restart("worker-0")
+        await serving(mesh)
+        process = mesh.processes["worker-1"]
+        core(mesh, "worker-1").kill()
+        await eventually(lambda: process.poll() is not None, what="its worker has left")
+        assert process.returncode == 1
+        assert "vLLM has died" in (mesh.folder / "worker-1.log").read_text()
+        await clients.more(CLIENTS)
