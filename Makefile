@@ -11,6 +11,8 @@ TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard libs/native/*)
 COMPILED := .venv-compiled
+# On CI a test that fails runs once more, since others share the machine; the summary shows both runs.
+RERUNS := $(if $(CI),--reruns 1)
 SOURCES := $(shell find libs services tools -name '*.py')
 
 .PHONY: setup up test lint types unit compiled simulation mesh clients chaos soak agents vllm sanitize docs clean
@@ -46,7 +48,7 @@ types: $(ENGINES)
 	$(BIN)/mypy
 
 unit simulation mesh clients chaos: $(ENGINES)
-	$(BIN)/pytest -q tests/$@
+	$(BIN)/pytest -q $(RERUNS) tests/$@
 
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built

@@ -28,3 +28,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     if report.failed:
         report.sections.extend(evidence.sections())
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why each test failed that then passed."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"{report.nodeid} failed and ran again", yellow=True)
+        terminalreporter.line(report.longreprtext)
+        for title, text in report.sections:
+            terminalreporter.line(f"-- {title} --")
+            terminalreporter.line(text)
