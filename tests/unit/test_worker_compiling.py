@@ -7,7 +7,7 @@ from support.worker import prompt, work
 
 from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.worker.compiling import AT_ONCE, MOST, MOST_OF_ONE, Compiler, Compiling
-from kvmesh.worker.engine import Delta, Rejected
+from kvmesh.worker.engine import Delta, EngineError, Rejected
 
 GUIDED = Guided(kind="regex", value="a+")
 WORK = work("r", prompt(10), sampling=Sampling(max_tokens=5, guided=GUIDED))
@@ -16,9 +16,10 @@ WORK = work("r", prompt(10), sampling=Sampling(max_tokens=5, guided=GUIDED))
 class Engine:
     """Compiles when `go` is set; then refuses if there is a `reason`."""
 
-    def __init__(self, reason: str = "") -> None:
+    def __init__(self, reason: str = "", fault: Exception | None = None) -> None:
         self.go = asyncio.Event()
         self.reason = reason
+        self.fault = fault
         self.known = "known"
 
     def compiled(self, guided: Guided) -> bool:
@@ -26,6 +27,8 @@ class Engine:
 
     async def compile(self, guided: Guided) -> None:
         await self.go.wait()
+        if self.fault is not None:
+            raise self.fault
         if self.reason:
             raise Rejected(self.reason)
 
@@ -71,6 +74,16 @@ async def test_what_cannot_be_followed_is_the_caller_s_fault() -> None:
     await bench.compiler.drain()
     assert not bench.begun
     assert bench.told == [Delta("r", [], finish="error", error="it is malformed", invalid=True)]
+
+
+async def test_what_nobody_could_try_is_not_the_caller_s_fault() -> None:
+    engine = Engine(fault=EngineError("nothing answers"))
+    bench = Bench(engine)
+    bench.compiler.start(WORK)
+    engine.go.set()
+    await bench.compiler.drain()
+    assert not bench.begun
+    assert bench.told == [Delta("r", [], finish="error", error="nothing answers")]
 
 
 async def test_what_takes_too_long_is_refused() -> None:

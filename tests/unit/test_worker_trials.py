@@ -118,13 +118,42 @@ async def test_what_a_fork_prints_is_no_verdict(
     assert "x" not in "".join(capfd.readouterr())
 
 
-async def test_a_process_that_ends_is_started_again(stage: Stage) -> None:
-    task, pid = await stage.turning()
+async def test_a_process_that_ends_is_started_again_and_what_it_tried_is_tried_there(
+    stage: Stage,
+) -> None:
+    task, fork = await stage.turning()
+    first = stage.pid
+    os.kill(first, signal.SIGKILL)
+    await eventually(lambda: (stage.folder / "turning").read_text() not in ("", str(fork)))
+    assert stage.pid != first
+    os.kill(fork, signal.SIGKILL)
+    assert await stage.judge("fine")
     os.kill(stage.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="has ended"):
         await asyncio.gather(task)
-    os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_frozen_process_is_replaced_with_all_its_forks(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvmesh.worker.trials.HEARD_S", 2.0)
+    task, fork = await stage.turning()
+    first = stage.pid
+    os.kill(first, signal.SIGSTOP)
     assert await stage.judge("fine")
+    assert stage.pid != first
+    await eventually(lambda: not there(first) and not there(fork))
+    assert "is silent for 2 s; the worker starts another and tries again" in caplog.text
+    task.cancel()
+
+
+async def test_a_frozen_process_does_not_outlive_its_worker(stage: Stage) -> None:
+    await stage.judge("fine")
+    os.kill(stage.pid, signal.SIGSTOP)
+    stage.trials.close()
+    await eventually(lambda: not there(stage.pid))
+    with pytest.raises(EngineError, match="the worker stops"):
+        await stage.judge("fine")
 
 
 async def test_a_process_goes_on_starting_while_those_who_wait_give_up(stage: Stage) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from kvmesh.bus.messages import Guided, Work, owner
 from kvmesh.runtime.slots import Slots
-from kvmesh.worker.engine import Delta, Rejected
+from kvmesh.worker.engine import Delta, EngineError, Rejected
 
 log = logging.getLogger(__name__)
 MOST = 128
@@ -94,17 +94,14 @@ class Compiler:
 
     async def _run(self, work: Work, whose: str) -> None:
         async with self._slots.held(whose):
-            reason = await self._compile(work) if self.needs(work) else ""
+            last = await self._compile(work) if self.needs(work) else None
         self._tasks.pop(work.request, None)
-        reason = reason or self._begin(work)
-        if reason:
-            refusal = Delta(work.request, [], finish="error", error=reason, invalid=True)
-            self._tell([refusal])
-        else:
-            self._tell([Delta(work.request, [])])
+        if last is None and (reason := self._begin(work)):
+            last = _refusal(work, reason)
+        self._tell([last or Delta(work.request, [])])
 
-    async def _compile(self, work: Work) -> str:
-        """The reason why the constraint cannot be followed; empty if it can."""
+    async def _compile(self, work: Work) -> Delta | None:
+        """The end of work whose constraint cannot be followed, or not here; else None."""
         guided = work.sampling.guided
         assert self._engine is not None
         assert guided is not None
@@ -112,10 +109,18 @@ class Compiler:
             async with asyncio.timeout(self._most_s):
                 await self._engine.compile(guided)
         except Rejected as rejected:
-            return rejected.reason
+            return _refusal(work, rejected.reason)
         except TimeoutError:
-            return f"the {guided.kind} takes more than {self._most_s:g} s to compile"
+            reason = f"the {guided.kind} takes more than {self._most_s:g} s to compile"
+            return _refusal(work, reason)
+        except EngineError as error:
+            log.error("a %s was not compiled: %s", guided.kind, error)
+            return Delta(work.request, [], finish="error", error=str(error))
         except Exception:
             log.exception("the engine failed to compile a %s", guided.kind)
-            return "the engine failed on it; its worker has logged why"
-        return ""
+            return _refusal(work, "the engine failed on it; its worker has logged why")
+        return None
+
+
+def _refusal(work: Work, reason: str) -> Delta:
+    return Delta(work.request, [], finish="error", error=reason, invalid=True)

@@ -40,13 +40,15 @@ class Trial(msgspec.Struct):
 class Verdict(msgspec.Struct):
     """Why a constraint cannot be followed, empty if it can; and the bytes that it takes.
 
-    `ended` is what ended the process that tried it. Number 0 says that trials can begin.
+    `ended` is what ended the process that tried it. `begun` says that the trial has begun, and no
+    more; number 0 says that trials can begin.
     """
 
     number: int
     reason: str = ""
     size: int = 0
     ended: str = ""
+    begun: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -141,6 +143,7 @@ class Server:
         os.close(end)
         fork = self._forks[number] = _Fork(number, pid, pipe)
         self._selector.register(pipe, selectors.EVENT_READ, fork)
+        self._tell(framed(Verdict(number, begun=True)))
 
     def _hear(self, fork: _Fork) -> None:
         data = os.read(fork.pipe, READ_BYTES)

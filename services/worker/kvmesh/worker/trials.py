@@ -3,8 +3,11 @@
 import asyncio
 import itertools
 import logging
+import os
+import signal
 from contextlib import suppress
 from subprocess import PIPE, Popen
+from typing import TypeVar
 
 import msgspec
 
@@ -13,7 +16,14 @@ from kvmesh.worker.engine import EngineError, Rejected
 from kvmesh.worker.trial import Trial, Verdict, framed, unframed
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+ENDED = "the process that tries constraints has ended"
+HEARD_S = 3.0  # a process that has not begun a trial by then is frozen
 _verdict = msgspec.msgpack.Decoder(Verdict)
+
+
+class _Lost(Exception):
+    """The process has ended, or does not answer and was killed."""
 
 
 class Trials:
@@ -23,12 +33,15 @@ class Trials:
         self._command = command
         self._numbers = itertools.count(1)
         self._starting: asyncio.Task[_Process] | None = None
+        self._closed = False
 
     async def open(self) -> "_Process":
-        """The process, ready; raises EngineError if it ends before it is.
+        """The process, ready; raises EngineError if it ends before it is, and once this is closed.
 
         Cancelled, it goes on starting: it may take longer than anybody waits.
         """
+        if self._closed:
+            raise EngineError("constraints are tried no more: the worker stops")
         if self._starting is None or _is_over(self._starting):
             self._starting = asyncio.create_task(_Process.started(self._command), name="trials")
         return await asyncio.shield(self._starting)
@@ -36,10 +49,16 @@ class Trials:
     async def judge(self, guided: Guided) -> int:
         """The bytes that a constraint takes; raises Rejected, or EngineError without a verdict.
 
-        Cancelled, it stops the trial.
+        A process that is lost meanwhile is replaced, once. Cancelled, it stops the trial.
         """
-        process = await self.open()
-        verdict = await process.ask(next(self._numbers), guided)
+        try:
+            verdict = await self._ask(guided)
+        except _Lost as lost:
+            log.warning("%s; the worker starts another and tries again", lost)
+            try:
+                verdict = await self._ask(guided)
+            except _Lost as again:
+                raise EngineError(str(again)) from again
         if verdict.ended:
             log.warning("a %s ended the process that tried it: %s", guided.kind, verdict.ended)
             raise Rejected(f"the {guided.kind} takes too much time, memory or stack to compile")
@@ -47,9 +66,14 @@ class Trials:
             raise Rejected(verdict.reason)
         return verdict.size
 
+    async def _ask(self, guided: Guided) -> Verdict:
+        process = await self.open()
+        return await process.ask(next(self._numbers), guided)
+
     def close(self) -> None:
+        self._closed = True
         if self._starting is not None and not self._starting.cancel() and _is_up(self._starting):
-            self._starting.result().close()
+            self._starting.result().kill()
 
 
 def _is_up(starting: "asyncio.Task[_Process]") -> bool:
@@ -73,6 +97,7 @@ class _Process(asyncio.Protocol):
         self._input: asyncio.WriteTransport | None = None
         self._output: asyncio.BaseTransport | None = None
         self._waiting: dict[int, asyncio.Future[Verdict]] = {}
+        self._begun: dict[int, asyncio.Future[None]] = {}
         self.ended = False
 
     @classmethod
@@ -89,28 +114,39 @@ class _Process(asyncio.Protocol):
         process._output, _ = await loop.connect_read_pipe(lambda: process, process._started.stdout)
         try:
             await ready
+        except _Lost as lost:
+            raise EngineError(str(lost)) from lost
         except BaseException:
-            process.close()
+            process.kill()
             raise
         return process
 
     async def ask(self, number: int, guided: Guided) -> Verdict:
+        """Raises `_Lost`; a process that does not begin the trial is killed."""
         if self.ended:
-            raise EngineError("the process that tries constraints has ended")
-        waiting: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = waiting
+            raise _Lost(ENDED)
+        loop = asyncio.get_running_loop()
+        begun: asyncio.Future[None] = loop.create_future()
+        waiting: asyncio.Future[Verdict] = loop.create_future()
+        self._begun[number], self._waiting[number] = begun, waiting
         self._send(Trial(number, guided))
         try:
+            async with asyncio.timeout(HEARD_S):
+                await begun
             return await waiting
+        except TimeoutError:
+            self.kill()
+            raise _Lost(f"the process that tries constraints is silent for {HEARD_S:g} s") from None
         finally:
+            self._begun.pop(number, None)
             if self._waiting.pop(number, None) is not None:
                 self._send(Trial(number))
 
-    def close(self) -> None:
-        """It ends once its input does."""
-        for pipe in (self._input, self._output):
-            if pipe is not None and not pipe.is_closing():
-                pipe.close()
+    def kill(self) -> None:
+        """End it and its forks at once; a frozen one would not notice the end of its input."""
+        if not self.ended:
+            os.killpg(self._started.pid, signal.SIGKILL)
+            self.connection_lost(None)
 
     def _send(self, trial: Trial) -> None:
         if self._input is not None and not self.ended:
@@ -120,16 +156,34 @@ class _Process(asyncio.Protocol):
         self._data += data
         for message in unframed(self._data):
             verdict = _verdict.decode(message)
-            waiting = self._waiting.pop(verdict.number, None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(verdict)
+            if verdict.begun:
+                _set(self._begun.pop(verdict.number, None), None)
+            else:
+                _set(self._waiting.pop(verdict.number, None), verdict)
 
     def connection_lost(self, _: Exception | None) -> None:
+        if self.ended:
+            return
         self.ended = True
-        self.close()
-        waiting, self._waiting = self._waiting, {}
-        for each in waiting.values():
-            if not each.done():
-                each.set_exception(EngineError("the process that tries constraints has ended"))
+        for pipe in (self._input, self._output):
+            if pipe is not None and not pipe.is_closing():
+                pipe.close()
+        for number, waiting in self._waiting.items():
+            if number in self._begun:
+                waiting.cancel()
+                _fail(self._begun[number])
+            else:
+                _fail(waiting)
+        self._waiting.clear()
         with suppress(RuntimeError):  # the loop may be closing
             asyncio.get_running_loop().run_in_executor(None, self._started.wait)
+
+
+def _set(future: asyncio.Future[T] | None, value: T) -> None:
+    if future is not None and not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[T]) -> None:
+    if not future.done():
+        future.set_exception(_Lost(ENDED))
