@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.frontend.expectations import ENOUGH
-from kvmesh.worker.silence import REQUESTS
 
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 CHAT = "/v1/chat/completions"
@@ -86,14 +86,21 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_named
     mesh.start("frontend", "frontend-0")
     await mesh.ready()
     assert json.loads(get(ports["worker"], "/health")) == {"status": "ok"}
-    async with client_session() as client:
-        for number in range(2 * REQUESTS):
-            leaves = bool(number % 2)
-            asked = body(number, stream=leaves) | ({"max_tokens": 1000} if leaves else {})
-            async with client.post(mesh.url + CHAT, json=asked) as answer:
-                assert answer.status == 200
-                await (answer.content.readline() if leaves else answer.read())
     silent = "worker-0 rank 0 computes prompts and publishes no KV events: the index does not know"
+    numbers = itertools.count()
+
+    async def named() -> bool:
+        """After one more request: the dump that the indexer has asked for is an event."""
+        number = next(numbers)
+        leaves = bool(number % 2)
+        asked = body(number, stream=leaves) | ({"max_tokens": 1000} if leaves else {})
+        async with client.post(mesh.url + CHAT, json=asked) as answer:
+            assert answer.status == 200
+            await (answer.content.readline() if leaves else answer.read())
+        return f"{silent} what it holds" in warnings(get(ports["worker"], "/health"))
+
+    async with client_session() as client:
+        await eventually(named)
     short = f"the index knows less than half of the blocks that rank 0 of {await instance(mesh)}"
     await eventually_named(mesh, ports["worker"], "no_kv_events", f"{silent} what it holds")
     await eventually_named(mesh, ports["indexer"], "index_short", f"{short} says it keeps")
