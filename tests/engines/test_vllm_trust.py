@@ -5,7 +5,9 @@ Both workers have the same random weights, so an answer is the same wherever it 
 
 import asyncio
 import hashlib
+import itertools
 import json
+import os
 import shutil
 import signal
 import urllib.error
@@ -20,6 +22,7 @@ from support.mesh import Mesh
 from support.nats import NatsServer
 from support.tenants import EVIL, FORGED, VICTIM
 from support.traffic import Traffic, questions
+from support.trials import there, trial_process
 from support.wait import PATIENCE_S, eventually
 
 pytestmark = [
@@ -121,6 +124,17 @@ def cached(mesh: Mesh, key: str, text: str, **headers: str) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
+def follow(mesh: Mesh, key: str, schema: dict[str, Any]) -> str:
+    """The answer to a request with this constraint, or its error's status and body."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    try:
+        answer = post(mesh, key, "/v1/chat/completions", {**body, "response_format": wanted})
+    except urllib.error.HTTPError as error:
+        return f"{error.code}: {error.read().decode()}"
+    return str(answer["choices"][0]["message"]["content"])
+
+
 async def test_a_tenant_neither_finds_nor_drops_what_is_anothers(mesh: Mesh) -> None:
     await serving(mesh)
     text = "What nobody else may know of the victim. " * 20
@@ -189,26 +203,33 @@ async def test_constraints_that_take_vllm_minutes_are_refused_and_nobody_else_wa
         {"type": "object", "properties": slow_to_compile, "additionalProperties": False},
     ]
 
-    def follow(key: str, schema: dict[str, Any]) -> str:
-        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
-        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        try:
-            answer = post(mesh, key, "/v1/chat/completions", {**body, "response_format": wanted})
-        except urllib.error.HTTPError as error:
-            return f"{error.code}: {error.read().decode()}"
-        return str(answer["choices"][0]["message"]["content"])
-
     async with traffic(mesh) as clients:
         before = clients.whole
-        attacks = [asyncio.to_thread(follow, "evil", schema) for schema in hostile]
+        attacks = [asyncio.to_thread(follow, mesh, "evil", schema) for schema in hostile]
         attacked = asyncio.gather(*attacks)
-        assert await asyncio.to_thread(follow, "victim", {"enum": ["yes"]}) == '"yes"'
+        assert await asyncio.to_thread(follow, mesh, "victim", {"enum": ["yes"]}) == '"yes"'
         for refusal in await attacked:
             assert refusal.startswith("400: ")
             assert "takes" in refusal
         await clients.more(CLIENTS)
         assert clients.whole > before
         assert clients.longest <= PAUSE_S
+
+
+async def test_constraints_are_tried_though_the_processes_that_try_them_freeze(
+    mesh: Mesh,
+) -> None:
+    """Importing vLLM anew takes longer than a constraint may take."""
+    await serving(mesh)
+    workers = [mesh.processes[name].pid for name in ("worker-0", "worker-1")]
+    frozen = [trial_process(worker) for worker in workers]
+    for process in frozen:
+        os.kill(process, signal.SIGSTOP)
+    for number in itertools.count():
+        answer = await asyncio.to_thread(follow, mesh, "victim", {"enum": [f"w{number}"]})
+        assert answer == f'"w{number}"'
+        if not any(there(process) for process in frozen):
+            break
 
 
 async def test_streams_of_a_frozen_worker_move_and_it_does_no_harm_when_it_thaws(

@@ -1,6 +1,9 @@
 """A real model behind the whole mesh: `kvmesh model tiny`, `kvmesh up --engine torch`, all APIs."""
 
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.trials import there, trial_process
 from support.up import Up
 from support.wait import PATIENCE_S, eventually
 
@@ -94,6 +98,35 @@ async def test_a_random_model_keeps_to_a_schema(up: Up) -> None:
     assert found["colour"] in ("red", "green")
     assert found["count"] in (1, 2, 3)
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_constraints_are_tried_though_the_processes_that_try_them_freeze(up: Up) -> None:
+    await up.ready()
+
+    def follow(word: str) -> str:
+        schema = {"type": "object", "properties": {"a": {"enum": [word]}}, "required": ["a"]}
+        form = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+        answer = chat(up, f"Say {word}.", max_tokens=200, response_format=form)
+        return str(answer["choices"][0]["message"]["content"])
+
+    workers = [pid for name, pid in up.children().items() if name.startswith("worker")]
+    words = (f"word {number}" for number in itertools.count())
+
+    async def tried() -> list[int]:
+        """The processes, once each worker has one: it starts with the first constraint there."""
+        follow(next(words))
+        return [trial_process(worker) for worker in workers]
+
+    frozen = await eventually(tried)
+    for process in frozen:
+        os.kill(process, signal.SIGSTOP)
+
+    async def replaced() -> bool:
+        word = next(words)
+        assert word in follow(word)
+        return not any(there(process) for process in frozen)
+
+    await eventually(replaced)
 
 
 def metric(up: Up, name: str, label: str = "") -> float:

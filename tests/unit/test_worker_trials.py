@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support.trials import there
 from support.wait import eventually
 
 from kvmesh.bus.messages import Guided
@@ -44,9 +45,11 @@ Server(make, float(sys.argv[2])).run()
 class Stage:
     """Trials in `folder`, where the process writes its id."""
 
-    def __init__(self, folder: Path, seconds: float = 60.0) -> None:
+    def __init__(self, folder: Path, seconds: float = 60.0, most_s: float = 60.0) -> None:
         self.folder = folder
-        self.trials = Trials(sys.executable, "-c", SERVER, str(folder / "pid"), str(seconds))
+        self.trials = Trials(
+            most_s, sys.executable, "-c", SERVER, str(folder / "pid"), str(seconds)
+        )
 
     @property
     def pid(self) -> int:
@@ -71,14 +74,6 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     stage.trials.close()
 
 
-def there(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 async def test_what_passes_has_a_size_and_what_does_not_a_reason(stage: Stage) -> None:
     assert 0 < await stage.judge("fine") < 16 << 20
     assert await stage.judge(f"hold {64 << 20}") > 32 << 20
@@ -101,6 +96,31 @@ async def test_cpu_time_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(Rejected, match="too much time"):
         await stage.judge(f"turn {tmp_path / 'turning'}")
     stage.trials.close()
+
+
+async def test_time_is_bounded_once_the_trial_has_begun(tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    stage = Stage(tmp_path, most_s=0.5)
+    task = asyncio.create_task(stage.judge(f"turn {tmp_path / 'turning'}"))
+    await eventually(lambda: (tmp_path / "pid").exists() and stage.pid)
+    await asyncio.wait([task], timeout=0.6)
+    assert not task.done()
+    (tmp_path / "slow").unlink()
+    with pytest.raises(Rejected, match=r"the regex takes more than 0\.5 s to compile"):
+        await task
+    stage.trials.close()
+
+
+async def test_a_process_that_does_not_get_ready_is_replaced(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.worker.trials.START_S", 0.5)
+    (stage.folder / "slow").touch()
+    with pytest.raises(EngineError, match=r"did not start within 0\.5 s"):
+        await stage.judge("fine")
+    monkeypatch.undo()
+    (stage.folder / "slow").unlink()
+    assert await stage.judge("fine")
 
 
 async def test_a_trial_that_nobody_waits_for_is_stopped_and_others_go_on(stage: Stage) -> None:
@@ -143,7 +163,7 @@ async def test_a_frozen_process_is_replaced_with_all_its_forks(
     assert await stage.judge("fine")
     assert stage.pid != first
     await eventually(lambda: not there(first) and not there(fork))
-    assert "is silent for 2 s; the worker starts another and tries again" in caplog.text
+    assert "was silent for 2 s; the worker starts another and tries again" in caplog.text
     task.cancel()
 
 
@@ -170,7 +190,7 @@ async def test_a_process_goes_on_starting_while_those_who_wait_give_up(stage: St
 
 
 async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
-    trials = Trials(sys.executable, "-c", "raise SystemExit(3)")
+    trials = Trials(60.0, sys.executable, "-c", "raise SystemExit(3)")
     with pytest.raises(EngineError, match="has ended"):
         await trials.judge(Guided(kind="regex", value="fine"))
 

@@ -25,12 +25,13 @@ class Compiling(Protocol):
         ...
 
     async def compile(self, guided: Guided) -> None:
-        """Make that so, off the loop; raises Rejected. May be cancelled."""
+        """Make that so, off the loop, in a bounded time; raises Rejected if the constraint takes
+        more, and EngineError if it is not at fault. May be cancelled."""
         ...
 
 
 class Compiler:
-    """Work that is accepted before its constraint is compiled, for `most_s` seconds at most.
+    """Work that is accepted before its constraint is compiled.
 
     Owners have turns: who sends slow ones delays each other owner by one of them. `begin` hands
     work to the engine, or says why not. Its frontend is told of either.
@@ -39,12 +40,10 @@ class Compiler:
     def __init__(
         self,
         engine: object,
-        most_s: float,
         begin: Callable[[Work], str],
         tell: Callable[[list[Delta]], None],
     ) -> None:
         self._engine = engine if isinstance(engine, Compiling) else None
-        self._most_s = most_s
         self._begin = begin
         self._tell = tell
         self._slots = Slots(AT_ONCE)
@@ -106,16 +105,12 @@ class Compiler:
         assert self._engine is not None
         assert guided is not None
         try:
-            async with asyncio.timeout(self._most_s):
-                await self._engine.compile(guided)
+            await self._engine.compile(guided)
         except Rejected as rejected:
             return _refusal(work, rejected.reason)
-        except TimeoutError:
-            reason = f"the {guided.kind} takes more than {self._most_s:g} s to compile"
-            return _refusal(work, reason)
         except EngineError as error:
-            log.error("a %s was not compiled: %s", guided.kind, error)
-            return Delta(work.request, [], finish="error", error=str(error))
+            log.error("a request is given back, its %s was not compiled: %s", guided.kind, error)
+            return Delta(work.request, [], finish="abort", error=str(error))
         except Exception:
             log.exception("the engine failed to compile a %s", guided.kind)
             return _refusal(work, "the engine failed on it; its worker has logged why")

@@ -91,9 +91,7 @@ class WorkerNode:
         self._standing = Standing(bus, self._warnings, limits.lease_s)
         self._transcripts = Transcripts()
         self._prompts = Prompts()
-        self._compiler = Compiler(
-            engine, settings.worker.compile_timeout_s, self._submit, self.output
-        )
+        self._compiler = Compiler(engine, self._submit, self.output)
         self._orphans = Orphans(
             bus, limits, instance, lambda: self._transcripts.frontends, self._abandon
         )

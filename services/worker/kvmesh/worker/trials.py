@@ -17,7 +17,8 @@ from kvmesh.worker.trial import Trial, Verdict, framed, unframed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-ENDED = "the process that tries constraints has ended"
+SUBJECT = "the process that tries constraints"
+START_S = 120.0  # to load what compiling needs; importing vLLM takes long where the cores are busy
 HEARD_S = 3.0  # a process that has not begun a trial by then is frozen
 _verdict = msgspec.msgpack.Decoder(Verdict)
 
@@ -27,9 +28,13 @@ class _Lost(Exception):
 
 
 class Trials:
-    """The process that `command` starts, which runs a `Server`. It starts when it is needed."""
+    """The process that `command` starts, which runs a `Server`. It starts when it is needed.
 
-    def __init__(self, *command: str) -> None:
+    `most_s` bounds the time that a trial takes once it has begun.
+    """
+
+    def __init__(self, most_s: float, *command: str) -> None:
+        self._most_s = most_s
         self._command = command
         self._numbers = itertools.count(1)
         self._starting: asyncio.Task[_Process] | None = None
@@ -47,7 +52,7 @@ class Trials:
         return await asyncio.shield(self._starting)
 
     async def judge(self, guided: Guided) -> int:
-        """The bytes that a constraint takes; raises Rejected, or EngineError without a verdict.
+        """The bytes that a constraint takes; raises Rejected, or EngineError if it was not tried.
 
         A process that is lost meanwhile is replaced, once. Cancelled, it stops the trial.
         """
@@ -68,7 +73,7 @@ class Trials:
 
     async def _ask(self, guided: Guided) -> Verdict:
         process = await self.open()
-        return await process.ask(next(self._numbers), guided)
+        return await process.ask(next(self._numbers), guided, self._most_s)
 
     def close(self) -> None:
         self._closed = True
@@ -113,30 +118,41 @@ class _Process(asyncio.Protocol):
         )
         process._output, _ = await loop.connect_read_pipe(lambda: process, process._started.stdout)
         try:
-            await ready
+            async with asyncio.timeout(START_S):
+                await ready
         except _Lost as lost:
             raise EngineError(str(lost)) from lost
+        except TimeoutError:
+            process.kill()
+            raise EngineError(f"{SUBJECT} did not start within {START_S:g} s") from None
         except BaseException:
             process.kill()
             raise
         return process
 
-    async def ask(self, number: int, guided: Guided) -> Verdict:
-        """Raises `_Lost`; a process that does not begin the trial is killed."""
+    async def ask(self, number: int, guided: Guided, most_s: float) -> Verdict:
+        """Raises `_Lost`; a process that does not begin the trial is killed.
+
+        A trial that takes more than `most_s` seconds is stopped.
+        """
         if self.ended:
-            raise _Lost(ENDED)
+            raise _Lost(f"{SUBJECT} has ended")
         loop = asyncio.get_running_loop()
         begun: asyncio.Future[None] = loop.create_future()
         waiting: asyncio.Future[Verdict] = loop.create_future()
         self._begun[number], self._waiting[number] = begun, waiting
         self._send(Trial(number, guided))
         try:
-            async with asyncio.timeout(HEARD_S):
-                await begun
-            return await waiting
-        except TimeoutError:
-            self.kill()
-            raise _Lost(f"the process that tries constraints is silent for {HEARD_S:g} s") from None
+            await asyncio.wait([begun], timeout=HEARD_S)
+            if not begun.done():
+                begun.cancel()
+                self.kill()
+                raise _Lost(f"{SUBJECT} was silent for {HEARD_S:g} s")
+            begun.result()
+            await asyncio.wait([waiting], timeout=most_s)
+            if not waiting.done():
+                return Verdict(number, f"the {guided.kind} takes more than {most_s:g} s to compile")
+            return waiting.result()
         finally:
             self._begun.pop(number, None)
             if self._waiting.pop(number, None) is not None:
@@ -186,4 +202,4 @@ def _set(future: asyncio.Future[T] | None, value: T) -> None:
 
 def _fail(future: asyncio.Future[T]) -> None:
     if not future.done():
-        future.set_exception(_Lost(ENDED))
+        future.set_exception(_Lost(f"{SUBJECT} has ended"))

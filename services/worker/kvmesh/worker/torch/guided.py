@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.engine import ConfigError, Rejected
+from kvmesh.worker.engine import ConfigError, EngineError, Rejected
 from kvmesh.worker.torch.grammar import GrammarMaker
 from kvmesh.worker.trials import Trials
 
@@ -33,7 +33,7 @@ class _Kept(NamedTuple):
 class Grammars:
     """Makes constraints for the tokenizer in a model folder.
 
-    `most_s` bounds the CPU time of compiling one; callers bound the time that they wait.
+    `most_s` bounds the time of trying one, and that of compiling it then.
     """
 
     def __init__(
@@ -42,10 +42,11 @@ class Grammars:
         self.vocabulary = vocabulary
         self._folder = folder
         self._ends = sorted(ends)
+        self._most_s = most_s
         self._maker: GrammarMaker | None = None
         self._compiled: OrderedDict[Guided, _Kept] = OrderedDict()
         arguments = (str(folder), *map(str, (vocabulary, most_s, *self._ends)))
-        self._trials = Trials(sys.executable, "-m", "kvmesh.worker.torch.trial", *arguments)
+        self._trials = Trials(most_s, sys.executable, "-m", "kvmesh.worker.torch.trial", *arguments)
         self._threads = ThreadPoolExecutor(AT_ONCE, "grammars")
 
     def load(self) -> None:
@@ -69,7 +70,11 @@ class Grammars:
         """
         size = await self._trials.judge(guided)
         loop = asyncio.get_running_loop()
-        matcher = await loop.run_in_executor(self._threads, self._compile, guided)
+        compiling = loop.run_in_executor(self._threads, self._compile, guided)
+        try:
+            matcher = await asyncio.wait_for(compiling, self._most_s)
+        except TimeoutError:
+            raise EngineError(f"a {guided.kind} that passed takes too long to compile") from None
         self._keep(guided, _Kept(matcher, size))
 
     def constraint(self, guided: Guided) -> "GrammarConstraint":

@@ -17,7 +17,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Constraints:
-    """Tries each constraint once, under this `VllmConfig`, for `most_s` seconds of CPU time.
+    """Tries each constraint once, under this `VllmConfig`, for `most_s` seconds at most.
 
     `folder` is private to this worker.
     """
@@ -26,7 +26,7 @@ class Constraints:
         file = folder / "vllm.config"
         file.write_bytes(cloudpickle.dumps(config))
         command = (sys.executable, "-m", "kvmesh.worker.vllm.trial", str(file), str(most_s))
-        self._trials = Trials(*command)
+        self._trials = Trials(most_s, *command)
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     async def open(self) -> None:

@@ -1,0 +1,25 @@
+"""Processes beside workers, which try constraints."""
+
+from pathlib import Path
+
+
+def trial_process(worker: int) -> int:
+    """Its id; raises AssertionError if that worker has none."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile
+            continue
+        if parent == worker and any(word.endswith(b".trial") for word in command):
+            return int(folder.name)
+    raise AssertionError(f"no child of {worker} tries constraints")
+
+
+def there(pid: int) -> bool:
+    """Whether a process has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
