@@ -120,7 +120,7 @@ class VllmEngine(Adapter):
         try:
             await self._constraints.open()
         except EngineError as error:
-            log.warning("requests with constraints are refused: %s", error)
+            log.warning("constraints cannot be tried yet: %s", error)
         cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
         self._blocks, self._size = cache.num_gpu_blocks, cache.block_size
         self._salts = Salts(self._served, cache.block_size)
