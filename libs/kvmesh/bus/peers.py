@@ -35,6 +35,10 @@ class Peers:
     def __contains__(self, instance: str) -> bool:
         return instance in self._known
 
+    @property
+    def instances(self) -> Collection[str]:
+        return self._known.keys()
+
     def joined(self, instance: str) -> None:
         if instance not in self._known:
             self._known[instance] = Peer()

@@ -145,10 +145,14 @@ class IndexClient:
         return str(self._sent)
 
     def probe(self, now: float) -> None:
-        """Ask the indexers that are left out for a sign of life; call some times a second."""
+        """Ask the indexers that are left out for a sign of life; call some times a second.
+
+        While questions fail all are asked: who has no more questions must still see the end of it.
+        """
         for token in [token for token, (_, sent) in self._probes.items() if sent < now - 60.0]:
             del self._probes[token]
-        for indexer in self.indexers.to_probe(now):
+        doubted = self.indexers.instances if self._outage else ()
+        for indexer in self.indexers.to_probe(now, doubted):
             token = self._name()
             self._probes[token] = indexer, now
             subject = self._bus.subjects.index_at(indexer)
@@ -159,8 +163,8 @@ class IndexClient:
         silent = msg.headers is not None and msg.headers.get("Status") == "503"
         if token in self._probes:
             indexer, sent = self._probes.pop(token)
-            if not silent and self.indexers.heard(indexer, monotonic(), monotonic() - sent):
-                log.info("indexer %s answers again", indexer)
+            if not silent:
+                self._probed(indexer, sent, msg.data)
             return
         if token not in self._flights:
             return
@@ -175,6 +179,16 @@ class IndexClient:
             self._land(token, None, f"unreadable answer: {error}")
             return
         self._land(token, [Overlaps(ranks, rows) for rows in reply.rows])
+
+    def _probed(self, indexer: str, sent: float, data: bytes) -> None:
+        try:
+            _replies.decode(data)
+        except msgspec.MsgspecError:  # that of a question is logged
+            return
+        if self.indexers.heard(indexer, monotonic(), monotonic() - sent):
+            log.info("indexer %s answers again", indexer)
+        if self.indexers.trusts(indexer):
+            self._note("")
 
     def _ranks_of(self, raw: msgspec.Raw) -> list[RankKey]:
         packed = bytes(raw)
