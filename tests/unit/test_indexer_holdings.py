@@ -285,6 +285,19 @@ def test_a_rank_that_the_history_does_not_tell_of_is_asked_for_a_dump(mesh: Mesh
     assert mesh.held(1) == {"w-1/0": 1, "v-1/0": 1}
 
 
+def test_a_worker_that_appears_later_is_asked_unless_its_events_are_known(mesh: Mesh) -> None:
+    mesh.batch(0, stored(1))
+    mesh.holdings.reconcile()
+    mesh.holdings.joined(card("v-1", name="v"))
+    assert mesh.due(0.0) == [RankKey("v-1", 0)]
+    mesh.batch(0, stored(1), instance="u-1", worker="u")
+    mesh.holdings.joined(card("u-1", name="u"))
+    mesh.holdings.joined(card("t-1", name="t"))
+    mesh.batch(0, stored(1), instance="t-1", worker="t")
+    assert mesh.holdings.unknown == 1
+    assert mesh.held(1) == {"w-1/0": 1, "u-1/0": 1, "t-1/0": 1}
+
+
 def test_a_publisher_without_a_lease_is_dropped_after_a_grace() -> None:
     mesh = Mesh()
     mesh.batch(0, stored(1))

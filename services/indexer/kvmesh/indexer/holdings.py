@@ -79,11 +79,16 @@ class Holdings:
         self._holders: dict[str, Holder] = {}
         self._current: dict[Source, str] = {}
         self._lost: dict[int, Rank] = {}
+        self._reconciled = False
 
     # --- lives
 
     def joined(self, card: Instance) -> None:
-        """A lease appeared or changed. One that had lapsed is in doubt until it dumps."""
+        """A lease appeared or changed. One that had lapsed is in doubt until it dumps.
+
+        So is one that appears after `reconcile`, and of which history told nothing: it may have
+        lapsed before this index began.
+        """
         source = source_of_card(card)
         if source is None or not self.lives.add(source, card):
             return
@@ -96,6 +101,8 @@ class Holdings:
             self._drop(current)
         self._rename(card.instance, source)
         self._revive(card)
+        if self._reconciled:
+            self._doubt(card, unheard=True)
 
     def left(self, card: Instance) -> None:
         """A lease ended: its blocks are gone for us."""
@@ -132,6 +139,7 @@ class Holdings:
             self._drop(instance)
         for card in self.lives.cards:
             self._doubt(card, unheard=True)
+        self._reconciled = True
 
     def sweep(self, now: float, grace: float) -> None:
         """Drop instances that have published for `grace` seconds without holding a lease."""
