@@ -52,8 +52,9 @@ unit simulation mesh clients chaos: $(ENGINES)
 
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built
-	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/test_,$(addsuffix *.py, \
-	  indexer_holdings mock_core mock_tiers retention router scheduling simulator worker_retention))
+	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_holdings.py retention \
+	  router simulator worker/enginecore worker/mock/test_core.py worker/mock/test_tiers.py \
+	  worker/test_retention.py)
 
 $(COMPILED)/.built: $(ENGINES) $(SOURCES)
 	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)

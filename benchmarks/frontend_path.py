@@ -25,7 +25,7 @@ from local_mesh import Mesh, free_port, running_mesh, wait_for_port
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import RouteReply, RouteRequest, SeqBatch, SeqFree
-from kvmesh.index import block_hashes, salt
+from kvmesh.hashing import block_hashes, salt
 
 WORKERS = 4
 CONCURRENCY = 32

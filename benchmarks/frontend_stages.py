@@ -15,15 +15,15 @@ from common import Report, median
 
 from kvmesh.bus.messages import Chunk, ModelCard, StepOutput, encode
 from kvmesh.demo import model_dir
-from kvmesh.frontend.answer import Answer
-from kvmesh.frontend.choice import Choice
-from kvmesh.frontend.inbox import Inbox, step_decoder
+from kvmesh.frontend.apis.base import Renderer
+from kvmesh.frontend.apis.chat.api import Chat
+from kvmesh.frontend.dispatch.token_inbox import Inbox, step_decoder
+from kvmesh.frontend.dispatch.token_stream import Sequence
+from kvmesh.frontend.generation.choice import Choice
+from kvmesh.frontend.generation.output import Answer
 from kvmesh.frontend.models import Dialect, ServedModel
-from kvmesh.frontend.prepare import Preparer, render
-from kvmesh.frontend.sequence import Sequence
-from kvmesh.frontend.surfaces.base import Renderer
-from kvmesh.frontend.surfaces.chat import Chat
-from kvmesh.frontend.tenants import Tenants
+from kvmesh.frontend.namespaces import Tenants
+from kvmesh.frontend.preprocess.preprocessor import Preparer, render
 
 MEMO_BYTES = 256 << 20
 WALKED = 64 << 20

@@ -22,7 +22,8 @@ import index_dynamo
 from common import Report, parser, percentile
 from index_workload import Event, Prompt, interleaved, prompts, trace_requests
 
-from kvmesh.index import Buffer, PrefixIndex, block_hashes, create_index
+from kvmesh.hashing import block_hashes
+from kvmesh.index import Buffer, PrefixIndex, create_index
 from kvmesh.index.reference import ReferencePrefixIndex
 
 RUNS = 5

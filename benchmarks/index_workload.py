@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmesh.index import sequence_hashes
+from kvmesh.hashing import sequence_hashes
 
 FAMILIES = 40
 SHARED = (64, 256)

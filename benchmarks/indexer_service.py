@@ -26,8 +26,8 @@ from kvmesh.bus.messages import (
     OverlapReply,
 )
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.index import sequence_hashes
-from kvmesh.indexer.store import SnapshotStore
+from kvmesh.hashing import sequence_hashes
+from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
 
 IN_FLIGHT = 64
 QUERY_S = 4.0

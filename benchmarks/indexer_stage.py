@@ -29,7 +29,7 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.streams import StreamLimits, ensure_streams
-from kvmesh.index import salt, sequence_hashes
+from kvmesh.hashing import salt, sequence_hashes
 
 MODEL = "bench"
 SALT = salt(MODEL)

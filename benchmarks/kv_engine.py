@@ -7,13 +7,13 @@ from pathlib import Path
 from kv_node import LIMITS, NODE, until
 
 from kvmesh.blocks.attachment import ArenaUser, Tenant
-from kvmesh.blocks.client import StoreClient
+from kvmesh.blocks.kvbm_client import StoreClient
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KvEvent, Sampling, Work
 from kvmesh.settings.schema import Settings, Torch
 from kvmesh.worker.engine import Delta, EngineContext, EngineError
-from kvmesh.worker.torch.engine import create
+from kvmesh.worker.engines.torch.engine import create
 
 PREFIX_TOKENS = 4096
 BLOCK = 16
@@ -93,7 +93,7 @@ def make_model(folder: Path) -> None:
     """A Llama of 30 M parameters with random weights: 16 KiB of KV per token."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from kvmesh.worker.torch.tiny import make_tiny_model
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
     make_tiny_model(folder)
     config = LlamaConfig(

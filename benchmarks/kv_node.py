@@ -13,7 +13,7 @@ from local_mesh import free_port, nats_command, wait_for_port
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.attachment import Tenant
-from kvmesh.blocks.client import Prompt, Speeds, StoreClient
+from kvmesh.blocks.kvbm_client import Prompt, Speeds, StoreClient
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.streams import StreamLimits, ensure_streams

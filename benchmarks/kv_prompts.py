@@ -17,9 +17,9 @@ from common import Report, cpu_seconds, median, parser
 from kv_node import attach, node, numbered
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.client import Prompt, Speeds, StoreClient
+from kvmesh.blocks.kvbm_client import Prompt, Speeds, StoreClient
 from kvmesh.blocks.layout import KvLayout, LayerLayout
-from kvmesh.blocks.prompts import SentPrompts
+from kvmesh.blocks.prompt_delta import SentPrompts
 from kvmesh.bus.client import Bus
 
 BLOCK = 16

@@ -25,12 +25,12 @@ from kv_engine import BLOCK, PREFIX_TOKENS, Engine, make_model
 from kv_node import attach, node, numbered, read, until, write
 from local_mesh import free_port
 
-from kvmesh.blocks.client import Speeds
+from kvmesh.blocks.kvbm_client import Speeds
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Respond
 from kvmesh.bus.kvbm import Finish
-from kvmesh.worker.torch.arena import BlockCopier
-from kvmesh.worker.torch.pool import KvPool
+from kvmesh.worker.engines.torch.blocks.arena import BlockCopier
+from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 
 GIB = 1 << 30
 BYTES = 256 << 20

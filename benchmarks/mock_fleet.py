@@ -26,16 +26,16 @@ from local_mesh import NATS_SERVER, free_port
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Sampling, StepOutput, Work, WorkReply
-from kvmesh.bus.models import publish_model
+from kvmesh.bus.model_files import publish_model
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Mock, Worker
 from kvmesh.worker.engine import EngineContext, create_engine
-from kvmesh.worker.mock.core import CoreOptions, MockCore
-from kvmesh.worker.mock.passage import Passage, Reading
+from kvmesh.worker.enginecore.sequence import Request, hash_prompt
+from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
+from kvmesh.worker.engines.mock.text.source import Passage, Reading
 from kvmesh.worker.node import WorkerNode
-from kvmesh.worker.scheduling.sequence import Request, hash_prompt
 
 LIMITS = StreamLimits(lease_s=30.0)
 PROMPT, SHARED, OUTPUT = 1024, 768, 128

@@ -18,9 +18,9 @@ from quality_coding import coding, pressure
 from quality_study import Case, Scene, Study, compare, thompson, windows
 from rich.progress import Progress
 
-from kvmesh.simulator.figures import figures
 from kvmesh.simulator.mesh import Simulation
-from kvmesh.workload.formats import load
+from kvmesh.simulator.report.figures import figures
+from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Workload
 
 SEEDS = (0, 1, 2)

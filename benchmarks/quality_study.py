@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from kvmesh.settings.schema import Router
-from kvmesh.simulator.figures import Figures, figures
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import Options, WorkerOptions
 from kvmesh.simulator.records import Records
-from kvmesh.worker.mock.core import CoreOptions
-from kvmesh.worker.scheduling.scheduler import SchedulerLimits
-from kvmesh.workload.agents import AgentGenerator
+from kvmesh.simulator.report.figures import Figures, figures
+from kvmesh.worker.enginecore.scheduler import SchedulerLimits
+from kvmesh.worker.engines.mock.core import CoreOptions
+from kvmesh.workload.generate.agents import AgentGenerator
+from kvmesh.workload.generate.profile import load_profile
 from kvmesh.workload.model import Workload
-from kvmesh.workload.profile import load_profile
 
 DEADLINE_S = 7200.0
 SATURATED = 0.05  # of all requests wait at once

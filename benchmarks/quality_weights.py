@@ -27,13 +27,13 @@ from quality_study import (
 from rich.progress import Progress
 
 from kvmesh.settings.schema import Router
-from kvmesh.simulator.figures import Latency
-from kvmesh.workload.agents import AgentGenerator
-from kvmesh.workload.distributions import Quantiles
-from kvmesh.workload.formats import load
+from kvmesh.simulator.report.figures import Latency
+from kvmesh.workload.formats.registry import load
+from kvmesh.workload.generate.agents import AgentGenerator
+from kvmesh.workload.generate.distributions import Quantiles
+from kvmesh.workload.generate.profile import Agent, Profile
 from kvmesh.workload.model import Workload
-from kvmesh.workload.profile import Agent, Profile
-from kvmesh.workload.summary import Spread
+from kvmesh.workload.replay.summary import Spread
 
 SEEDS = (0, 1, 2)
 WINDOW = 4000

@@ -20,13 +20,13 @@ from common import Report, parser
 from numpy.typing import NDArray
 
 from kvmesh.retention.claims import THINKING_LEVEL, Wish
-from kvmesh.retention.ranges import Segment
-from kvmesh.worker.scheduling.asking import Asked
-from kvmesh.worker.scheduling.blocks import BlockManager
-from kvmesh.worker.scheduling.keeping import KeepingOptions
-from kvmesh.workload.agents import REQUEST_S, TOKEN_S, AgentGenerator
+from kvmesh.retention.token_ranges import Segment
+from kvmesh.worker.enginecore.block_manager import BlockManager
+from kvmesh.worker.enginecore.retention import KeepingOptions
+from kvmesh.worker.enginecore.retention_request import Asked
+from kvmesh.workload.generate.agents import REQUEST_S, TOKEN_S, AgentGenerator
+from kvmesh.workload.generate.profile import load_profile
 from kvmesh.workload.model import Round, Workload
-from kvmesh.workload.profile import load_profile
 
 BLOCK = 256
 PER_MINUTE = 10.0

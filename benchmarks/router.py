@@ -45,10 +45,10 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.streams import StreamLimits, ensure_streams
-from kvmesh.router.core import RouterCore
-from kvmesh.router.dispatcher import Dispatcher
-from kvmesh.router.overlaps import Overlaps
-from kvmesh.router.ticket import Ticket
+from kvmesh.router.placement.queue import Dispatcher
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.settings.schema import Router
 
 BLOCK = 16

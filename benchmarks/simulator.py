@@ -11,9 +11,9 @@ from kvmesh.cli.commands.version import cores
 from kvmesh.settings.schema import Router
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import Network, Options, WorkerOptions
-from kvmesh.worker.mock.core import CoreOptions
-from kvmesh.worker.scheduling.scheduler import SchedulerLimits
-from kvmesh.workload.formats import load
+from kvmesh.worker.enginecore.scheduler import SchedulerLimits
+from kvmesh.worker.engines.mock.core import CoreOptions
+from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.tree import Tree
 

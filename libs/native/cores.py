@@ -5,38 +5,37 @@ from pathlib import Path
 
 from mypyc.build import mypycify
 
-# Others derive from what is in the router's `policies` and `ticket`; Ctrl-C is seen between two
-# events of the simulator's `agenda`; msgspec reads the workload's `model`. These stay interpreted.
+# These stay interpreted: the router's `policies.base` and `ticket`, since other classes derive from
+# theirs; the simulator's `virtual_clock`, since Ctrl-C is seen between two of its events; and the
+# workload's `model`, which msgspec reads.
 CORES = {
     "libs/kvmesh/retention": ["*"],
-    "services/indexer/kvmesh/indexer": ["holdings", "lives", "shards"],
-    "services/router/kvmesh/router": [
-        "core",
-        "cost",
-        "dispatcher",
-        "overlaps",
-        "predicted",
-        "prefixes",
-        "reports",
-        "sequences",
-        "trust",
-        "view",
-        "waiting",
-        "workers",
+    "services/indexer/kvmesh/indexer": ["incarnations", "rank_state"],
+    "services/indexer/kvmesh/indexer/queries": ["shards"],
+    "services/router/kvmesh/router/placement": ["fair_order", "queue", "router"],
+    "services/router/kvmesh/router/policies": ["thompson_trust"],
+    "services/router/kvmesh/router/scoring": ["candidates", "cost", "overlaps"],
+    "services/router/kvmesh/router/state": [
+        "active_sequences",
+        "engine_reports",
+        "predicted_prefixes",
+        "prefix_tree",
+        "rank_table",
     ],
-    "services/worker/kvmesh/worker/mock": ["ahead", "core", "timing"],
-    "services/worker/kvmesh/worker/scheduling": ["*"],
+    "services/worker/kvmesh/worker/enginecore": ["*"],
+    "services/worker/kvmesh/worker/engines/mock": ["core", "step_batching", "timing"],
     "tools/kvmesh/simulator": [
+        "attempt",
+        "cache_accounting",
         "fleet",
-        "flight",
         "index",
-        "ledger",
         "mesh",
         "prompts",
         "records",
         "routers",
     ],
-    "tools/kvmesh/workload": ["sharing", "tree"],
+    "tools/kvmesh/workload": ["tree"],
+    "tools/kvmesh/workload/analysis": ["sharing"],
 }
 
 

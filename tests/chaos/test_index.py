@@ -24,7 +24,7 @@ from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import KvBatch, KvEvent, OverlapQuery, OverlapReply, Role
 from kvmesh.bus.streams import StreamLimits, ensure_streams
-from kvmesh.indexer.store import SnapshotStore
+from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
 
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=1 << 20, seq_bytes=1 << 20, lease_s=5.0)
 ENV = {**stream_env(LIMITS), "KVMESH_INDEXER_SNAPSHOT_THRESHOLD": "500"}

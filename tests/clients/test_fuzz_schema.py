@@ -19,7 +19,7 @@ from support.frontend import MODEL
 from support.mesh import Mesh
 from support.wait import PATIENCE_S
 
-from kvmesh.frontend.openapi import ENDPOINTS, document
+from kvmesh.frontend.http.openapi import ENDPOINTS, document
 
 OPERATIONS = [
     pytest.param(endpoint.method.upper(), endpoint.path, mode)

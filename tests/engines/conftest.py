@@ -22,7 +22,7 @@ def vllm_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from kvmesh.worker.torch.tiny import make_tiny_model
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
     folder: Path = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_model(folder)

@@ -18,8 +18,8 @@ from kvmesh.bus.kvbm import Fetch, KvbmRequest
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Nats, Streams, Vllm, Worker
+from kvmesh.worker.capabilities.tiered import Tiered
 from kvmesh.worker.engine import Engine, EngineContext, create_engine
-from kvmesh.worker.tiers import Tiered
 
 pytestmark = [
     pytest.mark.vllm,

@@ -19,7 +19,7 @@ from kvmesh.bus.messages import Sampling
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Remote, Worker
 from kvmesh.worker.engine import EngineContext, create_engine
-from kvmesh.worker.remote.server import Server
+from kvmesh.worker.engines.remote.server import Server
 
 pytestmark = [
     pytest.mark.vllm,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
-from kvmesh.worker.vllm import stats
+from kvmesh.worker.engines.vllm import scheduler_stats as stats
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

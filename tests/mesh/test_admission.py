@@ -24,7 +24,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
-from kvmesh.index import HASH_VERSION
+from kvmesh.hashing import HASH_VERSION
 
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=5.0)
 CONTEXT = "2048"

@@ -32,8 +32,8 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
 )
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.frontend.asking import Asking
-from kvmesh.frontend.tracking import Tracker
+from kvmesh.frontend.dispatch.route_client import Asking
+from kvmesh.frontend.dispatch.sequence_events import Tracker
 
 DECISIONS: "msgspec.msgpack.Decoder[Decision]" = msgspec.msgpack.Decoder(Decision)
 QUEUE = {"queue_threshold": 0.5, "predicted_ttl_s": 0.0}

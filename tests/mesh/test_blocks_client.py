@@ -14,11 +14,11 @@ from support.wait import eventually
 from kvmesh.blocks import attachment
 from kvmesh.blocks.arena import Arena
 from kvmesh.blocks.attachment import Attachment, Tenant
-from kvmesh.blocks.client import Part, Prompt, Speeds, StoreClient, Writing
-from kvmesh.blocks.identity import chain_digests, root_digest
+from kvmesh.blocks.digests import chain_digests, root_digest
+from kvmesh.blocks.kvbm_client import Part, Prompt, Speeds, StoreClient, Writing
 from kvmesh.blocks.layout import KvLayout, LayerLayout
-from kvmesh.blocks.prompts import KnownPrompts
-from kvmesh.blocks.writer import WriteThrough
+from kvmesh.blocks.prompt_delta import KnownPrompts
+from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus
 from kvmesh.bus.kvbm import (
     Attach,
@@ -32,7 +32,7 @@ from kvmesh.bus.kvbm import (
     Offer,
 )
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.index import block_hashes
+from kvmesh.hashing import block_hashes
 
 LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
@@ -208,7 +208,7 @@ async def test_it_follows_the_kvbm_over_a_restart(client: StoreClient, start: St
 async def test_no_answer_loses_the_attachment_not_the_caller(
     client: StoreClient, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmesh.blocks.client.REQUEST_S", 0.2)
+    monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
     kvbm = await start()
     await attached(client)
     assert kvbm.locked(1)

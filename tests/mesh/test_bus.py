@@ -21,8 +21,8 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions, Reply, Respond
 from kvmesh.bus.discovery import Directory, Lease, forget_instance
+from kvmesh.bus.engine_loads import follow_loads
 from kvmesh.bus.errors import BusUnavailable, ModelFilesError, NoResponder, RequestTimeout
-from kvmesh.bus.loads import follow_loads
 from kvmesh.bus.messages import (
     ControlReply,
     Instance,
@@ -33,7 +33,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     encode,
 )
-from kvmesh.bus.models import fetch_model, publish_model
+from kvmesh.bus.model_files import fetch_model, publish_model
 from kvmesh.bus.reader import TURN_S, Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 

@@ -17,7 +17,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Cancel, SeqBatch, encode
-from kvmesh.cli.merging import MOST_WAITING
+from kvmesh.cli.messages.merging import MOST_WAITING
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,7 @@ async def test_a_real_model_answers_alike_with_kv_from_another_worker(
     mesh: Mesh, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
-    from kvmesh.worker.torch.tiny import make_tiny_model
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
     make_tiny_model(tmp_path / "tiny")
     mesh.env |= {

@@ -10,11 +10,11 @@ from support.mesh import Mesh
 from support.nats import NatsServer
 
 from kvmesh.settings.schema import Router
-from kvmesh.simulator.figures import Figures, figures
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import Network, Options, WorkerOptions
-from kvmesh.worker.mock.core import CoreOptions
-from kvmesh.workload.formats import load
+from kvmesh.simulator.report.figures import Figures, figures
+from kvmesh.worker.engines.mock.core import CoreOptions
+from kvmesh.workload.formats.registry import load
 
 WORKERS = 2
 SPEEDUP = 0.25  # slow engines: what is compared is their time, not this machine's

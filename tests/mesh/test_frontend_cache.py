@@ -48,10 +48,10 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
-from kvmesh.frontend.pin_store import KeptPin, PinStore
-from kvmesh.frontend.pins import MAX_BYTES
-from kvmesh.frontend.secret import tenant_secret
-from kvmesh.frontend.tenants import Tenants
+from kvmesh.frontend.auth.tenant_secret import tenant_secret
+from kvmesh.frontend.http.cache.pin_store import KeptPin, PinStore
+from kvmesh.frontend.http.cache.pins import MAX_BYTES
+from kvmesh.frontend.namespaces import Tenants
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))

@@ -12,18 +12,18 @@ from kvmesh.bus.discovery import Directory, Lease
 from kvmesh.bus.messages import Instance, ModelCard, Role
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.demo import model_dir
-from kvmesh.frontend.asking import Asking
-from kvmesh.frontend.dispatch import Dispatcher, Job
-from kvmesh.frontend.exchange import Engine, Exchange
-from kvmesh.frontend.inbox import Inbox
+from kvmesh.frontend.apis.chat.api import Chat
+from kvmesh.frontend.dispatch.dispatcher import Dispatcher, Job
+from kvmesh.frontend.dispatch.liveness import Monitor
+from kvmesh.frontend.dispatch.route_client import Asking
+from kvmesh.frontend.dispatch.sequence_events import Tracker
+from kvmesh.frontend.dispatch.token_inbox import Inbox
+from kvmesh.frontend.dispatch.token_stream import Nobody, Sequence
+from kvmesh.frontend.dispatch.work_client import Offers
+from kvmesh.frontend.generation.active_request import Engine, Exchange
 from kvmesh.frontend.models import Dialect, ServedModel
-from kvmesh.frontend.monitor import Monitor
-from kvmesh.frontend.offers import Offers
-from kvmesh.frontend.prepare import Preparer
-from kvmesh.frontend.sequence import Nobody, Sequence
-from kvmesh.frontend.surfaces.chat import Chat
-from kvmesh.frontend.tenants import Tenants
-from kvmesh.frontend.tracking import Tracker
+from kvmesh.frontend.namespaces import Tenants
+from kvmesh.frontend.preprocess.preprocessor import Preparer
 from kvmesh.settings.schema import Frontend
 
 BODY = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'

@@ -16,15 +16,15 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import SessionPrompt
-from kvmesh.bus.secret import SecretUnusable
+from kvmesh.bus.shared_secret import SecretUnusable
+from kvmesh.frontend.apis.base import StoredTurn
+from kvmesh.frontend.auth.accounts import Key
+from kvmesh.frontend.auth.authenticator import Gate
+from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.errors import ApiError, InvalidRequest
-from kvmesh.frontend.gate import Gate
-from kvmesh.frontend.limits import Key
-from kvmesh.frontend.responses_store import MAX_TURN, ResponseNotFound, ResponseStore
-from kvmesh.frontend.secret import tenant_secret
-from kvmesh.frontend.session_prompts import SessionPrompts
-from kvmesh.frontend.surfaces.base import StoredTurn
-from kvmesh.frontend.tenants import Tenants, scoped
+from kvmesh.frontend.http.responses.store import MAX_TURN, ResponseNotFound, ResponseStore
+from kvmesh.frontend.namespaces import Tenants, scoped
+from kvmesh.frontend.sessions.last_prompts import SessionPrompts
 
 
 def turn(name: str, text: str = "x", previous: str | None = None, tenant: str = "") -> StoredTurn:

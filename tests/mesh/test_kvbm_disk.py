@@ -11,8 +11,8 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.kvbm import Await, Declined, Done, Finish
 from kvmesh.bus.messages import Clear
-from kvmesh.kvbm.core.record import Kept
-from kvmesh.kvbm.journal import records_in
+from kvmesh.kvbm.core.blocks.journal_record import Kept
+from kvmesh.kvbm.tiers.disk_journal import records_in
 
 # use
 

@@ -17,7 +17,7 @@ from support.nats import NatsServer, free_port
 from support.redis import RedisServer
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.blocks.identity import KEY_BYTES, fingerprint
+from kvmesh.blocks.digests import KEY_BYTES, fingerprint
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder

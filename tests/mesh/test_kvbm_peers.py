@@ -12,12 +12,12 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus, Respond
 from kvmesh.bus.kvbm import Lend, Lent
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.kvbm.arena import Arena
-from kvmesh.kvbm.core.block import ARENA, REMOTE, Block, Copy, Space
-from kvmesh.kvbm.core.claims import Claims, Others
-from kvmesh.kvbm.core.store import Move, MoveEnd
-from kvmesh.kvbm.neighbours import Neighbours
-from kvmesh.kvbm.peers import Ends, Peers
+from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
+from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
+from kvmesh.kvbm.core.transfers.mesh_claims import Claims, Others
+from kvmesh.kvbm.peers.claims_exchange import Neighbours
+from kvmesh.kvbm.peers.reader import Ends, Peers
+from kvmesh.kvbm.tiers.arena import Arena
 from kvmesh.settings.schema import Transfer
 from kvmesh.transfer import TransferError, Transport
 

@@ -12,10 +12,10 @@ import pytest_asyncio
 from support.redis import RedisServer
 from support.wait import eventually
 
-from kvmesh.kvbm.remote.factory import open_store
-from kvmesh.kvbm.remote.folder import THREADS, FolderStore
-from kvmesh.kvbm.remote.interface import RemoteBlock, RemoteError, RemoteStore
-from kvmesh.kvbm.remote.redis import BATCH_BYTES, batches
+from kvmesh.kvbm.tiers.remote.factory import open_store
+from kvmesh.kvbm.tiers.remote.folder import THREADS, FolderStore
+from kvmesh.kvbm.tiers.remote.interface import RemoteBlock, RemoteError, RemoteStore
+from kvmesh.kvbm.tiers.remote.redis import BATCH_BYTES, batches
 
 LEASE_S = 60.0
 CAPACITY = 1 << 20

@@ -13,7 +13,7 @@ from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import eventually
 
-from kvmesh.workload.formats import load
+from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Round, Workload
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -36,10 +36,10 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.router.cost import CostModel
-from kvmesh.router.policies import Policy
-from kvmesh.router.registry import BUILT_IN
-from kvmesh.router.view import Choice, View
+from kvmesh.router.policies.base import Policy
+from kvmesh.router.policies.registry import BUILT_IN
+from kvmesh.router.scoring.candidates import Choice, View
+from kvmesh.router.scoring.cost import CostModel
 
 TEN = sequence(*range(10))
 DECISIONS = msgspec.msgpack.Decoder(RouteEvent)

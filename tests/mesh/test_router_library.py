@@ -13,9 +13,9 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Load, Placement, Sampling
 from kvmesh.bus.streams import StreamLimits
+from kvmesh.router.embedded import Router
 from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, RouteError
-from kvmesh.router.generation import GenerationError
-from kvmesh.router.library import Router
+from kvmesh.router.worker_client import GenerationError
 from kvmesh.settings.schema import Router as RouterSettings
 
 MODEL = "kvmesh-demo"

@@ -22,8 +22,8 @@ from kvmesh.bus.messages import (
     SeqFree,
     SeqPrefilled,
 )
-from kvmesh.index import block_hashes
-from kvmesh.router.generation import generate, new_work, pack
+from kvmesh.hashing import block_hashes
+from kvmesh.router.worker_client import generate, new_work, pack
 
 MODEL = "kvmesh-demo"
 TOKENS = 2048

@@ -38,9 +38,9 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.router.bandit import Thompson
-from kvmesh.router.core import RouterCore
-from kvmesh.router.learned import LearnedState
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.policies.thompson import Thompson
+from kvmesh.router.policy_state import LearnedState
 from kvmesh.settings.schema import Router
 
 DECISIONS = msgspec.msgpack.Decoder(RouteEvent)

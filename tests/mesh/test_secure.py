@@ -25,15 +25,15 @@ from support.wait import eventually
 
 from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.direct import PermissionDenied
+from kvmesh.bus.direct_client import PermissionDenied
 from kvmesh.bus.errors import BusUnavailable, NotPermitted
 from kvmesh.bus.messages import ControlReply, Dump, Resend, encode
 from kvmesh.bus.streams import NotThere, ensure_streams
 from kvmesh.bus.subjects import Subjects
-from kvmesh.frontend.limits import Key
-from kvmesh.frontend.responses_store import ResponseStore
-from kvmesh.frontend.secret import tenant_secret
-from kvmesh.frontend.surfaces.base import StoredTurn
+from kvmesh.frontend.apis.base import StoredTurn
+from kvmesh.frontend.auth.accounts import Key
+from kvmesh.frontend.auth.tenant_secret import tenant_secret
+from kvmesh.frontend.http.responses.store import ResponseStore
 
 WORKERS = ("worker-0", "worker-1")
 SUBJECTS = Subjects("kvmesh")

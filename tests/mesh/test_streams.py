@@ -16,7 +16,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusUnavailable, ServerUnfit
-from kvmesh.bus.server import check_server
+from kvmesh.bus.server_check import check_server
 from kvmesh.bus.streams import StreamLimits, differences, ensure_streams, mesh_streams
 
 DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"

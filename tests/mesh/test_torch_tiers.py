@@ -140,7 +140,7 @@ async def test_many_at_once_with_little_memory(kvbm: SmallKvbm, start: Start) ->
 async def test_a_silent_kvbm_delays_but_loses_nothing(
     kvbm: SmallKvbm, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmesh.blocks.client.REQUEST_S", 0.2)
+    monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
     host = await start("w-1")
     host.lower._options = type(host.lower._options)(wait_s=0.0, deadline_s=5.0, queue=100)
     kvbm.silent = {Fetch, Offer}
@@ -157,7 +157,7 @@ async def test_a_silent_kvbm_delays_but_loses_nothing(
 async def test_whoever_is_aborted_while_it_waits_leaves_nothing(
     kvbm: SmallKvbm, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmesh.blocks.client.REQUEST_S", 0.2)
+    monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
     host = await start("w-1")
     kvbm.silent = {Fetch}
     host.engine.submit(make_work("a", prompt(50)))

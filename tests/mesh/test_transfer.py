@@ -22,8 +22,8 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.settings.schema import Transfer
 from kvmesh.transfer import Grant, Region, TransferError, Transport
 from kvmesh.transfer.channel import Answer, Channel, Closed, Descriptor, Got, Want
+from kvmesh.transfer.memory_ranges import Piece, pack
 from kvmesh.transfer.nixl import NixlAgent
-from kvmesh.transfer.ranges import Piece, pack
 
 SIZE = 1 << 20
 WHOLE = [(0, 0, SIZE)]

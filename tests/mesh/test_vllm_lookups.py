@@ -12,7 +12,7 @@ from support.small_kvbm import KEY, SmallKvbm
 from support.wait import eventually
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.identity import chain_digests, root_digest, split_digests
+from kvmesh.blocks.digests import chain_digests, root_digest, split_digests
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.kvbm import Finish
@@ -20,9 +20,9 @@ from kvmesh.bus.streams import StreamLimits
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Nats
-from kvmesh.worker.vllm import bridge
-from kvmesh.worker.vllm.blocks import kvbm_connector
-from kvmesh.worker.vllm.bridge import BridgeOptions, Lookups, Origin
+from kvmesh.worker.engines.vllm import bridge
+from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector
+from kvmesh.worker.engines.vllm.bridge import BridgeOptions, Lookups, Origin
 
 LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]

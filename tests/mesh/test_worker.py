@@ -25,12 +25,12 @@ from kvmesh.bus.messages import (
     Work,
     WorkReply,
 )
-from kvmesh.bus.models import fetch_model
-from kvmesh.bus.presence import ping
+from kvmesh.bus.model_files import fetch_model
+from kvmesh.bus.ping import ping
 from kvmesh.bus.reader import Start, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
-from kvmesh.index import block_hashes
+from kvmesh.hashing import block_hashes
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Mock, Worker
 from kvmesh.worker.engine import EngineContext, EngineError, create_engine

@@ -17,7 +17,7 @@ from kvmesh.bus.discovery import Directory, Lease
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Instance, OverlapQuery, OverlapReply, Role
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.index import block_hashes
+from kvmesh.hashing import block_hashes
 
 BLOCKS = 6
 MODEL = "kvmesh-demo"

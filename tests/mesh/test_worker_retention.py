@@ -6,7 +6,7 @@ from support.wait import eventually
 from support.worker import FAST, SALT, Crew, Desk, prompt, work
 
 from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
-from kvmesh.index import block_hashes
+from kvmesh.hashing import block_hashes
 
 RANK = ("w-1", 0)
 

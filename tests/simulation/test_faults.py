@@ -9,10 +9,10 @@ from support.simulation.world import simulate
 from kvmesh.bus.messages import SeqEvent, SeqFree
 from kvmesh.bus.publisher import ACK_TIMEOUT_S, KvPublisher
 from kvmesh.bus.reader import StreamReader
-from kvmesh.frontend.tracking import Tracker
+from kvmesh.frontend.dispatch.sequence_events import Tracker
 from kvmesh.router.model_router import ModelRouter
-from kvmesh.router.sequences import ActiveSequences
-from kvmesh.router.ticket import Ticket
+from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.state.active_sequences import ActiveSequences
 
 
 @pytest.mark.parametrize("fault", faults.ALL)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Load, Prefetch, Sampling, Work
 from kvmesh.demo import model_dir
-from kvmesh.index import block_hashes
+from kvmesh.hashing import block_hashes
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Mock, Torch, Worker
 from kvmesh.worker.engine import Engine, EngineContext, EngineInfo, create_engine

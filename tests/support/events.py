@@ -26,7 +26,7 @@ from kvmesh.bus.messages import (
     Stored,
 )
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.index import salt, sequence_hashes
+from kvmesh.hashing import salt, sequence_hashes
 
 DUMPS = msgspec.msgpack.Decoder(Dump)
 MODEL = "m"

@@ -30,7 +30,7 @@ from kvmesh.bus.messages import (
     Work,
     WorkReply,
 )
-from kvmesh.bus.models import publish_model
+from kvmesh.bus.model_files import publish_model
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.demo import model_dir
 from support.wait import PATIENCE_S

@@ -11,7 +11,7 @@ from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import OverlapQuery, OverlapReply
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.indexer.service import Indexer
-from kvmesh.indexer.store import SnapshotStore
+from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
 from kvmesh.runtime.service import Service
 from kvmesh.settings.schema import Indexer as IndexerSettings
 from kvmesh.settings.schema import Settings

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.identity import chain_digests, root_digest
+from kvmesh.blocks.digests import chain_digests, root_digest
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.discovery import Directory
@@ -40,7 +40,7 @@ from kvmesh.bus.kvbm import (
 )
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.index import block_hashes
+from kvmesh.hashing import block_hashes
 from support.wait import eventually
 
 T = TypeVar("T")

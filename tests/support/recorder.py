@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed
-from kvmesh.index import sequence_hashes
+from kvmesh.hashing import sequence_hashes
 from kvmesh.worker.engine import Delta, EngineError
 
 

@@ -14,7 +14,7 @@ from kvmesh.bus.messages import (
     Role,
     RouteRequest,
 )
-from kvmesh.router.overlaps import Overlaps
+from kvmesh.router.scoring.overlaps import Overlaps
 
 BLOCK = 16
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 from nats.aio.subscription import Subscription
 
-from kvmesh.blocks.identity import split_digests
-from kvmesh.blocks.prompts import KnownPrompts, Names
+from kvmesh.blocks.digests import split_digests
+from kvmesh.blocks.prompt_delta import KnownPrompts, Names
 from kvmesh.bus.client import Bus, Respond
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.kvbm import (

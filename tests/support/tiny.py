@@ -10,7 +10,7 @@ _kept: list[TemporaryDirectory[str]] = []
 @cache
 def tiny_model(seed: int = 0) -> Path:
     """The folder of a model; another seed means other weights."""
-    from kvmesh.worker.torch.tiny import make_tiny_model
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
     _kept.append(TemporaryDirectory(prefix="kvmesh-tiny-"))
     folder = Path(_kept[-1].name)

@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
-from kvmesh.index import block_hashes
+from kvmesh.hashing import block_hashes
 from kvmesh.worker.engine import Delta
-from kvmesh.worker.scheduling.keeping import KeepingOptions
-from kvmesh.worker.scheduling.scheduler import SchedulerLimits
-from kvmesh.worker.torch import exchange
-from kvmesh.worker.torch.core import TorchCore
-from kvmesh.worker.torch.model import PagedModel, load_model
-from kvmesh.worker.torch.sampling import Sampler
+from kvmesh.worker.enginecore.retention import KeepingOptions
+from kvmesh.worker.enginecore.scheduler import SchedulerLimits
+from kvmesh.worker.engines.torch.blocks import block_io as exchange
+from kvmesh.worker.engines.torch.core import TorchCore
+from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
+from kvmesh.worker.engines.torch.model.sampling import Sampler
 
 BLOCK = 16
 SALT = 77

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.blocks.attachment import ArenaUser, Tenant
-from kvmesh.blocks.client import StoreClient
+from kvmesh.blocks.kvbm_client import StoreClient
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KvEvent, Sampling, Work
@@ -13,8 +13,8 @@ from kvmesh.bus.streams import StreamLimits
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Torch
 from kvmesh.worker.engine import Delta, EngineError
-from kvmesh.worker.torch.engine import TorchEngine
-from kvmesh.worker.torch.lower import LowerTiers
+from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
+from kvmesh.worker.engines.torch.engine import TorchEngine
 from support.tiny import tiny_model
 from support.wait import eventually
 

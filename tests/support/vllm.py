@@ -6,7 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Work
-from kvmesh.index import salt
+from kvmesh.hashing import salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Vllm, Worker
 from kvmesh.worker.engine import Engine, EngineContext, EngineInfo, create_engine

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvmesh.index import block_hashes
+from kvmesh.hashing import block_hashes
 from support.wait import PATIENCE_S
 
 END = b"\xff" * 8

@@ -19,7 +19,7 @@ from nats.errors import Error as NatsError
 from kvmesh.blocks.arena import WORKER_LOCKS, Arena, LivenessLock
 from kvmesh.blocks.errors import BlocksError
 from kvmesh.blocks.layout import KvLayout
-from kvmesh.blocks.prompts import SentPrompts
+from kvmesh.blocks.prompt_delta import SentPrompts
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, MessageTooLarge, cause

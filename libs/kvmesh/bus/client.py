@@ -24,7 +24,7 @@ from nats.js.errors import APIError
 from nats.js.kv import KeyValue
 from nkeys import NkeysError
 
-from kvmesh.bus.direct import DirectClient, PermissionDenied
+from kvmesh.bus.direct_client import DirectClient, PermissionDenied
 from kvmesh.bus.errors import (
     BusUnavailable,
     MessageTooLarge,
@@ -33,9 +33,9 @@ from kvmesh.bus.errors import (
     RequestTimeout,
     cause,
 )
-from kvmesh.bus.joining import BROKEN, Joining
+from kvmesh.bus.first_connection import BROKEN, Joining
 from kvmesh.bus.messages import encode
-from kvmesh.bus.posts import Posts
+from kvmesh.bus.outbox import Posts
 from kvmesh.bus.subjects import Subjects
 from kvmesh.bus.tls import tls_context
 

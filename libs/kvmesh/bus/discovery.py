@@ -23,8 +23,8 @@ from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
+from kvmesh.bus.log_once import Once
 from kvmesh.bus.messages import Instance, Role, encode
-from kvmesh.bus.once import Once
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.bus.subjects import name_of

@@ -29,9 +29,9 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     """What a worker serves. Sizes in tokens and blocks; `files` is a digest in the model store.
 
     `structural_tags`: the engine follows `Guided` of that kind. The rest is what workers of one
-    model must agree on (`kvmesh.bus.fitting`), empty if not known: the version of the hashes of
-    blocks, digests of the tokenizer, of the chat template and of config.json, the revision of the
-    weights, and how the engine lays KV out, in words.
+    model must agree on (`kvmesh.bus.compatibility`), empty if not known: the version of the hashes
+    of blocks, digests of the tokenizer, of the chat template and of config.json, the revision of
+    the weights, and how the engine lays KV out, in words.
     """
 
     name: str

@@ -26,7 +26,7 @@ from nats.js.errors import NotFoundError
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
-from kvmesh.bus.marks import is_another
+from kvmesh.bus.stream_identity import is_another
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0

@@ -23,8 +23,8 @@ from nats.js.api import (
 from nats.js.errors import APIError, NotFoundError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.direct import PermissionDenied
-from kvmesh.bus.server import explained
+from kvmesh.bus.direct_client import PermissionDenied
+from kvmesh.bus.server_check import explained
 
 STREAM_EXISTS = 10058  # JetStream API error "stream name already in use" (other configuration)
 MEMORY = StorageType.MEMORY

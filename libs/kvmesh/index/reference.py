@@ -7,7 +7,7 @@ from itertools import chain
 from struct import iter_unpack, pack
 from typing import NamedTuple
 
-from kvmesh.index.hashing import sequence_hashes
+from kvmesh.hashing import sequence_hashes
 from kvmesh.index.interface import MAX_RANKS, TIERS, Buffer, IndexStats, Segment
 
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvmesh.retention.outcomes import Directive
-from kvmesh.retention.sessions import common
+from kvmesh.retention.session_blocks import common
 
 K = TypeVar("K", bound=Hashable)
 MOST_PINS = 4096

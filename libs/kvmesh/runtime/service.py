@@ -18,7 +18,7 @@ from nats.errors import Error as NatsError
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusUnavailable, ServerUnfit, cause
-from kvmesh.bus.server import check_server
+from kvmesh.bus.server_check import check_server
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.runtime import logs
 from kvmesh.runtime.warnings import Warnings

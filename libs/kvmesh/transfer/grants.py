@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvmesh.transfer.channel import Channel
-from kvmesh.transfer.ranges import Allowed, Range, check_range
+from kvmesh.transfer.memory_ranges import Allowed, Range, check_range
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvmesh.transfer.channel import Answer
 from kvmesh.transfer.errors import TransferError
 from kvmesh.transfer.grants import Region
-from kvmesh.transfer.ranges import Piece, batches
+from kvmesh.transfer.memory_ranges import Piece, batches
 
 log = logging.getLogger(__name__)
 BACKEND = "UCX"

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from kvmesh.bus.errors import cause
 from kvmesh.transfer.channel import Answer, Channel, Closed, Got, Want
 from kvmesh.transfer.grants import Grant, Grants
-from kvmesh.transfer.ranges import Range, unpack
+from kvmesh.transfer.memory_ranges import Range, unpack
 
 log = logging.getLogger(__name__)
 WORD_S = 10.0

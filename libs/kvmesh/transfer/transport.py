@@ -12,8 +12,8 @@ from kvmesh.settings.schema import Transfer
 from kvmesh.transfer.channel import Answer, Channel, Closed, Descriptor, Got, Silent, Want
 from kvmesh.transfer.errors import TransferError
 from kvmesh.transfer.grants import Grants, Region
+from kvmesh.transfer.memory_ranges import Piece, merged, pack
 from kvmesh.transfer.nixl import NixlAgent
-from kvmesh.transfer.ranges import Piece, merged, pack
 from kvmesh.transfer.server import Server
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     SeqProgress,
 )
-from kvmesh.frontend.asking import Asking
-from kvmesh.frontend.tracking import Tracker
+from kvmesh.frontend.dispatch.route_client import Asking
+from kvmesh.frontend.dispatch.sequence_events import Tracker
 from kvmesh.runtime.service import stream_limits
 from support.events import MODEL, SALT, prompt
 from support.simulation.faults import Faults

@@ -10,7 +10,7 @@ from typing import cast
 from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
-from kvmesh.bus.direct import DirectClient
+from kvmesh.bus.direct_client import DirectClient
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Capacity, ControlReply, Dump, Instance, ModelCard, Role

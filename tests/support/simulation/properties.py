@@ -10,12 +10,12 @@ import msgspec
 
 from kvmesh.bus.messages import KvBatch, OverlapQuery, SeqWait
 from kvmesh.bus.subjects import Subjects
-from kvmesh.indexer.answers import answer
+from kvmesh.indexer.queries.reply import answer
 from kvmesh.indexer.service import Indexer
-from kvmesh.router.dispatcher import Dispatcher
 from kvmesh.router.model_router import ModelRouter
-from kvmesh.router.prefixes import HASH, Node
-from kvmesh.router.sequences import Active
+from kvmesh.router.placement.queue import Dispatcher
+from kvmesh.router.state.active_sequences import Active
+from kvmesh.router.state.prefix_tree import HASH, Node
 from support.events import MODEL, depths, prompt
 from support.simulation.callers import prompts
 from support.simulation.jetstream import JetStream, Stream

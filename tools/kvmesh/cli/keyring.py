@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec.structs import fields, replace
 
-from kvmesh.frontend.limits import Key
+from kvmesh.frontend.auth.accounts import Key
 
 PREFIX = "km-"
 SHOWN = 8

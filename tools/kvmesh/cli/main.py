@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvmesh.cli.flags import Parser, add_flags, did_you_mean, given
-from kvmesh.cli.parsers import check_parsers
+from kvmesh.cli.parser_check import check_parsers
 from kvmesh.cli.registry import COMMANDS, Command
 from kvmesh.settings import SettingsError, load
 

@@ -15,7 +15,6 @@ from kvmesh.cli.arguments import positive, result_file
 from kvmesh.router.config import check_settings
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Mock
-from kvmesh.simulator.figures import Figures, figures
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import (
     Fault,
@@ -25,13 +24,14 @@ from kvmesh.simulator.options import (
     SimulationError,
     WorkerOptions,
 )
-from kvmesh.simulator.page import page
-from kvmesh.simulator.perfetto import perfetto
-from kvmesh.worker.mock.core import CoreOptions
-from kvmesh.worker.mock.profile import Profile
-from kvmesh.worker.mock.timing import Polynomial
-from kvmesh.worker.scheduling.scheduler import SchedulerLimits
-from kvmesh.worker.scheduling.tiers import tier_options
+from kvmesh.simulator.report.figures import Figures, figures
+from kvmesh.simulator.report.page import page
+from kvmesh.simulator.report.perfetto import perfetto
+from kvmesh.worker.enginecore.scheduler import SchedulerLimits
+from kvmesh.worker.enginecore.simulated_tiers import tier_options
+from kvmesh.worker.engines.mock.core import CoreOptions
+from kvmesh.worker.engines.mock.profile import Profile
+from kvmesh.worker.engines.mock.timing import Polynomial
 from kvmesh.workload.model import Workload
 
 Run = tuple[Simulation, Figures]

@@ -5,12 +5,12 @@ from functools import partial
 
 from kvmesh.bus.messages import Capacity, Instance, KvEvent, Load, ModelCard, Role
 from kvmesh.indexer.decoding import Source
-from kvmesh.simulator.agenda import Agenda
 from kvmesh.simulator.options import WorkerOptions
 from kvmesh.simulator.records import WorkerRecord
-from kvmesh.worker.mock.ahead import Ahead
-from kvmesh.worker.mock.core import MockCore, Output, StepResult
-from kvmesh.worker.scheduling.sequence import Request
+from kvmesh.simulator.virtual_clock import Agenda
+from kvmesh.worker.enginecore.sequence import Request
+from kvmesh.worker.engines.mock.core import MockCore, Output, StepResult
+from kvmesh.worker.engines.mock.step_batching import Ahead
 
 MODEL = "simulated"
 Deliver = Callable[["Worker", list[Output]], None]

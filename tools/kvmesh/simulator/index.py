@@ -7,12 +7,12 @@ from random import Random
 from kvmesh.bus.messages import Instance, KvEvent, RankKey, Removed
 from kvmesh.index import create_index
 from kvmesh.indexer.decoding import Events
-from kvmesh.indexer.holdings import Holdings
-from kvmesh.router.overlaps import Overlaps
-from kvmesh.simulator.agenda import Agenda
+from kvmesh.indexer.rank_state import Holdings
+from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.simulator.fleet import Worker
 from kvmesh.simulator.options import Network
 from kvmesh.simulator.prompts import HASH
+from kvmesh.simulator.virtual_clock import Agenda
 
 NOBODY = RankKey("", 0)
 

@@ -18,17 +18,17 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     SeqProgress,
 )
-from kvmesh.router.ticket import Ticket
-from kvmesh.simulator.agenda import Action, Agenda
+from kvmesh.router.placement.ticket import Ticket
+from kvmesh.simulator.attempt import Flight, target
+from kvmesh.simulator.cache_accounting import Ledger
 from kvmesh.simulator.fleet import MODEL, Worker, make_card
-from kvmesh.simulator.flight import Flight, target
 from kvmesh.simulator.index import Index
-from kvmesh.simulator.ledger import Ledger
 from kvmesh.simulator.options import Fault, Options, WorkerOptions
 from kvmesh.simulator.prompts import HASH, Prompts
 from kvmesh.simulator.records import Records, Span, WorkerRecord
 from kvmesh.simulator.routers import Routers
-from kvmesh.worker.mock.core import MockCore, Output
+from kvmesh.simulator.virtual_clock import Action, Agenda
+from kvmesh.worker.engines.mock.core import MockCore, Output
 from kvmesh.workload.model import Workload
 
 PROGRESS_TOKENS = 64

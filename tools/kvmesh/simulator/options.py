@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvmesh.settings.schema import Router
-from kvmesh.worker.mock.core import CoreOptions
+from kvmesh.worker.engines.mock.core import CoreOptions
 
 LEAST_SPEED = 1e-6
 Serves = Literal["aggregated", "prefill", "decode"]

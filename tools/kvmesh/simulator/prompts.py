@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvmesh.index import salt, sequence_hashes
+from kvmesh.hashing import salt, sequence_hashes
 from kvmesh.workload.model import Round, Workload
 
 HASH = 8

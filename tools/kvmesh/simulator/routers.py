@@ -5,12 +5,12 @@ from functools import partial
 from random import Random
 
 from kvmesh.bus.messages import Decision, Instance, Load, RouteEvent, RouteRequest, SeqAdd, SeqEvent
-from kvmesh.router.core import RouterCore
-from kvmesh.router.dispatcher import Dispatcher, Steps
-from kvmesh.router.overlaps import Overlaps
-from kvmesh.router.ticket import Ticket
+from kvmesh.router.placement.queue import Dispatcher, Steps
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.settings.schema import Router
-from kvmesh.simulator.agenda import Agenda
+from kvmesh.simulator.virtual_clock import Agenda
 
 TICK_S = 0.25
 SWEEP_S = 1.0

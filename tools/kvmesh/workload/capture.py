@@ -13,10 +13,10 @@ from msgspec import Struct
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Decision, Outcome, RouteEvent
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.workload.analysis.sharing import link_answers
 from kvmesh.workload.errors import WorkloadError
+from kvmesh.workload.formats.mooncake import TreeBuilder
 from kvmesh.workload.model import Round, Session, Workload
-from kvmesh.workload.mooncake import TreeBuilder
-from kvmesh.workload.sharing import link_answers
 from kvmesh.workload.tree import Tree
 
 

@@ -13,17 +13,17 @@ import msgspec
 from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.compatibility import Fitting
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.fitting import Fitting
 from kvmesh.bus.messages import Instance, ModelCard, Role, encode
-from kvmesh.bus.models import fetch_model
-from kvmesh.frontend.detokenize import DetokenizerFactory, TokenTexts
+from kvmesh.bus.model_files import fetch_model
 from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose
-from kvmesh.frontend.dialects.template import ChatTemplate
-from kvmesh.frontend.encode import TextEncoder
+from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 from kvmesh.frontend.errors import ModelNotFound, Unavailable
 from kvmesh.frontend.metrics import ModelMetrics
+from kvmesh.frontend.tokenizer.detokenizer import DetokenizerFactory, TokenTexts
+from kvmesh.frontend.tokenizer.encoder import TextEncoder
 
 log = logging.getLogger(__name__)
 RETRY_S = 2.0

@@ -10,32 +10,32 @@ from nats.aio.subscription import Subscription
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import Directory, Lease, routable
-from kvmesh.bus.loads import follow_loads
+from kvmesh.bus.engine_loads import follow_loads
 from kvmesh.bus.messages import Instance, Role
-from kvmesh.bus.secret import SecretUnusable
-from kvmesh.frontend import siblings
-from kvmesh.frontend.app import application
-from kvmesh.frontend.asking import Asking
-from kvmesh.frontend.connections import Runner
-from kvmesh.frontend.dispatch import Dispatcher
-from kvmesh.frontend.exchange import Engine
-from kvmesh.frontend.expectations import Expectations
-from kvmesh.frontend.gate import Gate, KeysError
-from kvmesh.frontend.generation import Parts
-from kvmesh.frontend.inbox import Inbox, step_decoder
-from kvmesh.frontend.keeping import Keeping
+from kvmesh.bus.shared_secret import SecretUnusable
+from kvmesh.frontend import prefork as siblings
+from kvmesh.frontend.auth.authenticator import Gate, KeysError
+from kvmesh.frontend.auth.shared_limits import SharedUse
+from kvmesh.frontend.auth.tenant_secret import tenant_secret
+from kvmesh.frontend.dispatch.dispatcher import Dispatcher
+from kvmesh.frontend.dispatch.liveness import Monitor
+from kvmesh.frontend.dispatch.route_client import Asking
+from kvmesh.frontend.dispatch.sequence_events import Tracker
+from kvmesh.frontend.dispatch.token_inbox import Inbox, step_decoder
+from kvmesh.frontend.generation.active_request import Engine
+from kvmesh.frontend.generation.cache_expectations import Expectations
+from kvmesh.frontend.http.cache.api import Keeping
+from kvmesh.frontend.http.generate import Parts
+from kvmesh.frontend.http.responses.store import ResponseStore
+from kvmesh.frontend.http.routes import application
+from kvmesh.frontend.http.server import Runner
+from kvmesh.frontend.http.sse import StreamKeeper
 from kvmesh.frontend.metrics import Loads
 from kvmesh.frontend.models import ModelRegistry
-from kvmesh.frontend.monitor import Monitor
-from kvmesh.frontend.prepare import Preparer
-from kvmesh.frontend.responses_store import ResponseStore
-from kvmesh.frontend.secret import tenant_secret
-from kvmesh.frontend.shared_use import SharedUse
-from kvmesh.frontend.streams import StreamKeeper
-from kvmesh.frontend.tenants import Tenants
-from kvmesh.frontend.tracking import Tracker
-from kvmesh.runtime.http import serve_metrics
+from kvmesh.frontend.namespaces import Tenants
+from kvmesh.frontend.preprocess.preprocessor import Preparer
 from kvmesh.runtime.service import VERSION, Service, StartError
+from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import keep_told
 from kvmesh.settings.schema import Frontend as FrontendSettings
 

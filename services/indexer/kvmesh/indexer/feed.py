@@ -7,7 +7,7 @@ import time
 from kvmesh.bus.client import Bus
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.indexer.decoding import Malformed, Source, decode, source_of
-from kvmesh.indexer.holdings import Holdings
+from kvmesh.indexer.rank_state import Holdings
 
 log = logging.getLogger(__name__)
 REMEMBERED_SOURCES = 65536

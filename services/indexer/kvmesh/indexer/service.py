@@ -12,20 +12,20 @@ from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
+from kvmesh.bus.engine_loads import follow_loads
 from kvmesh.bus.errors import BusError, BusUnavailable
-from kvmesh.bus.loads import follow_loads
 from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, RankKey, Role
 from kvmesh.index import create_index
 from kvmesh.indexer.feed import Feed
-from kvmesh.indexer.holdings import WHOLE, Holdings
-from kvmesh.indexer.keeper import Keeper, Thresholds
 from kvmesh.indexer.metrics import StateCollector
-from kvmesh.indexer.queries import SHARD, Desk
+from kvmesh.indexer.queries.query_server import SHARD, Desk
+from kvmesh.indexer.queries.shards import Shard
+from kvmesh.indexer.rank_state import WHOLE, Holdings
 from kvmesh.indexer.readiness import Readiness
-from kvmesh.indexer.shards import Shard
 from kvmesh.indexer.shortfall import Shortfall
-from kvmesh.runtime.http import serve_metrics
+from kvmesh.indexer.snapshots.snapshotter import Keeper, Thresholds
 from kvmesh.runtime.service import VERSION, Service, StartError
+from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import keep_told
 
 log = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvmesh.kvbm.core.block import REMOTE, TIERS
+from kvmesh.kvbm.core.blocks.block import REMOTE, TIERS
 from kvmesh.kvbm.core.manager import Manager
-from kvmesh.kvbm.desk import Desk
-from kvmesh.kvbm.divisions import Divisions
+from kvmesh.kvbm.peers.compatibility import Divisions
+from kvmesh.kvbm.worker_server import Desk
 
 PREFIX = "kvmesh_kvbm_"
 

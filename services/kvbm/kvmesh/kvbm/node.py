@@ -10,27 +10,27 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js.errors import APIError
 
-from kvmesh.blocks.identity import fingerprint
+from kvmesh.blocks.digests import fingerprint
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.messages import ControlReply, Instance, NodeStore, Role
 from kvmesh.bus.publisher import KvPublisher
-from kvmesh.kvbm import control
-from kvmesh.kvbm.core.block import REMOTE, TIERS
-from kvmesh.kvbm.core.claims import Further
-from kvmesh.kvbm.core.fetches import Lookup
+from kvmesh.kvbm import control_server as control
+from kvmesh.kvbm.core.blocks.block import REMOTE, TIERS
+from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.manager import Manager
-from kvmesh.kvbm.core.store import Move, MoveEnd
-from kvmesh.kvbm.desk import Desk
-from kvmesh.kvbm.divisions import Divisions
-from kvmesh.kvbm.lender import Lender
-from kvmesh.kvbm.mover import Mover
-from kvmesh.kvbm.neighbours import Neighbours
-from kvmesh.kvbm.outside import Outside
-from kvmesh.kvbm.peers import Peers
-from kvmesh.kvbm.remote.courier import Courier
-from kvmesh.kvbm.remote.seal import Seal
-from kvmesh.kvbm.shelf import Shelf
-from kvmesh.kvbm.storage import Storage, node_name
+from kvmesh.kvbm.core.transfers.mesh_claims import Further
+from kvmesh.kvbm.core.transfers.onboarding import Lookup
+from kvmesh.kvbm.peers.beyond_node import Outside
+from kvmesh.kvbm.peers.claims_exchange import Neighbours
+from kvmesh.kvbm.peers.compatibility import Divisions
+from kvmesh.kvbm.peers.lender import Lender
+from kvmesh.kvbm.peers.reader import Peers
+from kvmesh.kvbm.tiers.disk_mover import Mover
+from kvmesh.kvbm.tiers.disk_tier import Shelf
+from kvmesh.kvbm.tiers.remote.mover import Courier
+from kvmesh.kvbm.tiers.remote.seal import Seal
+from kvmesh.kvbm.tiers.storage import Storage, node_name
+from kvmesh.kvbm.worker_server import Desk
 from kvmesh.runtime.service import VERSION, Service
 
 log = logging.getLogger(__name__)

@@ -3,22 +3,22 @@
 from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
 
-from kvmesh.blocks.identity import KEY_BYTES
+from kvmesh.blocks.digests import KEY_BYTES
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusUnavailable
-from kvmesh.bus.secret import SecretUnusable, parse_secret, shared_secret
-from kvmesh.kvbm.core.block import ARENA, DISK
+from kvmesh.bus.shared_secret import SecretUnusable, parse_secret, shared_secret
+from kvmesh.kvbm.core.blocks.block import ARENA, DISK
+from kvmesh.kvbm.core.blocks.store import Remote
+from kvmesh.kvbm.core.config import Rules
 from kvmesh.kvbm.core.errors import InUse, KvbmError
 from kvmesh.kvbm.core.manager import Manager
-from kvmesh.kvbm.core.rules import Rules
-from kvmesh.kvbm.core.store import Remote
 from kvmesh.kvbm.metrics import ManagerCollector
 from kvmesh.kvbm.node import KvbmNode
-from kvmesh.kvbm.remote.interface import RemoteError
-from kvmesh.kvbm.storage import Storage
-from kvmesh.retention.ranges import RetentionError, parse_defaults
-from kvmesh.runtime.http import serve_metrics
+from kvmesh.kvbm.tiers.remote.interface import RemoteError
+from kvmesh.kvbm.tiers.storage import Storage
+from kvmesh.retention.token_ranges import RetentionError, parse_defaults
 from kvmesh.runtime.service import Service, StartError
+from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import Kvbm as KvbmSettings
 
 MOST_REMOTE = 1 << 20

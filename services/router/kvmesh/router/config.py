@@ -3,9 +3,9 @@
 import math
 
 from kvmesh.bus.messages import Thresholds
-from kvmesh.router.cost import CostModel
 from kvmesh.router.errors import ConfigError
-from kvmesh.router.registry import make_policy
+from kvmesh.router.policies.registry import make_policy
+from kvmesh.router.scoring.cost import CostModel
 from kvmesh.settings.schema import Router
 
 

@@ -17,8 +17,8 @@ from nats.aio.msg import Msg
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import OverlapQuery, RankKey
-from kvmesh.bus.peers import Peers
-from kvmesh.router.overlaps import Overlaps
+from kvmesh.bus.peer_choice import Peers
+from kvmesh.router.scoring.overlaps import Overlaps
 
 log = logging.getLogger(__name__)
 MOST_PROMPTS = 64

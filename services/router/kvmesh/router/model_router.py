@@ -26,12 +26,12 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.router import metrics
-from kvmesh.router.core import RouterCore
-from kvmesh.router.dispatcher import Dispatcher, Steps
 from kvmesh.router.index_client import Answer, IndexClient, Question
-from kvmesh.router.learned import LearnedState
-from kvmesh.router.policies import Policy
-from kvmesh.router.ticket import Ticket
+from kvmesh.router.placement.queue import Dispatcher, Steps
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.policies.base import Policy
+from kvmesh.router.policy_state import LearnedState
 from kvmesh.runtime.service import Service
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
-from kvmesh.bus.loads import follow_loads
+from kvmesh.bus.engine_loads import follow_loads
 from kvmesh.bus.messages import (
     Instance,
     Load,
@@ -19,17 +19,17 @@ from kvmesh.bus.messages import (
     RouteEvent,
     Thresholds,
 )
-from kvmesh.bus.presence import answer_pings
+from kvmesh.bus.ping import answer_pings
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.config import check_settings, thresholds
-from kvmesh.router.core import RouterCore
 from kvmesh.router.errors import ConfigError
-from kvmesh.router.events import sequence_events
 from kvmesh.router.model_router import ModelRouter
-from kvmesh.router.registry import make_policy
-from kvmesh.runtime.http import serve_metrics
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.policies.registry import make_policy
+from kvmesh.router.state.sequence_decoding import sequence_events
 from kvmesh.runtime.service import VERSION, Service, StartError
+from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import keep_told
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from msgspec import Struct
 
 from kvmesh.blocks.attachment import ArenaUser
-from kvmesh.blocks.client import StoreClient
+from kvmesh.blocks.kvbm_client import StoreClient
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.messages import Capacity, KvEvent, Load, Work
 from kvmesh.settings.schema import Settings
@@ -159,12 +159,12 @@ class EngineContext:
 EngineFactory: TypeAlias = Callable[[EngineContext], Engine]
 
 FACTORIES = {
-    "mock": "kvmesh.worker.mock.engine:create",
-    "torch": "kvmesh.worker.torch.engine:create",
-    "vllm": "kvmesh.worker.vllm.engine:create",
-    "openai": "kvmesh.worker.remote.engine:create",
-    "sglang": "kvmesh.worker.sglang.engine:create",
-    "trtllm": "kvmesh.worker.trtllm.engine:create",
+    "mock": "kvmesh.worker.engines.mock.engine:create",
+    "torch": "kvmesh.worker.engines.torch.engine:create",
+    "vllm": "kvmesh.worker.engines.vllm.engine:create",
+    "openai": "kvmesh.worker.engines.remote.engine:create",
+    "sglang": "kvmesh.worker.engines.sglang.engine:create",
+    "trtllm": "kvmesh.worker.engines.trtllm.engine:create",
 }
 
 

@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvmesh.bus.messages import Load
-from kvmesh.worker.scheduling.counters import RetentionState
+from kvmesh.worker.enginecore.counters import RetentionState
 
 handoffs = Counter(
     "kvmesh_worker_handoffs",

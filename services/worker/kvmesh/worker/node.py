@@ -31,25 +31,25 @@ from kvmesh.bus.messages import (
     Work,
     WorkReply,
 )
-from kvmesh.bus.models import publish_model
-from kvmesh.bus.presence import answer_pings
+from kvmesh.bus.model_files import publish_model
+from kvmesh.bus.ping import answer_pings
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.runtime.warnings import Warnings, keep_told
 from kvmesh.settings.schema import Settings
-from kvmesh.worker import intake
-from kvmesh.worker.compiling import Compiler
+from kvmesh.worker.capabilities.retaining import Retaining, obey, outcomes
+from kvmesh.worker.capabilities.tiered import TierCounts, Tiered, prefetch
+from kvmesh.worker.constraints.compiler import Compiler
 from kvmesh.worker.engine import ConfigError, Delta, Engine, EngineError, EngineInfo, Rejected
-from kvmesh.worker.model import instance_card, model_card
-from kvmesh.worker.orphans import Orphans
-from kvmesh.worker.prompts import Prompts
-from kvmesh.worker.retaining import Retaining, obey, outcomes
-from kvmesh.worker.scheduling.counters import RetentionState
-from kvmesh.worker.silence import Silence
-from kvmesh.worker.standing import Standing
-from kvmesh.worker.tiers import TierCounts, Tiered, prefetch
-from kvmesh.worker.transcripts import Transcripts
-from kvmesh.worker.watch import StallWatch
+from kvmesh.worker.enginecore.counters import RetentionState
+from kvmesh.worker.health.event_silence import Silence
+from kvmesh.worker.health.membership import Standing
+from kvmesh.worker.health.stall_watch import StallWatch
+from kvmesh.worker.model_card import instance_card, model_card
+from kvmesh.worker.requests import admission as intake
+from kvmesh.worker.requests.orphans import Orphans
+from kvmesh.worker.requests.output_buffer import Transcripts
+from kvmesh.worker.requests.prompt_cache import Prompts
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0

@@ -8,12 +8,13 @@ from pathlib import Path
 from prometheus_client import REGISTRY
 
 from kvmesh.blocks.attachment import ArenaUser, Tenant
-from kvmesh.blocks.client import StoreClient
+from kvmesh.blocks.kvbm_client import StoreClient
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.errors import ModelFilesError
-from kvmesh.runtime.http import serve_metrics
 from kvmesh.runtime.service import Service, StartError
+from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import Worker
+from kvmesh.worker.capabilities.tiered import TierCollector
 from kvmesh.worker.engine import (
     ConfigError,
     EngineContext,
@@ -22,9 +23,8 @@ from kvmesh.worker.engine import (
     create_engine,
 )
 from kvmesh.worker.metrics import LoadCollector, RetentionCollector
-from kvmesh.worker.model import default_model, node_name
+from kvmesh.worker.model_card import default_model, node_name
 from kvmesh.worker.node import WorkerNode
-from kvmesh.worker.tiers import TierCollector
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from nats.js.errors import KeyNotFoundError
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Thresholds, encode
+from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import did_you_mean
-from kvmesh.cli.session import run_on_bus
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 

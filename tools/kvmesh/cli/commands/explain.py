@@ -28,9 +28,9 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from rich.console import Console
 
     from kvmesh.bus.client import Bus
-    from kvmesh.cli.decode import plain
+    from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.explain import find_events, show
-    from kvmesh.cli.session import run_on_bus
+    from kvmesh.cli.messages.decoding import plain
 
     async def main(bus: Bus) -> int:
         events = await find_events(bus, arguments.request, arguments.since)

@@ -12,9 +12,9 @@ from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus
 from kvmesh.bus.subjects import token
 from kvmesh.cli import keyring
+from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.keyring import KeyringError
-from kvmesh.cli.session import run_on_bus
-from kvmesh.frontend.limits import Key
+from kvmesh.frontend.auth.accounts import Key
 from kvmesh.settings import Settings
 
 ACTIONS = ("add", "list", "revoke", "rotate")

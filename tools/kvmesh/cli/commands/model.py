@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     try:
-        from kvmesh.worker.torch.tiny import make_tiny_model
+        from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
     except ModuleNotFoundError as error:
         print(
             f"kvmesh model: this needs {error.name}: pip install 'kvmesh[torch]'", file=sys.stderr

@@ -5,7 +5,7 @@ import os
 
 from kvmesh.cli.arguments import positive, result_file
 from kvmesh.settings import Settings
-from kvmesh.workload.replay import run as replay
+from kvmesh.workload.replay.replay import run as replay
 
 TRACE = "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped one such as `demo`"
 

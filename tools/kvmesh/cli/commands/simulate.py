@@ -11,10 +11,10 @@ from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, wr
 from kvmesh.router.errors import ConfigError
 from kvmesh.settings import Settings
 from kvmesh.simulator.options import SimulationError, WorkerOptions
-from kvmesh.simulator.show import show
-from kvmesh.worker.mock.profile import ProfileError
+from kvmesh.simulator.report.tables import show
+from kvmesh.worker.engines.mock.profile import ProfileError
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.formats import load
+from kvmesh.workload.formats.registry import load
 
 WORKERS = 4
 BLOCK_SIZE = 16

@@ -11,9 +11,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.bus.client import Bus
-    from kvmesh.cli.report import gather
-    from kvmesh.cli.report_view import show_json, show_tables
-    from kvmesh.cli.session import run_on_bus
+    from kvmesh.cli.bus_session import run_on_bus
+    from kvmesh.cli.status.report import gather
+    from kvmesh.cli.status.view import show_json, show_tables
 
     async def main(bus: Bus) -> int:
         report = await gather(bus, settings)

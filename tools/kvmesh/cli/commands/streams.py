@@ -20,8 +20,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     from kvmesh.bus.client import Bus
     from kvmesh.bus.streams import apply, differences, mesh_streams
-    from kvmesh.cli.report_view import show_limits
-    from kvmesh.cli.session import run_on_bus
+    from kvmesh.cli.bus_session import run_on_bus
+    from kvmesh.cli.status.view import show_limits
     from kvmesh.runtime.service import stream_limits
 
     async def main(bus: Bus) -> int:

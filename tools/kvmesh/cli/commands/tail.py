@@ -6,8 +6,8 @@ import sys
 
 from kvmesh.bus.subjects import ROOT
 from kvmesh.cli.arguments import moment, positive
-from kvmesh.cli.decode import KINDS, REQUESTS
 from kvmesh.cli.flags import did_you_mean
+from kvmesh.cli.messages.decoding import KINDS, REQUESTS
 from kvmesh.settings import Settings
 
 
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     if arguments.no_follow and arguments.since is None:
         print("kvmesh tail: --no-follow needs --since", file=sys.stderr)
         return 2
-    from kvmesh.cli.session import run_on_bus
-    from kvmesh.cli.tailing import Form, Tail, Wanted
+    from kvmesh.cli.bus_session import run_on_bus
+    from kvmesh.cli.messages.tailing import Form, Tail, Wanted
 
     wanted = Wanted(arguments.subject, arguments.since, not arguments.no_follow, arguments.limit)
     form = Form(arguments.json, colour=sys.stdout.isatty())

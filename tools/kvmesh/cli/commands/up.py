@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvmesh.cli.supervisor.claims import claim
 from kvmesh.cli.supervisor.console import LogStream, Notes
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.guide import Guide
 from kvmesh.cli.supervisor.mesh import Mesh
 from kvmesh.cli.supervisor.nats import server_spec
 from kvmesh.cli.supervisor.plan import Spec, service_specs
+from kvmesh.cli.supervisor.resources import claim
+from kvmesh.cli.supervisor.startup import Guide
 from kvmesh.settings import Settings
 
 

@@ -18,5 +18,5 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 def cores() -> str:
     """Whether the cores run as they are, or as mypyc has compiled them."""
-    core = find_spec("kvmesh.router.core")
+    core = find_spec("kvmesh.router.placement.router")
     return "interpreted" if core is None or str(core.origin).endswith(".py") else "compiled"

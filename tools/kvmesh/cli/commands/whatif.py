@@ -13,18 +13,18 @@ from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Capacity, Instance, ModelCard
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.cli.arguments import moment
+from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import given
 from kvmesh.cli.scenario import Fleet, add_scenario, mock_core, scenarios, simulate, write
-from kvmesh.cli.session import run_on_bus
 from kvmesh.router.errors import ConfigError
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import Mock
 from kvmesh.simulator.options import Serves, SimulationError, WorkerOptions
-from kvmesh.simulator.show import show
-from kvmesh.worker.mock.profile import ProfileError
+from kvmesh.simulator.report.tables import show
+from kvmesh.worker.engines.mock.profile import ProfileError
 from kvmesh.workload.capture import Taken, assemble, capture
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.summary import Spread, spread
+from kvmesh.workload.replay.summary import Spread, spread
 
 BLOCK_SIZE = 16
 

@@ -12,11 +12,11 @@ from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, positive, result_file
 from kvmesh.cli.flags import Parser, add_flags
 from kvmesh.settings import Settings
-from kvmesh.workload.analysis import analyze
+from kvmesh.workload.analysis.analysis import analyze
+from kvmesh.workload.analysis.tables import show
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.formats import SUFFIXES, load, save
+from kvmesh.workload.formats.registry import SUFFIXES, load, save
 from kvmesh.workload.model import Workload
-from kvmesh.workload.show import show
 
 SOURCE = "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped profile's name"
 FILES = "file to write; its suffix tells the format: " + ", ".join(
@@ -122,7 +122,7 @@ def _analyze(arguments: argparse.Namespace, _: Settings) -> int:
 
 
 def _synthesize_options(parser: argparse.ArgumentParser) -> None:
-    from kvmesh.workload.synthesizer import Options
+    from kvmesh.workload.generate.synthesizer import Options
 
     _source(parser)
     parser.add_argument(
@@ -142,7 +142,7 @@ def _synthesize_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _synthesize(arguments: argparse.Namespace, _: Settings) -> int:
-    from kvmesh.workload.synthesizer import Options, Synthesizer
+    from kvmesh.workload.generate.synthesizer import Options, Synthesizer
 
     workload = _load(arguments)
     given = {
@@ -171,8 +171,8 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(arguments: argparse.Namespace, _: Settings) -> int:
-    from kvmesh.workload.agents import AgentGenerator
-    from kvmesh.workload.profile import builtin, load_profile
+    from kvmesh.workload.generate.agents import AgentGenerator
+    from kvmesh.workload.generate.profile import builtin, load_profile
 
     if arguments.profile is None:
         for name in builtin():
@@ -206,7 +206,7 @@ def _capture_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _capture(arguments: argparse.Namespace, settings: Settings) -> int:
-    from kvmesh.cli.session import run_on_bus
+    from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.workload.capture import assemble, capture
 
     async def record(bus: Bus) -> int:

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from kvmesh.cli.supervisor.life import Life, State
 from kvmesh.cli.supervisor.plan import Spec
+from kvmesh.cli.supervisor.restart_policy import Life, State
 
 PR_SET_PDEATHSIG = 1
 LINE_BYTES = 1 << 16

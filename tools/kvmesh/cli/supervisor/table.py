@@ -9,14 +9,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.cli.supervisor.life import State
 from kvmesh.cli.supervisor.process import Supervised
+from kvmesh.cli.supervisor.restart_policy import State
 from kvmesh.cli.units import duration
 
 if TYPE_CHECKING:
     from kvmesh.bus.messages import Load
-    from kvmesh.cli.supervisor.guide import Guide
-    from kvmesh.cli.supervisor.watch import Watch
+    from kvmesh.cli.supervisor.mesh_view import Watch
+    from kvmesh.cli.supervisor.startup import Guide
 
 REFRESH_S = 0.5
 LOAD = ("running", "waiting", "KV in use")

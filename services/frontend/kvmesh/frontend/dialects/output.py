@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.frontend.conversation import AnswerEvent, Tool
-from kvmesh.frontend.dialects import harmony
 from kvmesh.frontend.dialects.errors import UnknownParser
 from kvmesh.frontend.dialects.families import (
     REASONING_ALIASES,
@@ -19,8 +18,9 @@ from kvmesh.frontend.dialects.families import (
     by_template,
 )
 from kvmesh.frontend.dialects.grammar import Calls, Reasoning
-from kvmesh.frontend.dialects.parser import GrammarParser
-from kvmesh.frontend.dialects.template import ChatTemplate
+from kvmesh.frontend.dialects.parsing import harmony
+from kvmesh.frontend.dialects.parsing.parser import GrammarParser
+from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 
 HARMONY = "harmony"
 NONE = "none"

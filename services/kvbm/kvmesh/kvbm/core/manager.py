@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from kvmesh.blocks.identity import split_digests
+from kvmesh.blocks.digests import split_digests
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.kvbm import (
     Attach,
@@ -28,22 +28,22 @@ from kvmesh.bus.kvbm import (
     Wanted,
 )
 from kvmesh.bus.messages import Clear, KvEvent, Pin, encode
-from kvmesh.kvbm.core.announced import Announced
-from kvmesh.kvbm.core.block import ARENA, DISK, REMOTE, Block, Space
-from kvmesh.kvbm.core.claims import Claims, Further, Others
+from kvmesh.kvbm.core.attachment import Guest
+from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Space
+from kvmesh.kvbm.core.blocks.events import dump
+from kvmesh.kvbm.core.blocks.slab_allocator import PAGE
+from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, Store
+from kvmesh.kvbm.core.config import Rules
 from kvmesh.kvbm.core.errors import TooSmall
-from kvmesh.kvbm.core.events import dump
-from kvmesh.kvbm.core.fetches import Fetches, Lookup
-from kvmesh.kvbm.core.guest import Guest
-from kvmesh.kvbm.core.keeping import Keeping
-from kvmesh.kvbm.core.lending import Lending
-from kvmesh.kvbm.core.offers import Offers
-from kvmesh.kvbm.core.offload import Offload
-from kvmesh.kvbm.core.prompt import Prompt
-from kvmesh.kvbm.core.rules import Rules
-from kvmesh.kvbm.core.slots import PAGE
-from kvmesh.kvbm.core.store import Move, MoveEnd, Store
-from kvmesh.kvbm.core.tickets import Reading
+from kvmesh.kvbm.core.retention import Keeping
+from kvmesh.kvbm.core.transfers.in_progress import Announced
+from kvmesh.kvbm.core.transfers.lending import Lending
+from kvmesh.kvbm.core.transfers.mesh_claims import Claims, Further, Others
+from kvmesh.kvbm.core.transfers.offload import Offload
+from kvmesh.kvbm.core.transfers.onboarding import Fetches, Lookup
+from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
+from kvmesh.kvbm.core.transfers.tickets import Reading
+from kvmesh.kvbm.core.transfers.write_through import Offers
 
 UNKNOWN = Declined("unknown", "there is no such attachment; attach again")
 CLOSING = Declined("closing", "this block manager is leaving")

@@ -1,0 +1,60 @@
+"""Messages sent from plain code, in the order in which they were posted."""
+
+import asyncio
+import logging
+from collections import deque
+
+from nats.errors import Error as NatsError
+
+from kvmesh.bus.direct_client import DirectClient
+from kvmesh.bus.errors import cause
+
+log = logging.getLogger(__name__)
+MOST_UNSENT = 65_536
+
+
+class Posts:
+    """What the connection does not take at once waits for it.
+
+    A series of failures is logged once.
+    """
+
+    def __init__(self, client: DirectClient) -> None:
+        self._client = client
+        self._unsent: deque[tuple[str, bytes, str]] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        self._failing = False
+
+    def send(self, subject: str, data: bytes, reply: str) -> None:
+        if not self._unsent and self._client.try_publish(subject, data, reply):
+            self._failing = False
+            return
+        if len(self._unsent) >= MOST_UNSENT:
+            self._failed(subject, "too many messages wait to be sent")
+            return
+        self._unsent.append((subject, data, reply))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send(), name="posts")
+
+    async def sent(self) -> None:
+        """Return once nothing waits."""
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
+
+    async def _send(self) -> None:
+        try:
+            while self._unsent:
+                subject, data, reply = self._unsent[0]
+                try:
+                    await self._client.publish(subject, data, reply)
+                    self._failing = False
+                except NatsError as error:
+                    self._failed(subject, cause(error))
+                self._unsent.popleft()
+        finally:
+            self._sending = None
+
+    def _failed(self, subject: str, reason: str) -> None:
+        if not self._failing:
+            log.warning("cannot send on %s: %s", subject, reason)
+        self._failing = True

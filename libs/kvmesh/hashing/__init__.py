@@ -1,0 +1,26 @@
+"""Names for what the native core hashes: blocks of tokens, and the namespace they live in."""
+
+from hashlib import blake2b
+
+from kvmesh._native import block_hashes, sequence_hashes, xxh3
+
+__all__ = ["HASH_BYTES", "HASH_VERSION", "TOKEN_BYTES", "block_hashes", "salt", "sequence_hashes"]
+
+HASH_BYTES = 8  # of one packed hash
+TOKEN_BYTES = 4  # of one packed token id
+HASH_VERSION = 1  # of all that is hashed here and in the native core; workers must agree on it
+
+
+def salt(model: str, adapter: str = "", tenant: str = "", key: bytes = b"") -> int:
+    """Return the hash that precedes the first block of every prompt in one namespace.
+
+    Each field is length-prefixed, so no two different triples have the same encoding. Prompts
+    without a tenant have the XXH3 of it, which everybody can compute. With a tenant it is the
+    BLAKE2b of it under `key`, at most 64 bytes: without the key nobody can find two tenants whose
+    salts are equal.
+    """
+    fields = [field.encode() for field in (model, adapter, tenant)]
+    packed = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+    if not tenant:
+        return xxh3(packed)
+    return int.from_bytes(blake2b(packed, digest_size=8, key=key, person=b"kvmesh salt").digest())

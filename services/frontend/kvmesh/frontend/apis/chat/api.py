@@ -1,0 +1,197 @@
+"""POST /v1/chat/completions (OpenAI)."""
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from kvmesh.frontend.apis import openai
+from kvmesh.frontend.apis.base import (
+    Call,
+    Ending,
+    Headers,
+    Summary,
+    TokenLogprob,
+    Usage,
+    decode,
+    json_encode,
+)
+from kvmesh.frontend.apis.cache_ttl import lifetime
+from kvmesh.frontend.apis.chat.body import ChatBody, to_request
+from kvmesh.frontend.apis.nvext import ignored
+from kvmesh.frontend.apis.request_hints import apply_hints
+from kvmesh.frontend.apis.transcript import Kind, Transcript
+from kvmesh.frontend.conversation import (
+    AnswerEvent,
+    GenerateRequest,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from kvmesh.frontend.errors import ApiError
+
+_decoder = msgspec.json.Decoder(ChatBody)
+
+
+class Chat:
+    """The surface."""
+
+    name = "chat"
+    keepalive = openai.KEEPALIVE
+    in_order = False
+
+    def parse(self, body: bytes, headers: Headers) -> Call:
+        parsed = decode(_decoder, body)
+        request = to_request(parsed, f"chatcmpl-{secrets.token_hex(12)}")
+        apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
+        request.keep(lifetime(parsed.prompt_cache_retention, parsed.prompt_cache_options))
+        if "ignored" in request.extra_fields:
+            request.ignored = ignored(body, ChatBody)
+        options = parsed.stream_options
+        return Call(request, ChatAnswer(request, bool(options and options.include_usage)))
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        return openai.error_body(error)
+
+
+class Choice:
+    """What one choice has said so far, and the pre-encoded head of its chunks."""
+
+    def __init__(self, index: int, common: bytes) -> None:
+        self.head = b"data: " + common + b',"choices":[{"index":%d,"delta":' % index
+        self.text_head = self.head + b'{"content":'
+        self.said = Transcript()
+        self.logprobs: list[TokenLogprob] = []
+        self.calls = 0
+        self.finish = "stop"
+
+
+class ChatAnswer:
+    """Renders chunks and the whole completion."""
+
+    def __init__(self, request: GenerateRequest, include_usage: bool) -> None:
+        self._stream = request.stream
+        self._include_usage = include_usage
+        self._with_logprobs = request.sampling.logprobs is not None
+        self._common = {"id": request.id, "created": int(time.time()), "model": request.model}
+        self._chunk_common = {"object": "chat.completion.chunk", **self._common}
+        common = json_encode(self._chunk_common)[:-1]
+        self._choices = [Choice(index, common) for index in range(request.n)]
+        usage = b',"usage":null' if include_usage else b""
+        self._tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        self._text_tail = b"}" + self._tail
+
+    def begin(self) -> bytes:
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(choice, first) for choice in self._choices)
+
+    def started(self, usage: Usage) -> bytes:
+        return b""
+
+    def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
+        state = self._choices[choice]
+        if not self._stream:
+            state.logprobs += logprobs
+            for event in events:
+                state.said.add(event)
+            return b""
+        if logprobs:
+            return self._with_tokens(choice, events, logprobs)
+        if len(events) == 1 and type(events[0]) is TextDelta:
+            return state.text_head + json_encode(events[0].text) + self._text_tail
+        return b"".join([self._chunk(state, _delta(state, event)) for event in events])
+
+    def _with_tokens(
+        self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]
+    ) -> bytes:
+        """All tokens' probabilities go with the first delta that they led to."""
+        state = self._choices[choice]
+        deltas = [delta for event in events if (delta := _delta(state, event))] or [{}]
+        frames = []
+        for delta in deltas:
+            content = {"content": logprobs, "refusal": None} if logprobs else None
+            entry = {"index": choice, "delta": delta, "logprobs": content, "finish_reason": None}
+            frames.append(openai.event({**self._chunk_common, "choices": [entry]}))
+            logprobs = []
+        return b"".join(frames)
+
+    def end(self, choice: int, ending: Ending) -> bytes:
+        state = self._choices[choice]
+        called = state.calls or state.said.calls
+        state.finish = "tool_calls" if ending.reason == "stop" and called else ending.reason
+        if not self._stream:
+            return b""
+        last = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": state.finish}
+        usage = {"usage": None} if self._include_usage else {}
+        return openai.event({**self._chunk_common, "choices": [last], **usage})
+
+    def done(self, summary: Summary) -> bytes:
+        last: dict[str, Any] = {**self._chunk_common, "choices": []}
+        if self._include_usage:
+            last["usage"] = openai.usage_object(summary.usage)
+        if summary.nvext is not None:
+            last["nvext"] = summary.nvext
+        wanted = self._include_usage or summary.nvext is not None
+        return (openai.event(last) if wanted else b"") + openai.DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return openai.event(openai.error_object(error)) + openai.DONE
+
+    def whole(self, summary: Summary) -> bytes:
+        choices = [
+            {
+                "index": index,
+                "message": _message(choice.said),
+                "logprobs": self._logprobs(choice),
+                "finish_reason": choice.finish,
+            }
+            for index, choice in enumerate(self._choices)
+        ]
+        usage = openai.usage_object(summary.usage)
+        extra = {"nvext": summary.nvext} if summary.nvext is not None else {}
+        head = {"object": "chat.completion", **self._common}
+        return json_encode({**head, "choices": choices, "usage": usage, **extra})
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        return {"content": choice.logprobs, "refusal": None}
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any]) -> bytes:
+        return choice.head + json_encode(delta) + self._tail if delta else b""
+
+
+def _delta(choice: Choice, event: AnswerEvent) -> dict[str, Any]:
+    if isinstance(event, TextDelta):
+        return {"content": event.text}
+    if isinstance(event, ThinkingDelta):
+        return {"reasoning_content": event.text}
+    if isinstance(event, ToolCallStart):
+        choice.calls += 1
+        return {"tool_calls": [{"index": choice.calls - 1, **_call(event, "")}]}
+    if isinstance(event, ToolCallDelta):
+        function = {"arguments": event.arguments}
+        return {"tool_calls": [{"index": choice.calls - 1, "function": function}]}
+    return {}
+
+
+def _message(said: Transcript) -> dict[str, Any]:
+    calls = [_call(part.start, part.text) for part in said.calls if part.start is not None]
+    thinking = said.joined(Kind.THINKING)
+    content = said.joined(Kind.TEXT) or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if thinking:
+        message["reasoning_content"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(start: ToolCallStart, arguments: str) -> dict[str, Any]:
+    if start.custom:
+        custom = {"name": start.name, "input": arguments}
+        return {"id": start.id, "type": "custom", "custom": custom}
+    function = {"name": start.name, "arguments": arguments}
+    return {"id": start.id, "type": "function", "function": function}

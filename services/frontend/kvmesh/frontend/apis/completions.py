@@ -1,0 +1,217 @@
+"""POST /v1/completions (OpenAI): text or tokens in, text out, no chat template."""
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from kvmesh.frontend.apis import openai
+from kvmesh.frontend.apis.base import (
+    Call,
+    Ending,
+    Headers,
+    Summary,
+    TokenLogprob,
+    Usage,
+    check_range,
+    decode,
+    json_encode,
+)
+from kvmesh.frontend.apis.cache_ttl import CacheOptions, CacheRetention, lifetime
+from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, StreamOptions, guided
+from kvmesh.frontend.apis.nvext import Nvext, ignored
+from kvmesh.frontend.apis.request_hints import apply_hints
+from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
+from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
+from kvmesh.frontend.errors import ApiError, InvalidRequest
+
+DEFAULT_MAX_TOKENS = 16
+MAX_LOGPROBS = 20
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    """Fields of the API. Unknown ones are ignored."""
+
+    model: str
+    prompt: str | list[str | int | list[int]]
+    n: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    prompt_cache_options: CacheOptions | None = None
+    nvext: Nvext | None = None
+
+
+_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+class Completions:
+    """The surface."""
+
+    name = "completions"
+    keepalive = openai.KEEPALIVE
+    in_order = False
+
+    def parse(self, body: bytes, headers: Headers) -> Call:
+        parsed = decode(_decoder, body)
+        request = to_request(parsed)
+        apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
+        request.keep(lifetime(parsed.prompt_cache_retention, parsed.prompt_cache_options))
+        if "ignored" in request.extra_fields:
+            request.ignored = ignored(body, CompletionBody)
+        options = parsed.stream_options
+        return Call(request, CompletionAnswer(request, bool(options and options.include_usage)))
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        return openai.error_body(error)
+
+
+def to_request(body: CompletionBody) -> GenerateRequest:
+    """The internal request; raises InvalidRequest naming the field at fault."""
+    prompts = _prompts(body.prompt)
+    check_range(body.n, 1, MAX_CHOICES, "n")
+    check_range(body.logprobs, 0, MAX_LOGPROBS, "logprobs")
+    if len(prompts) * (body.n or 1) > MAX_CHOICES:
+        raise InvalidRequest(f"More than {MAX_CHOICES} answers in one request.", "prompt")
+    if body.echo and not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequest("`echo` needs prompts as text.", "echo")
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return GenerateRequest(
+        id=f"cmpl-{secrets.token_hex(12)}",
+        model=body.model,
+        sampling=to_sampling(body, limit, body.logprobs),
+        prompts=prompts,
+        guided=guided(body.response_format),
+        stream=bool(body.stream),
+        n=body.n or 1,
+        echo=bool(body.echo),
+    )
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    if isinstance(prompt, str) or (prompt and all(isinstance(token, int) for token in prompt)):
+        prompt = [prompt]
+    if not prompt or not all(prompt) or any(isinstance(part, int) for part in prompt):
+        raise InvalidRequest(
+            "`prompt` must be a text, a list of texts, token ids, or a list of lists of token ids,"
+            " and not empty.",
+            "prompt",
+        )
+    return prompt
+
+
+class Choice:
+    """What one choice has said so far, and where its next token begins."""
+
+    def __init__(self, index: int, echo: str) -> None:
+        self.index = index
+        self.text = [echo]
+        self.offset = len(echo)
+        self.logprobs: dict[str, list[Any]] = _no_logprobs()
+        self.finish: str | None = None
+
+
+class CompletionAnswer:
+    """Renders chunks and the whole completion."""
+
+    def __init__(self, request: GenerateRequest, include_usage: bool) -> None:
+        self._stream = request.stream
+        self._include_usage = include_usage
+        self._with_logprobs = request.sampling.logprobs is not None
+        self._common = {
+            "id": request.id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        self._choices = [
+            Choice(index, _echo(request, index // request.n))
+            for index in range(len(request.prompts) * request.n)
+        ]
+
+    def begin(self) -> bytes:
+        echoes = [self._chunk(c, c.text[0]) for c in self._choices if c.text[0]]
+        return b"".join(echoes) or openai.KEEPALIVE
+
+    def started(self, usage: Usage) -> bytes:
+        return b""
+
+    def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
+        state = self._choices[choice]
+        text = "".join([event.text for event in events if isinstance(event, TextDelta)])
+        found = _logprobs(state, logprobs) if self._with_logprobs else None
+        if not self._stream:
+            state.text.append(text)
+            for key, values in (found or {}).items():
+                state.logprobs[key] += values
+            return b""
+        return self._chunk(state, text, found)
+
+    def end(self, choice: int, ending: Ending) -> bytes:
+        state = self._choices[choice]
+        state.finish = ending.reason
+        return self._chunk(state, "") if self._stream else b""
+
+    def _chunk(
+        self, choice: Choice, text: str, logprobs: dict[str, list[Any]] | None = None
+    ) -> bytes:
+        entry = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish,
+        }
+        usage = {"usage": None} if self._include_usage else {}
+        return openai.event({**self._common, "choices": [entry], **usage})
+
+    def done(self, summary: Summary) -> bytes:
+        last: dict[str, Any] = {**self._common, "choices": []}
+        if self._include_usage:
+            last["usage"] = openai.usage_object(summary.usage)
+        if summary.nvext is not None:
+            last["nvext"] = summary.nvext
+        wanted = self._include_usage or summary.nvext is not None
+        return (openai.event(last) if wanted else b"") + openai.DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return openai.event(openai.error_object(error)) + openai.DONE
+
+    def whole(self, summary: Summary) -> bytes:
+        choices = [
+            {
+                "index": choice.index,
+                "text": "".join(choice.text),
+                "logprobs": choice.logprobs if self._with_logprobs else None,
+                "finish_reason": choice.finish,
+            }
+            for choice in self._choices
+        ]
+        usage = openai.usage_object(summary.usage)
+        extra = {"nvext": summary.nvext} if summary.nvext is not None else {}
+        return json_encode({**self._common, "choices": choices, "usage": usage, **extra})
+
+
+def _echo(request: GenerateRequest, prompt: int) -> str:
+    text = request.prompts[prompt]
+    return text if request.echo and isinstance(text, str) else ""
+
+
+def _no_logprobs() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _logprobs(choice: Choice, tokens: list[TokenLogprob]) -> dict[str, list[Any]]:
+    """The older form of this API: parallel lists."""
+    found = _no_logprobs()
+    for token in tokens:
+        found["tokens"].append(token.token)
+        found["token_logprobs"].append(token.logprob)
+        found["top_logprobs"].append({top.token: top.logprob for top in token.top_logprobs})
+        found["text_offset"].append(choice.offset)
+        choice.offset += len(token.token)
+    return found

@@ -1,0 +1,261 @@
+"""POST /v1/messages (Anthropic)."""
+
+import secrets
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from kvmesh.frontend.apis import transcript
+from kvmesh.frontend.apis.base import (
+    Call,
+    Ending,
+    Headers,
+    Summary,
+    TokenLogprob,
+    Usage,
+    decode,
+    json_encode,
+)
+from kvmesh.frontend.apis.messages.body import MessagesBody, to_request
+from kvmesh.frontend.apis.nvext import ignored
+from kvmesh.frontend.apis.request_hints import apply_hints, session_in
+from kvmesh.frontend.apis.transcript import Part, Transcript
+from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
+from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, Kind
+
+TYPES: dict[Kind, str] = {
+    "invalid_request": "invalid_request_error",
+    "authentication": "authentication_error",
+    "permission": "permission_error",
+    "not_found": "not_found_error",
+    "too_large": "request_too_large",
+    "rate_limit": "rate_limit_error",
+    "overloaded": "overloaded_error",
+    "unavailable": "api_error",
+    "timeout": "timeout_error",
+    "internal": "api_error",
+}
+OPENING = b": accepted\n\n"
+TEXT_HEAD = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+DELTAS = {
+    transcript.Kind.TEXT: b'"delta":{"type":"text_delta","text":',
+    transcript.Kind.THINKING: b'"delta":{"type":"thinking_delta","thinking":',
+    transcript.Kind.CALL: b'"delta":{"type":"input_json_delta","partial_json":',
+}
+_decoder = msgspec.json.Decoder(MessagesBody)
+
+
+def parse_body(body: bytes, headers: Headers) -> GenerateRequest:
+    """The internal request of a Messages body; shared with token counting."""
+    parsed = decode(_decoder, body)
+    request = to_request(parsed)
+    user = session_in(parsed.metadata.user_id if parsed.metadata else None)
+    apply_hints(request, headers, parsed.nvext, user)
+    request.keep(parsed.cache_control.ttl_s() if parsed.cache_control else None)
+    if "ignored" in request.extra_fields:
+        request.ignored = ignored(body, MessagesBody)
+    return request
+
+
+class Shape:
+    """The API's own form of errors."""
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        return STATUS[error.kind], json_encode(error_object(error))
+
+
+SHAPE = Shape()
+
+
+class Messages(Shape):
+    """The surface."""
+
+    name = "messages"
+    keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
+    in_order = True
+
+    def parse(self, body: bytes, headers: Headers) -> Call:
+        request = parse_body(body, headers)
+        return Call(request, MessagesAnswer(request))
+
+
+class CountTokens(Shape):
+    """POST /v1/messages/count_tokens: exact for the served template."""
+
+    name = "count_tokens"
+
+    def parse(self, body: bytes, headers: Headers) -> GenerateRequest:
+        return parse_body(body, headers)
+
+    def answer(self, prompts: list[bytes], context: int) -> bytes:
+        return json_encode({"input_tokens": sum(len(prompt) // 4 for prompt in prompts)})
+
+
+def error_object(error: ApiError) -> dict[str, Any]:
+    return {
+        "type": "error",
+        "error": {"type": TYPES[error.kind], "message": _message(error)},
+        "request_id": f"req_{secrets.token_hex(12)}",
+    }
+
+
+def _message(error: ApiError) -> str:
+    """Claude Code reads these two texts, and lowers `max_tokens` or compacts the conversation."""
+    if not isinstance(error, ContextExceeded):
+        return error.message
+    count, wanted, most = error.prompt_tokens, error.max_tokens, error.context
+    if wanted is None:
+        return f"prompt is too long: {count} tokens > {most} maximum"
+    return f"input length and `max_tokens` exceed context limit: {count} + {wanted} > {most}"
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """The three input counts are disjoint, as this API has it; together they are the prompt."""
+    return {
+        "input_tokens": usage.prompt - usage.cached - usage.stored,
+        "cache_creation_input_tokens": usage.stored,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": usage.stored - usage.lasting,
+            "ephemeral_1h_input_tokens": usage.lasting,
+        },
+        "output_tokens": usage.output,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+    }
+
+
+class MessagesAnswer:
+    """Renders the event stream and the whole message."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._said = Transcript()
+        self._open: Part | None = None
+        self._begun = False
+        self._ending = Ending("stop")
+
+    def begin(self) -> bytes:
+        """Only a comment: usage belongs into `message_start`, and is known at the first token."""
+        return OPENING
+
+    def started(self, usage: Usage) -> bytes:
+        self._begun = True
+        return _event({"type": "message_start", "message": self._head(usage)})
+
+    def _head(self, usage: Usage) -> dict[str, Any]:
+        return {
+            "id": self._request.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._request.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_object(usage),
+        }
+
+    def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
+        frames = []
+        for event in events:
+            added = self._said.add(event)
+            if added is None:
+                frames.append(self._close())
+                continue
+            part, text = added
+            if part is not self._open:
+                frames += [self._close(), self._start(part)]
+            if text:
+                frames.append(self._delta(part, text))
+        return b"".join(frames)
+
+    def _start(self, part: Part) -> bytes:
+        self._open = part
+        index = len(self._said.parts) - 1
+        block = _empty_block(part)
+        return _event({"type": "content_block_start", "index": index, "content_block": block})
+
+    def _delta(self, part: Part, text: str) -> bytes:
+        head = TEXT_HEAD % (len(self._said.parts) - 1)
+        return head + DELTAS[part.kind] + json_encode(text) + b"}}\n\n"
+
+    def _close(self) -> bytes:
+        part, self._open = self._open, None
+        if part is None:
+            return b""
+        index = self._said.parts.index(part)
+        frames = b""
+        if part.kind is transcript.Kind.THINKING:
+            delta = {"type": "signature_delta", "signature": signature(part.text)}
+            frames = _event({"type": "content_block_delta", "index": index, "delta": delta})
+        return frames + _event({"type": "content_block_stop", "index": index})
+
+    def end(self, choice: int, ending: Ending) -> bytes:
+        self._ending = ending
+        return self._close()
+
+    def done(self, summary: Summary) -> bytes:
+        start = b"" if self._begun else self.started(summary.usage)
+        delta = {"stop_reason": self._reason(), "stop_sequence": self._ending.stop}
+        usage = usage_object(summary.usage)
+        last = {"type": "message_delta", "delta": delta, "usage": usage, **_extra(summary)}
+        return start + _event(last) + _event({"type": "message_stop"})
+
+    def _reason(self) -> str:
+        if self._ending.stop is not None:
+            return "stop_sequence"
+        if self._ending.reason == "length":
+            return "max_tokens"
+        return "tool_use" if self._said.calls else "end_turn"
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event(error_object(error))
+
+    def whole(self, summary: Summary) -> bytes:
+        return json_encode(
+            {
+                **self._head(summary.usage),
+                "content": [_whole_block(part) for part in self._said.parts],
+                "stop_reason": self._reason(),
+                "stop_sequence": self._ending.stop,
+                **_extra(summary),
+            }
+        )
+
+
+def signature(thinking: str) -> str:
+    """An opaque mark that clients send back with a thinking block."""
+    return blake2b(thinking.encode(), digest_size=24).hexdigest()
+
+
+def _empty_block(part: Part) -> dict[str, Any]:
+    if part.start is not None:
+        return {"type": "tool_use", "id": part.start.id, "name": part.start.name, "input": {}}
+    if part.kind is transcript.Kind.THINKING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _whole_block(part: Part) -> dict[str, Any]:
+    text = part.text
+    if part.start is not None:
+        return {**_empty_block(part), "input": _arguments(text)}
+    if part.kind is transcript.Kind.THINKING:
+        return {"type": "thinking", "thinking": text, "signature": signature(text)}
+    return {"type": "text", "text": text}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The object that the arguments are; a call that broke off has none yet."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return {}
+
+
+def _extra(summary: Summary) -> dict[str, Any]:
+    return {"nvext": summary.nvext} if summary.nvext is not None else {}
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), json_encode(value))

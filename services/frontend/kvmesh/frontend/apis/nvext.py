@@ -1,0 +1,113 @@
+"""`nvext`: what a harness tells the mesh beyond the API it speaks (docs/requests.md)."""
+
+from collections.abc import Iterable, Set
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvmesh.frontend.apis.cache_ttl import CacheMark, Retention, plan
+from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.namespaces import check_name
+
+EXTRA_FIELDS = ("worker_id", "timing", "cache", "routing", "stop_reason", "ignored")
+# Known, and of no effect in this version: said so in `nvext.ignored` instead of silently dropped.
+NO_EFFECT = (
+    "annotations",
+    "prefill_worker_id",
+    "decode_worker_id",
+    "max_thinking_tokens",
+)
+
+
+MOST = (1 << 31) - 1
+MOST_IGNORED = 1024
+Whole = Annotated[int, Meta(ge=0, le=MOST)]
+Name = Annotated[str, Meta(max_length=512)]
+
+
+class AgentHints(Struct):
+    priority: Annotated[int, Meta(ge=-MOST, le=MOST)] | None = None
+    strict_priority: Whole | None = None
+    latency_sensitivity: Annotated[float, Meta(ge=0, le=1)] | None = None
+    osl: Annotated[int, Meta(gt=0, le=MOST)] | None = None
+    speculative_prefill: bool | None = None
+
+
+class SessionControl(Struct):
+    session_id: str
+    action: Literal["open", "bind", "close"] | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+
+
+class RoutingConstraints(Struct):
+    """`labels` a worker must carry; `allow` and `exclude` name instances."""
+
+    labels: Annotated[dict[Name, Name], Meta(max_length=256)] = {}
+    allow: Annotated[list[Name], Meta(max_length=4096)] = []
+    exclude: Annotated[list[Name], Meta(max_length=4096)] = []
+
+
+class Nvext(Struct):
+    agent_hints: AgentHints | None = None
+    cache_control: CacheMark | None = None
+    retention: Retention | None = None
+    session_control: SessionControl | None = None
+    cache_salt: str | None = None
+    extra_fields: list[Name] | None = None
+    annotations: list[str] | None = None
+    token_data: list[Annotated[int, Meta(ge=0, lt=1 << 32)]] | None = None
+    backend_instance_id: Name | int | None = None
+    prefill_worker_id: Name | int | None = None
+    decode_worker_id: Name | int | None = None
+    dp_rank: Whole | None = None
+    max_thinking_tokens: Whole | None = None
+    use_raw_prompt: bool | None = None
+    greed_sampling: bool | None = None
+    routing_constraints: RoutingConstraints | None = None
+    policy: Name | None = None
+    router_config_override: Annotated[dict[Name, float], Meta(max_length=256)] | None = None
+
+
+def apply(request: GenerateRequest, nvext: Nvext) -> None:
+    """Put what concerns prompt and sampling into the request; `hints` does the rest."""
+    if nvext.cache_salt:
+        check_name(nvext.cache_salt, "nvext.cache_salt")
+        request.cache_salt = nvext.cache_salt
+    if nvext.token_data:
+        request.prompts = [nvext.token_data]
+    elif nvext.use_raw_prompt and request.messages:
+        request.prompts = [_raw(request)]
+    if nvext.greed_sampling:
+        request.sampling = msgspec.structs.replace(request.sampling, temperature=0.0)
+    request.retention, request.decode = plan(nvext.retention)
+    request.keep(nvext.cache_control.ttl_s() if nvext.cache_control else None)
+    request.speculative = bool(nvext.agent_hints and nvext.agent_hints.speculative_prefill)
+    request.policy = nvext.policy
+    request.overrides = nvext.router_config_override or {}
+    request.extra_fields = frozenset(nvext.extra_fields or [])
+
+
+def _raw(request: GenerateRequest) -> str:
+    """The text of the conversation as it is, without a template."""
+    blocks = [block for message in request.messages for block in message.blocks]
+    return "".join(getattr(block, "text", "") for block in blocks)
+
+
+def ignored(body: bytes, known: type[Struct]) -> list[str]:
+    """Names of fields in the body that have no effect: unknown ones, and known ones so far.
+
+    Of either kind the first `MOST_IGNORED` are told.
+    """
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    found = _but(fields, {f.encode_name for f in msgspec.structs.fields(known)})
+    extension: dict[str, Any] = {}
+    if "nvext" in fields:
+        extension = msgspec.json.decode(fields["nvext"], type=dict[str, Any])
+    names = {f.encode_name for f in msgspec.structs.fields(Nvext)}
+    return found + [f"nvext.{key}" for key in _but(extension, names.difference(NO_EFFECT))]
+
+
+def _but(fields: Iterable[str], known: Set[str]) -> list[str]:
+    return sorted(islice((name for name in fields if name not in known), MOST_IGNORED))

@@ -1,0 +1,68 @@
+"""What the OpenAI-shaped APIs have in common: errors and usage."""
+
+from typing import Any
+
+from kvmesh.frontend.apis.base import Usage, json_encode
+from kvmesh.frontend.errors import STATUS, ApiError, Kind
+
+TYPES: dict[Kind, str] = {
+    "invalid_request": "invalid_request_error",
+    "authentication": "authentication_error",
+    "permission": "permission_error",
+    "not_found": "invalid_request_error",
+    "too_large": "invalid_request_error",
+    "rate_limit": "rate_limit_error",
+    "overloaded": "overloaded_error",
+    "unavailable": "service_unavailable_error",
+    "timeout": "timeout_error",
+    "internal": "server_error",
+}
+OVERLOADED = 429
+KEEPALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def status_of(error: ApiError) -> int:
+    """429 for overload: the status that OpenAI clients wait on, together with retry-after."""
+    return OVERLOADED if error.kind == "overloaded" else STATUS[error.kind]
+
+
+def error_object(error: ApiError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": error.message,
+            "type": TYPES[error.kind],
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_body(error: ApiError) -> tuple[int, bytes]:
+    return status_of(error), json_encode(error_object(error))
+
+
+class Shape:
+    """The error shape alone, for endpoints without a surface of their own."""
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        return error_body(error)
+
+
+SHAPE = Shape()
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """`usage` of chat and text completions."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.output,
+        "total_tokens": usage.prompt + usage.output,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One unnamed server-sent event."""
+    return b"data: " + json_encode(value) + b"\n\n"

@@ -1,0 +1,138 @@
+"""Who asks and how urgent it is: from the headers of every harness, then from the body."""
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from kvmesh.bus.messages import Hints, Placement
+from kvmesh.frontend.apis.base import Headers
+from kvmesh.frontend.apis.nvext import AgentHints, Nvext, RoutingConstraints, apply
+from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.frontend.namespaces import check_name
+
+OURS = ("x-kvmesh-", "x-dynamo-")
+MAX_ID = 512
+_NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
+
+
+class Session(NamedTuple):
+    """Identity of an agent's chain of requests, and of the one that started it."""
+
+    id: str | None
+    parent: str | None
+
+
+def apply_hints(
+    request: GenerateRequest, headers: Headers, nvext: Nvext | None, cache_key: str | None
+) -> None:
+    """Set everything that nvext and headers say; headers win over the body."""
+    nvext = nvext or Nvext()
+    apply(request, nvext)
+    tenant = headers.get("x-tenant-id")
+    if tenant:
+        check_name(tenant, "x-tenant-id")
+        request.cache_salt = tenant
+    request.hints = _hints(headers, nvext, cache_key)
+    request.placement = _placement(headers, nvext)
+    request.policy = _ours(headers, "policy") or request.policy
+
+
+def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
+    agent = nvext.agent_hints or AgentHints()
+    control = nvext.session_control
+    session = session_of(headers)
+    named = control.session_id if control else cache_key
+    fair_class = _ours(headers, "fair-class")
+    if fair_class:
+        check_name(fair_class, "x-kvmesh-fair-class")
+    return Hints(
+        priority=_int(headers, "priority", agent.priority or 0),
+        strict_priority=max(_int(headers, "strict-priority", agent.strict_priority or 0), 0),
+        latency_sensitivity=agent.latency_sensitivity or 0.0,
+        osl=_int(headers, "osl", agent.osl or 0) or None,
+        session=_bounded(session.id or named),
+        parent_session=_bounded(session.parent),
+        session_final=_is_final(headers) or bool(control and control.action == "close"),
+        fair_class=fair_class,
+    )
+
+
+def session_of(headers: Headers) -> Session:
+    """The session that a harness names in its own way; see docs/requests.md."""
+    own = _ours(headers, "session-id")
+    if own:
+        return Session(own, _ours(headers, "parent-session-id"))
+    claude = headers.get("x-claude-code-session-id")
+    if claude:
+        return _claude(claude, headers)
+    codex = headers.get("thread-id") or headers.get("session-id")
+    if codex:
+        return Session(codex, headers.get("x-codex-parent-thread-id"))
+    opencode = headers.get("x-session-id") or headers.get("x-session-affinity")
+    return Session(opencode, headers.get("x-parent-session-id"))
+
+
+def _claude(session: str, headers: Headers) -> Session:
+    """Subagents share their parent's session id and differ by agent id."""
+    agent = headers.get("x-claude-code-agent-id")
+    if not agent:
+        return Session(session, None)
+    parent = headers.get("x-claude-code-parent-agent-id")
+    return Session(f"{session}/{agent}", f"{session}/{parent}" if parent else session)
+
+
+def _placement(headers: Headers, nvext: Nvext) -> Placement:
+    constraints = nvext.routing_constraints or RoutingConstraints()
+    wanted = nvext.backend_instance_id
+    instance = _ours(headers, "worker-instance-id") or (None if wanted is None else str(wanted))
+    rank = _int(headers, "dp-rank", -1 if nvext.dp_rank is None else nvext.dp_rank)
+    return Placement(
+        instance=instance,
+        rank=None if rank < 0 else rank,
+        exclude=constraints.exclude,
+        allow=constraints.allow,
+        labels=constraints.labels,
+    )
+
+
+def _ours(headers: Headers, name: str) -> str | None:
+    for prefix in OURS:
+        value = headers.get(prefix + name)
+        if value:
+            return value
+    return None
+
+
+def _int(headers: Headers, name: str, default: int) -> int:
+    text = _ours(headers, name)
+    if text is None:
+        return default
+    if not _NUMBER.fullmatch(text):
+        raise InvalidRequest(f"Header `x-kvmesh-{name}` is not a whole number.", name)
+    return int(text)
+
+
+def _is_final(headers: Headers) -> bool:
+    return (_ours(headers, "session-final") or "").lower() in ("1", "true", "yes")
+
+
+def _bounded(name: str | None) -> str | None:
+    if name is not None and len(name) > MAX_ID:
+        raise InvalidRequest(f"A session id is longer than {MAX_ID} characters.")
+    return name or None
+
+
+class _UserId(msgspec.Struct):
+    session_id: str | None = None
+
+
+def session_in(user_id: str | None) -> str | None:
+    """The session inside Claude Code's `metadata.user_id`, which is JSON text."""
+    if not user_id or not user_id.startswith("{"):
+        return None
+    try:
+        return msgspec.json.decode(user_id, type=_UserId).session_id
+    except msgspec.MsgspecError:
+        return None

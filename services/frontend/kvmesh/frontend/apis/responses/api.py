@@ -1,0 +1,308 @@
+"""POST /v1/responses (OpenAI)."""
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from kvmesh.frontend.apis import openai, transcript
+from kvmesh.frontend.apis.base import (
+    Call,
+    Ending,
+    Headers,
+    StoredTurn,
+    Summary,
+    TokenLogprob,
+    Usage,
+    decode,
+    json_encode,
+)
+from kvmesh.frontend.apis.cache_ttl import lifetime
+from kvmesh.frontend.apis.nvext import ignored
+from kvmesh.frontend.apis.request_hints import apply_hints
+from kvmesh.frontend.apis.responses.body import (
+    ResponsesBody,
+    input_items,
+    kept_items,
+    to_messages,
+    to_request,
+)
+from kvmesh.frontend.apis.responses.items import OutputItem
+from kvmesh.frontend.apis.transcript import Part, Transcript
+from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
+from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
+
+CODES: dict[Kind, str] = {
+    "invalid_request": "invalid_prompt",
+    "rate_limit": "rate_limit_exceeded",
+    "overloaded": "server_is_overloaded",
+    "unavailable": "server_is_overloaded",
+}
+DELTA_EVENTS = {
+    transcript.Kind.TEXT: "response.output_text.delta",
+    transcript.Kind.THINKING: "response.reasoning_text.delta",
+    transcript.Kind.CALL: "response.function_call_arguments.delta",
+}
+CUSTOM_DELTA = "response.custom_tool_call_input.delta"
+_decoder = msgspec.json.Decoder(ResponsesBody)
+
+
+def parse_body(body: bytes, headers: Headers) -> tuple[ResponsesBody, GenerateRequest]:
+    """The body and its request; shared with token counting."""
+    parsed = decode(_decoder, body)
+    request = to_request(parsed, f"resp_{secrets.token_hex(16)}")
+    apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
+    request.keep(lifetime(parsed.prompt_cache_retention, parsed.prompt_cache_options))
+    if "ignored" in request.extra_fields:
+        request.ignored = ignored(body, ResponsesBody)
+    return parsed, request
+
+
+class Responses:
+    """The surface."""
+
+    name = "responses"
+    keepalive = openai.KEEPALIVE
+    in_order = True
+
+    def parse(self, body: bytes, headers: Headers) -> Call:
+        parsed, request = parse_body(body, headers)
+        answer = ResponsesAnswer(request, parsed)
+        return Call(request, answer, Thread(request, parsed, answer))
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        return openai.error_body(error)
+
+
+class InputTokens:
+    """POST /v1/responses/input_tokens."""
+
+    name = "input_tokens"
+
+    def parse(self, body: bytes, headers: Headers) -> GenerateRequest:
+        return parse_body(body, headers)[1]
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        return openai.error_body(error)
+
+    def answer(self, prompts: list[bytes], context: int) -> bytes:
+        count = sum(len(prompt) // 4 for prompt in prompts)
+        return json_encode({"object": "response.input_tokens", "input_tokens": count})
+
+
+class Thread:
+    """The stored conversation that a response continues and becomes part of."""
+
+    def __init__(
+        self, request: GenerateRequest, body: ResponsesBody, answer: "ResponsesAnswer"
+    ) -> None:
+        self._request = request
+        self._body = body
+        self._answer = answer
+        self.previous = body.previous_response_id
+        self.store = body.store is not False
+
+    def extend(self, turns: list[StoredTurn]) -> None:
+        """Put what was said in earlier turns before this request's input."""
+        items = [item for turn in turns for item in (*turn.input, *turn.output)]
+        own = self._request.messages
+        split = 1 if self._body.instructions else 0
+        self._request.messages = [*own[:split], *to_messages(items), *own[split:]]
+
+    def turn(self, response: bytes) -> StoredTurn:
+        """This turn, to be kept with the whole `response` object."""
+        output = msgspec.json.decode(response, type=_Output).output
+        return StoredTurn(
+            id=self._request.id,
+            previous=self.previous,
+            input=kept_items(input_items(self._body)),
+            output=output,
+            response=Raw(response),
+        )
+
+    def unstored(self) -> None:
+        self.store = False
+        self._answer.unstored()
+
+
+class _Output(msgspec.Struct):
+    output: list[Raw]
+
+
+class ResponsesAnswer:
+    """Renders the event stream and the response object."""
+
+    def __init__(self, request: GenerateRequest, body: ResponsesBody) -> None:
+        self._said = Transcript()
+        self._items: list[OutputItem] = []
+        self._open: OutputItem | None = None
+        self._sequence = 0
+        self._ending = Ending("stop")
+        self._id = request.id
+        self._created = int(time.time())
+        self._echo = _echo(body)
+
+    def unstored(self) -> None:
+        """From now on the response says so."""
+        self._echo["store"] = False
+
+    def begin(self) -> bytes:
+        response = self._object("in_progress", None)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def started(self, usage: Usage) -> bytes:
+        return b""
+
+    def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
+        frames = []
+        for event in events:
+            added = self._said.add(event)
+            if added is None:
+                frames.append(self._close("completed"))
+                continue
+            part, text = added
+            if self._open is None or part is not self._open.part:
+                frames += [self._close("completed"), self._start(part)]
+            if text:
+                frames.append(self._delta(text, logprobs))
+                logprobs = []
+        return b"".join(frames)
+
+    def _start(self, part: Part) -> bytes:
+        item = self._open = OutputItem(len(self._items), part)
+        self._items.append(item)
+        added = item.object("in_progress")
+        frame = self._event("response.output_item.added", output_index=item.index, item=added)
+        if part.kind is transcript.Kind.TEXT:
+            place = self._place(item)
+            frame += self._event("response.content_part.added", **place, part=item.content(""))
+        return frame
+
+    def _place(self, item: OutputItem) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
+        if item.part.kind is not transcript.Kind.CALL:
+            place["content_index"] = 0
+        return place
+
+    def _delta(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
+        item = self._open
+        if item is None:
+            return b""
+        kind = item.part.kind
+        name = CUSTOM_DELTA if item.custom else DELTA_EVENTS[kind]
+        extra: dict[str, Any] = {}
+        if kind is transcript.Kind.TEXT:
+            item.logprobs += logprobs
+            extra = {"logprobs": logprobs}
+        return self._event(name, **self._place(item), delta=text, **extra)
+
+    def _close(self, status: str) -> bytes:
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        finish = self._finish(item)
+        done = item.object(status)
+        return finish + self._event("response.output_item.done", output_index=item.index, item=done)
+
+    def _finish(self, item: OutputItem) -> bytes:
+        place, text = self._place(item), item.part.text
+        if item.part.kind is transcript.Kind.TEXT:
+            part = item.content(text)
+            return self._event(
+                "response.output_text.done", **place, text=text, logprobs=item.logprobs
+            ) + self._event("response.content_part.done", **place, part=part)
+        if item.part.kind is transcript.Kind.THINKING:
+            return self._event("response.reasoning_text.done", **place, text=text)
+        if item.custom:
+            return self._event("response.custom_tool_call_input.done", **place, input=text)
+        name = item.part.start.name if item.part.start else ""
+        done = "response.function_call_arguments.done"
+        return self._event(done, **place, name=name, arguments=text)
+
+    def end(self, choice: int, ending: Ending) -> bytes:
+        self._ending = ending
+        return self._close("incomplete" if ending.reason == "length" else "completed")
+
+    def done(self, summary: Summary) -> bytes:
+        body = self.whole(summary)
+        return self._event(f"response.{self._status()}", response=Raw(body))
+
+    def _status(self) -> str:
+        return "incomplete" if self._ending.reason == "length" else "completed"
+
+    def failed(self, error: ApiError) -> bytes:
+        code = error.code if isinstance(error, ContextExceeded) else CODES.get(error.kind)
+        fault = {"code": code or "server_error", "message": error.message}
+        response = self._object("failed", None, error=fault)
+        return self._event("response.failed", response=response)
+
+    def whole(self, summary: Summary) -> bytes:
+        return json_encode(self._object(self._status(), summary))
+
+    def _object(self, status: str, summary: Summary | None, **changes: Any) -> dict[str, Any]:
+        cut = status == "incomplete"
+        last = "incomplete" if cut else "completed"
+        usage = _usage_object(summary.usage) if summary is not None else None
+        output = [item.object("completed") for item in self._items[:-1]]
+        output += [item.object(last) for item in self._items[-1:]]
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output,
+            "usage": usage,
+            **self._echo,
+            **changes,
+            **({"nvext": summary.nvext} if summary and summary.nvext is not None else {}),
+        }
+
+    def _event(self, event: str, /, **fields: Any) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        data = json_encode({"type": event, "sequence_number": number, **fields})
+        return b"event: %b\ndata: %b\n\n" % (event.encode(), data)
+
+
+def _usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached,
+            "cache_write_tokens": usage.stored,
+        },
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.output,
+    }
+
+
+def _echo(body: ResponsesBody) -> dict[str, Any]:
+    """What the request said, as the response object repeats it."""
+    text = body.text.format if body.text and body.text.format else None
+    form = {"type": "text"} if text is None else text
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
+        "reasoning": body.reasoning or {"effort": None, "summary": None},
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": form},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

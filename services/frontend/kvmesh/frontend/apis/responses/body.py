@@ -1,0 +1,350 @@
+"""The body of a Responses request, and its internal form."""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from kvmesh.bus.messages import Guided, Sampling
+from kvmesh.frontend.apis.base import as_json, check_range, decode
+from kvmesh.frontend.apis.cache_ttl import (
+    CacheBreakpoint,
+    CacheOptions,
+    CacheRetention,
+    breakpoint_at,
+    within,
+)
+from kvmesh.frontend.apis.chat.body import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
+from kvmesh.frontend.apis.nvext import Nvext
+from kvmesh.frontend.apis.responses.sealed_reasoning import Sealed, SealedTooLong
+from kvmesh.frontend.apis.sampling import MAX_TOKENS
+from kvmesh.frontend.conversation import (
+    Block,
+    GenerateRequest,
+    Image,
+    Message,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+from kvmesh.frontend.errors import InvalidRequest
+
+ROLES: dict[str, Literal["system", "user", "assistant"]] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
+
+class Part(Struct, omit_defaults=True):
+    type: str = ""
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | dict[str, Any] | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+class Item(Struct, omit_defaults=True):
+    """Any input item; which fields count depends on `type`, which messages may leave out."""
+
+    id: str | None = None
+    status: str | None = None
+    type: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: str | None = None
+    output: str | list[Part] | dict[str, Any] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+
+
+class ToolBody(Struct):
+    """`tools` is set for a namespace, which groups functions."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+    tools: "list[ToolBody] | None" = None
+
+
+class NamedChoice(Struct):
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class Format(Struct):
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextBody(Struct):
+    format: Format | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(Struct, kw_only=True):
+    """Fields of the Responses API. Unknown ones are ignored."""
+
+    model: str
+    input: str | list[Raw] = msgspec.field(default_factory=list)
+    instructions: str | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    tools: list[Raw] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    reasoning: Reasoning | None = None
+    text: TextBody | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    background: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    prompt_cache_options: CacheOptions | None = None
+    nvext: Nvext | None = None
+
+
+_item = msgspec.json.Decoder(Item)
+_tool = msgspec.json.Decoder(ToolBody)
+
+
+def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
+    """The internal request; raises InvalidRequest naming the field at fault."""
+    _check(body)
+    reasoning = body.reasoning or Reasoning()
+    return GenerateRequest(
+        id=request_id,
+        model=body.model,
+        sampling=_sampling(body),
+        messages=[*_instructions(body), *to_messages(input_items(body))],
+        tools=_tools(body),
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        guided=_guided(body.text),
+        template_args={"reasoning_effort": reasoning.effort} if reasoning.effort else {},
+        thinking=False if reasoning.effort == "none" else None,
+        stream=bool(body.stream),
+    )
+
+
+def _check(body: ResponsesBody) -> None:
+    if not body.input and not body.previous_response_id:
+        raise InvalidRequest("`input` must not be empty.", "input")
+    if len(body.input) > MAX_MESSAGES and not isinstance(body.input, str):
+        raise InvalidRequest(f"`input` has more than {MAX_MESSAGES} items.", "input")
+    if len(body.tools or []) > MAX_TOOLS:
+        raise InvalidRequest(f"`tools` has more than {MAX_TOOLS} entries.", "tools")
+    if body.background:
+        raise InvalidRequest("`background` responses are not supported.", "background")
+
+
+def _sampling(body: ResponsesBody) -> Sampling:
+    check_range(body.max_output_tokens, 1, MAX_TOKENS, "max_output_tokens")
+    check_range(body.temperature, 0, 2, "temperature")
+    check_range(body.top_p, 0, 1, "top_p")
+    check_range(body.top_logprobs, 0, MAX_LOGPROBS, "top_logprobs")
+    wanted = body.top_logprobs or "message.output_text.logprobs" in (body.include or [])
+    return Sampling(
+        max_tokens=body.max_output_tokens or 0,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        logprobs=(body.top_logprobs or 0) if wanted else None,
+    )
+
+
+def input_items(body: ResponsesBody) -> list[Raw]:
+    """The input as items; a plain text is one user message."""
+    if isinstance(body.input, str):
+        return [Raw(msgspec.json.encode({"role": "user", "content": body.input}))]
+    return list(body.input)
+
+
+def to_messages(items: list[Raw]) -> list[Message]:
+    """Each item as a message of its own; their ids and metadata stay behind."""
+    found, sealed = [], Sealed()
+    for index, raw in enumerate(items):
+        where = f"input[{index}]"
+        message = _message(_decode_at(_item, raw, where), where, sealed)
+        if message is not None and message.blocks:
+            found.append(message)
+    return found
+
+
+def kept_items(items: list[Raw]) -> list[Raw]:
+    """The input items to store: those that a prompt has a form for, without unknown fields."""
+    sealed = Sealed()
+    return [
+        Raw(msgspec.json.encode(item))
+        for item in map(_item.decode, items)
+        if _message(item, "input", sealed) is not None
+    ]
+
+
+def _decode_at(decoder: "msgspec.json.Decoder[Any]", raw: Raw, where: str) -> Any:
+    try:
+        return decode(decoder, bytes(raw))
+    except InvalidRequest as error:
+        param = f"{where}.{error.param}" if error.param else where
+        raise InvalidRequest(f"`{where}`: {error.message}", param) from error
+
+
+def _instructions(body: ResponsesBody) -> list[Message]:
+    return [Message("system", [Text(body.instructions)])] if body.instructions else []
+
+
+def _message(item: Item, where: str, sealed: Sealed) -> Message | None:
+    """None for kinds of items that have no form in a prompt."""
+    kind = item.type or ("message" if item.role else None)
+    if kind == "message":
+        if item.role not in ROLES:
+            raise InvalidRequest(f"`{where}.role`: unknown role {item.role!r}.", f"{where}.role")
+        return Message(ROLES[item.role], _content(item.content, where))
+    if kind == "function_call" or kind == "custom_tool_call":
+        return Message("assistant", [_call(item, where)])
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return Message("tool", [_result(item, where)])
+    if kind == "reasoning":
+        thinking = _thinking(item, where, sealed)
+        return Message("assistant", [Thinking(thinking)]) if thinking else None
+    if kind == "item_reference":
+        reason = f"`{where}`: items cannot be referred to; send them or `previous_response_id`."
+        raise InvalidRequest(reason, where)
+    if kind is None:
+        raise InvalidRequest(f"`{where}.type`: missing.", f"{where}.type")
+    return None
+
+
+def _content(content: str | list[Part] | None, where: str) -> list[Block]:
+    if isinstance(content, str):
+        return [Text(content)] if content else []
+    return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content or [])]
+
+
+def _part(part: Part, where: str) -> Block:
+    cache = breakpoint_at(part.prompt_cache_breakpoint)
+    if part.type in ("input_text", "output_text", "text", "summary_text", "reasoning_text"):
+        return Text(part.text or "", cache)
+    if part.type == "refusal":
+        return Text(part.refusal or "")
+    if part.type in ("input_image", "image_url"):
+        url = part.image_url
+        return Image(url if isinstance(url, str) else str((url or {}).get("url", "")), cache)
+    raise InvalidRequest(f"`{where}`: type `{part.type}` is not supported.", f"{where}.type")
+
+
+def _call(item: Item, where: str) -> ToolCall:
+    if not item.name:
+        raise InvalidRequest(f"`{where}.name`: missing.", f"{where}.name")
+    if item.type == "custom_tool_call":
+        return ToolCall(item.call_id or "", item.name, item.input or "", item.namespace, True)
+    given = item.arguments
+    text = given if isinstance(given, str) else as_json(given or {})
+    return ToolCall(item.call_id or "", item.name, text, item.namespace)
+
+
+def _result(item: Item, where: str) -> ToolResult:
+    if not item.call_id:
+        raise InvalidRequest(f"`{where}.call_id`: missing.", f"{where}.call_id")
+    output = item.output
+    if isinstance(output, dict):
+        output = as_json(output)
+    blocks = _content(output, f"{where}.output")
+    content = [b for b in blocks if isinstance(b, Text | Image)]
+    return ToolResult(item.call_id, content, cache=within(content))
+
+
+def _thinking(item: Item, where: str, sealed: Sealed) -> str:
+    """The full text if it came back in any form, else what was summarised of it."""
+    parts = item.content if isinstance(item.content, list) else []
+    full = "".join(part.text or "" for part in parts)
+    try:
+        full = full or sealed.open(item.encrypted_content)
+    except SealedTooLong:
+        reason = f"`{where}.encrypted_content`: it holds more text than a request may."
+        raise InvalidRequest(reason, f"{where}.encrypted_content") from None
+    return full or "\n".join(part.text or "" for part in item.summary or [])
+
+
+def _tools(body: ResponsesBody) -> list[Tool]:
+    """Functions, their groups and custom tools; hosted kinds are skipped."""
+    found: list[Tool] = []
+    for index, raw in enumerate(body.tools or []):
+        tool = _decode_at(_tool, raw, f"tools[{index}]")
+        if tool.type == "namespace":
+            inner = tool.tools or []
+            found += [made for t in inner if (made := _one_tool(t, tool.name)) is not None]
+        else:
+            made = _one_tool(tool, None)
+            found += [made] if made is not None else []
+    return found
+
+
+def _one_tool(tool: ToolBody, namespace: str | None) -> Tool | None:
+    if not tool.name:
+        return None
+    about = tool.description or ""
+    if tool.type == "custom":
+        form = tool.format or {}
+        grammar, regex = form.get("definition"), form.get("syntax") == "regex"
+        text = grammar if isinstance(grammar, str) else None
+        return Tool(tool.name, about, {}, namespace, custom=True, grammar=text, regex=regex)
+    if tool.type != "function":
+        return None
+    return Tool(
+        tool.name,
+        about,
+        tool.parameters or {},
+        namespace,
+        strict=bool(tool.strict),
+        deferred=bool(tool.defer_loading),
+    )
+
+
+def _choice(choice: str | NamedChoice | None) -> ToolChoice:
+    if isinstance(choice, NamedChoice):
+        if choice.type in ("function", "custom") and choice.name:
+            return ToolChoice("named", choice.name)
+        return ToolChoice("required") if choice.mode == "required" else ToolChoice()
+    if choice == "required":
+        return ToolChoice("required")
+    return ToolChoice("none") if choice == "none" else ToolChoice()
+
+
+def _guided(text: TextBody | None) -> Guided | None:
+    form = text.format if text else None
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Guided(kind="json_object", value="")
+    if form.type != "json_schema":
+        raise InvalidRequest(f"`text.format.type`: unknown `{form.type}`.", "text.format.type")
+    if form.schema is None:
+        raise InvalidRequest("`text.format.schema`: missing.", "text.format.schema")
+    return Guided(kind="json_schema", value=as_json(form.schema))

@@ -1,0 +1,62 @@
+"""Output items of the Responses API: ids, their form when they start and when they are done."""
+
+import secrets
+from typing import Any
+
+from kvmesh.frontend.apis.base import TokenLogprob
+from kvmesh.frontend.apis.responses.sealed_reasoning import seal
+from kvmesh.frontend.apis.transcript import Kind, Part
+
+
+class OutputItem:
+    """One item of the output, growing with its part of the transcript."""
+
+    def __init__(self, index: int, part: Part) -> None:
+        self.index = index
+        self.part = part
+        self.custom = bool(part.start and part.start.custom)
+        self.id = f"{self._prefix()}_{secrets.token_hex(16)}"
+        self.logprobs: list[TokenLogprob] = []
+
+    def _prefix(self) -> str:
+        if self.part.kind is Kind.TEXT:
+            return "msg"
+        if self.part.kind is Kind.THINKING:
+            return "rs"
+        return "ctc" if self.custom else "fc"
+
+    def content(self, text: str) -> dict[str, Any]:
+        """The one content part of a message."""
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self.logprobs,
+        }
+
+    def object(self, status: str) -> dict[str, Any]:
+        """The item as it stands: `in_progress` ones are still empty."""
+        text = self.part.text if status != "in_progress" else ""
+        if self.part.kind is Kind.TEXT:
+            content = [self.content(text)] if status != "in_progress" else []
+            head = {"type": "message", "id": self.id, "status": status, "role": "assistant"}
+            return {**head, "content": content}
+        if self.part.kind is Kind.THINKING:
+            return self._reasoning(text)
+        return self._call(text, status)
+
+    def _reasoning(self, text: str) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": text}] if text else []
+        sealed = {"encrypted_content": seal(text)} if text else {}
+        return {"type": "reasoning", "id": self.id, "summary": [], "content": content, **sealed}
+
+    def _call(self, text: str, status: str) -> dict[str, Any]:
+        start = self.part.start
+        if start is None:
+            return {}
+        head = {"id": self.id, "status": status, "call_id": start.id, "name": start.name}
+        if start.namespace is not None:
+            head["namespace"] = start.namespace
+        if self.custom:
+            return {"type": "custom_tool_call", **head, "input": text}
+        return {"type": "function_call", **head, "arguments": text}

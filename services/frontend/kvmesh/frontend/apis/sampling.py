@@ -1,0 +1,94 @@
+"""Sampling fields as OpenAI-shaped bodies carry them, and their internal form."""
+
+from msgspec import Struct
+
+from kvmesh.bus.messages import Sampling
+from kvmesh.frontend.apis.base import check_range
+from kvmesh.frontend.errors import InvalidRequest
+
+MAX_STOPS = 64
+MAX_STOP = 4096  # characters of all of them
+MAX_TOKENS = 1 << 30
+MAX_BIASED = 1024
+
+
+class SamplingBody(Struct, kw_only=True):
+    """Fields of the OpenAI API, and those of vLLM that agents use."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    """`max_tokens` of None means as much as fits; raises InvalidRequest naming the field."""
+    _check(body)
+    check_range(max_tokens, 1, MAX_TOKENS, "max_tokens")
+    return Sampling(
+        max_tokens=max_tokens or 0,
+        min_tokens=body.min_tokens or 0,
+        temperature=_or(body.temperature, 1.0),
+        top_p=_or(body.top_p, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        min_p=_or(body.min_p, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        seed=body.seed,
+        stop=stop_strings(body.stop, "stop"),
+        stop_token_ids=body.stop_token_ids or [],
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        logit_bias=_bias(body.logit_bias or {}),
+    )
+
+
+def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"`{param}` has more than {MAX_STOPS} entries.", param)
+    if sum(map(len, stops)) > MAX_STOP:
+        raise InvalidRequest(f"`{param}`: longer than {MAX_STOP} characters.", param)
+    return [text for text in stops if text]
+
+
+def _check(body: SamplingBody) -> None:
+    check_range(body.min_tokens, 0, MAX_TOKENS, "min_tokens")
+    check_range(body.temperature, 0, 2, "temperature")
+    check_range(body.top_p, 0, 1, "top_p")
+    check_range(body.top_k, -1, MAX_TOKENS, "top_k")
+    check_range(body.min_p, 0, 1, "min_p")
+    check_range(body.presence_penalty, -2, 2, "presence_penalty")
+    check_range(body.frequency_penalty, -2, 2, "frequency_penalty")
+    check_range(body.repetition_penalty, 0, 10, "repetition_penalty")
+    for param, given in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+        if len(given or ()) > MAX_BIASED:
+            raise InvalidRequest(f"`{param}` has more than {MAX_BIASED} entries.", param)
+    check_range(body.seed, -(1 << 63), (1 << 63) - 1, "seed")
+    for token in body.stop_token_ids or []:
+        check_range(token, 0, (1 << 32) - 1, "stop_token_ids")
+
+
+def _bias(bias: dict[str, float]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for token, value in bias.items():
+        check_range(value, -100, 100, "logit_bias")
+        if not token.isdecimal() or int(token) >= 1 << 32:
+            raise InvalidRequest(f"`logit_bias`: {token!r} is not a token id.", "logit_bias")
+        found[int(token)] = value
+    return found
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)

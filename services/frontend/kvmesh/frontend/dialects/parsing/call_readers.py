@@ -1,0 +1,21 @@
+"""Which reader reads a form of tool calls."""
+
+from kvmesh.frontend.dialects.grammar import Form, JsonObjects, NamedJson, Pythonic, Tagged
+from kvmesh.frontend.dialects.parsing.call_sink import CallReader, CallSink
+from kvmesh.frontend.dialects.parsing.json_calls import JsonReader, NamedReader
+from kvmesh.frontend.dialects.parsing.pythonic import KeyedReader, PythonReader
+from kvmesh.frontend.dialects.parsing.source import Source
+from kvmesh.frontend.dialects.parsing.tagged import TaggedReader
+
+
+def call_reader(form: Form, source: Source, sink: CallSink, ends: tuple[str, ...]) -> CallReader:
+    """`ends` close the section that the calls stand in."""
+    if isinstance(form, JsonObjects):
+        return JsonReader(form, source, sink, ends)
+    if isinstance(form, NamedJson):
+        return NamedReader(form, source, sink, ends)
+    if isinstance(form, Tagged):
+        return TaggedReader(form, source, sink, ends)
+    if isinstance(form, Pythonic):
+        return PythonReader(source, sink)
+    return KeyedReader(form, source, sink)

@@ -1,0 +1,145 @@
+"""Tool calls whose arguments are JSON: as an object with a name inside, or behind a name."""
+
+import json
+import re
+
+from kvmesh.frontend.dialects.grammar import JsonObjects, NamedJson
+from kvmesh.frontend.dialects.parsing.call_sink import CallSink, opened, read_name, skip
+from kvmesh.frontend.dialects.parsing.literals import JSON, Transcoder
+from kvmesh.frontend.dialects.parsing.source import Malformed, Source, Steps, Unfinished
+
+
+class JsonReader:
+    """Objects with a name and arguments among their members, in whichever order."""
+
+    def __init__(
+        self, form: JsonObjects, source: Source, sink: CallSink, ends: tuple[str, ...]
+    ) -> None:
+        self._form = form
+        self._source = source
+        self._sink = sink
+        self._ends = ends
+
+    def call(self) -> Steps[bool]:
+        source = self._source
+        if (yield from source.skip_space()) == "[":
+            source.pos += 1
+            yield from source.skip_space()
+        if not (yield from source.literal("{")):
+            return False
+        named, written, held = False, False, "{}"
+        while not (yield from self._closed(written)):
+            key = yield from self._string(":")
+            yield from self._colon()
+            if key in self._form.names and not named:
+                self._sink.name((yield from self._string("{")))
+                named = True
+            elif key in self._form.arguments and not written:
+                written, held = yield from self._arguments(named)
+            elif self._form.bare and key not in ("type", "id", *self._form.names):
+                raise Malformed
+            else:
+                yield from self._value()
+            yield from self._comma()
+        if not named:
+            raise Malformed
+        if not written:
+            self._sink.arguments(held)
+            self._sink.end()
+        yield from skip(source, ("]",))
+        return True
+
+    def _closed(self, written: bool) -> Steps[bool]:
+        if not (yield from self._source.skip_space()):
+            if written:
+                return True
+            raise Unfinished
+        if (yield from self._source.literal("}")):
+            return True
+        return bool(self._ends) and (yield from self._source.ahead(self._ends))
+
+    def _colon(self) -> Steps[None]:
+        yield from self._source.skip_space()
+        if not (yield from self._source.literal(":")):
+            raise Malformed
+        yield from self._source.skip_space()
+
+    def _comma(self) -> Steps[None]:
+        yield from self._source.skip_space()
+        yield from self._source.literal(",")
+
+    def _string(self, inside: str) -> Steps[str]:
+        parts: list[str] = []
+        coder = Transcoder(self._source, parts.append, JSON, self._ends)
+        if not (yield from coder.string(inside)):
+            raise Malformed
+        return str(json.loads("".join(parts)))
+
+    def _value(self) -> Steps[str]:
+        parts: list[str] = []
+        yield from Transcoder(self._source, parts.append, JSON, self._ends).value(1, "{")
+        return "".join(parts)
+
+    def _arguments(self, named: bool) -> Steps[tuple[bool, str]]:
+        """Whether the arguments have gone out; otherwise they wait for the name."""
+        char = yield from self._source.peek()
+        if char == "{" and named:
+            coder = Transcoder(self._source, self._sink.arguments, JSON, self._ends)
+            yield from coder.object(1)
+            self._sink.end()
+            return True, ""
+        held = _unwrapped((yield from self._value()))
+        if not named:
+            return False, held
+        self._sink.arguments(held)
+        self._sink.end()
+        return True, ""
+
+
+def _unwrapped(text: str) -> str:
+    """Arguments that may be an object, an object written as a string, or nothing at all."""
+    value = json.loads(text)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise Malformed from error
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise Malformed
+    return json.dumps(value, ensure_ascii=False)
+
+
+class NamedReader:
+    """A name with markers around it, then a JSON object."""
+
+    def __init__(
+        self, form: NamedJson, source: Source, sink: CallSink, ends: tuple[str, ...]
+    ) -> None:
+        self._form = form
+        self._source = source
+        self._sink = sink
+        self._ends = (*form.close, *ends)
+        self._name = re.compile(form.name)
+
+    def call(self) -> Steps[bool]:
+        form, source, sink = self._form, self._source, self._sink
+        if not (yield from opened(source, form.open)):
+            return False
+        yield from skip(source, form.before)
+        yield from source.skip_space()
+        whole = yield from read_name(source)
+        short = self._name.fullmatch(whole)
+        sink.name(short[1] if short else whole)
+        if form.call_id:
+            yield from source.skip_space()
+            if (yield from source.literal(form.call_id)):
+                yield from read_name(source)
+        yield from skip(source, form.between)
+        if (yield from source.skip_space()) != "{":
+            raise Malformed
+        yield from Transcoder(source, sink.arguments, JSON, self._ends).object()
+        sink.end()
+        yield from skip(source, form.close)
+        return True

@@ -1,0 +1,317 @@
+"""Values as models write them (JSON, nearly JSON, Python, Gemma), rewritten as JSON on the way.
+
+What is written is at any time the beginning of a valid JSON text in the form of `json.dumps`.
+Slips that models make in JSON are mended: raw control characters, quotes without a backslash
+inside strings, stray backslashes, trailing commas, Python's constants, missing closing braces.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from msgspec import Struct
+
+from kvmesh.frontend.dialects.parsing.source import (
+    SPACE,
+    Malformed,
+    Source,
+    Steps,
+    Stops,
+    Unfinished,
+)
+
+MAX_DEPTH = 64
+MAX_ATOM = 400
+Sink = Callable[[str], object]
+
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\Z")
+_ATOM = re.compile(r"[^\s,:=\[\](){}<>\"']+")
+_PLAIN = {quote: re.compile(rf'[^"\\\x00-\x1f{quote}]+') for quote in "\"'"}
+_HEX = re.compile(r"[0-9a-fA-F]+")
+_CONSTANTS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+_PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v"}
+_VALUE_STARTS = '"{[]-0123456789tfnTFN'
+_CLOSERS = {"{": "}", "[": "]", "(": ")"}
+
+
+class Style(Struct, frozen=True):
+    """How values are written. `quote` is a delimiter other than the usual quotes, if any."""
+
+    escapes: Literal["json", "python"] = "json"
+    quote: str | None = None
+    bare_keys: bool = False
+
+
+JSON = Style()
+PYTHON = Style(escapes="python")
+
+
+def quoted(text: str) -> str:
+    """The text as the inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class Transcoder:
+    """Reads values from `source` and writes them as JSON to `sink`.
+
+    Where one of `ends` stands in place of a closing brace, the value is taken to be complete.
+    """
+
+    def __init__(
+        self, source: Source, sink: Sink, style: Style = JSON, ends: tuple[str, ...] = ()
+    ) -> None:
+        self._source = source
+        self._sink = sink
+        self._style = style
+        self._ends = ends
+        self._quote = Stops([style.quote]) if style.quote else None
+
+    def value(self, depth: int = 0, inside: str = "") -> Steps[None]:
+        char = yield from self._source.skip_space()
+        if not char:
+            raise Unfinished
+        if depth > MAX_DEPTH:
+            raise Malformed
+        if char == "{":
+            yield from self.object(depth)
+        elif char == "[" or (char == "(" and self._style is PYTHON):
+            yield from self._array(char, depth)
+        elif not (yield from self.string(inside)):
+            yield from self._atom()
+
+    def object(self, depth: int = 0) -> Steps[None]:
+        source, sink = self._source, self._sink
+        source.pos += 1
+        sink("{")
+        separator = ""
+        while not (yield from self._closed("}")):
+            sink(separator)
+            separator = ", "
+            yield from self._key()
+            yield from source.skip_space()
+            if not (yield from source.literal(":")):
+                raise Malformed
+            sink(": ")
+            yield from self.value(depth + 1, "{")
+            yield from self._comma("}")
+        sink("}")
+
+    def _array(self, opening: str, depth: int) -> Steps[None]:
+        self._source.pos += 1
+        self._sink("[")
+        separator = ""
+        while not (yield from self._closed(_CLOSERS[opening])):
+            self._sink(separator)
+            separator = ", "
+            yield from self.value(depth + 1, "[")
+            yield from self._comma(_CLOSERS[opening])
+        self._sink("]")
+
+    def _closed(self, closer: str) -> Steps[bool]:
+        """Reads the closing bracket; an end marker stands for all that are missing."""
+        char = yield from self._source.skip_space()
+        if char == closer:
+            self._source.pos += 1
+            return True
+        if not char:
+            raise Unfinished
+        return bool(self._ends) and (yield from self._source.ahead(self._ends))
+
+    def _comma(self, closer: str) -> Steps[None]:
+        char = yield from self._source.skip_space()
+        if char == ",":
+            self._source.pos += 1
+        elif char and char != closer and not (yield from self._at_end()):
+            raise Malformed
+
+    def _at_end(self) -> Steps[bool]:
+        return bool(self._ends) and (yield from self._source.ahead(self._ends))
+
+    def _key(self) -> Steps[None]:
+        if (yield from self.string(":")):
+            return
+        name = yield from self._source.match(_ATOM, MAX_ATOM)
+        if not name or not self._style.bare_keys:
+            raise Malformed
+        if not (yield from self._source.peek()):
+            raise Unfinished
+        self._sink(f'"{quoted(name)}"')
+
+    def _atom(self) -> Steps[None]:
+        text = yield from self._source.match(_ATOM, MAX_ATOM)
+        if text.lower() in _CONSTANTS:
+            self._sink(_CONSTANTS[text.lower()])
+        elif _NUMBER.match(text):
+            self._sink(text)
+        elif self._source.pos < len(self._source.text):
+            self._source.pos -= len(text)
+            raise Malformed
+        else:
+            raise Unfinished
+
+    # --- strings ---
+
+    def string(self, inside: str = "") -> Steps[bool]:
+        """Reads a string if one begins here; `inside` is what it stands in, ":" for a key."""
+        if self._quote and (yield from self._source.literal(*self._quote.markers)):
+            yield from self._delimited(self._quote)
+            return True
+        python = self._style.escapes == "python"
+        options = ('"""', "'''", '"', "'") if python else ('"',)
+        quote = yield from self._source.literal(*options)
+        if quote is None:
+            return False
+        if len(quote) == 3:
+            yield from self._python_long(quote)
+        elif python:
+            self._sink('"')
+            yield from self._python(quote)
+            self._sink('"')
+        else:
+            yield from self._json(inside)
+        return True
+
+    def _delimited(self, stops: Stops) -> Steps[None]:
+        """Up to the delimiter, as it stands."""
+        self._sink('"')
+        stop = None
+        while stop is None:
+            text, stop = yield from self._source.until(stops)
+            if stop is None and self._source.closed:
+                raise Unfinished
+            self._sink(quoted(text))
+        self._sink('"')
+
+    def _json(self, inside: str) -> Steps[None]:
+        source, sink = self._source, self._sink
+        sink('"')
+        while True:
+            self._copy_plain('"')
+            char = yield from source.peek()
+            if not char:
+                raise Unfinished
+            if char == "\\":
+                yield from self._json_escape()
+            elif char == '"':
+                if (yield from self._really_ends(inside)):
+                    break
+                source.pos += 1
+                sink('\\"')
+            elif char < " ":
+                source.pos += 1
+                sink(quoted(char))
+        source.pos += 1
+        sink('"')
+
+    def _copy_plain(self, quote: str) -> None:
+        """Copies what needs no care; the loop around it asks for more text."""
+        source = self._source
+        found = _PLAIN[quote].match(source.text, source.pos)
+        if found:
+            self._sink(found[0])
+            source.pos = found.end()
+
+    def _json_escape(self) -> Steps[None]:
+        source = self._source
+        source.pos += 1
+        char = yield from source.peek()
+        if not char:
+            raise Unfinished
+        if char == "u":
+            yield from self._json_unicode()
+            return
+        if char in '"\\/bfnrt':
+            source.pos += 1
+            self._sink(f"\\{char}")
+        else:
+            self._sink("\\\\")
+
+    def _json_unicode(self) -> Steps[None]:
+        source = self._source
+        while len(source.text) - source.pos < 5 and not source.closed:
+            yield
+        digits = source.text[source.pos + 1 : source.pos + 5]
+        if len(digits) == 4 and _HEX.fullmatch(digits):
+            source.pos += 5
+            self._sink(f"\\u{digits}")
+        else:
+            self._sink("\\\\")
+
+    def _really_ends(self, inside: str) -> Steps[bool]:
+        """Whether the quote here closes its string, by what follows; reads nothing.
+
+        In valid JSON the answer is always yes.
+        """
+        char, offset = yield from self._beyond(1)
+        if inside == ":":
+            return char in ("", ":")
+        if char == ",":
+            char, _ = yield from self._beyond(offset + 1)
+            return not char or char in ('"}' if inside == "{" else _VALUE_STARTS)
+        if not char or char == _CLOSERS.get(inside):
+            return True
+        return bool(self._ends) and (yield from self._source.ahead(self._ends, offset))
+
+    def _beyond(self, offset: int) -> Steps[tuple[str, int]]:
+        """The first character from `offset` on that is no white space, and its offset."""
+        source = self._source
+        while True:
+            while source.pos + offset < len(source.text):
+                char = source.text[source.pos + offset]
+                if char not in SPACE:
+                    return char, offset
+                offset += 1
+            if source.closed:
+                return "", offset
+            yield
+
+    def _python(self, quote: str) -> Steps[None]:
+        source = self._source
+        while True:
+            self._copy_plain(quote)
+            char = yield from source.peek()
+            if not char or char == "\n":
+                raise Malformed if char else Unfinished
+            if char == quote:
+                source.pos += 1
+                return
+            if char == "\\":
+                self._sink(quoted((yield from self._python_escape())))
+            elif char == '"' or char < " ":
+                source.pos += 1
+                self._sink(quoted(char))
+
+    def _python_long(self, quote: str) -> Steps[None]:
+        stops = Stops([quote, "\\"])
+        self._sink('"')
+        while True:
+            text, stop = yield from self._source.until(stops)
+            self._sink(quoted(text))
+            if stop == quote:
+                break
+            if stop == "\\":
+                self._source.pos -= 1
+                self._sink(quoted((yield from self._python_escape())))
+        self._sink('"')
+
+    def _python_escape(self) -> Steps[str]:
+        source = self._source
+        source.pos += 1
+        char = yield from source.peek()
+        if not char:
+            raise Unfinished
+        width = {"x": 2, "u": 4, "U": 8}.get(char, 0)
+        if width:
+            while len(source.text) - source.pos <= width and not source.closed:
+                yield
+            digits = source.text[source.pos + 1 : source.pos + 1 + width]
+            if len(digits) == width and _HEX.fullmatch(digits) and int(digits, 16) < 0x110000:
+                source.pos += 1 + width
+                return chr(int(digits, 16))
+        source.pos += 1
+        if char == "\n":
+            return ""
+        if char in "\\'\"":
+            return char
+        return _PYTHON_ESCAPES.get(char, f"\\{char}")

@@ -1,0 +1,82 @@
+"""Tool calls in Python's syntax, or in one close to it."""
+
+import re
+
+from kvmesh.frontend.dialects.grammar import KeyedLiterals
+from kvmesh.frontend.dialects.parsing.call_sink import CallSink, opened, read_name, skip
+from kvmesh.frontend.dialects.parsing.literals import PYTHON, Style, Transcoder, quoted
+from kvmesh.frontend.dialects.parsing.source import Malformed, Source, Steps
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][\w.]*")
+_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false"}
+
+
+class PythonReader:
+    """Calls as Python writes them, with or without a list around them."""
+
+    def __init__(self, source: Source, sink: CallSink) -> None:
+        self._source = source
+        self._sink = sink
+
+    def call(self) -> Steps[bool]:
+        source, sink = self._source, self._sink
+        yield from skip(source, ("[",))
+        char = yield from source.peek()
+        if not (char.isalpha() or char == "_"):
+            return False
+        called = yield from read_name(source, _IDENTIFIER)
+        if not (yield from source.literal("(")) or not sink.known(called):
+            raise Malformed
+        sink.name(called)
+        places = list(sink.schema().get("properties") or ())
+        count = 0
+        while (yield from source.skip_space()) != ")":
+            yield from self._argument("{" if count == 0 else ", ", places[count : count + 1])
+            count += 1
+            if (yield from source.skip_space()) != ")" and not (yield from source.literal(",")):
+                raise Malformed
+        source.pos += 1
+        sink.arguments("}" if count else "{}")
+        sink.end()
+        yield from skip(source, ("]",))
+        return True
+
+    def _argument(self, separator: str, place: list[str]) -> Steps[None]:
+        """One argument: by keyword, or by its place among the schema's properties."""
+        word = yield from self._source.match(_IDENTIFIER, 256)
+        yield from self._source.skip_space()
+        if word and (yield from self._source.literal("=")):
+            self._sink.arguments(f'{separator}"{quoted(word)}": ')
+            yield from self._value()
+        elif place and (not word or word in _CONSTANTS):
+            self._sink.arguments(f'{separator}"{quoted(place[0])}": ')
+            if word:
+                self._sink.arguments(_CONSTANTS[word])
+            else:
+                yield from self._value()
+        else:
+            raise Malformed
+
+    def _value(self) -> Steps[None]:
+        yield from Transcoder(self._source, self._sink.arguments, PYTHON).value()
+
+
+class KeyedReader:
+    """A name and Python-like arguments with quotes of their own."""
+
+    def __init__(self, form: KeyedLiterals, source: Source, sink: CallSink) -> None:
+        self._form = form
+        self._source = source
+        self._sink = sink
+        self._style = Style(quote=form.quote, bare_keys=True)
+
+    def call(self) -> Steps[bool]:
+        source, sink = self._source, self._sink
+        if not (yield from opened(source, self._form.open)):
+            return False
+        sink.name((yield from read_name(source)))
+        if (yield from source.skip_space()) != "{":
+            raise Malformed
+        yield from Transcoder(source, sink.arguments, self._style).object()
+        sink.end()
+        return True

@@ -1,0 +1,42 @@
+"""How to tell a model about tools when its chat template cannot.
+
+The tools are listed in the system message, with the form in which the model is to call them: that
+of its family where the template shows calls in it, else that of Hermes.
+"""
+
+from typing import Any
+
+from kvmesh.frontend.dialects.families import by_template
+from kvmesh.frontend.dialects.templates.prompt_json import dumps
+
+HERMES = "hermes"
+
+# How a call is written, by tool-call parser; NAME and ARGUMENTS stand for what the model fills in.
+FORMS = {
+    HERMES: '<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n"
+    "```json\nARGUMENTS\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v3_1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+}
+
+_TEXT = """You can call functions. These are their signatures, one JSON object a line:
+<tools>
+{tools}
+</tools>
+
+To call one, write this and nothing behind it, with its NAME and its ARGUMENTS as a JSON object:
+{form}"""
+
+
+def plain_parser(source: str, shows_calls: bool) -> str:
+    """The tool-call parser whose form to ask for, under the template whose text is `source`."""
+    found = by_template(source)
+    family = found[0] if found and shows_calls else None
+    return family if family in FORMS else HERMES
+
+
+def instructions(tools: list[dict[str, Any]], parser: str) -> str:
+    """The section that describes `tools` (OpenAI function objects) in a system message."""
+    lines = (dumps(tool["function"]) for tool in tools)
+    return _TEXT.format(tools="\n".join(lines), form=FORMS[parser])

@@ -1,0 +1,273 @@
+"""From the internal conversation to the messages that chat templates expect.
+
+Everything here keeps the prompt of one turn a prefix of the next turn's: what varies between
+turns or sessions (ids, billing headers, the form of content) never reaches the template.
+"""
+
+import re
+from collections.abc import Iterable
+from itertools import chain, groupby, takewhile
+from typing import Any
+
+from kvmesh.frontend.conversation import (
+    Block,
+    Image,
+    Message,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolNotice,
+    ToolResult,
+)
+from kvmesh.frontend.dialects import tools as tool_forms
+from kvmesh.frontend.dialects.templates.capabilities import Habits, call_id
+from kvmesh.frontend.dialects.templates.prompt_json import dumps
+
+GAP = "\n\n"
+# Differs between conversations and between an agent and its subagents, and stands first.
+BILLING = "x-anthropic-billing-header:"
+_BILLING = re.compile(rf"\A{BILLING}[^\n]*\n*")
+
+Turn = tuple[str, list[Block]]
+
+
+def normalise(
+    messages: Iterable[Message], declared: list[Tool], habits: Habits
+) -> list[dict[str, Any]]:
+    """The conversation as the template wants it; `declared` are all tools, deferred ones too."""
+    turns = _join_assistants(_separate(messages))
+    writer = _Writer(declared, habits)
+    written = [entry for turn in turns for entry in writer.write(turn)]
+    if not habits.parallel:
+        written = _one_call_each(written)
+    written = _place_system(written, habits)
+    if not habits.repeats or not habits.user_after_tool:
+        written = _merge(written, habits)
+    return [_as_parts(m) for m in written] if habits.parts else written
+
+
+def _separate(messages: Iterable[Message]) -> list[Turn]:
+    """One turn per tool result, and one per run of other blocks."""
+    turns: list[Turn] = []
+    for message in messages:
+        blocks = _without_billing(message) if message.role == "system" else message.blocks
+        if len(blocks) == 1 and type(blocks[0]) is Text:
+            turns.append(("user" if message.role == "tool" else message.role, blocks))
+            continue
+        for is_result, run in groupby(blocks, lambda b: isinstance(b, ToolResult)):
+            if is_result:
+                turns.extend(("tool", [block]) for block in run)
+            else:
+                role = "user" if message.role == "tool" else message.role
+                turns.append((role, list(run)))
+    return turns
+
+
+def _without_billing(message: Message) -> list[Block]:
+    kept: list[Block] = []
+    for block in message.blocks:
+        if not isinstance(block, Text):
+            kept.append(block)
+        elif text := _BILLING.sub("", block.text):
+            kept.append(Text(text))
+    return kept
+
+
+def _join_assistants(turns: list[Turn]) -> list[Turn]:
+    """Neighbouring assistant turns as one: APIs cut a turn into items in different ways."""
+    joined: list[Turn] = []
+    for role, blocks in turns:
+        if role == "assistant" and joined and joined[-1][0] == "assistant":
+            before = joined[-1][1]
+            if isinstance(before[-1], Text) and isinstance(blocks[0], Text):
+                before.append(Text(GAP))
+            before += blocks
+        else:
+            joined.append((role, list(blocks)))
+    return joined
+
+
+class _Writer:
+    """Writes turns one by one, giving calls ids that depend on their place alone."""
+
+    def __init__(self, declared: list[Tool], habits: Habits) -> None:
+        self._tools = tool_forms.by_model_name(declared)
+        self._deferred = {t.name: t for t in declared if t.deferred}
+        self._habits = habits
+        self._calls: dict[str, tuple[str, str]] = {}
+        self._count = 0
+
+    def write(self, turn: Turn) -> list[dict[str, Any]]:
+        role, blocks = turn
+        if role == "assistant":
+            return [self._assistant(part) for part in self._ordered(blocks)]
+        if role == "tool":
+            return [self._result(b) for b in blocks if isinstance(b, ToolResult)]
+        told: list[Block] = [self._notice(b) if isinstance(b, ToolNotice) else b for b in blocks]
+        return [{"role": role, "content": _content(told)}]
+
+    def _notice(self, notice: ToolNotice) -> Text:
+        if notice.removed:
+            return Text(f"Tool {notice.name} is no longer available.")
+        return self._known(notice.name)
+
+    def _ordered(self, blocks: list[Block]) -> list[list[Block]]:
+        """Cuts where a template, which writes thinking, text and calls, would reorder."""
+        if not self._habits.repeats:
+            return [blocks]
+        parts: list[list[Block]] = [[]]
+        for block in blocks:
+            if parts[-1] and self._must_cut(parts[-1][-1], block):
+                parts.append([])
+            parts[-1].append(block)
+        return parts
+
+    def _must_cut(self, before: Block, after: Block) -> bool:
+        apart = not self._habits.text_beside_calls
+        if apart and isinstance(before, Text) and isinstance(after, ToolCall):
+            return True
+        return _rank(after) < _rank(before)
+
+    def _assistant(self, blocks: list[Block]) -> dict[str, Any]:
+        if len(blocks) == 1 and type(blocks[0]) is Text:
+            return {"role": "assistant", "content": blocks[0].text}
+        thinking = GAP.join(b.text for b in blocks if isinstance(b, Thinking))
+        text = "".join(b.text for b in blocks if isinstance(b, Text))
+        calls = [self._call(b) for b in blocks if isinstance(b, ToolCall)]
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls and self._habits.calls is None:
+            message["content"] = "\n".join(filter(None, [text, *map(_plain_call, calls)]))
+        elif calls:
+            message["tool_calls"] = calls
+            message["content"] = text or self._habits.empty
+        if thinking:
+            self._think(message, thinking)
+        return message
+
+    def _think(self, message: dict[str, Any], thinking: str) -> None:
+        apart = not self._habits.thinking_beside_text and self._habits.text_beside_calls
+        if apart and "tool_calls" in message and message["content"]:
+            thinking = f"{thinking}{GAP}{message['content']}"
+            message["content"] = self._habits.empty
+        message[self._habits.thinking_key] = thinking
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        name = tool_forms.model_name(call.name, call.namespace)
+        place_id = call_id(self._habits.call_ids, name, self._count)
+        self._count += 1
+        self._calls[call.id] = (place_id, name)
+        arguments: Any = tool_forms.arguments(call)
+        if self._habits.calls == "text":
+            arguments = dumps(arguments)
+        function = {"name": name, "arguments": arguments}
+        return {"id": place_id, "type": "function", "function": function}
+
+    def _result(self, result: ToolResult) -> dict[str, Any]:
+        unknown = (call_id(self._habits.call_ids, "unknown", self._count), "unknown")
+        place_id, name = self._calls.get(result.call_id, unknown)
+        blocks: list[Block] = [*result.content, *map(self._known, result.references)]
+        content = _content(blocks)
+        if self._habits.calls is None:
+            return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        return {"role": "tool", "tool_call_id": place_id, "name": name, "content": content}
+
+    def _known(self, reference: str) -> Text:
+        """What a reference makes known: the tool's definition, which the tool section lacks."""
+        tool = self._deferred.get(reference) or self._tools.get(reference)
+        if tool is None or not tool.deferred:
+            return Text(f"Tool {reference} is available.")
+        definition = dumps(tool_forms.function(tool))
+        return Text(f"Tool {reference} is available:\n{definition}")
+
+
+def _rank(block: Block) -> int:
+    return 0 if isinstance(block, Thinking) else 2 if isinstance(block, ToolCall) else 1
+
+
+def _content(blocks: list[Block]) -> Any:
+    """Text as one string; a list of parts only where there is an image to place."""
+    if len(blocks) == 1 and type(blocks[0]) is Text:
+        return blocks[0].text
+    if not any(isinstance(b, Image) for b in blocks):
+        return GAP.join(b.text for b in blocks if isinstance(b, Text))
+    return [
+        {"type": "image"} if isinstance(b, Image) else {"type": "text", "text": b.text}
+        for b in blocks
+        if isinstance(b, Image | Text)
+    ]
+
+
+def _plain_call(call: dict[str, Any]) -> str:
+    """A call for templates without tools, in the form that the tool instructions ask for."""
+    return f"<tool_call>\n{dumps(call['function'])}\n</tool_call>"
+
+
+def _place_system(written: list[dict[str, Any]], habits: Habits) -> list[dict[str, Any]]:
+    """Leading system messages as one; later ones as user messages if the template asks for it."""
+    lead = 0
+    while lead < len(written) and written[lead]["role"] == "system":
+        lead += 1
+    text = GAP.join(m["content"] for m in written[:lead] if m["content"])
+    rest = written[lead:]
+    if not habits.late_system:
+        rest = [m | {"role": "user"} if m["role"] == "system" else m for m in rest]
+    if not text:
+        return rest
+    if habits.system:
+        return [{"role": "system", "content": text}, *rest]
+    return _merge([{"role": "user", "content": text}, *rest[:1]], habits) + rest[1:]
+
+
+def _one_call_each(written: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that take one call a message: each is followed by its own result."""
+    apart: list[dict[str, Any]] = []
+    moved: set[int] = set()
+    for place, message in enumerate(written):
+        calls = message.get("tool_calls", [])
+        if len(calls) < 2:
+            if id(message) not in moved:
+                apart.append(message)
+            continue
+        after = (written[at] for at in range(place + 1, len(written)))
+        following = takewhile(lambda m: m["role"] == "tool", after)
+        results = {result["tool_call_id"]: result for result in following}
+        for number, call in enumerate(calls):
+            said = message if number == 0 else {"role": "assistant", "content": ""}
+            apart.append(said | {"tool_calls": [call]})
+            if call["id"] in results:
+                apart.append(results[call["id"]])
+                moved.add(id(results[call["id"]]))
+    return apart
+
+
+def _merge(written: list[dict[str, Any]], habits: Habits) -> list[dict[str, Any]]:
+    """For templates that insist on turns: user text joins what it would otherwise follow."""
+    runs: list[list[dict[str, Any]]] = []
+    for message in written:
+        before = runs[-1][0]["role"] if runs else None
+        after_tool = before == "tool" and not habits.user_after_tool
+        if message["role"] == "user" and (before == "user" or after_tool):
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    return [_joined(run) if len(run) > 1 else run[0] for run in runs]
+
+
+def _joined(run: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first one with what all say: as one text, or as parts from the first that has parts."""
+    contents = [message["content"] for message in run]
+    texts = list(takewhile(lambda content: isinstance(content, str), contents))
+    text, rest = GAP.join(texts), contents[len(texts) :]
+    if not rest:
+        return run[0] | {"content": text}
+    lead = _parts(text) if texts else []
+    return run[0] | {"content": [*lead, *chain.from_iterable(map(_parts, rest))]}
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": _parts(message["content"])}

@@ -1,0 +1,160 @@
+"""The generating endpoints: one way for every API from body to answer."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from kvmesh.frontend.apis.base import Call, Surface, Thread
+from kvmesh.frontend.auth.authenticator import Gate
+from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.generation.active_request import Engine, Exchange
+from kvmesh.frontend.http.bodies import JSON, LARGE, parsed, read_body, unexpected
+from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
+from kvmesh.frontend.http.responses.store import ResponseStore
+from kvmesh.frontend.http.sse import EventStream, StreamKeeper
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.preprocess.preprocessor import Preparer
+from kvmesh.frontend.sessions.hooks import Turns
+from kvmesh.settings.schema import Frontend as FrontendSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the handlers need."""
+
+    settings: FrontendSettings
+    registry: ModelRegistry
+    preparer: Preparer
+    engine: Engine
+    keeper: StreamKeeper
+    responses: ResponseStore
+    gate: Gate
+    turns: Turns
+
+
+class Generation:
+    """Makes a handler for each surface; they differ by the surface alone."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def handler(self, surface: Surface) -> Handler:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            caller = caller_of(http)
+            body = await read_body(http, self._parts.settings)
+            threads = self._parts.preparer.threads
+            call = await parsed(
+                threads, caller.owner, body, lambda: surface.parse(body, http.headers)
+            )
+            caller.take(call.request, body)
+            return await self._answer(http, surface, call, caller)
+
+        return handle
+
+    async def _answer(
+        self,
+        http: web.Request,
+        surface: Surface,
+        call: Call,
+        caller: Caller,
+    ) -> web.StreamResponse:
+        request = call.request
+        model, adapter = self._parts.registry.resolve(request.model)
+        caller.model = request.model
+        await self._continue(call)
+        prepared = await self._parts.preparer.prepare(request, model, adapter)
+        model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
+        turn = self._parts.turns.begin(prepared)
+        engine, renderer = self._parts.engine, call.renderer
+        exchange = Exchange(engine, prepared, renderer, caller.started, caller.account)
+        try:
+            async with exchange:
+                if request.stream:
+                    return await self._stream(http, surface, exchange, call.thread)
+                return await self._whole(exchange, call.thread)
+        finally:
+            self._parts.turns.end(turn, exchange, surface.in_order)
+
+    async def _whole(self, exchange: Exchange, thread: Thread | None) -> web.Response:
+        await exchange.place()
+        await exchange.follow()
+        request = exchange.prepared.request
+        summary = exchange.summary()
+        body = exchange.renderer.whole(summary)
+        if not await self._keep(thread, request, body):
+            body = exchange.renderer.whole(summary)
+        return web.Response(body=body, headers={"X-Request-Id": request.id}, content_type=JSON)
+
+    async def _continue(self, call: Call) -> None:
+        """Put the stored conversation that a request continues before its own messages."""
+        request, thread = call.request, call.thread
+        if thread is None or thread.previous is None:
+            return
+        turns = await self._parts.responses.history(thread.previous, request.cache_salt)
+        size = sum(len(item) for turn in turns for item in (*turn.input, *turn.output))
+        request.size += size
+        if size < LARGE:
+            thread.extend(turns)
+        else:
+            threads = self._parts.preparer.threads
+            await threads.call(request.owner, lambda: thread.extend(turns))
+
+    async def _keep(self, thread: Thread | None, request: GenerateRequest, body: bytes) -> bool:
+        """False if the answer cannot be stored as it was asked for; the thread knows it then."""
+        if thread is None or not thread.store:
+            return True
+        threads, large = self._parts.preparer.threads, request.size >= LARGE
+        turn = (
+            await threads.call(request.owner, lambda: thread.turn(body))
+            if large
+            else thread.turn(body)
+        )
+        turn.tenant = request.cache_salt
+        if not await self._parts.responses.put(turn):
+            thread.unstored()
+            return False
+        return True
+
+    async def _stream(
+        self, http: web.Request, surface: Surface, exchange: Exchange, thread: Thread | None
+    ) -> web.StreamResponse:
+        """The stream opens when a worker has the request, or when its first keep-alive is due."""
+        stream = EventStream(http, exchange.prepared.request.id)
+        placing = asyncio.ensure_future(exchange.place())
+        try:
+            await asyncio.wait([placing], timeout=self._parts.settings.keepalive_s)
+            if placing.done():
+                await placing
+            await stream.open(exchange.renderer.begin())
+            exchange.stream = stream
+            self._parts.keeper.add(stream, surface.keepalive, exchange.resume)
+            return await stream.close(await self._rest(exchange, placing, thread))
+        finally:
+            placing.cancel()
+            self._parts.keeper.remove(stream)
+
+    async def _rest(
+        self, exchange: Exchange, placing: "asyncio.Future[None]", thread: Thread | None
+    ) -> bytes:
+        """Follow the exchange to its end; what is left to write then, be it an error."""
+        try:
+            await placing
+            exchange.resume()
+            await exchange.follow()
+            summary = exchange.summary()
+            if thread is not None and thread.store:
+                body = exchange.renderer.whole(summary)
+                await self._keep(thread, exchange.prepared.request, body)
+            return b"".join(exchange.last) + exchange.renderer.done(summary)
+        except ApiError as error:
+            log.warning("request %s failed: %s", exchange.prepared.request.id, error)
+            return exchange.renderer.failed(error)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            return exchange.renderer.failed(unexpected(error))

@@ -1,0 +1,91 @@
+"""The endpoints that only tell: models, health, metrics."""
+
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from kvmesh.frontend.auth.authenticator import Gate
+from kvmesh.frontend.errors import ModelNotFound
+from kvmesh.frontend.http.bodies import JSON
+from kvmesh.frontend.http.middleware import caller_of
+from kvmesh.frontend.models import ModelRegistry, ServedModel
+from kvmesh.runtime.status_http import render_metrics, told
+from kvmesh.runtime.warnings import Warnings
+
+
+class Readiness(Protocol):
+    """Who knows what the frontend still lacks to serve requests."""
+
+    def missing(self) -> list[str]: ...
+
+
+class Information:
+    """Handlers."""
+
+    def __init__(
+        self, registry: ModelRegistry, ready: Readiness, warnings: Warnings, gate: Gate
+    ) -> None:
+        self._registry = registry
+        self._ready = ready
+        self._warnings = warnings
+        self._gate = gate
+
+    async def models(self, http: web.Request) -> web.Response:
+        """Those that the caller may use."""
+        account = caller_of(http).account
+        found = [entry for model in self._registry.models for entry in _entries(model)]
+        if account is not None:
+            found = [entry for entry in found if account.allows(str(entry["id"]))]
+        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
+        return _json({"object": "list", "data": found, "has_more": False, **ends})
+
+    async def model(self, http: web.Request) -> web.Response:
+        name, account = http.match_info["id"], caller_of(http).account
+        if account is not None and not account.allows(name):
+            raise ModelNotFound(name)
+        return _json(_entry(*self._registry.resolve(name)))
+
+    async def health(self, http: web.Request) -> web.Response:
+        """For everyone; warnings name workers, so they are for those who may see the metrics."""
+        missing = self._ready.missing()
+        status: dict[str, object] = {"status": "ok"}
+        if missing:
+            status = {"status": "not_ready", "missing": missing}
+        if self._gate.shows(http.headers):
+            status = told(status, self._warnings)
+        return _json(status, 503 if missing else 200)
+
+    async def live(self, _: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def metrics(self, http: web.Request) -> web.Response:
+        """For everyone where no keys are asked for; each process has all on its `metrics_port`."""
+        caller = caller_of(http)
+        if caller.account is not None:
+            caller.may("admin")
+        return render_metrics(http)
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type=JSON)
+
+
+def _entries(model: ServedModel) -> list[dict[str, object]]:
+    return [_entry(model, adapter) for adapter in (None, *model.card.adapters)]
+
+
+def _entry(model: ServedModel, adapter: str | None) -> dict[str, object]:
+    """Fields of the OpenAI API, of the Anthropic API, and the context as others name it."""
+    return {
+        "id": adapter or model.card.name,
+        "object": "model",
+        "type": "model",
+        "display_name": adapter or model.card.name,
+        "created": model.created,
+        "created_at": model.created_at,
+        "owned_by": "kvmesh",
+        "root": model.card.name,
+        "context_length": model.card.context,
+        "max_model_len": model.card.context,
+    }

@@ -1,0 +1,160 @@
+"""The OpenAPI description of this server, made from the very types that decode its bodies."""
+
+import re
+from html import escape
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from kvmesh.frontend.apis.cache_body import (
+    ClearBody,
+    PinBody,
+    PrefetchBody,
+    ReleaseBody,
+    UnpinBody,
+)
+from kvmesh.frontend.apis.chat.body import ChatBody
+from kvmesh.frontend.apis.completions import CompletionBody
+from kvmesh.frontend.apis.messages.body import MessagesBody
+from kvmesh.frontend.apis.responses.body import ResponsesBody
+from kvmesh.frontend.apis.tokens import DetokenizeBody, TokenizeBody
+from kvmesh.frontend.http.bodies import JSON
+from kvmesh.runtime.service import VERSION
+
+_MODULES = re.compile(r"\b(?:kvmesh|typing|msgspec)[\w.]*\.")
+REF = "#/components/schemas/{name}"
+FAULTS = {
+    "400": "the request is wrong; `param` names the field",
+    "401": "the API key is missing or not valid",
+    "403": "the key may not do this",
+    "404": "no such model, response or path",
+    "413": "the body is too large",
+    "429": "too much at once; wait for `retry-after` seconds",
+    "500": "a defect of the server",
+    "503": "nothing can serve this now",
+    "504": "no worker was free in time",
+    "529": "overloaded (Messages API); wait for `retry-after` seconds",
+}
+
+
+class Endpoint(NamedTuple):
+    """One operation. `streams` tells that the answer may be server-sent events."""
+
+    method: str
+    path: str
+    about: str
+    body: type[msgspec.Struct] | None = None
+    streams: bool = False
+
+
+ENDPOINTS = [
+    Endpoint("post", "/v1/chat/completions", "Chat completion (OpenAI)", ChatBody, True),
+    Endpoint("post", "/v1/completions", "Text completion (OpenAI)", CompletionBody, True),
+    Endpoint("post", "/v1/responses", "Response (OpenAI)", ResponsesBody, True),
+    Endpoint("post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesBody),
+    Endpoint("get", "/v1/responses/{id}", "A stored response"),
+    Endpoint("delete", "/v1/responses/{id}", "Forget a stored response"),
+    Endpoint("get", "/v1/responses/{id}/input_items", "What a stored response answered"),
+    Endpoint("post", "/v1/messages", "Message (Anthropic)", MessagesBody, True),
+    Endpoint("post", "/v1/messages/count_tokens", "Count a prompt's tokens", MessagesBody),
+    Endpoint("post", "/v1/tokenize", "Tokens of a text or conversation", TokenizeBody),
+    Endpoint("post", "/v1/detokenize", "Text of tokens", DetokenizeBody),
+    Endpoint("post", "/v1/prefetch", "Have a prompt's blocks ready", PrefetchBody),
+    Endpoint("delete", "/v1/prefetch/{id}", "Give a prefetch up"),
+    Endpoint("post", "/v1/cache/pins", "Prefer to keep a prompt's blocks", PinBody),
+    Endpoint("get", "/v1/cache/pins", "Pins that hold"),
+    Endpoint("delete", "/v1/cache/pins", "Forget a pin, by id or prompt", UnpinBody),
+    Endpoint("delete", "/v1/cache/pins/{id}", "Forget a pin"),
+    Endpoint("post", "/v1/cache/clear", "Drop cached blocks that nobody uses", ClearBody),
+    Endpoint("post", "/v1/sessions/release", "Sessions that are over", ReleaseBody),
+    Endpoint("get", "/v1/models", "Models that live workers serve"),
+    Endpoint("get", "/v1/models/{id}", "One model"),
+    Endpoint("get", "/health", "Whether requests can be served now"),
+    Endpoint("get", "/live", "Whether the process runs"),
+]
+
+
+def document() -> dict[str, Any]:
+    """The whole description, OpenAPI 3.1."""
+    bodies = list(dict.fromkeys(e.body for e in ENDPOINTS if e.body is not None))
+    schemas, components = msgspec.json.schema_components(bodies, ref_template=REF)
+    refs = dict(zip(bodies, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for endpoint in ENDPOINTS:
+        entry = _operation(endpoint, refs)
+        paths.setdefault(endpoint.path, {})[endpoint.method] = entry
+    keys = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvmesh", "version": VERSION},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": keys},
+        "security": [{}, {"bearer": []}, {"x-api-key": []}],
+    }
+
+
+def _operation(endpoint: Endpoint, refs: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
+    answers: dict[str, Any] = {JSON: {"schema": {"type": "object"}}}
+    if endpoint.streams:
+        answers["text/event-stream"] = {}
+    faults = {code: {"description": text} for code, text in FAULTS.items()}
+    operation: dict[str, Any] = {
+        "summary": endpoint.about,
+        "responses": {"200": {"description": "the answer", "content": answers}, **faults},
+    }
+    if "{id}" in endpoint.path:
+        place = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [place]
+    if endpoint.body is not None:
+        schema = refs[endpoint.body]
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return operation
+
+
+PAGE = """<!doctype html><meta charset="utf-8"><title>kvmesh API</title>
+<style>body{font:15px/1.5 system-ui;margin:2rem auto;max-width:60rem;padding:0 1rem}
+code{background:#8882;padding:.1em .3em}summary{cursor:pointer;padding:.3rem 0}
+td,th{text-align:left;padding:.1rem 1rem .1rem 0;vertical-align:top}b{font-family:monospace}</style>
+<h1>kvmesh API</h1><p>The machine-readable form is <a href="/openapi.json">/openapi.json</a>.</p>
+"""
+
+
+def page() -> str:
+    """The description for people: every operation with the fields of its body."""
+    return PAGE + "".join(_section(endpoint) for endpoint in ENDPOINTS)
+
+
+def _section(endpoint: Endpoint) -> str:
+    head = f"<b>{endpoint.method.upper()}</b> <code>{escape(endpoint.path)}</code> "
+    rows = ""
+    if endpoint.body is not None:
+        fields = msgspec.structs.fields(endpoint.body)
+        rows = "".join(_row(field) for field in fields)
+    table = f"<table>{rows}</table>" if rows else ""
+    return f"<details><summary>{head}{escape(endpoint.about)}</summary>{table}</details>\n"
+
+
+def _row(field: msgspec.structs.FieldInfo) -> str:
+    named = getattr(field.type, "__name__", "")
+    kind = named if named and "|" not in str(field.type) else str(field.type)
+    short = _MODULES.sub("", kind)
+    need = " (required)" if field.required else ""
+    return f"<tr><td><code>{field.encode_name}</code>{need}<td>{escape(short)}"
+
+
+class Description:
+    """Serves both forms, made once."""
+
+    def __init__(self) -> None:
+        self._json = msgspec.json.encode(document())
+        self._page = page()
+
+    async def json(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._json, content_type=JSON)
+
+    async def html(self, _: web.Request) -> web.Response:
+        return web.Response(text=self._page, content_type="text/html")

@@ -1,0 +1,57 @@
+"""What goes wrong before there is a request: answered and logged as everything else is."""
+
+import logging
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
+
+from kvmesh.frontend.apis import openai
+from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.frontend.http.bodies import refuse
+
+log = logging.getLogger(__name__)
+
+
+class Connection(web.RequestHandler):
+    """One client's connection. What is no HTTP is its own fault: no traceback, one line."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client is gone: there is nobody to be told, and nothing to be mended
+        if status >= 500 or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        reason = (message or type(exc).__name__).partition("\n")[0].rstrip(":. ")
+        log.info("refused what %s sent, which is no HTTP request: %s", request.remote, reason)
+        response = refuse(openai.SHAPE, InvalidRequest(f"This is no HTTP request: {reason}."))
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """A body that cannot be decoded was refused; aiohttp meets it again in what is left."""
+        if not isinstance(kwargs.get("exc_info"), RequestPayloadError):
+            super().log_exception(*args, **kwargs)
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+
+class Runner(web.AppRunner):
+    """Runs an application on such connections."""
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            **made._kwargs,
+        )

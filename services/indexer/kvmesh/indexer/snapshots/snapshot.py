@@ -1,0 +1,161 @@
+"""The form of an index snapshot, and how it is taken from and returned to the holdings.
+
+    magic (8 bytes) | version (u16) | BLAKE2b-128 of the rest | zstd( length-prefixed messages )
+
+The messages are msgpack: one RankImage per rank, then the Header. Ranks are captured one after
+the other while events keep flowing: each image carries the next event id of its rank, so the
+events between the covered stream sequence and the capture are recognised as duplicates when the
+stream is replayed from there.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+
+import msgspec
+import zstandard
+from msgspec import Struct
+
+from kvmesh.index.interface import Segment
+from kvmesh.indexer.decoding import Source
+from kvmesh.indexer.rank_state import Holdings
+
+MAGIC = b"kvmindex"
+VERSION = 1
+_PREFIX = struct.Struct("<8sH16s")
+_LENGTH = struct.Struct("<I")
+_WINDOW_LOG = 27
+
+
+class SnapshotError(Exception):
+    """A snapshot that cannot be used."""
+
+
+class ForeignSnapshot(SnapshotError):
+    """Not a snapshot of this format version, stream or shard."""
+
+
+class DamagedSnapshot(SnapshotError):
+    """Its content does not match its checksum, or is not what a snapshot holds."""
+
+
+class Header(Struct, frozen=True, array_like=True, tag="header"):
+    """What a snapshot covers: stream `stream` (its creation time) up to sequence `covered`.
+
+    `gone` are instances whose events no longer count.
+    """
+
+    shard: str
+    stream: str
+    covered: int
+    time: float
+    gone: list[str]
+
+
+class RankImage(Struct, frozen=True, array_like=True, tag="rank"):
+    """One rank: whose it is, its next event id, and what it holds (if that is known)."""
+
+    model: str
+    worker: str
+    instance: str
+    rank: int
+    next: int
+    known: bool
+    segments: list[Segment]
+
+
+_decoder: "msgspec.msgpack.Decoder[RankImage | Header]" = msgspec.msgpack.Decoder(
+    RankImage | Header
+)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def capture(holdings: Holdings) -> Iterator[RankImage]:
+    """An image of every rank there is now, each taken when the iterator reaches it."""
+    for instance, number in holdings.numbers():
+        rank = holdings.rank(instance, number)
+        source = holdings.source(instance)
+        if rank is not None and source is not None:
+            segments = holdings.index.dump(rank.slot) if rank.known else []
+            yield RankImage(*source, instance, number, rank.next, rank.known, segments)
+
+
+class Packer:
+    """Builds a snapshot message by message, keeping only the compressed form."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        # Long-distance matching finds the prompts that several ranks hold.
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            1, window_log=_WINDOW_LOG, enable_ldm=True
+        )
+        self._stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+
+    def add(self, image: RankImage) -> None:
+        self._write(_encode(image))
+
+    def finish(self, header: Header) -> bytes:
+        """The header comes last: what it says was true when the last rank was captured."""
+        self._write(_encode(header))
+        packed = b"".join((*self._parts, self._stream.flush()))
+        return _PREFIX.pack(MAGIC, VERSION, _digest(packed)) + packed
+
+    def _write(self, message: bytes) -> None:
+        self._parts.append(self._stream.compress(_LENGTH.pack(len(message)) + message))
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def check(data: bytes) -> None:
+    """Raise ForeignSnapshot or DamagedSnapshot unless this is an undamaged snapshot of ours."""
+    if len(data) < _PREFIX.size:
+        raise DamagedSnapshot(f"only {len(data)} bytes")
+    magic, version, digest = _PREFIX.unpack_from(data)
+    if magic != MAGIC or version != VERSION:
+        raise ForeignSnapshot(f"format {magic!r} version {version}, not {MAGIC!r} {VERSION}")
+    if _digest(memoryview(data)[_PREFIX.size :]) != digest:
+        raise DamagedSnapshot("its checksum does not match its content")
+
+
+def restore(holdings: Holdings, data: bytes, shard: str, stream: str) -> int:
+    """Fill empty holdings from a snapshot; returns the covered stream sequence.
+
+    Raises ForeignSnapshot or DamagedSnapshot, then the holdings must be reset.
+    """
+    check(data)
+    try:
+        for message in _messages(data):
+            if isinstance(message, Header):
+                return _finish(holdings, message, shard, stream)
+            _load(holdings, message)
+    except (zstandard.ZstdError, msgspec.MsgspecError, struct.error, ValueError) as error:
+        raise DamagedSnapshot(f"{type(error).__name__}: {error}") from error
+    raise DamagedSnapshot("it has no end")
+
+
+def _messages(data: bytes) -> Iterator[RankImage | Header]:
+    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
+    with unpacker.stream_reader(memoryview(data)[_PREFIX.size :]) as reader:
+        while prefix := reader.read(_LENGTH.size):
+            (length,) = _LENGTH.unpack(prefix)
+            yield _decoder.decode(reader.read(length))
+
+
+def _finish(holdings: Holdings, header: Header, shard: str, stream: str) -> int:
+    if (header.shard, header.stream) != (shard, stream):
+        raise ForeignSnapshot(f"of shard {header.shard!r} of a stream made {header.stream}")
+    for instance in header.gone:
+        holdings.lives.dismiss(instance)
+    return header.covered
+
+
+def _load(holdings: Holdings, image: RankImage) -> None:
+    source = Source(image.model, image.worker)
+    slot = holdings.adopt(source, image.instance, image.rank, image.next, image.known)
+    for tier, root, previous, engine, local in image.segments:
+        if root:
+            holdings.index.store(slot, tier, None, engine, local, previous)
+        else:
+            holdings.index.attach(slot, tier, previous, engine, local)

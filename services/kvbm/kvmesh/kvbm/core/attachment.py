@@ -1,0 +1,35 @@
+"""An attached worker: what it uses, and which of its prompts it need not describe again."""
+
+from dataclasses import dataclass, field
+
+from kvmesh.blocks.prompt_delta import KnownPrompts, Names
+from kvmesh.bus.kvbm import Fetch, Offer
+from kvmesh.kvbm.core.blocks.block import Space
+from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
+
+KEEPS_BLOCKS = 1 << 19  # of 32 bytes each
+
+
+@dataclass(slots=True)
+class Guest:
+    """An attached worker."""
+
+    number: int
+    instance: str
+    space: Space
+    lock: str
+    tickets: set[int] = field(default_factory=set)
+    prompts: KnownPrompts = field(default_factory=lambda: KnownPrompts(KEEPS_BLOCKS))
+
+    def prompt(self, message: Offer | Fetch) -> Prompt | None:
+        """All of what a message describes, or None if its base is not known.
+
+        Raises ValueError if its parts do not belong together.
+        """
+        rest = Names(message.digests, message.sequence, message.local)
+        whole = self.prompts.complete(message.base, message.shared, rest)
+        if whole is None:
+            return None
+        prompt = Prompt.of(message, whole, self.space)
+        self.prompts.keep(whole, message.base)
+        return prompt

@@ -1,0 +1,131 @@
+"""How one of several eligible ranks is chosen. Policies are pure: time and rng are passed in."""
+
+from random import Random
+
+import numpy as np
+
+from kvmesh.bus.messages import Decision, Outcome, RouteRequest
+from kvmesh.router.scoring.candidates import Choice, View
+from kvmesh.router.scoring.cost import CostModel, pick
+
+
+class Policy:
+    """Base of all policies. Only `choose` must be written; the rest is for policies that learn.
+
+    Decisions made here are told to `placed` in any case. With `follows` above 0, `placed` and
+    `finished` are told every decision and outcome of the model, also those of other replicas, and
+    after a restart those of the last `follows` seconds.
+    """
+
+    @property
+    def follows(self) -> float:
+        return 0.0
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        """Choose one of at least one candidate; `model` is the cost model of this request."""
+        raise NotImplementedError
+
+    def placed(self, decision: Decision, now: float) -> None:
+        """A request was placed, here or by a replica. May be told the same decision twice."""
+
+    def finished(self, outcome: Outcome, now: float) -> None:
+        """A placed request has ended."""
+
+    def freed(self, request: str, now: float) -> None:
+        """A request is over or was given up. Its outcome comes before or after, or never."""
+
+    def admits(self, request: RouteRequest, now: float) -> bool:
+        """Whether the request may be placed now; if not, it is asked again until its deadline."""
+        return True
+
+    def shift(self, request: RouteRequest) -> float:
+        """Seconds by which a request counts as come earlier in the queue; inf: it passes it by."""
+        return 0.0
+
+    def state(self) -> bytes | None:
+        """What the replicas and the next start should know; None if there is nothing."""
+        return None
+
+    def merge(self, router: str, state: bytes, own: bool) -> None:
+        """Take the `state` of a replica, or the own one of before a restart.
+
+        Raises ValueError if it is unreadable.
+        """
+
+    def tick(self, now: float) -> None:
+        """House-keeping, about once a second."""
+
+
+class Kv(Policy):
+    """Least KV cost: work to prefill, less what is cached, plus blocks to decode with."""
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        cost = model.cost(view)
+        return Choice(pick(cost, model.temperature, rng), cost)
+
+
+class KvMultiplicative(Policy):
+    """Prefill times decode: no backlog of the one kind is made good by a lack of the other."""
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        cost = model.prefill(view) * (view.decode + 1)
+        if view.slowness is not None:
+            cost *= view.slowness
+        if view.preference is not None:
+            cost *= view.preference
+        return Choice(pick(cost, model.temperature, rng), cost)
+
+
+class LeastLoaded(Policy):
+    """Fewest active requests; among those, the smallest share of blocks in use."""
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        cost = _load(view)
+        return Choice(pick(cost, 0, rng), cost)
+
+
+class PowerOfTwo(Policy):
+    """The less loaded one of two drawn at random (Mitzenmacher 2001): no herd, little state."""
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        cost = _load(view)
+        if len(view) == 1:
+            return Choice(0, cost)
+        first, second = rng.sample(range(len(view)), 2)
+        return Choice(first if cost[first] <= cost[second] else second, cost)
+
+
+class LoadAware(Policy):
+    """beta times load, relative to the most loaded candidate, less the prompt's cached share."""
+
+    def __init__(self, beta: float) -> None:
+        self._beta = beta
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        load = view.prefill + view.decode
+        cached = view.overlap.sum(1) / view.prompt
+        cost = self._beta * load / load.max() - cached
+        return Choice(pick(cost, model.temperature, rng), cost)
+
+
+class RoundRobin(Policy):
+    """Each rank in turn, in the order of their slots."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        chosen = int(view.slots.searchsorted(self._last, "right")) % len(view)
+        self._last = int(view.slots[chosen])
+        return Choice(chosen, np.zeros(len(view)))
+
+
+class Uniform(Policy):
+    """Any rank, each as likely as the next."""
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        return Choice(rng.randrange(len(view)), np.zeros(len(view)))
+
+
+def _load(view: View) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    return view.requests + view.decode / (view.decode + np.maximum(view.total, 1.0))

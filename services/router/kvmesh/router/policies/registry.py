@@ -1,0 +1,89 @@
+"""Policies by name: the built-in ones, entry points, and `module:Class`."""
+
+import importlib
+import traceback
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+
+from kvmesh.router.errors import ConfigError
+from kvmesh.router.policies.base import (
+    Kv,
+    KvMultiplicative,
+    LeastLoaded,
+    LoadAware,
+    Policy,
+    PowerOfTwo,
+    RoundRobin,
+    Uniform,
+)
+from kvmesh.router.policies.program import ProgramPolicy
+from kvmesh.router.policies.session import Session
+from kvmesh.router.policies.thompson import Thompson
+from kvmesh.settings.schema import Router
+
+ENTRY_POINTS = "kvmesh.policies"
+BUILT_IN: dict[str, Callable[[Router], Policy]] = {
+    "kv": lambda _: Kv(),
+    "kv-multiplicative": lambda _: KvMultiplicative(),
+    "least-loaded": lambda _: LeastLoaded(),
+    "power-of-two": lambda _: PowerOfTwo(),
+    "load-aware": lambda settings: LoadAware(settings.load_beta),
+    "session": lambda s: Session(s.session_mode, s.session_ttl_s, s.session_spill),
+    "thompson": lambda s: Thompson(
+        s.thompson_exploration, s.thompson_forgetting, s.thompson_feedback_s, s.thompson_trust
+    ),
+    "program": ProgramPolicy,
+    "round-robin": lambda _: RoundRobin(),
+    "random": lambda _: Uniform(),
+}
+
+
+def make_policy(name: str, settings: Router) -> Policy:
+    """A new policy called `name`; raises ConfigError if there is none or it cannot be made."""
+    if name in BUILT_IN:
+        return BUILT_IN[name](settings)
+    make = _load(name)
+    try:
+        policy = make()
+        if isinstance(policy, Policy):
+            float(policy.follows)
+    except Exception as error:
+        raise ConfigError("policy", f"{name} cannot be made: {_cause(error)}") from error
+    if not isinstance(policy, Policy):
+        raise ConfigError("policy", f"{name} is not a kvmesh.router.policies.base.Policy")
+    return policy
+
+
+def installed() -> dict[str, str]:
+    """Policies of other distributions: entry point name to where it is."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+@cache
+def _places() -> dict[str, str]:
+    """The installed entry points, read once: they do not change, and reading takes milliseconds."""
+    return installed()
+
+
+def _load(name: str) -> Callable[[], object]:
+    places = _places()
+    place = places.get(name, name)
+    module, colon, attribute = place.partition(":")
+    if not colon:
+        known = ", ".join(sorted({*BUILT_IN, *places}))
+        raise ConfigError("policy", f"{name!r} is none of {known}, nor module:Class")
+    try:
+        found: Callable[[], object] = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # an import runs whatever the module says
+        raise ConfigError("policy", f"cannot load {place}: {_cause(error)}") from error
+    return found
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, and where in the code that failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (__file__, importlib.__file__)
+    foreign = [f for f in frames if f.filename not in own and f.filename[:1] != "<"]
+    where = f" ({foreign[-1].filename}:{foreign[-1].lineno})" if foreign else ""
+    return f"{type(error).__name__}: {error}{where}"

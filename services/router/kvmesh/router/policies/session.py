@@ -1,0 +1,83 @@
+"""Sessions stay where their prompt is cached; subagents start beside their parent."""
+
+from collections import OrderedDict
+from random import Random
+from typing import Literal, NamedTuple
+
+from kvmesh.bus.messages import Decision, Hints
+from kvmesh.router.policies.base import Policy
+from kvmesh.router.scoring.candidates import Choice, View
+from kvmesh.router.scoring.cost import CostModel, pick
+
+MOST_BINDINGS = 65_536
+LONGEST_ID = 256
+
+
+class Binding(NamedTuple):
+    """Where a session is, and until when without further use."""
+
+    instance: str
+    rank: int
+    expires: float
+
+
+class Session(Policy):
+    """KV cost with affinity. Bindings are those of the decision stream, so replicas share them.
+
+    `hard`: a bound session goes where it is bound, whatever the load, while that rank is eligible.
+    `soft`: it leaves when another rank is cheaper by more than `spill` times its prompt in blocks.
+    """
+
+    def __init__(self, mode: Literal["hard", "soft"], ttl: float, spill: float) -> None:
+        self._ttl = ttl
+        self._hard = mode == "hard"
+        self._spill = spill
+        self._bound: OrderedDict[str, Binding] = OrderedDict()
+
+    @property
+    def follows(self) -> float:
+        return self._ttl
+
+    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+        cost = model.cost(view)
+        best = pick(cost, model.temperature, rng)
+        bound = self._candidate(view)
+        if bound is None or bound == best:
+            return Choice(best, cost)
+        if self._hard:
+            return Choice(bound, cost, "session affinity")
+        if cost[bound] - cost[best] > self._spill * view.prompt:
+            return Choice(best, cost, "session spilled over")
+        return Choice(bound, cost, "session affinity")
+
+    def placed(self, decision: Decision, now: float) -> None:
+        key = decision.hints.session
+        if not key or len(key) > LONGEST_ID:
+            return
+        if decision.hints.session_final:
+            self._bound.pop(key, None)
+            return
+        chosen = decision.chosen
+        self._bound[key] = Binding(chosen.instance, chosen.rank, now + self._ttl)
+        self._bound.move_to_end(key)
+        if len(self._bound) > MOST_BINDINGS:
+            self._bound.popitem(last=False)
+
+    def tick(self, now: float) -> None:
+        while self._bound:
+            key, binding = next(iter(self._bound.items()))
+            if binding.expires > now:
+                break
+            del self._bound[key]
+
+    def _candidate(self, view: View) -> int | None:
+        binding = self._binding(view.request.hints)
+        if binding is None or binding.expires <= view.now:
+            return None
+        return view.find(binding.instance, binding.rank)
+
+    def _binding(self, hints: Hints) -> Binding | None:
+        own = self._bound.get(hints.session) if hints.session else None
+        if own is None and hints.parent_session:
+            return self._bound.get(hints.parent_session)
+        return own

@@ -1,0 +1,81 @@
+"""What a policy has learned, shared between replicas and over restarts through a KV bucket."""
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from nats.errors import Error as NatsError
+from nats.js.errors import APIError
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import cause
+from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.subjects import untoken
+from kvmesh.router.placement.router import RouterCore
+
+log = logging.getLogger(__name__)
+PUBLISH_S = 2.0
+FRESH_S = 24 * 3600.0
+
+
+class LearnedState:
+    """Publishes the state of one model's policy when it has changed; takes that of the others.
+
+    Keys carry the router's name, which stays over restarts.
+    """
+
+    def __init__(self, bus: Bus, name: str, core: RouterCore) -> None:
+        subjects, model = bus.subjects, core.model
+        self._bus = bus
+        self._name = name
+        self._core = core
+        self._key = subjects.bandit_key(model, name)
+        self._prefix = f"$KV.{subjects.router_bucket}.{subjects.bandit_key(model, '')}"
+        self._last: bytes | None = None
+        self._failing = False
+        self._reader = StreamReader(
+            bus,
+            f"KV_{subjects.router_bucket}",
+            f"{self._prefix}>",
+            self._on_state,
+            Start(last_per_subject=True),
+        )
+
+    async def run(self) -> None:
+        """Restore, then share, until cancelled."""
+        await self._reader.open()
+        try:
+            with contextlib.suppress(TimeoutError):  # then what is there is merged as it comes
+                async with asyncio.timeout(5):
+                    await self._reader.caught_up.wait()
+            while True:
+                await self._publish()
+                await asyncio.sleep(PUBLISH_S)
+        finally:
+            await self._reader.close()
+
+    async def _publish(self) -> None:
+        state = self._core.learned()
+        if state is None or state == self._last:
+            return
+        try:
+            bucket = await self._bus.js.key_value(self._bus.subjects.router_bucket)
+            await bucket.put(self._key, state)
+            self._last, self._failing = state, False
+        except (NatsError, APIError, OSError, TimeoutError) as error:
+            if not self._failing:
+                log.warning("cannot share what was learned, retrying: %s", cause(error))
+            self._failing = True
+
+    def _on_state(self, message: StreamMessage) -> None:
+        router = untoken(message.subject.removeprefix(self._prefix))
+        own = router == self._name
+        if not message.data or (own and self._last is not None):
+            return
+        if time.time() - message.time > FRESH_S:
+            return
+        try:
+            self._core.merge(router, message.data, own)
+        except ValueError as error:
+            log.warning("ignored what %s has learned: %s", router, error)

@@ -1,0 +1,109 @@
+"""The linear KV cost of a candidate, in blocks, and the choice of a candidate by cost."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from random import Random
+
+import numpy as np
+
+from kvmesh.router.errors import InvalidRequest
+from kvmesh.router.scoring.candidates import View
+from kvmesh.router.state.arrays import ZERO, Floats
+
+_ALIASES = {
+    "overlap_score_credit": "overlap_credit",
+    "overlap_score_weight": "overlap_credit",
+    "router_temperature": "temperature",
+}
+MISSING = 1e6  # a block that a rank lacks: more than anything else can cost
+_OVERRIDES = ("prefill_weight", "request_weight", "credit_decay", "temperature")
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Weights of the cost; `credits` is the worth of an overlapping block of each tier."""
+
+    credits: tuple[float, float, float, float] = (1.0, 0.75, 0.25, 0.25)
+    prefill_weight: float = 3.0
+    request_weight: float = 0.0
+    credit_decay: float = 0.0
+    temperature: float = 0.0
+
+    @cached_property
+    def _credits(self) -> Floats:
+        return np.array(self.credits)
+
+    @cached_property
+    def _weight(self) -> Floats:
+        return np.array(self.prefill_weight)  # arrays are scaled by it faster than by a float
+
+    def prefill(self, view: View) -> Floats:
+        """Blocks to prefill before this request's first token, its own included.
+
+        With a credit decay d, the credits of a candidate are worth 1 / (1 + d · e) of themselves,
+        where e is its prefill backlog beyond the least one, in lengths of this prompt.
+        """
+        credited: Floats = view.overlap.dot(self._credits)
+        if self.credit_decay:
+            excess = (view.prefill - view.prefill.min()) / view.prompt
+            credited /= 1 + self.credit_decay * excess
+        blocks: Floats = view.prefill + view.prompt
+        blocks -= credited
+        return np.maximum(blocks, ZERO, out=blocks)
+
+    def cost(self, view: View) -> Floats:
+        """prefill_weight · prefill + decode + request_weight · active requests, in blocks.
+
+        All of it times the slowness of a candidate that is far from the others. To that come
+        MISSING for each block that a candidate lacks: there the request would wait for running
+        ones to end, and with it whatever comes after, cached or not.
+        """
+        cost = self.prefill(view)
+        if self.prefill_weight != 1:
+            cost *= self._weight
+        cost += view.decode
+        if self.request_weight:
+            cost += self.request_weight * view.requests
+        if view.slowness is not None:
+            cost *= view.slowness  # blocks take that much longer there
+        missing = view.missing
+        if missing is not None:
+            cost += MISSING * missing
+        return cost if view.preference is None else cost * view.preference
+
+    def overridden(self, overrides: Mapping[str, float]) -> "CostModel":
+        """This model with a request's own weights; raises InvalidRequest naming a bad one."""
+        model = self
+        for name, value in overrides.items():
+            key = _ALIASES.get(name, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidRequest(f"override {name}: {value} is not a weight")
+            if key == "overlap_credit":
+                model = replace(model, credits=(value, *model.credits[1:]))
+            elif key in _OVERRIDES:
+                model = replace(model, **{key: value})  # type: ignore[arg-type]
+            else:
+                raise InvalidRequest(f"unknown override {name}")
+        return model
+
+
+def pick(cost: Floats, temperature: float, rng: Random) -> int:
+    """The cheapest candidate, ties at random; with a temperature, softmax over negated cost.
+
+    Costs are normalised to their range first, so that a temperature means the same at any load.
+    Candidates that lack more blocks than the cheapest are never drawn.
+    """
+    low = cost[cost.argmin()]
+    if temperature <= 0:
+        ties: list[int] = (cost == low).nonzero()[0].tolist()
+        return ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
+    likely = (cost < low + MISSING).nonzero()[0]
+    excess = cost[likely] - low
+    span = float(excess.max())
+    if span == 0:
+        return int(likely[rng.randrange(len(likely))])
+    total = np.exp(excess / (-span * temperature)).cumsum()
+    at = min(int(total.searchsorted(rng.random() * total[-1], "right")), len(likely) - 1)
+    return int(likely[at])

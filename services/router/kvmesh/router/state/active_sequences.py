@@ -1,0 +1,152 @@
+"""What is running where, by this mesh's own count: the load that a new request would meet."""
+
+from collections import OrderedDict
+
+from kvmesh.bus.messages import (
+    SeqAdd,
+    SeqEvent,
+    SeqFree,
+    SeqPrefilled,
+    SeqProgress,
+    prefill_part,
+)
+from kvmesh.router.state.arrays import Floats
+from kvmesh.router.state.prefix_tree import HASH, Node, PrefixTree
+from kvmesh.router.state.rank_table import RankTable
+
+
+class Active:
+    """One request in an engine. `prefill` is its tokens still to be computed."""
+
+    __slots__ = ("end", "growth", "osl", "prefill", "slot", "tail", "touched")
+
+    def __init__(
+        self, slot: int, end: Node, prefill: float, tail: int, osl: int, now: float
+    ) -> None:
+        self.slot = slot
+        self.end = end
+        self.prefill = prefill
+        self.tail = tail
+        self.osl = osl
+        self.growth = 0.0
+        self.touched = now
+
+
+class ActiveSequences:
+    """Applies active-sequence events to the load arrays of a RankTable. Times in seconds.
+
+    Prompt blocks that several requests share on one rank count once. Prefill tokens count until
+    the first token. `g` generated tokens count as g / block_size blocks, weighted by
+    max(1 - g / osl, 0) where `osl` is known: a request near its end is about to leave. A request
+    without news for `ttl` seconds is lost and no longer counts.
+    """
+
+    def __init__(self, table: RankTable, ttl: float) -> None:
+        self._table = table
+        self._tree = PrefixTree()
+        self._ttl = ttl
+        self._active: OrderedDict[str, Active] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._active
+
+    def apply(self, event: SeqEvent, now: float) -> None:
+        """Apply one event; repeated and unknown ones change nothing."""
+        # Tests by type: such structs take five times as long to fail an isinstance.
+        if type(event) is SeqProgress:
+            self._progress(event.request, event.generated, now)
+        elif type(event) is SeqPrefilled:
+            self._prefilled(event.request, now)
+        elif type(event) is SeqFree:
+            self._free(event.request)
+        elif type(event) is SeqAdd:
+            self.add(event, now)
+
+    def shared(self, sequence: bytes) -> Floats:
+        """For each slot, how many leading blocks of a prompt its active requests hold."""
+        return self._tree.depths(sequence, self._table.size)
+
+    def forget_idle(self, slot: int, before: float) -> None:
+        """Drop what is on a slot whose engine has nothing or is gone, if older than `before`."""
+        if self._table.cells.requests[slot]:
+            for request, active in list(self._active.items()):
+                if active.slot == slot and active.touched < before:
+                    self._remove(request, active)
+
+    def expire(self, now: float) -> list[str]:
+        """Drop the requests that have been silent for too long; returns their ids."""
+        lost = []
+        while self._active:
+            request, active = next(iter(self._active.items()))
+            if active.touched + self._ttl > now:
+                break
+            self._remove(request, active)
+            lost.append(request)
+        return lost
+
+    def add(self, event: SeqAdd, now: float) -> int | None:
+        """Count a placed request; returns the slot of one that was not known, wherever it was."""
+        known = self._active.get(event.request)
+        table = self._table
+        slot = table.slot(event.instance, event.rank)
+        if known is not None:
+            if known.slot == slot:
+                return None
+            self._remove(event.request, known)
+        end, new = self._tree.add(slot, event.sequence)
+        size = max(table.block_size, 1)
+        tail = max(-(-event.tokens // size) - len(event.sequence) // HASH, 0)
+        prefill = max(event.tokens - event.overlap * size, 0)
+        self._active[event.request] = Active(slot, end, prefill, tail, event.osl, now)
+        cells = table.cells
+        cells.requests[slot] += 1
+        cells.prefill_tokens[slot] += prefill
+        cells.active_blocks[slot] += new + tail
+        return slot if known is None else None
+
+    def _prefilled(self, request: str, now: float) -> None:
+        active = self._touch(request, now)
+        if active is not None:
+            self._table.cells.prefill_tokens[active.slot] -= active.prefill
+            active.prefill = 0.0
+        elsewhere = self._active.get(prefill_part(request))
+        if elsewhere is not None:
+            self._remove(prefill_part(request), elsewhere)
+
+    def _progress(self, request: str, generated: int, now: float) -> None:
+        active = self._touch(request, now)
+        if active is None:
+            return
+        growth = generated / (self._table.block_size or 1)
+        if active.osl:
+            growth *= max(1 - generated / active.osl, 0.0)
+        self._table.cells.active_blocks[active.slot] += growth - active.growth
+        active.growth = growth
+
+    def _free(self, request: str) -> None:
+        for name in (request, prefill_part(request)):
+            active = self._active.get(name)
+            if active is not None:
+                self._remove(name, active)
+
+    def _touch(self, request: str, now: float) -> Active | None:
+        active = self._active.get(request)
+        if active is not None:
+            if now > active.touched:
+                active.touched = now
+            self._active.move_to_end(request)
+        return active
+
+    def _remove(self, request: str, active: Active) -> None:
+        del self._active[request]
+        cells, slot = self._table.cells, active.slot
+        gone = self._tree.drop(active.end, slot)
+        cells.requests[slot] -= 1
+        cells.prefill_tokens[slot] -= active.prefill
+        cells.active_blocks[slot] -= gone + active.tail + active.growth
+        if not cells.requests[slot]:
+            cells.prefill_tokens[slot] = cells.active_blocks[slot] = 0  # no drift of rounding
+            self._table.release_if_idle(slot)

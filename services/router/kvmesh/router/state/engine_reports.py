@@ -1,0 +1,78 @@
+"""What engines say of their own load, against what is tracked here.
+
+The tracker runs ahead of an engine by what is on its way there. So an engine that reports more
+than is tracked carries work that this mesh did not place or has lost sight of; and what it has
+reported less over a whole window was placed but never came, or has ended unheard of: its frontend
+died, or a message was lost.
+"""
+
+from math import inf
+
+from kvmesh.bus.messages import Load
+from kvmesh.router.state.rank_table import RankTable
+
+WINDOW_S = 3.0
+
+
+class _Window:
+    """The least surplus of the tracker within the window, of tokens and of blocks."""
+
+    __slots__ = ("blocks", "since", "tokens")
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self.tokens = inf
+        self.blocks = inf
+
+
+class Reports:
+    """Keeps `foreign_tokens` and `foreign_blocks` of a RankTable: what to add to what is tracked.
+
+    Requests that wait in the engine hold no blocks yet, but will: while some do, blocks are not
+    taken off. Nor are tokens if it then says that it has none to prefill: it does not count them.
+    """
+
+    def __init__(self, table: RankTable) -> None:
+        self._table = table
+        self._windows: dict[int, _Window] = {}
+
+    def take(self, load: Load, now: float) -> int | None:
+        """Take in one report; returns the slot it is about, None if that is unknown."""
+        table = self._table
+        slot = table.known(load.instance, load.rank)
+        if slot is None:
+            return None
+        cells = table.cells
+        table.resize(slot, load.total_blocks)
+        window = self._windows.get(slot)
+        if window is None:
+            window = self._windows[slot] = _Window(now)
+        closed = now - window.since >= WINDOW_S
+        tokens = cells.prefill_tokens[slot] - load.prefill_tokens
+        least = 0.0 if load.waiting > 0 and not load.prefill_tokens else tokens
+        if least < window.tokens:
+            window.tokens = least
+        before = cells.foreign_tokens[slot]
+        cells.foreign_tokens[slot] = _foreign(tokens, window.tokens, closed, before)
+        blocks = cells.active_blocks[slot] - load.active_blocks
+        least = 0.0 if load.waiting else blocks
+        if least < window.blocks:
+            window.blocks = least
+        before = cells.foreign_blocks[slot]
+        cells.foreign_blocks[slot] = _foreign(blocks, window.blocks, closed, before)
+        if closed:
+            self._windows[slot] = _Window(now)
+        return slot
+
+    def forget(self, slots: list[int]) -> None:
+        """Their worker is gone."""
+        for slot in slots:
+            self._windows.pop(slot, None)
+
+
+def _foreign(surplus: float, least: float, closed: bool, before: float) -> float:
+    if surplus <= 0:
+        return -surplus
+    if closed:
+        return -max(least, 0.0)
+    return max(min(before, 0.0), -max(least, 0.0))

@@ -1,0 +1,167 @@
+"""Which ranks hold which prompt prefixes, counted by reference: a compressed radix tree.
+
+Sequence hashes are chained, so two prompts that agree on one hash agree on everything before it.
+A whole edge is therefore compared at once, and the point where two prompts part is found by
+bisection: cost grows with the number of branches on the way, not with the number of blocks.
+"""
+
+import numpy as np
+
+from kvmesh.router.state.arrays import Floats
+
+HASH = 8
+_FEW = 12
+
+
+class Node:
+    """A run of blocks. `ranks` counts, per slot, the sequences that pass through or end here.
+
+    `mask` has a bit for each slot in `ranks`; `ends` counts the sequences that end here.
+    """
+
+    __slots__ = ("children", "depth", "ends", "label", "mask", "parent", "ranks")
+
+    def __init__(self, label: bytes, depth: int, parent: "Node | None") -> None:
+        self.label = label
+        self.depth = depth
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.ranks: dict[int, int] = {}
+        self.mask = 0
+        self.ends = 0
+
+    def hold(self, slot: int) -> bool:
+        """Count one more sequence of `slot`; True if it is the first."""
+        held = self.ranks.get(slot, 0)
+        self.ranks[slot] = held + 1
+        if held:
+            return False
+        self.mask |= 1 << slot
+        return True
+
+    def release(self, slot: int) -> bool:
+        """Count one sequence less; True if it was the last of `slot`."""
+        left = self.ranks[slot] - 1
+        if left:
+            self.ranks[slot] = left
+            return False
+        del self.ranks[slot]
+        self.mask ^= 1 << slot
+        return True
+
+
+class PrefixTree:
+    """Sequences held by slots. A sequence is its packed sequence hashes, 8 bytes per block."""
+
+    def __init__(self) -> None:
+        self._root = Node(b"", 0, None)
+
+    @property
+    def empty(self) -> bool:
+        return not self._root.children
+
+    def add(self, slot: int, sequence: bytes) -> tuple[Node, int]:
+        """Hold `sequence` for `slot`; returns its end, for `drop`, and the blocks new to `slot`."""
+        node, at, new = self._root, 0, 0
+        while at < len(sequence):
+            child = node.children.get(sequence[at : at + HASH])
+            if child is None:
+                child = self._grow(node, sequence[at:])
+            elif not sequence.startswith(child.label, at):
+                child = self._split(child, _common(child.label, sequence, at))
+            if child.hold(slot):
+                new += len(child.label) // HASH
+            node, at = child, at + len(child.label)
+        node.ends += 1
+        return node, new
+
+    def drop(self, end: Node, slot: int) -> int:
+        """Undo one `add`; returns how many blocks `slot` does not hold any more."""
+        end.ends -= 1
+        gone = 0
+        node = end
+        while node.parent is not None:
+            parent = node.parent
+            if node.release(slot):
+                gone += len(node.label) // HASH
+            if not node.ranks:
+                del parent.children[node.label[:HASH]]
+            elif len(node.children) == 1 and not node.ends:
+                self._merge(node, parent)
+            node = parent
+        return gone
+
+    def depths(self, sequence: bytes, size: int) -> Floats:
+        """For each of `size` slots, how many leading blocks of `sequence` it holds."""
+        path: list[tuple[int, int]] = []
+        children, at, length = self._root.children, 0, len(sequence)
+        while at < length:
+            child = children.get(sequence[at : at + HASH])
+            if child is None:
+                break
+            if not sequence.startswith(child.label, at):
+                path.append((child.mask, (at + _common(child.label, sequence, at)) // HASH))
+                break
+            path.append((child.mask, child.depth))
+            children = child.children
+            at += len(child.label)
+        return _deepest(path, size)
+
+    def _grow(self, parent: Node, label: bytes) -> Node:
+        node = Node(label, parent.depth + len(label) // HASH, parent)
+        parent.children[label[:HASH]] = node
+        return node
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Put a new node above `node`, which keeps its identity as the end of sequences."""
+        upper = self._grow(node.parent or self._root, node.label[:at])
+        upper.ranks = dict(node.ranks)
+        upper.mask = node.mask
+        node.label = node.label[at:]
+        node.parent = upper
+        upper.children[node.label[:HASH]] = node
+        return upper
+
+    def _merge(self, node: Node, parent: Node) -> None:
+        """Fold a node at which no sequence ends into its only child."""
+        (child,) = node.children.values()
+        child.label = node.label + child.label
+        child.parent = parent
+        parent.children[child.label[:HASH]] = child
+
+
+def _deepest(path: list[tuple[int, int]], size: int) -> Floats:
+    """The last depth of each slot: masks only shrink on the way down, so walk back up."""
+    depths = np.zeros(size)
+    below = 0
+    for mask, depth in reversed(path):
+        fresh = mask ^ below
+        below = mask
+        if not fresh:
+            continue
+        if fresh.bit_count() > _FEW:
+            depths[_bits(fresh, size)] = depth
+            continue
+        while fresh:
+            top = fresh.bit_length() - 1
+            fresh ^= 1 << top
+            depths[top] = depth
+    return depths
+
+
+def _bits(mask: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    packed = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
+
+
+def _common(label: bytes, sequence: bytes, at: int) -> int:
+    """Bytes, in whole hashes, on which `label` and `sequence[at:]` agree; at least one hash."""
+    low, high = 1, min(len(label), len(sequence) - at) // HASH
+    while low < high:
+        middle = (low + high + 1) // 2
+        start = (middle - 1) * HASH
+        if sequence.startswith(label[start : start + HASH], at + start):
+            low = middle
+        else:
+            high = middle - 1
+    return low * HASH

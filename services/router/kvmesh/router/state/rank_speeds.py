@@ -1,0 +1,151 @@
+"""The time that each rank takes for the same work, beside the others of its model.
+
+Step durations differ with the load, so they are not compared as they are. What engines say of
+their steps is cut into windows: steps, prompt tokens computed, tokens generated, and steps weighted
+by the share of KV memory in use. One model of what these cost is fitted to all ranks; the
+slowness of a rank is the median of what its windows took, over what the model expects, and that of
+the rank in the middle is 1.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from kvmesh.bus.messages import Load
+from kvmesh.router.state.arrays import Floats, Slots
+
+WINDOW_S = 1.0
+LEAST_BUSY_S = 0.05  # of a window that tells something
+WINDOWS = 12
+ENOUGH = 3
+FIT_S = 5.0
+EVIDENCE_S = 120.0  # then a rank counts like the others until it shows otherwise
+NOTICED = 2.0  # times as slow, or as fast
+EVEN = 1.5
+MOST = 10.0
+_ROUNDS = 2
+_STEPS = 40
+_TINY = 1e-12
+
+
+class _Seen:
+    """One rank: where its present window began, and the windows before it."""
+
+    __slots__ = ("began", "load", "odd", "told", "windows")
+
+    def __init__(self, load: Load, now: float) -> None:
+        self.load = load
+        self.began = now
+        self.windows: deque[tuple[float, list[float], float]] = deque(maxlen=WINDOWS)
+        self.told = 1.0
+        self.odd = 0
+
+
+class Speeds:
+    """`slowness` is an array by slot while some rank is far from the others, else None."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+        self._fitted = 0.0
+        self.slowness: Floats | None = None
+
+    def take(self, slot: int, load: Load, now: float) -> None:
+        """Take in one report of the rank in a slot."""
+        if not load.busy_s:
+            return  # its engine does not tell, or has done nothing yet
+        seen = self._seen.get(slot)
+        if seen is None or load.instance != seen.load.instance or load.steps < seen.load.steps:
+            self._seen[slot] = _Seen(load, now)
+            return
+        if now - seen.began < WINDOW_S:
+            return
+        last, seen.load, seen.began = seen.load, load, now
+        busy = load.busy_s - last.busy_s
+        if busy >= LEAST_BUSY_S:
+            seen.windows.append((now, _work(last, load), busy))
+
+    def forget(self, slots: list[int]) -> None:
+        """Their worker is gone."""
+        for slot in slots:
+            self._seen.pop(slot, None)
+            if self.slowness is not None and slot < len(self.slowness):
+                self.slowness[slot] = 1.0
+
+    def update(self, now: float, size: int) -> None:
+        """Compare the ranks anew, now and then; `size` is the number of slots."""
+        if now - self._fitted < FIT_S:
+            return
+        self._fitted = now
+        for seen in self._seen.values():
+            while seen.windows and now - seen.windows[0][0] > EVIDENCE_S:
+                seen.windows.popleft()
+        known = {s: seen for s, seen in self._seen.items() if len(seen.windows) >= ENOUGH}
+        found = _slowness(list(known.values())) if len(known) > 1 else []
+        for seen in self._seen.values():
+            if len(seen.windows) < ENOUGH:
+                seen.told, seen.odd = 1.0, 0
+        for seen, value in zip(known.values(), found, strict=False):
+            _tell(seen, value)
+        told = {slot: seen.told for slot, seen in self._seen.items() if seen.told != 1.0}
+        self.slowness = None
+        if told:
+            self.slowness = np.ones(size)
+            for slot, value in told.items():
+                self.slowness[slot] = value
+
+    def of(self, slots: Slots) -> Floats | None:
+        """The factors to scale the costs of some slots by; None if they are all alike."""
+        if self.slowness is None:
+            return None
+        return np.where(slots < len(self.slowness), self.slowness.take(slots, mode="clip"), 1.0)
+
+    @property
+    def told(self) -> dict[int, float]:
+        """The slots of ranks that are far from the others, and how slow they are."""
+        return {slot: seen.told for slot, seen in self._seen.items() if seen.told != 1.0}
+
+
+def _work(last: Load, load: Load) -> list[float]:
+    steps = load.steps - last.steps
+    used = (last.active_blocks + load.active_blocks) / 2 / max(load.total_blocks, 1)
+    tokens = max(load.computed_tokens - last.computed_tokens, 0)
+    return [steps, tokens, max(load.output_tokens - last.output_tokens, 0), steps * used]
+
+
+def _tell(seen: _Seen, value: float) -> None:
+    """It changes when two comparisons in a row say so."""
+    far = value >= NOTICED or value <= 1 / NOTICED
+    near = 1 / EVEN < value < EVEN
+    changes = near if seen.told != 1.0 else far
+    seen.odd = seen.odd + 1 if changes else 0
+    if seen.told != 1.0 and not near:
+        seen.told = min(max(value, 1 / MOST), MOST)
+    elif seen.odd >= 2:
+        seen.told = min(max(value, 1 / MOST), MOST) if far else 1.0
+        seen.odd = 0
+
+
+def _slowness(ranks: list[_Seen]) -> list[float]:
+    """Of each rank, beside the one in the middle: costs and slowness, found in turns."""
+    rows = np.array([row for seen in ranks for _, row, _ in seen.windows])
+    took = np.array([busy for seen in ranks for _, _, busy in seen.windows])
+    ends = np.cumsum([len(seen.windows) for seen in ranks])[:-1]
+    counts = [len(seen.windows) for seen in ranks]
+    rows /= np.maximum(rows.max(0), _TINY)
+    slowness = np.ones(len(ranks))
+    for _ in range(_ROUNDS):
+        expected = rows @ _costs(rows * (np.repeat(slowness, counts) / took)[:, None])
+        ratios = np.split(took / np.maximum(expected, _TINY), ends)
+        slowness = np.array([np.median(ratio) for ratio in ratios])
+        slowness /= np.sort(slowness)[(len(slowness) - 1) // 2]
+    found: list[float] = slowness.tolist()
+    return found
+
+
+def _costs(rows: Floats) -> Floats:
+    """Costs of at least 0 with which each row comes to about 1 (multiplicative updates)."""
+    gram, goal = rows.T @ rows, rows.sum(0)
+    costs: Floats = goal / np.maximum(gram.sum(1), _TINY)
+    for _ in range(_STEPS):
+        costs = costs * goal / np.maximum(gram @ costs, _TINY)
+    return costs

@@ -1,0 +1,340 @@
+"""The ranks that requests may run on: one slot per data-parallel rank, loads in arrays by slot."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from math import inf
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from kvmesh.bus.compatibility import Fitting
+from kvmesh.bus.messages import Capacity, Instance, Placement, RankKey, Role, Thresholds
+from kvmesh.router.state.arrays import ZERO, Floats, Slots
+from kvmesh.router.state.kvbm_nodes import Nodes
+
+TAINT = "taint."
+FILL = 0.95  # of a rank's blocks; the rest is for the answers under way, which grow
+UNMET = "no worker of this model meets the constraints of the request"
+Serves: TypeAlias = Literal["all", "prefill", "decode"]
+_ROLES: dict[Serves, tuple[str, ...]] = {
+    "all": ("aggregated", "decode"),
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+}
+_ANYWHERE = Placement()
+_NO_CAPACITY = Capacity(blocks=0, max_sequences=0, max_batched_tokens=0)
+
+
+class Rank(NamedTuple):
+    """Who sits in a slot. `worker` is the name that stays over restarts."""
+
+    instance: str
+    worker: str
+    rank: int
+
+
+class Column(Protocol):
+    """One number for each slot."""
+
+    def __getitem__(self, slot: int, /) -> float: ...
+
+    def __setitem__(self, slot: int, value: float, /) -> None: ...
+
+
+@dataclass(slots=True)
+class Cells:
+    """The loads of a RankTable, for one slot at a time, which arrays are slow at; one memory."""
+
+    prefill_tokens: Column
+    active_blocks: Column
+    foreign_tokens: Column
+    foreign_blocks: Column
+    requests: Column
+    total_blocks: Column
+    step_tokens: Column
+
+
+COLUMNS = tuple(field.name for field in fields(Cells))
+
+
+class RankTable:
+    """Slots are dense and reused; one is given out at the first mention of its rank.
+
+    A rank may be mentioned by an active sequence before its card is seen here, or after its card
+    has gone: such a slot counts load but is never eligible, and is freed with its last sequence.
+
+    Arrays by slot: `prefill_tokens`, `active_blocks` and `requests` as tracked; `foreign_tokens`
+    and `foreign_blocks` correct that by what engines report; `total_blocks` and `step_tokens`
+    are its KV blocks and the most tokens of one step (0: unknown). `cells` has the same for one
+    slot at a time; `room` is the blocks that its requests may use (inf: unknown), `least_room` the
+    least of it. `loaded` is the memory of its first five columns, as `gather` reads them.
+    `splits`: some worker does nothing but prefill.
+    """
+
+    cells: Cells
+
+    prefill_tokens: Floats
+    active_blocks: Floats
+    requests: Floats
+    foreign_tokens: Floats
+    foreign_blocks: Floats
+    total_blocks: Floats
+    step_tokens: Floats
+    room: Floats
+    least_room: float
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.ranks: list[Rank] = []
+        self.cards: dict[str, Instance] = {}
+        self.slot_of: dict[tuple[str, int], int] = {}
+        self._fitting = Fitting()
+        self._free: list[int] = []
+        self._open: dict[str, Slots] = {}
+        self._named: list[RankKey] = []
+        self._named_slots = np.zeros(0, np.int64)
+        self._named_version = -1
+        self._node_of_slot = np.zeros(0, np.int64)
+        self._node_version = -1
+        self.nodes = Nodes()
+        self.version = 0
+        self.splits = False
+        self.block_size = 0
+        self._lay_out(np.zeros((len(COLUMNS), 16)))
+
+    # membership
+
+    def join(self, card: Instance) -> None:
+        """Take in the card of a worker or kvbm, or a change to it.
+
+        A worker that does not fit the others has no slots, and so gets no requests.
+        """
+        if card.role is Role.KVBM:
+            self.nodes.join(card)
+            self._changed()
+        if card.model is None:
+            return
+        fitted = not self.misfits
+        self._fitting.join(card)
+        if fitted and not self.misfits:
+            self._seat(card)
+        else:
+            self._seat_again(card)
+
+    @property
+    def misfits(self) -> dict[str, str]:
+        """The workers that are left out, by instance, each with the reason."""
+        return self._fitting.misfits
+
+    def _seat_again(self, changed: Instance | None = None) -> None:
+        """Recompute the seats after the set of fitting workers has changed."""
+        for instance in self.misfits:
+            if instance in self.cards:
+                self._unseat(instance)
+        for card in self._fitting.cards:
+            if card.instance in self.misfits:
+                continue
+            if card is changed or card.instance not in self.cards:
+                self._seat(card)
+
+    def _seat(self, card: Instance) -> None:
+        if card.model is not None:
+            self.block_size = card.model.block_size
+        self.cards[card.instance] = card
+        self._changed()
+        capacity = card.capacity or _NO_CAPACITY
+        for rank in range(capacity.dp_ranks):
+            slot = self.slot(card.instance, rank)
+            self.ranks[slot] = Rank(card.instance, card.name, rank)
+            self.resize(slot, capacity.blocks)
+            self.step_tokens[slot] = capacity.max_batched_tokens
+
+    def leave(self, instance: str) -> list[int]:
+        """Forget a card; returns the slots of a worker, which stay while sequences are on them."""
+        fitted = not self.misfits
+        self._fitting.leave(instance)
+        if instance not in self.cards and self.nodes.leave(instance):
+            self._changed()
+        slots = self._unseat(instance)
+        if not fitted:
+            self._seat_again()
+        return slots
+
+    def _unseat(self, instance: str) -> list[int]:
+        card = self.cards.pop(instance, None)
+        if card is None:
+            return []
+        self._changed()
+        ranks = (card.capacity or _NO_CAPACITY).dp_ranks
+        slots = [self.slot_of[instance, rank] for rank in range(ranks)]
+        for slot in slots:
+            self.foreign_tokens[slot] = self.foreign_blocks[slot] = 0
+            self.release_if_idle(slot)
+        return slots
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._open.clear()
+        self.splits = any(card.serves == "prefill" for card in self.cards.values())
+
+    def resize(self, slot: int, blocks: int) -> None:
+        """A rank has this many blocks."""
+        if self.cells.total_blocks[slot] != blocks:
+            self.cells.total_blocks[slot] = blocks
+            self.room[slot] = FILL * blocks if blocks else inf
+            self.least_room = float(self.room.min())
+
+    def slot(self, instance: str, rank: int) -> int:
+        """The slot of a rank, given out now if it has none."""
+        slot = self.slot_of.get((instance, rank))
+        if slot is None:
+            slot = self.slot_of[instance, rank] = self._take(Rank(instance, instance, rank))
+        return slot
+
+    def known(self, instance: str, rank: int) -> int | None:
+        """The slot of a rank if it has one."""
+        return self.slot_of.get((instance, rank))
+
+    def _take(self, rank: Rank) -> int:
+        self.version += 1
+        if self._free:
+            slot = self._free.pop()
+            self.ranks[slot] = rank
+            return slot
+        if self.size == len(self.requests):
+            self._lay_out(np.concatenate([self._columns, np.zeros_like(self._columns)], 1))
+        self.ranks.append(rank)
+        self.size += 1
+        return self.size - 1
+
+    def _lay_out(self, columns: Floats) -> None:
+        self._columns = columns
+        self._tracked, self._foreign = columns[:2], columns[2:4]
+        self.loaded = columns[:5].data.cast("B")
+        for name, column in zip(COLUMNS, columns, strict=True):
+            setattr(self, name, column)
+        self.cells = Cells(*(memoryview(column).cast("B").cast("d") for column in columns))
+        self.room = np.where(self.total_blocks > 0, FILL * self.total_blocks, inf)
+        self.least_room = float(self.room.min())
+
+    def release_if_idle(self, slot: int) -> None:
+        """Take the slot back if its worker has gone and nothing runs on it."""
+        rank = self.ranks[slot]
+        if rank.instance in self.cards or self.requests[slot]:
+            return
+        if self.slot_of.pop((rank.instance, rank.rank), None) is None:
+            return
+        self.resize(slot, 0)
+        self._columns[:, slot] = 0
+        self.version += 1
+        self._free.append(slot)
+
+    def places(self, ranks: list[RankKey]) -> Slots:
+        """The slot of each rank that the index named; that of node n's kvbm is `size` + n.
+
+        Unknown ones are in slot `size`. An index names much the same ranks each time, so the
+        answer for the last list is kept.
+        """
+        if self._named is not ranks or self._named_version != self.version:
+            get, size = self.slot_of.get, self.size
+            places = [get((rank.instance, rank.rank), size) for rank in ranks]
+            if self.nodes:
+                node = self.nodes.of_kvbm
+                pairs = zip(places, ranks, strict=True)
+                places = [p if p < size else p + node(rank.instance) for p, rank in pairs]
+            self._named_slots = np.array(places, np.int64)
+            self._named, self._named_version = ranks, self.version
+        return self._named_slots
+
+    def node_of_slot(self) -> Slots:
+        """For each slot the number of its node, 0 where that has no kvbm."""
+        if self._node_version != self.version:
+            cards = (self.cards.get(rank.instance) for rank in self.ranks)
+            numbers = [self.nodes.number(card.node) if card else 0 for card in cards]
+            self._node_of_slot = np.array(numbers, np.int64)
+            self._node_version = self.version
+        return self._node_of_slot
+
+    # filters
+
+    def eligible(self, placement: Placement, adapter: str | None, serves: Serves) -> Slots:
+        """The slots that a request may go to, in ascending order."""
+        if placement == _ANYWHERE and adapter is None:
+            open_slots = self._open.get(serves)
+            if open_slots is None:
+                cards = [c for c in self._serving(serves) if _admits(c, placement, adapter)]
+                open_slots = self._open[serves] = self._slots_of(cards)
+            return open_slots
+        cards = [c for c in self._serving(serves) if _admits(c, placement, adapter)]
+        return self._slots_of(cards, placement.rank)
+
+    def why_none(self, placement: Placement, adapter: str | None) -> str:
+        """Why no slot is eligible, for the caller."""
+        if not self.cards:
+            return "no worker serves this model"
+        serving = self._serving("all")
+        if not serving:
+            return "every worker of this model is draining or only prefills"
+        if not any(_has(card, adapter) for card in serving):
+            return f"no worker of this model has the adapter {adapter!r}"
+        if any(_admits(card, placement, adapter) for card in self.cards.values() if card.draining):
+            return "every worker that meets the constraints of the request is draining"
+        return UNMET
+
+    def under(self, limits: Thresholds, slots: Slots) -> Slots:
+        """Those of `slots` that are below every threshold."""
+        tokens, blocks = self.loads(slots)
+        below = np.ones(len(slots), np.bool_)
+        if limits.blocks is not None:
+            below &= blocks < limits.blocks
+        if limits.blocks_share is not None:
+            total = self.total_blocks.take(slots)
+            below &= (blocks < limits.blocks_share * total) | (total == 0)
+        if limits.prefill_tokens is not None:
+            below &= tokens < limits.prefill_tokens
+        return slots[below]
+
+    def loads(self, slots: Slots) -> Floats:
+        """As tracked and corrected by the engines, a row each: tokens that wait for or are in
+        prefill, and blocks in use by requests.
+        """
+        loads: Floats = self._tracked.take(slots, 1)
+        loads += self._foreign.take(slots, 1)
+        return np.maximum(loads, ZERO, out=loads)
+
+    def preference(self, prefer: dict[str, float], slots: Slots) -> Floats:
+        """exp(-tanh(w)) for each slot, w the sum of the weights of the labels its worker has."""
+        weights = np.zeros(len(slots))
+        for at, slot in enumerate(slots.tolist()):
+            labels = self.cards[self.ranks[slot].instance].labels
+            weights[at] = sum(prefer.get(f"{key}={value}", 0.0) for key, value in labels.items())
+        return np.exp(-np.tanh(weights))
+
+    def _serving(self, serves: Serves) -> list[Instance]:
+        roles = _ROLES[serves]
+        return [c for c in self.cards.values() if c.serves in roles and not c.draining]
+
+    def _slots_of(self, cards: Iterable[Instance], rank: int | None = None) -> Slots:
+        slots = [
+            self.slot_of[card.instance, r]
+            for card in cards
+            for r in range((card.capacity or _NO_CAPACITY).dp_ranks)
+            if rank is None or r == rank
+        ]
+        return np.array(sorted(slots), np.int64)
+
+
+def _admits(card: Instance, placement: Placement, adapter: str | None) -> bool:
+    if placement.instance is not None and card.instance != placement.instance:
+        return False
+    if card.instance in placement.exclude:
+        return False
+    if placement.allow and card.instance not in placement.allow:
+        return False
+    if any(k.startswith(TAINT) and k[len(TAINT) :] not in placement.tolerate for k in card.labels):
+        return False
+    return _has(card, adapter) and placement.labels.items() <= card.labels.items()
+
+
+def _has(card: Instance, adapter: str | None) -> bool:
+    return adapter is None or card.model is None or adapter in card.model.adapters

@@ -1,0 +1,331 @@
+"""What an engine tells of its cache, in neutral form, and the books that make mesh events of it.
+
+Engines name blocks by hashes of their own and tell the tokens in them; the mesh hashes the tokens
+itself, under its own salt. The books keep, for every block held, its place in a prompt, so that
+the whole can be told again and a second copy of a block is not mistaken for a loss.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored, Work
+from kvmesh.hashing import block_hashes, salt
+from kvmesh.index import TIERS
+
+HASH_MASK = (1 << 64) - 1
+_MEDIA = {
+    "GPU": 0,
+    "CPU": 1,
+    "CPU_PINNED": 1,
+    "CPU_TIER1": 1,
+    "CPU_TIER2": 2,
+    "DISK": 2,
+    "NVME": 2,
+    "STORAGE": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Consecutive blocks now held after `parent`; `tokens` is packed uint32.
+
+    `salt` is the mesh's, where the engine's event carries it; `adapter` a LoRA adapter's name.
+    """
+
+    hashes: list[int]
+    parent: int | None
+    tokens: bytes
+    block_size: int
+    tier: int = 0
+    salt: int | None = None
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks no longer held in `tier` (None: in any)."""
+
+    hashes: list[int]
+    tier: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllCleared:
+    """Nothing is held any more in `tier` (None: in any)."""
+
+    tier: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksMoved:
+    """Blocks now held in tier `to` and no longer in `tier`."""
+
+    hashes: list[int]
+    tier: int
+    to: int
+
+
+CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksMoved | AllCleared
+
+
+def fold_hash(value: int | bytes) -> int:
+    """An engine's block hash as a uint64: integers modulo 2**64, digests by their last 8 bytes.
+
+    vLLM publishes a digest or, as an integer, the same last 8 bytes; SGLang signed integers.
+    """
+    if isinstance(value, bytes):
+        return int.from_bytes(value[-8:], "big")
+    return value & HASH_MASK
+
+
+def medium_tier(medium: str | None) -> int:
+    """The tier of a storage medium as engines name it; what is not on the node is tier 3."""
+    return 0 if medium is None else _MEDIA.get(medium.upper(), 3)
+
+
+class Salts:
+    """Which salt a prompt was computed under, for engines that do not say it in their events.
+
+    Prompts that came over the mesh are known by their first block, the newest `limit` of them;
+    others came to the engine directly and belong to the model without a tenant. Where tenants
+    share a first block, the one that has waited longest and does not hold it yet is meant.
+    """
+
+    def __init__(self, model: str, block_size: int, limit: int = 65536) -> None:
+        self._model = model
+        self._block_size = block_size
+        self._limit = limit
+        self._noted: OrderedDict[int, list[int]] = OrderedDict()
+        self._tenants: OrderedDict[int, str | None] = OrderedDict()
+
+    def is_own(self, work: Work) -> bool:
+        """Whether no other tenant has had this salt: what is held under it is then this one's."""
+        plain = work.salt == salt(self._model, work.adapter or "")
+        known = self._tenants.pop(work.salt, "" if plain else work.tenant)
+        self._tenants[work.salt] = known if known == work.tenant else None
+        if len(self._tenants) > self._limit:
+            self._tenants.popitem(last=False)
+        return known == work.tenant
+
+    def tag(self, work: Work) -> str | None:
+        """The text for the engine to salt its own hashes with; None for a prompt without tenant.
+
+        The tenant keeps its blocks apart from those of others; the salt behind it, which is short,
+        comes back in the engine's events. vLLM's server takes no "/", which stands in the tag of a
+        part of a tenant.
+        """
+        if work.tenant:
+            return f"{work.tenant.replace('/', '.')}-{work.salt:016x}"
+        plain = salt(self._model, work.adapter or "")
+        return None if work.salt == plain else f"{work.salt:016x}"
+
+    def note(self, work: Work) -> None:
+        """Remember the salt of a prompt, by its first block."""
+        local, _ = block_hashes(work.tokens[: 4 * self._block_size], self._block_size)
+        if local:
+            key = int.from_bytes(local, "little")
+            waiting = self._noted.setdefault(key, [])
+            if work.salt not in waiting:
+                waiting.append(work.salt)
+            self._noted.move_to_end(key)
+        if len(self._noted) > self._limit:
+            self._noted.popitem(last=False)
+
+    def find(self, event: BlocksStored, held: Callable[[int], bool]) -> int:
+        """The salt of a root block; `held` says whether it is held under a salt already."""
+        if event.salt is not None:
+            return event.salt
+        local, _ = block_hashes(event.tokens[: 4 * event.block_size], event.block_size)
+        waiting = self._noted.get(int.from_bytes(local, "little"), []) if local else []
+        found = next((noted for noted in waiting if not held(noted)), None)
+        if found is None:
+            return salt(self._model, event.adapter or "")
+        waiting.remove(found)
+        return found
+
+
+SaltFinder: TypeAlias = Callable[[BlocksStored, Callable[[int], bool]], int]
+
+
+class _Block:
+    __slots__ = ("copies", "local", "parent", "previous", "root", "sequence")
+
+    def __init__(
+        self, root: bool, parent: int | None, previous: int, local: int, sequence: int
+    ) -> None:
+        self.root = root
+        self.parent = parent
+        self.previous = previous
+        self.local = local
+        self.sequence = sequence
+        self.copies = 1
+
+
+class CacheLedger:
+    """What one rank holds. `salt_of` names the salt of a root block.
+
+    `counted` is for engines that may hold a block twice and tell each store and removal (vLLM
+    does when equal prompts run at once); others say so once, however often they store.
+    `strays` counts blocks not told on: of another size, or after a parent that is not held.
+    """
+
+    def __init__(self, block_size: int, salt_of: SaltFinder, counted: bool = True) -> None:
+        self._block_size = block_size
+        self._salt_of = salt_of
+        self._counted = counted
+        self._tiers: list[dict[int, _Block]] = [{} for _ in range(TIERS)]
+        self._sequences: set[int] = set()
+        self.strays = 0
+
+    def __len__(self) -> int:
+        """Blocks held in the engine's own memory."""
+        return len(self._tiers[0])
+
+    def matched(self, work: Work) -> int:
+        """Leading tokens of a prompt that the engine's own memory holds, in whole blocks."""
+        _, sequence = block_hashes(work.tokens, self._block_size, work.salt)
+        hashes = array("Q", sequence)
+        count = next((i for i, h in enumerate(hashes) if h not in self._sequences), len(hashes))
+        return count * self._block_size
+
+    def apply(self, events: Iterable[CacheEvent]) -> list[KvEvent]:
+        """Enter events in order; returns what the mesh must hear of them."""
+        return [told for event in events for told in self._apply(event)]
+
+    def dump(self) -> list[KvEvent]:
+        """A `Cleared`, then all that is held: what a reader needs who knows nothing."""
+        events: list[KvEvent] = [Cleared()]
+        told: set[int] = set()
+        for tier, held in enumerate(self._tiers):
+            events += self._chains(tier, held, told)
+        return events
+
+    def forget(self) -> list[KvEvent]:
+        """The engine is a new one and holds nothing."""
+        return self._clear(AllCleared())
+
+    def _apply(self, event: CacheEvent) -> list[KvEvent]:
+        if isinstance(event, BlocksStored):
+            return self._store(event)
+        if isinstance(event, BlocksRemoved):
+            return self._remove(event)
+        if isinstance(event, BlocksMoved):
+            return self._move(event)
+        return self._clear(event)
+
+    def _move(self, event: BlocksMoved) -> list[KvEvent]:
+        source, target = self._tiers[event.tier], self._tiers[event.to]
+        events: list[KvEvent] = []
+        for name in event.hashes:
+            block = source.get(name)
+            if block is not None and name not in target:
+                parent_held = any(block.parent in held for held in self._tiers)
+                target[name] = _Block(
+                    block.root, block.parent, block.previous, block.local, block.sequence
+                )
+                if event.to == 0:
+                    self._sequences.add(block.sequence)
+                events.append(self._stored(event.to, target, [name], not parent_held))
+        return events + self._remove(BlocksRemoved(event.hashes, event.tier))
+
+    def _store(self, event: BlocksStored) -> list[KvEvent]:
+        whole = len(event.tokens) == 4 * event.block_size * len(event.hashes)
+        previous = self._previous(event)
+        if event.block_size != self._block_size or not whole or previous is None:
+            self.strays += len(event.hashes)
+            return []
+        local, sequence = block_hashes(event.tokens, self._block_size, previous)
+        rows = zip(event.hashes, array("Q", local), array("Q", sequence), strict=True)
+        held = self._tiers[event.tier]
+        runs: list[list[int]] = [[]]
+        parent, root = event.parent, event.parent is None
+        for name, block_local, block_sequence in rows:
+            known = held.get(name)
+            if known is None:
+                held[name] = _Block(root, parent, previous, block_local, block_sequence)
+                runs[-1].append(name)
+                if event.tier == 0:
+                    self._sequences.add(block_sequence)
+            else:
+                known.copies += self._counted
+                runs.append([])
+            parent, previous, root = name, block_sequence, False
+        return [self._stored(event.tier, held, run) for run in runs if run]
+
+    def _previous(self, event: BlocksStored) -> int | None:
+        if event.parent is None:
+            return self._root_salt(event)
+        for held in (self._tiers[event.tier], *self._tiers):
+            if event.parent in held:
+                return held[event.parent].sequence
+        return None
+
+    def _root_salt(self, event: BlocksStored) -> int:
+        for held in self._tiers:
+            if event.hashes and event.hashes[0] in held:
+                return held[event.hashes[0]].previous
+        first = event.tokens[: 4 * self._block_size]
+
+        def is_held(salt: int) -> bool:
+            _, sequence = block_hashes(first, self._block_size, salt)
+            return int.from_bytes(sequence[:8], "little") in self._sequences
+
+        return self._salt_of(event, is_held)
+
+    def _stored(
+        self, tier: int, held: dict[int, _Block], run: list[int], detached: bool = False
+    ) -> Stored:
+        first = held[run[0]]
+        return Stored(
+            tier,
+            None if first.root or detached else first.parent,
+            array("Q", run).tobytes(),
+            array("Q", [held[name].local for name in run]).tobytes(),
+            first.previous if first.root else 0,
+            first.previous if detached and not first.root else None,
+        )
+
+    def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
+        tiers = range(TIERS) if event.tier is None else (event.tier,)
+        events: list[KvEvent] = []
+        for tier in tiers:
+            gone = [name for name in event.hashes if self._drop(tier, name)]
+            if gone:
+                events.append(Removed(tier, array("Q", gone).tobytes()))
+        return events
+
+    def _drop(self, tier: int, name: int) -> bool:
+        block = self._tiers[tier].get(name)
+        if block is None:
+            return False
+        block.copies -= 1
+        if not block.copies:
+            del self._tiers[tier][name]
+            if tier == 0:
+                self._sequences.discard(block.sequence)
+        return not block.copies
+
+    def _clear(self, event: AllCleared) -> list[KvEvent]:
+        for tier, held in enumerate(self._tiers):
+            if event.tier in (None, tier):
+                held.clear()
+        if event.tier in (None, 0):
+            self._sequences.clear()
+        return [Cleared(event.tier)]
+
+    def _chains(self, tier: int, held: dict[int, _Block], told: set[int]) -> Iterator[Stored]:
+        run: list[int] = []
+        detached = False
+        for name, block in held.items():
+            if run and block.parent != run[-1]:
+                yield self._stored(tier, held, run, detached)
+                run = []
+            if not run:
+                detached = block.parent not in told
+            run.append(name)
+            told.add(name)
+        if run:
+            yield self._stored(tier, held, run, detached)

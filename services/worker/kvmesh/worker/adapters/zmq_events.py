@@ -1,0 +1,236 @@
+"""KV events as vLLM and SGLang publish them over ZeroMQ.
+
+A message is `[topic, sequence number (uint64, big-endian), payload]`, the payload msgpack of
+`[time, [events], data-parallel rank]`. Events are maps with their `type`, or arrays that begin
+with it; fields differ between engines and versions, so each is optional here where it can be.
+A second socket, where the engine has one, repeats past messages from a number on.
+"""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvmesh.worker.adapters.cache_ledger import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    fold_hash,
+    medium_tier,
+)
+
+log = logging.getLogger(__name__)
+RECEIVE_QUEUE = 10_000
+REPLAY_TIMEOUT_S = 5.0
+TAIL_CHECK_S = 2.0
+END = (1 << 64) - 1
+HEX = frozenset("0123456789abcdef")
+_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+_FIELDS = {
+    "BlockStored": (*_STORED, "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+_WHOLE_PREFIX = {None, "full_attention", "mla_attention", "sink_full_attention", "unknown"}
+_DECODER = msgspec.msgpack.Decoder()
+
+
+class EventDecoder:
+    """Payloads into neutral events.
+
+    A hybrid model has several groups of layers with a cache each; the first group seen that keeps
+    whole prefixes speaks for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._group: int | None = None
+
+    def decode(self, payload: bytes) -> list[CacheEvent]:
+        """The events of one message, unknown kinds left out; raises ValueError if malformed."""
+        try:
+            batch = _DECODER.decode(payload)
+            return [event for raw in batch[1] for event in self._event(_named(raw))]
+        except (msgspec.MsgspecError, KeyError, IndexError, TypeError, OverflowError) as error:
+            raise ValueError(f"malformed KV event: {error!r}") from error
+
+    def _event(self, event: dict[str, Any]) -> Iterator[CacheEvent]:
+        kind = event["type"]
+        if kind == "AllBlocksCleared":
+            yield AllCleared()
+        elif kind == "BlockStored" and self._speaks(event):
+            yield _stored(event)
+        elif kind == "BlockRemoved" and event.get("group_idx") in (None, self._group):
+            hashes = [fold_hash(value) for value in event["block_hashes"]]
+            yield BlocksRemoved(hashes, medium_tier(event.get("medium")))
+
+    def _speaks(self, event: dict[str, Any]) -> bool:
+        group = event.get("group_idx")
+        if group is None:
+            return True
+        if self._group is None and event.get("kv_cache_spec_kind") in _WHOLE_PREFIX:
+            self._group = group
+        return bool(group == self._group)
+
+
+def event_endpoints(folder: Path) -> dict[str, str]:
+    """Sockets in a private folder: events carry the tokens of every prompt, and ask for no key.
+
+    vLLM adds a rank to the number at the end, and only to endpoints that have "tcp" in them.
+    """
+    return {
+        "endpoint": f"ipc://{folder}/tcp-events:1",
+        "replay_endpoint": f"ipc://{folder}/tcp-replay:1",
+    }
+
+
+def rank_endpoint(endpoint: str, rank: int) -> str:
+    """Where a data-parallel rank publishes: its TCP port is the first one's plus the rank."""
+    head, colon, port = endpoint.rpartition(":")
+    if not rank or not endpoint.startswith("tcp://") or not port.isdecimal():
+        return endpoint
+    return f"{head}{colon}{int(port) + rank}"
+
+
+def _named(raw: Any) -> dict[str, Any]:
+    if isinstance(raw, dict):
+        return raw
+    kind, *values = raw
+    return {"type": kind, **dict(zip(_FIELDS.get(kind, ()), values, strict=False))}
+
+
+def _stored(event: dict[str, Any]) -> BlocksStored:
+    parent = event.get("parent_block_hash")
+    adapter: Any = event.get("lora_name")
+    keys = event.get("extra_keys")
+    if isinstance(adapter, dict):  # SGLang's eighth element: {"cache_salt": …}
+        adapter, keys = None, [[adapter.get("cache_salt")]]
+    return BlocksStored(
+        [fold_hash(value) for value in event["block_hashes"]],
+        None if parent is None else fold_hash(parent),
+        array("I", event["token_ids"]).tobytes(),
+        event["block_size"],
+        medium_tier(event.get("medium")),
+        _salt(keys, adapter),
+        adapter,
+    )
+
+
+def _salt(extra_keys: list[list[Any] | None] | None, adapter: str | None) -> int | None:
+    """The mesh's salt: its sixteen hexadecimal digits end what the engine got as the cache salt."""
+    for key in (extra_keys[0] or ()) if extra_keys else ():
+        if isinstance(key, str) and key != adapter:
+            digits = key.rpartition("-")[2]
+            if len(digits) == 16 and set(digits) <= HEX:
+                return int(digits, 16)
+    return None
+
+
+class ZmqSubscriber:
+    """Follows one rank's publisher and hands on every message once, in order.
+
+    `on_payload` gets each payload; `on_restart` is called when the publisher begins anew, and
+    `on_gap` with the number of messages lost for good. The queue is bounded: what does not fit
+    is dropped by ZeroMQ, found missing by its number, and asked for again.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay: str | None,
+        topic: str,
+        on_payload: Callable[[bytes], None],
+        on_restart: Callable[[], None],
+        on_gap: Callable[[int], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._replay_endpoint = replay
+        self._topic = topic
+        self._on_payload = on_payload
+        self._on_restart = on_restart
+        self._on_gap = on_gap
+        self._context = zmq.asyncio.Context()
+        self._task: asyncio.Task[None] | None = None
+        self._next = 0
+        self._early: set[int] = set()
+
+    def start(self) -> None:
+        """Subscribe; raises zmq.ZMQError for an endpoint that cannot be one."""
+        socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
+        socket.connect(self._endpoint)
+        self._task = asyncio.create_task(self._run(socket), name="kv event subscriber")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._context.destroy(linger=0)
+
+    async def _run(self, socket: zmq.asyncio.Socket) -> None:
+        await self._catch_up(None)
+        while True:
+            if not await socket.poll(TAIL_CHECK_S * 1000):
+                await self._catch_up(None)
+                continue
+            frames = await socket.recv_multipart()
+            if len(frames) < 2 or len(frames[-2]) != 8:
+                log.warning("a message of %d frames is no KV event", len(frames))
+                continue
+            await self._take(int.from_bytes(frames[-2], "big"), frames[-1])
+
+    async def _take(self, number: int, payload: bytes) -> None:
+        if number in self._early:
+            self._early.discard(number)
+            return
+        if number < self._next:
+            log.info("the KV event publisher at %s began anew", self._endpoint)
+            self._next = 0
+            self._early.clear()
+            self._on_restart()
+        if number > self._next:
+            await self._catch_up(number)
+        self._next = number + 1
+        self._on_payload(payload)
+
+    async def _catch_up(self, before: int | None) -> None:
+        """Get what was missed: up to message `before`, or all that there is so far."""
+        found = await self._ask(self._next, before)
+        end = max([*found, self._next - 1]) + 1 if before is None else before
+        missing = end - self._next - len(found)
+        if missing:
+            self._on_gap(missing)
+        for number in sorted(found):
+            self._on_payload(found[number])
+            if before is None:
+                self._early.add(number)
+        self._next = end
+        self._early = {number for number in self._early if number > end - RECEIVE_QUEUE}
+
+    async def _ask(self, first: int, before: int | None) -> dict[int, bytes]:
+        if self._replay_endpoint is None:
+            return {}
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._replay_endpoint)
+        found: dict[int, bytes] = {}
+        try:
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                await socket.send_multipart([b"", first.to_bytes(8, "big")])
+                while (frames := await socket.recv_multipart())[-2] != END.to_bytes(8, "big"):
+                    number = int.from_bytes(frames[-2], "big")
+                    if number >= first and (before is None or number < before):
+                        found[number] = frames[-1]
+        except TimeoutError:
+            log.warning("no replay of KV events from %s", self._replay_endpoint)
+        finally:
+            socket.close()
+        return found

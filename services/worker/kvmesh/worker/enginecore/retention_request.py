@@ -1,0 +1,68 @@
+"""What requests ask for their blocks, in the words of the block manager."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvmesh.bus.messages import Retain, Work, owner
+from kvmesh.retention.budget import directives
+from kvmesh.retention.claims import Wish
+from kvmesh.retention.outcomes import Directive
+from kvmesh.retention.token_ranges import Segment, segments, with_prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The wishes of one request for its blocks, which count against the budget of `tenant`.
+
+    `directives` are its explicit ones, of which the first `for_prompt` speak of the prompt.
+    """
+
+    segments: list[Segment]
+    directives: list[Directive]
+    for_prompt: int
+    tenant: str
+    session: str | None
+
+    def wish_at(self, block: int) -> Wish | None:
+        """What is asked for a block, if anything."""
+        at = bisect_right(self.segments, block, key=lambda segment: segment.first) - 1
+        if at < 0 or block >= (self.segments[at].end or block + 1):
+            return None
+        return self.segments[at].wish
+
+    @property
+    def apart(self) -> "Asked":
+        """The same for another tier, which counts by itself what is granted there."""
+        return replace(
+            self, directives=[Directive(d.tenant, d.priority, d.ttl_s) for d in self.directives]
+        )
+
+
+NOTHING = Asked(segments=[], directives=[], for_prompt=0, tenant="", session=None)
+
+
+def asked_before(retention: Sequence[Retain], block_size: int, tenant: str) -> Asked:
+    """What others have asked for blocks that come from another tier: whole blocks, in order."""
+    found = [
+        Segment(r.start // block_size, (r.end or r.start) // block_size, Wish(r.priority, r.ttl_s))
+        for r in retention
+    ]
+    return Asked(segments=found, directives=[], for_prompt=0, tenant=tenant, session=None)
+
+
+def asked_of(work: Work, block_size: int, defaults: Mapping[str, Wish]) -> Asked | None:
+    """What a request asks; None if it is as any other."""
+    if work.session is None and not work.retention and work.decode is None:
+        return None
+    prompt = len(work.tokens) // 4 - work.generated
+    payer = owner(work.tenant)
+    explicit = directives(work.retention, payer)
+    answer = directives([work.decode] if work.decode is not None else [], payer)
+    return Asked(
+        segments=with_prefix(segments(work.retention, work.decode, prompt, block_size, defaults)),
+        directives=explicit + answer,
+        for_prompt=len(explicit),
+        tenant=payer,
+        session=work.session,
+    )

@@ -1,0 +1,285 @@
+"""One rank of the mock engine as a pure state machine: requests in, timed steps out.
+
+There is no clock, no I/O and no randomness here: the caller says when a step begins and makes
+time pass by the duration that it returns, so a live worker and a simulator run the same code.
+"""
+
+from dataclasses import dataclass, field
+
+from kvmesh.bus.messages import Cleared, KvEvent, Load
+from kvmesh.worker.enginecore.block_manager import BlockManager
+from kvmesh.worker.enginecore.counters import Counters
+from kvmesh.worker.enginecore.retention import KeepingOptions
+from kvmesh.worker.enginecore.scheduler import Chunk, Scheduler, SchedulerLimits
+from kvmesh.worker.enginecore.sequence import Request, Sequence, State
+from kvmesh.worker.enginecore.simulated_tiers import TierOptions, Tiers
+from kvmesh.worker.engines.mock.step_batching import Ahead
+from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial, StepModel
+
+
+@dataclass(slots=True)
+class Output:
+    """New tokens of one request, the first of them the `offset`-th of its answer.
+
+    The first output of a request has `cached`: prompt tokens that were not computed, by tier, and
+    `retention`: what came of each explicit directive for the prompt. The last one says with
+    `decode` what came of that for the answer.
+    """
+
+    request: str
+    offset: int
+    tokens: list[int]
+    finish: str | None = None
+    cached: list[int] | None = None
+    retention: list[str] | None = None
+    decode: str | None = None
+
+
+class StepResult:
+    """What `steps` engine steps, `duration` seconds in all, will have done at their end.
+
+    With no steps, the engine only waits for KV to arrive: new requests may interrupt it.
+    """
+
+    __slots__ = ("duration", "events", "outputs", "steps")
+
+    def __init__(
+        self, duration: float, steps: int, outputs: list[Output], events: list[KvEvent]
+    ) -> None:
+        self.duration = duration
+        self.steps = steps
+        self.outputs = outputs
+        self.events = events
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """What the mock stands for. `speedup` divides every duration.
+
+    Without `tell_tokens`, only the first and the last output of a request are made, and the last
+    one is empty: enough for a simulation, at a cost that does not grow with the tokens.
+    """
+
+    blocks: int = 16384
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+    model: StepModel = field(default_factory=Polynomial)
+    tiers: TierOptions = field(default_factory=TierOptions)
+    speedup: float = 1.0
+    tell_tokens: bool = True
+    keeping: KeepingOptions = field(default_factory=KeepingOptions)
+
+
+class MockCore:
+    """Block manager, scheduler and performance model of one rank, advanced by `step`.
+
+    A fault that is injected makes steps take `stretch` times as long.
+    """
+
+    def __init__(self, options: CoreOptions) -> None:
+        self.options = options
+        self.blocks = BlockManager(options.blocks, options.keeping)
+        size, keeping = options.limits.block_size, options.keeping
+        self.tiers = Tiers(options.tiers, size, options.speedup, self.blocks, keeping=keeping)
+        self.scheduler = Scheduler(options.limits, self.blocks, self.tiers)
+        self.counters = Counters()
+        self.stretch = 1.0
+
+    @property
+    def memories(self) -> list[BlockManager]:
+        """The engine's own and the tiers below."""
+        return [self.blocks, *self.tiers.lower]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.scheduler.live)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits, prompt and answer together."""
+        return self.options.blocks * self.options.limits.block_size
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that are queued or under way and not computed yet."""
+        return self.scheduler.prefill_tokens
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it can never fit or its id is live."""
+        if request.length - request.generated + request.target > self.longest:
+            raise ValueError(f"{request.id} does not fit into {self.options.blocks} blocks")
+        if request.id in self.scheduler.live:
+            raise ValueError(f"{request.id} is already here")
+        self.scheduler.submit(request)
+        self.counters.requests += 1
+        self.counters.prompt_tokens += request.length
+
+    def abort(self, request: str) -> bool:
+        """Forget a request at once; False if it is not here. Its blocks stay cached."""
+        known = self.scheduler.abort(request)
+        self.counters.aborted += known
+        return known
+
+    def step(self, now: float, horizon: float = 0.0) -> StepResult:
+        """Begin the next step at `now`; the result holds at `now + duration`.
+
+        With `horizon`, as many steps as fit into that many seconds are taken as one, as long as
+        they only decode and no block fills up: the outcome is that of single steps, in fewer calls.
+        """
+        return self._step(self.scheduler.plan(now), now, horizon)
+
+    def begin(self, now: float, horizon: float) -> StepResult | Ahead:
+        """Like `step`, but steps that only decode are planned and not taken yet.
+
+        What comes back then takes about `horizon` seconds. Until `take` is called with it, or with
+        what is left of it when something arrives in between, only `submit` may be called.
+        """
+        chunks = self.scheduler.plan(now)
+        decoding = self.scheduler.decoding
+        if chunks or not decoding.members or not self.scheduler.settled:
+            return self._step(chunks, now, 0.0)
+        kept: list[tuple[int, float]] = []
+        active, steps, duration = self.blocks.active, 0, 0.0
+        for count, filled in self.scheduler.stretches(decoding.steps_to_end()):
+            seconds = self._decode_seconds(len(decoding.members), active + filled)
+            kept.append((count, seconds))
+            steps += count
+            duration += count * seconds
+            if duration >= horizon:
+                break
+        return Ahead(kept, steps, duration)
+
+    def take(self, ahead: Ahead) -> StepResult:
+        """Take the steps that `begin` planned."""
+        outputs: list[Output] = []
+        self._decode(ahead.steps, outputs)
+        self.counters.count_steps(ahead.steps, ahead.duration)
+        return StepResult(ahead.duration, ahead.steps, outputs, self.take_events())
+
+    def _step(self, chunks: list[Chunk], now: float, horizon: float) -> StepResult:
+        decoding = self.scheduler.decoding
+        if not chunks and not decoding.members:
+            return StepResult(self._until_arrival(now), 0, [], self.take_events())
+        seconds = self._seconds(chunks, len(decoding.members)) * self.stretch
+        steps = 1 if chunks else self._repetitions(seconds, horizon)
+        outputs: list[Output] = []
+        self._decode(steps, outputs)
+        for chunk in chunks:
+            self._prefill(chunk, outputs)
+        self.counters.count_steps(steps, seconds * steps)
+        return StepResult(seconds * steps, steps, outputs, self.take_events())
+
+    def load(self, instance: str, rank: int) -> Load:
+        """The forward-pass metrics of this core as rank `rank` of `instance`."""
+        counters, scheduler, blocks = self.counters, self.scheduler, self.blocks
+        running = scheduler.running
+        return Load(
+            instance=instance,
+            rank=rank,
+            running=running,
+            waiting=len(scheduler.live) - running,
+            active_blocks=blocks.active,
+            cached_blocks=blocks.cached,
+            total_blocks=blocks.capacity,
+            prefill_tokens=scheduler.prefill_tokens,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            output_tokens=counters.output_tokens,
+            requests=counters.requests,
+            preemptions=scheduler.preemptions,
+            aborted=counters.aborted,
+            step_s=counters.step_s,
+            busy_s=counters.busy_s,
+            computed_tokens=counters.computed_tokens,
+        )
+
+    def take_events(self) -> list[KvEvent]:
+        """What the cache gained and lost since the last step."""
+        if not self.tiers.lower:
+            return self.blocks.take_events()
+        return [event for memory in self.memories for event in memory.take_events()]
+
+    def dump(self) -> list[KvEvent]:
+        """A `Cleared` and everything stored, in all tiers."""
+        return [Cleared(), *(event for memory in self.memories for event in memory.stored())]
+
+    def _until_arrival(self, now: float) -> float:
+        arrivals = [s.ready_at for s in self.scheduler.arriving]
+        return max(0.0, min(arrivals) - now) if arrivals else 0.0
+
+    def _seconds(self, chunks: list[Chunk], decoding: int) -> float:
+        prefill = self.options.model.prefill(sum([chunk.tokens for chunk in chunks]))
+        decode = self._decode_seconds(decoding, self.blocks.active) if decoding else 0.0
+        return prefill / self.options.speedup + decode
+
+    def _decode_seconds(self, sequences: int, blocks: int) -> float:
+        size = self.options.limits.block_size
+        load = DecodeLoad(sequences, blocks * size, self.blocks.capacity * size)
+        return self.options.model.decode(load) / self.options.speedup
+
+    def _repetitions(self, seconds: float, horizon: float) -> int:
+        if horizon <= seconds or not self.scheduler.settled:
+            return 1
+        return max(1, min(self.scheduler.decoding.steps_to_due(), int(horizon / seconds)))
+
+    def _decode(self, steps: int, outputs: list[Output]) -> None:
+        batch = self.scheduler.decoding
+        self.counters.output_tokens += steps * len(batch.members)
+        if self.options.tell_tokens:
+            outputs += [_told(s, batch.clock - s.synced, steps) for s in batch.members]
+        full = batch.pass_steps(steps)
+        if full:
+            self.scheduler.refill(full)
+        for sequence in full:
+            self.scheduler.promote(sequence)
+            if sequence.missing:
+                batch.go_on(sequence)
+                continue
+            if not self.options.tell_tokens:
+                outputs.append(_last(sequence))
+            self._end(sequence, outputs)
+
+    def _prefill(self, chunk: Chunk, outputs: list[Output]) -> None:
+        sequence = chunk.sequence
+        self.scheduler.compute(sequence, chunk.tokens)
+        self.counters.computed_tokens += chunk.tokens
+        if sequence.computed < sequence.length:
+            return
+        told = _told(sequence, 0, 1)
+        outputs.append(told)
+        sequence.generated += 1
+        self.counters.output_tokens += 1
+        self._tell_cached(sequence, told)
+        if told.finish is None:
+            self.scheduler.start_decoding(sequence)
+        else:
+            self._end(sequence, outputs)
+
+    def _tell_cached(self, sequence: Sequence, output: Output) -> None:
+        if not sequence.told_cached:
+            sequence.told_cached = True
+            output.cached = sequence.cached
+            output.retention = self.scheduler.ask(sequence)
+            self.counters.cached_tokens += sum(sequence.cached or ())
+
+    def _end(self, sequence: Sequence, outputs: list[Output]) -> None:
+        outcome = self.scheduler.release(sequence, State.ENDED)
+        self.counters.finished += 1
+        if outcome is not None:
+            last = next(o for o in reversed(outputs) if o.request == sequence.request.id)
+            last.decode = outcome
+
+
+def _told(sequence: Sequence, since: int, steps: int) -> Output:
+    """What `steps` steps add, `since` steps after the sequence's progress was written down."""
+    request = sequence.request
+    start = sequence.generated + since
+    end = start + steps
+    finish = request.finish if end >= request.target else None
+    return Output(request.id, start, request.source.slice(start, end), finish)
+
+
+def _last(sequence: Sequence) -> Output:
+    request = sequence.request
+    return Output(request.id, sequence.generated, [], request.finish)

@@ -1,0 +1,325 @@
+"""The mock as an engine of the mesh: pure cores stepped in real time, answers from an author."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Container
+from pathlib import Path
+
+from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
+from kvmesh.runtime.service import VERSION
+from kvmesh.settings.schema import Mock
+from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.engine import (
+    ConfigError,
+    Delta,
+    EngineContext,
+    EngineError,
+    EngineInfo,
+    Rejected,
+    Sink,
+)
+from kvmesh.worker.enginecore.counters import RetentionState
+from kvmesh.worker.enginecore.retention import Keeping, KeepingOptions, keeping_options
+from kvmesh.worker.enginecore.retention_request import asked_of
+from kvmesh.worker.enginecore.scheduler import SchedulerLimits
+from kvmesh.worker.enginecore.sequence import Request, hash_prompt
+from kvmesh.worker.enginecore.simulated_tiers import TIERS, tier_options
+from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
+from kvmesh.worker.engines.mock.faults import Faults
+from kvmesh.worker.engines.mock.prefetch import MockLoader
+from kvmesh.worker.engines.mock.profile import Profile, ProfileError
+from kvmesh.worker.engines.mock.rank import MockRank
+from kvmesh.worker.engines.mock.text.author import AnswerOptions, Author
+from kvmesh.worker.engines.mock.text.guided import Unsupported
+from kvmesh.worker.engines.mock.text.script import Script, ScriptError
+from kvmesh.worker.engines.mock.text.source import Passage
+from kvmesh.worker.engines.mock.timing import Polynomial
+from kvmesh.worker.model_card import model_context
+from kvmesh.worker.requests.prefetch import Prefetches
+
+log = logging.getLogger(__name__)
+FOR_EVER_S = 1e6
+
+
+def create(context: EngineContext) -> "MockEngine":
+    """The mock that `[worker]` and `[mock]` describe, for the tokenizer in the model folder."""
+    worker, mock = context.settings.worker, context.settings.mock
+    longest = worker.context or model_context(context.folder)
+    fits = min(longest, mock.blocks * worker.block_size)
+    keeping = keeping_options(worker)
+    return MockEngine(mock, context.folder, worker.block_size, fits, worker.adapters, keeping)
+
+
+class MockEngine:
+    """A `MockRank` per data-parallel rank, fed with answers that are known beforehand."""
+
+    def __init__(
+        self,
+        options: Mock,
+        folder: Path,
+        block_size: int,
+        context: int,
+        adapters: list[str],
+        keeping: KeepingOptions,
+    ) -> None:
+        self._options = options
+        self._folder = folder
+        self._block_size = block_size
+        self._context = context
+        self._adapters = adapters
+        self._keeping = keeping
+        self._ranks: list[MockRank] = []
+        self._live: dict[str, _Live] = {}
+        self._author: Author | None = None
+        self._sink: Sink | None = None
+        self._prefetches = Prefetches(MockLoader(self._ranks, self._request), block_size)
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        options = self._options
+        self._author = await asyncio.to_thread(self._make_author)
+        self._sink = sink
+        core_options = self._core_options()
+        await asyncio.sleep(options.startup_s)
+        for rank in range(options.dp_ranks):
+            core = MockCore(core_options)
+            self._ranks.append(MockRank(rank, core, self, _faults(options), options.tick_s))
+        for started in self._ranks:
+            started.start()
+        return self._info()
+
+    def submit(self, work: Work) -> None:
+        if not 0 <= work.rank < len(self._ranks):
+            raise Rejected(f"there is no rank {work.rank}")
+        if self._options.poison:
+            self._swallow(work)
+        try:
+            request = self._request(work)
+            self._ranks[work.rank].submit(request)
+        except (Unsupported, ValueError) as error:
+            raise Rejected(str(error)) from error
+        self._live[work.request] = _Live(self._ranks[work.rank], work)
+        self._prefetches.met_by(work)
+
+    def _swallow(self, work: Work) -> None:
+        """Suffer what poison does, if there is any in the prompt."""
+        prompt = memoryview(work.tokens).cast("I").tolist()
+        if self._author is not None and self._options.poison in self._author.text(prompt):
+            effect = self._options.poison_effect
+            log.warning("injected %s by request %s", effect, work.request)
+            if effect == "block":
+                time.sleep(FOR_EVER_S)
+            self._ranks[work.rank].poison(effect)
+
+    def prefetch(self, wish: Prefetch) -> str:
+        if not 0 <= wish.rank < len(self._ranks):
+            return f"there is no rank {wish.rank}"
+        return self._prefetches.start(wish)
+
+    def tier_counts(self) -> TierCounts | None:
+        tiers = [rank.core.tiers for rank in self._ranks]
+        if not any(rank.lower for rank in tiers):
+            return None
+        return TierCounts(
+            loaded=[sum(tier) for tier in zip(*(rank.loaded for rank in tiers), strict=True)],
+            written=sum(lower.written for rank in tiers for lower in rank.lower),
+        )
+
+    def abort(self, request: str) -> bool:
+        if self._prefetches.end(request):
+            return True
+        live = self._live.pop(request, None)
+        if live is None or self._sink is None:
+            return False
+        live.rank.abort(request)
+        self._sink.output([Delta(request, [], finish="abort")])
+        return True
+
+    def load(self, instance: str) -> list[Load]:
+        return [rank.load(instance) for rank in self._ranks]
+
+    def dump(self, rank: int) -> None:
+        if 0 <= rank < len(self._ranks):
+            self.events(rank, self._ranks[rank].core.dump())
+
+    def clear(self) -> None:
+        self.drop(None, "", TIERS)
+
+    # which blocks are kept
+
+    def release(self, sessions: list[str]) -> int:
+        return sum(rank.drop(lambda kept, _: kept.release(sessions)) for rank in self._ranks)
+
+    def pin(self, pin: Pin) -> int:
+        return sum(rank.keep(lambda kept, now: kept.pin(pin, now)) for rank in self._ranks)
+
+    def unpin(self, pin: str) -> int:
+        return sum(rank.keep(lambda kept, now: kept.unpin(pin, now)) for rank in self._ranks)
+
+    def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
+        def change(kept: Keeping, _: float) -> int:
+            return kept.clear(salt, tenant)
+
+        return sum(rank.drop(change, tiers) for rank in self._ranks)
+
+    def retention(self) -> list[RetentionState]:
+        now = asyncio.get_running_loop().time()
+        return [rank.core.blocks.keeping.state(rank.rank, now) for rank in self._ranks]
+
+    async def drain(self) -> None:
+        for rank in self._ranks:
+            await rank.idle.wait()
+
+    async def close(self) -> None:
+        await self._prefetches.close()
+        for rank in self._ranks:
+            await rank.stop()
+
+    # what the ranks tell, on its way to the worker
+
+    def output(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            live = self._live.get(delta.request)
+            if live is not None and live.logprobs is not None:
+                delta.logprobs = [self._logprobs(t, live.logprobs) for t in delta.tokens]
+            if delta.finish is not None and live is not None:
+                delta.handoff = live.handoff
+                del self._live[delta.request]
+        told = self._prefetches.keep_back(deltas)
+        if told and self._sink is not None:
+            self._sink.output(told)
+
+    def events(self, rank: int, events: list[KvEvent]) -> None:
+        if self._sink is not None:
+            self._sink.events(rank, events)
+
+    def lost(self, rank: int, count: int) -> None:
+        if self._sink is not None:
+            self._sink.lost(rank, count)
+
+    def failed(self, error: EngineError) -> None:
+        if self._sink is not None:
+            self._sink.failed(error)
+
+    def _request(self, work: Work) -> Request:
+        if self._author is None:
+            raise ValueError("the engine has not started")
+        whole = self._author.answer(work)
+        if whole.target <= work.generated:
+            raise ValueError(f"this answer ends after {whole.target} tokens")
+        local, sequence, tail = hash_prompt(work.tokens, self._block_size, work.salt)
+        return Request(
+            id=work.request,
+            length=len(work.tokens) // 4,
+            local=local,
+            sequence=sequence,
+            tail=tail,
+            source=whole.source,
+            target=whole.target,
+            finish=whole.finish,
+            generated=work.generated,
+            salt=work.salt,
+            tenant=work.tenant,
+            priority=work.priority,
+            remote=_left(work),
+            asked=asked_of(work, self._block_size, self._keeping.defaults),
+        )
+
+    def _logprobs(self, token: int, alternatives: int) -> dict[int, float]:
+        """Nearly all probability on the token that was said, the rest on its neighbours."""
+        size = self._author.vocabulary if self._author is not None else token + 1
+        rest = {(token + i) % size: -4.0 - i for i in range(1, alternatives)}
+        return {token: -0.05, **rest}
+
+    def _make_author(self) -> Author:
+        options = self._options
+        try:
+            passage = Passage.of_model(self._folder)
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise ConfigError(f"cannot read the tokenizer in {self._folder}: {error}") from error
+        try:
+            script = Script.load(options.script) if options.script is not None else None
+        except ScriptError as error:
+            raise ConfigError(str(error)) from error
+        answers = AnswerOptions(
+            context=self._context,
+            output_tokens=options.output_tokens,
+            seed=options.seed,
+            reasoning_tokens=options.reasoning_tokens,
+            think_open=options.think_open,
+            think_close=options.think_close,
+        )
+        return Author(passage, answers, script)
+
+    def _core_options(self) -> CoreOptions:
+        options = self._options
+        try:
+            profile = Profile.load(options.profile) if options.profile is not None else None
+        except ProfileError as error:
+            raise ConfigError(str(error)) from error
+        limits = SchedulerLimits(
+            block_size=self._block_size,
+            max_sequences=options.max_sequences,
+            max_batched_tokens=options.max_batched_tokens,
+            watermark=options.watermark,
+        )
+        return CoreOptions(
+            options.blocks,
+            limits,
+            profile or Polynomial(),
+            tier_options(options),
+            options.speedup,
+            keeping=self._keeping,
+        )
+
+    def _info(self) -> EngineInfo:
+        options = self._options
+        return EngineInfo(
+            name="mock",
+            version=VERSION,
+            context=self._context,
+            block_size=self._block_size,
+            adapters=self._adapters,
+            structural_tags=True,
+            hands_off=True,
+            capacity=Capacity(
+                blocks=options.blocks,
+                max_sequences=options.max_sequences,
+                max_batched_tokens=options.max_batched_tokens,
+                dp_ranks=options.dp_ranks,
+                tier_blocks=_tier_blocks(options),
+            ),
+        )
+
+
+class _Live:
+    """Where a request runs, how many alternatives it wants for each token, and what it leaves."""
+
+    __slots__ = ("handoff", "logprobs", "rank")
+
+    def __init__(self, rank: MockRank, work: Work) -> None:
+        self.rank = rank
+        self.logprobs = work.sampling.logprobs
+        self.handoff = {"tokens": len(work.tokens) // 4} if work.prefill else None
+
+
+def _left(work: Work) -> int:
+    """How many tokens of the prompt another worker has computed."""
+    left = (work.handoff or {}).get("tokens", 0)
+    return left if isinstance(left, int) else 0
+
+
+def _tier_blocks(options: Mock) -> list[int]:
+    if options.disk_blocks:
+        return [options.host_blocks, options.disk_blocks]
+    return [options.host_blocks] if options.host_blocks else []
+
+
+def _faults(options: Mock) -> Faults:
+    return Faults(
+        crash_step=options.crash_step,
+        hang_step=options.hang_step,
+        slow_step=options.slow_step,
+        slow_factor=options.slow_factor,
+        lose_every=options.lose_every,
+    )

@@ -1,0 +1,52 @@
+"""What the mock does for prefetches: blocks from its tiers below, or computed behind requests."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+
+from kvmesh.bus.messages import Prefetch, Work
+from kvmesh.worker.engine import Rejected
+from kvmesh.worker.enginecore.sequence import Request
+from kvmesh.worker.engines.mock.loading import Loading
+from kvmesh.worker.engines.mock.rank import MockRank
+
+
+class MockLoader:
+    """`request` makes work one for the core, or raises ValueError."""
+
+    def __init__(self, ranks: Sequence[MockRank], request: Callable[[Work], Request]) -> None:
+        self._ranks = ranks
+        self._request = request
+
+    def prompt(self, request: str, rank: int) -> "array[int] | None":
+        sequence = self._ranks[rank].core.scheduler.live.get(request)
+        return sequence.sequence if sequence is not None else None
+
+    def seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
+        core = self._ranks[wish.rank].core
+        held = core.blocks.find(hashes).held
+        loading = core.tiers.seconds(core.tiers.find(hashes, held))
+        return loading + core.options.model.prefill(wish.compute) / core.options.speedup
+
+    async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
+        rank = self._ranks[wish.rank]
+        clock = asyncio.get_running_loop().time
+        loading = Loading(rank.core, hashes, local, wish.salt, wish.tenant)
+        try:
+            while (ready_at := loading.ask(clock())) is not None:
+                rank.tell()
+                await asyncio.sleep(ready_at - clock())
+                loading.arrive(clock())
+                rank.tell()
+            return loading.held
+        finally:
+            loading.end()
+
+    def compute(self, work: Work) -> None:
+        try:
+            self._ranks[work.rank].submit(self._request(work))
+        except ValueError as error:
+            raise Rejected(str(error)) from error
+
+    def drop(self, work: Work) -> None:
+        self._ranks[work.rank].abort(work.request)

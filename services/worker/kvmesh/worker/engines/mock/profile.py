@@ -1,0 +1,88 @@
+"""Step times measured on real hardware, read from an NPZ file."""
+
+import zipfile
+from bisect import bisect_right
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmesh.worker.engines.mock.timing import DecodeLoad
+
+
+class ProfileError(Exception):
+    """A performance profile cannot be used; the message names the file and the array."""
+
+
+class Profile:
+    """Measured step times, linear between the points and beyond them along the last slope.
+
+    From an NPZ file with `prefill_isl` (tokens) and `prefill_ttft_ms`, one value per point, and
+    `decode_itl` (ms) over `decode_active_kv_tokens` × `decode_context_length` (tokens).
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[np.float64]]) -> None:
+        self._isl = Axis(arrays["prefill_isl"], "prefill_isl")
+        self._ttft = _values(arrays["prefill_ttft_ms"], "prefill_ttft_ms", (len(self._isl),))
+        self._active = Axis(arrays["decode_active_kv_tokens"], "decode_active_kv_tokens")
+        self._context = Axis(arrays["decode_context_length"], "decode_context_length")
+        shape = (len(self._active), len(self._context))
+        self._itl = _values(arrays["decode_itl"], "decode_itl", shape)
+
+    @classmethod
+    def load(cls, file: Path) -> "Profile":
+        """Read a profile; raises ProfileError if the file or one of its arrays is unfit."""
+        try:
+            with np.load(file) as arrays:
+                return cls({name: np.asarray(arrays[name], np.float64) for name in arrays.files})
+        except KeyError as error:
+            raise ProfileError(f"{file} has no array {error}") from error
+        except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+            raise ProfileError(f"{file} is not a performance profile: {error}") from error
+
+    def prefill(self, tokens: int) -> float:
+        if not tokens:
+            return 0.0
+        i, share = self._isl.locate(tokens)
+        return max(0.0, _between(self._ttft[i], self._ttft[i + 1], share)) / 1000
+
+    def decode(self, load: DecodeLoad) -> float:
+        if not load.sequences:
+            return 0.0
+        i, upward = self._active.locate(load.active_tokens)
+        j, along = self._context.locate(load.active_tokens / load.sequences)
+        low = _between(self._itl[i][j], self._itl[i][j + 1], along)
+        high = _between(self._itl[i + 1][j], self._itl[i + 1][j + 1], along)
+        return max(0.0, _between(low, high, upward)) / 1000
+
+
+class Axis:
+    """The points of one dimension, strictly rising, at least two."""
+
+    def __init__(self, points: NDArray[np.float64], name: str) -> None:
+        if points.ndim != 1 or len(points) < 2 or not (np.diff(points) > 0).all():
+            raise ValueError(f"{name} must rise strictly over at least two points")
+        self._points: list[float] = points.tolist()
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def locate(self, value: float) -> tuple[int, float]:
+        """The interval to use, and how far into it `value` lies; beyond 0 … 1 at the ends."""
+        points = self._points
+        i = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
+        return i, (value - points[i]) / (points[i + 1] - points[i])
+
+
+def _values(array: NDArray[np.float64], name: str, shape: tuple[int, ...]) -> Any:
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}, not {shape}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} has values that are not finite")
+    return array.tolist()
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + (high - low) * share

@@ -1,0 +1,173 @@
+"""One rank of the mock in real time: sleeps to the end of each step, then tells what it did."""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Container
+from typing import TypeAlias
+
+from kvmesh.bus.messages import KvEvent, Load, Removed
+from kvmesh.worker.engine import Delta, EngineError, Sink
+from kvmesh.worker.enginecore.retention import Keeping
+from kvmesh.worker.enginecore.sequence import Request
+from kvmesh.worker.enginecore.simulated_tiers import TIERS
+from kvmesh.worker.engines.mock.core import MockCore, StepResult
+from kvmesh.worker.engines.mock.faults import Faults, InjectedCrash
+
+log = logging.getLogger(__name__)
+LATE_S = 1.0
+Change: TypeAlias = Callable[[Keeping, float], int]
+
+
+class MockRank:
+    """Steps `core` while it has work: one step a call, but those whose time has passed together.
+
+    With `tick_s`, all that fit into so many seconds are taken in one call.
+    """
+
+    def __init__(
+        self, rank: int, core: MockCore, sink: Sink, faults: Faults, tick_s: float
+    ) -> None:
+        self.rank = rank
+        self.core = core
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._sink = sink
+        self._faults = faults
+        self._poisoned = ""
+        self._counts_steps = faults != Faults()
+        self._tick_s = tick_s
+        self._wake = asyncio.Event()
+        self._aborted: set[str] = set()
+        self._untold: list[KvEvent] = []
+        self._batches = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"mock rank {self.rank}")
+        self._task.add_done_callback(self._ended)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises ValueError as the core does."""
+        self.core.submit(request)
+        self.idle.clear()
+        self._wake.set()
+
+    def poison(self, effect: str) -> None:
+        """The next step ends the engine: by a "crash", or as it hangs."""
+        self._poisoned = effect
+
+    def abort(self, request: str) -> bool:
+        """Drop a request; what the step under way makes for it is not told."""
+        self._aborted.add(request)
+        return self.core.abort(request)
+
+    def keep(self, change: Change) -> int:
+        """Change how dearly blocks are kept; returns how many it concerned, wherever they are."""
+        now = asyncio.get_running_loop().time()
+        return max(change(memory.keeping, now) for memory in self.core.memories)
+
+    def drop(self, change: Change, tiers: Container[int] = TIERS) -> int:
+        """Drop blocks from some tiers, and tell of it; returns how many."""
+        self.tell()
+        now = asyncio.get_running_loop().time()
+        for memory in self.core.memories:
+            if memory.tier in tiers:
+                change(memory.keeping, now)
+        events = self.core.take_events()
+        self._tell(events)
+        removed = [array("Q", event.engine) for event in events if isinstance(event, Removed)]
+        return len({block for blocks in removed for block in blocks})
+
+    def tell(self) -> None:
+        """Tell what has changed, in the step under way as well: events keep their order."""
+        events, self._untold = [*self._untold, *self.core.take_events()], []
+        self._tell(events)
+
+    def load(self, instance: str) -> Load:
+        return self.core.load(instance, self.rank)
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            if not self.core.busy:
+                self.idle.set()
+                await self._wake.wait()
+            await self._run_busy()
+
+    async def _run_busy(self) -> None:
+        clock = asyncio.get_running_loop().time
+        at = clock()
+        while self.core.busy:
+            self._aborted.clear()
+            await self._maybe_fail()
+            self.core.stretch = self._faults.stretch(self.core.counters.steps + 1)
+            behind = 0.0 if self._counts_steps else clock() - at
+            result = self.core.step(at, max(self._tick_s, behind))
+            if not result.steps:
+                self._untold = result.events
+                self._deliver(result)
+                await self._interruptible(result.duration)
+                at = clock()
+                continue
+            self._untold = result.events
+            at += result.duration
+            late = clock() - at
+            await asyncio.sleep(max(0.0, -late))
+            if late > LATE_S:
+                at = clock()
+            self._deliver(result)
+
+    async def _maybe_fail(self) -> None:
+        step = self.core.counters.steps + 1
+        self._faults.check_crash(step)
+        if self._poisoned == "crash":
+            raise InjectedCrash(step)
+        if self._poisoned or self._faults.hangs(step):
+            log.warning("injected hang at step %d", step)
+            await asyncio.Event().wait()
+
+    async def _interruptible(self, duration: float) -> None:
+        """KV is on its way and nothing else is to be done, unless something arrives."""
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(duration):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    def _deliver(self, result: StepResult) -> None:
+        self.tell()
+        deltas = [
+            Delta(
+                output.request,
+                output.tokens,
+                output.finish,
+                cached=output.cached,
+                retention=output.retention,
+                decode=output.decode,
+            )
+            for output in result.outputs
+            if output.request not in self._aborted
+        ]
+        if deltas:
+            self._sink.output(deltas)
+
+    def _tell(self, events: list[KvEvent]) -> None:
+        if not events:
+            return
+        self._batches += 1
+        if self._faults.loses(self._batches):
+            log.warning("injected loss of %d KV events", len(events))
+            self._sink.lost(self.rank, len(events))
+        else:
+            self._sink.events(self.rank, events)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._sink.failed(EngineError(f"the mock engine died: {error}"))

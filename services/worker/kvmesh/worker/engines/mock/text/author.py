@@ -1,0 +1,175 @@
+"""What the mock answers: a pure function of the prompt, so that any worker says the same."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from random import Random
+
+from kvmesh._native import xxh3
+from kvmesh.bus.messages import Sampling, Work
+from kvmesh.worker.enginecore.sequence import TokenSource
+from kvmesh.worker.engines.mock.text.guided import generate, leaves_free
+from kvmesh.worker.engines.mock.text.script import TAIL_TOKENS, Script
+from kvmesh.worker.engines.mock.text.source import Passage, Reading
+
+MARKER_TOKENS = 32
+
+
+class Spliced:
+    """Some tokens, then those of another source."""
+
+    __slots__ = ("_head", "_rest")
+
+    def __init__(self, head: list[int], rest: TokenSource) -> None:
+        self._head = head
+        self._rest = rest
+
+    def slice(self, start: int, stop: int) -> list[int]:
+        size = len(self._head)
+        if start >= size:
+            return self._rest.slice(start - size, stop - size)
+        found = self._head[start:stop]
+        return found if stop <= size else found + self._rest.slice(0, stop - size)
+
+
+class Finite:
+    """Just these tokens."""
+
+    __slots__ = ("tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def slice(self, start: int, stop: int) -> list[int]:
+        return self.tokens[start:stop]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens, how many of them, and why they end there."""
+
+    source: TokenSource
+    target: int
+    finish: str
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How to answer; counts in tokens.
+
+    An answer ends by itself after `output_tokens` or up to half as many more or fewer, as its seed
+    has it, unless its caller's bound or `context` comes first. It begins with `reasoning_tokens` of
+    thinking, if any, between the two marks, unless the prompt ends in a way that forbids it.
+    """
+
+    context: int
+    output_tokens: int = 512
+    seed: int = 0
+    reasoning_tokens: int = 0
+    think_open: str = "<think>\n"
+    think_close: str = "\n</think>\n\n"
+
+
+class Author:
+    """Answers prompts, by script if there is one for the turn, else from the passage."""
+
+    def __init__(
+        self, passage: Passage, options: AnswerOptions, script: Script | None = None
+    ) -> None:
+        self.options = options
+        self._tokenizer = passage.tokenizer
+        self._passage = passage
+        self._script = script
+        self.vocabulary = self._tokenizer.get_vocab_size()
+
+    def answer(self, work: Work) -> Answer:
+        """The whole answer to `work`, including what an earlier worker has generated of it.
+
+        Raises `guided.Unsupported` for a constraint that the mock cannot follow.
+        """
+        seed, guided = self._seed(work), work.sampling.guided
+        scripted = self._scripted(work)
+        if scripted is not None:
+            whole = self._finite(work, self._encode(scripted))
+        elif guided is not None and not leaves_free(guided):
+            text = generate(guided, Random(seed))
+            whole = self._finite(work, self._thinking(work, seed) + self._encode(text))
+        else:
+            whole = self._endless(work, self._thinking(work, seed), seed)
+        return _cut_at_stop(whole, work.sampling, work.generated)
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of tokens."""
+        return str(self._tokenizer.decode(tokens))
+
+    def _seed(self, work: Work) -> int:
+        """A hash of the prompt as it first was, the same after a migration."""
+        seed = self.options.seed + (work.sampling.seed or 0)
+        return xxh3(_original(work), seed & (2**64 - 1))
+
+    def _scripted(self, work: Work) -> str | None:
+        if self._script is None:
+            return None
+        end = self._prompt_end(work, TAIL_TOKENS) if self._script.reads_prompts else ""
+        entry = self._script.find(work.session, work.turn, end)
+        return entry.text if entry is not None else None
+
+    def _thinking(self, work: Work, seed: int) -> list[int]:
+        options = self.options
+        if not options.reasoning_tokens:
+            return []
+        end = self._prompt_end(work, MARKER_TOKENS).rstrip()
+        if end.endswith(options.think_close.strip()):
+            return []
+        opened = end.endswith(options.think_open.strip())
+        thoughts = Reading(self._passage, seed >> 8).slice(0, options.reasoning_tokens)
+        mark = [] if opened else self._encode(options.think_open)
+        return mark + thoughts + self._encode(options.think_close)
+
+    def _endless(self, work: Work, head: list[int], seed: int) -> Answer:
+        reading: TokenSource = Reading(self._passage, seed)
+        source = Spliced(head, reading) if head else reading
+        sampling = work.sampling
+        bound = min(sampling.max_tokens, self._room(work))
+        natural = max(len(head) + self._length(seed), sampling.min_tokens)
+        if sampling.ignore_eos or natural >= bound:
+            return Answer(source, bound, "length")
+        return Answer(source, natural, "stop")
+
+    def _length(self, seed: int) -> int:
+        middle = self.options.output_tokens
+        return max(1, middle - middle // 2 + (seed >> 16) % (middle + 1))
+
+    def _finite(self, work: Work, tokens: list[int]) -> Answer:
+        bound = min(work.sampling.max_tokens, self._room(work))
+        if len(tokens) <= bound:
+            return Answer(Finite(tokens), len(tokens), "stop")
+        return Answer(Finite(tokens), bound, "length")
+
+    def _room(self, work: Work) -> int:
+        return self.options.context - len(_original(work)) // 4
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def _prompt_end(self, work: Work, count: int) -> str:
+        tokens = memoryview(_original(work)[-4 * count :]).cast("I").tolist()
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+
+def _original(work: Work) -> bytes:
+    return work.tokens[: len(work.tokens) - 4 * work.generated]
+
+
+def _cut_at_stop(whole: Answer, sampling: Sampling, generated: int) -> Answer:
+    if not sampling.stop_token_ids:
+        return whole
+    first = max(generated, sampling.min_tokens)
+    tokens = whole.source.slice(first, whole.target)
+    at = _first_of(tokens, sampling.stop_token_ids)
+    return whole if at is None else Answer(whole.source, first + at + 1, "stop")
+
+
+def _first_of(tokens: list[int], wanted: Collection[int]) -> int | None:
+    return next((i for i, token in enumerate(tokens) if token in wanted), None)

@@ -1,0 +1,264 @@
+"""A value that a JSON schema allows: enough of draft 2020-12 for tool and response schemas."""
+
+import json
+import math
+from random import Random
+from typing import Any, TypeAlias
+
+from kvmesh.worker.engines.mock.text.regex import Steps, matching
+
+Schema: TypeAlias = dict[str, Any]
+DEEP = 4
+TOO_DEEP = 32
+MOST_VALUES = 2000  # values take the engine's loop 20 µs each
+MOST_CHARACTERS = 1 << 16
+MOST_STEPS = 1 << 18
+_VOCABULARY = """
+block cache engine prefix router token worker branch commit file path test value result error index
+layer module output query stream table thread window answer plan report
+"""
+_WORDS = _VOCABULARY.split()
+_FORMATS = {
+    "date-time": "2026-01-31T12:00:00Z",
+    "date": "2026-01-31",
+    "time": "12:00:00Z",
+    "duration": "PT5M",
+    "email": "agent@example.org",
+    "hostname": "example.org",
+    "ipv4": "192.0.2.1",
+    "ipv6": "2001:db8::1",
+    "uri": "https://example.org/a",
+    "uuid": "6f1c2a34-5b6d-4e7f-8a9b-0c1d2e3f4a5b",
+}
+
+
+class SchemaError(Exception):
+    """No value can be made for the schema; the message says why."""
+
+
+class SchemaTooLarge(SchemaError):
+    """The smallest value is beyond reason; trying another branch would not end either."""
+
+
+def words(rng: Random, count: int) -> str:
+    """Some plain words."""
+    return " ".join(rng.choice(_WORDS) for _ in range(count))
+
+
+class SchemaWriter:
+    """Writes values for one schema document; `rng` decides what the schema leaves open."""
+
+    def __init__(self, schema: object, rng: Random) -> None:
+        self._root = schema
+        self._rng = rng
+        self._values = 0
+        self._steps = Steps(MOST_STEPS)
+        self._sizes: dict[int, int] = {}
+
+    def write(self) -> Any:
+        """A value that is valid under the schema; raises SchemaError."""
+        return self._value(self._root, 0)
+
+    def _value(self, schema: object, depth: int) -> Any:
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise SchemaTooLarge(f"the schema asks for more than {MOST_VALUES} values")
+        schema = self._resolve(schema, depth)
+        if "const" in schema:
+            return self._given(schema["const"])
+        if "enum" in schema:
+            if not schema["enum"]:
+                raise SchemaError("an empty enum allows nothing")
+            return self._given(self._rng.choice(schema["enum"]))
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                rest = {k: v for k, v in schema.items() if k != key}
+                return self._any_of(schema[key], rest, depth)
+        return self._typed(self._type(schema, depth), schema, depth)
+
+    def _given(self, value: Any) -> Any:
+        """A value that the schema spells out, as often as that is not too much."""
+        if id(value) not in self._sizes:
+            self._sizes[id(value)] = len(json.dumps(value))
+        self._steps.spend(self._sizes[id(value)])
+        return value
+
+    def _resolve(self, schema: object, depth: int) -> Schema:
+        self._steps.spend(1)
+        if depth > TOO_DEEP:
+            raise SchemaError("the schema recurses without an end")
+        if schema is True:
+            return {}
+        if not isinstance(schema, dict):
+            raise SchemaError(f"{schema!r} allows nothing")
+        if "$ref" in schema:
+            rest = {k: v for k, v in schema.items() if k != "$ref"}
+            return merge(self._resolve(self._referred(schema["$ref"]), depth + 1), rest)
+        if "allOf" in schema:
+            merged = {k: v for k, v in schema.items() if k != "allOf"}
+            for part in schema["allOf"]:
+                merged = merge(merged, self._resolve(part, depth + 1))
+            return merged
+        return schema
+
+    def _referred(self, reference: object) -> object:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise SchemaError(f"only references within the schema are followed, not {reference!r}")
+        found = self._root
+        for part in reference[1:].split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or key not in found:
+                raise SchemaError(f"{reference} refers to nothing")
+            found = found[key]
+        return found
+
+    def _any_of(self, options: list[object], rest: Schema, depth: int) -> Any:
+        order = list(options)
+        self._rng.shuffle(order)
+        if depth >= DEEP:
+            order.sort(key=lambda option: ("$ref" in str(option), len(str(option))))
+        failure = SchemaError("an empty anyOf allows nothing")
+        for option in order:
+            try:
+                return self._value(merge(rest, self._resolve(option, depth + 1)), depth + 1)
+            except SchemaTooLarge:
+                raise
+            except SchemaError as error:
+                failure = error
+        raise failure
+
+    def _type(self, schema: Schema, depth: int) -> str:
+        given = schema.get("type")
+        if isinstance(given, list) and given:
+            simple = [t for t in given if t not in ("object", "array")]
+            chosen = self._rng.choice(simple if depth >= DEEP and simple else given)
+            return str(chosen)
+        return given if isinstance(given, str) else _implied_type(schema)
+
+    def _typed(self, kind: str, schema: Schema, depth: int) -> Any:
+        match kind:
+            case "object":
+                return self._object(schema, depth)
+            case "array":
+                return self._array(schema, depth)
+            case "string":
+                return self._string(schema)
+            case "integer" | "number":
+                return self._number(schema, kind == "integer")
+            case "boolean":
+                return self._rng.random() < 0.5
+            case "null":
+                return None
+        raise SchemaError(f"there is no type {kind!r}")
+
+    def _object(self, schema: Schema, depth: int) -> dict[str, Any]:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        needed = set(required)
+        wanted = [n for n in properties if n in needed or self._optional(depth)]
+        made = {name: self._value(properties[name], depth + 1) for name in wanted}
+        other = schema.get("additionalProperties", True)
+        for name in required:
+            if name not in made:
+                made[name] = self._value(other, depth + 1)
+        extra = 0
+        while len(made) < schema.get("minProperties", 0):
+            made[f"key{extra}"] = self._value(other, depth + 1)
+            extra += 1
+        return made
+
+    def _optional(self, depth: int) -> bool:
+        return depth < DEEP and self._rng.random() < 0.7
+
+    def _array(self, schema: Schema, depth: int) -> list[Any]:
+        low = schema.get("minItems", 0)
+        high = max(low, min(schema.get("maxItems", low + 3), low + 3))
+        first = schema.get("prefixItems", [])
+        count = low if depth >= DEEP else max(self._rng.randint(low, high), min(1, high))
+        made: list[Any] = []
+        for attempt in range(20 * count):
+            if len(made) == count:
+                break
+            kind = first[len(made)] if len(made) < len(first) else schema.get("items", True)
+            item = self._value(kind, depth + 1)
+            if not schema.get("uniqueItems") or self._is_new(item, made):
+                made.append(item)
+            elif attempt == 20 * count - 1 and len(made) < low:
+                raise SchemaError("too few different items to choose from")
+        return made
+
+    def _is_new(self, item: Any, made: list[Any]) -> bool:
+        self._steps.spend(len(made))
+        return item not in made
+
+    def _string(self, schema: Schema) -> str:
+        if "pattern" in schema:
+            return matching(schema["pattern"], self._rng, self._steps)
+        if schema.get("format") in _FORMATS:
+            return _FORMATS[schema["format"]]
+        low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+        if low > MOST_CHARACTERS:
+            raise SchemaTooLarge(f"a string of {low} characters")
+        self._steps.spend(low)
+        text = words(self._rng, self._rng.randint(1, 4))
+        while len(text) < low:
+            text += " " + words(self._rng, 1)
+        return text if len(text) <= high else text[: int(high)]
+
+    def _number(self, schema: Schema, whole: bool) -> float:
+        step = schema.get("multipleOf", 1 if whole else 0.5)
+        low, high = _bounds(schema)
+        first = math.ceil(low / step) if low > -math.inf else None
+        last = math.floor(high / step) if high < math.inf else None
+        if first is None:
+            first = last - 100 if last is not None else 0
+        if "exclusiveMinimum" in schema and first * step <= schema["exclusiveMinimum"]:
+            first += 1
+        last = first + 100 if last is None else last
+        if "exclusiveMaximum" in schema and last * step >= schema["exclusiveMaximum"]:
+            last -= 1
+        if first > last:
+            return self._between(schema, low, high, whole)
+        value: float = self._rng.randint(first, min(last, first + 100)) * step
+        return int(value) if whole else value
+
+    def _between(self, schema: Schema, low: float, high: float, whole: bool) -> float:
+        if whole or "multipleOf" in schema or low > high:
+            raise SchemaError(f"no number lies between {low} and {high}")
+        return (low + high) / 2
+
+
+def merge(first: Schema, second: Schema) -> Schema:
+    """A schema that demands both; of two bounds the tighter one."""
+    merged = dict(first)
+    for key, value in second.items():
+        old = merged.get(key)
+        if key == "properties" and isinstance(old, dict):
+            shared = {n: merge(old[n], value[n]) for n in old if n in value}
+            merged[key] = {**old, **value, **shared}
+        elif key == "required" and isinstance(old, list):
+            merged[key] = [*old, *(n for n in value if n not in old)]
+        elif key.startswith(("min", "exclusiveMin")) and old is not None:
+            merged[key] = max(old, value)
+        elif key.startswith(("max", "exclusiveMax")) and old is not None:
+            merged[key] = min(old, value)
+        elif key in ("anyOf", "oneOf") and old is not None:
+            merged["allOf"] = [*merged.get("allOf", []), {key: value}]
+        else:
+            merged[key] = value
+    return merged
+
+
+def _implied_type(schema: Schema) -> str:
+    if "properties" in schema or "required" in schema:
+        return "object"
+    if "items" in schema or "prefixItems" in schema:
+        return "array"
+    if any(key in schema for key in ("minimum", "maximum", "multipleOf")):
+        return "number"
+    return "string"
+
+
+def _bounds(schema: Schema) -> tuple[float, float]:
+    low = max(schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf))
+    high = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
+    return low, high

@@ -1,0 +1,75 @@
+"""`/v1/completions` with token ids in and out, as vLLM and servers like it offer it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvmesh.bus.messages import Work
+from kvmesh.worker.adapters.request_streams import Output, Unavailable, remaining
+from kvmesh.worker.engine import Rejected
+from kvmesh.worker.engines.vllm.request_fields import sampling_fields, structured_outputs
+
+_TOKEN = "token_id:"
+
+
+def request_fields(work: Work, tokens: list[int], model: str, tag: str | None) -> dict[str, Any]:
+    """One streamed completion; `tag` salts the server's cache. Raises Rejected."""
+    sampling = remaining(work)
+    fields: dict[str, Any] = {
+        "model": work.adapter or model,
+        "prompt": tokens,
+        "stream": True,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "skip_special_tokens": False,
+        **sampling_fields(sampling),
+    }
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.guided is not None:
+        fields["structured_outputs"] = structured_outputs(sampling.guided)
+    if tag is not None:
+        fields["cache_salt"] = tag
+    return fields
+
+
+def read_chunk(chunk: Mapping[str, Any]) -> Output:
+    """One server-sent chunk; raises Rejected or Unavailable for one that tells an error."""
+    if "error" in chunk:
+        _fail(chunk["error"])
+    if not chunk.get("choices"):
+        return Output([])
+    choice = chunk["choices"][0]
+    tokens = choice.get("token_ids")
+    if tokens is None:
+        raise Rejected("the server sends text without token ids (it ignores return_token_ids)")
+    reason = choice.get("finish_reason")
+    return Output(
+        tokens,
+        None if reason is None else "length" if reason == "length" else "stop",
+        logprobs=_logprobs(choice.get("logprobs")),
+    )
+
+
+def _fail(error: Any) -> None:
+    if not isinstance(error, Mapping):
+        raise Unavailable(str(error))
+    message = str(error.get("message", error))
+    if 400 <= int(error.get("code") or 500) < 500:
+        raise Rejected(message)
+    raise Unavailable(message)
+
+
+def _logprobs(logprobs: Mapping[str, Any] | None) -> list[dict[int, float]] | None:
+    if logprobs is None:
+        return None
+    rows: list[dict[int, float]] = []
+    said = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+    for (token, value), top in zip(said, logprobs["top_logprobs"], strict=True):
+        rows.append({_token(t): p for t, p in (top or {}).items()} | {_token(token): value})
+    return rows
+
+
+def _token(text: str) -> int:
+    if not text.startswith(_TOKEN):
+        raise Rejected("the server sends log probabilities without token ids")
+    return int(text.removeprefix(_TOKEN))

@@ -1,0 +1,250 @@
+"""An inference server that already runs, put into the mesh from beside it.
+
+Requests go to it over HTTP and its KV events come over ZeroMQ. A request is aborted by closing
+its connection. Servers that do not say which prompt tokens were cached are credited with the
+blocks that their events had told of when the request was sent.
+"""
+
+import asyncio
+import json
+import logging
+from array import array
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+
+from kvmesh.bus.errors import cause
+from kvmesh.bus.messages import Capacity, Load, Work
+from kvmesh.settings import redacted
+from kvmesh.settings.schema import Remote, Worker
+from kvmesh.worker.adapters.base import Adapter
+from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
+from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.request_streams import Output, RequestStreams, StepClock, Unavailable
+from kvmesh.worker.adapters.zmq_events import rank_endpoint
+from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engines.remote import completions
+from kvmesh.worker.engines.remote.server import Gauges, Server, ServerInfo
+from kvmesh.worker.engines.sglang import request_fields as sglang
+from kvmesh.worker.model_card import model_context
+
+log = logging.getLogger(__name__)
+MISSED_PROBES = 3
+LINE_BYTES = 1 << 20
+
+
+def create(context: EngineContext) -> "RemoteEngine":
+    """The sidecar that `[remote]` describes; the model folder gives tokenizer and template."""
+    worker, remote = context.settings.worker, context.settings.remote
+    if not remote.url:
+        raise ConfigError("--remote-url is missing: where is the server?")
+    served = worker.served_name or context.folder.name
+    return RemoteEngine(worker, remote, served, model_context(context.folder))
+
+
+class RemoteEngine(Adapter):
+    """One server as an engine of the mesh."""
+
+    def __init__(self, worker: Worker, remote: Remote, served: str, context: int) -> None:
+        super().__init__()
+        self._worker = worker
+        self._remote = remote
+        self._served = served
+        self._context = context
+        self._url = remote.url.rstrip("/")
+        self._shown = redacted(self._url)
+        self._http: aiohttp.ClientSession | None = None
+        self._server: Server | None = None
+        self._salts = Salts(served, worker.block_size)
+        self._info = ServerInfo(model="", owner="")
+        self._ledgers: list[CacheLedger] = []
+        self._gauges = Gauges()
+        self._clock = StepClock()
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        headers = {"Authorization": f"Bearer {key}"} if (key := self._remote.api_key) else {}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._remote.connect_timeout_s)
+        self._http = aiohttp.ClientSession(
+            headers=headers,
+            timeout=timeout,
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=LINE_BYTES,
+        )
+        self._server = Server(self._http, self._url)
+        try:
+            self._info = await self._server.describe(self._remote.model)
+            if not self._is_sglang:
+                await self._server.check_token_ids(self._info.model)
+            return self._begin(sink, self._server)
+        except EngineError:
+            await self._http.close()
+            raise
+
+    def _begin(self, sink: Sink, server: Server) -> EngineInfo:
+        block_size = self._info.block_size or self._worker.block_size
+        self._salts = Salts(self._served, block_size)
+        self._streams = RequestStreams(sink, self._remote.dp_ranks, block_size)
+        counted = not self._is_sglang
+        for rank in range(self._remote.dp_ranks):
+            ledger = CacheLedger(block_size, self._salts.find, counted)
+            self._ledgers.append(ledger)
+            if self._remote.kv_events:
+                self._feeds.append(self._feed(rank, ledger, sink))
+        for feed in self._feeds:
+            feed.start()
+        self._spawn(self._watch(server), "server watch")
+        return self._describe(block_size)
+
+    def _feed(self, rank: int, ledger: CacheLedger, sink: Sink) -> EventFeed:
+        remote = self._remote
+        replay = rank_endpoint(remote.kv_replay, rank) if remote.kv_replay else None
+        return EventFeed(
+            rank, ledger, sink, rank_endpoint(remote.kv_events, rank), replay, remote.kv_topic
+        )
+
+    def submit(self, work: Work) -> None:
+        if self._streams is None or self._http is None:
+            raise Rejected("the engine has not started")
+        if not 0 <= work.rank < self._remote.dp_ranks:
+            raise Rejected(f"there is no rank {work.rank}")
+        path, body = self._request(work)
+        read = self._reader()
+        if self._is_sglang:
+            self._salts.note(work)
+        own = self._salts.is_own(work)
+        cached = self._ledgers[work.rank].matched(work) if own else 0
+        cached = min(cached, len(work.tokens) // 4 - 1)
+        self._streams.start(work, self._answer(self._http, work.rank, path, body, read, cached))
+
+    def load(self, instance: str) -> list[Load]:
+        if self._streams is None:
+            return []
+        gauges = self._gauges if self._remote.dp_ranks == 1 else Gauges()
+        blocks = self._blocks
+        active = None if gauges.usage is None else round(gauges.usage * blocks)
+        return [
+            self._streams.load(instance, rank, blocks, len(ledger), gauges.waiting, active)
+            for rank, ledger in enumerate(self._ledgers)
+        ]
+
+    def clear(self) -> None:
+        self._spawn(self._clear(), "clear cache")
+
+    async def close(self) -> None:
+        await self._end()
+        if self._http is not None:
+            await self._http.close()
+
+    @property
+    def _is_sglang(self) -> bool:
+        api = self._remote.api
+        return api == "generate" or (api == "auto" and self._info.owner == "sglang")
+
+    @property
+    def _blocks(self) -> int:
+        """What the server says, else what the settings say."""
+        return self._info.blocks or self._remote.blocks
+
+    def _describe(self, block_size: int) -> EngineInfo:
+        worker, info = self._worker, self._info
+        log.info("%s serves %s (%s %s)", self._shown, info.model, info.owner, info.version)
+        return EngineInfo(
+            name="openai",
+            version=f"{info.owner} {info.version}".strip(),
+            context=worker.context or info.context or self._context,
+            block_size=block_size,
+            adapters=worker.adapters or info.adapters,
+            structural_tags=True,
+            capacity=Capacity(
+                blocks=self._blocks,
+                max_sequences=info.max_sequences or self._remote.max_sequences,
+                max_batched_tokens=self._remote.max_batched_tokens,
+                dp_ranks=self._remote.dp_ranks,
+            ),
+        )
+
+    def _request(self, work: Work) -> tuple[str, dict[str, Any]]:
+        tokens, tag = array("I", work.tokens).tolist(), self._salts.tag(work)
+        polarity = {"none": 0, "higher": 1, "lower": -1}[self._remote.priority]
+        priority = {"priority": polarity * work.priority} if polarity else {}
+        if self._is_sglang:
+            return "/generate", sglang.request_fields(work, tokens, tag) | priority
+        body = completions.request_fields(work, tokens, self._info.model, tag)
+        return "/v1/completions", body | priority
+
+    def _reader(self) -> Callable[[Any], Output]:
+        return sglang.AnswerReader().read if self._is_sglang else completions.read_chunk
+
+    async def _answer(
+        self,
+        http: aiohttp.ClientSession,
+        rank: int,
+        path: str,
+        body: dict[str, Any],
+        read: Callable[[Any], Output],
+        cached: int,
+    ) -> AsyncIterator[Output]:
+        ranks = {"X-data-parallel-rank": str(rank)} if self._remote.dp_ranks > 1 else {}
+        try:
+            async with http.post(self._url + path, json=body, headers=ranks) as answer:
+                await _check(answer)
+                async for chunk in _events(answer):
+                    output = read(chunk)
+                    output.cached = cached if output.cached is None else output.cached
+                    yield output
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise Unavailable(redacted(f"{self._url}: {cause(error)}")) from error
+
+    async def _clear(self) -> None:
+        if self._server is not None and not await self._server.clear(self._info.owner):
+            log.warning("%s does not let its cache be cleared", self._shown)
+
+    async def _watch(self, server: Server) -> None:
+        missed = 0
+        while missed < MISSED_PROBES:
+            await asyncio.sleep(self._remote.probe_s)
+            well = await server.healthy()
+            missed = 0 if well else missed + 1
+            if well:
+                self._gauges = await server.gauges()
+                self._step()
+        if self._streams is not None:
+            self._streams.fail(EngineError(f"{self._shown}/health does not answer any more"))
+
+    def _step(self) -> None:
+        steps = self._clock.look(self._gauges.steps)
+        for counters in self._streams.counters if self._streams is not None else ():
+            counters.steps = steps
+
+
+async def _check(answer: aiohttp.ClientResponse) -> None:
+    """Whose fault it is that a request is not answered with 200."""
+    if answer.status == 200:
+        return
+    text = (await answer.text())[:2000]
+    if answer.status in (400, 404, 413, 422):
+        raise Rejected(_message(text) or f"the server answers {answer.status}")
+    if answer.status in (401, 403):
+        raise Rejected(f"the server refuses the key of this worker ({answer.status})")
+    raise Unavailable(f"the server answers {answer.status}: {_message(text)}")
+
+
+def _message(text: str) -> str:
+    try:
+        found = json.loads(text)
+        error = found.get("error", found)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        return text
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """The JSON of each server-sent event up to `[DONE]`."""
+    async for line in answer.content:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        yield json.loads(data)

@@ -1,0 +1,203 @@
+"""SGLang in this process: `sglang.Engine` as an engine of the mesh.
+
+Written against the published API (`sglang/srt/entrypoints/engine.py`, `io_struct.py`,
+`disaggregation/kv_events.py`); arguments that a version does not know are left out. Priorities
+are higher first, for its scheduler as for radix eviction where that goes by priority.
+"""
+
+import inspect
+import json
+import logging
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+
+from sglang import Engine
+from sglang import __version__ as sglang_version
+
+from kvmesh.bus.messages import Capacity, Load, Work
+from kvmesh.worker.adapters.base import Adapter
+from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
+from kvmesh.worker.adapters.engine_args import engine_arguments
+from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.request_streams import Output, RequestStreams, Unavailable
+from kvmesh.worker.adapters.zmq_events import rank_endpoint
+from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engines.sglang.request_fields import AnswerReader, request_fields
+from kvmesh.worker.model_card import model_context
+from kvmesh.worker.scratch import Scratch
+
+log = logging.getLogger(__name__)
+
+
+def create(context: EngineContext) -> "SglangEngine":
+    """SGLang with the arguments of `[sglang]`, for the model in the folder."""
+    worker, sglang = context.settings.worker, context.settings.sglang
+    arguments: dict[str, Any] = {
+        "model_path": str(context.folder),
+        "page_size": worker.block_size,
+        "enable_priority_scheduling": True,
+        "skip_tokenizer_init": False,
+        **engine_arguments(sglang.args, sglang.args_file),
+    }
+    if worker.context:
+        arguments.setdefault("context_length", worker.context)
+    served = worker.served_name or context.folder.name
+    longest = arguments.get("context_length") or model_context(context.folder)
+    return SglangEngine(arguments, served, longest, worker.adapters)
+
+
+class SglangEngine(Adapter):
+    """One `sglang.Engine`, which may have several data-parallel ranks."""
+
+    def __init__(
+        self, arguments: dict[str, Any], served: str, context: int, adapters: list[str]
+    ) -> None:
+        super().__init__()
+        self._arguments = arguments
+        self._context = context
+        self._adapters = adapters
+        self._block_size = int(arguments["page_size"])
+        self._ranks = int(arguments.get("dp_size", 1))
+        self._salts = Salts(served, self._block_size)
+        self._folder = Scratch()
+        self._engine: Any = None
+        self._known: frozenset[str] = frozenset()
+        self._ledgers: list[CacheLedger] = []
+        self._blocks = 0
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        events = self._events_config()
+        try:
+            # on this thread: it installs signal handlers and takes the running loop
+            self._engine = Engine(**self._arguments, kv_events_config=json.dumps(events))
+        except Exception as error:  # SGLang and what it loads raise anything
+            self._folder.close()
+            raise EngineError(f"SGLang does not start: {error}") from error
+        self._known = frozenset(inspect.signature(self._engine.async_generate).parameters)
+        self._streams = RequestStreams(sink, self._ranks, self._block_size, count_steps=True)
+        for rank in range(self._ranks):
+            self._ledgers.append(CacheLedger(self._block_size, self._salts.find, counted=False))
+            self._feeds.append(self._feed(rank, events, sink))
+        for feed in self._feeds:
+            feed.start()
+        return self._describe()
+
+    def submit(self, work: Work) -> None:
+        if self._streams is None:
+            raise Rejected("the engine has not started")
+        if not 0 <= work.rank < self._ranks:
+            raise Rejected(f"there is no rank {work.rank}")
+        fields = self._request(work)
+        self._salts.note(work)
+        self._streams.start(work, self._answer(work, fields))
+
+    def load(self, instance: str) -> list[Load]:
+        if self._streams is None:
+            return []
+        return [
+            self._streams.load(instance, rank, self._blocks, len(ledger))
+            for rank, ledger in enumerate(self._ledgers)
+        ]
+
+    def clear(self) -> None:
+        self._spawn(self._clear(), "sglang clear")
+
+    async def close(self) -> None:
+        await self._end()
+        if self._engine is not None:
+            self._engine.shutdown()
+        self._folder.close()
+
+    def _events_config(self) -> dict[str, str]:
+        """Sockets in a private folder; TCP for several ranks, on consecutive ports."""
+        given = self._arguments.pop("kv_events_config", None)
+        if given is not None:
+            return dict(json.loads(given) if isinstance(given, str) else given)
+        if self._ranks > 1:
+            raise ConfigError(
+                "for several ranks, say where they publish: "
+                "--sglang-args kv_events_config.publisher=zmq,kv_events_config.endpoint=tcp://*:5557"
+            )
+        folder = self._folder.path
+        return {
+            "publisher": "zmq",
+            "endpoint": f"ipc://{folder}/events",
+            "replay_endpoint": f"ipc://{folder}/replay",
+        }
+
+    def _feed(self, rank: int, events: dict[str, str], sink: Sink) -> EventFeed:
+        replay = events.get("replay_endpoint")
+        return EventFeed(
+            rank,
+            self._ledgers[rank],
+            sink,
+            _reachable(events["endpoint"], rank),
+            _reachable(replay, rank) if replay else None,
+            events.get("topic", ""),
+        )
+
+    def _describe(self) -> EngineInfo:
+        info = _scheduler_info(self._engine)
+        self._blocks = info.get("max_total_num_tokens", 0) // self._block_size
+        return EngineInfo(
+            name="sglang",
+            version=sglang_version,
+            context=self._context,
+            block_size=self._block_size,
+            adapters=self._adapters,
+            structural_tags=True,
+            capacity=Capacity(
+                blocks=self._blocks,
+                max_sequences=info.get("max_running_requests") or 256,
+                max_batched_tokens=self._arguments.get("chunked_prefill_size") or 8192,
+                dp_ranks=self._ranks,
+            ),
+        )
+
+    def _request(self, work: Work) -> dict[str, Any]:
+        tokens = array("I", work.tokens).tolist()
+        fields = request_fields(work, tokens, None)
+        tag = self._salts.tag(work)
+        if tag is not None:
+            if "cache_salt" not in self._known:
+                raise Rejected("this version of SGLang cannot keep tenants apart (cache_salt)")
+            fields["cache_salt"] = tag
+        extra = {"rid": work.request, "priority": work.priority, "session_id": work.session}
+        if self._ranks > 1:
+            rank = "routed_dp_rank" if "routed_dp_rank" in self._known else "data_parallel_rank"
+            extra[rank] = work.rank
+        fields |= {key: value for key, value in extra.items() if key in self._known}
+        return fields | (work.handoff or {})
+
+    async def _answer(self, work: Work, fields: dict[str, Any]) -> AsyncIterator[Output]:
+        reader = AnswerReader()
+        finish: str | None = None
+        try:
+            async for chunk in await self._engine.async_generate(**fields):
+                output = reader.read(chunk)
+                finish = output.finish
+                yield output
+        except ValueError as error:
+            raise Rejected(str(error)) from error
+        except RuntimeError as error:
+            raise Unavailable(f"SGLang gave the request up: {error}") from error
+        finally:
+            if finish is None:
+                self._engine.tokenizer_manager.abort_request(rid=work.request)
+
+    async def _clear(self) -> None:
+        """SGLang flushes its cache only while nothing runs."""
+        await self.drain()
+        await self._engine.tokenizer_manager.flush_cache()
+
+
+def _scheduler_info(engine: Any) -> dict[str, Any]:
+    """What the first scheduler said at its start; its place differs between versions."""
+    started = getattr(engine, "_scheduler_init_result", None)
+    info = started.scheduler_infos[0] if started is not None else engine.scheduler_info
+    return dict(info)
+
+
+def _reachable(endpoint: str, rank: int) -> str:
+    return rank_endpoint(endpoint.replace("*", "127.0.0.1"), rank)

@@ -1,0 +1,332 @@
+"""TensorRT-LLM in this process: its `LLM` as an engine of the mesh.
+
+Written against the published LLM API (nvidia.github.io/TensorRT-LLM, `llmapi`). Its priorities
+are 0 to 1 for scheduling and 0 to 100 (35 by default) for retention, higher ones first in both.
+"""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+from tensorrt_llm import LLM, SamplingParams
+from tensorrt_llm import __version__ as trtllm_version
+from tensorrt_llm.llmapi import (
+    DisaggregatedParams,
+    GuidedDecodingParams,
+    KvCacheConfig,
+    KvCacheRetentionConfig,
+)
+
+from kvmesh.bus.messages import Capacity, Guided, Load, Sampling, Work
+from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, Wish
+from kvmesh.retention.token_ranges import segments
+from kvmesh.worker.adapters.base import Adapter
+from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
+from kvmesh.worker.adapters.engine_args import engine_arguments
+from kvmesh.worker.adapters.request_streams import (
+    Output,
+    RequestStreams,
+    StepClock,
+    Unavailable,
+    remaining,
+)
+from kvmesh.worker.engine import (
+    EngineContext,
+    EngineError,
+    EngineInfo,
+    Rejected,
+    Sink,
+    Unsupported,
+)
+from kvmesh.worker.enginecore.retention import KeepingOptions, keeping_options
+from kvmesh.worker.engines.trtllm.events import EventReader
+from kvmesh.worker.model_card import model_context
+
+log = logging.getLogger(__name__)
+POLL_S = 0.05
+EVENT_BUFFER = 65536
+HANDOFF = ("first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens")
+
+
+def create(context: EngineContext) -> "TrtllmEngine":
+    """TensorRT-LLM with the arguments of `[trtllm]`, for the model in the folder."""
+    worker, trtllm = context.settings.worker, context.settings.trtllm
+    arguments = engine_arguments(trtllm.args, trtllm.args_file)
+    cache = {
+        "enable_block_reuse": True,
+        "event_buffer_max_size": EVENT_BUFFER,
+        "tokens_per_block": worker.block_size,
+        **arguments.pop("kv_cache_config", {}),
+    }
+    if worker.context:
+        arguments.setdefault("max_seq_len", worker.context)
+    arguments = {"model": str(context.folder), **arguments}
+    served = worker.served_name or context.folder.name
+    longest = arguments.get("max_seq_len") or model_context(context.folder)
+    return TrtllmEngine(arguments, cache, served, longest, keeping_options(worker))
+
+
+class TrtllmEngine(Adapter):
+    """One `LLM`; with attention data parallelism it is one rank that holds all blocks."""
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        cache: dict[str, Any],
+        served: str,
+        context: int,
+        keeping: KeepingOptions,
+    ) -> None:
+        super().__init__()
+        self._arguments = arguments
+        self._cache = cache
+        self._context = context
+        self._block_size = int(cache["tokens_per_block"])
+        self._defaults = keeping.defaults
+        self._salts = Salts(served, self._block_size)
+        self._reader = EventReader(self._block_size)
+        self._ledger = CacheLedger(self._block_size, self._salts.find, counted=False)
+        self._clock = StepClock()
+        self._stats: dict[str, Any] = {}
+        self._llm: Any = None
+        self._sink: Sink | None = None
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        try:
+            self._llm = await asyncio.to_thread(self._load)
+        except Exception as error:  # TensorRT-LLM and what it loads raise anything
+            raise EngineError(f"TensorRT-LLM does not start: {error}") from error
+        self._sink = sink
+        self._streams = RequestStreams(sink, 1, self._block_size)
+        self._spawn(self._follow_events(sink), "trtllm events")
+        self._spawn(self._follow_stats(), "trtllm stats")
+        return self._describe()
+
+    def submit(self, work: Work) -> None:
+        if self._streams is None:
+            raise Rejected("the engine has not started")
+        if work.rank:
+            raise Rejected(f"there is no rank {work.rank}")
+        if work.adapter is not None:
+            raise Rejected("this engine serves no adapters")
+        fields = self._request(work)
+        self._salts.note(work)
+        matched = self._ledger.matched(work) if self._salts.is_own(work) else 0
+        cached = min(matched, len(work.tokens) // 4 - 1)
+        self._streams.start(work, self._answer(fields, cached))
+
+    def load(self, instance: str) -> list[Load]:
+        if self._streams is None:
+            return []
+        kv = self._stats.get("kvCacheStats") or {}
+        active, waiting = kv.get("usedNumBlocks"), self._stats.get("numQueuedRequests")
+        return [
+            self._streams.load(
+                instance, 0, kv.get("maxNumBlocks", 0), len(self._ledger), waiting, active
+            )
+        ]
+
+    def dump(self, rank: int) -> None:
+        if rank == 0 and self._sink is not None:
+            self._sink.events(0, self._ledger.dump())
+
+    def clear(self) -> None:
+        raise Unsupported("TensorRT-LLM's API has no call that clears its cache")
+
+    async def close(self) -> None:
+        await self._end()
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+
+    def _load(self) -> Any:
+        return LLM(**self._arguments, kv_cache_config=KvCacheConfig(**self._cache))
+
+    def _describe(self) -> EngineInfo:
+        return EngineInfo(
+            name="trtllm",
+            version=trtllm_version,
+            context=self._context,
+            block_size=self._block_size,
+            retention="honoured",
+            hands_off="cache_transceiver_config" in self._arguments,
+            structural_tags=self._arguments.get("guided_decoding_backend") == "xgrammar",
+            capacity=Capacity(
+                blocks=(self._stats.get("kvCacheStats") or {}).get("maxNumBlocks", 0),
+                max_sequences=self._arguments.get("max_batch_size") or 256,
+                max_batched_tokens=self._arguments.get("max_num_tokens") or 8192,
+            ),
+        )
+
+    def _request(self, work: Work) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "inputs": array("I", work.tokens).tolist(),
+            "sampling_params": _sampling(remaining(work)),
+            "streaming": True,
+            "priority": scheduling_priority(work.priority),
+            "cache_salt": self._salts.tag(work),
+        }
+        retention = _retention(work, self._defaults)
+        if retention is not None:
+            fields["kv_cache_retention_config"] = retention
+        if work.prefill:
+            fields["disaggregated_params"] = DisaggregatedParams(request_type="context_only")
+        elif work.handoff:
+            fields["disaggregated_params"] = _disaggregated(work.handoff)
+        return fields
+
+    async def _answer(self, fields: dict[str, Any], cached: int) -> AsyncIterator[Output]:
+        try:
+            result = self._llm.generate_async(**fields)
+        except ValueError as error:
+            raise Rejected(str(error)) from error
+        seen, finish = 0, None
+        try:
+            async for output in result:
+                part = output.outputs[0]
+                finish = part.finish_reason
+                yield _output(part, seen, cached)
+                seen = len(part.token_ids)
+        except RuntimeError as error:
+            raise Unavailable(f"TensorRT-LLM gave the request up: {error}") from error
+        finally:
+            if finish is None:
+                result.abort()
+
+    async def _follow_events(self, sink: Sink) -> None:
+        while True:
+            async for event in _until_empty(self._llm.get_kv_cache_events_async(POLL_S)):
+                self._take(event, sink)
+            await asyncio.sleep(POLL_S)
+
+    def _take(self, event: dict[str, Any], sink: Sink) -> None:
+        before = self._reader.missed
+        try:
+            _, events = self._reader.read(event)
+        except ValueError as error:
+            log.warning("%s", error)
+            return
+        if self._reader.missed > before:
+            log.warning("%d KV events are lost", self._reader.missed - before)
+            sink.events(0, self._ledger.dump())
+        told = self._ledger.apply(events)
+        if told:
+            sink.events(0, told)
+
+    async def _follow_stats(self) -> None:
+        while True:
+            async for stats in _until_empty(self._llm.get_stats_async(POLL_S)):
+                self._stats = stats
+                if self._streams is not None:
+                    self._streams.counters[0].steps = self._clock.look(stats.get("iter"))
+            await asyncio.sleep(POLL_S)
+
+
+async def _until_empty(results: Any) -> AsyncIterator[dict[str, Any]]:
+    """The results so far: an empty queue ends the iteration, by one exception or another."""
+    try:
+        async for result in results:
+            yield result
+    except (IndexError, asyncio.QueueEmpty, TimeoutError):
+        return
+
+
+def scheduling_priority(priority: int) -> float:
+    """Any integer as a float between 0 and 1, in the same order; 0 is the default, 0.5."""
+    return 0.5 + priority / (2 * (1 + abs(priority)))
+
+
+def _retention(work: Work, defaults: Mapping[str, Wish]) -> Any:
+    """Ranges as they were asked for, and else as dear as the request is; None for the default.
+
+    Ranges may not overlap, and the generated tokens are not in them.
+    """
+    prompt = len(work.tokens) // 4 - work.generated
+    asked = segments(work.retention, work.decode, prompt, 1, defaults)
+    rest = Wish(_level(PLAIN_LEVEL + work.priority))
+    if not asked and rest.plain:
+        return None
+    spans = []
+    at, answer = 0, rest
+    for first, end, wish in asked:
+        spans += _span(at, min(first, prompt), rest) + _span(
+            first, min(end or prompt, prompt), wish
+        )
+        at, answer = end or prompt, wish if end is None else rest
+    spans += _span(at, prompt, rest)
+    return KvCacheRetentionConfig(spans, _level(answer.level), _duration(answer))
+
+
+def _span(start: int, end: int, wish: Wish) -> list[Any]:
+    if start >= end or wish.plain:
+        return []
+    make = KvCacheRetentionConfig.TokenRangeRetentionConfig
+    return [make(start, end, _level(wish.level), _duration(wish))]
+
+
+def _level(level: int) -> int:
+    return max(0, min(MOST_LEVEL, level))
+
+
+def _duration(wish: Wish) -> timedelta | None:
+    return None if wish.ttl_s is None else timedelta(seconds=wish.ttl_s)
+
+
+def _sampling(sampling: Sampling) -> SamplingParams:
+    fields: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens or None,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or None,
+        "min_p": sampling.min_p or None,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": sampling.stop_token_ids or None,
+        "ignore_eos": sampling.ignore_eos,
+        "seed": sampling.seed,
+        "logprobs": sampling.logprobs,
+        "detokenize": False,
+    }
+    if sampling.logit_bias:
+        raise Rejected("this engine takes no logit_bias")
+    if sampling.guided is not None:
+        fields["guided_decoding"] = _guided(sampling.guided)
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        raise Rejected(str(error)) from error
+
+
+def _guided(guided: Guided) -> Any:
+    names = {"json_schema": "json", "grammar": "grammar", "regex": "regex"}
+    if guided.kind == "json_object":
+        return GuidedDecodingParams(json_object=True)
+    if guided.kind == "structural_tag":
+        return GuidedDecodingParams(structural_tag=guided.value)
+    if guided.kind not in names:
+        raise Rejected(f"this engine cannot follow a constraint of kind {guided.kind}")
+    return GuidedDecodingParams(**{names[guided.kind]: guided.value})
+
+
+def _disaggregated(handoff: dict[str, Any]) -> Any:
+    known = {key: handoff[key] for key in HANDOFF if key in handoff}
+    return DisaggregatedParams(request_type="generation_only", **known)
+
+
+def _output(part: Any, seen: int, cached: int) -> Output:
+    tokens = list(part.token_ids[seen:])
+    rows = part.logprobs[seen:] if part.logprobs else None
+    logprobs = [{t: entry.logprob for t, entry in row.items()} for row in rows] if rows else None
+    reason = part.finish_reason
+    if reason in ("cancelled", "timeout"):
+        raise Unavailable(f"TensorRT-LLM gave the request up ({reason})")
+    given = part.disaggregated_params
+    handoff = None if given is None else {key: getattr(given, key) for key in HANDOFF}
+    finish = None if reason is None else "length" if reason == "length" else "stop"
+    if handoff is not None and reason == "not_finished":
+        finish = "length"
+    return Output(tokens, finish, cached, logprobs, handoff)

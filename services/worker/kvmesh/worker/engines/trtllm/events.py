@@ -1,0 +1,71 @@
+"""TensorRT-LLM's KV events, as `get_kv_cache_events_async` gives them, into neutral ones.
+
+An event is `{"event_id", "data", "window_size", "attention_dp_rank"?}` with data of type created,
+stored, removed or updated; an update tells differences, as `{"old_value", "new_value"}`.
+"""
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvmesh.worker.adapters.cache_ledger import (
+    BlocksMoved,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    fold_hash,
+)
+
+
+class EventReader:
+    """Events of all ranks in order. Only the widest attention window speaks: it keeps all blocks.
+
+    `missed` counts event ids that never came.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._window = 0
+        self._next: dict[int, int] = {}
+        self.missed = 0
+
+    def read(self, event: Mapping[str, Any]) -> tuple[int, list[CacheEvent]]:
+        """The rank and what happened there; raises ValueError if malformed."""
+        try:
+            rank = event.get("attention_dp_rank") or 0
+            self._count(rank, event["event_id"])
+            self._window = max(self._window, event.get("window_size") or 0)
+            if (event.get("window_size") or 0) < self._window:
+                return rank, []
+            return rank, list(self._events(event["data"]))
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"malformed KV event: {error!r}") from error
+
+    def _count(self, rank: int, number: int) -> None:
+        expected = self._next.get(rank, number)
+        self.missed += max(0, number - expected)
+        self._next[rank] = number + 1
+
+    def _events(self, data: Mapping[str, Any]) -> Iterator[CacheEvent]:
+        kind = data["type"]
+        if kind == "stored":
+            yield from self._stored(data)
+        elif kind == "removed":
+            yield BlocksRemoved([fold_hash(value) for value in data["block_hashes"]], None)
+        elif kind == "updated" and data.get("cache_level") is not None:
+            level = data["cache_level"]
+            hashes = [fold_hash(data["block_hash"])]
+            yield BlocksMoved(hashes, level["old_value"], level["new_value"])
+
+    def _stored(self, data: Mapping[str, Any]) -> Iterator[CacheEvent]:
+        """One event per block: their levels may differ. The last one may be part of a block."""
+        parent = data.get("parent_hash")
+        parent = None if parent is None else fold_hash(parent)
+        for block in data["blocks"]:
+            tokens = array("I", [token["token_id"] for token in block["tokens"]])
+            if len(tokens) < self._block_size:
+                return
+            name = fold_hash(block["block_hash"])
+            level = block.get("cache_level") or 0
+            yield BlocksStored([name], parent, tokens.tobytes(), self._block_size, level)
+            parent = name

@@ -1,0 +1,51 @@
+"""The constraints that vLLM is given: those that another process has compiled first."""
+
+import sys
+from collections import OrderedDict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import msgspec
+
+from kvmesh.bus.messages import Guided
+from kvmesh.worker.constraints.trials import Trials
+
+MOST_KNOWN = 4096
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Constraints:
+    """Tries each constraint once, under this `VllmConfig`, for `most_s` seconds at most.
+
+    `folder` is private to this worker.
+    """
+
+    def __init__(self, config: Any, folder: Path, most_s: float) -> None:
+        file = folder / "vllm.config"
+        file.write_bytes(cloudpickle.dumps(config))
+        command = (sys.executable, "-m", "kvmesh.worker.engines.vllm.trial", str(file), str(most_s))
+        self._trials = Trials(most_s, *command)
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+
+    async def open(self) -> None:
+        """Have the process ready; raises EngineError."""
+        await self._trials.open()
+
+    def __contains__(self, guided: Guided) -> bool:
+        return guided.kind == "json_object" or _digest(guided) in self._known
+
+    async def compile(self, guided: Guided) -> None:
+        """Raises Rejected for a constraint that vLLM cannot follow, or should not."""
+        await self._trials.judge(guided)
+        self._known[_digest(guided)] = None
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def close(self) -> None:
+        self._trials.close()
+
+
+def _digest(guided: Guided) -> bytes:
+    return blake2b(_encode(guided), digest_size=16).digest()

@@ -1,0 +1,364 @@
+"""vLLM in this process: `AsyncLLM` as an engine of the mesh.
+
+vLLM's scheduler runs in a process of its own, which it starts. Its KV events come over ZeroMQ,
+with replay, on sockets in a private folder.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from array import array
+from collections.abc import AsyncIterator
+from multiprocessing import active_children
+from typing import Any
+
+from vllm import SamplingParams
+from vllm import __version__ as vllm_version
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from kvmesh.bus.messages import Capacity, Guided, Load, Work
+from kvmesh.worker.adapters.base import Adapter
+from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
+from kvmesh.worker.adapters.engine_args import engine_arguments
+from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.request_streams import Output, RequestStreams, Unavailable, remaining
+from kvmesh.worker.adapters.zmq_events import event_endpoints
+from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector, shared, shares
+from kvmesh.worker.engines.vllm.constraints import Constraints
+from kvmesh.worker.engines.vllm.process_guard import Guard
+from kvmesh.worker.engines.vllm.request_fields import sampling_fields, structured_outputs
+from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
+from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
+from kvmesh.worker.scratch import Scratch
+
+log = logging.getLogger(__name__)
+HEALTH_S = 0.5
+STOPPED_S = 3.0
+# of the structured-output backends, those that read `format` trees
+TAGGING = ("auto", "xgrammar")
+_FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
+
+
+def create(context: EngineContext) -> "VllmEngine":
+    """vLLM with the arguments of `[vllm]`, for the model in the folder."""
+    worker, vllm = context.settings.worker, context.settings.vllm
+    arguments: dict[str, Any] = {
+        "model": str(context.folder),
+        "block_size": worker.block_size,
+        "scheduling_policy": "priority",
+        "enable_prefix_caching": True,
+        **engine_arguments(vllm.args, vllm.args_file),
+    }
+    if worker.context:
+        arguments.setdefault("max_model_len", worker.context)
+    served = worker.served_name or context.folder.name
+    if worker.serves != "aggregated":
+        arguments.setdefault("kv_transfer_config", _nixl())
+    if vllm.kvbm:
+        arguments.setdefault(
+            "kv_transfer_config", kvbm_connector(context.settings, context.folder, served)
+        )
+    elif "kv_transfer_config" in arguments:
+        os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
+    adapters = _adapters(vllm.adapters)
+    if adapters:
+        arguments.setdefault("enable_lora", True)
+    return VllmEngine(arguments, adapters, served, worker.compile_timeout_s)
+
+
+class VllmEngine(Adapter):
+    """One `AsyncLLM`, which may have several data-parallel ranks."""
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        adapters: dict[str, LoRARequest],
+        served: str,
+        compile_s: float,
+    ) -> None:
+        super().__init__()
+        self._compile_s = compile_s
+        self._arguments = arguments
+        self._adapters = adapters
+        self._served = served
+        self._folder = Scratch()
+        self._llm: Any = None
+        self._guard: Guard | None = None
+        self._constraints: Constraints | None = None
+        self._processes: list[int] = []
+        self._salts = Salts(served, 1)
+        self._hands_off = not shares(arguments)
+        self._stats: list[RankStats] = []
+        self._ledgers: list[CacheLedger] = []
+        self._blocks = 0
+        self._size = 1
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        collector = StatsCollector()
+        try:
+            self._llm = await asyncio.to_thread(self._load, collector)
+        except ConfigError:
+            self._folder.close()
+            raise
+        except Exception as error:  # vLLM and what it loads raise anything
+            self._folder.close()
+            raise EngineError(f"vLLM does not start: {_cause(error)}") from error
+        self._processes = [c.pid for c in active_children() if c.pid is not None]
+        self._guard = Guard(self._processes)
+        config = self._llm.vllm_config
+        self._constraints = Constraints(config, self._folder.path, self._compile_s)
+        try:
+            await self._constraints.open()
+        except EngineError as error:
+            log.warning("constraints cannot be tried yet: %s", error)
+        cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
+        self._blocks, self._size = cache.num_gpu_blocks, cache.block_size
+        self._salts = Salts(self._served, cache.block_size)
+        self._streams = RequestStreams(sink, ranks, cache.block_size)
+        self._stats = [collector.rank(rank) for rank in range(ranks)]
+        self._ledgers = [CacheLedger(cache.block_size, self._salts.find) for _ in range(ranks)]
+        self._follow(sink)
+        self._spawn(self._watch(), "vllm health")
+        return self._describe(config)
+
+    def submit(self, work: Work) -> None:
+        if self._streams is None:
+            raise Rejected("the engine has not started")
+        if not 0 <= work.rank < len(self._ledgers):
+            raise Rejected(f"there is no rank {work.rank}")
+        if work.adapter is not None and work.adapter not in self._adapters:
+            raise Rejected(f"there is no adapter {work.adapter}")
+        try:
+            params = self._sampling(work)
+        except (VLLMClientError, ValueError) as error:
+            raise Rejected(str(error)) from error
+        self._streams.start(work, self._answer(work, params))
+
+    def compiled(self, guided: Guided) -> bool:
+        return self._constraints is not None and guided in self._constraints
+
+    async def compile(self, guided: Guided) -> None:
+        if self._constraints is None:
+            raise Rejected("the engine has not started")
+        await self._constraints.compile(guided)
+
+    def load(self, instance: str) -> list[Load]:
+        if self._streams is None:
+            return []
+        return [self._rank_load(self._streams, instance, rank) for rank in range(len(self._stats))]
+
+    def tier_counts(self) -> TierCounts | None:
+        return self._stats[0].tier_counts if self._stats and not self._hands_off else None
+
+    def clear(self) -> None:
+        self._spawn(self._clear(), "vllm clear")
+
+    async def close(self) -> None:
+        await self._end()
+        if self._constraints is not None:
+            self._constraints.close()
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+            self._llm = None
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
+        self._folder.close()
+
+    def _load(self, collector: StatsCollector) -> AsyncLLM:
+        arguments = {
+            "kv_events_config": {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                **event_endpoints(self._folder.path),
+            },
+            **self._arguments,
+        }
+        try:
+            taken = AsyncEngineArgs(**arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"vLLM does not take its arguments: {error}") from error
+        return AsyncLLM.from_engine_args(taken, stat_loggers=[collector.logger])
+
+    def _follow(self, sink: Sink) -> None:
+        for rank, source in self._llm.get_kv_event_sources().items():
+            if source is None or not source.enable_kv_cache_events:
+                continue
+            feed = EventFeed(
+                rank,
+                self._ledgers[rank],
+                sink,
+                _reachable(source.endpoint),
+                _reachable(source.replay_endpoint) if source.replay_endpoint else None,
+                source.topic,
+            )
+            self._feeds.append(feed)
+            feed.start()
+
+    def _describe(self, config: Any) -> EngineInfo:
+        scheduler = config.scheduler_config
+        return EngineInfo(
+            name="vllm",
+            version=vllm_version,
+            context=config.model_config.max_model_len,
+            block_size=config.cache_config.block_size,
+            adapters=list(self._adapters),
+            hands_off=config.kv_transfer_config is not None and self._hands_off,
+            tiered=not self._hands_off,
+            structural_tags=config.structured_outputs_config.backend in TAGGING,
+            kv_layout=_kv_layout(config),
+            capacity=Capacity(
+                blocks=self._blocks,
+                max_sequences=scheduler.max_num_seqs,
+                max_batched_tokens=scheduler.max_num_batched_tokens,
+                dp_ranks=len(self._ledgers),
+            ),
+        )
+
+    def _sampling(self, work: Work) -> SamplingParams:
+        sampling = remaining(work)
+        guided = sampling.guided
+        return SamplingParams(
+            **sampling_fields(sampling),
+            logit_bias=sampling.logit_bias or None,
+            detokenize=False,
+            extra_args=_connector(work) if self._hands_off else shared(work),
+            output_kind=RequestOutputKind.DELTA,
+            structured_outputs=None
+            if guided is None
+            else StructuredOutputsParams(**structured_outputs(guided)),
+        )
+
+    async def _answer(self, work: Work, params: SamplingParams) -> AsyncIterator[Output]:
+        prompt: dict[str, Any] = {"prompt_token_ids": array("I", work.tokens).tolist()}
+        tag = self._salts.tag(work)
+        if tag is not None:
+            prompt["cache_salt"] = tag
+        outputs = self._llm.generate(
+            prompt,
+            params,
+            work.request,
+            lora_request=None if work.adapter is None else self._adapters[work.adapter],
+            priority=-work.priority,
+            data_parallel_rank=work.rank if len(self._ledgers) > 1 else None,
+        )
+        stats = self._stats[work.rank]
+        stats.begin()
+        try:
+            async for output in outputs:
+                below = [blocks * self._size for blocks in stats.loaded(work.request)]
+                yield _output(output, below)
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM has died: {_cause(error)}") from error
+        except (GracefulHTTPError, EngineGenerateError) as error:
+            raise Unavailable(_cause(error)) from error
+        except (VLLMClientError, ValueError) as error:
+            raise Rejected(str(error)) from error
+        finally:
+            stats.forget(work.request)
+            await outputs.aclose()
+
+    def _rank_load(self, streams: RequestStreams, instance: str, rank: int) -> Load:
+        stats = self._stats[rank]
+        streams.counters[rank].steps = stats.counters.steps
+        return streams.load(
+            instance,
+            rank,
+            self._blocks,
+            len(self._ledgers[rank]),
+            stats.waiting,
+            round(stats.usage * self._blocks),
+            stats.preemptions,
+            stats.counters.step_s,
+            stats.counters.busy_s,
+        )
+
+    async def _clear(self) -> None:
+        """vLLM clears its cache only as a whole: wait until nobody uses any of it.
+
+        It tells so with its next step, which may be long after.
+        """
+        while not await self._llm.reset_prefix_cache():
+            await self.drain()
+            await asyncio.sleep(HEALTH_S / 10)
+        for feed in self._feeds:
+            feed.forget()
+
+    async def _watch(self) -> None:
+        """Until vLLM has died, or was stopped for STOPPED_S, at as many looks in a row."""
+        looks = 0
+        while not self._llm.errored and looks * HEALTH_S < STOPPED_S:
+            await asyncio.sleep(HEALTH_S)
+            looks = looks + 1 if any_stopped(self._processes) else 0
+        reason = "has died; its log says why" if self._llm.errored else "has been stopped"
+        if self._streams is not None:
+            self._streams.fail(EngineError(f"vLLM {reason}"))
+
+
+def _nixl() -> dict[str, str]:
+    device = {"kv_buffer_device": "cpu"} if current_platform.is_cpu() else {}
+    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **device}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _connector(work: Work) -> dict[str, Any] | None:
+    """What vLLM's KV connector is told of a request."""
+    params = {"do_remote_decode": True} if work.prefill else work.handoff
+    return {"kv_transfer_params": params} if params else None
+
+
+def _adapters(pairs: list[str]) -> dict[str, LoRARequest]:
+    adapters: dict[str, LoRARequest] = {}
+    for number, pair in enumerate(pairs, start=1):
+        name, equals, path = pair.partition("=")
+        if not name or not equals or not os.path.isdir(path):
+            raise ConfigError(f"LoRA adapter {pair!r} is not NAME=FOLDER with an existing folder")
+        adapters[name] = LoRARequest(name, number, path)
+    return adapters
+
+
+def _output(output: Any, below: list[int]) -> Output:
+    part = output.outputs[0]
+    reason = part.finish_reason
+    if reason in ("abort", "error"):
+        raise Unavailable(f"vLLM gave the request up ({reason})")
+    return Output(
+        list(part.token_ids),
+        None if reason is None else _FINISH.get(reason, "stop"),
+        output.num_cached_tokens,
+        None
+        if part.logprobs is None
+        else [{token: entry.logprob for token, entry in row.items()} for row in part.logprobs],
+        output.kv_transfer_params,
+        below,
+    )
+
+
+def _kv_layout(config: Any) -> str:
+    dtype = str(config.cache_config.cache_dtype)
+    return str(config.model_config.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+
+
+def _reachable(endpoint: str) -> str:
+    return endpoint.replace("*", "127.0.0.1")
+
+
+def _cause(error: BaseException) -> str:
+    """The last line of what was raised, which is where vLLM puts the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,94 @@
+"""The process that tries constraints for vLLM: as its API side checks them, then as its engine
+core compiles them.
+
+    python -m kvmesh.worker.engines.vllm.trial CONFIG SECONDS
+"""
+
+import logging
+import pickle
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+from vllm.v1.structured_output.backend_lm_format_enforcer import LMFormatEnforcerBackend
+from vllm.v1.structured_output.backend_outlines import OutlinesBackend
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+from vllm.v1.structured_output.request import get_structured_output_key
+
+from kvmesh.bus.messages import Guided
+from kvmesh.worker.constraints.trial import Server
+from kvmesh.worker.engines.vllm.request_fields import structured_outputs
+
+log = logging.getLogger(__name__)
+CHECK_S = 1.0  # of CPU time: prompts that are to be prepared wait meanwhile
+# `auto` picks one for each request, and the engine core stays with the first that was picked.
+AUTO = ("xgrammar", "guidance")
+BACKENDS = {
+    "xgrammar": XgrammarBackend,
+    "guidance": GuidanceBackend,
+    "outlines": OutlinesBackend,
+    "lm-format-enforcer": LMFormatEnforcerBackend,
+}
+
+
+class StructuredOutputs:
+    """vLLM's structured outputs under its configuration, a `VllmConfig`."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._tokenizer = cached_tokenizer_from_config(config.model_config)
+        chosen = config.structured_outputs_config.backend
+        self._backends: dict[str, Any] = {}
+        for name in AUTO if chosen == "auto" else (chosen,):
+            try:
+                self._backends[name] = self._backend(name)
+            except Exception as error:  # of tokenizers that it cannot use; vLLM refuses it then
+                log.warning("no constraint can be followed by %s: %s", name, error)
+
+    def make(self, guided: Guided) -> object:
+        """What vLLM makes of a constraint; raises what it raises."""
+        began, config = time.process_time(), self._config
+        asked = StructuredOutputsParams(**structured_outputs(guided))
+        params = SamplingParams(structured_outputs=asked)
+        params.verify(
+            config.model_config,
+            config.speculative_config,
+            config.structured_outputs_config,
+            self._tokenizer,
+        )
+        if time.process_time() - began > CHECK_S:
+            raise ValueError(f"this {guided.kind} takes vLLM more than {CHECK_S:g} s to read")
+        picked = asked._backend
+        made = [self._compiled(picked, params)]
+        for name in self._backends:
+            if name != picked:
+                with suppress(Exception):  # that is for its request alone
+                    made.append(self._compiled(name, params))
+        return made
+
+    def _compiled(self, name: str, params: SamplingParams) -> object:
+        backend = self._backends.get(name) or self._backend(name)
+        key = get_structured_output_key(params.structured_outputs)
+        grammar = backend.compile_grammar(*key, stop_token_ids=params.all_stop_token_ids)
+        grammar.fill_bitmask(backend.allocate_token_bitmask(1), 0)
+        return grammar
+
+    def _backend(self, name: str) -> Any:
+        vocabulary = self._config.model_config.get_vocab_size()
+        return BACKENDS[name](self._config, tokenizer=self._tokenizer, vocab_size=vocabulary)
+
+
+def main(config: str, seconds: str) -> None:
+    """Serve the worker at the other end of stdin and stdout."""
+    outputs = StructuredOutputs(pickle.loads(Path(config).read_bytes()))
+    Server(outputs.make, float(seconds)).run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,140 @@
+"""Whether a worker may serve beside the others of its model: asked before it joins, and later."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+from nats.errors import Error as NatsError
+from nats.js.errors import APIError
+
+from kvmesh.bus.buckets import read_bucket
+from kvmesh.bus.client import Bus
+from kvmesh.bus.compatibility import Fitting, Profile, namesakes
+from kvmesh.bus.discovery import Lease
+from kvmesh.bus.errors import BusError, NoResponder, cause
+from kvmesh.bus.log_once import Once
+from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.ping import ping
+from kvmesh.runtime.warnings import Warnings
+from kvmesh.worker.engine import ConfigError, EngineError
+
+log = logging.getLogger(__name__)
+LOOK_S = 30.0
+PING_S = 1.0
+_cards = msgspec.msgpack.Decoder(Instance)
+_FAILURES = (NatsError, APIError, OSError, TimeoutError, BusError)
+
+
+class Standing:
+    """One worker's place among the others: admitted, left out, or of another's name."""
+
+    def __init__(self, bus: Bus, warnings: Warnings, lease_s: float) -> None:
+        self._bus = bus
+        self._warnings = warnings
+        self._look_s = min(LOOK_S, 3 * lease_s)
+        self._twins: set[str] = set()
+        self._told = Once()
+        self.left_out = ""
+
+    async def admit(self, card: Instance) -> None:
+        """Before the lease: raise ConfigError unless the worker fits those that are there."""
+        reason = _newcomer(card, await self._others(card))
+        if reason:  # perhaps they died, and their leases are yet to lapse
+            reason = _newcomer(card, await self._alive(await self._others(card)))
+        if reason:
+            raise ConfigError(f"{reason}; {ADVICE}")
+
+    async def confirm(self, card: Instance) -> None:
+        """After it: of two that joined at once and do not fit each other, the younger leaves."""
+        others = await self._others(card)
+        if _left_out(card, others):
+            reason = _left_out(card, await self._alive(others))
+            if reason:
+                raise ConfigError(f"{reason}; {ADVICE}")
+
+    async def run(self, lease: Callable[[], Lease | None]) -> None:
+        """Look now and then whether that has changed."""
+        while True:
+            held = lease()
+            if held is not None:
+                try:
+                    self._look(held.card, await self._read())
+                except _FAILURES as error:
+                    log.debug("cannot read who is on the mesh: %s", cause(error))
+            await asyncio.sleep(self._look_s)
+
+    def _look(self, card: Instance, cards: list[Instance]) -> None:
+        """A namesake counts when it is seen twice: by then the lease of a dead one has lapsed."""
+        self.left_out = _left_out(card, _of_model(card, cards))
+        twins = set(namesakes(card, cards))
+        both = ", ".join(sorted(twins & self._twins))
+        self._twins = twins
+        text = (
+            f"{both} is named {card.name} as {card.instance} is: the index and sessions take them"
+            " for one worker (worker.name must differ)"
+        )
+        out = f"{self.left_out}; routers send this worker no requests"
+        self._warnings.update("misfit", {"": out} if self.left_out else {})
+        self._warnings.update("namesake", {both: text} if both else {})
+
+    async def _others(self, card: Instance) -> list[Instance]:
+        """The workers of its model; a namesake is its own former life."""
+        try:
+            cards = await self._read()
+        except _FAILURES as error:
+            raise EngineError(f"cannot read who is on the mesh: {cause(error)}") from error
+        return [other for other in _of_model(card, cards) if other.name != card.name]
+
+    async def _read(self) -> list[Instance]:
+        bucket = self._bus.subjects.instances_bucket
+        found = await read_bucket(self._bus, bucket, f"{Role.WORKER}.>")
+        cards = [self._decoded(key, data) for key, data in found.items()]
+        return [card for card in cards if card is not None]
+
+    def _decoded(self, key: str, data: bytes) -> Instance | None:
+        try:
+            return _cards.decode(data)
+        except msgspec.MsgspecError as error:
+            if self._told.first(key, reason := str(error)):
+                log.warning("ignored an unreadable card at %s: %s", key, reason)
+            return None
+
+    async def _alive(self, cards: list[Instance]) -> list[Instance]:
+        answers = await asyncio.gather(*(self._listens(card) for card in cards))
+        return [card for card, alive in zip(cards, answers, strict=True) if alive]
+
+    async def _listens(self, card: Instance) -> bool:
+        try:
+            await ping(self._bus, card.instance, PING_S)
+        except NoResponder:
+            return False
+        except (*_FAILURES, msgspec.MsgspecError):
+            return True  # it may be slow
+        return True
+
+
+ADVICE = (
+    "it does not join: serve it under another name (worker.served_name), or stop all workers of"
+    " the model first"
+)
+
+
+def _of_model(card: Instance, cards: Iterable[Instance]) -> list[Instance]:
+    return [c for c in cards if c.model and card.model and c.model.name == card.model.name]
+
+
+def _newcomer(card: Instance, others: list[Instance]) -> str:
+    """The reason why it does not fit those that are there, whatever the clocks say of their age."""
+    there = Fitting()
+    for other in others:
+        there.join(other)
+    return Profile(c for c in there.fitting if not c.draining).differs(card)
+
+
+def _left_out(card: Instance, others: list[Instance]) -> str:
+    """The reason why routers leave it out; empty if they do not."""
+    all_of_them = Fitting()
+    for other in (*others, card):
+        all_of_them.join(other)
+    return all_of_them.misfits.get(card.instance, "")

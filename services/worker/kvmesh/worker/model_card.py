@@ -1,0 +1,155 @@
+"""What a Hugging Face model folder says about its model, and the card that tells the mesh."""
+
+import json
+import logging
+import os
+import time
+from contextlib import ExitStack
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kvmesh.bus.messages import Instance, ModelCard, Role
+from kvmesh.demo import model_dir
+from kvmesh.hashing import HASH_VERSION
+from kvmesh.runtime.service import VERSION
+from kvmesh.settings.schema import Worker
+from kvmesh.worker.engine import ConfigError, EngineInfo, not_installed
+from kvmesh.worker.scratch import Scratch
+
+log = logging.getLogger(__name__)
+DEFAULT_CONTEXT = 131072
+DIGITS = 12
+_TEMPLATE = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+_WHOLE = ("tokenizer.json", "chat_template.jinja")
+_NOTES = ("_name_or_path", "name_or_path", "transformers_version")
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+
+
+def default_model(engine: str, made: ExitStack) -> Path:
+    """The folder of the model of a worker that was given none; `made` removes what it must make.
+
+    Raises ConfigError if such an engine must be given one.
+    """
+    if engine == "mock":
+        return model_dir()
+    if engine != "torch":
+        raise ConfigError(f"the {engine} engine needs a model: --model FOLDER")
+    try:
+        tiny = import_module("kvmesh.worker.engines.torch.model.tiny")
+    except ModuleNotFoundError as error:
+        raise not_installed(engine, error) from error
+    folder = made.enter_context(Scratch()).path / "tiny"
+    log.info("no model is given: making a tiny one with random weights")
+    tiny.make_tiny_model(folder)
+    return folder
+
+
+def model_context(folder: Path) -> int:
+    """Longest sequence in tokens, from config.json or tokenizer_config.json; else 131,072."""
+    config = _read(folder / "config.json")
+    nested = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)]
+    for section in (config, *nested):
+        length = section.get("max_position_embeddings")
+        if isinstance(length, int) and length > 0:
+            return length
+    length = _read(folder / "tokenizer_config.json").get("model_max_length")
+    return length if isinstance(length, int) and 0 < length < 1 << 31 else DEFAULT_CONTEXT
+
+
+def model_card(worker: Worker, folder: Path, info: EngineInfo, files: str) -> ModelCard:
+    """The card of a model; dialects come from the settings, else from the folder's kvmesh.json."""
+    hints = _read(folder / "kvmesh.json")
+    return ModelCard(
+        name=worker.served_name or folder.name,
+        context=info.context,
+        block_size=info.block_size,
+        files=files,
+        adapters=info.adapters,
+        structural_tags=info.structural_tags,
+        tool_parser=worker.tool_parser or hints.get("tool_parser"),
+        reasoning_parser=worker.reasoning_parser or hints.get("reasoning_parser"),
+        hash_version=HASH_VERSION,
+        tokenizer=_digest(folder, "tokenizer.json"),
+        template=_digest(folder, *_TEMPLATE),
+        config=_digest(folder, "config.json", "generation_config.json"),
+        revision=worker.revision or _snapshot(folder),
+        kv_layout=info.kv_layout,
+    )
+
+
+def _digest(folder: Path, *names: str) -> str:
+    """Of what these files say, whichever of them there are; empty if there is none.
+
+    Objects count by their content, without what the library that wrote them notes of itself.
+    """
+    digest, found = sha256(), False
+    for name in names:
+        file = folder / name
+        if file.is_file():
+            content = file.read_bytes() if name in _WHOLE else _content(file)
+            digest.update(f"{name} {len(content)}\n".encode() + content)
+            found = True
+    return digest.hexdigest()[:DIGITS] if found else ""
+
+
+def _content(file: Path) -> bytes:
+    content = {key: value for key, value in _read(file).items() if key not in _NOTES}
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def _snapshot(folder: Path) -> str:
+    """The revision that a folder of the Hugging Face cache is of; empty for any other folder."""
+    real = folder.resolve()
+    return real.name if real.parent.name == "snapshots" else ""
+
+
+def instance_card(
+    worker: Worker, info: EngineInfo, model: ModelCard, instance: str, name: str
+) -> Instance:
+    """The card of a worker that serves `model`."""
+    return Instance(
+        instance=instance,
+        role=Role.WORKER,
+        name=name,
+        version=VERSION,
+        started=time.time(),
+        model=model,
+        capacity=info.capacity,
+        engine=info.name,
+        serves=worker.serves,
+        labels=card_labels(worker),
+        node=node_name(worker) if info.tiered else "",
+    )
+
+
+def node_name(worker: Worker) -> str:
+    """The machine whose block manager a worker uses."""
+    return worker.node or os.uname().nodename
+
+
+def card_labels(worker: Worker) -> dict[str, str]:
+    """The labels of a worker's card; raises ConfigError for one that is not `key=value`."""
+    labels: dict[str, str] = {}
+    for text in worker.labels:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"label {text!r} is not of the form key=value")
+        labels[key] = value
+    return labels
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,46 @@
+"""When a process is started again."""
+
+import pytest
+
+from kvmesh.cli.supervisor.restart_policy import Life, RestartPolicy, State
+
+
+def crash(life: Life, now: float, lived: float) -> float | None:
+    life.started(now, 42)
+    return life.exited(now + lived)
+
+
+def test_short_runs_wait_twice_as_long_each_time_up_to_the_most() -> None:
+    life = Life(RestartPolicy(first_s=0.5, most_s=3.0, stable_s=10.0))
+    assert [crash(life, 0.0, 0.1) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert (life.state, life.pid, life.restarts, life.failures) == (State.WAITING, None, 4, 5)
+
+
+def test_a_stable_run_forgives_what_was_before() -> None:
+    life = Life(RestartPolicy(first_s=0.5, most_s=3.0, stable_s=10.0))
+    for _ in range(4):
+        crash(life, 0.0, 0.1)
+    assert crash(life, 100.0, 10.0) == 0.5
+    assert crash(life, 200.0, 9.9) == 1.0
+
+
+@pytest.mark.parametrize("failures", [1, 10, 10_000])
+def test_the_delay_is_bounded_however_often_it_failed(failures: int) -> None:
+    assert 0 < RestartPolicy().delay(failures) <= RestartPolicy().most_s
+
+
+def test_an_exit_after_being_told_to_stop_is_final() -> None:
+    life = Life()
+    life.started(0.0, 42)
+    life.stopping()
+    states = [life.state]
+    assert life.exited(1.0) is None
+    assert [*states, life.state] == [State.STOPPING, State.STOPPED]
+    assert life.failures == 0
+
+
+def test_what_never_ran_is_stopped_at_once() -> None:
+    life = Life()
+    life.stopping()
+    assert life.state is State.STOPPED
+    assert life.restarts == 0

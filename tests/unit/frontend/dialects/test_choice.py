@@ -1,0 +1,103 @@
+"""Which parsers serve a model."""
+
+import pytest
+from unit.frontend.dialects.recorded import from_source, template
+
+from kvmesh.frontend.dialects import UnknownParser, choose, try_it
+from kvmesh.frontend.dialects.families import (
+    NAME_SIGNS,
+    REASONING_PARSERS,
+    TEMPLATE_SIGNS,
+    TOOL_ALIASES,
+    TOOL_PARSERS,
+)
+from kvmesh.frontend.dialects.output import HARMONY, names
+
+
+@pytest.mark.parametrize(
+    ("model", "tool", "reasoning"),
+    [
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507", "hermes", "qwen3"),
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", "qwen3_coder", "qwen3"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3_json", None),
+        ("meta-llama/Llama-4-Maverick-17B-128E", "pythonic", None),
+        ("mistralai/Devstral-Small-2507", "mistral", "mistral"),
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek_v3", "deepseek_r1"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek_v3", "basic"),
+        ("deepseek-ai/DeepSeek-V3.1", "deepseek_v3_1", "basic"),
+        ("deepseek-ai/DeepSeek-V3.2", "deepseek_v3_2", "basic"),
+        ("moonshotai/Kimi-K2-Instruct-0905", "kimi_k2", None),
+        ("moonshotai/Kimi-K2-Thinking", "kimi_k2", "kimi_k25"),
+        ("zai-org/GLM-4.7", "glm45", "glm45"),
+        ("MiniMaxAI/MiniMax-M2.1", "minimax_m2", "minimax_m2"),
+        ("openai/gpt-oss-120b", "harmony", "harmony"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B", "qwen3_coder", "nemotron_nano"),
+        ("google/gemma-3-27b-it", "gemma3", None),
+        ("microsoft/Phi-4-mini-instruct", "phi4_mini", None),
+        ("ibm-granite/granite-3.3-8b-instruct", "granite", "granite"),
+        ("stepfun-ai/step3", "step3", "step3"),
+        ("somebody/novel-7b", None, None),
+    ],
+)
+def test_a_name_tells_the_family(model: str, tool: str | None, reasoning: str | None) -> None:
+    grammar = choose(model)
+    assert (grammar.tool_parser, grammar.reasoning_parser) == (tool, reasoning)
+
+
+def test_the_template_outweighs_the_name_and_the_card_both() -> None:
+    chatml = template("chatml")
+    assert choose("mistral-small", chatml).tool_parser == "hermes"
+    told = choose("mistral-small", chatml, tool_parser="glm47", reasoning_parser="none")
+    assert (told.tool_parser, told.reasoning_parser) == ("glm45", None)
+
+
+def test_the_model_that_comes_with_kvmesh_is_understood() -> None:
+    grammar = choose("kvmesh-demo", template("demo"))
+    assert (grammar.tool_parser, grammar.reasoning_parser) == ("hermes", "qwen3")
+
+
+def test_a_template_that_cannot_tell_tools_gets_the_form_it_is_told_them_in() -> None:
+    assert choose("gemma-3-27b", template("gemma")).tool_parser == "hermes"
+
+
+def test_thinking_that_begins_every_output_is_expected_of_models_that_think_only() -> None:
+    calls = "<|tool_calls_section_begin|>"
+    assert choose("kimi", from_source(calls)).reasoning_parser is None
+    assert choose("kimi", from_source(f"{calls}<think>")).reasoning_parser == "kimi_k25"
+
+
+def test_unknown_names_are_refused_with_those_that_there_are() -> None:
+    with pytest.raises(UnknownParser, match=r"unknown tool-call parser 'hermés'.*hermes") as error:
+        choose("m", tool_parser="hermés")
+    assert "qwen3_coder" in error.value.known
+    with pytest.raises(UnknownParser, match="unknown reasoning parser"):
+        choose("m", reasoning_parser="hermes")
+
+
+def test_every_name_in_the_tables_leads_somewhere() -> None:
+    tools = {*TOOL_PARSERS, HARMONY, None}
+    reasonings = {*REASONING_PARSERS, HARMONY, None}
+    for _, tool, reasoning in [*TEMPLATE_SIGNS, *NAME_SIGNS]:
+        assert tool in tools
+        assert reasoning in reasonings
+    assert set(TOOL_ALIASES.values()) <= tools
+    assert {"qwen", "glm47", "harmony", "none"} <= set(names()[0])
+
+
+def test_special_tokens_of_the_grammar_are_to_be_shown() -> None:
+    kimi = choose("kimi-k2")
+    assert kimi.shows("<|tool_call_begin|>")
+    assert not kimi.shows("<|im_end|>")
+    assert choose("deepseek-v3").shows("<｜tool▁sep｜>")
+    assert choose("gpt-oss").shows("<|channel|>")
+    assert not choose("novel").shows("<tool_call>")
+
+
+def test_trying_a_parser_shows_the_parts() -> None:
+    raw = '<think>hm</think>Hi.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    assert try_it("hermes", raw) == '[thinking]\nhm\n\n[text]\nHi.\n\n[call f]\n{\n  "a": 1\n}'
+    assert try_it("granite", "Here is my thought process:\nx\nHere is my response:\ny") == (
+        "[thinking]\nx\n\n[text]\ny"
+    )
+    with pytest.raises(UnknownParser):
+        try_it("nothing", raw)

@@ -1,0 +1,102 @@
+"""Every parser over its family's published format, cut anywhere, broken off anywhere."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.frontend.dialects.outputs import CASES, Case, complete_calls, pieces, read
+
+from kvmesh.frontend.conversation import AnswerEvent, ToolCallEnd, ToolCallStart
+from kvmesh.frontend.dialects.families import REASONING_ALIASES, REASONING_PARSERS, TOOL_PARSERS
+from kvmesh.frontend.dialects.preview import joined
+
+cases = pytest.mark.parametrize("case", CASES, ids=[case.title for case in CASES])
+eagerness = pytest.mark.parametrize("eager", [True, False], ids=["eager", "whole"])
+
+
+def test_every_parser_has_a_case() -> None:
+    assert {c.tool for c in CASES} >= {*TOOL_PARSERS, "harmony"}
+    assert {c.reasoning for c in CASES} >= {*REASONING_PARSERS, "harmony"}
+
+
+@cases
+@eagerness
+def test_the_published_format_is_understood(case: Case, eager: bool) -> None:
+    events = read(case.parser(eager), [case.raw])
+    assert pieces(events) == case.pieces
+    assert complete_calls(events) == sum(kind == "call" for kind, _, _ in case.pieces)
+
+
+@cases
+@eagerness
+def test_where_the_stream_is_cut_does_not_matter(case: Case, eager: bool) -> None:
+    for cut in range(len(case.raw) + 1):
+        events = read(case.parser(eager), [case.raw[:cut], case.raw[cut:]])
+        assert pieces(events) == case.pieces, cut
+    assert pieces(read(case.parser(eager), case.raw)) == case.pieces
+
+
+@cases
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_nor_do_many_cuts(case: Case, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(case.raw)), max_size=12)))
+    edges = [0, *cuts, len(case.raw)]
+    chunks = [case.raw[a:b] for a, b in pairwise(edges)]
+    assert pieces(read(case.parser(True), chunks)) == case.pieces
+
+
+@cases
+def test_an_output_that_breaks_off_keeps_its_text(case: Case) -> None:
+    """Calls are complete or text; and nothing that was not a complete call is missing."""
+    whole = [piece for piece in case.pieces if piece[0] == "call"]
+    for end in range(len(case.raw)):
+        raw = case.raw[:end]
+        found = pieces(read(case.parser(False), raw))
+        calls = [piece for piece in found if piece[0] == "call"]
+        assert calls == whole[: len(calls)]
+        if not calls and "harmony" not in (case.tool, case.reasoning):
+            rest = "".join(content for _, _, content in found)
+            assert _letters(_unmarked(case, raw)) == _letters(_unmarked(case, rest)), end
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split())
+
+
+def _unmarked(case: Case, text: str) -> str:
+    name = case.reasoning or ""
+    reasoning = REASONING_PARSERS.get(REASONING_ALIASES.get(name, name))
+    for marker in (*reasoning.begin, *reasoning.end) if reasoning else ():
+        text = text.replace(marker, "", 1)
+    return text
+
+
+@cases
+def test_arguments_on_the_way_are_the_beginning_of_the_whole(case: Case) -> None:
+    whole = [
+        content for kind, _, content in joined(read(case.parser(True), case.raw)) if kind == "call"
+    ]
+    for end in range(len(case.raw)):
+        events = read(case.parser(True), case.raw[:end])
+        calls = [content for kind, _, content in joined(events) if kind == "call"]
+        assert all(a.startswith(b) for a, b in zip(whole, calls, strict=False)), end
+        assert complete_calls(events) in (len(calls), len(calls) - 1)
+
+
+FIRST = {case.tool: case for case in reversed(CASES) if case.tool}
+
+
+@pytest.mark.parametrize("case", FIRST.values(), ids=list(FIRST))
+def test_calls_are_passed_on_while_they_arrive(case: Case) -> None:
+    """A call with arguments begins well before it ends."""
+    parser = case.parser(True)
+    starts, ends = [], []
+    for place, char in enumerate(case.raw):
+        events: list[AnswerEvent] = parser.feed(char)
+        starts += [place for event in events if isinstance(event, ToolCallStart)]
+        ends += [place for event in events if isinstance(event, ToolCallEnd)]
+    calls = [arguments for kind, _, arguments in case.pieces if kind == "call"]
+    for start, end, arguments in zip(starts, ends, calls, strict=False):
+        assert not arguments or end - start > 50

@@ -1,0 +1,90 @@
+"""A prompt sent as what it adds to an earlier one arrives whole, or is asked for whole."""
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import Sampling, Work
+from kvmesh.frontend.dispatch.prompt_delta import Bases
+from kvmesh.worker.requests.prompt_cache import LONG, Prompts
+
+TOKENS = LONG // 4
+
+
+def work(request: str, tokens: bytes, session: str | None = "s", salt: int = 1) -> Work:
+    sampling = Sampling(max_tokens=1)
+    return Work(
+        request=request, frontend="f", tokens=tokens, sampling=sampling, session=session, salt=salt
+    )
+
+
+def prompt(length: int, first: int = 0) -> bytes:
+    return array("I", range(first, first + length)).tobytes()
+
+
+def grown(length: int, loose: int = 0) -> bytes:
+    """A prompt whose last `loose` tokens are none that a longer one has in their place."""
+    return prompt(length - loose) + prompt(loose, first=1 << 20)
+
+
+turns = st.tuples(
+    st.sampled_from(["s", "t", None]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["w-1", "w-2"]),
+    st.integers(TOKENS // 2, TOKENS * 2),
+    st.sampled_from([0, 3, 64, 65]),
+)
+
+
+@given(st.lists(turns, max_size=30), st.integers(0, 20 * TOKENS), st.integers(0, 20 * TOKENS))
+def test_what_arrives_is_what_was_sent(
+    offered: list[tuple[str | None, int, str, int, int]], sender_limit: int, keeper_limit: int
+) -> None:
+    bases = Bases(sender_limit)
+    workers = {name: Prompts(keeper_limit) for name in ("w-1", "w-2")}
+    for number, (session, salt, name, length, loose) in enumerate(offered):
+        whole = work(f"r{number}", grown(length, loose), session, salt)
+        sent = bases.shorten(name, whole)
+        taken = workers[name].complete(sent)
+        if taken is None:
+            bases.forget(name, whole)
+            sent, taken = whole, workers[name].complete(whole)
+        assert taken == whole
+        if workers[name].keep(whole, sent.base):
+            bases.keep(name, whole)
+        assert bases.bytes <= sender_limit
+        assert workers[name].bytes <= keeper_limit
+
+
+def test_a_turn_sends_what_it_adds() -> None:
+    bases = Bases()
+    bases.keep("w", work("a", grown(TOKENS, loose=8)))
+    longer = work("b", prompt(TOKENS + 100))
+    sent = bases.shorten("w", longer)
+    assert sent.base == "a"
+    assert sent.shared == TOKENS - 64
+    assert sent.tokens == longer.tokens[4 * sent.shared :]
+    assert bases.shorten("other", longer) is longer
+    assert bases.shorten("w", replace(longer, session="t")).base == ""
+    assert bases.shorten("w", replace(longer, salt=2)).base == ""
+
+
+def test_a_prompt_takes_the_place_of_the_one_it_was_built_on() -> None:
+    prompts = Prompts()
+    assert prompts.keep(work("a", prompt(TOKENS)))
+    longer = replace(work("b", prompt(1)), base="a", shared=TOKENS)
+    whole = prompts.complete(longer)
+    assert whole is not None
+    assert prompts.keep(whole, "a")
+    assert prompts.bytes == LONG + 4
+    assert prompts.complete(longer) is None
+    assert not prompts.keep(work("c", prompt(TOKENS - 1)))
+
+
+def test_a_base_is_not_believed_to_be_longer_than_it_is() -> None:
+    prompts = Prompts()
+    prompts.keep(work("a", prompt(TOKENS)))
+    for shared in (-1, 0, TOKENS + 1):
+        assert prompts.complete(replace(work("b", b""), base="a", shared=shared)) is None

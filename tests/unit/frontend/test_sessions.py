@@ -1,0 +1,83 @@
+"""Sessions inferred from prompts that grow."""
+
+from array import array
+
+import pytest
+
+from kvmesh.frontend.preprocess.session_inference import MAX_TAILS, InferredSessions
+from kvmesh.hashing import block_hashes
+
+BLOCK = 4
+
+
+@pytest.fixture
+def sessions() -> InferredSessions:
+    return InferredSessions(limit=50)
+
+
+def observe(
+    sessions: InferredSessions, tokens: list[int], salt: int = 0, tenant: str = ""
+) -> str | None:
+    packed = array("I", tokens).tobytes()
+    return sessions.observe(tenant, block_hashes(packed, BLOCK, salt)[1], packed, BLOCK)
+
+
+def test_a_prompt_that_grows_stays_in_one_session(sessions: InferredSessions) -> None:
+    prompt = list(range(10))
+    assert observe(sessions, prompt) is None
+    first = observe(sessions, prompt + [50] * 9)
+    assert first is not None
+    assert observe(sessions, prompt + [50] * 9 + [60] * 30) == first
+
+
+@pytest.mark.parametrize("shared", [8, 9, 10, 11])
+def test_a_common_beginning_is_not_enough(sessions: InferredSessions, shared: int) -> None:
+    common = list(range(shared))
+    assert observe(sessions, [*common, 100, 101]) is None
+    assert observe(sessions, [*common, 200, 201, 202, 203, 204]) is None
+
+
+def test_conversations_with_one_beginning_are_told_apart(sessions: InferredSessions) -> None:
+    common = list(range(8))
+    observe(sessions, [*common, 100])
+    observe(sessions, [*common, 200])
+    a = observe(sessions, [*common, 100, 7, 7, 7, 7])
+    b = observe(sessions, [*common, 200, 7, 7, 7, 7])
+    assert a is not None
+    assert b is not None
+    assert a != b
+    assert observe(sessions, [*common, 100, 7, 7, 7, 7, 9]) == a
+
+
+def test_the_same_prompt_again_begins_anew(sessions: InferredSessions) -> None:
+    prompt = list(range(12))
+    assert observe(sessions, prompt) is None
+    assert observe(sessions, prompt) is None
+
+
+def test_salts_do_not_meet(sessions: InferredSessions) -> None:
+    prompt = list(range(12))
+    observe(sessions, prompt, salt=1)
+    assert observe(sessions, [*prompt, 1, 2], salt=2) is None
+    assert observe(sessions, [*prompt, 1, 2], salt=1) is not None
+
+
+def test_tenants_do_not_meet_whatever_their_hashes_are(sessions: InferredSessions) -> None:
+    prompt = list(range(12))
+    observe(sessions, prompt, tenant="a")
+    assert observe(sessions, [*prompt, 1, 2], tenant="b") is None
+    assert observe(sessions, [*prompt, 1, 2], tenant="a") is not None
+
+
+def test_less_than_a_block_is_no_session(sessions: InferredSessions) -> None:
+    assert observe(sessions, [1, 2]) is None
+    assert observe(sessions, [1, 2, 3]) is None
+
+
+def test_memory_is_bounded(sessions: InferredSessions) -> None:
+    for start in range(0, 4000, 8):
+        observe(sessions, list(range(start, start + 8)))
+    for tail in range(MAX_TAILS * 3):
+        observe(sessions, [*range(8), tail])
+    assert observe(sessions, [*range(8), 0, 1]) is None
+    assert observe(sessions, [*range(8), MAX_TAILS * 3 - 1, 1]) is not None

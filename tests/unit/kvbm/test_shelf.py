@@ -1,0 +1,52 @@
+"""What is written down of the disk tier when writing fails for a while."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvmesh.blocks.layout import KvLayout, LayerLayout
+from kvmesh.kvbm.core.blocks.block import ARENA, DISK, Block, Space
+from kvmesh.kvbm.core.blocks.journal_record import Kept
+from kvmesh.kvbm.core.config import Rules
+from kvmesh.kvbm.core.manager import Manager
+from kvmesh.kvbm.tiers.disk_file import Disk
+from kvmesh.kvbm.tiers.disk_journal import Journal, records_in
+from kvmesh.kvbm.tiers.disk_tier import Shelf
+
+MB = 1 << 20
+LAYOUT = KvLayout(
+    weights="w", dtype="uint8", item_bytes=1, block_size=4, layers=[LayerLayout(1, 512, 512)]
+)
+
+
+def keep(manager: Manager, number: int) -> None:
+    """Have a block on disk."""
+    space = Space(0, "m", LAYOUT)
+    block = Block(bytes([number]) * 16, None, space, "", 0, 0, 0, number, 0)
+    copy = manager.store.reserve(block, DISK)
+    assert copy is not None
+    manager.store.register(copy, 7)
+    manager.store.release(copy)
+
+
+async def test_what_could_not_be_written_is_when_it_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = Manager(Rules({ARENA: 4 * MB, DISK: 4 * MB}))
+    disk = Disk(tmp_path, 4 * MB, 0)
+    shelf = Shelf(disk, manager, b"k" * 32, asyncio.get_running_loop().time)
+    await shelf.open()
+    keep(manager, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", fail)
+        await shelf.save()
+    await shelf.save()
+    await shelf.close()
+    records = records_in((tmp_path / "journal").read_bytes())
+    assert sum(isinstance(record, Kept) for record in records) == 1
+    disk.close()
+
+
+def fail(*_: object) -> None:
+    raise OSError(28, "No space left on device")

@@ -1,0 +1,88 @@
+"""A bad configuration is refused with its key and the reason; a good one means what it says."""
+
+from typing import Any
+
+import pytest
+from support.routing import sequence
+
+from kvmesh.router.config import check_settings, cost_model, fair_weights
+from kvmesh.router.errors import ConfigError
+from kvmesh.router.scoring.overlaps import OverlapWatch
+from kvmesh.settings import SettingsError, load
+from kvmesh.settings.schema import Router
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"policy": "fastest"}, "policy"),
+        ({"overlap_credits": [1.0, 0.5, -0.1, 0.0]}, "overlap_credits"),
+        ({"decode_credits": [float("nan"), 0.0, 0.0, 0.0]}, "decode_credits"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"prefill_weight": float("nan")}, "prefill_weight"),
+        ({"program_pause_target": 0.99}, "program_pause_target"),
+        ({"program_demote": 0.99}, "program_demote"),
+        ({"program_pause": 0.1, "program_pause_target": 0.1, "program_demote": 0.1,
+          "program_hysteresis": 0.2}, "program_hysteresis"),
+        ({"predicted_ttl_s": 400.0}, "predicted_ttl_s"),
+        ({"rescore_s": 60.0}, "rescore_s"),
+        ({"fair_weights": ["gold"]}, "fair_weights"),
+        ({"fair_weights": ["gold=0"]}, "fair_weights"),
+        ({"fair_weights": ["gold=much"]}, "fair_weights"),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused_by_name(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_settings(Router(**settings))
+    assert caught.value.key == key
+    assert str(caught.value).startswith(f"[router] {key}: ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PREFILL_WEIGHT", "-1"),
+        ("TEMPERATURE", "nan"),
+        ("BUSY_BLOCKS_SHARE", "1.5"),
+        ("QUEUE_ORDER", "fifo"),
+        ("OVERLAP_CREDITS", "1,2"),
+        ("SESSION_MODE", "firm"),
+    ],
+)
+def test_the_schema_refuses_what_is_out_of_bounds(variable: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"KVMESH_ROUTER_{variable}"):
+        load(None, {f"KVMESH_ROUTER_{variable}": value}, {})
+
+
+def test_the_defaults_are_those_of_the_documented_cost() -> None:
+    check_settings(Router())
+    model = cost_model(Router())
+    assert model.credits == (1.0, 0.75, 0.25, 0.25)
+    assert (model.prefill_weight, model.request_weight, model.temperature) == (3.0, 0.0, 0.0)
+
+
+def test_fair_weights_may_hold_equal_signs_in_names() -> None:
+    settings = Router(fair_weights=["team=a=2.5", "free=1"])
+    assert fair_weights(settings) == {"team=a": 2.5, "free": 1.0}
+
+
+def test_an_index_that_finds_nothing_is_broken_until_it_finds_something() -> None:
+    watch = OverlapWatch(settle=10.0, enough=3)
+    prompt = sequence(1, 2)
+    broken = []
+    for now in (0, 5, 11, 12, 13, 14):
+        watch.look(prompt, False, float(now))
+        broken.append(watch.broken)
+    assert broken == [False, False, False, False, True, True]
+    watch.look(prompt, True, 15.0)
+    for now in (16, 17, 18):
+        assert not watch.broken
+        watch.look(prompt, False, float(now))
+    assert watch.broken
+
+
+def test_new_prompts_are_no_reason_to_worry() -> None:
+    watch = OverlapWatch(settle=10.0, enough=3)
+    for n in range(100):
+        watch.look(sequence(n), False, float(n))
+    assert not watch.broken

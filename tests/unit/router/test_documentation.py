@@ -1,0 +1,72 @@
+"""What docs/routing.md shows works as shown."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from support.routing import request, sequence, worker
+
+from kvmesh.bus.messages import Decision, Hints, SeqFree
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.policies.registry import BUILT_IN
+from kvmesh.settings.schema import Router
+
+PAGE = (Path(__file__).parents[3] / "docs" / "routing.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+TEN = sequence(*range(10))
+
+
+@pytest.fixture
+def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The module of the page's own policy, importable."""
+    (tmp_path / "my_policies.py").write_text(EXAMPLES[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield "my_policies"
+    sys.modules.pop("my_policies", None)
+
+
+def test_the_example_policy_sticks_and_spills_over(policies: str) -> None:
+    settings = Router(policy=f"{policies}:StickyWithSpill", predicted_ttl_s=0.0)
+    core = RouterCore("m", "r", settings, Random(1))
+    core.join(worker("a"))
+    core.join(worker("b"))
+
+    def turn(name: str) -> Decision:
+        decision = core.decide(request(name, TEN, hints=Hints(session="s")), None, 0.0)
+        core.commit(decision, 0.0)
+        return decision
+
+    home = turn("0").chosen.instance
+    stayed = [turn(str(number)) for number in range(1, 5)]
+    assert {(d.chosen.instance, d.note) for d in stayed} == {(home, "stayed")}
+    spilled = turn("5")
+    assert spilled.note == "spilled over"
+    assert spilled.chosen.instance != home
+    for number in range(6):
+        core.apply(SeqFree(str(number)), 1.0)
+    assert turn("6").chosen.instance == spilled.chosen.instance
+    assert not core.faults
+
+
+def test_the_example_of_the_library_compiles() -> None:
+    compile(EXAMPLES[1], "docs/routing.md", "exec")
+
+
+def test_every_policy_and_setting_is_documented() -> None:
+    assert [name for name in BUILT_IN if f"`{name}`" not in PAGE] == []
+    silent = {
+        "name",
+        "seed",
+        "metrics_port",
+        "metrics_host",
+        "thompson_exploration",
+        "program_acting_weight",
+    }
+    fields = set(Router.__struct_fields__) - silent
+    words = set(re.findall(r"[a-z_]+", PAGE.replace("no-kv-events", "kv_events")))
+    assert fields - words == set()

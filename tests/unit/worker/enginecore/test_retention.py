@@ -1,0 +1,246 @@
+"""Claims, pins and sessions on runs: random requests against rules that look at every block."""
+
+from array import array
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvmesh.bus.messages import Cleared, KvEvent, Pin, Removed, Retain, Sampling, Stored, Work
+from kvmesh.hashing import sequence_hashes
+from kvmesh.worker.enginecore.block_manager import BlockManager
+from kvmesh.worker.enginecore.radix_tree import Run
+from kvmesh.worker.enginecore.retention import KeepingOptions
+from kvmesh.worker.enginecore.retention_request import asked_before, asked_of
+
+CAPACITY = 16
+SALT = 9
+LOCALS = st.lists(st.integers(0, 2), min_size=1, max_size=7)
+RETAINS = st.lists(
+    st.builds(
+        Retain,
+        start=st.integers(0, 5),
+        end=st.one_of(st.none(), st.integers(1, 7)),
+        priority=st.sampled_from([0, 20, 35, 60, 100]),
+        ttl_s=st.sampled_from([None, 3.0, 10.0]),
+        kind=st.sampled_from(["conversation", "thinking"]),
+        explicit=st.booleans(),
+    ),
+    max_size=3,
+)
+NAMES = st.sampled_from(["a", "b", "c"])
+
+
+def packed(values: list[int]) -> "array[int]":
+    return array("Q", values)
+
+
+def hashes(local: list[int]) -> "array[int]":
+    return packed(list(array("Q", sequence_hashes(packed(local).tobytes()))))
+
+
+class KeepingMachine(RuleBasedStateMachine):
+    """Requests of one-token blocks begin, end and are forgotten while time passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = BlockManager(CAPACITY, KeepingOptions(budget=0.5, session_idle_s=1e9))
+        self.running: list[tuple[array[int], Work]] = []
+        self.held: dict[int, int | None] = {}
+        self.newest: dict[str, set[int]] = {}
+        self.ever: dict[str, set[int]] = {}
+
+    @property
+    def keeping_runs(self) -> list[Run]:
+        return [run for run in self.manager.keeping._tree if run.keep is not None]
+
+    @rule(
+        local=LOCALS,
+        session=st.one_of(st.none(), NAMES),
+        retention=RETAINS,
+        tenant=st.sampled_from(["", "t"]),
+    )
+    def begin(
+        self, local: list[int], session: str | None, retention: list[Retain], tenant: str
+    ) -> None:
+        if tenant:
+            local = [9, *local]  # what differs in tenant shares nothing
+        blocks = hashes(local)
+        way = self.manager.find(blocks)
+        held = way.held
+        if len(local) - held + way.inactive > self.manager.available:
+            return
+        self.manager.use(blocks)
+        assert self.manager.allocate(len(local) - held)
+        parent = blocks[held - 1] if held else None
+        self.manager.promote(parent, SALT, blocks[held:], packed(local[held:]), tenant)
+        work = Work(
+            request="r",
+            frontend="f",
+            tokens=array("I", local).tobytes(),
+            sampling=Sampling(max_tokens=1),
+            session=session,
+            tenant=tenant,
+            retention=retention,
+        )
+        asked = asked_of(work, 1, KeepingOptions().defaults)
+        told = self.manager.keeping.begin(blocks, blocks, asked, self.manager.now)
+        explicit = sum(retain.explicit for retain in retention)
+        assert len(told or []) == explicit
+        self.running.append((blocks, work))
+        if session is not None:
+            self.newest[session] = set(blocks)
+            self.ever.setdefault(session, set()).update(blocks)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), priority=st.sampled_from([0, 0, 1, 100]))
+    def end(self, data: st.DataObject, priority: int) -> None:
+        blocks, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.manager.deref(blocks, priority)
+
+    @rule(session=NAMES)
+    def release(self, session: str) -> None:
+        before = set(self.held)
+        gone = self.newest.pop(session, set())
+        self.ever.pop(session, None)
+        count = self.manager.keeping.release([session])
+        self.follow()
+        dropped = before - set(self.held)
+        assert len(dropped) == count
+        live = set().union(*self.newest.values()) if self.newest else set()
+        used = {block for blocks, _ in self.running for block in blocks}
+        assert not dropped & (live | used)
+        pinned = {b for run in self.keeping_runs if run.keep and run.keep.pins for b in run.hashes}
+        # A session may hold several conversations: all that it has used may be live.
+        needed = used.union(pinned, *self.ever.values())
+        assert all(
+            block in needed or self.has_needed_child(block, needed)
+            for block in gone & set(self.held)
+        )
+
+    def has_needed_child(self, block: int, needed: set[int]) -> bool:
+        return any(
+            child in needed or self.has_needed_child(child, needed)
+            for child, parent in self.held.items()
+            if parent == block
+        )
+
+    @rule(name=NAMES, local=LOCALS, ttl=st.sampled_from([2.0, 20.0]))
+    def pin(self, name: str, local: list[int], ttl: float) -> None:
+        command = Pin(id=name, sequence=hashes(local).tobytes(), ttl_s=ttl)
+        blocks = self.manager.keeping.pin(command, self.manager.now)
+        assert blocks <= self.manager.find(hashes(local)).held
+
+    @rule(name=NAMES)
+    def unpin(self, name: str) -> None:
+        self.manager.keeping.unpin(name, self.manager.now)
+
+    @rule(count=st.integers(1, CAPACITY))
+    def press(self, count: int) -> None:
+        """Whatever is promised, what is idle can be had."""
+        room = self.manager.available
+        assert self.manager.allocate(count) == (count <= room)
+        if count <= room:
+            self.manager.destroy(count)
+
+    @rule(seconds=st.integers(1, 6))
+    def wait(self, seconds: int) -> None:
+        self.manager.now += seconds
+
+    @rule(salt=st.sampled_from([None, SALT + 1]))
+    def clear(self, salt: int | None) -> None:
+        idle = self.manager.cached
+        assert self.manager.clear(salt) == (0 if salt == SALT + 1 else idle)
+
+    def follow(self) -> None:
+        for event in self.manager.take_events():
+            self.apply(event)
+
+    def apply(self, event: KvEvent) -> None:
+        assert not isinstance(event, Cleared)
+        if isinstance(event, Removed):
+            for block in array("Q", event.engine):
+                assert block not in self.held.values(), "children go before their parents"
+                del self.held[block]
+        elif isinstance(event, Stored):
+            parent = event.parent
+            for block in array("Q", event.engine):
+                assert block not in self.held
+                self.held[block] = parent
+                parent = block
+
+    @invariant()
+    def the_events_tell_the_truth(self) -> None:
+        self.follow()
+        assert set(self.held) == self.manager.contents
+        used = {block for blocks, _ in self.running for block in blocks}
+        assert used <= set(self.held)
+        assert (self.manager.active, self.manager.cached) == (
+            len(used),
+            len(self.held) - len(used),
+        )
+
+    @invariant()
+    def budgets_hold_and_are_accounted_for(self) -> None:
+        charged: Counter[str] = Counter()
+        for run in self.keeping_runs:
+            assert run.keep is not None
+            assert run.keep
+            assert run.keep.charged == run.keep.keeps
+            charged[run.keep.tenant] += len(run) * run.keep.charged
+        assert +charged == Counter(self.manager.keeping.promises.charged)
+        assert all(size <= CAPACITY // 2 for size in charged.values())
+
+    @invariant()
+    def what_is_idle_is_in_the_order_of_eviction(self) -> None:
+        idle = [run for run in self.manager.keeping._tree if not run.refs]
+        assert len(self.manager.keeping.idle) == len(idle)
+        assert all(run in self.manager.keeping.idle for run in idle)
+
+
+TestKeeping = KeepingMachine.TestCase
+TestKeeping.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_what_comes_from_another_tier_is_kept_as_it_was_there() -> None:
+    manager = BlockManager(8, KeepingOptions())
+    blocks = hashes([1, 2, 3, 4])
+    assert manager.allocate(4)
+    manager.promote(None, SALT, blocks, packed([1, 2, 3, 4]))
+    before = asked_before([Retain(16, 48, 80, 10.0)], 16, "t")
+    manager.keeping.inherit(blocks, before, manager.now)
+    assert manager.keeping.promises.charged == {"t": 2}
+    manager.deref(blocks)
+    manager.take_events()
+    assert manager.allocate(8 - 3)
+    assert [
+        list(array("Q", e.engine)) for e in manager.take_events() if isinstance(e, Removed)
+    ] == [[blocks[3]]]
+    manager.now = 10.0
+    assert manager.allocate(3)
+    assert manager.keeping.promises.charged == {}
+
+
+def put(manager: BlockManager, local: list[int], tenant: str, priority: int = 0) -> "array[int]":
+    """A prompt comes and goes; its blocks."""
+    blocks = hashes(local)
+    held = manager.use(blocks)
+    assert manager.allocate(len(local) - held)
+    parent = blocks[held - 1] if held else None
+    manager.promote(parent, SALT, blocks[held:], packed(local[held:]), tenant)
+    manager.deref(blocks, priority)
+    return blocks
+
+
+def test_urgent_requests_of_a_tenant_keep_no_more_than_its_budget() -> None:
+    manager = BlockManager(CAPACITY, KeepingOptions(budget=0.5))
+    for prompt in range(1, 7):
+        put(manager, [100 * prompt, 1, 2, 3], f"evil/{prompt}", priority=65)
+    assert manager.keeping.promises.charged == {"evil": CAPACITY // 2}
+    mine = put(manager, [1, 2, 3, 4], "victim")
+    put(manager, [900, 1, 2, 3], "evil", priority=65)
+    assert manager.find(mine).held == 4
+    manager.now += KeepingOptions().session_idle_s
+    manager.keeping.idle.expire(manager.now)
+    assert manager.keeping.promises.charged == {}

@@ -1,0 +1,317 @@
+"""The SGLang and TensorRT-LLM engines against stand-ins with the published API."""
+
+import asyncio
+import json
+import sys
+from array import array
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+from support import sglang_standin, trtllm_standin
+from support.api_server import continuation, unpack
+from support.recorder import Recorder
+from support.wait import eventually
+
+from kvmesh.bus.messages import (
+    Clear,
+    ControlReply,
+    Guided,
+    Pin,
+    Release,
+    Retain,
+    Sampling,
+    Unpin,
+    Work,
+)
+from kvmesh.demo import model_dir
+from kvmesh.hashing import block_hashes, salt
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Sglang, Trtllm, Worker
+from kvmesh.worker.capabilities.retaining import obey
+from kvmesh.worker.engine import Engine, EngineContext, EngineError, EngineInfo, Rejected
+
+PLAIN = salt("kvmesh-demo")
+TAG = "0123456789abcdef" * 2
+SIZE = 16
+
+
+def prompt(length: int, first: int = 0) -> bytes:
+    return array("I", [(first + 13 * i) % 4000 for i in range(length)]).tobytes()
+
+
+def work(name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> Work:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    base = Work(request=name, frontend="f", tokens=tokens, sampling=sampling, salt=PLAIN)
+    return replace(base, **fields)
+
+
+def sequence(tokens: bytes, seed: int = PLAIN) -> set[int]:
+    return set(array("Q", block_hashes(tokens, SIZE, seed)[1]))
+
+
+class Run:
+    """A started engine, its recorder, and the stand-in behind it."""
+
+    def __init__(self, kind: str, engine: Engine) -> None:
+        self.kind = kind
+        self.engine = engine
+        self.sink = Recorder()
+        self.info: EngineInfo | None = None
+        self.standin: Any = None
+
+    async def start(self) -> None:
+        self.info = await self.engine.start(self.sink)
+        sglang, trtllm = sglang_standin.Engine.made, trtllm_standin.LLM.made
+        self.standin = sglang[-1] if self.kind == "sglang" else trtllm[-1]
+
+    async def run(self, *items: Work) -> None:
+        for item in items:
+            self.engine.submit(item)
+        await self.ended(*(item.request for item in items))
+
+    async def ended(self, *names: str) -> None:
+        await eventually(lambda: all(map(self.sink.finish, names)), what=f"end of {names}")
+
+
+@pytest.fixture
+def standins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the stand-ins where the real packages would be."""
+    api = ModuleType("tensorrt_llm.llmapi")
+    for name in ("DisaggregatedParams", "GuidedDecodingParams", "KvCacheConfig"):
+        setattr(api, name, getattr(trtllm_standin, name))
+    api.KvCacheRetentionConfig = trtllm_standin.KvCacheRetentionConfig  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang", sglang_standin)
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", trtllm_standin)
+    monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", api)
+
+
+Make = Callable[..., Run]
+
+
+@pytest.fixture(params=["sglang", "trtllm"])
+def make(request: pytest.FixtureRequest, standins: None) -> Make:
+    from kvmesh.worker.engine import create_engine
+
+    kind: str = request.param
+
+    def build(*args: str, folder: Path | None = None) -> Run:
+        worker = Worker(engine="sglang" if kind == "sglang" else "trtllm", context=512)
+        settings = Settings(
+            worker=worker, sglang=Sglang(args=list(args)), trtllm=Trtllm(args=list(args))
+        )
+        return Run(kind, create_engine(EngineContext(settings, folder or model_dir())))
+
+    return build
+
+
+@pytest_asyncio.fixture
+async def run(make: Make) -> AsyncIterator[Run]:
+    made = make()
+    await made.start()
+    yield made
+    await made.engine.close()
+    closing = getattr(made.standin, "_closing", None)
+    if closing is not None:
+        await closing
+
+
+async def test_tokens_stream_and_end(run: Run) -> None:
+    assert run.info is not None
+    assert (run.info.context, run.info.block_size) == (512, SIZE)
+    await run.run(work("a", prompt(40)))
+    assert run.sink.tokens("a") == continuation(unpack(prompt(40)), 12)
+    assert run.sink.finish("a") == "length"
+
+
+async def test_what_was_generated_elsewhere_is_continued(run: Run) -> None:
+    tokens = continuation(unpack(prompt(40)), 12)
+    longer = prompt(40) + array("I", tokens[:5]).tobytes()
+    await run.run(work("a", longer, generated=5))
+    assert run.sink.tokens("a") == tokens[5:]
+
+
+async def test_an_abort_reaches_the_engine(run: Run) -> None:
+    run.engine.submit(work("a", prompt(40), max_tokens=400))
+    await eventually(lambda: run.sink.tokens("a"))
+    assert run.engine.abort("a")
+    await asyncio.wait_for(run.engine.drain(), 5)
+    assert run.sink.finish("a") == "abort"
+    await eventually(lambda: not run.standin.server.running)
+
+
+async def test_the_cache_is_told_exactly(run: Run) -> None:
+    for i in range(30):
+        await run.run(work(f"r{i}", prompt(60 + 3 * i, first=i % 7)))
+    held = run.standin.server.held
+    await eventually(lambda: run.sink.held.get(0) == set(held), what="events arrive")
+    assert run.sink.removed > 0
+    before = set(run.sink.held[0])
+    run.sink.held[0].add(1)
+    run.engine.dump(0)
+    assert run.sink.held[0] == before
+
+
+async def test_tenants_do_not_share(run: Run) -> None:
+    await run.run(work("a", prompt(40), max_tokens=1))
+    await run.run(work("b", prompt(40), max_tokens=1, salt=77, tenant=TAG))
+    both = sequence(prompt(40)) | sequence(prompt(40), 77)
+    await eventually(lambda: run.sink.sequences == both)
+    await run.run(work("c", prompt(40), max_tokens=1, salt=77, tenant=TAG))
+    assert (run.sink.cached("b"), run.sink.cached("c")) == (0, 32)
+    salts = [call["cache_salt"] for call in run.standin.calls]
+    assert salts == [None, f"{TAG}-{77:016x}", f"{TAG}-{77:016x}"]
+
+
+async def test_tenants_whose_salts_collide_do_not_share(run: Run) -> None:
+    await run.run(work("a", prompt(40), max_tokens=1, salt=77, tenant=TAG))
+    await run.run(work("b", prompt(40), max_tokens=1, salt=77, tenant="f" * 32))
+    await run.run(work("c", prompt(40), max_tokens=1, salt=PLAIN, tenant=TAG))
+    await run.run(work("d", prompt(40), max_tokens=1))
+    assert [run.sink.cached(name) for name in "abcd"] == [0, 0, 0, 0]
+
+
+async def test_higher_priority_goes_first(run: Run) -> None:
+    await run.run(work("first", prompt(20, first=50), max_tokens=1))
+    run.standin.server.step_s = 0.01
+    for i in range(4):
+        run.engine.submit(work(f"busy{i}", prompt(20, first=i), max_tokens=30))
+    await eventually(lambda: len(run.standin.server.running) == 4)
+    for name, priority in (("low", 0), ("high", 5), ("lowest", -3)):
+        run.engine.submit(work(name, prompt(20, first=len(name)), priority=priority))
+    await run.ended("low", "high", "lowest")
+    assert [n for n in run.sink.order if n in ("low", "high", "lowest")] == [
+        "high",
+        "low",
+        "lowest",
+    ]
+
+
+async def test_log_probabilities_come_with_their_tokens(run: Run) -> None:
+    await run.run(work("a", prompt(40), sampling=Sampling(max_tokens=5, logprobs=3)))
+    given = [row for delta in run.sink.deltas["a"] for row in delta.logprobs or []]
+    for token, row in zip(run.sink.tokens("a"), given, strict=True):
+        assert len(row) == 3
+        assert row[token] == max(row.values()) == -0.1
+
+
+async def test_bad_parameters_are_the_callers_error(run: Run) -> None:
+    item = work("a", prompt(40), sampling=Sampling(max_tokens=5, temperature=-1))
+    if run.kind == "sglang":
+        await run.run(item)
+        assert "temperature" in str(run.sink.deltas["a"][-1].error)
+        assert run.sink.deltas["a"][-1].invalid
+    else:
+        with pytest.raises(Rejected, match="temperature"):
+            run.engine.submit(item)
+    with pytest.raises(Rejected, match="rank 3"):
+        run.engine.submit(work("b", prompt(40), rank=3))
+
+
+async def test_a_schema_reaches_the_engine(run: Run) -> None:
+    schema = json.dumps({"type": "object"})
+    guided = Guided(kind="json_schema", value=schema)
+    await run.run(work("a", prompt(40), sampling=Sampling(max_tokens=3, guided=guided)))
+    params = run.standin.calls[-1]["sampling_params"]
+    given = params["json_schema"] if run.kind == "sglang" else params.guided_decoding.json
+    assert given == schema
+
+
+async def test_the_load_counts(run: Run) -> None:
+    await run.run(work("first", prompt(20, first=50), max_tokens=1))
+    run.standin.server.step_s = 0.01
+    for i in range(6):
+        run.engine.submit(work(f"r{i}", prompt(50, first=i), max_tokens=60))
+    await eventually(lambda: run.engine.load("i")[0].running == 4)
+    await asyncio.wait_for(run.engine.drain(), 20)
+    load = run.engine.load("i")[0]
+    assert (load.running, load.active_blocks, load.requests) == (0, 0, 7)
+    await eventually(lambda: run.engine.load("i")[0].steps > 60)
+
+
+async def test_mistakes_stop_the_start(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"does not start: .*no_such"):
+        await make("no_such=1").start()
+    with pytest.raises(EngineError, match=r"does not start: .*config"):
+        await make(folder=tmp_path).start()
+
+
+async def test_a_prefill_is_handed_over(run: Run) -> None:
+    if run.kind == "sglang":
+        room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 9}
+        await run.run(work("a", prompt(40), handoff=room))
+        call = run.standin.calls[-1]
+        assert {key: call[key] for key in room} == room
+        return
+    await run.run(work("a", prompt(40), max_tokens=1, prefill=True))
+    handoff = run.sink.deltas["a"][-1].handoff
+    assert handoff is not None
+    assert handoff["opaque_state"] == b"\x00\xff"
+    await run.run(work("b", prompt(40), handoff=handoff))
+    params = run.standin.calls[-1]["disaggregated_params"]
+    assert (params.request_type, params.ctx_request_id) == ("generation_only", 7)
+
+
+async def test_trtllm_keeps_what_is_important(run: Run) -> None:
+    if run.kind == "sglang":
+        pytest.skip("its eviction goes by the request's priority itself")
+    await run.run(work("a", prompt(40), priority=20), work("b", prompt(40)))
+    important, usual = (call["kv_cache_retention_config"] for call in run.standin.calls)
+    assert usual is None
+    [span] = important.token_range_retention_configs
+    assert (span.token_start, span.token_end, span.priority) == (0, 40, 55)
+    assert important.decode_retention_priority == 55
+
+
+async def test_trtllm_is_given_the_ranges_and_others_say_that_they_cannot(run: Run) -> None:
+    ranges = [
+        Retain(0, 32, 90, 60.0, explicit=True),
+        Retain(16, 24, 10, explicit=True),
+        Retain(32, 36, kind="thinking"),
+    ]
+    decode = Retain(0, None, 70, 5.0, "decode", True)
+    await run.run(work("a", prompt(40), retention=ranges, decode=decode))
+    assert run.info is not None
+    assert run.info.retention == ("unsupported" if run.kind == "sglang" else "honoured")
+    for command in (Release(sessions=["s"]), Pin(id="p", sequence=b"", ttl_s=1.0), Unpin("p")):
+        reply = obey(run.engine, run.kind, command)
+        assert (
+            reply.reason
+            == f"unsupported: the {run.kind} engine cannot be told which blocks to keep"
+        )
+    assert not obey(run.engine, run.kind, Clear(salt=1)).ok
+    if run.kind == "sglang":
+        return
+    assert obey(run.engine, "trtllm", Clear()) == ControlReply(
+        False, "unsupported: TensorRT-LLM's API has no call that clears its cache"
+    )
+    given = run.standin.calls[-1]["kv_cache_retention_config"]
+    spans = [
+        (span.token_start, span.token_end, span.priority, span.duration_ms)
+        for span in given.token_range_retention_configs
+    ]
+    minute = timedelta(seconds=60)
+    assert spans == [
+        (0, 16, 90, minute),
+        (16, 24, 10, None),
+        (24, 32, 90, minute),
+        (32, 36, 0, None),
+    ]
+    assert (given.decode_retention_priority, given.decode_duration_ms) == (70, timedelta(seconds=5))
+
+
+async def test_trtllm_updates_move_blocks_between_tiers(run: Run) -> None:
+    if run.kind == "sglang":
+        pytest.skip("it tells stores and removals by medium")
+    await run.run(work("a", prompt(40), max_tokens=1))
+    await eventually(lambda: len(run.sink.held.get(0, ())) == 2)
+    [first, _] = run.standin.server.held
+    level = {"type": "event_diff", "old_value": 0, "new_value": 1}
+    run.standin.emit({"type": "updated", "block_hash": first, "cache_level": level})
+    await eventually(lambda: run.sink.removed == 1)
+    assert run.engine.load("i")[0].cached_blocks == 1

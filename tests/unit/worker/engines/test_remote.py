@@ -1,0 +1,313 @@
+"""The sidecar in front of a server that speaks vLLM's and SGLang's published APIs."""
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+from support.api_server import ApiServer, continuation, unpack
+from support.recorder import Recorder
+from support.wait import eventually
+
+from kvmesh.bus.messages import Guided, Sampling, Work
+from kvmesh.demo import model_dir
+from kvmesh.hashing import block_hashes, salt
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Remote, Worker
+from kvmesh.worker.engine import EngineContext, EngineError, EngineInfo, Rejected, create_engine
+from kvmesh.worker.engines.remote.engine import RemoteEngine
+
+PLAIN = salt("kvmesh-demo")
+SIZE = 16
+
+
+def prompt(length: int, first: int = 0) -> bytes:
+    return array("I", [(first + 13 * i) % 4000 for i in range(length)]).tobytes()
+
+
+def work(name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> Work:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    base = Work(request=name, frontend="f", tokens=tokens, sampling=sampling, salt=PLAIN)
+    return replace(base, **fields)
+
+
+def sequence(tokens: bytes, seed: int = PLAIN) -> set[int]:
+    return set(array("Q", block_hashes(tokens, SIZE, seed)[1]))
+
+
+class Sidecar:
+    """An engine in front of a server."""
+
+    def __init__(self, server: ApiServer, **options: object) -> None:
+        self.server = server
+        self.sink = Recorder()
+        publisher = server.publisher
+        remote = Remote(
+            url=server.url,
+            probe_s=0.02,
+            kv_events=publisher.endpoint,
+            kv_replay=publisher.replay,
+        )
+        remote = replace(remote, **options)
+        settings = Settings(remote=remote, worker=Worker(engine="openai"))
+        self.engine = create_engine(EngineContext(settings, model_dir()))
+        self.info: EngineInfo | None = None
+
+    async def start(self) -> None:
+        self.info = await self.engine.start(self.sink)
+
+    async def run(self, *items: Work) -> None:
+        for item in items:
+            self.engine.submit(item)
+        await self.ended(*(item.request for item in items))
+
+    async def ended(self, *names: str) -> None:
+        await eventually(lambda: all(map(self.sink.finish, names)), what=f"end of {names}")
+
+
+Start = Callable[..., Awaitable[Sidecar]]
+
+
+@pytest_asyncio.fixture(params=["vllm", "sglang"])
+async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ApiServer]:
+    made = ApiServer(tmp_path, request.param)
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture
+async def start(server: ApiServer) -> AsyncIterator[Start]:
+    made: list[Sidecar] = []
+
+    async def begin(**options: object) -> Sidecar:
+        sidecar = Sidecar(server, **options)
+        made.append(sidecar)
+        await sidecar.start()
+        return sidecar
+
+    yield begin
+    for sidecar in made:
+        await sidecar.engine.close()
+
+
+async def test_the_card_is_what_the_server_says(start: Start) -> None:
+    sidecar = await start()
+    info = sidecar.info
+    assert info is not None
+    assert (info.context, info.block_size, info.capacity.blocks) == (512, 16, 64)
+    assert (info.adapters, info.version) == (["lora-a"], f"{sidecar.server.style} 9.9")
+
+
+async def test_tokens_stream_as_token_ids(start: Start) -> None:
+    sidecar = await start()
+    await sidecar.run(work("a", prompt(40)))
+    assert sidecar.sink.tokens("a") == continuation(unpack(prompt(40)), 12)
+    assert sidecar.sink.finish("a") == "length"
+    assert len(sidecar.sink.deltas["a"]) > 2
+
+
+async def test_a_stop_token_ends_the_answer(start: Start) -> None:
+    sidecar = await start()
+    tokens = continuation(unpack(prompt(40)), 12)
+    sampling = Sampling(max_tokens=12, stop_token_ids=[tokens[4]])
+    await sidecar.run(work("a", prompt(40), sampling=sampling))
+    assert sidecar.sink.finish("a") == "stop"
+    assert sidecar.sink.tokens("a") == tokens[: tokens.index(tokens[4]) + 1]
+
+
+async def test_what_was_generated_elsewhere_is_continued(start: Start) -> None:
+    sidecar = await start()
+    tokens = continuation(unpack(prompt(40)), 12)
+    longer = prompt(40) + array("I", tokens[:5]).tobytes()
+    await sidecar.run(work("a", longer, generated=5))
+    assert sidecar.sink.tokens("a") == tokens[5:]
+
+
+async def test_an_abort_reaches_the_server(start: Start) -> None:
+    sidecar = await start()
+    sidecar.engine.submit(work("a", prompt(40), max_tokens=400))
+    await eventually(lambda: sidecar.sink.tokens("a"))
+    assert sidecar.engine.abort("a")
+    assert not sidecar.engine.abort("a")
+    await asyncio.wait_for(sidecar.engine.drain(), 5)
+    assert sidecar.sink.finish("a") == "abort"
+    await eventually(lambda: not sidecar.server.running, what="the server stops")
+    assert len(sidecar.sink.tokens("a")) < 400
+
+
+async def test_the_cache_of_the_server_is_told_exactly(start: Start) -> None:
+    sidecar = await start()
+    for i in range(30):
+        await sidecar.run(work(f"r{i}", prompt(60 + 3 * i, first=i % 7)))
+    sink, held = sidecar.sink, sidecar.server.held
+    await eventually(lambda: len(sink.held[0]) == len(held), what="events arrive")
+    assert sink.held[0] == set(held)
+    assert sink.removed > 0
+    before = set(sink.held[0])
+    sink.held[0].add(1)
+    sidecar.engine.dump(0)
+    assert sink.held[0] == before
+    assert sidecar.engine.load("i")[0].cached_blocks == len(before)
+
+
+async def test_a_cached_prefix_is_counted(start: Start) -> None:
+    sidecar = await start()
+    await sidecar.run(work("a", prompt(40), max_tokens=1))
+    await eventually(lambda: len(sidecar.sink.held.get(0, ())) == 2)
+    await sidecar.run(work("b", prompt(100), max_tokens=1))
+    assert (sidecar.sink.cached("a"), sidecar.sink.cached("b")) == (0, 32)
+
+
+async def test_tenants_do_not_share(start: Start) -> None:
+    sidecar = await start()
+    await sidecar.run(work("a", prompt(40), max_tokens=1))
+    await sidecar.run(work("b", prompt(40), max_tokens=1, salt=77, tenant="team"))
+    await eventually(lambda: len(sidecar.sink.sequences) == 4)
+    assert sidecar.sink.sequences == sequence(prompt(40)) | sequence(prompt(40), 77)
+    assert sidecar.sink.cached("b") == 0
+
+
+async def test_clear_asks_the_server(start: Start) -> None:
+    sidecar = await start()
+    await sidecar.run(work("a", prompt(100), max_tokens=1))
+    await eventually(lambda: sidecar.sink.held.get(0))
+    sidecar.engine.clear()
+    await eventually(lambda: not sidecar.sink.held[0])
+
+
+async def test_priority_is_told_in_the_polarity_of_the_server(start: Start) -> None:
+    polarity = "lower"
+    sidecar = await start(priority=polarity)
+    sidecar.server.step_s = 0.02
+    if sidecar.server.style == "sglang":
+        await sidecar.engine.close()
+        sidecar = await start(priority="higher")
+    busy = [work(f"busy{i}", prompt(20, first=i), max_tokens=30) for i in range(4)]
+    for item in busy:
+        sidecar.engine.submit(item)
+    await eventually(lambda: len(sidecar.server.running) == 4)
+    for name, priority in (("low", 0), ("high", 5), ("lowest", -3)):
+        sidecar.engine.submit(work(name, prompt(20, first=len(name)), priority=priority))
+    await sidecar.ended("low", "high", "lowest")
+    order = [name for name in sidecar.sink.order if not name.startswith("busy")]
+    assert order == ["high", "low", "lowest"]
+
+
+async def test_log_probabilities_come_by_token_id(start: Start) -> None:
+    sidecar = await start()
+    await sidecar.run(work("a", prompt(40), sampling=Sampling(max_tokens=5, logprobs=3)))
+    given = [row for delta in sidecar.sink.deltas["a"] for row in delta.logprobs or []]
+    for token, row in zip(sidecar.sink.tokens("a"), given, strict=True):
+        assert len(row) == 3
+        assert row[token] == max(row.values()) == -0.1
+
+
+async def test_the_load_is_the_servers(start: Start) -> None:
+    sidecar = await start()
+    sidecar.server.step_s = 0.01
+    for i in range(6):
+        sidecar.engine.submit(work(f"r{i}", prompt(50, first=i), max_tokens=60))
+
+    def loaded() -> bool:
+        load = sidecar.engine.load("i")[0]
+        return (load.running, load.waiting) == (4, 2) and load.active_blocks > 0
+
+    await eventually(loaded)
+    before = sidecar.engine.load("i")[0].steps
+    await eventually(lambda: sidecar.engine.load("i")[0].steps > before)
+    await asyncio.wait_for(sidecar.engine.drain(), 20)
+    load = sidecar.engine.load("i")[0]
+    assert (load.running, load.active_blocks, load.requests) == (0, 0, 6)
+    assert (load.prompt_tokens, load.output_tokens) == (300, 360)
+
+
+async def test_a_server_that_dies_takes_the_worker_with_it(start: Start) -> None:
+    sidecar = await start()
+    sidecar.server.step_s = 0.05
+    sidecar.engine.submit(work("a", prompt(40), max_tokens=400))
+    await eventually(lambda: sidecar.sink.tokens("a"))
+    await sidecar.server.close()
+    await eventually(lambda: sidecar.sink.errors)
+    assert "/health does not answer" in str(sidecar.sink.errors[0])
+
+
+@pytest.mark.parametrize(("status", "finish"), [(503, "abort"), (429, "abort"), (400, "error")])
+async def test_a_refusal_is_told_as_whose_fault_it_is(
+    start: Start, server: ApiServer, status: int, finish: str
+) -> None:
+    if server.style == "sglang":
+        pytest.skip("statuses are those of the HTTP layer, which both share")
+    sidecar = await start()
+    server.status = status
+    await sidecar.run(work("a", prompt(40)))
+    [delta] = sidecar.sink.deltas["a"]
+    assert (delta.finish, delta.invalid) == (finish, status == 400)
+    assert f"no: {status}" in (delta.error or "")
+
+
+async def test_a_server_without_token_ids_is_no_engine(start: Start, server: ApiServer) -> None:
+    if server.style == "sglang":
+        pytest.skip("/generate always tells ids")
+    server.token_ids = False
+    with pytest.raises(EngineError, match="token ids"):
+        await start()
+
+
+async def test_other_mistakes_stop_the_start(start: Start) -> None:
+    with pytest.raises(EngineError, match="serves no model 'other'; it has: served"):
+        await start(model="other")
+    with pytest.raises(EngineError, match=r"cannot use http://127\.0\.0\.1:1/v1/models"):
+        await start(url="http://127.0.0.1:1")
+    with pytest.raises(EngineError, match="--remote-url is missing"):
+        await start(url="")
+
+
+async def test_the_key_and_the_request_are_the_servers_dialect(start: Start) -> None:
+    sidecar = await start(api_key="secret")
+    schema = json.dumps({"type": "object"})
+    sampling = Sampling(
+        max_tokens=3,
+        top_k=5,
+        seed=9,
+        logit_bias={7: 1.5},
+        guided=Guided(kind="json_schema", value=schema),
+    )
+    await sidecar.run(work("a", prompt(40), sampling=sampling, adapter="lora-a"))
+    server = sidecar.server
+    assert server.headers[-1]["Authorization"] == "Bearer secret"
+    body = server.bodies[-1]
+    if server.style == "vllm":
+        assert (body["model"], body["top_k"], body["seed"]) == ("lora-a", 5, 9)
+        assert body["structured_outputs"] == {"json": schema}
+    else:
+        params = body["sampling_params"]
+        assert (body["lora_path"], params["top_k"], params["sampling_seed"]) == ("lora-a", 5, 9)
+        assert params["json_schema"] == schema
+        body = params
+    assert body["logit_bias"] == {"7": 1.5}
+
+
+async def test_an_answer_with_tags_goes_on_without_them(start: Start) -> None:
+    sidecar = await start()
+    sampling = Sampling(max_tokens=9, guided=Guided(kind="structural_tag", value="{}"))
+    await sidecar.run(work("a", prompt(40), sampling=sampling, generated=3))
+    body = sidecar.server.bodies[-1]
+    assert "structured_outputs" not in body
+    assert "structural_tag" not in body.get("sampling_params", {})
+
+
+async def test_what_cannot_be_is_rejected(start: Start) -> None:
+    sidecar = await start()
+    with pytest.raises(Rejected, match="rank 9"):
+        sidecar.engine.submit(work("a", prompt(10), rank=9))
+    guided = Sampling(max_tokens=9, guided=Guided(kind="json_object", value=""))
+    with pytest.raises(Rejected, match="in its middle"):
+        sidecar.engine.submit(work("a", prompt(10), sampling=guided, generated=3))
+    fresh = RemoteEngine(Worker(), Remote(url="http://x"), "m", 10)
+    with pytest.raises(Rejected, match="not started"):
+        fresh.submit(work("a", prompt(10)))

@@ -1,0 +1,63 @@
+"""A guard outlives its process, and what it guards does not; a stopped process is noticed."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.worker.engines.vllm.process_guard import Guard
+from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
+
+PARENT = """
+import subprocess, time
+from kvmesh.worker.engines.vllm.process_guard import Guard
+guard = Guard([subprocess.Popen(["sleep", "1000"]).pid])
+print("guarded", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_what_is_guarded_dies_with_a_process_that_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"guarded\n"
+    parent.kill()
+    parent.communicate(timeout=PATIENCE_S)  # ends when nobody has its output open any more
+
+
+def test_a_dismissed_guard_kills_nothing() -> None:
+    child = subprocess.Popen(["sleep", "1000"])
+    Guard([child.pid]).dismiss()
+    assert child.poll() is None
+    child.kill()
+    child.wait(PATIENCE_S)
+
+
+def test_a_guard_that_was_stopped_is_dismissed_as_well() -> None:
+    psutil = pytest.importorskip("psutil")
+    child = subprocess.Popen(["sleep", "1000"])
+    guard = Guard([child.pid])
+    [shell] = [p for p in psutil.Process().children() if str(child.pid) in p.cmdline()]
+    shell.suspend()
+    guard.dismiss()
+    assert not shell.is_running()
+    assert child.poll() is None
+    child.kill()
+    child.wait(PATIENCE_S)
+
+
+def test_a_stopped_process_is_told_from_others() -> None:
+    first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+    pids = [first.pid, second.pid]
+    assert not any_stopped(pids)
+    second.send_signal(signal.SIGSTOP)
+    asyncio.run(eventually(lambda: any_stopped(pids)))
+    second.send_signal(signal.SIGCONT)
+    asyncio.run(eventually(lambda: not any_stopped(pids)))
+    for process in (first, second):
+        process.kill()
+        process.wait(PATIENCE_S)
+    assert not any_stopped(pids)

@@ -1,0 +1,177 @@
+"""Prompts that one torch engine computes and another goes on with: real blocks, real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+
+import pytest_asyncio
+from msgspec.structs import replace
+from prometheus_client import REGISTRY
+from support.nats import free_port
+from support.recorder import Recorder
+from support.tiny import tiny_model
+from support.torch_core import BLOCK, make_work
+from support.wait import eventually
+
+from kvmesh.bus.messages import Work
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import Torch, Transfer, Worker
+from kvmesh.worker.engine import EngineContext, EngineError
+from kvmesh.worker.engines.torch.engine import TorchEngine, create
+
+TOKENS = list(range(100))
+BLOCK_BYTES = 16384  # of the tiny model
+
+
+@dataclass
+class Started:
+    engine: TorchEngine
+    sink: Recorder
+
+    async def run(self, work: Work) -> list[int]:
+        self.engine.submit(work)
+        await eventually(lambda: self.sink.finish(work.request), timeout=60)
+        return self.sink.tokens(work.request)
+
+    async def prompt(self, name: str, tokens: list[int]) -> Work:
+        """Compute a prompt for another engine; returns what that one is to do."""
+        await self.run(replace(make_work(name, tokens, 1), prefill=True))
+        handoff = self.sink.deltas[name][-1].handoff
+        return replace(make_work(f"{name} goes on", tokens), handoff=handoff)
+
+    @property
+    def idle_blocks(self) -> bool:
+        return self.engine.load("")[0].active_blocks == 0
+
+
+Start = Callable[..., Awaitable[Started]]
+
+
+@pytest_asyncio.fixture
+async def start() -> AsyncIterator[Start]:
+    running: list[Started] = []
+
+    async def start(serves: str, folder: Path | None = None, **options: object) -> Started:
+        worker = replace(Worker(engine="torch", block_size=BLOCK), serves=serves)
+        settings = Settings(
+            torch=Torch(blocks=64, threads=1),
+            worker=worker,
+            transfer=replace(Transfer(via="tcp"), **options),
+        )
+        engine, sink = create(EngineContext(settings, folder or tiny_model())), Recorder()
+        running.append(Started(engine, sink))
+        await engine.start(sink)
+        return running[-1]
+
+    yield start
+    for each in running:
+        await each.engine.close()
+
+
+def count(side: str, result: str) -> float:
+    labels = {"side": side, "result": result}
+    return REGISTRY.get_sample_value("kvmesh_worker_handoffs_total", labels) or 0.0
+
+
+async def test_the_answer_is_that_of_one_engine(start: Start) -> None:
+    whole, first, second = await start("aggregated"), await start("prefill"), await start("decode")
+    expected = await whole.run(make_work("whole", TOKENS))
+    before = count("fetched", "tcp")
+    work = await first.prompt("a", TOKENS)
+    assert await second.run(work) == expected
+    assert second.sink.cached(work.request) == 96
+    assert count("fetched", "tcp") == before + 1
+    assert second.sink.held[0] >= first.sink.held[0]
+    await eventually(lambda: first.idle_blocks and second.idle_blocks)
+    await asyncio.gather(first.engine.drain(), second.engine.drain())
+
+
+async def test_only_what_is_missing_is_fetched(start: Start) -> None:
+    first, second = await start("prefill"), await start("decode")
+    await second.run(make_work("earlier", TOKENS[:50], 1))
+    work = await first.prompt("a", TOKENS)
+    name = "kvmesh_worker_handoff_bytes_total"
+    before = REGISTRY.get_sample_value(name) or 0.0
+    await second.run(work)
+    assert second.sink.cached(work.request) == 96
+    assert (REGISTRY.get_sample_value(name) or 0.0) - before == 3 * BLOCK_BYTES
+
+
+async def test_several_prompts_move_at_once_through_little_memory(start: Start) -> None:
+    first = await start("prefill", staging_bytes=8 * BLOCK_BYTES)
+    second = await start("decode", staging_bytes=8 * BLOCK_BYTES)
+    prompts = {f"p{i}": list(range(i, i + 100)) for i in range(4)}
+    whole = await start("aggregated")
+    expected = [await whole.run(make_work(name, p)) for name, p in prompts.items()]
+
+    async def both(name: str) -> list[int]:
+        return await second.run(await first.prompt(name, prompts[name]))
+
+    assert await asyncio.gather(*map(both, prompts)) == expected
+
+
+async def test_what_cannot_be_fetched_is_computed(start: Start) -> None:
+    whole, first, second = await start("aggregated"), await start("prefill"), await start("decode")
+    expected = await whole.run(make_work("whole", TOKENS))
+    gone = await first.prompt("gone", TOKENS)
+    odd = replace(make_work("odd", TOKENS), handoff={"nonsense": 1})
+    first.engine.abort("gone")
+    assert await second.run(gone) == expected
+    assert second.sink.cached(gone.request) == 0
+    second.engine.clear()
+    assert await second.run(odd) == expected
+    second.engine.clear()
+    dead = await first.prompt("dead", TOKENS)
+    await first.engine.close()
+    assert await second.run(dead) == expected
+    assert not second.sink.errors
+
+
+async def test_blocks_of_another_model_are_computed_again(start: Start) -> None:
+    first, second = await start("prefill"), await start("decode", tiny_model(seed=1))
+    whole = await start("aggregated", tiny_model(seed=1))
+    expected = await whole.run(make_work("whole", TOKENS))
+    assert await second.run(await first.prompt("a", TOKENS)) == expected
+
+
+async def test_without_room_no_kv_is_left(start: Start) -> None:
+    first = await start("prefill", staging_bytes=1)
+    before = count("left", "failed")
+    assert (await first.prompt("a", TOKENS)).handoff is None
+    assert count("left", "failed") == before + 1
+    await eventually(lambda: first.idle_blocks)
+
+
+async def test_what_nobody_fetches_is_let_go(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = await start("prefill", lend_s=0.05), await start("decode")
+    work = await first.prompt("a", TOKENS)
+    await eventually(lambda: "nobody has fetched" in caplog.text)
+    assert len(await second.run(work)) == 12
+    assert second.sink.cached(work.request) == 0
+
+
+async def test_a_request_can_be_aborted_while_its_kv_comes(start: Start) -> None:
+    first, second = await start("prefill"), await start("decode")
+    work = await first.prompt("a", TOKENS)
+    second.engine.submit(work)
+    assert second.engine.load("")[0].waiting == 1
+    assert second.engine.abort(work.request)
+    assert second.sink.finish(work.request) == "abort"
+    await second.engine.drain()
+    assert second.sink.tokens(work.request) == []
+    await eventually(lambda: second.idle_blocks)
+    assert not second.engine.abort(work.request)
+
+
+async def test_an_engine_that_cannot_listen_does_not_start(start: Start) -> None:
+    port = free_port()
+    await start("prefill", port=port)
+    with pytest.raises(EngineError, match="cannot listen"):
+        await start("decode", port=port)

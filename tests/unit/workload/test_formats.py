@@ -1,0 +1,214 @@
+"""Every format holds what it can: round trips, refusals with lines, stated losses."""
+
+import os
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from kvmesh.workload.analysis.analysis import analyze
+from kvmesh.workload.errors import TraceError, WorkloadError
+from kvmesh.workload.formats import native
+from kvmesh.workload.formats.registry import FormatError, load, save
+from kvmesh.workload.generate.agents import AgentGenerator
+from kvmesh.workload.generate.profile import load_profile
+from kvmesh.workload.model import Workload
+
+HEADER = "session_id,arrival_time,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms\n"
+SESSIONS = HEADER + "a,100,0,0,200,50,300\na,100,1,250,40,10,0\nb,50,0,0,90,5,0\n"
+
+
+@pytest.fixture(scope="module")
+def agents() -> Workload:
+    return AgentGenerator(load_profile("demo"), 1).workload(12)
+
+
+def csv(folder: Path, text: str) -> Path:
+    file = folder / "sessions.csv"
+    file.write_text(text)
+    return file
+
+
+def parents(workload: Workload) -> dict[str, str | None]:
+    names = [session.name for session in workload.sessions]
+    return {s.name: None if s.parent is None else names[s.parent] for s in workload.sessions}
+
+
+def test_our_own_format_loses_nothing(tmp_path: Path, agents: Workload) -> None:
+    file = tmp_path / "w.json"
+    assert save(agents, file) == []
+    again, _ = load(str(file))
+    assert again.rounds == agents.rounds
+    assert again.sessions == agents.sessions
+    pairs = [agents.tree.parent(b) for b in range(len(agents.tree))]
+    assert [again.tree.parent(b) for b in range(len(again.tree))] == pairs
+
+
+def test_mooncake_keeps_order_waits_lengths_and_whole_blocks(
+    tmp_path: Path, agents: Workload
+) -> None:
+    file = tmp_path / "w.jsonl"
+    save(agents, file, block_size=16)
+    again, repairs = load(str(file))
+    assert repairs.counts() == {}
+    for one, other in zip(agents.rounds, again.rounds, strict=True):
+        assert one.after == other.after
+        assert one.at_s == pytest.approx(other.at_s, abs=1e-3)
+        assert (one.input_tokens, one.output_tokens) == (other.input_tokens, other.output_tokens)
+        assert (one.priority, one.abort_after) == (other.priority, other.abort_after)
+    assert parents(again) == parents(agents)
+    ideal, found = analyze(agents, 16), analyze(again, 16)
+    assert found.ideal_hit_share == pytest.approx(ideal.ideal_hit_share, abs=0.002)
+
+
+def test_tracelab_sessions_are_closed_loops(tmp_path: Path) -> None:
+    workload, _ = load(str(csv(tmp_path, SESSIONS)))
+    first, other, second = workload.rounds
+    assert (first.input_tokens, other.input_tokens, second.input_tokens) == (90, 200, 290)
+    assert (first.at_s, other.at_s, second.at_s) == (0.05, 0.1, 0.3)
+    assert second.after == (1,)
+    assert workload.tree.shared(other.answer, second.branch, 290) == 290
+
+
+def test_tracelab_writes_what_it_read(tmp_path: Path) -> None:
+    workload, _ = load(str(csv(tmp_path, SESSIONS)))
+    out = tmp_path / "out.csv"
+    assert save(workload, out) == []
+    assert sorted(out.read_text().splitlines()) == sorted(SESSIONS.splitlines())
+
+
+def test_a_shorter_prefix_leaves_the_old_prompt(tmp_path: Path) -> None:
+    text = SESSIONS.replace("a,100,1,250,40", "a,100,1,120,40")
+    workload, _ = load(str(csv(tmp_path, text)))
+    assert workload.tree.shared(workload.rounds[1].branch, workload.rounds[2].branch, 160) == 120
+
+
+def test_tracelab_says_what_it_cannot_hold(tmp_path: Path, agents: Workload) -> None:
+    losses = " ".join(save(agents, tmp_path / "out.csv"))
+    assert "prefixes shared between sessions" in losses
+    assert "priorities" in losses
+    assert "kinds of sessions" in losses
+
+
+def test_mooncake_says_what_it_cannot_hold(tmp_path: Path) -> None:
+    thinkers = AgentGenerator(load_profile("coding-agents"), 1).workload(2)
+    thinkers.sessions[0] = structs.replace(thinkers.sessions[0], ends=True)
+    assert save(thinkers, tmp_path / "out.jsonl", 512) == [
+        "how much of an answer is thinking",
+        "kinds of sessions",
+        "that sessions end",
+    ]
+
+
+def test_mooncake_keeps_sessions_that_are_no_closed_loop(tmp_path: Path) -> None:
+    trace, again = tmp_path / "t.jsonl", tmp_path / "again.jsonl"
+    line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'
+    trace.write_text(line % '"session_id": "s"' * 2)
+    workload, _ = load(str(trace))
+    assert save(workload, again) == []
+    copy, _ = load(str(again))
+    assert (copy.rounds, copy.sessions) == (workload.rounds, workload.sessions)
+
+
+def test_tracelab_refuses_sessions_that_are_no_closed_loop(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'
+    trace.write_text(line % '"session_id": "s"' * 2)
+    workload, _ = load(str(trace))
+    out = tmp_path / "out.csv"
+    out.write_text("precious")
+    with pytest.raises(WorkloadError, match="'s' is not closed-loop"):
+        save(workload, out)
+    assert out.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "repair"),
+    [
+        ("c,1,0,0,-5,1,0", "`input_len`", "dropped the line"),
+        ("c,1,0,0,many,1,0", "`input_len`", "dropped the line"),
+        ("c,1,0,0", "`input_len`", "dropped the line"),
+        ("c,1,0,0,5,1,0,7", "more fields than columns", "dropped the line"),
+        ("c,inf,0,0,5,1,0", "`arrival_time`", "dropped the line"),
+        ("c,1,0,0,1000000000,1,0", "`input_len`", "dropped the line"),
+        ("c" * 200_000 + ",1,0,0,5,1,0", "field larger than field limit", "dropped the line"),
+        ("c,1,3,0,5,1,0", "round 3 of session c where 0 belongs", "renumbered the rounds"),
+        ("c,1,0,0,0,1,0", "an empty prompt", "made it one token"),
+        ("a,100,2,999,5,1,0", "prefix_len 999 is more than the 300", "counted the excess"),
+    ],
+)
+def test_a_bad_row_is_refused_by_line_or_repaired(
+    tmp_path: Path, line: str, reason: str, repair: str
+) -> None:
+    file = csv(tmp_path, SESSIONS + line + "\n")
+    with pytest.raises(TraceError, match=rf"sessions.csv:5: .*{reason}"):
+        load(str(file))
+    workload, repairs = load(str(file), repair=True)
+    assert any(made.startswith(repair) for made in repairs.counts())
+    assert len(workload) == (3 if repair == "dropped the line" else 4)
+
+
+def test_a_table_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    file = csv(tmp_path, SESSIONS)
+    plain = load(str(file))[0].rounds
+    file.write_text(SESSIONS.replace("\n", "\r\n"), encoding="utf-8-sig")
+    assert load(str(file))[0].rounds == plain
+
+
+def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r":1: no column session_id"):
+        load(str(csv(tmp_path, "a,b\n1,2\n")))
+    with pytest.raises(TraceError, match="no sessions"):
+        load(str(csv(tmp_path, HEADER)))
+    with pytest.raises(TraceError, match=":1: field larger"):
+        load(str(csv(tmp_path, "a" * 200_000)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"branch":1,', '"branch":99,', "no branch 99"),
+        ('"after":[]', '"after":[7]', "waits for a round"),
+        ('"answer":1,', '"answer":0,', "its answer does not continue its prompt"),
+        ('"output_tokens":', '"output_tokens":-', "`int` >= 0 - at `rounds"),
+        ('"parent":null', '"parent":3', r"sessions\[0\]: its parent does not come before it"),
+        ('"block_size":1', '"block_size":0', "`int` >= 1 - at `block_size`"),
+        ("v1", "v9", "Invalid enum value 'kvmesh.workload.v9'"),
+        ('"branches":[[-1,0]', '"branches":[[5,0]', "no token 0 on branch 5"),
+        ("{", "[", "malformed|Expected"),
+    ],
+)
+def test_a_damaged_document_is_refused(
+    tmp_path: Path, agents: Workload, old: str, new: str, reason: str
+) -> None:
+    file = tmp_path / "w.json"
+    native.write(agents, file)
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    with pytest.raises(TraceError, match=reason):
+        load(str(file))
+
+
+def test_a_document_without_requests_is_refused(tmp_path: Path, agents: Workload) -> None:
+    file = tmp_path / "w.json"
+    native.write(agents.first(0), file)
+    with pytest.raises(TraceError, match="no requests"):
+        load(str(file))
+
+
+def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.parquet"
+    with pytest.raises(FormatError, match=r"no shipped profile: .*demo"):
+        load(str(file))
+    file.touch()
+    with pytest.raises(FormatError, match=r"known: \.jsonl"):
+        load(str(file))
+
+
+def test_the_public_session_trace() -> None:
+    path = os.environ.get("KVMESH_SESSION_TRACE")
+    if not path:
+        pytest.skip("set KVMESH_SESSION_TRACE to the public TraceLab example of 48 sessions")
+    workload, repairs = load(path)
+    assert (len(workload), len(workload.sessions), repairs.counts()) == (303, 48, {})

@@ -1,0 +1,195 @@
+"""Messages of the mesh in one line each."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvmesh.bus import kvbm as k
+from kvmesh.bus import messages as m
+from kvmesh.cli.messages.decoding import Undecodable, hashes, hexadecimal, plain
+
+SHOWN = 4
+WIDTH = 160
+
+
+def summarise(message: object) -> str:
+    """The fields that tell what happened, hashes shortened, lists counted."""
+    form = _FORMS.get(type(message))
+    if form is not None:
+        return form(message)
+    text = msgspec.json.encode(plain(message)).decode()
+    return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"
+
+
+def _some(parts: Sequence[str]) -> str:
+    more = len(parts) - SHOWN
+    return ", ".join(parts[:SHOWN]) + (f", and {more} more" if more > 0 else "")
+
+
+def _hash(value: int) -> str:
+    return hexadecimal(value)[:8]
+
+
+def _span(packed: bytes) -> str:
+    values = hashes(packed)
+    if not values:
+        return ""
+    ends = [values[0]] if len(values) == 1 else [values[0], values[-1]]
+    return f" [{'…'.join(map(_hash, ends))}]"
+
+
+def _tier(tier: int) -> str:
+    return f"G{tier + 1}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def _kv_batch(batch: m.KvBatch) -> str:
+    more = f"…{batch.first + len(batch.events) - 1}" if len(batch.events) > 1 else ""
+    events = _some([_kv_event(event) for event in batch.events])
+    return f"{batch.instance}#{batch.rank} {batch.first}{more}  {events}"
+
+
+def _kv_event(event: m.KvEvent) -> str:
+    if isinstance(event, m.Cleared):
+        return f"cleared {'everything' if event.tier is None else _tier(event.tier)}"
+    count = len(event.engine) // 8
+    if isinstance(event, m.Removed):
+        return f"-{count} {_tier(event.tier)}{_span(event.engine)}"
+    under = "root" if event.parent is None else _hash(event.parent)
+    return f"+{count} {_tier(event.tier)} {under} →{_span(event.engine)}"
+
+
+def _decision(decision: m.Decision) -> str:
+    chosen = decision.chosen
+    overlap = "/".join(map(str, chosen.overlap))
+    parts = [
+        f"{decision.request} → {chosen.worker}#{chosen.rank}",
+        f"{decision.policy}: cost {chosen.cost:.1f}",
+        f"overlap {overlap} of {len(decision.sequence) // 8} blocks",
+        f"{len(decision.candidates)} candidates",
+        f"waited {_milliseconds(decision.wait_s)}, index {_milliseconds(decision.index_s)}",
+    ]
+    if decision.attempt:
+        parts.append(f"attempt {decision.attempt + 1}")
+    return "  ".join([*parts, *filter(None, [decision.note])])
+
+
+def _outcome(outcome: m.Outcome) -> str:
+    return (
+        f"{outcome.request} ✓ {outcome.finish} on {outcome.instance}"
+        f"  {outcome.cached_tokens} cached, {outcome.output_tokens} out"
+        f"  first token {_milliseconds(outcome.ttft_s)}, total {_milliseconds(outcome.total_s)}"
+    )
+
+
+def _seq_batch(batch: m.SeqBatch) -> str:
+    return f"{batch.source}: {_some([_seq_event(event) for event in batch.events])}"
+
+
+def _seq_event(event: m.SeqEvent) -> str:
+    if isinstance(event, m.SeqAdd):
+        blocks = len(event.sequence) // 8
+        return f"add {event.request} on {event.instance} ({event.overlap} of {blocks} blocks held)"
+    if isinstance(event, m.SeqProgress):
+        return f"progress {event.request} {event.generated} tokens"
+    if isinstance(event, m.SeqWait):
+        return f"wait {event.request} in {event.router} ({event.cost} tokens to prefill)"
+    return f"{'free' if isinstance(event, m.SeqFree) else 'prefilled'} {event.request}"
+
+
+def _step(step: m.StepOutput) -> str:
+    tokens = sum(len(chunk.tokens) for chunk in step.chunks)
+    ends = [f"{chunk.request} {chunk.finish}" for chunk in step.chunks if chunk.finish]
+    text = f"{step.instance}: {tokens} tokens of {len(step.chunks)} requests"
+    return f"{text}  finished {_some(ends)}" if ends else text
+
+
+def _work(work: m.Work) -> str:
+    prompt = len(work.tokens) // 4
+    text = (
+        f"{work.request} from {work.frontend}  prompt {prompt}, at most {work.sampling.max_tokens}"
+    )
+    return f"{text}, {work.generated} generated before" if work.generated else text
+
+
+def _control(command: m.Control) -> str:
+    fields = [str(getattr(command, name)) for name in command.__struct_fields__]
+    return " ".join([type(command).__name__.lower(), *fields])
+
+
+def _load(load: m.Load) -> str:
+    return (
+        f"#{load.rank}  {load.running} running, {load.waiting} waiting"
+        f"  blocks {load.active_blocks} active, {load.cached_blocks} cached of {load.total_blocks}"
+        f"  {load.prefill_tokens} tokens to prefill"
+    )
+
+
+def _query(query: m.OverlapQuery) -> str:
+    blocks = sum(len(prompt) // 8 for prompt in query.prompts)
+    return f"{len(query.prompts)} prompts, {blocks} blocks"
+
+
+def _route_request(request: m.RouteRequest) -> str:
+    return f"{request.request}  prompt {request.tokens}, at most {request.max_tokens}"
+
+
+def _instance(card: m.Instance) -> str:
+    state = "draining" if card.draining else "here"
+    model = f"  {card.model.name}" if card.model else ""
+    return f"{card.instance} {state}  {card.role} {card.name} {card.version}{model}"
+
+
+def _damaged(message: Undecodable) -> str:
+    return f"undecodable, {message.size} bytes: {message.error}"
+
+
+def _offer(offer: k.Offer) -> str:
+    count = offer.shared + len(offer.sequence) // 8
+    new = offer.sequence[8 * max(0, offer.first - offer.shared) :]
+    return f"offer blocks {offer.first} to {count}{_span(new)}"
+
+
+def _fetch(fetch: k.Fetch) -> str:
+    count = fetch.shared + len(fetch.sequence) // 8
+    waits = f", waits {fetch.wait_s:g} s" if fetch.wait_s else ""
+    return f"fetch {fetch.request} {count} blocks, {fetch.held} held{_span(fetch.sequence)}{waits}"
+
+
+def _lend(lend: k.Lend) -> str:
+    return f"lend {len(lend.digests) // 16} blocks of {lend.block_bytes} bytes"
+
+
+def _prepare(prepare: k.Prepare) -> str:
+    return f"prepare {len(prepare.digests) // 16} blocks of {prepare.model}"
+
+
+def _computing(computing: k.Computing) -> str:
+    names = len(computing.digests) // 16
+    what = f"computes a prompt, known by {names} digests" if names else "computes nothing more"
+    return f"{computing.instance} #{computing.number} {what}"
+
+
+_FORMS: dict[type, Callable[[Any], str]] = {
+    m.KvBatch: _kv_batch,
+    m.Decision: _decision,
+    m.Outcome: _outcome,
+    m.SeqBatch: _seq_batch,
+    m.StepOutput: _step,
+    m.Work: _work,
+    m.Load: _load,
+    m.OverlapQuery: _query,
+    m.RouteRequest: _route_request,
+    m.Instance: _instance,
+    k.Offer: _offer,
+    k.Fetch: _fetch,
+    k.Lend: _lend,
+    k.Prepare: _prepare,
+    k.Computing: _computing,
+    Undecodable: _damaged,
+    **dict.fromkeys((m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping), _control),
+}

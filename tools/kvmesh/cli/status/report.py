@@ -1,0 +1,173 @@
+"""The state of a mesh as seen from the bus: instances and their load, streams, readers, buckets."""
+
+import asyncio
+import time
+
+from msgspec import Struct
+from nats.js.api import StreamInfo
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.compatibility import misfits, namesakes
+from kvmesh.bus.discovery import Directory, routable
+from kvmesh.bus.engine_loads import follow_loads
+from kvmesh.bus.messages import Instance, Load, Role
+from kvmesh.bus.streams import mesh_streams
+from kvmesh.runtime.service import stream_limits
+from kvmesh.settings import Settings
+
+LOAD_S = 1.2
+
+
+class Member(Struct, kw_only=True):
+    """One process: its card, its age in seconds, and its load per rank if it is a worker.
+
+    `eligible`: it may be given work; `reason` says why a worker that does not fit others may not.
+    """
+
+    card: Instance
+    age_s: float
+    load: list[Load]
+    eligible: bool = True
+    reason: str = ""
+
+
+class Warned(Struct, kw_only=True):
+    """Something wrong, and the process that says so."""
+
+    instance: str
+    text: str
+
+
+class Reader(Struct, kw_only=True):
+    """A consumer of a stream: whose it is and how many messages it has yet to read."""
+
+    name: str
+    owner: str
+    lag: int
+
+
+class Stream(Struct, kw_only=True):
+    """A stream; sizes in messages and bytes."""
+
+    name: str
+    messages: int
+    bytes: int
+    first: int
+    last: int
+    readers: list[Reader]
+
+
+class Bucket(Struct, kw_only=True):
+    """A key-value (`kv`) or object (`object`) bucket."""
+
+    name: str
+    kind: str
+    messages: int
+    bytes: int
+
+
+class Report(Struct, kw_only=True):
+    """All that `kvmesh status` tells."""
+
+    nats: str
+    server: str
+    namespace: str
+    time: float
+    instances: list[Member]
+    streams: list[Stream]
+    buckets: list[Bucket]
+    warnings: list[Warned] = []
+
+
+async def gather(bus: Bus, settings: Settings) -> Report:
+    """Ask the bus; raises nats.js NotFoundError if there is no mesh of this namespace."""
+    loads: dict[str, dict[int, Load]] = {}
+
+    def keep(load: Load) -> None:
+        loads.setdefault(load.instance, {})[load.rank] = load
+
+    await follow_loads(bus, keep)
+    directory = Directory(bus, stream_limits(settings.streams))
+    await directory.open()
+    infos = await mesh_streams(bus)
+    streams = [await _stream(bus, info) for info in infos if _bucket_kind(info) is None]
+    await _wait_for_loads(loads, directory)
+    cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
+    await directory.close()
+    left_out = misfits(cards)
+    version = bus.client.connected_server_version
+    return Report(
+        nats=bus.client.server,
+        server=f"{version.major}.{version.minor}.{version.patch}",
+        namespace=bus.options.namespace,
+        time=time.time(),
+        instances=[
+            _member(card, loads.get(card.instance, {}), left_out.get(card.instance, ""))
+            for card in cards
+        ],
+        streams=streams,
+        buckets=[_bucket(info) for info in infos if _bucket_kind(info) is not None],
+        warnings=_warnings(cards, left_out),
+    )
+
+
+def _warnings(cards: list[Instance], left_out: dict[str, str]) -> list[Warned]:
+    """The faults that cards show, then the warnings of their processes."""
+    found = [
+        Warned(instance=card.instance, text=f"{left_out[card.instance]}; it gets no requests")
+        for card in cards
+        if card.instance in left_out
+    ]
+    for card in cards:
+        twins = ", ".join(namesakes(card, cards))
+        if twins and not card.draining:
+            found.append(Warned(instance=card.instance, text=f"{twins} has the same name"))
+        found += [Warned(instance=card.instance, text=text) for text in card.warnings]
+    return found
+
+
+async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Directory) -> None:
+    workers = {card.instance for card in directory.instances if card.role is Role.WORKER}
+    deadline = time.monotonic() + LOAD_S
+    while not workers <= loads.keys() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+
+
+def _member(card: Instance, loads: dict[int, Load], reason: str) -> Member:
+    return Member(
+        card=card,
+        age_s=max(0.0, time.time() - card.started),
+        load=[loads[rank] for rank in sorted(loads)],
+        eligible=not reason and routable(card),
+        reason=reason,
+    )
+
+
+def _bucket_kind(info: StreamInfo) -> str | None:
+    prefix = (info.config.name or "").partition("_")[0]
+    return {"KV": "kv", "OBJ": "object"}.get(prefix)
+
+
+def _bucket(info: StreamInfo) -> Bucket:
+    return Bucket(
+        name=(info.config.name or "").partition("_")[2],
+        kind=_bucket_kind(info) or "",
+        messages=info.state.messages,
+        bytes=info.state.bytes,
+    )
+
+
+async def _stream(bus: Bus, info: StreamInfo) -> Stream:
+    name = info.config.name or ""
+    readers = [
+        Reader(name=c.name, owner=c.config.description or "", lag=c.num_pending or 0)
+        for c in await bus.js.consumers_info(name)
+    ]
+    return Stream(
+        name=name,
+        messages=info.state.messages,
+        bytes=info.state.bytes,
+        first=info.state.first_seq,
+        last=info.state.last_seq,
+        readers=sorted(readers, key=lambda reader: reader.owner),
+    )

@@ -1,0 +1,165 @@
+"""The report of `kvmesh status` as JSON or as tables."""
+
+from itertools import combinations
+
+import msgspec
+from nats.js.api import StreamInfo
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvmesh.blocks.layout import divided
+from kvmesh.bus.discovery import STATE
+from kvmesh.bus.messages import Load, NodeStore
+from kvmesh.cli.status.report import Bucket, Member, Report, Stream
+from kvmesh.cli.units import duration, size
+
+PIPE_WIDTH = 160
+
+
+def show_json(report: Report) -> None:
+    """The report as one indented JSON object."""
+    print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+
+
+def show_tables(report: Report) -> None:
+    """The report as tables, as wide as the terminal or PIPE_WIDTH."""
+    console = _console()
+    console.print(f"mesh {report.namespace} on NATS {report.server} at {report.nats}")
+    for table in (
+        _instances(report.instances),
+        _streams(report.streams),
+        _readers(report.streams),
+        _buckets(report.buckets),
+    ):
+        console.print()
+        console.print(table if table.row_count else f"[dim]no {table.columns[0].header}s[/dim]")
+    if report.warnings:
+        console.print("\n[red]Something is wrong:[/red]")
+    for warned in report.warnings:
+        console.print(escape(f"{warned.instance}: {warned.text}"), soft_wrap=True)
+    divisions = _divisions(report.instances)
+    if divisions.row_count:
+        console.print("\n[yellow]These block managers do not share all blocks:[/yellow]")
+        console.print(divisions)
+    keys = _keys(report.instances)
+    if keys.row_count:
+        console.print("\n[yellow]Block managers of different keys share nothing:[/yellow]")
+        console.print(keys)
+
+
+def show_limits(infos: list[StreamInfo]) -> None:
+    """The streams that hold a mesh's records and buckets, with what bounds them."""
+    table = _table("stream", "storage", "replicas", "messages", "bytes", "most", "oldest")
+    for info in infos:
+        config, most = info.config, info.config.max_bytes or -1
+        table.add_row(
+            config.name,
+            config.storage,
+            str(config.num_replicas),
+            str(info.state.messages),
+            size(info.state.bytes),
+            size(most) if most > 0 else "no limit",
+            duration(config.max_age) if config.max_age else "no limit",
+        )
+    _console().print(table)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
+    return table
+
+
+_NUMBERS = frozenset(
+    {"age", "messages", "bytes", "first", "last", "readers", "lag", "replicas", "most", "oldest"}
+)
+
+
+def _instances(members: list[Member]) -> Table:
+    table = _table("instance", "role", "age", "state", "model", "load", "labels")
+    for member in members:
+        card = member.card
+        table.add_row(
+            card.instance,
+            card.role if card.serves == "aggregated" else f"{card.serves} {card.role}",
+            duration(member.age_s),
+            _state(member),
+            card.model.name if card.model else "",
+            _tiers(card.store) if card.store else "; ".join(map(_load, member.load)),
+            " ".join(f"{key}={value}" for key, value in card.labels.items()),
+        )
+    return table
+
+
+def _state(member: Member) -> str:
+    card = member.card
+    if card.draining:
+        return "[yellow]draining[/yellow]"
+    if member.reason:
+        return "[red]left out[/red]"
+    return "ready" if member.eligible else f"[yellow]{card.labels[STATE]}[/yellow]"
+
+
+def _tiers(store: NodeStore) -> str:
+    names = ("memory", "disk", "remote")
+    sizes = zip(store.tier_bytes, names, strict=False)
+    return ", ".join(f"{size(count)} of {name}" for count, name in sizes if count)
+
+
+def _divisions(members: list[Member]) -> Table:
+    """The layouts of models of which some nodes have none in common."""
+    layouts = {m.card.instance: m.card.store.layouts for m in members if m.card.store}
+    pairs = combinations(layouts.values(), 2)
+    table = _table("model", "block manager", "layout of its workers")
+    for model in sorted({model for ours, theirs in pairs for model in divided(ours, theirs)}):
+        for instance, has in layouts.items():
+            for layout in has.get(model, []):
+                table.add_row(model, instance, layout)
+    return table
+
+
+def _keys(members: list[Member]) -> Table:
+    """The fingerprints of the block managers' keys, if they are not all the same."""
+    keys = {m.card.instance: m.card.store.key for m in members if m.card.store and m.card.store.key}
+    table = _table("block manager", "fingerprint of its key")
+    for instance, key in keys.items() if len(set(keys.values())) > 1 else ():
+        table.add_row(instance, key)
+    return table
+
+
+def _load(load: Load) -> str:
+    blocks = f"{load.active_blocks}+{load.cached_blocks} of {load.total_blocks} blocks"
+    steps = f", steps of {load.step_s * 1000:.0f} ms" if load.step_s else ""
+    return f"{load.running} running, {load.waiting} waiting, {blocks}{steps}"
+
+
+def _streams(streams: list[Stream]) -> Table:
+    table = _table("stream", "messages", "bytes", "first", "last", "readers")
+    for stream in streams:
+        numbers = (stream.first, stream.last, len(stream.readers))
+        table.add_row(
+            stream.name, str(stream.messages), size(stream.bytes), *(str(n) for n in numbers)
+        )
+    return table
+
+
+def _readers(streams: list[Stream]) -> Table:
+    table = _table("reader", "stream", "lag")
+    for stream in streams:
+        for reader in stream.readers:
+            table.add_row(reader.owner or reader.name, stream.name, str(reader.lag))
+    return table
+
+
+def _buckets(buckets: list[Bucket]) -> Table:
+    table = _table("bucket", "kind", "messages", "bytes")
+    for bucket in buckets:
+        table.add_row(bucket.name, bucket.kind, str(bucket.messages), size(bucket.bytes))
+    return table

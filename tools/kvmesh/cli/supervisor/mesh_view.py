@@ -1,0 +1,104 @@
+"""The mesh as the supervisor sees it on the bus: who holds a lease, and how loaded workers are."""
+
+import asyncio
+import logging
+from collections.abc import Collection
+
+import msgspec
+from nats.errors import Error as NatsError
+
+from kvmesh.bus.buckets import read_headers
+from kvmesh.bus.client import Bus
+from kvmesh.bus.compatibility import misfits
+from kvmesh.bus.discovery import Directory, routable
+from kvmesh.bus.errors import BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.messages import Instance, Load
+from kvmesh.bus.server_check import check_server
+from kvmesh.bus.streams import ensure_streams, purge_states
+from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.runtime.service import bus_options, stream_limits
+from kvmesh.settings import Settings, redacted
+
+log = logging.getLogger(__name__)
+CONNECT_S = 5.0
+
+
+class Watch:
+    """Follows leases and load messages; `loads` is by process name, then by rank."""
+
+    def __init__(self, bus: Bus, settings: Settings) -> None:
+        self._bus = bus
+        self._limits = stream_limits(settings.streams)
+        self._directory = Directory(bus, self._limits, self._joined)
+        self._changed = asyncio.Event()
+        self.loads: dict[str, dict[int, Load]] = {}
+
+    @classmethod
+    async def connect(cls, settings: Settings) -> "Watch":
+        """Raises UpError if NATS is not there."""
+        try:
+            bus = await Bus.connect(bus_options(settings.nats), "up", timeout=CONNECT_S)
+        except BusUnavailable as error:
+            raise UpError(f"{error}; is the URL of --nats right?") from error
+        return cls(bus, settings)
+
+    async def purge(self) -> None:
+        """Empty the streams and delete the index snapshots."""
+        await purge_states(self._bus)
+
+    async def follow(self) -> None:
+        """Begin; returns once the leases that exist now are known. Raises UpError."""
+        try:
+            await check_server(self._bus)
+            await ensure_streams(self._bus, self._limits)
+            await self._directory.open()
+        except ServerUnfit as error:
+            raise UpError(str(error)) from error
+        except NatsError as error:
+            raise UpError(
+                f"cannot use JetStream at {redacted(self._bus.options.url)}: {error}"
+            ) from error
+        loads = self._bus.subjects.load_all
+        await self._bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._keep)
+
+    @property
+    def ready(self) -> set[str]:
+        """The names of those that may be given work."""
+        cards = self._directory.instances
+        left_out = misfits(cards)
+        return {c.name for c in cards if routable(c) and c.instance not in left_out}
+
+    @property
+    def models(self) -> list[str]:
+        """The names that can be asked for, adapters too."""
+        cards = self._directory.instances
+        left_out = misfits(cards)
+        found = [c.model for c in cards if c.model and c.instance not in left_out]
+        return sorted({name for model in found for name in (model.name, *model.adapters)})
+
+    async def has_keys(self) -> bool:
+        """Whether there are API keys in the mesh, as far as this process may know."""
+        try:
+            return bool(await read_headers(self._bus, self._bus.subjects.keys_bucket))
+        except (NatsError, TimeoutError) as error:
+            log.debug("cannot look for API keys: %s", cause(error))
+            return True
+
+    async def everyone(self, names: Collection[str]) -> None:
+        """Return once each of `names` may be given work."""
+        while not self.ready.issuperset(names):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        await self._directory.close()
+        await self._bus.close()
+
+    def _joined(self, _: Instance) -> None:
+        self._changed.set()
+
+    async def _keep(self, load: Load) -> None:
+        ranks = self.loads.setdefault(load.instance.rpartition("-")[0], {})
+        if any(held.instance != load.instance for held in ranks.values()):
+            ranks.clear()
+        ranks[load.rank] = load

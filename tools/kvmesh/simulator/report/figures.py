@@ -1,0 +1,245 @@
+"""What a simulation showed, in numbers."""
+
+from collections import Counter
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from kvmesh.simulator.mesh import Simulation
+from kvmesh.simulator.records import Column, Records
+from kvmesh.worker.engines.mock.timing import DecodeLoad
+from kvmesh.workload.replay.summary import Spread, spread
+
+
+class Latency(Struct, frozen=True, kw_only=True):
+    """Seconds, but for `slowdown`: latency over what an idle engine without a cache would take."""
+
+    requests: int
+    ttft_s: Spread | None
+    inter_token_s: Spread | None
+    total_s: Spread | None
+    queue_s: Spread | None
+    slowdown: Spread | None
+
+
+class Lost(Struct, frozen=True, kw_only=True):
+    """Prompt tokens that an endless cache for all would have had, by why they were computed.
+
+    `ends`: the last block of a prompt that was cached whole, without which there is no answer.
+    `unfinished`: another request was still computing them. `evicted`: no rank had them any more.
+    `elsewhere`: a rank had them, and another was chosen. `dropped`: the chosen one had them and
+    evicted them before it began. All but the first and the last are as of the placement.
+    """
+
+    ends: int
+    unfinished: int
+    evicted: int
+    elsewhere: int
+    dropped: int
+
+
+class Cache(Struct, frozen=True, kw_only=True):
+    """Prompt tokens that were served: shares of all, and what an endless shared cache would hold.
+
+    `read_write` is cached over computed prompt tokens. `recomputed_tokens` had been computed
+    before, somewhere, and were computed again; `lost` says why.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    cached_share: float
+    ideal_share: float
+    share_of_ideal: float
+    read_write: float
+    recomputed_tokens: int
+    lost: Lost
+    evicted_blocks: int
+
+
+class WorkerFigures(Struct, frozen=True, kw_only=True):
+    """One worker life. `busy` is the share of the run that it spent stepping.
+
+    A prompt that moves or is prefilled elsewhere counts with each worker that has it; what comes
+    over from a prefill worker counts as cached.
+    """
+
+    name: str
+    requests: int
+    busy: float
+    prompt_tokens: int
+    cached_share: float
+    output_tokens: int
+    preemptions: int
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """One run. `imbalance` is the busiest worker's time over the mean one's.
+
+    `steady_tokens_per_s` is the rate of output tokens while the middle half of them was made,
+    without the start of the run and its tail; of the whole run where that took no time.
+    """
+
+    policy: str
+    rounds: int
+    failed: int
+    errors: dict[str, int]
+    moves: int
+    virtual_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    steady_tokens_per_s: float
+    latency: Latency
+    by_priority: dict[str, Latency]
+    cache: Cache
+    sessions: Spread | None
+    workers: list[WorkerFigures]
+    imbalance: float
+
+
+def figures(simulation: Simulation) -> Figures:
+    """Sum up a simulation that has run."""
+    records = simulation.records
+    errors = Counter(error for error in records.error if error is not None)
+    done = np.array([error is None for error in records.error], dtype=bool)
+    ended = records.column("ended")
+    start = float(np.min(records.column("arrived"))) if len(done) else 0.0
+    length = max(float(np.max(ended)) - start, 1e-9) if len(done) else 1e-9
+    workers = _workers(simulation, length)
+    busy = [worker.busy for worker in workers]
+    return Figures(
+        policy=simulation.options.router.policy,
+        rounds=len(done),
+        failed=int((~done).sum()),
+        errors=dict(errors.most_common(8)),
+        moves=sum(records.moves),
+        virtual_s=length,
+        requests_per_s=float(done.sum()) / length,
+        output_tokens_per_s=sum(records.output) / length,
+        steady_tokens_per_s=_steady(records, done, length),
+        latency=_latency(simulation, done),
+        by_priority=_by_priority(simulation, done),
+        cache=_cache(simulation, done),
+        sessions=_sessions(simulation, done),
+        workers=workers,
+        imbalance=max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,
+    )
+
+
+def _steady(records: Records, done: NDArray[np.bool_], length: float) -> float:
+    ended, output = records.column("ended")[done], records.column("output")[done]
+    order = ended.argsort(kind="stable")
+    ended, made = ended[order], output[order].cumsum()
+    if not len(made):
+        return 0.0
+    first, last = made.searchsorted([made[-1] / 4, made[-1] * 3 / 4])
+    if ended[first] == ended[last]:
+        return float(made[-1]) / length
+    return float((made[last] - made[first]) / (ended[last] - ended[first]))
+
+
+def _spread(values: Column) -> Spread | None:
+    return spread(float(value) for value in values if not np.isnan(value))
+
+
+def _latency(simulation: Simulation, chosen: NDArray[np.bool_]) -> Latency:
+    records = simulation.records
+    arrived, first, ended = (records.column(n)[chosen] for n in ("arrived", "first", "ended"))
+    output = records.column("output")[chosen]
+    gaps = np.where(output > 1, (ended - first) / np.maximum(output - 1, 1), np.nan)
+    alone = _alone(simulation)[chosen]
+    return Latency(
+        requests=int(chosen.sum()),
+        ttft_s=_spread(first - arrived),
+        inter_token_s=_spread(gaps),
+        total_s=_spread(ended - arrived),
+        queue_s=_spread(records.column("placed")[chosen] - arrived),
+        slowdown=_spread((ended - arrived) / alone),
+    )
+
+
+def _alone(simulation: Simulation) -> Column:
+    """Seconds that each round would take by itself on an idle engine without any cache."""
+    core = simulation.options.workers[0].core
+    model, speedup, step = core.model, core.speedup, core.limits.max_batched_tokens
+    token = model.decode(DecodeLoad(1, 0, core.blocks * core.limits.block_size))
+    times = []
+    for round_ in simulation.workload.rounds:
+        full, rest = divmod(round_.input_tokens, step)
+        prefill = full * model.prefill(step) + model.prefill(rest)
+        times.append((prefill + max(round_.output_tokens - 1, 0) * token) / speedup)
+    return np.maximum(np.array(times, dtype=np.float64), 1e-9)
+
+
+def _by_priority(simulation: Simulation, done: NDArray[np.bool_]) -> dict[str, Latency]:
+    priorities = np.array([round_.priority for round_ in simulation.workload.rounds])
+    levels = sorted(set(priorities.tolist()), reverse=True)
+    if len(levels) < 2:
+        return {}
+    return {str(level): _latency(simulation, done & (priorities == level)) for level in levels}
+
+
+def _cache(simulation: Simulation, done: NDArray[np.bool_]) -> Cache:
+    records = simulation.records
+    total = int(_prompts(simulation)[done].sum())
+    cached, ideal = (int(records.column(name)[done].sum()) for name in ("cached", "ideal"))
+    return Cache(
+        prompt_tokens=total,
+        cached_tokens=cached,
+        cached_share=cached / max(total, 1),
+        ideal_share=ideal / max(total, 1),
+        share_of_ideal=cached / ideal if ideal else 1.0,
+        read_write=cached / max(total - cached, 1),
+        recomputed_tokens=max(ideal - cached, 0),
+        lost=_lost(simulation, done),
+        evicted_blocks=sum(w.evicted_blocks for w in simulation.worker_records.values()),
+    )
+
+
+def _prompts(simulation: Simulation) -> Column:
+    return np.array([r.input_tokens for r in simulation.workload.rounds], dtype=np.float64)
+
+
+def _lost(simulation: Simulation, done: NDArray[np.bool_]) -> Lost:
+    """Each prompt from what was cached upwards: what lies between is lost for one reason."""
+    records, size = simulation.records, simulation.options.block_size
+    ideal = records.column("ideal")[done]
+    useful = np.minimum(ideal, (_prompts(simulation)[done] - 1) // size * size)
+    levels = [np.minimum(records.column("cached")[done], useful)]
+    for name in ("held", "best", "made"):
+        levels.append(np.clip(records.column(name)[done], levels[-1], useful))
+    cached, held, best, made = (int(level.sum()) for level in levels)
+    return Lost(
+        ends=int((ideal - useful).sum()),
+        unfinished=int(useful.sum()) - made,
+        evicted=made - best,
+        elsewhere=best - held,
+        dropped=held - cached,
+    )
+
+
+def _sessions(simulation: Simulation, done: NDArray[np.bool_]) -> Spread | None:
+    """Cached share of each session's prompt tokens after its first round."""
+    shares = []
+    rounds, cached = simulation.workload.rounds, simulation.records.cached
+    for members in simulation.workload.of_sessions():
+        later = [index for index in members[1:] if done[index]]
+        tokens = sum(rounds[index].input_tokens for index in later)
+        if tokens:
+            shares.append(sum(cached[index] for index in later) / tokens)
+    return spread(shares)
+
+
+def _workers(simulation: Simulation, length: float) -> list[WorkerFigures]:
+    return [
+        WorkerFigures(
+            name=record.name,
+            requests=record.requests,
+            busy=record.busy_s / length,
+            prompt_tokens=record.prompt_tokens,
+            cached_share=record.cached_tokens / max(record.prompt_tokens, 1),
+            output_tokens=record.output_tokens,
+            preemptions=record.preemptions,
+        )
+        for record in simulation.worker_records.values()
+    ]

@@ -1,0 +1,90 @@
+"""Figures as tables for a terminal."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+
+from kvmesh.simulator.report.figures import Figures, Latency
+from kvmesh.workload.replay.summary import Spread
+
+Row = tuple[str, Callable[[Figures], str]]
+
+
+def _ms(pick: Callable[[Latency], Spread | None], point: str) -> Callable[[Figures], str]:
+    def cell(figures: Figures) -> str:
+        values = pick(figures.latency)
+        return "–" if values is None else f"{getattr(values, point) * 1000:,.1f}"
+
+    return cell
+
+
+def _lost(part: str, figures: Figures) -> str:
+    cache = figures.cache
+    ideal = cache.cached_tokens + cache.recomputed_tokens
+    return f"{getattr(cache.lost, part) / max(ideal, 1):.1%}"
+
+
+ROWS: tuple[Row, ...] = (
+    ("requests", lambda f: f"{f.rounds:,}"),
+    ("failed", lambda f: f"{f.failed:,}"),
+    ("requests/s", lambda f: f"{f.requests_per_s:,.2f}"),
+    ("output tokens/s", lambda f: f"{f.output_tokens_per_s:,.0f}"),
+    ("output tokens/s, middle half", lambda f: f"{f.steady_tokens_per_s:,.0f}"),
+    ("TTFT p50, ms", _ms(lambda x: x.ttft_s, "p50")),
+    ("TTFT p90, ms", _ms(lambda x: x.ttft_s, "p90")),
+    ("TTFT p99, ms", _ms(lambda x: x.ttft_s, "p99")),
+    ("TTFT mean, ms", _ms(lambda x: x.ttft_s, "mean")),
+    ("inter-token p50, ms", _ms(lambda x: x.inter_token_s, "p50")),
+    ("inter-token p99, ms", _ms(lambda x: x.inter_token_s, "p99")),
+    ("latency p50, ms", _ms(lambda x: x.total_s, "p50")),
+    ("latency mean, ms", _ms(lambda x: x.total_s, "mean")),
+    ("latency p99, ms", _ms(lambda x: x.total_s, "p99")),
+    ("slowdown p50", lambda f: f"{f.latency.slowdown.p50:,.2f}" if f.latency.slowdown else "–"),
+    ("queue wait p99, ms", _ms(lambda x: x.queue_s, "p99")),
+    ("cached share", lambda f: f"{f.cache.cached_share:.1%}"),
+    ("ideal share", lambda f: f"{f.cache.ideal_share:.1%}"),
+    ("share of ideal", lambda f: f"{f.cache.share_of_ideal:.1%}"),
+    ("read/write", lambda f: f"{f.cache.read_write:.2f}"),
+    ("recomputed tokens", lambda f: f"{f.cache.recomputed_tokens:,}"),
+    *(
+        (f"· {name}, of ideal", partial(_lost, part))
+        for name, part in (
+            ("placed elsewhere", "elsewhere"),
+            ("evicted", "evicted"),
+            ("dropped in line", "dropped"),
+            ("unfinished", "unfinished"),
+            ("last blocks", "ends"),
+        )
+    ),
+    ("evicted blocks", lambda f: f"{f.cache.evicted_blocks:,}"),
+    ("load imbalance", lambda f: f"{f.imbalance:.2f}"),
+)
+
+
+def show(runs: Sequence[Figures], console: Console) -> None:
+    """One column per run; priorities and errors below where there are any."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.policy, justify="right")
+    for name, cell in ROWS:
+        table.add_row(name, *(cell(run) for run in runs))
+    console.print(table)
+    for run in runs:
+        for note in notes(run):
+            console.print(note, markup=False, soft_wrap=True)
+
+
+def notes(run: Figures) -> Iterator[str]:
+    """What has no row of its own, in sentences."""
+    for level, latency in run.by_priority.items():
+        if latency.ttft_s and latency.total_s:
+            yield (
+                f"{run.policy}, priority {level}: {latency.requests:,} requests, "
+                f"TTFT p50 {latency.ttft_s.p50 * 1000:,.1f} ms, "
+                f"latency p50 {latency.total_s.p50 * 1000:,.1f} ms"
+            )
+    for error, count in run.errors.items():
+        yield f"{run.policy}: {count:,}× {error}"

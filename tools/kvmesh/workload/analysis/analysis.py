@@ -1,0 +1,149 @@
+"""The structure of a workload in numbers: lengths, sharing, ideal hit rate, waits."""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+from msgspec import Struct
+
+from kvmesh.workload.analysis.sharing import InfiniteCache, ideal_hits
+from kvmesh.workload.model import Workload
+from kvmesh.workload.replay.summary import Spread, spread
+
+VISITS = (1, 2, 10, 100)
+BINS = 24
+
+
+class Analysis(Struct, frozen=True, kw_only=True):
+    """Sizes in tokens, times in seconds, shares from 0 to 1.
+
+    `ideal_hit_share` is the share of prompt tokens that an infinite prefix cache would have, in
+    whole blocks of `block_size`; `hits_over_time` the same in equal parts of the workload.
+    `read_write` is tokens read (hit) per token written into such a cache, `reuse` prompt tokens
+    per distinct one. `visits` tells which
+    share of the distinct prompt tokens, and of all prompt tokens, lie where that many prompts pass
+    (least number of prompts to shares). `depth` counts blocks of a prompt.
+    """
+
+    block_size: int
+    requests: int
+    sessions: int
+    child_sessions: int
+    span_s: float
+    input_tokens: int
+    output_tokens: int
+    unique_tokens: int
+    ideal_hit_share: float
+    read_write: float
+    reuse: float
+    hits_over_time: list[float]
+    visits: dict[str, tuple[float, float]]
+    input: Spread | None
+    output: Spread | None
+    new_tokens: Spread | None
+    depth: Spread | None
+    rounds_per_session: Spread | None
+    waits: dict[str, Spread]
+    wait_counts: dict[str, int]
+    compactions: int
+    compacting_sessions: float
+    priorities: dict[str, int]
+    input_histogram: list[tuple[float, int]]
+
+
+def analyze(workload: Workload, block_size: int | None = None) -> Analysis:
+    """Measure a workload; hits count in blocks of `block_size` (by default the workload's own)."""
+    size = block_size or workload.block_size
+    rounds = workload.rounds
+    hits = ideal_hits(workload, size)
+    inputs = [round_.input_tokens for round_ in rounds]
+    total, hit = sum(inputs), sum(hits)
+    unique = _unique(workload)
+    compactions = [_compactions(workload, members) for members in workload.of_sessions()]
+    return Analysis(
+        block_size=size,
+        requests=len(rounds),
+        sessions=len(workload.sessions),
+        child_sessions=sum(session.parent is not None for session in workload.sessions),
+        span_s=max((r.at_s for r in rounds if not r.after), default=0.0),
+        input_tokens=total,
+        output_tokens=sum(round_.output_tokens for round_ in rounds),
+        unique_tokens=unique,
+        ideal_hit_share=hit / total if total else 0.0,
+        read_write=hit / (total - hit) if total > hit else float("inf"),
+        reuse=total / unique if unique else 0.0,
+        hits_over_time=_over_time(inputs, hits),
+        visits=_visits(workload),
+        input=spread(inputs),
+        output=spread(round_.output_tokens for round_ in rounds),
+        new_tokens=spread(n - h for n, h in zip(inputs, hits, strict=True)),
+        depth=spread(-(-n // size) for n in inputs),
+        rounds_per_session=spread(len(members) for members in workload.of_sessions() if members),
+        waits=_waits(workload),
+        wait_counts=dict(Counter(r.wait for r in rounds if r.wait).most_common()),
+        compactions=sum(compactions),
+        compacting_sessions=sum(map(bool, compactions)) / max(1, len(compactions)),
+        priorities={str(k): v for k, v in sorted(Counter(r.priority for r in rounds).items())},
+        input_histogram=histogram(inputs),
+    )
+
+
+def _unique(workload: Workload) -> int:
+    cache = InfiniteCache(workload.tree)
+    return sum(r.input_tokens - cache.add(r.branch, r.input_tokens) for r in workload.rounds)
+
+
+def _compactions(workload: Workload, members: list[int]) -> int:
+    """Rounds of a session whose prompt drops most of what the round before held."""
+    lengths = [workload.rounds[index].input_tokens for index in members]
+    return sum(b < 0.6 * a for a, b in pairwise(lengths))
+
+
+def _over_time(inputs: list[int], hits: list[int]) -> list[float]:
+    parts = np.array_split(np.arange(len(inputs)), min(BINS, max(1, len(inputs))))
+    totals, held = np.array(inputs), np.array(hits)
+    return [float(held[p].sum() / totals[p].sum()) if len(p) else 0.0 for p in parts]
+
+
+def _visits(workload: Workload) -> dict[str, tuple[float, float]]:
+    """Distinct tokens and references by how many prompts pass there, as shares."""
+    ends: dict[int, list[tuple[int, int]]] = {}
+    for round_ in workload.rounds:
+        for segment in workload.tree.way(round_.branch, round_.input_tokens):
+            ends.setdefault(segment.branch, []).append((segment.start, segment.end))
+    distinct: Counter[int] = Counter()
+    passed: Counter[int] = Counter()
+    for passes in ends.values():
+        for tokens, visits in _layers(passes):
+            floor = max(limit for limit in VISITS if limit <= visits)
+            distinct[floor] += tokens
+            passed[floor] += tokens * visits
+    total, references = max(1, distinct.total()), max(1, passed.total())
+    return {str(v): (distinct[v] / total, passed[v] / references) for v in VISITS}
+
+
+def _layers(passes: list[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    """(tokens, prompts that pass them): all passes of a branch begin at its start."""
+    start = passes[0][0]
+    ordered = sorted(end for _, end in passes)
+    for place, end in enumerate(ordered):
+        if end > start:
+            yield end - start, len(ordered) - place
+            start = end
+
+
+def _waits(workload: Workload) -> dict[str, Spread]:
+    kinds: dict[str, list[float]] = {"tool": [], "human": []}
+    for round_ in workload.rounds:
+        if round_.wait:
+            kinds["human" if round_.wait == "human" else "tool"].append(round_.at_s)
+    return {kind: found for kind, values in kinds.items() if (found := spread(values))}
+
+
+def histogram(values: list[int]) -> list[tuple[float, int]]:
+    """Counts in logarithmic bins: (upper edge, count)."""
+    low, high = max(1, min(values, default=1)), max(2, *values, 2)
+    edges = np.geomspace(low, high + 1, BINS + 1)
+    counts, _ = np.histogram(values, edges)
+    return [(float(edge), int(count)) for edge, count in zip(edges[1:], counts, strict=True)]

@@ -1,0 +1,281 @@
+"""Mooncake traces, plain and agentic: JSONL with lengths and the ids of 512-token blocks.
+
+Plain rows (Mooncake, FAST'25) hold `timestamp` (ms), `input_length`, `output_length` (tokens) and
+`hash_ids`, where an id names a block together with all before it. Rows that share a `session_id`
+are closed-loop turns: a later turn starts `delay` ms after the one before has ended. Agentic rows
+add `request_id`, `wait_for` (request ids that must have ended) and `tool_wait_ms`.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.workload.analysis.sharing import link_answers
+from kvmesh.workload.errors import Problem, Repairs, TraceError
+from kvmesh.workload.model import (
+    Milliseconds,
+    Priority,
+    Round,
+    Session,
+    SomeTokens,
+    Tokens,
+    Workload,
+)
+from kvmesh.workload.ordering import in_order
+from kvmesh.workload.tree import ROOT, Tree
+
+BLOCK_SIZE = 512
+
+
+class Row(Struct, kw_only=True, omit_defaults=True):
+    """One line. `block_size`, `priority`, `abort_after`, `parent_session_id` are ours."""
+
+    input_length: SomeTokens
+    output_length: Tokens
+    hash_ids: list[int]
+    timestamp: Milliseconds | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    delay: Milliseconds | None = None
+    tool_wait_ms: Milliseconds | None = None
+    wait_for: list[str] = []
+    priority: Priority = 0
+    abort_after: SomeTokens | None = None
+    block_size: SomeTokens = BLOCK_SIZE
+
+
+ALIASES = {
+    "input_tokens": "input_length",
+    "output_tokens": "output_length",
+    "created_time": "timestamp",
+    "delay_ms": "delay",
+}
+
+
+def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
+    """The workload of a trace and what was repaired in it; raises TraceError or OSError."""
+    repairs = Repairs(file, repair)
+    rows = _rows(file, repairs)
+    if not rows:
+        raise TraceError(file, repairs.problems or [Problem(1, "no requests in this file", "")])
+    _name_once(rows, repairs)
+    _order(rows, repairs)
+    workload = Assembler(repairs).workload(rows)
+    repairs.settle()
+    return workload, repairs
+
+
+def _rows(file: Path, repairs: Repairs) -> list[tuple[int, Row]]:
+    rows: list[tuple[int, Row]] = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = _parse(line)
+            except msgspec.MsgspecError as error:
+                repairs.note(number, str(error).replace("`$.", "`"), "dropped the line")
+            else:
+                rows.append((number, _fit(number, row, repairs)))
+    return rows
+
+
+def _parse(line: bytes) -> Row:
+    fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    for alias, name in ALIASES.items():
+        if alias in fields and name not in fields:
+            fields[name] = fields.pop(alias)
+    return msgspec.convert(fields, Row)
+
+
+def _fit(number: int, row: Row, repairs: Repairs) -> Row:
+    """Hash ids and length must agree: one id per begun block."""
+    expected = -(-row.input_length // row.block_size)
+    found = len(row.hash_ids)
+    if found == expected:
+        return row
+    reason = (
+        f"{found} hash_ids for {row.input_length} tokens, "
+        f"which are {expected} blocks of {row.block_size}"
+    )
+    if found > expected:
+        repairs.note(number, reason, "dropped surplus hash_ids")
+        row.hash_ids = row.hash_ids[:expected]
+    else:
+        repairs.note(number, reason, "shortened the prompt to its hash_ids")
+        row.input_length = max(1, found * row.block_size)
+    return row
+
+
+def _name_once(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
+    """A request id names one row."""
+    known: set[str] = set()
+    for number, row in rows:
+        if row.request_id is None:
+            continue
+        if row.request_id in known:
+            reason = f"request id {row.request_id!r} was given to an earlier line"
+            repairs.note(number, reason, "dropped the id")
+            row.request_id = None
+        else:
+            known.add(row.request_id)
+
+
+def _order(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
+    """Absolute times must not go back; a row without one stays behind its session's row before."""
+    latest = 0.0
+    disordered = False
+    times: list[float] = []
+    sessions: dict[str, float] = {}
+    for number, row in rows:
+        time = row.timestamp
+        if time is None:
+            time = sessions.get(row.session_id or "", latest)
+        elif time < latest:
+            reason = f"timestamp {time:g} ms is before {latest:g} ms of an earlier line"
+            repairs.note(number, reason, "sorted by time")
+            disordered = True
+        latest = max(latest, time)
+        if row.session_id:
+            sessions[row.session_id] = time
+        times.append(time)
+    if disordered:
+        rows[:] = [rows[place] for place in sorted(range(len(rows)), key=times.__getitem__)]
+
+
+class TreeBuilder:
+    """Grows a tree from block ids, each of which names a block together with all before it."""
+
+    def __init__(self, tree: Tree, block_size: int) -> None:
+        self._tree = tree
+        self._size = block_size
+        self._known: dict[tuple[int, int] | int, tuple[int, int, int]] = {}
+        self._tips: dict[int, int] = {}
+        self.conflicts: list[int] = []
+
+    def add(self, ids: Iterable[int]) -> int:
+        """The branch of a prompt. Ids that reappear after another block go to `conflicts`."""
+        branch, before = ROOT, ROOT
+        for depth, block in enumerate(ids):
+            key: tuple[int, int] | int = block
+            known = self._known.get(key)
+            if known is not None and known[1:] != (depth, before):
+                self.conflicts.append(block)
+                key = (before, block)
+                known = self._known.get(key)
+            if known is None:
+                branch = self._grow(branch, depth)
+                self._known[key] = (branch, depth, before)
+            else:
+                branch = known[0]
+            before = block
+        return branch if branch != ROOT else self._tree.fork()
+
+    def _grow(self, branch: int, depth: int) -> int:
+        if branch == ROOT or self._tips[branch] != depth:
+            branch = self._tree.fork(branch, depth * self._size)
+        self._tips[branch] = depth + 1
+        return branch
+
+
+class Assembler:
+    """Turns checked rows into a workload."""
+
+    def __init__(self, repairs: Repairs) -> None:
+        self._repairs = repairs
+        self._tree = Tree()
+        self._builders: dict[int, TreeBuilder] = {}
+        self._sessions: dict[str, int] = {}
+        self._cards: list[Session] = []
+        self._rounds: list[Round] = []
+        self._places: dict[int, int] = {}
+
+    def workload(self, rows: list[tuple[int, Row]]) -> Workload:
+        before = predecessors(rows, self._repairs)
+        for place in in_order(before, lambda place: self._break(rows[place])):
+            number, row = rows[place]
+            after = tuple(sorted(self._places[other] for other in before[place]))
+            self._places[place] = len(self._rounds)
+            self._add(number, row, after)
+        workload = Workload(
+            tree=self._tree,
+            sessions=self._cards,
+            rounds=self._rounds,
+            block_size=max(self._builders, default=1),
+        )
+        for members in workload.of_sessions():
+            link_answers(workload, members)
+        return workload
+
+    def _break(self, numbered: tuple[int, Row]) -> None:
+        number, row = numbered
+        name = row.request_id or row.session_id
+        self._repairs.note(number, f"cycle in wait_for through {name!r}", "dropped the wait")
+
+    def _add(self, number: int, row: Row, after: tuple[int, ...]) -> None:
+        builder = self._builders.setdefault(row.block_size, TreeBuilder(self._tree, row.block_size))
+        branch = builder.add(row.hash_ids)
+        for block in builder.conflicts:
+            self._repairs.note(
+                number, f"hash id {block} follows another block elsewhere", "renamed"
+            )
+        builder.conflicts.clear()
+        session = self._session(row)
+        self._rounds.append(
+            Round(
+                session=session,
+                branch=branch,
+                answer=self._tree.fork(branch, row.input_length),
+                input_tokens=row.input_length,
+                output_tokens=row.output_length,
+                at_s=self._start(row, after),
+                after=after,
+                wait="tool" if row.tool_wait_ms else "",
+                priority=row.priority,
+                abort_after=row.abort_after,
+            )
+        )
+
+    def _session(self, row: Row) -> int:
+        name = row.session_id
+        if name is not None and name in self._sessions:
+            return self._sessions[name]
+        index = len(self._cards)
+        parent = self._sessions.get(row.parent_session_id or "")
+        self._cards.append(Session(name=name or f"r{index}", parent=parent))
+        if name is not None:
+            self._sessions[name] = index
+        return index
+
+    def _start(self, row: Row, after: tuple[int, ...]) -> float:
+        if after:
+            return ((row.delay or 0.0) + (row.tool_wait_ms or 0.0)) / 1e3
+        return (row.timestamp or 0.0) / 1e3
+
+
+def predecessors(rows: list[tuple[int, Row]], repairs: Repairs) -> list[set[int]]:
+    """The places in `rows` that each row waits for: those it names, or the turn before it."""
+    named = {
+        row.request_id: place for place, (_, row) in enumerate(rows) if row.request_id is not None
+    }
+    last: dict[str, int] = {}
+    before: list[set[int]] = []
+    for place, (number, row) in enumerate(rows):
+        waits: set[int] = set()
+        for name in row.wait_for:
+            if name in named:
+                waits.add(named[name])
+            else:
+                repairs.note(number, f"waits for unknown request {name!r}", "dropped the wait")
+        session = row.session_id
+        if session is not None:
+            chained = row.delay is not None or row.timestamp is None
+            if not row.wait_for and chained and session in last:
+                waits.add(last[session])
+            last[session] = place
+        before.append(waits)
+    return before

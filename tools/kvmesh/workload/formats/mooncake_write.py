@@ -1,0 +1,75 @@
+"""Writing Mooncake traces: plain where every request stands alone, agentic in sessions."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvmesh.workload.formats.mooncake import BLOCK_SIZE, Row
+from kvmesh.workload.model import Round, Workload
+from kvmesh.workload.tree import mix
+
+
+def write(workload: Workload, file: Path, block_size: int | None = None) -> None:
+    """Write one row per round, with ids of `block_size` tokens (by default the workload's own).
+
+    Sharing is kept to whole blocks.
+    """
+    size = block_size or (workload.block_size if workload.block_size > 1 else BLOCK_SIZE)
+    ids = Ids(workload, size)
+    agentic = any(round_.after for round_ in workload.rounds) or any(
+        len(members) > 1 for members in workload.of_sessions()
+    )
+    encode = msgspec.json.Encoder().encode
+    with file.open("wb") as out:
+        for index, round_ in enumerate(workload.rounds):
+            row = Row(
+                input_length=round_.input_tokens,
+                output_length=round_.output_tokens,
+                hash_ids=ids.of(round_),
+                priority=round_.priority,
+                abort_after=round_.abort_after,
+                block_size=size,
+            )
+            _time(row, round_)
+            if agentic:
+                _relate(row, workload, index)
+            out.write(encode(row) + b"\n")
+
+
+class Ids:
+    """Small numbers for blocks, in order of appearance."""
+
+    def __init__(self, workload: Workload, size: int) -> None:
+        self._tree = workload.tree
+        self._size = size
+        self._ids: dict[int, int] = {}
+
+    def of(self, round_: Round) -> list[int]:
+        """One id per begun block; a partial last block is the prompt's own."""
+        tokens = round_.input_tokens
+        blocks = self._tree.blocks(round_.branch, tokens, self._size).tolist()
+        if tokens % self._size:
+            last = self._tree.way(round_.branch, tokens)[-1].branch
+            blocks.extend(mix(last, np.array([tokens])).tolist())
+        return [self._ids.setdefault(block, len(self._ids)) for block in blocks]
+
+
+def _time(row: Row, round_: Round) -> None:
+    milliseconds = round(round_.at_s * 1e3, 3)
+    if not round_.after:
+        row.timestamp = milliseconds
+    elif round_.wait in ("", "human"):
+        row.delay = milliseconds
+    else:
+        row.tool_wait_ms = milliseconds
+
+
+def _relate(row: Row, workload: Workload, index: int) -> None:
+    round_ = workload.rounds[index]
+    session = workload.sessions[round_.session]
+    row.request_id = f"r{index}"
+    row.session_id = session.name
+    row.wait_for = [f"r{before}" for before in round_.after]
+    if session.parent is not None:
+        row.parent_session_id = workload.sessions[session.parent].name

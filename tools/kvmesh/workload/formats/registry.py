@@ -1,0 +1,65 @@
+"""Any workload by what the user names: a trace in any known format, or an agent profile."""
+
+from pathlib import Path
+from typing import Literal
+
+from kvmesh.workload.errors import Repairs, WorkloadError
+from kvmesh.workload.formats import mooncake, mooncake_write, native, tracelab
+from kvmesh.workload.generate.agents import AgentGenerator
+from kvmesh.workload.generate.profile import builtin, load_profile
+from kvmesh.workload.model import Workload
+
+Format = Literal["mooncake", "tracelab", "native"]
+SUFFIXES: dict[str, Format] = {".jsonl": "mooncake", ".csv": "tracelab", ".json": "native"}
+
+
+class FormatError(WorkloadError):
+    """A file whose format cannot be told from its name."""
+
+
+def format_of(file: Path) -> Format:
+    """By suffix; raises FormatError."""
+    try:
+        return SUFFIXES[file.suffix]
+    except KeyError:
+        known = ", ".join(f"{suffix} ({name})" for suffix, name in SUFFIXES.items())
+        raise FormatError(f"{file}: cannot tell its format by its name; known: {known}") from None
+
+
+def load(source: str, repair: bool = False, seed: int = 0) -> tuple[Workload, Repairs]:
+    """A workload from a trace file, or generated from a profile (`.toml` or a shipped name).
+
+    Raises WorkloadError or OSError.
+    """
+    file = Path(source)
+    if file.suffix == ".toml" or (source in builtin() and not file.exists()):
+        generated = AgentGenerator(load_profile(source), seed).workload()
+        return generated, Repairs(file, repair)
+    if file.suffix not in SUFFIXES and not file.exists():
+        raise FormatError(f"{source}: no such file, and no shipped profile: {', '.join(builtin())}")
+    kind = format_of(file)
+    if kind == "mooncake":
+        return mooncake.read(file, repair)
+    if kind == "tracelab":
+        return tracelab.read(file, repair)
+    return native.read(file), Repairs(file, repair)
+
+
+def save(workload: Workload, file: Path, block_size: int | None = None) -> list[str]:
+    """Write in the format that the name of `file` tells; returns what that format cannot hold."""
+    kind = format_of(file)
+    if kind == "native":
+        native.write(workload, file)
+        return []
+    losses: list[str] = []
+    if kind == "mooncake":
+        mooncake_write.write(workload, file, block_size)
+    else:
+        losses += tracelab.write(workload, file)
+    if any(round_.thinking_tokens for round_ in workload.rounds):
+        losses.append("how much of an answer is thinking")
+    if any(session.kind for session in workload.sessions):
+        losses.append("kinds of sessions")
+    if any(session.ends for session in workload.sessions):
+        losses.append("that sessions end")
+    return losses

@@ -1,0 +1,249 @@
+"""The agent generator: closed-loop sessions drawn from a profile."""
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+from kvmesh.workload.generate.distributions import draw, draw_int
+from kvmesh.workload.generate.profile import Agent, Profile, ProfileError, Spawn
+from kvmesh.workload.model import Round, Session, Workload
+from kvmesh.workload.tree import Tree
+
+TOKEN_S, REQUEST_S = 0.02, 0.5
+
+
+@dataclass
+class Draft:
+    """A round being written, with a guess of when it runs; `after` holds drafts."""
+
+    session: int
+    branch: int
+    answer: int
+    tokens: int
+    output: int
+    wait_s: float
+    after: "list[Draft]"
+    start_s: float
+    agent: Agent
+    wait: str = ""
+    abort_after: int | None = None
+    index: int = -1
+
+    @property
+    def end_s(self) -> float:
+        output = self.output if self.abort_after is None else self.abort_after
+        return self.start_s + REQUEST_S + TOKEN_S * output
+
+
+@dataclass
+class Walk:
+    """Where a session stands: its prompt so far and what its next round waits for."""
+
+    agent: Agent
+    session: int
+    base: int
+    base_tokens: int
+    branch: int
+    tokens: int
+    ready_s: float
+    wait_s: float
+    wait: str
+    after: list[Draft]
+    compacts: bool
+    step: int = 0
+    last: list[Draft] = field(default_factory=list)
+
+
+class AgentGenerator:
+    """Writes one workload; everything follows from the profile and the seed."""
+
+    def __init__(self, profile: Profile, seed: int = 0) -> None:
+        self._profile = profile
+        self._rng = random.Random(seed)
+        self._ends = random.Random(f"{seed} ends")
+        self._agents = {agent.name: agent for agent in profile.agents}
+        self._tree = Tree()
+        self._sessions: list[Session] = []
+        self._drafts: list[Draft] = []
+        self._prompts: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def workload(self, sessions: int | None = None) -> Workload:
+        """`sessions` sessions (the profile's number by default) and all that they spawn.
+
+        Raises ProfileError if not one of them has a request.
+        """
+        roots = [agent for agent in self._profile.agents if agent.share]
+        weights = [agent.share for agent in roots]
+        clock, slots = 0.0, self._profile.concurrency
+        ends: list[tuple[float, int, list[Draft]]] = []
+        for number in range(sessions or self._profile.sessions):
+            agent = self._rng.choices(roots, weights)[0]
+            if slots is None or number < slots:
+                ready, before = clock, list[Draft]()
+            else:
+                ready, _, before = heapq.heappop(ends)
+            wait = 0.0 if before else ready
+            last = self._session(agent, None, before, wait, ready) or before
+            end = max((draft.end_s for draft in last), default=ready)
+            heapq.heappush(ends, (end, number, last))
+            clock += self._rng.expovariate(self._profile.per_minute / 60)
+        if not self._drafts:
+            raise ProfileError("no request: every first prompt is longer than its agent's context")
+        return self._assemble()
+
+    def _session(
+        self, agent: Agent, parent: int | None, after: list[Draft], wait_s: float, ready_s: float
+    ) -> list[Draft]:
+        """Write a whole session; returns its last round."""
+        session = len(self._sessions)
+        name = f"{agent.name}-{session}"
+        ends = self._ends.random() < agent.ends
+        self._sessions.append(Session(name=name, kind=agent.name, parent=parent, ends=ends))
+        base, base_tokens = self._prompt(agent)
+        walk = Walk(
+            agent=agent,
+            session=session,
+            base=base,
+            base_tokens=base_tokens,
+            branch=self._tree.fork(base, base_tokens),
+            tokens=base_tokens + draw_int(agent.task, self._rng, 1),
+            ready_s=ready_s,
+            wait_s=wait_s,
+            wait="",
+            after=after,
+            compacts=agent.compaction is not None and self._rng.random() < agent.compaction.share,
+        )
+        for turn in range(draw_int(agent.human.turns, self._rng, 1)):
+            if turn:
+                self._ask_again(walk)
+            if not self._turn(walk):
+                break
+        return walk.last
+
+    def _prompt(self, agent: Agent) -> tuple[int, int]:
+        """The branch and length of the shared beginning of an agent's prompts."""
+        variant = self._rng.randrange(agent.prompt_variants)
+        key = (agent.prompt, variant)
+        if key not in self._prompts:
+            tokens = draw_int(agent.prompt_tokens, self._rng, 1)
+            self._prompts[key] = (self._tree.fork(), tokens)
+        return self._prompts[key]
+
+    def _ask_again(self, walk: Walk) -> None:
+        walk.tokens += draw_int(walk.agent.human.message, self._rng, 1)
+        walk.wait_s = draw(walk.agent.human.wait_s, self._rng)
+        walk.wait = "human"
+
+    def _turn(self, walk: Walk) -> bool:
+        """One run of steps until the agent is done; False once the session is full."""
+        for remaining in reversed(range(draw_int(walk.agent.steps, self._rng, 1))):
+            if walk.tokens > _limit(walk) and not self._compact(walk):
+                return False
+            draft = self._step(walk)
+            if draft.abort_after is not None:
+                break
+            if remaining:
+                self._use_tool(walk)
+            self._spawn(walk, draft)
+        return True
+
+    def _step(self, walk: Walk) -> Draft:
+        agent = walk.agent
+        output = draw_int(agent.output, self._rng, 1)
+        thinking = 0 if agent.keep_thinking else round(output * agent.thinking)
+        abort = None
+        if self._rng.random() < agent.abort:
+            abort = self._rng.randint(1, output)
+        draft = self._write(walk, output, thinking > 0, abort)
+        walk.tokens += max(0, (output if abort is None else abort) - thinking)
+        walk.step += 1
+        return draft
+
+    def _write(self, walk: Walk, output: int, private: bool, abort: int | None = None) -> Draft:
+        """Add a round at the walk's place; `private` answers are not in later prompts."""
+        answer = self._tree.fork(walk.branch, walk.tokens) if private else walk.branch
+        draft = Draft(
+            session=walk.session,
+            branch=walk.branch,
+            answer=answer,
+            tokens=walk.tokens,
+            output=output,
+            wait_s=walk.wait_s,
+            after=walk.after,
+            start_s=walk.ready_s + (walk.wait_s if walk.after else 0.0),
+            agent=walk.agent,
+            wait=walk.wait,
+            abort_after=abort,
+        )
+        self._drafts.append(draft)
+        walk.after = walk.last = [draft]
+        walk.ready_s, walk.wait_s, walk.wait = draft.end_s, 0.0, ""
+        return draft
+
+    def _use_tool(self, walk: Walk) -> None:
+        tools = walk.agent.tools
+        if not tools:
+            walk.tokens += draw_int(walk.agent.result, self._rng)
+            return
+        tool = self._rng.choices(tools, [tool.weight for tool in tools])[0]
+        result = walk.agent.result if tool.result is None else tool.result
+        walk.tokens += draw_int(result, self._rng)
+        walk.wait_s = draw(tool.wait_s, self._rng)
+        walk.wait = tool.name
+
+    def _compact(self, walk: Walk) -> bool:
+        """Summarise into a fresh prompt; False if this session does not."""
+        compaction = walk.agent.compaction
+        if compaction is None or not walk.compacts:
+            return False
+        self._write(walk, draw_int(compaction.summary, self._rng, 1), private=True)
+        walk.branch = self._tree.fork(walk.base, walk.base_tokens)
+        walk.tokens = max(walk.base_tokens + 1, draw_int(compaction.to, self._rng))
+        return True
+
+    def _spawn(self, walk: Walk, draft: Draft) -> None:
+        for spawn in walk.agent.spawns:
+            if not self._due(spawn, walk.step):
+                continue
+            child = self._agents[spawn.agent]
+            for _ in range(draw_int(spawn.count, self._rng, 1)):
+                last = self._session(child, walk.session, [draft], 0.0, draft.end_s)
+                walk.after = [*walk.after, *last]
+                walk.ready_s = max(walk.ready_s, *(d.end_s for d in last))
+
+    def _due(self, spawn: Spawn, step: int) -> bool:
+        return step == spawn.step or (spawn.chance > 0 and self._rng.random() < spawn.chance)
+
+    def _assemble(self) -> Workload:
+        """Rounds by the time at which they would run if each took a plausible while."""
+        self._drafts.sort(key=lambda draft: draft.start_s)
+        for index, draft in enumerate(self._drafts):
+            draft.index = index
+        return Workload(
+            tree=self._tree,
+            sessions=self._sessions,
+            rounds=[_round(draft) for draft in self._drafts],
+        )
+
+
+def _limit(walk: Walk) -> int:
+    agent = walk.agent
+    if agent.compaction is None or not walk.compacts:
+        return agent.context
+    return min(agent.context, agent.compaction.at)
+
+
+def _round(draft: Draft) -> Round:
+    return Round(
+        session=draft.session,
+        branch=draft.branch,
+        answer=draft.answer,
+        input_tokens=draft.tokens,
+        output_tokens=draft.output,
+        at_s=draft.wait_s,
+        after=tuple(sorted(before.index for before in draft.after)),
+        wait=draft.wait,
+        priority=draft.agent.priority,
+        thinking_tokens=round(draft.output * draft.agent.thinking),
+        abort_after=draft.abort_after,
+    )

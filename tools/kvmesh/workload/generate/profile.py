@@ -1,0 +1,152 @@
+"""Profiles of agent traffic: every distribution of the generator as a key of a TOML file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvmesh.workload.errors import WorkloadError
+from kvmesh.workload.generate.distributions import Amount, Quantiles
+from kvmesh.workload.model import LIMIT, Priority
+
+FOLDER = Path(__file__).with_name("profiles")
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1, le=LIMIT)]
+Weight = Annotated[float, Meta(ge=0, le=LIMIT)]
+
+
+class ProfileError(WorkloadError):
+    """A profile that is missing or wrong; the message names the file and the key."""
+
+
+class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base: an unknown key is an error that names it."""
+
+
+class Tool(_Section, frozen=True, kw_only=True):
+    """A tool: how often it is called, how long it takes (s) and how much it returns (tokens)."""
+
+    name: str
+    weight: Annotated[float, Meta(gt=0, le=LIMIT)]
+    wait_s: Amount
+    result: Amount | None = None
+
+
+class Human(_Section, frozen=True, kw_only=True):
+    """The person at the other end: how often they ask again, after how long (s), how much."""
+
+    turns: Amount = 1
+    wait_s: Amount = Quantiles(p50=84, p90=1236, p99=50_000)
+    message: Amount = 60
+
+
+class Compaction(_Section, frozen=True, kw_only=True):
+    """When a prompt would pass `at` tokens it is summarised into a new one of `to` tokens.
+
+    `share` of the sessions do so; the others grow to the agent's `context` and end there.
+    """
+
+    at: Count
+    to: Amount
+    share: Share = 1.0
+    summary: Amount = 2000
+
+
+class Spawn(_Section, frozen=True, kw_only=True):
+    """Child sessions: which agent, how many, and at which step or with what chance per step.
+
+    The parent goes on once all of them have ended.
+    """
+
+    agent: str
+    count: Amount = 1
+    step: int | None = None
+    chance: Share = 0.0
+
+
+class Agent(_Section, frozen=True, kw_only=True):
+    """One kind of agent.
+
+    `share` is its weight among sessions that nobody spawns. Agents with the same `prompt` share
+    its first `prompt_tokens` tokens, in `prompt_variants` versions. `thinking` is the share of
+    output that is reasoning, which later prompts contain only with `keep_thinking`. The clients of
+    a share of `ends` say when their session is over.
+    """
+
+    name: str
+    share: Weight = 0.0
+    prompt: str = "system"
+    prompt_tokens: Amount = 16_000
+    prompt_variants: Count = 1
+    task: Amount = 1500
+    steps: Amount
+    output: Amount
+    result: Amount = 0
+    thinking: Share = 0.0
+    keep_thinking: bool = True
+    abort: Share = 0.0
+    ends: Share = 0.0
+    priority: Priority = 0
+    context: Count = 200_000
+    human: Human = Human()
+    tools: list[Tool] = []
+    compaction: Compaction | None = None
+    spawns: list[Spawn] = []
+
+
+class Profile(_Section, frozen=True, kw_only=True):
+    """A kind of traffic. Sessions start as a Poisson process, `per_minute` on average.
+
+    With `concurrency`, only as many first ones do: then each waits for another one to end.
+    """
+
+    description: str
+    sessions: Count
+    per_minute: Annotated[float, Meta(ge=1e-6, le=LIMIT)]
+    concurrency: Count | None = None
+    agents: Annotated[list[Agent], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        names = [agent.name for agent in self.agents]
+        if len(set(names)) != len(names):
+            raise ValueError("two agents have one name")
+        for agent in self.agents:
+            for spawn in agent.spawns:
+                if spawn.agent not in names:
+                    raise ValueError(f"agent {agent.name!r} spawns unknown {spawn.agent!r}")
+        if not any(agent.share for agent in self.agents):
+            raise ValueError("no agent has a share")
+        _refuse_endless(self.agents)
+
+
+def _refuse_endless(agents: list[Agent]) -> None:
+    """Raises ValueError when an agent can descend from itself."""
+    children = {agent.name: {spawn.agent for spawn in agent.spawns} for agent in agents}
+    for name in children:
+        found: set[str] = set()
+        open_ = list(children[name])
+        while open_:
+            child = open_.pop()
+            if child not in found:
+                found.add(child)
+                open_.extend(children[child])
+        if name in found:
+            raise ValueError(f"agent {name!r} spawns itself, directly or through others")
+
+
+def builtin() -> dict[str, Path]:
+    """Name to file of the profiles that ship with the mesh."""
+    return {file.stem: file for file in sorted(FOLDER.glob("*.toml"))}
+
+
+def load_profile(source: str) -> Profile:
+    """A shipped profile by name, or any by its path. Raises ProfileError."""
+    file = builtin().get(source) or Path(source)
+    try:
+        return msgspec.toml.decode(file.read_bytes(), type=Profile)
+    except OSError as error:
+        known = ", ".join(builtin())
+        raise ProfileError(f"no profile {source!r} (shipped: {known}): {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{file}: {str(error).replace('`$.', '`')}") from error
