@@ -17,13 +17,13 @@ from kvmesh.bus.messages import Chunk, ModelCard, StepOutput, encode
 from kvmesh.demo import model_dir
 from kvmesh.frontend.apis.base import Renderer
 from kvmesh.frontend.apis.chat.api import Chat
-from kvmesh.frontend.dispatch.token_inbox import Inbox, step_decoder
-from kvmesh.frontend.dispatch.token_stream import Sequence
+from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
+from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.generation.choice import Choice
-from kvmesh.frontend.generation.output import Answer
+from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.models import Dialect, ServedModel
-from kvmesh.frontend.namespaces import Tenants
-from kvmesh.frontend.preprocess.preprocessor import Preparer, render
+from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor, render
 
 MEMO_BYTES = 256 << 20
 WALKED = 64 << 20
@@ -47,7 +47,7 @@ def turn_stages(report: Report, model: ServedModel, turns: Iterator[bytes]) -> N
 
 
 async def _turns(model: ServedModel, bodies: list[bytes]) -> list[tuple[float, float, float]]:
-    preparer, surface = Preparer(MEMO_BYTES, Tenants()), Chat()
+    preparer, surface = Preprocessor(MEMO_BYTES, TenantNamespaces()), Chat()
     rows = []
     for body in bodies:
         started = time.thread_time()
@@ -73,7 +73,7 @@ class _Sink:
     def send(self, frame: bytes) -> None:
         return
 
-    def prefilled(self, sequence: Sequence) -> None:
+    def prefilled(self, sequence: TokenStream) -> None:
         return
 
     def opening(self) -> bytes:
@@ -88,7 +88,7 @@ def token_path(report: Report, model: ServedModel) -> None:
 
 
 async def _tokens(model: ServedModel, walked: int) -> float:
-    inbox = Inbox(0.0, lambda sequence: None)
+    inbox = TokenInbox(0.0, lambda sequence: None)
     sequences = [_stream(model, inbox, number) for number in range(STREAMS)]
     other = np.zeros(max(walked, 8) // 8)
     spent = 0.0
@@ -103,13 +103,13 @@ async def _tokens(model: ServedModel, walked: int) -> float:
     return spent / STEPS / STREAMS
 
 
-def _stream(model: ServedModel, inbox: Inbox, number: int) -> Sequence:
+def _stream(model: ServedModel, inbox: TokenInbox, number: int) -> TokenStream:
     call = Chat().parse(chat([{"role": "user", "content": "Hello"}], STEPS, True), {})
     dialect = model.dialect
     parser = dialect.grammar.parser([], "<|im_start|>assistant\n", calls=False)
-    answer = Answer(dialect.detokenizers.create(), [], parser)
+    answer = OutputPipeline(dialect.detokenizers.create(), [], parser)
     choice = Choice(_Sink(call.renderer), 0, answer, None, one_call=False)
-    sequence = Sequence(f"{call.request.id}-{number}", choice, 0.0)
+    sequence = TokenStream(f"{call.request.id}-{number}", choice, 0.0)
     sequence.next_attempt()
     sequence.place("worker-0", 0.0)
     inbox.add(sequence)

@@ -11,8 +11,8 @@ from kvmesh.blocks.kvbm_client import StoreClient
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KvEvent, Sampling, Work
-from kvmesh.settings.schema import Settings, Torch
-from kvmesh.worker.engine import Delta, EngineContext, EngineError
+from kvmesh.settings.schema import Settings, TorchSettings
+from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta
 from kvmesh.worker.engines.torch.engine import create
 
 PREFIX_TOKENS = 4096
@@ -26,7 +26,7 @@ class Clock:
         self.first: dict[str, float] = {}
         self.cached: dict[str, list[int]] = {}
 
-    def output(self, deltas: list[Delta]) -> None:
+    def output(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
             self.first.setdefault(delta.request, time.perf_counter())
             if delta.cached is not None:
@@ -51,7 +51,7 @@ class Engine:
             self.client = StoreClient(bus, LIMITS, tenant, user)
             return self.client
 
-        options = Torch(blocks=2 * PREFIX_TOKENS // BLOCK, max_batched_tokens=1024)
+        options = TorchSettings(blocks=2 * PREFIX_TOKENS // BLOCK, max_batched_tokens=1024)
         self._engine = create(EngineContext(Settings(torch=options), folder, connect))
         self._clock = Clock()
 

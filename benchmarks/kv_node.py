@@ -13,7 +13,7 @@ from local_mesh import free_port, nats_command, wait_for_port
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.attachment import Tenant
-from kvmesh.blocks.kvbm_client import Prompt, Speeds, StoreClient
+from kvmesh.blocks.kvbm_client import KvbmPrompt, StoreClient, TierSpeeds
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.streams import StreamLimits, ensure_streams
@@ -70,11 +70,11 @@ async def until(check: Callable[[], object], seconds: float = 120.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def numbered(name: str, blocks: int, seed: int) -> Prompt:
+def numbered(name: str, blocks: int, seed: int) -> KvbmPrompt:
     """A prompt whose blocks are called by numbers."""
     hashes = array("Q", range(seed << 32, (seed << 32) + blocks)).tobytes()
     digests = b"".join((seed << 64 | i).to_bytes(16, "little") for i in range(blocks))
-    return Prompt(request=name, digests=digests, sequence=hashes, local=hashes, salt=seed)
+    return KvbmPrompt(request=name, digests=digests, sequence=hashes, local=hashes, salt=seed)
 
 
 async def attach(bus: Bus, layout: KvLayout) -> StoreClient:
@@ -85,7 +85,7 @@ async def attach(bus: Bus, layout: KvLayout) -> StoreClient:
     return client
 
 
-async def write(client: StoreClient, prompt: Prompt) -> None:
+async def write(client: StoreClient, prompt: KvbmPrompt) -> None:
     size = client.tenant.layout.block_bytes
     async with client.writing(prompt, 0) as writing:
         assert writing is not None
@@ -95,10 +95,10 @@ async def write(client: StoreClient, prompt: Prompt) -> None:
             writing.checksums.append(xxh3(view))
 
 
-async def read(client: StoreClient, prompt: Prompt) -> list[int]:
+async def read(client: StoreClient, prompt: KvbmPrompt) -> list[int]:
     """Have all of a prompt in the arena; blocks by the tier that they were in."""
     tiers = [0] * 4
-    async with aclosing(client.load(prompt, 0, Speeds(), 0.0, 60.0)) as parts:
+    async with aclosing(client.load(prompt, 0, TierSpeeds(), 0.0, 60.0)) as parts:
         async for part in parts:
             for tier in part.tiers:
                 tiers[tier] += 1

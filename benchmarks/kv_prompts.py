@@ -17,7 +17,7 @@ from common import Report, cpu_seconds, median, parser
 from kv_node import attach, node, numbered
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.kvbm_client import Prompt, Speeds, StoreClient
+from kvmesh.blocks.kvbm_client import KvbmPrompt, StoreClient, TierSpeeds
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.blocks.prompt_delta import SentPrompts
 from kvmesh.bus.client import Bus
@@ -41,9 +41,9 @@ class Turn(NamedTuple):
     kvbm_s: float
 
 
-def begin(whole: Prompt, blocks: int) -> Prompt:
+def begin(whole: KvbmPrompt, blocks: int) -> KvbmPrompt:
     """The first blocks of a prompt."""
-    return Prompt(
+    return KvbmPrompt(
         request="r",
         digests=whole.digests[: 16 * blocks],
         sequence=whole.sequence[: 8 * blocks],
@@ -53,15 +53,15 @@ def begin(whole: Prompt, blocks: int) -> Prompt:
     )
 
 
-async def fetch(client: StoreClient, prompt: Prompt) -> float:
+async def fetch(client: StoreClient, prompt: KvbmPrompt) -> float:
     start = time.perf_counter()
-    async with aclosing(client.load(prompt, prompt.blocks, Speeds(), 0.0, 0.0)) as parts:
+    async with aclosing(client.load(prompt, prompt.blocks, TierSpeeds(), 0.0, 0.0)) as parts:
         async for _ in parts:
             pass
     return time.perf_counter() - start
 
 
-async def offer(client: StoreClient, prompt: Prompt, first: int) -> None:
+async def offer(client: StoreClient, prompt: KvbmPrompt, first: int) -> None:
     async with client.writing(prompt, first) as writing:
         if writing is None:
             raise RuntimeError("nothing was wanted")
@@ -69,7 +69,7 @@ async def offer(client: StoreClient, prompt: Prompt, first: int) -> None:
             writing.checksums.append(xxh3(writing.arena.view(offset, LAYOUT.block_bytes)))
 
 
-async def turn(bus: Bus, kvbm: int, client: StoreClient, whole: Prompt, start: int) -> Turn:
+async def turn(bus: Bus, kvbm: int, client: StoreClient, whole: KvbmPrompt, start: int) -> Turn:
     asked = start + TURN - GENERATED
     sent, worker, before = bus.client.stats["out_bytes"], time.process_time(), cpu_seconds(kvbm)
     seconds = await fetch(client, begin(whole, asked // BLOCK))

@@ -25,7 +25,7 @@ from kv_engine import BLOCK, PREFIX_TOKENS, Engine, make_model
 from kv_node import attach, node, numbered, read, until, write
 from local_mesh import free_port
 
-from kvmesh.blocks.kvbm_client import Speeds
+from kvmesh.blocks.kvbm_client import TierSpeeds
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Respond
 from kvmesh.bus.kvbm import Finish
@@ -162,7 +162,9 @@ async def lookups(report: Report, folder: Path) -> None:
         echoed: list[float] = []
         for i in range(LOOKUPS):
             start = time.perf_counter()
-            async with aclosing(client.load(prompt, prompt.blocks, Speeds(), 0.0, 0.0)) as parts:
+            async with aclosing(
+                client.load(prompt, prompt.blocks, TierSpeeds(), 0.0, 0.0)
+            ) as parts:
                 async for _ in parts:
                     break
             between = time.perf_counter()

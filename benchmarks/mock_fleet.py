@@ -30,11 +30,11 @@ from kvmesh.bus.model_files import publish_model
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Mock, Worker
+from kvmesh.settings.schema import MockSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, create_engine
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
-from kvmesh.worker.engines.mock.text.source import Passage, Reading
+from kvmesh.worker.engines.mock.text.source import TextReading, TextSource
 from kvmesh.worker.node import WorkerNode
 
 LIMITS = StreamLimits(lease_s=30.0)
@@ -74,8 +74,8 @@ class Fleet:
     """Workers that share one connection."""
 
     def __init__(self, bus: Bus, plan: Plan) -> None:
-        mock = Mock(blocks=plan.blocks, tick_s=plan.tick_s)
-        self._settings = Settings(mock=mock, worker=Worker(load_interval_s=1.0))
+        mock = MockSettings(blocks=plan.blocks, tick_s=plan.tick_s)
+        self._settings = Settings(mock=mock, worker=WorkerSettings(load_interval_s=1.0))
         self._nodes = [self._node(bus, index) for index in range(plan.engines)]
         self.lags: list[float] = []
 
@@ -278,7 +278,7 @@ def _request(number: int, length: int, target: int) -> Request:
         local=local,
         sequence=sequence,
         tail=tail,
-        source=Reading(Passage.of_model(model_dir()), number),
+        source=TextReading(TextSource.of_model(model_dir()), number),
         target=target,
     )
 

@@ -38,7 +38,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams import ensure_streams
 from kvmesh.cli.supervisor.nats import server_config, server_environ
 from kvmesh.runtime.service import stream_limits
-from kvmesh.settings.schema import Streams
+from kvmesh.settings.schema import StreamSettings
 
 MODEL = "kvmesh-demo"
 TOKEN = "benchmark"
@@ -122,7 +122,7 @@ async def held(bus: Bus) -> str:
     return "  ".join(parts)
 
 
-async def write(url: str, pid: int, streams: Streams, options: argparse.Namespace) -> None:
+async def write(url: str, pid: int, streams: StreamSettings, options: argparse.Namespace) -> None:
     bus = await Bus.connect(BusOptions(url=url, token=TOKEN), "bench")
     await ensure_streams(bus, stream_limits(streams))
     writer, number = Writer(bus, options.blocks), 0
@@ -142,10 +142,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=int, default=12)
     parser.add_argument("--rate", type=int, default=400, help="requests a second")
     parser.add_argument("--blocks", type=int, default=64, help="blocks of a prompt")
-    parser.add_argument("--seq-bytes", type=int, default=Streams().seq_bytes)
+    parser.add_argument("--seq-bytes", type=int, default=StreamSettings().seq_bytes)
     parser.add_argument("--memory-limit", help="GOMEMLIMIT in place of what `up` sets; off: none")
     options = parser.parse_args()
-    streams = msgspec.structs.replace(Streams(), seq_bytes=options.seq_bytes)
+    streams = msgspec.structs.replace(StreamSettings(), seq_bytes=options.seq_bytes)
     environ = server_environ(streams, os.environ)
     if options.memory_limit:
         environ["GOMEMLIMIT"] = options.memory_limit

@@ -13,9 +13,9 @@ from common import Report
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.mesh import Simulation
-from kvmesh.simulator.options import Options, WorkerOptions
+from kvmesh.simulator.options import SimulationOptions, WorkerOptions
 from kvmesh.simulator.records import Records
 from kvmesh.simulator.report.figures import Figures, figures
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
@@ -27,7 +27,7 @@ from kvmesh.workload.model import Workload
 DEADLINE_S = 7200.0
 SATURATED = 0.05  # of all requests wait at once
 MOST_TIMED = 1500
-SETTINGS: dict[str, Router] = {}
+SETTINGS: dict[str, RouterSettings] = {}
 
 
 class Run(NamedTuple):
@@ -57,11 +57,11 @@ class Scene:
     speed: float
     engine: float = 1.0
 
-    def options(self, policy: str, seed: int) -> Options:
+    def options(self, policy: str, seed: int) -> SimulationOptions:
         limits = SchedulerLimits(block_size=self.block)
         core = CoreOptions(self.memory // self.block, limits, speedup=self.engine)
-        return Options(
-            router=SETTINGS.get(policy) or Router(policy=policy),
+        return SimulationOptions(
+            router=SETTINGS.get(policy) or RouterSettings(policy=policy),
             workers=(WorkerOptions(self.workers, core),),
             speed=self.speed,
             seed=seed,

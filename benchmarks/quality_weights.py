@@ -26,12 +26,12 @@ from quality_study import (
 )
 from rich.progress import Progress
 
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.report.figures import Latency
 from kvmesh.workload.formats.registry import load
 from kvmesh.workload.generate.agents import AgentGenerator
 from kvmesh.workload.generate.distributions import Quantiles
-from kvmesh.workload.generate.profile import Agent, Profile
+from kvmesh.workload.generate.profile import Agent, AgentProfile
 from kvmesh.workload.model import Workload
 from kvmesh.workload.replay.summary import Spread
 
@@ -94,7 +94,7 @@ def one_shot(shared: int, variants: int, output: Quantiles) -> Agent:
 
 def single(study: Study, count: int, agent: Agent) -> list[Workload]:
     """`count` requests of an agent, one a second, for each seed."""
-    profile = Profile(description="", sessions=count, per_minute=60.0, agents=[agent])
+    profile = AgentProfile(description="", sessions=count, per_minute=60.0, agents=[agent])
     return [AgentGenerator(profile, seed).workload(count) for seed in study.seeds]
 
 
@@ -116,7 +116,7 @@ PICKS: dict[str, Pick] = {
 def weighted(weight: float) -> str:
     """The name under which `kv` with this weight runs."""
     name = f"kv, prefill_weight {weight:g}"
-    SETTINGS[name] = Router(policy="kv", prefill_weight=weight)
+    SETTINGS[name] = RouterSettings(policy="kv", prefill_weight=weight)
     return name
 
 

@@ -19,11 +19,11 @@ import numpy as np
 from common import Report, parser
 from numpy.typing import NDArray
 
-from kvmesh.retention.claims import THINKING_LEVEL, Wish
-from kvmesh.retention.token_ranges import Segment
+from kvmesh.retention.claims import THINKING_LEVEL, RetentionWish
+from kvmesh.retention.token_ranges import RetentionSegment
 from kvmesh.worker.enginecore.block_manager import BlockManager
-from kvmesh.worker.enginecore.retention import KeepingOptions
-from kvmesh.worker.enginecore.retention_request import Asked
+from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_request import RetentionRequest
 from kvmesh.workload.generate.agents import REQUEST_S, TOKEN_S, AgentGenerator
 from kvmesh.workload.generate.profile import load_profile
 from kvmesh.workload.model import Round, Workload
@@ -187,7 +187,7 @@ class Managed:
     """
 
     def __init__(self, most: int, told: bool) -> None:
-        self._blocks = BlockManager(ENDLESS, KeepingOptions(session_idle_s=inf))
+        self._blocks = BlockManager(ENDLESS, RetentionOptions(session_idle_s=inf))
         self._most = most
         self._told = told
 
@@ -223,12 +223,16 @@ class Managed:
             keeping.release([str(use.round.session)])
 
 
-def _asked(use: Use) -> Asked:
+def _asked(use: Use) -> RetentionRequest:
     """An answer that no later prompt contains was thinking, or is forgotten for another reason."""
     dropped = use.round.answer != use.round.branch
-    thinking = [Segment(use.prompt, None, Wish(THINKING_LEVEL))] if dropped else []
+    thinking = (
+        [RetentionSegment(use.prompt, None, RetentionWish(THINKING_LEVEL))] if dropped else []
+    )
     session = str(use.round.session)
-    return Asked(segments=thinking, directives=[], for_prompt=0, tenant="", session=session)
+    return RetentionRequest(
+        segments=thinking, directives=[], for_prompt=0, tenant="", session=session
+    )
 
 
 def least(uses: list[Use], hits: int, told: bool) -> tuple[int, Held]:

@@ -45,11 +45,11 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.streams import StreamLimits, ensure_streams
-from kvmesh.router.placement.queue import Dispatcher
+from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 BLOCK = 16
 FAMILIES = 40
@@ -104,7 +104,7 @@ def overlaps(workers: int, blocks: int, holders: int, rng: Random) -> Overlaps:
 def loaded_core(workers: int, prompts: Prompts, active: int, **settings: object) -> RouterCore:
     """A core whose workers run `active` requests each."""
     options: dict[str, object] = {"queue_threshold": 0.0, **settings}
-    core = RouterCore(MODEL, "r", Router(**options), Random(1))  # type: ignore[arg-type]
+    core = RouterCore(MODEL, "r", RouterSettings(**options), Random(1))  # type: ignore[arg-type]
     for number in range(workers):
         core.join(worker(number))
     for number in range(workers):
@@ -145,7 +145,7 @@ def microseconds(
 
 def placements(core: RouterCore, prompts: Prompts, answer: Overlaps) -> Iterator[float]:
     """Seconds of whole placements: decision, queue check, and the count of what is active."""
-    dispatcher = Dispatcher(core, "r")
+    dispatcher = PlacementQueue(core, "r")
     for turn in range(1500):
         ticket = Ticket(prompts.request(f"q{turn}", 512), 1.0, answer)
         started = time.perf_counter()

@@ -8,9 +8,9 @@ from random import Random
 from common import Report, parser
 
 from kvmesh.cli.commands.version import cores
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.mesh import Simulation
-from kvmesh.simulator.options import Network, Options, WorkerOptions
+from kvmesh.simulator.options import Network, SimulationOptions, WorkerOptions
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.workload.formats.registry import load
@@ -49,7 +49,7 @@ def speed(workload: Workload, workers: int, block: int) -> float:
     core = CoreOptions(TOKENS // block, SchedulerLimits(block_size=block))
     fleet = (WorkerOptions(workers, core),)
     network = Network(loads=0.25 if workers < 100 else 2.0)
-    options = Options(router=Router(policy="kv"), workers=fleet, network=network)
+    options = SimulationOptions(router=RouterSettings(policy="kv"), workers=fleet, network=network)
     begun = time.process_time()
     Simulation(workload, options).run()
     return len(workload) / (time.process_time() - begun)

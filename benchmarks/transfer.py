@@ -25,7 +25,7 @@ import numpy as np
 import uvloop
 from common import Report, parser
 
-from kvmesh.settings.schema import Transfer
+from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Transport
 
 Lender = Callable[[Connection, int], None]
@@ -68,7 +68,7 @@ def lend_memory(pipe: Connection, size: int) -> None:
 
 def lend_grants(pipe: Connection, size: int) -> None:
     async def lend() -> None:
-        options = msgspec.convert({"via": await asyncio.to_thread(pipe.recv)}, Transfer)
+        options = msgspec.convert({"via": await asyncio.to_thread(pipe.recv)}, TransferSettings)
         region = (await Transport.open(options)).register(memory(size))
         pipe.send(region.grant([(0, size)], GRANT_S).descriptor)
         await asyncio.Event().wait()
@@ -136,7 +136,7 @@ async def _transport(via: str, size: int, block: int, runs: int) -> list[float]:
     places = list(range(0, size, block))
     random.Random(1).shuffle(places)
     pieces = [(remote, i * block, block) for i, remote in enumerate(places)]
-    reader = await Transport.open(msgspec.convert({"via": via}, Transfer))
+    reader = await Transport.open(msgspec.convert({"via": via}, TransferSettings))
     region = reader.register(memory(size))
     rates = []
     with other_process(lend_grants, size) as pipe:

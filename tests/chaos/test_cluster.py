@@ -29,7 +29,7 @@ from kvmesh.bus.messages import KvBatch, KvEvent, OverlapQuery, OverlapReply
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
-from kvmesh.settings.schema import Indexer as Settings
+from kvmesh.settings.schema import IndexerSettings as Settings
 
 LIMITS = StreamLimits(
     kv_bytes=64 << 20, route_bytes=1 << 20, seq_bytes=1 << 20, lease_s=10.0, kv_age_s=600.0

@@ -17,7 +17,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.kvbm import Fetch, KvbmRequest
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Nats, Streams, Vllm, Worker
+from kvmesh.settings.schema import NatsSettings, StreamSettings, VllmSettings, WorkerSettings
 from kvmesh.worker.capabilities.tiered import Tiered
 from kvmesh.worker.engine import Engine, EngineContext, create_engine
 
@@ -36,10 +36,10 @@ class Run:
     def __init__(self, mesh: Mesh, model: Path) -> None:
         self.mesh = mesh
         settings = Settings(
-            nats=Nats(url=mesh.nats_url, namespace=mesh.namespace),
-            streams=Streams(lease_s=1),
-            vllm=Vllm(args=ARGS, kvbm=True),
-            worker=Worker(engine="vllm", block_size=SIZE, node="here", served_name="tiny"),
+            nats=NatsSettings(url=mesh.nats_url, namespace=mesh.namespace),
+            streams=StreamSettings(lease_s=1),
+            vllm=VllmSettings(args=ARGS, kvbm=True),
+            worker=WorkerSettings(engine="vllm", block_size=SIZE, node="here", served_name="tiny"),
         )
         self.sink = Recorder()
         self.engine: Engine = create_engine(EngineContext(settings, model))

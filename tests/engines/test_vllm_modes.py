@@ -8,7 +8,7 @@ import pytest
 from support.vllm import PLAIN, VllmRun, prompt, work
 from support.wait import eventually
 
-from kvmesh.settings.schema import Vllm
+from kvmesh.settings.schema import VllmSettings
 from kvmesh.worker.engine import Rejected
 
 pytestmark = [
@@ -23,7 +23,7 @@ async def test_an_adapter_answers_differently_from_blocks_of_its_own(
 ) -> None:
     from support.lora import make_adapter
 
-    adapters = Vllm(adapters=[f"poet={make_adapter(tmp_path / 'poet')}"])
+    adapters = VllmSettings(adapters=[f"poet={make_adapter(tmp_path / 'poet')}"])
     run = await VllmRun.start(tiny_model, vllm=adapters)
     assert run.info.adapters == ["poet"]
     salt = PLAIN + 1

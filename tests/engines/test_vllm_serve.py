@@ -17,9 +17,9 @@ from support.wait import eventually
 
 from kvmesh.bus.messages import Sampling
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Remote, Worker
+from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, create_engine
-from kvmesh.worker.engines.remote.server import Server
+from kvmesh.worker.engines.remote.server import InferenceServer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,7 +29,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Remote, subprocess.Popen[bytes]]]:
+def served(
+    tiny_model: Path, tmp_path: Path
+) -> Iterator[tuple[RemoteSettings, subprocess.Popen[bytes]]]:
     port = free_port()
     events = (
         '{"enable_kv_cache_events": true, "publisher": "zmq", '
@@ -46,7 +48,7 @@ def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Remote, subproces
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=dict(os.environ), start_new_session=True
         )
-    remote = Remote(
+    remote = RemoteSettings(
         url=f"http://127.0.0.1:{port}",
         kv_events=f"ipc://{tmp_path}/events",
         kv_replay=f"ipc://{tmp_path}/replay",
@@ -59,14 +61,14 @@ def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Remote, subproces
 
 
 async def test_a_served_model_joins_from_beside(
-    served: tuple[Remote, subprocess.Popen[bytes]], tiny_model: Path
+    served: tuple[RemoteSettings, subprocess.Popen[bytes]], tiny_model: Path
 ) -> None:
     import aiohttp
 
     remote, process = served
     async with aiohttp.ClientSession() as http:
-        await eventually(Server(http, remote.url).healthy, timeout=400, what="the server")
-    settings = Settings(remote=remote, worker=Worker(engine="openai"))
+        await eventually(InferenceServer(http, remote.url).healthy, timeout=400, what="the server")
+    settings = Settings(remote=remote, worker=WorkerSettings(engine="openai"))
     engine, sink = create_engine(EngineContext(settings, tiny_model)), Recorder()
     info = await engine.start(sink)
     assert (info.block_size, info.capacity.blocks, info.context) == (SIZE, 64, 512)

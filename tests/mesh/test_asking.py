@@ -32,8 +32,8 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
 )
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.frontend.dispatch.route_client import Asking
-from kvmesh.frontend.dispatch.sequence_events import Tracker
+from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 
 DECISIONS: "msgspec.msgpack.Decoder[Decision]" = msgspec.msgpack.Decoder(Decision)
 QUEUE = {"queue_threshold": 0.5, "predicted_ttl_s": 0.0}
@@ -46,7 +46,7 @@ class Stage:
     """Two routers before one worker with room for one prompt of ten blocks at a time."""
 
     bus: Bus
-    asking: Asking
+    asking: RouteClient
     proxy: Proxy
     routers: list[RunningRouter]
     decisions: Tail[Decision]
@@ -110,9 +110,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def _asking(bus: Bus, limits: StreamLimits) -> AsyncIterator[Asking]:
-    tracker = Tracker(bus, "f")
-    asking = Asking(bus, tracker)
+async def _asking(bus: Bus, limits: StreamLimits) -> AsyncIterator[RouteClient]:
+    tracker = SequenceEventPublisher(bus, "f")
+    asking = RouteClient(bus, tracker)
     directory = Directory(bus, limits, asking.joined, asking.left)
     await asking.open()
     await directory.open()

@@ -12,10 +12,10 @@ from support.small_kvbm import KEY, SmallKvbm
 from support.wait import eventually
 
 from kvmesh.blocks import attachment
-from kvmesh.blocks.arena import Arena
+from kvmesh.blocks.arena import ArenaView
 from kvmesh.blocks.attachment import Attachment, Tenant
 from kvmesh.blocks.digests import chain_digests, root_digest
-from kvmesh.blocks.kvbm_client import Part, Prompt, Speeds, StoreClient, Writing
+from kvmesh.blocks.kvbm_client import FetchedPart, KvbmPrompt, PendingWrite, StoreClient, TierSpeeds
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.blocks.prompt_delta import KnownPrompts
 from kvmesh.blocks.write_through import WriteThrough
@@ -41,19 +41,19 @@ TENANT = Tenant(node="here", instance="w-1", model="m", layout=LAYOUT)
 Start = Callable[..., Awaitable[SmallKvbm]]
 
 
-def prompt(blocks: int, first: int = 0, request: str = "r") -> Prompt:
+def prompt(blocks: int, first: int = 0, request: str = "r") -> KvbmPrompt:
     tokens = array("I", range(first, first + 4 * blocks)).tobytes()
     local, sequence = block_hashes(tokens, 4, 0)
     root = root_digest(KEY, "m", "", "", LAYOUT)
     digests = chain_digests(KEY, root, tokens, 4)
-    return Prompt(request=request, digests=digests, sequence=sequence, local=local, salt=0)
+    return KvbmPrompt(request=request, digests=digests, sequence=sequence, local=local, salt=0)
 
 
 def content(block: int) -> bytes:
     return bytes([block % 251]) * LAYOUT.block_bytes
 
 
-def fill(writing: Writing) -> "array[int]":
+def fill(writing: PendingWrite) -> "array[int]":
     for block, offset in zip(writing.blocks, writing.offsets, strict=True):
         writing.arena.view(offset, LAYOUT.block_bytes)[:] = content(block)
     return array("Q", [7 + block for block in writing.blocks])
@@ -86,7 +86,7 @@ async def attached(client: StoreClient, times: int = 1) -> None:
     await eventually(lambda: client.attachments == times and client.key, what="it attaches")
 
 
-async def give(client: StoreClient, prompt: Prompt, first: int = 0) -> list[int]:
+async def give(client: StoreClient, prompt: KvbmPrompt, first: int = 0) -> list[int]:
     async with client.writing(prompt, first) as writing:
         if writing is None:
             return []
@@ -94,10 +94,10 @@ async def give(client: StoreClient, prompt: Prompt, first: int = 0) -> list[int]
         return list(writing.blocks)
 
 
-async def take(client: StoreClient, prompt: Prompt, held: int = 0) -> list[tuple[int, int]]:
+async def take(client: StoreClient, prompt: KvbmPrompt, held: int = 0) -> list[tuple[int, int]]:
     """Blocks and their checksums, after a look at what the arena has for them."""
     got: list[tuple[int, int]] = []
-    async with aclosing(client.load(prompt, held, Speeds(), 0.0, 10.0)) as parts:
+    async with aclosing(client.load(prompt, held, TierSpeeds(), 0.0, 10.0)) as parts:
         async for part in parts:
             for i, offset in enumerate(part.offsets):
                 view = part.arena.view(offset, LAYOUT.block_bytes)
@@ -124,10 +124,10 @@ class Users:
         self.adopted = 0
         self.released = 0
 
-    async def adopt(self, arena: Arena) -> None:
+    async def adopt(self, arena: ArenaView) -> None:
         self.adopted += 1
 
-    async def release(self, arena: Arena) -> None:
+    async def release(self, arena: ArenaView) -> None:
         self.released += 1
 
 
@@ -301,9 +301,9 @@ async def test_corruption_is_told(client: StoreClient, start: Start) -> None:
     await attached(client)
     await give(client, prompt(4))
     await eventually(lambda: len(kvbm.blocks) == 4)
-    async with aclosing(client.load(prompt(4), 0, Speeds(), 0.0, 10.0)) as parts:
+    async with aclosing(client.load(prompt(4), 0, TierSpeeds(), 0.0, 10.0)) as parts:
         async for part in parts:
-            assert isinstance(part, Part)
+            assert isinstance(part, FetchedPart)
             client.corrupt(part, prompt(4).digests[32:48])
     await eventually(lambda: kvbm.count(Corrupt) == 1 and len(kvbm.blocks) == 3)
     assert await take(client, prompt(4)) == [(0, 7), (1, 8)]
@@ -313,14 +313,14 @@ class Shelf:
     """A source whose items are prompts, in hand until it is told otherwise."""
 
     def __init__(self) -> None:
-        self.held: list[Prompt] = []
+        self.held: list[KvbmPrompt] = []
         self.gone: set[str] = set()
         self.broken: set[str] = set()
         self.gate = asyncio.Event()
         self.gate.set()
         self.fails = False
 
-    def hold(self, item: Prompt, key: bytes) -> Prompt | None:
+    def hold(self, item: KvbmPrompt, key: bytes) -> KvbmPrompt | None:
         if item.request in self.gone:
             return None
         if item.request in self.broken:
@@ -328,16 +328,16 @@ class Shelf:
         self.held.append(item)
         return item
 
-    async def copy(self, item: Prompt, writing: Writing) -> "array[int]":
+    async def copy(self, item: KvbmPrompt, writing: PendingWrite) -> "array[int]":
         await self.gate.wait()
         if self.fails:
             raise RuntimeError("the device is gone")
         return fill(writing)
 
-    def release(self, item: Prompt) -> None:
+    def release(self, item: KvbmPrompt) -> None:
         self.held.remove(item)
 
-    def drop(self, item: Prompt) -> None:
+    def drop(self, item: KvbmPrompt) -> None:
         self.gone.add(item.request)
 
 
@@ -347,7 +347,7 @@ async def shelf() -> Shelf:
 
 
 @pytest_asyncio.fixture
-async def writer(client: StoreClient, shelf: Shelf) -> AsyncIterator["WriteThrough[Prompt]"]:
+async def writer(client: StoreClient, shelf: Shelf) -> AsyncIterator["WriteThrough[KvbmPrompt]"]:
     writer = WriteThrough(client, shelf, limit=20)
     writer.start()
     yield writer
@@ -355,7 +355,7 @@ async def writer(client: StoreClient, shelf: Shelf) -> AsyncIterator["WriteThrou
 
 
 async def test_what_is_put_is_written(
-    client: StoreClient, start: Start, writer: "WriteThrough[Prompt]", shelf: Shelf
+    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
     await attached(client)
@@ -370,7 +370,7 @@ async def test_what_is_put_is_written(
 
 
 async def test_news_of_a_request_joins_what_waits_of_it(
-    client: StoreClient, start: Start, writer: "WriteThrough[Prompt]", shelf: Shelf
+    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
     await attached(client)
@@ -385,7 +385,7 @@ async def test_news_of_a_request_joins_what_waits_of_it(
 
 
 async def test_a_full_queue_skips_and_counts(
-    client: StoreClient, start: Start, writer: "WriteThrough[Prompt]", shelf: Shelf
+    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     await start()
     await attached(client)
@@ -401,7 +401,7 @@ async def test_a_full_queue_skips_and_counts(
 
 
 async def test_blocks_that_are_gone_or_cannot_be_read_do_no_harm(
-    client: StoreClient, start: Start, writer: "WriteThrough[Prompt]", shelf: Shelf
+    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
     await attached(client)

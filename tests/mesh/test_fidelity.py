@@ -9,9 +9,9 @@ from mesh.test_replay import replay
 from support.mesh import Mesh
 from support.nats import NatsServer
 
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.mesh import Simulation
-from kvmesh.simulator.options import Network, Options, WorkerOptions
+from kvmesh.simulator.options import Network, SimulationOptions, WorkerOptions
 from kvmesh.simulator.report.figures import Figures, figures
 from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.workload.formats.registry import load
@@ -61,8 +61,8 @@ def probes() -> list[dict[str, Any]]:
 
 def simulated(file: Path, seed: int, overhead: float) -> Figures:
     """One run. Seeds decide ties, as the clock does in the live mesh."""
-    options = Options(
-        router=Router(policy="kv"),
+    options = SimulationOptions(
+        router=RouterSettings(policy="kv"),
         workers=(WorkerOptions(WORKERS, CoreOptions(blocks=BLOCKS, speedup=SPEEDUP)),),
         network=Network(overhead=overhead, loads=0.1),
         seed=seed,

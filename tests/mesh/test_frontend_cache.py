@@ -49,9 +49,9 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
-from kvmesh.frontend.http.cache.pin_store import KeptPin, PinStore
+from kvmesh.frontend.http.cache.pin_store import PinStore, StoredPin
 from kvmesh.frontend.http.cache.pins import MAX_BYTES
-from kvmesh.frontend.namespaces import Tenants
+from kvmesh.frontend.namespaces import TenantNamespaces
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
@@ -111,7 +111,7 @@ class Stage:
     a: ScriptedWorker
     b: ScriptedWorker
     store: ScriptedStore
-    tenants: Tenants
+    tenants: TenantNamespaces
 
     @property
     def team(self) -> str:
@@ -164,7 +164,7 @@ async def shared(
         one, two = Client(mesh.url, session), Client(f"http://127.0.0.1:{port}", session)
         for client in (one, two):
             await eventually(partial(serves, client))
-        tenants = Tenants(await tenant_secret(bus, None))
+        tenants = TenantNamespaces(await tenant_secret(bus, None))
         stage = Stage(mesh, bus, one, two, router, a, b, store, tenants)
         yield stage
         mesh.stop()
@@ -435,7 +435,7 @@ async def test_pins_are_told_to_who_joins_and_outlive_a_frontend(stage: Stage) -
 async def test_the_parts_of_a_tenant_share_its_pins(stage: Stage) -> None:
     tenants, store = stage.tenants, PinStore(stage.bus)
     for part in ("one", "two"):
-        pin = KeptPin(
+        pin = StoredPin(
             id=f"\u00e9 {part}",
             tenant=tenants.tag("team-b", part),
             model=MODEL,

@@ -13,18 +13,18 @@ from kvmesh.bus.messages import Instance, ModelCard, Role
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.demo import model_dir
 from kvmesh.frontend.apis.chat.api import Chat
-from kvmesh.frontend.dispatch.dispatcher import Dispatcher, Job
-from kvmesh.frontend.dispatch.liveness import Monitor
-from kvmesh.frontend.dispatch.route_client import Asking
-from kvmesh.frontend.dispatch.sequence_events import Tracker
-from kvmesh.frontend.dispatch.token_inbox import Inbox
-from kvmesh.frontend.dispatch.token_stream import Nobody, Sequence
-from kvmesh.frontend.dispatch.work_client import Offers
-from kvmesh.frontend.generation.active_request import Engine, Exchange
+from kvmesh.frontend.dispatch.dispatcher import Dispatcher, SequenceTask
+from kvmesh.frontend.dispatch.liveness import LivenessMonitor
+from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.frontend.dispatch.token_inbox import TokenInbox
+from kvmesh.frontend.dispatch.token_stream import Nobody, TokenStream
+from kvmesh.frontend.dispatch.work_client import WorkClient
+from kvmesh.frontend.generation.active_request import ActiveRequest, RequestRuntime
 from kvmesh.frontend.models import Dialect, ServedModel
-from kvmesh.frontend.namespaces import Tenants
-from kvmesh.frontend.preprocess.preprocessor import Preparer
-from kvmesh.settings.schema import Frontend
+from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor
+from kvmesh.settings.schema import FrontendSettings
 
 BODY = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 
@@ -35,25 +35,25 @@ def served() -> ServedModel:
     return ServedModel(card, Dialect(card, files), created=int(time()))
 
 
-def engine(bus: Bus, limits: StreamLimits) -> Engine:
-    def ignore(_: Instance | Sequence) -> None:
+def engine(bus: Bus, limits: StreamLimits) -> RequestRuntime:
+    def ignore(_: Instance | TokenStream) -> None:
         return
 
-    inbox, tracker = Inbox(0.0, ignore), Tracker(bus, "f-1")
+    inbox, tracker = TokenInbox(0.0, ignore), SequenceEventPublisher(bus, "f-1")
     directory = Directory(bus, limits, ignore, ignore)
-    asking = Asking(bus, tracker)
-    dispatcher = Dispatcher(bus, "f-1", inbox, tracker, directory, asking, Frontend())
-    monitor = Monitor(bus, dispatcher.offers, tracker, 60.0, lambda: 0)
-    return Engine(dispatcher, inbox, monitor, tracker, 60.0)
+    asking = RouteClient(bus, tracker)
+    dispatcher = Dispatcher(bus, "f-1", inbox, tracker, directory, asking, FrontendSettings())
+    monitor = LivenessMonitor(bus, dispatcher.offers, tracker, 60.0, lambda: 0)
+    return RequestRuntime(dispatcher, inbox, monitor, tracker, 60.0)
 
 
 async def test_what_is_over_is_gone_without_a_garbage_collection(
     bus: Bus, limits: StreamLimits
 ) -> None:
     call = Chat().parse(BODY, {})
-    prepared = await Preparer(1 << 20, Tenants()).prepare(call.request, served(), None)
+    prepared = await Preprocessor(1 << 20, TenantNamespaces()).prepare(call.request, served(), None)
     now = asyncio.get_running_loop().time()
-    exchange = Exchange(engine(bus, limits), prepared, call.renderer, now)
+    exchange = ActiveRequest(engine(bus, limits), prepared, call.renderer, now)
     gone = weakref.ref(exchange)
     gc.disable()
     try:
@@ -72,7 +72,7 @@ async def test_nobody_is_taken_for_gone_right_after_the_own_connection_was_made(
     lease, directory = Lease(bus, card, limits), Directory(bus, limits)
     await lease.open()
     await directory.open()
-    offers = Offers(bus, Inbox(0.0, lambda _: None), directory)
+    offers = WorkClient(bus, TokenInbox(0.0, lambda _: None), directory)
     bus.connected_at = asyncio.get_running_loop().time()
     await offers.bury("w-1")
     bucket = await bus.js.key_value(bus.subjects.instances_bucket)
@@ -88,12 +88,12 @@ async def test_a_pause_of_ones_own_is_no_silence_of_the_engine(
     bus: Bus, limits: StreamLimits
 ) -> None:
     call = Chat().parse(BODY, {})
-    prepared = await Preparer(1 << 20, Tenants()).prepare(call.request, served(), None)
+    prepared = await Preprocessor(1 << 20, TenantNamespaces()).prepare(call.request, served(), None)
     parts = engine(bus, limits)
-    monitor = Monitor(bus, parts.dispatcher.offers, parts.tracker, 0.9, lambda: 0)
+    monitor = LivenessMonitor(bus, parts.dispatcher.offers, parts.tracker, 0.9, lambda: 0)
     now = asyncio.get_running_loop().time()
-    sequence = Sequence("s", Nobody(), now)
-    monitor.add(Job(prepared, prepared.prompts[0], sequence, now + 60))
+    sequence = TokenStream("s", Nobody(), now)
+    monitor.add(SequenceTask(prepared, prepared.prompts[0], sequence, now + 60))
     sequence.place("w-1", now)
     running = asyncio.create_task(monitor.run())
     await asyncio.sleep(0)

@@ -19,12 +19,12 @@ from kvmesh.bus.messages import SessionPrompt
 from kvmesh.bus.shared_secret import SecretUnusable
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
-from kvmesh.frontend.auth.authenticator import Gate
+from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.http.responses.store import MAX_TURN, ResponseNotFound, ResponseStore
-from kvmesh.frontend.namespaces import Tenants, scoped
-from kvmesh.frontend.sessions.last_prompts import SessionPrompts
+from kvmesh.frontend.namespaces import TenantNamespaces, scoped
+from kvmesh.frontend.sessions.last_prompts import LastPrompts
 
 
 def turn(name: str, text: str = "x", previous: str | None = None, tenant: str = "") -> StoredTurn:
@@ -124,7 +124,7 @@ def shuffled(text: str, seed: int = 0) -> str:
 async def test_a_bad_entry_of_the_bucket_leaves_the_other_keys(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate = Gate(bus, None, use_bucket=True, local=True, tenants=Tenants())
+    gate = Authenticator(bus, None, use_bucket=True, local=True, tenants=TenantNamespaces())
     await gate.open()
     bucket = await bus.js.key_value(bus.subjects.keys_bucket)
     await bucket.put("bad", b'{"name": "bad"}')
@@ -145,7 +145,7 @@ def key(secret: str, name: str) -> Key:
 
 
 async def test_keys_of_the_bucket_are_taken_up_and_dropped_live(bus: Bus) -> None:
-    gate = Gate(bus, None, use_bucket=True, local=True, tenants=Tenants())
+    gate = Authenticator(bus, None, use_bucket=True, local=True, tenants=TenantNamespaces())
     await gate.open()
     running = asyncio.create_task(gate.run())
     headers = {"x-api-key": "secret"}
@@ -162,7 +162,7 @@ async def test_keys_of_the_bucket_are_taken_up_and_dropped_live(bus: Bus) -> Non
 async def test_a_broken_file_leaves_the_keys_as_they_were(bus: Bus, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(f'[[key]]\nname = "a"\nsha256 = "{key("one", "a").sha256}"\n')
-    gate = Gate(bus, file, use_bucket=False, local=True, tenants=Tenants())
+    gate = Authenticator(bus, file, use_bucket=False, local=True, tenants=TenantNamespaces())
     await gate.open()
     running = asyncio.create_task(gate.run())
     file.write_text("[[key")
@@ -172,7 +172,7 @@ async def test_a_broken_file_leaves_the_keys_as_they_were(bus: Bus, tmp_path: Pa
     running.cancel()
 
 
-def knows(gate: Gate, secret: str) -> bool:
+def knows(gate: Authenticator, secret: str) -> bool:
     try:
         gate.account({"x-api-key": secret})
     except ApiError:
@@ -182,10 +182,15 @@ def knows(gate: Gate, secret: str) -> bool:
 
 async def test_without_keys_only_this_machine_may_touch_caches(bus: Bus) -> None:
     assert (
-        Gate(bus, None, use_bucket=False, local=True, tenants=Tenants()).permit({}, "cache") is None
+        Authenticator(bus, None, use_bucket=False, local=True, tenants=TenantNamespaces()).permit(
+            {}, "cache"
+        )
+        is None
     )
     with pytest.raises(ApiError) as error:
-        Gate(bus, None, use_bucket=False, local=False, tenants=Tenants()).permit({}, "cache")
+        Authenticator(bus, None, use_bucket=False, local=False, tenants=TenantNamespaces()).permit(
+            {}, "cache"
+        )
     assert error.value.kind == "permission"
 
 
@@ -247,9 +252,9 @@ async def test_a_frontend_without_the_secret_does_not_start(
 
 
 async def test_sessions_of_a_tenant_do_not_displace_those_of_another(bus: Bus) -> None:
-    sessions, last = SessionPrompts(bus, 100_000), SessionPrompt(bytes(4000), None)
+    sessions, last = LastPrompts(bus, 100_000), SessionPrompt(bytes(4000), None)
     await sessions.open()
-    tenants = Tenants(bytes(32))
+    tenants = TenantNamespaces(bytes(32))
     mine = [scoped(tenants.tag("team-a"), "s1"), "of nobody"]
     for name in mine:
         sessions.remember("m", name, last)

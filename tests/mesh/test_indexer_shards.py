@@ -20,7 +20,7 @@ from kvmesh.bus.messages import OverlapQuery, OverlapReply
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.index.interface import Buffer, PrefixIndex
 from kvmesh.runtime.service import StartError
-from kvmesh.settings.schema import Indexer as Settings
+from kvmesh.settings.schema import IndexerSettings as Settings
 
 PROMPTS = [(i, i + 1, i + 2) for i in range(1, 40, 3)]
 

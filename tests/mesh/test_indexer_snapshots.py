@@ -16,7 +16,7 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.indexer.snapshots.snapshot_store import SLOTS, SnapshotStore
-from kvmesh.settings.schema import Indexer as Settings
+from kvmesh.settings.schema import IndexerSettings as Settings
 
 OFTEN = Settings(snapshot_threshold=10)
 

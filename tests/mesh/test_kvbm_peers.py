@@ -14,11 +14,11 @@ from kvmesh.bus.kvbm import Lend, Lent
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
-from kvmesh.kvbm.core.transfers.mesh_claims import Claims, Others
-from kvmesh.kvbm.peers.claims_exchange import Neighbours
-from kvmesh.kvbm.peers.reader import Ends, Peers
+from kvmesh.kvbm.core.transfers.mesh_claims import Claims, PeerClaims
+from kvmesh.kvbm.peers.claims_exchange import ClaimsExchange
+from kvmesh.kvbm.peers.reader import Ends, PeerReader
 from kvmesh.kvbm.tiers.arena import Arena
-from kvmesh.settings.schema import Transfer
+from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import TransferError, Transport
 
 NAME = b"d" * 16
@@ -31,11 +31,11 @@ class Reader:
 
     def __init__(self, bus: Bus, limits: StreamLimits, arena: Arena) -> None:
         self.ends: Ends = []
-        self.neighbours = Neighbours(
-            bus, limits, "me", "", Claims(1.0), Others(), lambda _: None, lambda _: None
+        self.neighbours = ClaimsExchange(
+            bus, limits, "me", "", Claims(1.0), PeerClaims(), lambda _: None, lambda _: None
         )
-        options = Transfer(via="tcp")
-        self.peers = Peers(bus, self.neighbours, arena, options, self.ends.extend, print)
+        options = TransferSettings(via="tcp")
+        self.peers = PeerReader(bus, self.neighbours, arena, options, self.ends.extend, print)
 
     def read(self) -> None:
         block = Block(NAME, None, Space(0, "m", layout()), "", 0, 0, 0, 0, 0)

@@ -12,7 +12,7 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.settings.schema import Indexer as Settings
+from kvmesh.settings.schema import IndexerSettings as Settings
 
 TIERS = {"a-1": [2, 3, 0, 0], "b-1": [0, 0, 0, 5], "c-1": [0, 0, 0, 0]}
 

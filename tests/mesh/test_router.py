@@ -38,7 +38,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.registry import BUILT_IN
-from kvmesh.router.scoring.candidates import Choice, View
+from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel
 
 TEN = sequence(*range(10))
@@ -206,7 +206,7 @@ async def test_reported_load_steers_away(
 class Fragile(Policy):
     """Fails wherever it is asked or told."""
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         raise RuntimeError("choose")
 
     def placed(self, decision: Decision, now: float) -> None:

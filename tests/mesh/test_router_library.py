@@ -13,10 +13,10 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Load, Placement, Sampling
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.router.embedded import Router
-from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, RouteError
+from kvmesh.router.embedded import EmbeddedRouter
+from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouteError, RouterConfigError
 from kvmesh.router.worker_client import GenerationError
-from kvmesh.settings.schema import Router as RouterSettings
+from kvmesh.settings.schema import RouterSettings
 
 MODEL = "kvmesh-demo"
 PROMPT = [5 + n % 90 for n in range(500)]
@@ -34,13 +34,13 @@ async def mesh(
     mesh.stop()
 
 
-async def both(router: Router) -> bool:
+async def both(router: EmbeddedRouter) -> bool:
     """Whether both workers are there."""
     return len(await router.potential_loads(PROMPT)) == 2
 
 
 async def test_a_prompt_is_placed_counted_and_freed(mesh: Mesh) -> None:
-    async with Router.connect(MODEL, mesh.options, timeout=30) as router:
+    async with EmbeddedRouter.connect(MODEL, mesh.options, timeout=30) as router:
         await eventually(lambda: both(router))
         prompt = [9, *PROMPT[1:]]
         first = await router.best_worker(prompt, "one")
@@ -57,7 +57,7 @@ async def test_a_prompt_is_placed_counted_and_freed(mesh: Mesh) -> None:
         assert elsewhere.instance != first.instance
         await router.free("one")
         assert {p.active_requests for p in await router.potential_loads(PROMPT)} == {0}
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRouteRequest):
             await router.best_worker(PROMPT, overrides={"nonsense": 1.0})
         with pytest.raises(ValueError, match="token id"):
             await router.best_worker([-1])
@@ -66,7 +66,7 @@ async def test_a_prompt_is_placed_counted_and_freed(mesh: Mesh) -> None:
 
 
 async def test_tokens_are_generated_and_the_cache_is_known(mesh: Mesh) -> None:
-    async with Router.connect(MODEL, mesh.options, timeout=30) as router:
+    async with EmbeddedRouter.connect(MODEL, mesh.options, timeout=30) as router:
         prompt = [7, *PROMPT]
         sampling = Sampling(max_tokens=40, ignore_eos=True)
         tokens = [t async for part in router.generate(prompt, sampling) for t in part]
@@ -87,7 +87,7 @@ async def test_a_caller_that_stops_iterating_stops_the_engine(mesh: Mesh) -> Non
 
     bus = await Bus.connect(mesh.options, "watch")
     await bus.subscribe(bus.subjects.load_all, msgspec.msgpack.Decoder(Load), on_load)
-    async with Router.connect(MODEL, mesh.options, timeout=30) as router:
+    async with EmbeddedRouter.connect(MODEL, mesh.options, timeout=30) as router:
         stream = router.generate(PROMPT, Sampling(max_tokens=4000, ignore_eos=True))
         assert await anext(stream)
         await eventually(lambda: sum(loads.values()) == 1)
@@ -98,10 +98,10 @@ async def test_a_caller_that_stops_iterating_stops_the_engine(mesh: Mesh) -> Non
 
 async def test_a_model_that_nobody_serves_is_a_clear_error(options: BusOptions, bus: Bus) -> None:
     with pytest.raises(NoWorkers, match="nobody"):
-        async with Router.connect("nobody", options, timeout=0.2):
+        async with EmbeddedRouter.connect("nobody", options, timeout=0.2):
             pass
-    with pytest.raises(ConfigError, match="policy"):
-        async with Router.connect("m", options, RouterSettings(policy="fastest")):
+    with pytest.raises(RouterConfigError, match="policy"):
+        async with EmbeddedRouter.connect("m", options, RouterSettings(policy="fastest")):
             pass
 
 
@@ -110,8 +110,8 @@ async def test_what_the_library_places_counts_in_the_mesh(
 ) -> None:
     async with (
         running_workers(bus, limits, "a", "b"),
-        Router.connect("m", options) as one,
-        Router.connect("m", options) as other,
+        EmbeddedRouter.connect("m", options) as one,
+        EmbeddedRouter.connect("m", options) as other,
     ):
         home = (await one.best_worker(PROMPT, "1")).instance
 

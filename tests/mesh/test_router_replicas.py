@@ -40,8 +40,8 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.thompson import Thompson
-from kvmesh.router.policy_state import LearnedState
-from kvmesh.settings.schema import Router
+from kvmesh.router.policy_state import PolicyState
+from kvmesh.settings.schema import RouterSettings
 
 DECISIONS = msgspec.msgpack.Decoder(RouteEvent)
 SEQUENCES = msgspec.msgpack.Decoder(SeqBatch)
@@ -254,7 +254,7 @@ def _waiting(active: Tail[SeqBatch]) -> list[SeqWait]:
 
 
 def bandit(name: str) -> RouterCore:
-    return RouterCore("m", name, Router(policy="thompson"), Random(1))
+    return RouterCore("m", name, RouterSettings(policy="thompson"), Random(1))
 
 
 def taught(name: str) -> RouterCore:
@@ -277,7 +277,7 @@ def evidence(core: RouterCore) -> float:
 
 async def test_what_is_learned_survives_a_restart_and_reaches_a_replica(bus: Bus) -> None:
     def sharing(name: str, core: RouterCore) -> "asyncio.Task[None]":
-        return asyncio.create_task(LearnedState(bus, name, core).run())
+        return asyncio.create_task(PolicyState(bus, name, core).run())
 
     first, replica = taught("r1"), bandit("r2")
     tasks = [sharing("r1", first), sharing("r2", replica)]

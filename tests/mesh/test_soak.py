@@ -12,7 +12,7 @@ from support.mesh import Mesh
 from support.nats import NatsServer
 
 from kvmesh.cli.supervisor.nats import server_environ
-from kvmesh.settings.schema import Streams
+from kvmesh.settings.schema import StreamSettings
 
 SOAK_S = float(os.environ.get("SOAK_S", "600"))
 CLIENTS = 24
@@ -37,7 +37,7 @@ FULL_SOON = {
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
     """Started as `kvmesh up` starts it, and nobody else's."""
     server = NatsServer(tmp_path / "nats")
-    server.environ = server_environ(Streams(seq_bytes=SEQ_BYTES), os.environ)
+    server.environ = server_environ(StreamSettings(seq_bytes=SEQ_BYTES), os.environ)
     server.start()
     yield server
     server.stop()

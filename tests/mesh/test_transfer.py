@@ -19,9 +19,9 @@ from support import lender
 from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.settings.schema import Transfer
+from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Grant, Region, TransferError, Transport
-from kvmesh.transfer.channel import Answer, Channel, Closed, Descriptor, Got, Want
+from kvmesh.transfer.channel import Channel, Closed, Descriptor, Got, TransferReply, Want
 from kvmesh.transfer.memory_ranges import Piece, pack
 from kvmesh.transfer.nixl import NixlAgent
 
@@ -58,7 +58,7 @@ def via(request: pytest.FixtureRequest) -> str:
 
 @pytest_asyncio.fixture
 async def pair(via: str) -> AsyncIterator[Pair]:
-    options = msgspec.convert({"via": via}, Transfer)
+    options = msgspec.convert({"via": via}, TransferSettings)
     owner, reader = await Transport.open(options), await Transport.open(options)
     source, target = owner.register(bytearray(os.urandom(SIZE))), reader.register(bytearray(SIZE))
     yield Pair(owner, reader, source, target)
@@ -118,22 +118,22 @@ async def test_what_is_revoked_while_it_is_read_is_not_taken_for_good(pair: Pair
     found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
     channel = await Channel.connect(found.host, found.port)
     await channel.send(Want(found.token, pack([Piece(0, 0, SIZE)]), direct=True))
-    assert (await channel.receive(Answer)).code is None
+    assert (await channel.receive(TransferReply)).code is None
     grant.revoke()
     await channel.send(Got(final=True))
-    assert (await channel.receive(Answer)).code == "revoked"
+    assert (await channel.receive(TransferReply)).code == "revoked"
     channel.close()
 
 
 async def test_not_one_byte_leaves_after_a_grant_was_revoked() -> None:
     size = 64 << 20
-    owner = await Transport.open(Transfer(via="tcp"))
+    owner = await Transport.open(TransferSettings(via="tcp"))
     source = owner.register(bytearray(b"a") * size)
     grant = source.grant([(0, size)], 30)
     found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
     channel = await Channel.connect(found.host, found.port)
     await channel.send(Want(found.token, pack([Piece(0, 0, size)])))
-    assert (await channel.receive(Answer)).code is None
+    assert (await channel.receive(TransferReply)).code is None
     await eventually(lambda: grant.readers)
     grant.revoke()
     source.wipe(0, size)
@@ -191,7 +191,7 @@ async def test_an_owner_that_is_killed_in_the_middle_is_an_error(via: str) -> No
     )
     assert process.stdout is not None
     descriptor = bytes.fromhex((await process.stdout.readline()).decode())
-    reader = await Transport.open(msgspec.convert({"via": via}, Transfer))
+    reader = await Transport.open(msgspec.convert({"via": via}, TransferSettings))
     target = reader.register(bytearray(size))
     reading = asyncio.create_task(
         reader.read(descriptor, target, [(0, 0, size)], timeout=PATIENCE_S)
@@ -212,11 +212,11 @@ async def test_an_owner_that_is_killed_in_the_middle_is_an_error(via: str) -> No
 
 
 async def test_more_readers_than_allowed_are_told_so() -> None:
-    owner = await Transport.open(Transfer(via="tcp", readers=1))
+    owner = await Transport.open(TransferSettings(via="tcp", readers=1))
     grant = owner.register(bytearray(SIZE)).grant([(0, SIZE)], 30)
     found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
     idle = await Channel.connect(found.host, found.port)
-    reader = await Transport.open(Transfer(via="tcp"))
+    reader = await Transport.open(TransferSettings(via="tcp"))
     target = reader.register(bytearray(SIZE))
     with pytest.raises(TransferError) as caught:
         await reader.read(grant.descriptor, target, WHOLE, timeout=5)
@@ -228,7 +228,7 @@ async def test_more_readers_than_allowed_are_told_so() -> None:
 
 
 async def test_a_server_survives_what_it_does_not_understand() -> None:
-    owner = await Transport.open(Transfer(via="tcp"))
+    owner = await Transport.open(TransferSettings(via="tcp"))
     grant = owner.register(bytearray(SIZE)).grant([(0, SIZE)], 30)
     found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
     for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\0\0\0\3abc"):
@@ -238,16 +238,16 @@ async def test_a_server_survives_what_it_does_not_understand() -> None:
         channel.close()
     odd = await Channel.connect(found.host, found.port)
     await odd.send(Want(found.token, b"123"))
-    assert (await odd.receive(Answer)).code == "refused"
+    assert (await odd.receive(TransferReply)).code == "refused"
     odd.close()
-    reader = await Transport.open(Transfer(via="tcp"))
+    reader = await Transport.open(TransferSettings(via="tcp"))
     await reader.read(grant.descriptor, reader.register(bytearray(SIZE)), WHOLE, timeout=PATIENCE_S)
     await reader.close()
     await owner.close()
 
 
 async def test_strangers_take_no_memory() -> None:
-    owner = await Transport.open(Transfer(via="tcp", readers=2))
+    owner = await Transport.open(TransferSettings(via="tcp", readers=2))
     grant = owner.register(bytearray(SIZE)).grant([(0, SIZE)], 30)
     found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
     length = (4 << 20).to_bytes(4, "big")
@@ -271,7 +271,7 @@ async def test_strangers_take_no_memory() -> None:
     large.close()
     known = await Channel.connect(found.host, found.port)
     await known.send(Want(found.token, pack([Piece(0, 0, 16)] * 10_000)))
-    assert (await known.receive(Answer)).code is None
+    assert (await known.receive(TransferReply)).code is None
     known.close()
     await owner.close()
 
@@ -279,7 +279,7 @@ async def test_strangers_take_no_memory() -> None:
 async def _is_cut(channel: Channel) -> bool:
     try:
         async with asyncio.timeout(3):
-            await channel.receive(Answer)
+            await channel.receive(TransferReply)
     except Closed:
         return True
     except TimeoutError:
@@ -289,8 +289,11 @@ async def _is_cut(channel: Channel) -> bool:
 
 @needs_nixl
 async def test_both_sides_must_have_nixl() -> None:
-    plain, rich = await Transport.open(Transfer(via="tcp")), await Transport.open(Transfer())
-    strict = await Transport.open(Transfer(via="nixl"))
+    plain, rich = (
+        await Transport.open(TransferSettings(via="tcp")),
+        await Transport.open(TransferSettings()),
+    )
+    strict = await Transport.open(TransferSettings(via="nixl"))
     grant = plain.register(bytearray(b"x" * SIZE)).grant([(0, SIZE)], 30)
     target = rich.register(bytearray(SIZE))
     way = await rich.read(grant.descriptor, target, WHOLE, timeout=PATIENCE_S, final=False)
@@ -308,12 +311,12 @@ async def test_both_sides_must_have_nixl() -> None:
 @needs_nixl
 async def test_nixl_keeps_nothing_of_a_process_that_is_gone() -> None:
     port = free_port()
-    reader = await Transport.open(Transfer(via="nixl"))
+    reader = await Transport.open(TransferSettings(via="nixl"))
     target = reader.register(bytearray(SIZE))
     assert reader._agent is not None
     known = reader._agent._known
     for number in range(3):
-        owner = await Transport.open(Transfer(via="nixl", port=port))
+        owner = await Transport.open(TransferSettings(via="nixl", port=port))
         regions = [owner.register(bytearray(bytes([number, n]) * (SIZE // 2))) for n in (1, 2)]
         for region in regions:
             grant = region.grant([(0, SIZE)], 30)
@@ -335,8 +338,11 @@ async def test_what_nixl_does_not_manage_goes_over_tcp(monkeypatch: pytest.Monke
         raise TransferError("failed", "", "no route")
 
     monkeypatch.setattr(NixlAgent, "read", fail)
-    owner, reader = await Transport.open(Transfer()), await Transport.open(Transfer())
-    strict = await Transport.open(Transfer(via="nixl"))
+    owner, reader = (
+        await Transport.open(TransferSettings()),
+        await Transport.open(TransferSettings()),
+    )
+    strict = await Transport.open(TransferSettings(via="nixl"))
     grant = owner.register(bytearray(b"x" * SIZE)).grant([(0, SIZE)], 30)
     target = strict.register(bytearray(SIZE))
     with pytest.raises(TransferError, match="no route"):
@@ -350,17 +356,17 @@ async def test_what_nixl_does_not_manage_goes_over_tcp(monkeypatch: pytest.Monke
 
 async def test_what_cannot_be_listened_on_is_said() -> None:
     with pytest.raises(TransferError, match="advertise"):
-        await Transport.open(Transfer(via="tcp", host="0.0.0.0"))
+        await Transport.open(TransferSettings(via="tcp", host="0.0.0.0"))
     port = free_port()
-    first = await Transport.open(Transfer(via="tcp", port=port))
+    first = await Transport.open(TransferSettings(via="tcp", port=port))
     with pytest.raises(TransferError, match="cannot listen"):
-        await Transport.open(Transfer(via="tcp", port=port))
+        await Transport.open(TransferSettings(via="tcp", port=port))
     await first.close()
 
 
 def test_a_place_outside_of_the_own_region_is_the_callers_mistake() -> None:
     async def misuse() -> None:
-        transport = await Transport.open(Transfer(via="tcp"))
+        transport = await Transport.open(TransferSettings(via="tcp"))
         region = transport.register(bytearray(SIZE))
         grant = region.grant([(0, SIZE)], 30)
         with pytest.raises(ValueError, match="not in a region"):

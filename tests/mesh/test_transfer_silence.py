@@ -7,14 +7,14 @@ from contextlib import suppress
 import msgspec
 from support.wait import PATIENCE_S
 
-from kvmesh.settings.schema import Transfer
+from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.transfer.channel import Descriptor
 from kvmesh.transfer.transport import MOST_READS
 
 
 async def test_who_waits_for_a_turn_does_not_ask_an_owner_that_does_not_answer() -> None:
-    reader = await Transport.open(Transfer(via="tcp"))
+    reader = await Transport.open(TransferSettings(via="tcp"))
     target = reader.register(bytearray(1))
     with socket.create_server(("127.0.0.1", 0), backlog=3 * MOST_READS) as deaf:
         host, port = deaf.getsockname()

@@ -19,7 +19,7 @@ from kvmesh.bus.kvbm import Finish
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Nats
+from kvmesh.settings.schema import NatsSettings
 from kvmesh.worker.engines.vllm import bridge
 from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector
 from kvmesh.worker.engines.vllm.bridge import BridgeOptions, Lookups, Origin
@@ -118,6 +118,8 @@ def test_what_vllm_logs_of_the_connector_says_nothing_of_how_to_connect(
 ) -> None:
     monkeypatch.setenv(bridge.BUS, "")
     (tmp_path / "config.json").write_text("{}")
-    nats = Nats(url="nats://u:hidden@h", password="hidden", token="hidden", nkey_seed="hidden")
+    nats = NatsSettings(
+        url="nats://u:hidden@h", password="hidden", token="hidden", nkey_seed="hidden"
+    )
     assert "hidden" not in str(kvbm_connector(Settings(nats=nats), tmp_path, "m"))
     assert bridge.told_bus() == bus_options(nats)

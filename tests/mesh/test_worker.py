@@ -32,12 +32,12 @@ from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Mock, Worker
+from kvmesh.settings.schema import MockSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, create_engine
 
 
 async def test_the_card_says_what_is_served(bus: Bus, crew: Crew, limits: StreamLimits) -> None:
-    worker = Worker(adapters=["sql"], labels=["zone=a"])
+    worker = WorkerSettings(adapters=["sql"], labels=["zone=a"])
     started = await crew.start(FAST, worker)
     directory = Directory(bus, limits)
     await directory.open()
@@ -164,8 +164,8 @@ async def test_malformed_work_and_commands_are_answered(bus: Bus, desk: Desk, cr
 
 
 async def test_too_many_waiting_is_busy(desk: Desk, crew: Crew) -> None:
-    mock = Mock(blocks=256, max_sequences=1)
-    await crew.start(mock, Worker(max_waiting=2))
+    mock = MockSettings(blocks=256, max_sequences=1)
+    await crew.start(mock, WorkerSettings(max_waiting=2))
     replies = [await desk.offer("w-1", work(f"r{i}", prompt(40), 400)) for i in range(6)]
     statuses = [reply.status for reply in replies]
     assert statuses[:2] == ["accepted", "accepted"]

@@ -20,7 +20,7 @@ from kvmesh.bus.errors import NoResponder
 from kvmesh.bus.messages import Cleared, KvEvent, Stored
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.settings.schema import Worker
+from kvmesh.settings.schema import WorkerSettings
 
 
 async def test_a_crash_hands_the_requests_back_and_says_why(desk: Desk, crew: Crew) -> None:
@@ -34,7 +34,7 @@ async def test_a_crash_hands_the_requests_back_and_says_why(desk: Desk, crew: Cr
 
 
 async def test_a_hung_engine_is_found_and_given_up(desk: Desk, crew: Crew) -> None:
-    started = await crew.start(replace(FAST, hang_step=4), Worker(hang_timeout_s=1.0))
+    started = await crew.start(replace(FAST, hang_step=4), WorkerSettings(hang_timeout_s=1.0))
     await desk.offer("w-1", work("a", prompt(40), 100))
     assert await eventually(lambda: desk.finish("a")) == "abort"
     assert len(desk.tokens("a")) == 3
@@ -42,7 +42,7 @@ async def test_a_hung_engine_is_found_and_given_up(desk: Desk, crew: Crew) -> No
 
 
 async def test_an_idle_engine_is_not_hung(desk: Desk, crew: Crew) -> None:
-    started = await crew.start(FAST, Worker(hang_timeout_s=0.05, load_interval_s=0.01))
+    started = await crew.start(FAST, WorkerSettings(hang_timeout_s=0.05, load_interval_s=0.01))
     seen = len(desk.loads)
     await eventually(lambda: len(desk.loads) > seen + 1)
     assert not started.ends

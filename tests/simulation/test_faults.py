@@ -9,7 +9,7 @@ from support.simulation.world import simulate
 from kvmesh.bus.messages import SeqEvent, SeqFree
 from kvmesh.bus.publisher import ACK_TIMEOUT_S, KvPublisher
 from kvmesh.bus.reader import StreamReader
-from kvmesh.frontend.dispatch.sequence_events import Tracker
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.state.active_sequences import ActiveSequences
@@ -63,13 +63,13 @@ def test_a_request_that_stays_on_the_books_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_request_that_is_not_freed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell = Tracker.event
+    tell = SequenceEventPublisher.event
 
-    def event(self: Tracker, model: str, event: SeqEvent) -> None:
+    def event(self: SequenceEventPublisher, model: str, event: SeqEvent) -> None:
         if not isinstance(event, SeqFree):
             tell(self, model, event)
 
-    monkeypatch.setattr(Tracker, "event", event)
+    monkeypatch.setattr(SequenceEventPublisher, "event", event)
     assert any("without news" in text for text in broken(set()))
 
 

@@ -12,7 +12,7 @@ from kvmesh.bus.messages import Load, Prefetch, Sampling, Work
 from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Mock, Torch, Worker
+from kvmesh.settings.schema import MockSettings, TorchSettings, WorkerSettings
 from kvmesh.worker.engine import Engine, EngineContext, EngineInfo, create_engine
 from support.recorder import Recorder
 from support.tiny import tiny_model
@@ -74,15 +74,17 @@ Factory = Callable[[], Awaitable[Started]]
 
 
 async def start_mock(**options: object) -> Started:
-    mock = replace(Mock(blocks=64, max_sequences=4, max_batched_tokens=256, speedup=20), **options)
-    settings = Settings(mock=mock, worker=Worker(block_size=16, context=512))
+    mock = replace(
+        MockSettings(blocks=64, max_sequences=4, max_batched_tokens=256, speedup=20), **options
+    )
+    settings = Settings(mock=mock, worker=WorkerSettings(block_size=16, context=512))
     engine, sink = create_engine(EngineContext(settings, model_dir())), Recorder()
     return Started(engine, await engine.start(sink), sink)
 
 
 async def start_torch() -> Started:
-    torch = Torch(blocks=64, max_sequences=4, max_batched_tokens=256, threads=1)
-    worker = Worker(engine="torch", block_size=16, context=512)
+    torch = TorchSettings(blocks=64, max_sequences=4, max_batched_tokens=256, threads=1)
+    worker = WorkerSettings(engine="torch", block_size=16, context=512)
     context = EngineContext(Settings(torch=torch, worker=worker), tiny_model())
     engine, sink = create_engine(context), Recorder()
     return Started(engine, await engine.start(sink), sink)

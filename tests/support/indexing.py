@@ -10,11 +10,10 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import OverlapQuery, OverlapReply
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.indexer.service import Indexer
+from kvmesh.indexer.service import IndexerService
 from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
 from kvmesh.runtime.service import Service
-from kvmesh.settings.schema import Indexer as IndexerSettings
-from kvmesh.settings.schema import Settings
+from kvmesh.settings.schema import IndexerSettings, Settings
 from support.events import MODEL, depths, prompt
 from support.wait import eventually
 
@@ -24,7 +23,7 @@ class Replica:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.indexer = Indexer(service)
+        self.indexer = IndexerService(service)
         self.task = asyncio.create_task(self.indexer.run())
 
     async def stop(self) -> None:

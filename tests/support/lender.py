@@ -8,14 +8,14 @@ import sys
 
 import msgspec
 
-from kvmesh.settings.schema import Transfer
+from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Transport
 
 FILLING = 7
 
 
 async def lend(via: str, size: int) -> None:
-    owner = await Transport.open(msgspec.convert({"via": via}, Transfer))
+    owner = await Transport.open(msgspec.convert({"via": via}, TransferSettings))
     region = owner.register(bytearray([FILLING]) * size)
     print(region.grant([(0, size)], 600).descriptor.hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)

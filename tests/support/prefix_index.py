@@ -5,7 +5,7 @@ from struct import iter_unpack, pack
 
 import pytest
 
-from kvmesh.index import PrefixIndex, Segment, create_index
+from kvmesh.index import OverlapSegment, PrefixIndex, create_index
 from kvmesh.index.reference import ReferencePrefixIndex
 
 Factory = Callable[[], PrefixIndex]
@@ -26,7 +26,7 @@ def rows(answer: bytes) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(counts) for rank, *counts in decoded}
 
 
-def load(index: PrefixIndex, rank: int, segments: list[Segment]) -> None:
+def load(index: PrefixIndex, rank: int, segments: list[OverlapSegment]) -> None:
     for tier, root, previous, engine, local in segments:
         if root:
             assert index.store(rank, tier, None, engine, local, previous)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed
 from kvmesh.hashing import sequence_hashes
-from kvmesh.worker.engine import Delta, EngineError
+from kvmesh.worker.engine import EngineError, OutputDelta
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Recorder:
     `below` are those of each tier below, of all ranks.
     """
 
-    deltas: dict[str, list[Delta]] = field(default_factory=dict)
+    deltas: dict[str, list[OutputDelta]] = field(default_factory=dict)
     held: dict[int, set[int]] = field(default_factory=dict)
     below: dict[int, set[int]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Recorder:
     errors: list[EngineError] = field(default_factory=list)
     _names: dict[int, int] = field(default_factory=dict)
 
-    def output(self, deltas: list[Delta]) -> None:
+    def output(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
             if delta.request not in self.deltas:
                 self.order.append(delta.request)

@@ -22,7 +22,7 @@ from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.router.service import RouterService
 from kvmesh.runtime.service import Service
-from kvmesh.settings.schema import Router, Settings, Streams
+from kvmesh.settings.schema import RouterSettings, Settings, StreamSettings
 from support.routing import overlaps, worker
 from support.wait import PATIENCE_S, eventually
 
@@ -60,7 +60,7 @@ class RunningRouter:
 
 async def start_router(options: BusOptions, name: str = "r", **router: Any) -> RunningRouter:
     """Start a router with these settings of its section."""
-    settings = Settings(router=Router(**router), streams=Streams(lease_s=10.0))
+    settings = Settings(router=RouterSettings(**router), streams=StreamSettings(lease_s=10.0))
     return RunningRouter(Service(await Bus.connect(options, name), settings, name))
 
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
 from kvmesh.hashing import block_hashes
-from kvmesh.worker.engine import Delta
-from kvmesh.worker.enginecore.retention import KeepingOptions
+from kvmesh.worker.engine import OutputDelta
+from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.torch.blocks import block_io as exchange
 from kvmesh.worker.engines.torch.core import TorchCore
@@ -36,7 +36,7 @@ def make_core(model: PagedModel, blocks: int = 64, budget: int = 256, batch: int
     limits = SchedulerLimits(
         block_size=BLOCK, max_sequences=batch, max_batched_tokens=budget, watermark=0.0
     )
-    return TorchCore(model, limits, blocks, blocks * BLOCK, KeepingOptions())
+    return TorchCore(model, limits, blocks, blocks * BLOCK, RetentionOptions())
 
 
 def make_work(name: str, tokens: list[int], max_tokens: int = 12, **sampling: object) -> Work:
@@ -71,7 +71,7 @@ class Driver:
     """Runs a core and keeps what it tells; `held` is what the events say is held."""
 
     core: TorchCore
-    deltas: dict[str, list[Delta]] = field(default_factory=dict)
+    deltas: dict[str, list[OutputDelta]] = field(default_factory=dict)
     events: list[KvEvent] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
 

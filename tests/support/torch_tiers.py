@@ -11,8 +11,8 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KvEvent, Sampling, Work
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Torch
-from kvmesh.worker.engine import Delta, EngineError
+from kvmesh.settings.schema import TorchSettings
+from kvmesh.worker.engine import EngineError, OutputDelta
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
 from kvmesh.worker.engines.torch.engine import TorchEngine
 from support.tiny import tiny_model
@@ -40,10 +40,10 @@ def make_work(
 class Told:
     """An engine's sink."""
 
-    deltas: dict[str, list[Delta]] = field(default_factory=dict)
+    deltas: dict[str, list[OutputDelta]] = field(default_factory=dict)
     failures: list[EngineError] = field(default_factory=list)
 
-    def output(self, deltas: list[Delta]) -> None:
+    def output(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
             self.deltas.setdefault(delta.request, []).append(delta)
 
@@ -71,7 +71,7 @@ class Host:
             self.client = StoreClient(bus, limits, tenant, user)
             return self.client
 
-        settings = Settings(torch=Torch(blocks=blocks, threads=1, pass_tokens=32))
+        settings = Settings(torch=TorchSettings(blocks=blocks, threads=1, pass_tokens=32))
         self.engine = TorchEngine(settings, tiny_model(), connect)
         self.told = Told()
 

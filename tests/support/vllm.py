@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Work
 from kvmesh.hashing import salt
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Vllm, Worker
+from kvmesh.settings.schema import VllmSettings, WorkerSettings
 from kvmesh.worker.engine import Engine, EngineContext, EngineInfo, create_engine
 from support import engines
 from support.engines import Started, prompt
@@ -43,10 +43,10 @@ class VllmRun(Started):
         self.markers = 0
 
     @classmethod
-    async def start(cls, model: Path, *more: str, vllm: Vllm | None = None) -> "VllmRun":
+    async def start(cls, model: Path, *more: str, vllm: VllmSettings | None = None) -> "VllmRun":
         """With more arguments for vLLM; raises EngineError."""
-        vllm = replace(vllm or Vllm(), args=[*ARGS, *more])
-        settings = Settings(vllm=vllm, worker=Worker(engine="vllm", block_size=SIZE))
+        vllm = replace(vllm or VllmSettings(), args=[*ARGS, *more])
+        settings = Settings(vllm=vllm, worker=WorkerSettings(engine="vllm", block_size=SIZE))
         engine, sink = create_engine(EngineContext(settings, model)), Recorder()
         return cls(engine, await engine.start(sink), sink)
 

@@ -24,13 +24,13 @@ from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Mock, Worker
+from kvmesh.settings.schema import MockSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, create_engine
 from kvmesh.worker.node import WorkerNode
 from support.wait import PATIENCE_S, eventually
 
-FAST = Mock(blocks=256, speedup=50.0)
-SLOW = Mock(blocks=256, speedup=1.0)
+FAST = MockSettings(blocks=256, speedup=50.0)
+SLOW = MockSettings(blocks=256, speedup=1.0)
 SALT = 11
 
 
@@ -164,9 +164,9 @@ class Crew:
         self.started: list[Started] = []
 
     async def start(
-        self, mock: Mock, worker: Worker | None = None, instance: str = "w-1"
+        self, mock: MockSettings, worker: WorkerSettings | None = None, instance: str = "w-1"
     ) -> Started:
-        settings = Settings(mock=mock, worker=worker or Worker())
+        settings = Settings(mock=mock, worker=worker or WorkerSettings())
         bus = await Bus.connect(self._options, "worker")
         ends: list[EngineError | None] = []
         engine = create_engine(EngineContext(settings, model_dir()))

@@ -10,7 +10,7 @@ from kvmesh.blocks.errors import ArenaUnusable, LockTaken
 WORKER_LOCKS = "worker-*.lock"
 
 
-class Arena:
+class ArenaView:
     """A mapping of `size` bytes of the file at `path`; raises ArenaUnusable.
 
     The mapping outlives the file: who has views of it may go on when its owner has gone.

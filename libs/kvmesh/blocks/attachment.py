@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 from nats.errors import Error as NatsError
 
-from kvmesh.blocks.arena import WORKER_LOCKS, Arena, LivenessLock
+from kvmesh.blocks.arena import WORKER_LOCKS, ArenaView, LivenessLock
 from kvmesh.blocks.errors import BlocksError
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.blocks.prompt_delta import SentPrompts
@@ -48,11 +48,11 @@ class Tenant(Struct, frozen=True, kw_only=True):
 class ArenaUser(Protocol):
     """What an engine does with the memory that it copies from and to."""
 
-    async def adopt(self, arena: Arena) -> None:
+    async def adopt(self, arena: ArenaView) -> None:
         """Make ready to copy, for example by pinning."""
         ...
 
-    async def release(self, arena: Arena) -> None:
+    async def release(self, arena: ArenaView) -> None:
         """Nothing is copied any more."""
         ...
 
@@ -60,7 +60,7 @@ class ArenaUser(Protocol):
 class Attachment:
     """One stay. `users` are using it now; it ends when they are done."""
 
-    def __init__(self, kvbm: str, attached: Attached, arena: Arena, lock: LivenessLock) -> None:
+    def __init__(self, kvbm: str, attached: Attached, arena: ArenaView, lock: LivenessLock) -> None:
         self.kvbm = kvbm
         self.id = attached.attachment
         self.key = attached.key
@@ -243,7 +243,7 @@ class Attacher:
         if isinstance(answer, Declined):
             self._on_refused(card, answer)
             return None
-        arena = Arena(directory / Path(answer.arena).name, answer.arena_bytes)
+        arena = ArenaView(directory / Path(answer.arena).name, answer.arena_bytes)
         undo.callback(arena.close)
         return Attachment(card.instance, answer, arena, lock)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from kvmesh.blocks.arena import Arena
+from kvmesh.blocks.arena import ArenaView
 from kvmesh.blocks.attachment import REQUEST_S, ArenaUser, Attacher, Attachment, Tenant
 from kvmesh.blocks.digests import DIGEST_BYTES
 from kvmesh.bus.client import Bus
@@ -37,7 +37,7 @@ T = TypeVar("T")
 AWAIT_S = 0.5
 
 
-class Prompt(Struct, frozen=True, kw_only=True):
+class KvbmPrompt(Struct, frozen=True, kw_only=True):
     """The full blocks of a prompt, from its root on: one digest and two hashes each, packed.
 
     `salt` seeds the hashes; `retention` is in tokens of the prompt.
@@ -57,14 +57,14 @@ class Prompt(Struct, frozen=True, kw_only=True):
         return len(self.sequence) // 8
 
 
-class Speeds(Struct, frozen=True, kw_only=True):
+class TierSpeeds(Struct, frozen=True, kw_only=True):
     """What an engine has measured, per second; 0 if it does not know."""
 
     compute_tps: float = 0.0
     load_bps: float = 0.0
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class FetchedPart(Struct, frozen=True, kw_only=True):
     """Blocks `first` … of a prompt, in the arena until the iterator that gave it is closed.
 
     `tiers` says where each was, `retention` what they inherit.
@@ -79,17 +79,17 @@ class Part(Struct, frozen=True, kw_only=True):
     retention: list[Retain]
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> ArenaView:
         return self.attachment.arena
 
 
-class Writing:
+class PendingWrite:
     """Blocks of a prompt that are wanted at these offsets of the arena.
 
     `checksums` is to have one for each of the leading blocks that have been written.
     """
 
-    def __init__(self, arena: Arena, wanted: Wanted) -> None:
+    def __init__(self, arena: ArenaView, wanted: Wanted) -> None:
         self.arena = arena
         self.blocks = array("I", wanted.blocks)
         self.offsets = array("Q", wanted.offsets)
@@ -131,13 +131,13 @@ class StoreClient:
 
     async def load(
         self,
-        prompt: Prompt,
+        prompt: KvbmPrompt,
         held: int,
-        speeds: Speeds,
+        speeds: TierSpeeds,
         wait_s: float,
         deadline_s: float,
         computes: bool = True,
-    ) -> AsyncGenerator[Part, None]:
+    ) -> AsyncGenerator[FetchedPart, None]:
         """The blocks after the `held` leading ones, as they reach the arena.
 
         Waits up to `wait_s` for what others compute, and ends after `deadline_s` at the latest.
@@ -166,7 +166,7 @@ class StoreClient:
                     self._later(attachment, Finish(attachment.id, ticket))
 
     @asynccontextmanager
-    async def writing(self, prompt: Prompt, first: int) -> AsyncIterator["Writing | None"]:
+    async def writing(self, prompt: KvbmPrompt, first: int) -> AsyncIterator["PendingWrite | None"]:
         """What the kvbm wants of the blocks from `first` on, if anything.
 
         Ends with a commit of the blocks whose `checksums` have been filled in.
@@ -181,14 +181,14 @@ class StoreClient:
             if wanted is None or not wanted.ticket:
                 yield None
                 return
-            writing = Writing(attachment.arena, wanted)
+            writing = PendingWrite(attachment.arena, wanted)
             try:
                 yield writing
             finally:
                 checksums = writing.checksums.tobytes()
                 self._later(attachment, Commit(attachment.id, wanted.ticket, checksums))
 
-    def corrupt(self, part: Part, digests: bytes) -> None:
+    def corrupt(self, part: FetchedPart, digests: bytes) -> None:
         """Tell of blocks whose content was not what it should be."""
         self._later(part.attachment, Corrupt(part.attachment.id, part.ticket, digests))
 
@@ -250,9 +250,9 @@ class StoreClient:
 
 def _fetch(
     attachment: Attachment,
-    prompt: Prompt,
+    prompt: KvbmPrompt,
     held: int,
-    speeds: Speeds,
+    speeds: TierSpeeds,
     wait_s: float,
     computes: bool,
 ) -> Fetch:
@@ -274,7 +274,7 @@ def _fetch(
     )
 
 
-def _offer(attachment: Attachment, prompt: Prompt, first: int) -> Offer:
+def _offer(attachment: Attachment, prompt: KvbmPrompt, first: int) -> Offer:
     return Offer(
         attachment=attachment.id,
         first=first,
@@ -288,8 +288,8 @@ def _offer(attachment: Attachment, prompt: Prompt, first: int) -> Offer:
     )
 
 
-def _part(attachment: Attachment, ticket: int, first: int, fetched: Fetched) -> Part:
-    return Part(
+def _part(attachment: Attachment, ticket: int, first: int, fetched: Fetched) -> FetchedPart:
+    return FetchedPart(
         attachment=attachment,
         ticket=ticket,
         first=first,
@@ -300,6 +300,6 @@ def _part(attachment: Attachment, ticket: int, first: int, fetched: Fetched) -> 
     )
 
 
-def digest_of(prompt: Prompt, block: int) -> bytes:
+def digest_of(prompt: KvbmPrompt, block: int) -> bytes:
     """The digest of one block of a prompt."""
     return prompt.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]

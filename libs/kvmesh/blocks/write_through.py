@@ -9,7 +9,7 @@ from array import array
 from collections import OrderedDict
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvmesh.blocks.kvbm_client import Prompt, StoreClient, Writing
+from kvmesh.blocks.kvbm_client import KvbmPrompt, PendingWrite, StoreClient
 from kvmesh.bus.errors import cause
 
 log = logging.getLogger(__name__)
@@ -20,11 +20,11 @@ Held = TypeVar("Held", contravariant=True)
 class BlockSource(Protocol[Held]):
     """The engine that blocks are copied from; `item` is its own name for blocks of a request."""
 
-    def hold(self, item: Held, key: bytes) -> Prompt | None:
+    def hold(self, item: Held, key: bytes) -> KvbmPrompt | None:
         """Keep the blocks where they are and describe them, digests under `key`; None: gone."""
         ...
 
-    async def copy(self, item: Held, writing: Writing) -> "array[int]":
+    async def copy(self, item: Held, writing: PendingWrite) -> "array[int]":
         """Copy what is wanted into the arena; checksums of as many leading blocks as were."""
         ...
 
@@ -129,7 +129,7 @@ class WriteThrough(Generic[Item]):
             self._ending.discard(request)
             self._client.computed(request)
 
-    def _hold(self, item: Item) -> Prompt | None:
+    def _hold(self, item: Item) -> KvbmPrompt | None:
         key = self._client.key
         if key is None:
             self._source.drop(item)
@@ -149,7 +149,7 @@ class WriteThrough(Generic[Item]):
         except Exception as error:  # of any engine: its blocks can be computed again
             log.error("cannot write blocks through: %s", cause(error))
 
-    async def _copy(self, prompt: Prompt, waiting: _Waiting[Item]) -> None:
+    async def _copy(self, prompt: KvbmPrompt, waiting: _Waiting[Item]) -> None:
         async with self._client.writing(prompt, waiting.first) as writing:
             if writing is not None:
                 writing.checksums = await self._source.copy(waiting.item, writing)

@@ -33,9 +33,9 @@ from kvmesh.bus.errors import (
     RequestTimeout,
     cause,
 )
-from kvmesh.bus.first_connection import BROKEN, Joining
+from kvmesh.bus.first_connection import BROKEN, FirstConnection
 from kvmesh.bus.messages import encode
-from kvmesh.bus.outbox import Posts
+from kvmesh.bus.outbox import Outbox
 from kvmesh.bus.subjects import Subjects
 from kvmesh.bus.tls import tls_context
 
@@ -96,7 +96,7 @@ class Bus:
         self.on_reconnect: list[Callable[[], None]] = []
         self.on_lost: list[Callable[[], None]] = []
         self.closing = False
-        self._posts = Posts(client)
+        self._posts = Outbox(client)
 
     @classmethod
     async def connect(
@@ -110,7 +110,7 @@ class Bus:
         client = DirectClient()
         bus = cls(client, options)
         servers = [url.strip() for url in options.url.split(",")]
-        joining = Joining(len(servers) if once else None)
+        joining = FirstConnection(len(servers) if once else None)
         try:
             security = _security(options)
             attempt = asyncio.create_task(
@@ -318,7 +318,7 @@ async def _connect_patiently(
     servers: list[str],
     bus: Bus,
     name: str,
-    joining: Joining,
+    joining: FirstConnection,
     security: dict[str, Any],
 ) -> None:
     while True:
@@ -335,7 +335,7 @@ async def _connect(
     servers: list[str],
     bus: Bus,
     name: str,
-    joining: Joining,
+    joining: FirstConnection,
     security: dict[str, Any],
 ) -> None:
     last_error = broken_by = ""

@@ -23,7 +23,7 @@ FACTS: Mapping[str, str] = {
 SHOWN = 3
 
 
-class Profile:
+class CardProfile:
     """The statements of some fitting workers, and the workers that make each."""
 
     def __init__(self, cards: Iterable[Instance] = ()) -> None:
@@ -56,7 +56,7 @@ class Profile:
         return ""
 
 
-class Fitting:
+class Compatibility:
     """The workers of one model; `misfits` maps instances that are left out to the reason.
 
     Those that are draining are not judged, nor do others have to fit them.
@@ -103,7 +103,7 @@ class Fitting:
         self.misfits = {}
         if len(self._kinds) < 2:  # as nearly always, and there may be thousands
             return
-        profile = Profile()
+        profile = CardProfile()
         for card in sorted(self._cards.values(), key=_age):
             if card.draining:
                 continue
@@ -116,10 +116,10 @@ class Fitting:
 
 def misfits(cards: Iterable[Instance]) -> dict[str, str]:
     """The workers of all models that are left out, by instance, each with the reason."""
-    models: dict[str, Fitting] = {}
+    models: dict[str, Compatibility] = {}
     for card in cards:
         if card.model is not None:
-            models.setdefault(card.model.name, Fitting()).join(card)
+            models.setdefault(card.model.name, Compatibility()).join(card)
     return {name: reason for found in models.values() for name, reason in found.misfits.items()}
 
 

@@ -24,7 +24,7 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
-from kvmesh.bus.protocol_parser import Arrivals
+from kvmesh.bus.protocol_parser import MessageParser
 
 log = logging.getLogger(__name__)
 Handle = Callable[[Msg], None]
@@ -76,7 +76,7 @@ class DirectClient(Client):
 
     def _read_directly(self, reader: Any) -> None:
         """Take messages before the stream reader does, whenever nats-py has none under way."""
-        arrivals, parser, feed = Arrivals(self._arrived), self._ps, reader.feed_data
+        arrivals, parser, feed = MessageParser(self._arrived), self._ps, reader.feed_data
 
         def feed_data(data: bytes) -> None:
             at_rest = parser.state == AWAITING_CONTROL_LINE and not parser.buf

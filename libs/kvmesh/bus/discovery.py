@@ -23,7 +23,7 @@ from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
-from kvmesh.bus.log_once import Once
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Instance, Role, encode
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
@@ -210,7 +210,7 @@ class Directory:
         self._term = Term(bus, limits)
         self._joined = joined
         self._left = left
-        self._told = Once()  # a card that is refused comes again as often as it is renewed
+        self._told = LogOnce()  # a card that is refused comes again as often as it is renewed
         self._seen: dict[str, float] = {}
         self._cards: dict[str, Instance] = {}
         self._prefix = f"$KV.{bus.subjects.instances_bucket}."

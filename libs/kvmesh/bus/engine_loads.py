@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.log_once import Once
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Load
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ _decoder = msgspec.msgpack.Decoder(Load)
 
 async def follow_loads(bus: Bus, take: Callable[[Load], object]) -> Subscription:
     """Call `take` with each load from now on, in order."""
-    told = Once()
+    told = LogOnce()
 
     def drop(subject: str, why: str) -> None:
         if told.first(subject):

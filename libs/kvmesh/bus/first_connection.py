@@ -14,7 +14,7 @@ WARN_S = 1.0
 FIRST = asyncio.FIRST_COMPLETED
 
 
-class Joining:
+class FirstConnection:
     """Watches the attempts to reach a server, of which there are at most so many, or no end."""
 
     def __init__(self, attempts: int | None) -> None:

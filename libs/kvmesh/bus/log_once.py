@@ -3,7 +3,7 @@
 MOST_TOLD = 64  # whoever sends more kinds of nonsense fills neither log nor memory
 
 
-class Once:
+class LogOnce:
     """Remembers the first `most` things that were to be said."""
 
     def __init__(self, most: int = MOST_TOLD) -> None:

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 MOST_UNSENT = 65_536
 
 
-class Posts:
+class Outbox:
     """What the connection does not take at once waits for it.
 
     A series of failures is logged once.

@@ -10,7 +10,7 @@ END = b"\r\n"
 Known = Callable[[int, bytes, bytes, bytes], bool]
 
 
-class Arrivals:
+class MessageParser:
     """Takes the messages at the front of what arrives, as long as `known` takes each of them.
 
     `known` is called with subscription id, subject, reply subject and payload. It returns False

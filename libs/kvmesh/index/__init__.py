@@ -4,8 +4,8 @@ from kvmesh.index.interface import (
     TIERS,
     Buffer,
     IndexStats,
+    OverlapSegment,
     PrefixIndex,
-    Segment,
 )
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "TIERS",
     "Buffer",
     "IndexStats",
+    "OverlapSegment",
     "PrefixIndex",
-    "Segment",
     "create_index",
 ]

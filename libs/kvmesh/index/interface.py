@@ -22,7 +22,7 @@ class IndexStats(NamedTuple):
     bytes: int
 
 
-class Segment(NamedTuple):
+class OverlapSegment(NamedTuple):
     """A chain of blocks that one rank holds in one tier, as `dump` gives it.
 
     `previous` is the salt where the chain starts a prompt (`root`), else the sequence hash of the
@@ -61,7 +61,7 @@ class PrefixIndex(Protocol):
     def attach(self, rank: int, tier: int, previous: int, engine: Buffer, local: Buffer) -> None:
         """Add consecutive blocks after the block with sequence hash `previous`, held or not.
 
-        This is how a dumped `Segment` that is not a root returns.
+        This is how a dumped `OverlapSegment` that is not a root returns.
         """
         ...
 
@@ -87,7 +87,7 @@ class PrefixIndex(Protocol):
         """`find` for each prompt in one crossing."""
         ...
 
-    def dump(self, rank: int) -> list[Segment]:
+    def dump(self, rank: int) -> list[OverlapSegment]:
         """Return all that a rank holds; storing (roots) or attaching the segments restores it."""
         ...
 

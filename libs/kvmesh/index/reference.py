@@ -8,7 +8,7 @@ from struct import iter_unpack, pack
 from typing import NamedTuple
 
 from kvmesh.hashing import sequence_hashes
-from kvmesh.index.interface import MAX_RANKS, TIERS, Buffer, IndexStats, Segment
+from kvmesh.index.interface import MAX_RANKS, TIERS, Buffer, IndexStats, OverlapSegment
 
 
 class _Block(NamedTuple):
@@ -80,11 +80,11 @@ class ReferencePrefixIndex:
     def find_batch(self, sequences: list[Buffer]) -> list[bytes]:
         return [self.find(sequence) for sequence in sequences]
 
-    def dump(self, rank: int) -> list[Segment]:
+    def dump(self, rank: int) -> list[OverlapSegment]:
         _check(rank, 0)
         return [segment for tier in range(TIERS) for segment in self._segments(rank, tier)]
 
-    def _segments(self, rank: int, tier: int) -> Iterator[Segment]:
+    def _segments(self, rank: int, tier: int) -> Iterator[OverlapSegment]:
         run: list[tuple[int, _Block]] = []
         for name, block in self._held[rank, tier].items():
             if run and (block.root or block.previous != run[-1][1].sequence):
@@ -107,9 +107,9 @@ class ReferencePrefixIndex:
         return IndexStats(len(distinct), sum(map(len, held)), size)
 
 
-def _segment(tier: int, run: list[tuple[int, _Block]]) -> Segment:
+def _segment(tier: int, run: list[tuple[int, _Block]]) -> OverlapSegment:
     first = run[0][1]
-    return Segment(
+    return OverlapSegment(
         tier,
         first.root,
         first.previous,

@@ -1,7 +1,8 @@
 """Promises of one tier: granted within a budget per tenant, and accounted for until they end.
 
-A promise is soft: it orders eviction and never prevents it. The owner of the blocks holds a `Keep`
-for those on which there are claims, and says their `size` in every call, in the budget's unit.
+A promise is soft: it orders eviction and never prevents it. The owner of the blocks holds a
+`BlockRetention` for those on which there are claims, and says their `size` in every
+call, in the budget's unit.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +13,12 @@ from kvmesh.retention.claims import (
     MOST_LEVEL,
     PLAIN,
     PLAIN_LEVEL,
-    Claim,
-    Keep,
-    Standing,
-    Wish,
+    BlockRetention,
+    EvictionRank,
+    RetentionClaim,
+    RetentionWish,
 )
-from kvmesh.retention.outcomes import Directive, Outcome, Outcomes
+from kvmesh.retention.outcomes import Directive, DirectiveOutcome, Outcomes
 
 FORGET_S = 3600.0
 
@@ -27,7 +28,7 @@ def directives(retention: Sequence[Retain], tenant: str) -> list[Directive]:
     return [Directive(tenant, r.priority, r.ttl_s) for r in retention if r.explicit]
 
 
-class Promises:
+class RetentionBudget:
     """At most `most` of each tenant's blocks are kept beyond their turn because it asked so.
 
     What is to be kept without an end is, until nobody has used it for `forget_s` seconds: else it
@@ -37,7 +38,7 @@ class Promises:
     def __init__(
         self,
         most: int,
-        tell: Callable[[Directive, Outcome], None] | None = None,
+        tell: Callable[[Directive, DirectiveOutcome], None] | None = None,
         forget_s: float = FORGET_S,
     ) -> None:
         self.most = most
@@ -45,7 +46,7 @@ class Promises:
         self.outcomes = Outcomes(tell)
         self.charged: dict[str, int] = {}
 
-    def grantable(self, keep: Keep, size: int, wish: Wish) -> int:
+    def grantable(self, keep: BlockRetention, size: int, wish: RetentionWish) -> int:
         """How much of `size` the tenant's budget has room for."""
         if keep.charged or not wish.keeps:
             return size
@@ -53,9 +54,9 @@ class Promises:
 
     def claim(
         self,
-        keep: Keep,
+        keep: BlockRetention,
         size: int,
-        wish: Wish,
+        wish: RetentionWish,
         now: float,
         directive: Directive | None = None,
         alone: bool = True,
@@ -77,53 +78,64 @@ class Promises:
         self._settle(keep, size)
         return True
 
-    def touch(self, keep: Keep, size: int, now: float) -> None:
+    def touch(self, keep: BlockRetention, size: int, now: float) -> None:
         """Blocks were used at `now` by somebody who asks nothing for them."""
         self.lapse(keep, size, now)
         keep.lift()
         keep.renew(now)
         self._settle(keep, size)
 
-    def lapse(self, keep: Keep, size: int, now: float) -> Standing:
+    def lapse(self, keep: BlockRetention, size: int, now: float) -> EvictionRank:
         """Drop claims whose time is over; where the blocks stand then."""
         for claim in keep.lapse(now):
             if claim.directive is not None:
-                self.outcomes.ended(claim.directive, Outcome.EXPIRED)
+                self.outcomes.ended(claim.directive, DirectiveOutcome.EXPIRED)
         self._settle(keep, size)
         return keep.standing(now) if keep else PLAIN
 
     def pin(
-        self, keep: Keep, size: int, pin: str, priority: int, deadline: float, directive: Directive
+        self,
+        keep: BlockRetention,
+        size: int,
+        pin: str,
+        priority: int,
+        deadline: float,
+        directive: Directive,
     ) -> bool:
         """Grant a pin until `deadline`, whoever else asks what; False if there is no room."""
-        wish = Wish(min(max(priority, PLAIN_LEVEL), MOST_LEVEL), deadline)
+        wish = RetentionWish(min(max(priority, PLAIN_LEVEL), MOST_LEVEL), deadline)
         directive.asked += size
         if self.grantable(keep, size, wish) < size:
             return False
         directive.blocks += size
-        keep.pins[pin] = Claim(wish, deadline, inf, directive)
+        keep.pins[pin] = RetentionClaim(wish, deadline, inf, directive)
         self._settle(keep, size)
         return True
 
-    def unpin(self, keep: Keep, size: int, pin: str) -> None:
+    def unpin(self, keep: BlockRetention, size: int, pin: str) -> None:
         """Forget a pin."""
         keep.pins.pop(pin, None)
         self._settle(keep, size)
 
-    def evicted(self, keep: Keep, size: int, now: float) -> None:
+    def evicted(self, keep: BlockRetention, size: int, now: float) -> None:
         """So much of the blocks was given up for something else."""
         for claim in keep.all:
             if claim.directive is not None and claim.wish.keeps and claim.deadline > now:
-                self.outcomes.ended(claim.directive, Outcome.EVICTED)
+                self.outcomes.ended(claim.directive, DirectiveOutcome.EVICTED)
         self.freed(keep, size)
 
-    def freed(self, keep: Keep, size: int) -> None:
+    def freed(self, keep: BlockRetention, size: int) -> None:
         """So much of the blocks is gone because nobody wants it any more."""
         if keep.charged:
             self._charge(keep.tenant, -size)
 
     def _set(
-        self, keep: Keep, wish: Wish, now: float, directive: Directive | None, alone: bool
+        self,
+        keep: BlockRetention,
+        wish: RetentionWish,
+        now: float,
+        directive: Directive | None,
+        alone: bool,
     ) -> None:
         if directive is None and any(claim.directive is not None for claim in keep.claims):
             keep.renew(now)  # a default does not revise what somebody asked for
@@ -137,9 +149,9 @@ class Promises:
         keep.renew(now)
         if not wish.plain:
             ttl_s = self._forget_s if wish.ttl_s is None else wish.ttl_s
-            keep.add(Claim(wish, now + ttl_s, ttl_s, directive))
+            keep.add(RetentionClaim(wish, now + ttl_s, ttl_s, directive))
 
-    def _settle(self, keep: Keep, size: int) -> None:
+    def _settle(self, keep: BlockRetention, size: int) -> None:
         if keep.charged != keep.keeps:
             keep.charged = keep.keeps
             self._charge(keep.tenant, size if keep.charged else -size)

@@ -9,7 +9,7 @@ MOST_LEVEL = 100
 THINKING_LEVEL = -1
 
 
-class Standing(NamedTuple):
+class EvictionRank(NamedTuple):
     """A place in the order of eviction: what compares lower goes first. It holds until `until`.
 
     Levels are the priorities 0 to 100 of TensorRT-LLM's retention, and -1. Times are seconds on
@@ -20,10 +20,10 @@ class Standing(NamedTuple):
     until: float
 
 
-PLAIN = Standing(PLAIN_LEVEL, 0.0)
+PLAIN = EvictionRank(PLAIN_LEVEL, 0.0)
 
 
-class Wish(NamedTuple):
+class RetentionWish(NamedTuple):
     """What a caller or a default asks for some blocks; `ttl_s` counts from each use.
 
     `directive` is the place among the explicit directives of the request, None for a default.
@@ -44,24 +44,24 @@ class Wish(NamedTuple):
         return self.level > PLAIN_LEVEL or (self.level == PLAIN_LEVEL and self.ttl_s is not None)
 
 
-class Claim(NamedTuple):
+class RetentionClaim(NamedTuple):
     """A wish that was granted until `deadline`, which each use moves to `ttl_s` after it."""
 
-    wish: Wish
+    wish: RetentionWish
     deadline: float
     ttl_s: float
     directive: Directive | None = None
 
     @property
-    def standing(self) -> Standing:
-        return Standing(self.wish.level, self.deadline)
+    def standing(self) -> EvictionRank:
+        return EvictionRank(self.wish.level, self.deadline)
 
-    def renewed(self, now: float) -> "Claim":
+    def renewed(self, now: float) -> "RetentionClaim":
         """The claim as of a use at `now`."""
         return self._replace(deadline=now + self.ttl_s)
 
 
-class Keep:
+class BlockRetention:
     """The claims on one block, or on several that have the same. A tenant's blocks are its own.
 
     `claims` are by what was asked, best first: each later one has a later deadline. `pins` are by
@@ -72,21 +72,21 @@ class Keep:
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
-        self.claims: tuple[Claim, ...] = ()
-        self.pins: dict[str, Claim] = {}
+        self.claims: tuple[RetentionClaim, ...] = ()
+        self.pins: dict[str, RetentionClaim] = {}
         self.charged = False
 
     def __bool__(self) -> bool:
         return bool(self.claims or self.pins)
 
-    def copy(self) -> "Keep":
+    def copy(self) -> "BlockRetention":
         """The same for a part of the blocks."""
-        other = Keep(self.tenant)
+        other = BlockRetention(self.tenant)
         other.claims, other.pins, other.charged = self.claims, dict(self.pins), self.charged
         return other
 
     @property
-    def all(self) -> tuple[Claim, ...]:
+    def all(self) -> tuple[RetentionClaim, ...]:
         return (*self.claims, *self.pins.values())
 
     @property
@@ -94,11 +94,11 @@ class Keep:
         """Whether any claim asks for more than others get."""
         return any(claim.wish.keeps for claim in self.all)
 
-    def standing(self, now: float) -> Standing:
+    def standing(self, now: float) -> EvictionRank:
         """Where the claims that still hold put the block."""
         return max((c.standing for c in self.all if c.deadline > now), default=PLAIN)
 
-    def add(self, claim: Claim) -> None:
+    def add(self, claim: RetentionClaim) -> None:
         """One more wish for blocks that several use: whatever asks for most counts at any time."""
         if any(_covers(known, claim) for known in self.claims):
             return
@@ -113,7 +113,7 @@ class Keep:
         """The block was used at `now`: times to live start again."""
         self.claims = tuple(claim.renewed(now) for claim in self.claims)
 
-    def lapse(self, now: float) -> list[Claim]:
+    def lapse(self, now: float) -> list[RetentionClaim]:
         """Drop what is past its deadline; returns it."""
         gone = [claim for claim in self.all if claim.deadline <= now]
         if gone:
@@ -122,5 +122,5 @@ class Keep:
         return gone
 
 
-def _covers(one: Claim, other: Claim) -> bool:
+def _covers(one: RetentionClaim, other: RetentionClaim) -> bool:
     return one.wish.level >= other.wish.level and one.deadline >= other.deadline

@@ -15,7 +15,7 @@ from itertools import count
 from math import inf
 from typing import Generic, TypeAlias, TypeVar
 
-from kvmesh.retention.claims import PLAIN, Standing
+from kvmesh.retention.claims import PLAIN, EvictionRank
 
 K = TypeVar("K", bound=Hashable)
 Entry: TypeAlias = tuple[int, float, int, K]
@@ -29,7 +29,9 @@ class EvictionPool(Generic[K]):
     soon as nothing does. `renew` gives the standing of a key whose last one is past.
     """
 
-    def __init__(self, carries: Callable[[K], bool], renew: Callable[[K, float], Standing]) -> None:
+    def __init__(
+        self, carries: Callable[[K], bool], renew: Callable[[K, float], EvictionRank]
+    ) -> None:
         self._carries = carries
         self._renew = renew
         self._stamps = count()
@@ -45,7 +47,7 @@ class EvictionPool(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._plain or key in self._entries
 
-    def add(self, key: K, standing: Standing = PLAIN) -> None:
+    def add(self, key: K, standing: EvictionRank = PLAIN) -> None:
         """Insert a key that is not here, as the most recently used."""
         stamp = next(self._stamps)
         if standing == PLAIN:
@@ -72,11 +74,11 @@ class EvictionPool(Generic[K]):
                 self.discard(key)
                 plain[key] = next(stamps)
 
-    def standing(self, key: K) -> Standing:
+    def standing(self, key: K) -> EvictionRank:
         """What a key was inserted with, or set to since; KeyError."""
-        return PLAIN if key in self._plain else Standing(*self._entries[key][:2])
+        return PLAIN if key in self._plain else EvictionRank(*self._entries[key][:2])
 
-    def set(self, key: K, standing: Standing) -> None:
+    def set(self, key: K, standing: EvictionRank) -> None:
         """Something else is asked for a key, which stays as recent as it was; KeyError."""
         if key in self._plain:
             if standing != PLAIN:
@@ -110,7 +112,7 @@ class EvictionPool(Generic[K]):
             if self._entries.get(key) == entry:
                 self._file(key, self._renew(key, now), entry[2])
 
-    def _file(self, key: K, standing: Standing, stamp: int) -> None:
+    def _file(self, key: K, standing: EvictionRank, stamp: int) -> None:
         entry = (standing.level, standing.until, stamp, key)
         self._entries[key] = entry
         if key not in self._covered:

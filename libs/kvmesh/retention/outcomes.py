@@ -5,7 +5,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 
-class Outcome(StrEnum):
+class DirectiveOutcome(StrEnum):
     """A directive is honoured or clipped when it is given, and ends in at most one other way."""
 
     HONOURED = "honoured"
@@ -28,29 +28,29 @@ class Directive:
         self.ended = False
 
     @property
-    def granted(self) -> Outcome:
-        return Outcome.CLIPPED if self.blocks < self.asked else Outcome.HONOURED
+    def granted(self) -> DirectiveOutcome:
+        return DirectiveOutcome.CLIPPED if self.blocks < self.asked else DirectiveOutcome.HONOURED
 
 
 class Outcomes:
     """Counts since the start. `tell` is called once for each outcome of a directive."""
 
-    def __init__(self, tell: Callable[[Directive, Outcome], None] | None = None) -> None:
-        self.counts: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
+    def __init__(self, tell: Callable[[Directive, DirectiveOutcome], None] | None = None) -> None:
+        self.counts: Counter[DirectiveOutcome] = Counter(dict.fromkeys(DirectiveOutcome, 0))
         self._tell = tell
 
-    def granted(self, directive: Directive) -> Outcome:
+    def granted(self, directive: Directive) -> DirectiveOutcome:
         """All of its blocks that exist now have been asked for."""
         self._note(directive, directive.granted)
         return directive.granted
 
-    def ended(self, directive: Directive, outcome: Outcome) -> None:
+    def ended(self, directive: Directive, outcome: DirectiveOutcome) -> None:
         """The first of its blocks has expired or was evicted early."""
         if not directive.ended:
             directive.ended = True
             self._note(directive, outcome)
 
-    def _note(self, directive: Directive, outcome: Outcome) -> None:
+    def _note(self, directive: Directive, outcome: DirectiveOutcome) -> None:
         self.counts[outcome] += 1
         if self._tell is not None:
             self._tell(directive, outcome)

@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Hashable)
 BRANCHES = 8
 
 
-class Tail(NamedTuple, Generic[K]):
+class PromptTail(NamedTuple, Generic[K]):
     """What comes after the first `kept` blocks of a prompt that nobody will extend."""
 
     prompt: Sequence[K]
@@ -63,7 +63,7 @@ class SessionBook(Generic[K]):
     def __contains__(self, session: str) -> bool:
         return session in self._sessions
 
-    def record(self, session: str, prompt: Sequence[K], now: float) -> list[Tail[K]]:
+    def record(self, session: str, prompt: Sequence[K], now: float) -> list[PromptTail[K]]:
         """A prompt of a session begins; returns tails of its earlier ones that this one leaves.
 
         What the new prompt contains as a whole it replaces; what begins like it and then differs is
@@ -85,7 +85,7 @@ class SessionBook(Generic[K]):
             )
         left = self._replace(entry, prompt) if entry.prompts else ()
         self._add(entry, _Prompt(session, prompt))
-        return [Tail(old.blocks, max(at, self.shared(old.blocks))) for old, at in left]
+        return [PromptTail(old.blocks, max(at, self.shared(old.blocks))) for old, at in left]
 
     def shared(self, prompt: Sequence[K], but: str | None = None) -> int:
         """How many leading blocks of a prompt live sessions other than `but` use."""
@@ -98,7 +98,7 @@ class SessionBook(Generic[K]):
                 found = common(prompt, theirs)
         return found
 
-    def release(self, sessions: Iterable[str]) -> list[Tail[K]]:
+    def release(self, sessions: Iterable[str]) -> list[PromptTail[K]]:
         """Forget sessions; returns the tails that no other session uses. Unknown ones are fine."""
         gone: list[_Prompt[K]] = []
         for session in sessions:
@@ -106,7 +106,7 @@ class SessionBook(Generic[K]):
             for prompt in entry.prompts if entry is not None else ():
                 self._remove(prompt)
                 gone.append(prompt)
-        return [Tail(prompt.blocks, self.shared(prompt.blocks)) for prompt in gone]
+        return [PromptTail(prompt.blocks, self.shared(prompt.blocks)) for prompt in gone]
 
     def _replace(self, entry: _Session[K], new: Sequence[K]) -> list[tuple[_Prompt[K], int]]:
         """Take out the prompts that `new` continues or leaves; returns the latter."""

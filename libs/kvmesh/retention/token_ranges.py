@@ -7,20 +7,22 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvmesh.bus.messages import Retain
-from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, THINKING_LEVEL, Wish
+from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, THINKING_LEVEL, RetentionWish
 
 KINDS = ("system", "conversation", "tool", "thinking", "decode")
 FIRST = "first"
-DEFAULTS: Mapping[str, Wish] = MappingProxyType({"thinking": Wish(THINKING_LEVEL)})
-PLAIN_WISH = Wish()
+DEFAULTS: Mapping[str, RetentionWish] = MappingProxyType(
+    {"thinking": RetentionWish(THINKING_LEVEL)}
+)
+PLAIN_WISH = RetentionWish()
 
 
-class Segment(NamedTuple):
+class RetentionSegment(NamedTuple):
     """Blocks `first` to `end` (None: all that follow) of a sequence, and what is asked for them."""
 
     first: int
     end: int | None
-    wish: Wish
+    wish: RetentionWish
 
 
 class RetentionError(ValueError):
@@ -35,14 +37,16 @@ class RetentionError(ValueError):
         self.text = text
 
 
-def parse_defaults(texts: Sequence[str]) -> dict[str, Wish]:
+def parse_defaults(texts: Sequence[str]) -> dict[str, RetentionWish]:
     """`DEFAULTS` with changes such as "tool=20" or "system=60/300"; raises RetentionError."""
     table = dict(DEFAULTS)
     for text in texts:
         kind, _, value = text.partition("=")
         level, _, ttl = value.partition("/")
         try:
-            wish = Wish(THINKING_LEVEL if level == FIRST else int(level), float(ttl or 0) or None)
+            wish = RetentionWish(
+                THINKING_LEVEL if level == FIRST else int(level), float(ttl or 0) or None
+            )
         except ValueError as error:
             raise RetentionError(text) from error
         if (
@@ -60,8 +64,8 @@ def segments(
     decode: Retain | None,
     tokens: int,
     block_size: int,
-    defaults: Mapping[str, Wish] = DEFAULTS,
-) -> list[Segment]:
+    defaults: Mapping[str, RetentionWish] = DEFAULTS,
+) -> list[RetentionSegment]:
     """What a request asks for its blocks; those for which nothing is asked are left out.
 
     `retention` speaks of the prompt of `tokens` tokens, later entries win; `decode` of what is
@@ -78,47 +82,49 @@ def segments(
     return list(_joined(_blocks(painted, block_size)))
 
 
-def with_prefix(asked: list[Segment]) -> list[Segment]:
+def with_prefix(asked: list[RetentionSegment]) -> list[RetentionSegment]:
     """The same with all that comes before what is kept, which is of no use without it.
 
     It is kept as dearly and counts against the budget, so that a budget cannot be had for less.
     """
-    found: list[Segment] = []
-    best: Wish | None = None
+    found: list[RetentionSegment] = []
+    best: RetentionWish | None = None
     after = 0
     for segment in reversed(asked):
         if best is not None and segment.end is not None and segment.end < after:
-            found.append(Segment(segment.end, after, best))
+            found.append(RetentionSegment(segment.end, after, best))
         wish = segment.wish if best is None else _at_least(segment.wish, best)
         found.append(segment._replace(wish=wish))
         best = wish if wish.keeps else best
         after = segment.first
     if best is not None and after:
-        found.append(Segment(0, after, best))
+        found.append(RetentionSegment(0, after, best))
     return list(_joined(reversed(found)))
 
 
-def _at_least(wish: Wish, other: Wish) -> Wish:
+def _at_least(wish: RetentionWish, other: RetentionWish) -> RetentionWish:
     """The higher one, in the name of the first if that has one."""
     if _worth(wish) >= _worth(other):
         return wish
     return other if wish.directive is None else other._replace(directive=wish.directive)
 
 
-def _says_nothing(wish: Wish) -> bool:
+def _says_nothing(wish: RetentionWish) -> bool:
     """An explicit wish for the default revises an earlier one."""
     return wish.plain and wish.directive is None
 
 
 def _wishes(
-    retention: Sequence[Retain], decode: Retain | None, defaults: Mapping[str, Wish]
-) -> list[Wish]:
+    retention: Sequence[Retain], decode: Retain | None, defaults: Mapping[str, RetentionWish]
+) -> list[RetentionWish]:
     """One for each entry, and one for what is generated."""
-    wishes: list[Wish] = []
+    wishes: list[RetentionWish] = []
     explicit = 0
     for retain in (*retention, decode or Retain(0, None, kind="decode")):
         if retain.explicit:
-            wishes.append(Wish(min(MOST_LEVEL, max(0, retain.priority)), retain.ttl_s, explicit))
+            wishes.append(
+                RetentionWish(min(MOST_LEVEL, max(0, retain.priority)), retain.ttl_s, explicit)
+            )
             explicit += 1
         else:
             wishes.append(defaults.get(retain.kind, PLAIN_WISH))
@@ -126,13 +132,13 @@ def _wishes(
 
 
 def _paint(
-    spans: list[tuple[int, int]], wishes: list[Wish], tokens: int
-) -> list[tuple[int, int | None, Wish]]:
+    spans: list[tuple[int, int]], wishes: list[RetentionWish], tokens: int
+) -> list[tuple[int, int | None, RetentionWish]]:
     """The tokens of the prompt in stretches, each with the wish of the last span over it."""
     starts = sorted((start, place) for place, (start, end) in enumerate(spans) if start < end)
     edges = sorted({0, tokens, *(edge for span in spans for edge in span if edge < tokens)})
     over: list[int] = []
-    painted: list[tuple[int, int | None, Wish]] = []
+    painted: list[tuple[int, int | None, RetentionWish]] = []
     at = 0
     for start, end in pairwise(edges):
         while at < len(starts) and starts[at][0] <= start:
@@ -144,38 +150,40 @@ def _paint(
     return painted
 
 
-def _blocks(painted: list[tuple[int, int | None, Wish]], size: int) -> Iterator[Segment]:
+def _blocks(
+    painted: list[tuple[int, int | None, RetentionWish]], size: int
+) -> Iterator[RetentionSegment]:
     """Whole blocks: those that lie in one stretch, and one for each where stretches meet."""
     at = 0
-    mixed: Wish | None = None
+    mixed: RetentionWish | None = None
     for _, end, wish in painted:
         if mixed is not None:
             mixed = max(mixed, wish, key=_worth)
             if end is not None and end < (at + 1) * size:
                 continue
-            yield Segment(at, at + 1, mixed)
+            yield RetentionSegment(at, at + 1, mixed)
             at += 1
             mixed = None
         if end is None:
-            yield Segment(at, None, wish)
+            yield RetentionSegment(at, None, wish)
             return
         if end // size > at:
-            yield Segment(at, end // size, wish)
+            yield RetentionSegment(at, end // size, wish)
             at = end // size
         if end % size:
             mixed = wish
 
 
-def _worth(wish: Wish) -> tuple[int, float]:
+def _worth(wish: RetentionWish) -> tuple[int, float]:
     """As in `Standing`: among equals, plain ones go before those that are kept for a while."""
     if wish.level != PLAIN_LEVEL:
         return wish.level, float("inf") if wish.ttl_s is None else wish.ttl_s
     return wish.level, wish.ttl_s or 0.0
 
 
-def _joined(blocks: Iterable[Segment]) -> Iterator[Segment]:
+def _joined(blocks: Iterable[RetentionSegment]) -> Iterator[RetentionSegment]:
     """As few segments as possible, without those that ask for nothing."""
-    last: Segment | None = None
+    last: RetentionSegment | None = None
     for segment in blocks:
         if last is not None and last.wish == segment.wish:
             last = last._replace(end=segment.end)

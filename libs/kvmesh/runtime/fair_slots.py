@@ -30,7 +30,7 @@ class FairQueue(Generic[T]):
         return item
 
 
-class Slots:
+class FairSlots:
     """At most `count` have one at a time; callers bound how many wait."""
 
     def __init__(self, count: int) -> None:

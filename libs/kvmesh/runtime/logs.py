@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from kvmesh.settings.schema import Log
+from kvmesh.settings.schema import LogSettings
 
 _UNSEEN = {n: f"\\x{n:02x}" for n in (*range(0x20), *range(0x7F, 0xA0))}
 _IN_LINE = {**_UNSEEN, 0x09: "\\t", 0x0A: "\\n", 0x0D: "\\r", 0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -53,7 +53,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def configure(options: Log, service: str) -> None:
+def configure(options: LogSettings, service: str) -> None:
     """Send this process's log to standard error in the configured form."""
     handler = logging.StreamHandler(sys.stderr)
     form = JsonFormatter if options.format == "json" else TextFormatter

@@ -23,8 +23,7 @@ from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.runtime import logs
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.runtime.watchdog import watch_loop
-from kvmesh.settings.schema import Nats as NatsSettings
-from kvmesh.settings.schema import Settings, Streams
+from kvmesh.settings.schema import NatsSettings, Settings, StreamSettings
 
 log = logging.getLogger(__name__)
 DEFAULT_URL = "nats://127.0.0.1:4222"
@@ -175,7 +174,7 @@ def bus_options(nats: NatsSettings) -> BusOptions:
     )
 
 
-def stream_limits(streams: Streams) -> StreamLimits:
+def stream_limits(streams: StreamSettings) -> StreamLimits:
     """The stream limits that the settings ask for."""
     return StreamLimits(
         kv_bytes=streams.kv_bytes,

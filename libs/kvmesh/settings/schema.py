@@ -26,7 +26,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every section: an unknown key is an error that names it."""
 
 
-class Nats(Section, frozen=True, kw_only=True):
+class NatsSettings(Section, frozen=True, kw_only=True):
     url: Annotated[
         Url, Meta(description="NATS servers, separated by commas; empty starts one within `up`")
     ] = ""
@@ -58,7 +58,7 @@ class Nats(Section, frozen=True, kw_only=True):
     replicas: Annotated[int, Meta(ge=1, le=5, description="copies of each stream")] = 1
 
 
-class Streams(Section, frozen=True, kw_only=True):
+class StreamSettings(Section, frozen=True, kw_only=True):
     kv_bytes: Annotated[int, Meta(ge=1 << 20, description="most bytes of KV events kept")] = 4 << 30
     kv_age_s: Annotated[Seconds, Meta(description="longest that a KV event is kept")] = 86400.0
     route_bytes: Annotated[int, Meta(ge=1 << 20, description="most bytes of decisions kept")] = (
@@ -81,20 +81,20 @@ class Streams(Section, frozen=True, kw_only=True):
     ] = 10.0
 
 
-class Log(Section, frozen=True, kw_only=True):
+class LogSettings(Section, frozen=True, kw_only=True):
     level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severity shown")
     ] = "info"
     format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"
 
 
-class Process(Section, frozen=True, kw_only=True):
+class ProcessSettings(Section, frozen=True, kw_only=True):
     hang_timeout_s: Annotated[
         Seconds, Meta(description="a service whose event loop does not turn for this long ends")
     ] = 30.0
 
 
-class Frontend(Section, frozen=True, kw_only=True):
+class FrontendSettings(Section, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[Port, Meta(description="port to listen on; 0 picks a free one")] = 8000
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
@@ -180,7 +180,7 @@ class Frontend(Section, frozen=True, kw_only=True):
     ] = 3
 
 
-class Router(Section, frozen=True, kw_only=True):
+class RouterSettings(Section, frozen=True, kw_only=True):
     policy: Annotated[
         str, Meta(description="how to choose a worker: a built-in policy, or module:Class")
     ] = "kv"
@@ -323,7 +323,7 @@ class Router(Section, frozen=True, kw_only=True):
     metrics_host: MetricsHost = LOOPBACK
 
 
-class Indexer(Section, frozen=True, kw_only=True):
+class IndexerSettings(Section, frozen=True, kw_only=True):
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
     shards: Annotated[Count, Meta(description="parts that the index is divided into")] = 1
     shard: Annotated[int, Meta(ge=0, description="which of them this replica holds, from 0")] = 0
@@ -354,7 +354,7 @@ class Indexer(Section, frozen=True, kw_only=True):
     metrics_host: MetricsHost = LOOPBACK
 
 
-class Worker(Section, frozen=True, kw_only=True):
+class WorkerSettings(Section, frozen=True, kw_only=True):
     engine: Annotated[
         Literal["mock", "torch", "vllm", "openai", "sglang", "trtllm"],
         Meta(description="what runs the model"),
@@ -432,7 +432,7 @@ class Worker(Section, frozen=True, kw_only=True):
     metrics_host: MetricsHost = LOOPBACK
 
 
-class Kvbm(Section, frozen=True, kw_only=True):
+class KvbmSettings(Section, frozen=True, kw_only=True):
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
     node: Annotated[
         str, Meta(description="the machine that its workers are on, too; empty: the host's name")
@@ -500,7 +500,7 @@ class Kvbm(Section, frozen=True, kw_only=True):
     metrics_host: MetricsHost = LOOPBACK
 
 
-class Mock(Section, frozen=True, kw_only=True):
+class MockSettings(Section, frozen=True, kw_only=True):
     blocks: Annotated[Count, Meta(description="KV blocks of each rank of the mock engine")] = 16384
     max_sequences: Annotated[Count, Meta(description="sequences per step")] = 256
     max_batched_tokens: Annotated[Count, Meta(description="tokens per step")] = 8192
@@ -560,7 +560,7 @@ class Mock(Section, frozen=True, kw_only=True):
     ] = 0
 
 
-class Transfer(Section, frozen=True, kw_only=True):
+class TransferSettings(Section, frozen=True, kw_only=True):
     via: Annotated[
         Literal["auto", "nixl", "tcp"],
         Meta(description="how KV blocks move between processes; auto: NIXL if both have it"),
@@ -584,7 +584,7 @@ class Transfer(Section, frozen=True, kw_only=True):
     ] = 10.0
 
 
-class Torch(Section, frozen=True, kw_only=True):
+class TorchSettings(Section, frozen=True, kw_only=True):
     device: Annotated[str, Meta(description="torch device; auto: a GPU if there is one")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
@@ -610,7 +610,7 @@ class Torch(Section, frozen=True, kw_only=True):
     ] = 0
 
 
-class Remote(Section, frozen=True, kw_only=True):
+class RemoteSettings(Section, frozen=True, kw_only=True):
     url: Annotated[Url, Meta(description="base URL of the running server of --engine openai")] = ""
     model: Annotated[str, Meta(description="its model; empty: the first that it lists")] = ""
     api_key: Annotated[Secret | None, Meta(description="key that it asks for")] = None
@@ -641,7 +641,7 @@ class Remote(Section, frozen=True, kw_only=True):
     connect_timeout_s: Annotated[Seconds, Meta(description="longest wait for a connection")] = 5.0
 
 
-class Vllm(Section, frozen=True, kw_only=True):
+class VllmSettings(Section, frozen=True, kw_only=True):
     args: Annotated[
         list[str],
         Meta(description="engine arguments as KEY=VALUE; a dot in KEY reaches into a nested one"),
@@ -655,7 +655,7 @@ class Vllm(Section, frozen=True, kw_only=True):
     ] = False
 
 
-class Sglang(Section, frozen=True, kw_only=True):
+class SglangSettings(Section, frozen=True, kw_only=True):
     args: Annotated[
         list[str],
         Meta(description="server arguments as KEY=VALUE; a dot in KEY reaches into a nested one"),
@@ -665,7 +665,7 @@ class Sglang(Section, frozen=True, kw_only=True):
     ] = None
 
 
-class Trtllm(Section, frozen=True, kw_only=True):
+class TrtllmSettings(Section, frozen=True, kw_only=True):
     args: Annotated[
         list[str],
         Meta(description="LLM arguments as KEY=VALUE; a dot in KEY reaches into a nested one"),
@@ -675,7 +675,7 @@ class Trtllm(Section, frozen=True, kw_only=True):
     ] = None
 
 
-class Up(Section, frozen=True, kw_only=True):
+class UpSettings(Section, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=0, description="worker processes")] = 4
     prefill_workers: Annotated[
         int, Meta(ge=0, description="further ones that compute long prompts for them; 0: none")
@@ -711,20 +711,20 @@ class Up(Section, frozen=True, kw_only=True):
 class Settings(Section, frozen=True, kw_only=True):
     """The whole configuration, one attribute per section."""
 
-    nats: Nats = Nats()
-    streams: Streams = Streams()
-    log: Log = Log()
-    process: Process = Process()
-    frontend: Frontend = Frontend()
-    router: Router = Router()
-    indexer: Indexer = Indexer()
-    worker: Worker = Worker()
-    kvbm: Kvbm = Kvbm()
-    mock: Mock = Mock()
-    transfer: Transfer = Transfer()
-    torch: Torch = Torch()
-    remote: Remote = Remote()
-    vllm: Vllm = Vllm()
-    sglang: Sglang = Sglang()
-    trtllm: Trtllm = Trtllm()
-    up: Up = Up()
+    nats: NatsSettings = NatsSettings()
+    streams: StreamSettings = StreamSettings()
+    log: LogSettings = LogSettings()
+    process: ProcessSettings = ProcessSettings()
+    frontend: FrontendSettings = FrontendSettings()
+    router: RouterSettings = RouterSettings()
+    indexer: IndexerSettings = IndexerSettings()
+    worker: WorkerSettings = WorkerSettings()
+    kvbm: KvbmSettings = KvbmSettings()
+    mock: MockSettings = MockSettings()
+    transfer: TransferSettings = TransferSettings()
+    torch: TorchSettings = TorchSettings()
+    remote: RemoteSettings = RemoteSettings()
+    vllm: VllmSettings = VllmSettings()
+    sglang: SglangSettings = SglangSettings()
+    trtllm: TrtllmSettings = TrtllmSettings()
+    up: UpSettings = UpSettings()

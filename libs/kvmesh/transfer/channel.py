@@ -1,8 +1,8 @@
 """One connection between a reader and an owner: small messages, and bytes without copies.
 
-A read is: `Want`, `Answer`; the bytes, if they come this way; `Got`, `Answer`. The second answer
-says whether the grant has been good all the time, which the reader of memory that is not copied by
-its owner cannot know otherwise.
+A read is: `Want`, `TransferReply`; the bytes, if they come this way; `Got`, `TransferReply`. The
+second answer says whether the grant has been good all the time, which the reader of memory that
+is not copied by its owner cannot know otherwise.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Got(Struct, frozen=True, array_like=True):
     final: bool
 
 
-class Answer(Struct, frozen=True, array_like=True):
+class TransferReply(Struct, frozen=True, array_like=True):
     """No, with a `code`, or yes; then `agent` knows the region at `base` by `metadata`."""
 
     code: Code | None = None

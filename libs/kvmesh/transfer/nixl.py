@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from kvmesh.transfer.channel import Answer
+from kvmesh.transfer.channel import TransferReply
 from kvmesh.transfer.errors import TransferError
 from kvmesh.transfer.grants import Region
 from kvmesh.transfer.memory_ranges import Piece, batches
@@ -63,7 +63,9 @@ class NixlAgent:
     def deregister(self, region: Region) -> None:
         self._agent.deregister_memory(self._registered.pop(region))
 
-    async def read(self, peer: str, owner: Answer, into: Region, pieces: Iterable[Piece]) -> None:
+    async def read(
+        self, peer: str, owner: TransferReply, into: Region, pieces: Iterable[Piece]
+    ) -> None:
         """Fetch pieces of the memory that `owner` describes. Returns or raises when all rests.
 
         Raises TransferError.
@@ -92,7 +94,7 @@ class NixlAgent:
         for agent in [agent for agent, known in self._known.items() if known.peer == peer]:
             self._forget(agent)
 
-    def _meet(self, peer: str, owner: Answer) -> None:
+    def _meet(self, peer: str, owner: TransferReply) -> None:
         known = self._known.get(owner.agent)
         if known is None:
             self.forget(peer)  # another process had this address before
@@ -113,7 +115,7 @@ class NixlAgent:
         except Exception as error:  # NIXL may have noticed by itself
             log.debug("NIXL does not forget %s: %s", known.peer, error)
 
-    def _post(self, owner: Answer, into: Region, batch: list[Piece]) -> Any:
+    def _post(self, owner: TransferReply, into: Region, batch: list[Piece]) -> Any:
         here = [(into.address + piece.local, piece.length, 0) for piece in batch]
         there = [(owner.base + piece.remote, piece.length, 0) for piece in batch]
         agent = self._agent

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from kvmesh.bus.errors import cause
-from kvmesh.transfer.channel import Answer, Channel, Closed, Got, Want
+from kvmesh.transfer.channel import Channel, Closed, Got, TransferReply, Want
 from kvmesh.transfer.grants import Grant, Grants
 from kvmesh.transfer.memory_ranges import Range, unpack
 
@@ -15,12 +15,12 @@ WORD_S = 10.0
 STALL_S = 30.0
 REFUSAL_S = 1.0
 MOST_REFUSALS = 16  # at once; whoever comes beyond is not even told why
-GOOD = Answer()
-REVOKED = Answer("revoked", "there is no such grant, or no more")
-BUSY = Answer("busy", "too many readers")
+GOOD = TransferReply()
+REVOKED = TransferReply("revoked", "there is no such grant, or no more")
+BUSY = TransferReply("busy", "too many readers")
 
 
-class Server:
+class TransferServer:
     """Serves up to `most` readers at once, which count from when they connect.
 
     `agent` names what direct readers read from.
@@ -105,22 +105,22 @@ class Server:
             grant.end("read")
         await channel.send(GOOD if good else REVOKED)
 
-    def _check(self, want: Want) -> tuple[Grant | None, list[Range], Answer]:
+    def _check(self, want: Want) -> tuple[Grant | None, list[Range], TransferReply]:
         grant = self._grants.find(want.token)
         if grant is None:
             return None, [], REVOKED
         try:
             ranges = unpack(want.ranges)
         except ValueError as error:
-            return None, [], Answer("refused", str(error))
+            return None, [], TransferReply("refused", str(error))
         refused = grant.allowed.refused(ranges)
         if refused is not None:
             reason = f"{refused.length} bytes at {refused.offset} were not granted"
-            return None, [], Answer("refused", reason)
+            return None, [], TransferReply("refused", reason)
         if not want.direct:
             return grant, ranges, GOOD
         region = grant.region
-        known = Answer(agent=self._agent, base=region.address, metadata=region.metadata)
+        known = TransferReply(agent=self._agent, base=region.address, metadata=region.metadata)
         return grant, ranges, known
 
     async def _send(self, channel: Channel, grant: Grant, ranges: list[Range]) -> None:

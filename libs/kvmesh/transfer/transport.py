@@ -8,13 +8,13 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from kvmesh.settings.schema import Transfer
-from kvmesh.transfer.channel import Answer, Channel, Closed, Descriptor, Got, Silent, Want
+from kvmesh.settings.schema import TransferSettings
+from kvmesh.transfer.channel import Channel, Closed, Descriptor, Got, Silent, TransferReply, Want
 from kvmesh.transfer.errors import TransferError
 from kvmesh.transfer.grants import Grants, Region
 from kvmesh.transfer.memory_ranges import Piece, merged, pack
 from kvmesh.transfer.nixl import NixlAgent
-from kvmesh.transfer.server import Server
+from kvmesh.transfer.server import TransferServer
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -34,17 +34,17 @@ class Transport:
     to what was granted to it; over TCP nothing else leaves.
     """
 
-    def __init__(self, options: Transfer, agent: NixlAgent | None) -> None:
+    def __init__(self, options: TransferSettings, agent: NixlAgent | None) -> None:
         self._options = options
         self._agent = agent
         self._grants = Grants(self._describe)
-        self._server = Server(self._grants, options.readers, agent.name if agent else "")
+        self._server = TransferServer(self._grants, options.readers, agent.name if agent else "")
         self._regions: set[Region] = set()
         self._owners: WeakValueDictionary[str, _Owner] = WeakValueDictionary()
         self._port = 0
 
     @classmethod
-    async def open(cls, options: Transfer) -> "Transport":
+    async def open(cls, options: TransferSettings) -> "Transport":
         """Listen. Raises TransferError if that, or the transport asked for, is not possible."""
         if options.host in WILDCARDS and not options.advertise:
             reason = "others need an address: set transfer.advertise"
@@ -170,14 +170,14 @@ async def _fetch(agent: NixlAgent | None, job: _Job) -> Way:
     channel = await _connect(job)
     try:
         await channel.send(Want(job.owner.token, pack(job.pieces), direct=agent is not None))
-        answer = _checked(job, await channel.receive(Answer))
+        answer = _checked(job, await channel.receive(TransferReply))
         if agent is not None:
             await agent.read(job.peer, answer, job.into, job.pieces)
         else:
             for piece in job.pieces:
                 await channel.receive_into(job.into.part(piece.local, piece.length))
         await channel.send(Got(job.final))
-        verdict = await channel.receive(Answer)
+        verdict = await channel.receive(TransferReply)
         if verdict.code:
             for piece in job.pieces:
                 job.into.wipe(piece.local, piece.length)
@@ -214,7 +214,7 @@ def _decoded(descriptor: bytes) -> Descriptor:
         raise TransferError("refused", "", f"not a descriptor of a grant: {error}") from error
 
 
-def _checked(job: _Job, answer: Answer) -> Answer:
+def _checked(job: _Job, answer: TransferReply) -> TransferReply:
     if answer.code:
         raise TransferError(answer.code, job.peer, answer.detail)
     return answer

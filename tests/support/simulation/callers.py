@@ -18,8 +18,8 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     SeqProgress,
 )
-from kvmesh.frontend.dispatch.route_client import Asking
-from kvmesh.frontend.dispatch.sequence_events import Tracker
+from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.runtime.service import stream_limits
 from support.events import MODEL, SALT, prompt
 from support.simulation.faults import Faults
@@ -57,8 +57,8 @@ class Caller:
         self._random = random
         self._faults = faults
         self._hold = hold
-        self._tracker = Tracker(bus, name)
-        self._asking = Asking(bus, self._tracker)
+        self._tracker = SequenceEventPublisher(bus, name)
+        self._asking = RouteClient(bus, self._tracker)
         limits = stream_limits(SETTINGS.streams)
         self._directory = Directory(bus, limits, self._asking.joined, self._asking.left)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -17,11 +17,10 @@ from kvmesh.bus.messages import Capacity, ControlReply, Dump, Instance, ModelCar
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import ensure_streams
-from kvmesh.indexer.service import Indexer
+from kvmesh.indexer.service import IndexerService
 from kvmesh.router.service import RouterService
 from kvmesh.runtime.service import Service
-from kvmesh.settings.schema import Indexer as IndexerSettings
-from kvmesh.settings.schema import Router, Settings, Streams
+from kvmesh.settings.schema import IndexerSettings, RouterSettings, Settings, StreamSettings
 from support.events import DUMPS, MODEL, Contents
 from support.simulation.loop import NODE
 from support.simulation.network import Network, SimClient
@@ -32,9 +31,11 @@ STEP_TOKENS = 64  # small, so that few requests make a queue
 BACKLOG_BYTES = 8 << 10  # small, so that an outage overflows it
 OUTAGES = (NatsError, BusError, OSError, TimeoutError)  # what a process may end of
 SETTINGS = Settings(
-    router=Router(seed=1, sequence_ttl_s=12.0, rescore_s=2.0, starvation_s=5.0, queue_quantum=128),
+    router=RouterSettings(
+        seed=1, sequence_ttl_s=12.0, rescore_s=2.0, starvation_s=5.0, queue_quantum=128
+    ),
     indexer=IndexerSettings(snapshot_threshold=60),
-    streams=Streams(lease_s=3.0),
+    streams=StreamSettings(lease_s=3.0),
 )
 
 
@@ -88,10 +89,10 @@ class RouterProcess(Process):
 class IndexerProcess(Process):
     """A whole index replica, snapshots included."""
 
-    indexer: Indexer | None = None
+    indexer: IndexerService | None = None
 
     async def run(self) -> None:
-        self.indexer = Indexer(self.service)
+        self.indexer = IndexerService(self.service)
         await self.indexer.run()
 
 

@@ -11,11 +11,11 @@ import msgspec
 from kvmesh.bus.messages import KvBatch, OverlapQuery, SeqWait
 from kvmesh.bus.subjects import Subjects
 from kvmesh.indexer.queries.reply import answer
-from kvmesh.indexer.service import Indexer
+from kvmesh.indexer.service import IndexerService
 from kvmesh.router.model_router import ModelRouter
-from kvmesh.router.placement.queue import Dispatcher
+from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.state.active_sequences import Active
-from kvmesh.router.state.prefix_tree import HASH, Node
+from kvmesh.router.state.prefix_tree import HASH, PrefixNode
 from support.events import MODEL, depths, prompt
 from support.simulation.callers import prompts
 from support.simulation.jetstream import JetStream, Stream
@@ -72,7 +72,7 @@ def wrong(world: "World") -> list[str]:
     return found
 
 
-def _untrue(indexer: Indexer, workers: list[WorkerProcess]) -> list[str]:
+def _untrue(indexer: IndexerService, workers: list[WorkerProcess]) -> list[str]:
     """Stored means findable, and nothing else is found."""
     holdings = indexer.holdings
     found = [f"does not know {holdings.unknown} ranks"] if holdings.unknown else []
@@ -157,7 +157,7 @@ def _books(model: ModelRouter) -> Iterator[tuple[int, Booked, Booked]]:
         yield slot, (requests, prefill, held), summed
 
 
-def _upwards(node: Node | None) -> Iterator[Node]:
+def _upwards(node: PrefixNode | None) -> Iterator[PrefixNode]:
     while node is not None:
         yield node
         node = node.parent
@@ -186,11 +186,11 @@ def disagreement(world: "World") -> list[str]:
     ]
 
 
-def _entries(dispatcher: Dispatcher) -> dict[str, SeqWait]:
+def _entries(dispatcher: PlacementQueue) -> dict[str, SeqWait]:
     return dispatcher._queue.entries
 
 
-def _order(dispatcher: Dispatcher) -> dict[tuple[int, str], list[str]]:
+def _order(dispatcher: PlacementQueue) -> dict[tuple[int, str], list[str]]:
     """In which order the requests of each tier and class would leave.
 
     Which class has its turn may differ for a moment: a replica counts its own placements before

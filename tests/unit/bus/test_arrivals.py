@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.bus.protocol_parser import Arrivals
+from kvmesh.bus.protocol_parser import MessageParser
 
 MINE = 1
 Message = tuple[int, bytes, bytes, bytes]
@@ -34,7 +34,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 class Taker:
     def __init__(self) -> None:
         self.taken: list[Message] = []
-        self.arrivals = Arrivals(self._known)
+        self.arrivals = MessageParser(self._known)
 
     def _known(self, sid: int, subject: bytes, reply: bytes, payload: bytes) -> bool:
         if sid == MINE:

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from support.routing import worker
 
-from kvmesh.bus.compatibility import Fitting, misfits, namesakes
+from kvmesh.bus.compatibility import Compatibility, misfits, namesakes
 from kvmesh.bus.messages import Instance
 
 
@@ -53,7 +53,7 @@ def test_models_are_judged_apart() -> None:
 
 
 def test_those_that_leave_make_room_for_others() -> None:
-    found = Fitting()
+    found = Compatibility()
     first, second = card("a", tokenizer="x"), card("b", 1.0, tokenizer="y")
     found.join(second)
     found.join(first)

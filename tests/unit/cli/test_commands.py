@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli.arguments import moment
-from kvmesh.cli.flags import Parser, add_flags, given
+from kvmesh.cli.flags import FlagParser, add_flags, given
 from kvmesh.cli.main import run
 from kvmesh.cli.reference import markdown, toml
 from kvmesh.cli.registry import COMMANDS
@@ -101,7 +101,7 @@ def test_version_needs_no_service_and_no_bus() -> None:
 
 
 def parse(own: str, sections: tuple[str, ...], *arguments: str) -> Settings:
-    parser = Parser(prog="test")
+    parser = FlagParser(prog="test")
     add_flags(parser, own, sections)
     return load(None, {}, given(parser.parse_args(arguments)))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.cli.supervisor.restart_policy import Life, RestartPolicy, State
+from kvmesh.cli.supervisor.restart_policy import Life, ProcessState, RestartPolicy
 
 
 def crash(life: Life, now: float, lived: float) -> float | None:
@@ -13,7 +13,12 @@ def crash(life: Life, now: float, lived: float) -> float | None:
 def test_short_runs_wait_twice_as_long_each_time_up_to_the_most() -> None:
     life = Life(RestartPolicy(first_s=0.5, most_s=3.0, stable_s=10.0))
     assert [crash(life, 0.0, 0.1) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
-    assert (life.state, life.pid, life.restarts, life.failures) == (State.WAITING, None, 4, 5)
+    assert (life.state, life.pid, life.restarts, life.failures) == (
+        ProcessState.WAITING,
+        None,
+        4,
+        5,
+    )
 
 
 def test_a_stable_run_forgives_what_was_before() -> None:
@@ -35,12 +40,12 @@ def test_an_exit_after_being_told_to_stop_is_final() -> None:
     life.stopping()
     states = [life.state]
     assert life.exited(1.0) is None
-    assert [*states, life.state] == [State.STOPPING, State.STOPPED]
+    assert [*states, life.state] == [ProcessState.STOPPING, ProcessState.STOPPED]
     assert life.failures == 0
 
 
 def test_what_never_ran_is_stopped_at_once() -> None:
     life = Life()
     life.stopping()
-    assert life.state is State.STOPPED
+    assert life.state is ProcessState.STOPPED
     assert life.restarts == 0

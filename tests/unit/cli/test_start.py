@@ -15,7 +15,7 @@ from support.up import alive
 from support.wait import eventually
 
 from kvmesh.bus.messages import Load
-from kvmesh.cli.credentials.server import Server
+from kvmesh.cli.credentials.server import ServerFiles
 from kvmesh.cli.credentials.server import server_config as secured_config
 from kvmesh.cli.local import known
 from kvmesh.cli.supervisor import ready
@@ -27,7 +27,7 @@ from kvmesh.cli.supervisor.resources import claim
 from kvmesh.cli.supervisor.table import describe, render
 from kvmesh.settings import Flag, Settings, load
 from kvmesh.settings.load import Place
-from kvmesh.settings.schema import Streams
+from kvmesh.settings.schema import StreamSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -100,7 +100,7 @@ def test_an_unusable_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_the_server_may_hold_all_that_the_streams_may(tmp_path: Path) -> None:
-    config = server_config(4333, "t", tmp_path / 'a "b"', Streams(kv_bytes=1 << 40))
+    config = server_config(4333, "t", tmp_path / 'a "b"', StreamSettings(kv_bytes=1 << 40))
     assert "listen: 127.0.0.1:4333\n" in config
     assert r"a \"b\"" in config
     limits = [int(line.split(": ")[1]) for line in config.splitlines() if "max_file" in line]
@@ -108,8 +108,8 @@ def test_the_server_may_hold_all_that_the_streams_may(tmp_path: Path) -> None:
 
 
 def test_the_server_syncs_every_second_and_bounds_its_garbage(tmp_path: Path) -> None:
-    streams = Streams(seq_bytes=1 << 30)
-    server = Server("kvmesh", "0.0.0.0:4222", tmp_path, tmp_path, streams)
+    streams = StreamSettings(seq_bytes=1 << 30)
+    server = ServerFiles("kvmesh", "0.0.0.0:4222", tmp_path, tmp_path, streams)
     for config in (server_config(4333, "t", tmp_path, streams), secured_config(server, ())):
         assert "  sync_interval: 1s\n" in config
     assert "sync_interval: 1s }" in (ROOT / "docs" / "deployment.md").read_text()

@@ -13,9 +13,9 @@ from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.nvext import MOST_IGNORED
 from kvmesh.frontend.apis.request_hints import session_in, session_of
 from kvmesh.frontend.auth.accounts import Account, Accounts, Key
-from kvmesh.frontend.auth.authenticator import Gate, KeysError, read_keys, secret_of
+from kvmesh.frontend.auth.authenticator import Authenticator, KeysError, read_keys, secret_of
 from kvmesh.frontend.errors import ApiError, InvalidRequest
-from kvmesh.frontend.namespaces import Tenants, apart, inferred, scoped
+from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions, scoped
 from kvmesh.hashing import salt
 from kvmesh.router.placement.fair_order import fair_class
 
@@ -219,7 +219,7 @@ def test_nobody_can_name_what_belongs_to_a_tenant() -> None:
 
 
 def test_a_tag_is_keyed_and_tells_owners_and_their_parts_apart() -> None:
-    tenants, others = Tenants(bytes(32)), Tenants(b"x" * 32)
+    tenants, others = TenantNamespaces(bytes(32)), TenantNamespaces(b"x" * 32)
     made = {tenants.tag("a"), tenants.tag("a", "b"), tenants.tag("", "a"), tenants.tag("ab")}
     assert len(made | {others.tag("a"), tenants.tag("a\x1fb")}) == 6
     assert all(len(tag) >= 32 for tag in made)
@@ -228,7 +228,7 @@ def test_a_tag_is_keyed_and_tells_owners_and_their_parts_apart() -> None:
 
 
 def test_without_the_secret_no_tenant_has_a_namespace() -> None:
-    tenants = Tenants()
+    tenants = TenantNamespaces()
     assert tenants.salt("m", "", "") == salt("m")
     with pytest.raises(RuntimeError, match="secret"):
         tenants.tag("a")
@@ -250,7 +250,9 @@ def test_what_callers_call_themselves_is_bounded(name: str) -> None:
 
 def bound(key: Key | None, head: CIMultiDict[str], local: bool = True, **body: Any) -> Any:
     made = request(head, **body)
-    gate = Gate(cast(Any, None), None, use_bucket=False, local=local, tenants=Tenants(bytes(32)))
+    gate = Authenticator(
+        cast(Any, None), None, use_bucket=False, local=local, tenants=TenantNamespaces(bytes(32))
+    )
     gate.bind(made, None if key is None else Account(key, 0.0))
     return made
 
@@ -306,7 +308,7 @@ def test_labels_steer_nobody() -> None:
 
 
 def test_sessions_of_a_tenant_are_named_within_it() -> None:
-    hints = apart(Hints(session="s", parent_session="p"), "team")
+    hints = scope_sessions(Hints(session="s", parent_session="p"), "team")
     assert (hints.session, hints.parent_session) == ("team\x1fs", "team\x1fp")
-    assert apart(Hints(session="s"), "") == Hints(session="s")
-    assert apart(Hints(), "team") == Hints()
+    assert scope_sessions(Hints(session="s"), "") == Hints(session="s")
+    assert scope_sessions(Hints(), "team") == Hints()

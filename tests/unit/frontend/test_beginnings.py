@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvmesh.demo import model_dir
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
-from kvmesh.frontend.tokenizer.prefix_cache import Beginnings, Encoded, Key
+from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, Key, PrefixTokenCache
 
 PIECES = ["<|im_start|>", "<|im_end|>", "<|im_end|>\n<|im_start|>", "\n", "user", "a word", "<|im"]
 KEY = (1, 1)
@@ -24,7 +24,7 @@ ENCODER = encoder()
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
-def encoded(beginnings: Beginnings, text: str, key: Key = KEY) -> tuple[Encoded, int]:
+def encoded(beginnings: PrefixTokenCache, text: str, key: Key = KEY) -> tuple[EncodedPrompt, int]:
     """The tokens of a text, and how many of its characters were known."""
     known = beginnings.find(key, text, ENCODER.longest_marker)
     segments = ENCODER.segments(text[known.end :])
@@ -35,16 +35,16 @@ def encoded(beginnings: Beginnings, text: str, key: Key = KEY) -> tuple[Encoded,
 
 @given(TEXTS, st.lists(st.tuples(st.integers(0, 80), TEXTS), max_size=4))
 def test_tokens_and_edges_are_those_of_the_whole(first: str, turns: list[tuple[int, str]]) -> None:
-    beginnings = Beginnings(1 << 20)
+    beginnings = PrefixTokenCache(1 << 20)
     encoded(beginnings, first)
     text = first
     for kept, added in turns:
         text = text[:kept] + added
-        assert encoded(beginnings, text)[0] == encoded(Beginnings(0), text)[0]
+        assert encoded(beginnings, text)[0] == encoded(PrefixTokenCache(0), text)[0]
 
 
 def test_a_turn_needs_only_what_it_adds() -> None:
-    beginnings = Beginnings(1 << 20)
+    beginnings = PrefixTokenCache(1 << 20)
     turn = "<|im_start|>user\nHello<|im_end|>\n"
     begun = turn * 40
     assert encoded(beginnings, begun + "<|im_start|>assistant\n<think>")[1] == 0
@@ -54,7 +54,7 @@ def test_a_turn_needs_only_what_it_adds() -> None:
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
-    beginnings = Beginnings(20_000)
+    beginnings = PrefixTokenCache(20_000)
     text = "<|im_start|>user\nHello<|im_end|>\n" * 100
     for key in ((1, 1), (1, 2), (2, 1)):
         encoded(beginnings, text, key)
@@ -64,6 +64,6 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
 
 
 def test_what_is_larger_than_all_of_the_memory_is_not_kept() -> None:
-    beginnings = Beginnings(1000)
+    beginnings = PrefixTokenCache(1000)
     encoded(beginnings, "<|im_start|>user\nHello<|im_end|>\n" * 100)
     assert beginnings.bytes == 0

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from kvmesh.bus.messages import ModelCard
 from kvmesh.demo import model_dir
-from kvmesh.frontend.apis.base import Summary, Usage
+from kvmesh.frontend.apis.base import AnswerSummary, Usage
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.responses.api import Responses
 from kvmesh.frontend.apis.responses.sealed_reasoning import seal
@@ -26,15 +26,15 @@ from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.conversation import CacheControl, Message, Text
 from kvmesh.frontend.dialects.templates.prompt_json import MANY, dumps
 from kvmesh.frontend.errors import ApiError, ContextExceeded, InvalidRequest
-from kvmesh.frontend.fair_threads import Steps, Threads
+from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.http import json_bounds as values
 from kvmesh.frontend.http.bodies import LARGE, check_text
 from kvmesh.frontend.http.json_bounds import DEAR, MAX_VALUES, check_arguments, check_values
 from kvmesh.frontend.models import Dialect, ServedModel
-from kvmesh.frontend.namespaces import Tenants
+from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess import preprocessor as prepare
-from kvmesh.frontend.preprocess.preprocessor import ANSWER_BYTES, Preparer
-from kvmesh.frontend.preprocess.prompt_spans import survey
+from kvmesh.frontend.preprocess.preprocessor import ANSWER_BYTES, Preprocessor
+from kvmesh.frontend.preprocess.prompt_spans import locate_spans
 from kvmesh.frontend.tokenizer import text_slices as slices
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
 from kvmesh.frontend.tokenizer.text_slices import RUN, SLICE, any_of, composed_apart, cut, find_all
@@ -67,8 +67,8 @@ def prompt(text: str) -> Any:
     return Tokenize().parse(msgspec.json.encode({"model": "m", "prompt": text}), {})
 
 
-def preparer() -> Preparer:
-    return Preparer(1 << 20, Tenants())
+def preparer() -> Preprocessor:
+    return Preprocessor(1 << 20, TenantNamespaces())
 
 
 async def prepared(request: Any, context: int = CONTEXT) -> Any:
@@ -319,7 +319,7 @@ def stored(**fields: Any) -> tuple[Any, Any]:
     call = Responses().parse(body, {})
     assert call.thread is not None
     usage = Usage(prompt=1, cached=0, stored=0, output=1)
-    return call, call.thread.turn(call.renderer.whole(Summary(usage)))
+    return call, call.thread.turn(call.renderer.whole(AnswerSummary(usage)))
 
 
 def test_only_what_a_prompt_can_show_is_stored_of_input() -> None:
@@ -334,7 +334,7 @@ def test_a_response_that_is_not_stored_says_so() -> None:
     assert msgspec.json.decode(turn.response)["store"] is True
     call.thread.unstored()
     usage = Usage(prompt=1, cached=0, stored=0, output=1)
-    assert msgspec.json.decode(call.renderer.whole(Summary(usage)))["store"] is False
+    assert msgspec.json.decode(call.renderer.whole(AnswerSummary(usage)))["store"] is False
 
 
 # --- fair turns ---
@@ -351,7 +351,7 @@ def test_owners_have_turns() -> None:
 
 
 async def test_a_long_job_lets_others_go_between_its_steps() -> None:
-    threads, order = Threads(1), []
+    threads, order = FairThreads(1), []
 
     def job(name: str, steps: int) -> Steps[str]:
         for _ in range(steps):
@@ -366,7 +366,7 @@ async def test_a_long_job_lets_others_go_between_its_steps() -> None:
 
 
 async def test_whoever_leaves_gives_the_thread_back() -> None:
-    threads, gate = Threads(1), threading.Event()
+    threads, gate = FairThreads(1), threading.Event()
     first = asyncio.create_task(threads.call("a", gate.wait))
     waiting = [asyncio.create_task(threads.call("b", lambda: True)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -416,5 +416,5 @@ def test_texts_that_are_hidden_cost_a_few_looks(hidden: str) -> None:
     marked = [Text(f"{hidden}{n}", cache=CacheControl(300.0)) for n in range(200)]
     request = chat()
     request.messages = [Message("user", [block]) for block in marked]
-    survey(request, text, [0, len(text)], drops_thinking=False)
+    locate_spans(request, text, [0, len(text)], drops_thinking=False)
     assert text.looked < 10 * len(text)

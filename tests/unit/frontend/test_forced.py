@@ -20,15 +20,15 @@ from kvmesh.frontend.dialects.output import OutputGrammar
 from kvmesh.frontend.dialects.structural_tags import CALL_TAGS
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.generation.output import PlainText
-from kvmesh.frontend.preprocess.tool_choice import Forced, forced, optional
+from kvmesh.frontend.preprocess.tool_choice import RequiredToolCall, optional, required_tool_call
 
 READ = Tool("read", "", {"type": "object", "properties": {"path": {"type": "string"}}})
 LIST = Tool("list", "", {})
 PATCH = Tool("patch", "", {}, custom=True, grammar="start: /.+/")
 
 
-def must(choice: ToolChoice, *tools: Tool, parallel: bool = True) -> Forced | None:
-    return forced(
+def must(choice: ToolChoice, *tools: Tool, parallel: bool = True) -> RequiredToolCall | None:
+    return required_tool_call(
         GenerateRequest(
             id="r",
             model="m",
@@ -40,13 +40,13 @@ def must(choice: ToolChoice, *tools: Tool, parallel: bool = True) -> Forced | No
     )
 
 
-def found(choice: ToolChoice, *tools: Tool) -> Forced:
+def found(choice: ToolChoice, *tools: Tool) -> RequiredToolCall:
     made = must(choice, *tools)
     assert made is not None
     return made
 
 
-def read(made: Forced, text: str, size: int) -> list[tuple[str, str]]:
+def read(made: RequiredToolCall, text: str, size: int) -> list[tuple[str, str]]:
     """Name and arguments of every call that `text` makes, however it is cut."""
     parser = made.parser(PlainText())
     events: list[AnswerEvent] = []

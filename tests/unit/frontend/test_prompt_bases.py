@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Sampling, Work
-from kvmesh.frontend.dispatch.prompt_delta import Bases
-from kvmesh.worker.requests.prompt_cache import LONG, Prompts
+from kvmesh.frontend.dispatch.prompt_delta import SentPromptCache
+from kvmesh.worker.requests.prompt_cache import LONG, PromptCache
 
 TOKENS = LONG // 4
 
@@ -42,8 +42,8 @@ turns = st.tuples(
 def test_what_arrives_is_what_was_sent(
     offered: list[tuple[str | None, int, str, int, int]], sender_limit: int, keeper_limit: int
 ) -> None:
-    bases = Bases(sender_limit)
-    workers = {name: Prompts(keeper_limit) for name in ("w-1", "w-2")}
+    bases = SentPromptCache(sender_limit)
+    workers = {name: PromptCache(keeper_limit) for name in ("w-1", "w-2")}
     for number, (session, salt, name, length, loose) in enumerate(offered):
         whole = work(f"r{number}", grown(length, loose), session, salt)
         sent = bases.shorten(name, whole)
@@ -59,7 +59,7 @@ def test_what_arrives_is_what_was_sent(
 
 
 def test_a_turn_sends_what_it_adds() -> None:
-    bases = Bases()
+    bases = SentPromptCache()
     bases.keep("w", work("a", grown(TOKENS, loose=8)))
     longer = work("b", prompt(TOKENS + 100))
     sent = bases.shorten("w", longer)
@@ -72,7 +72,7 @@ def test_a_turn_sends_what_it_adds() -> None:
 
 
 def test_a_prompt_takes_the_place_of_the_one_it_was_built_on() -> None:
-    prompts = Prompts()
+    prompts = PromptCache()
     assert prompts.keep(work("a", prompt(TOKENS)))
     longer = replace(work("b", prompt(1)), base="a", shared=TOKENS)
     whole = prompts.complete(longer)
@@ -84,7 +84,7 @@ def test_a_prompt_takes_the_place_of_the_one_it_was_built_on() -> None:
 
 
 def test_a_base_is_not_believed_to_be_longer_than_it_is() -> None:
-    prompts = Prompts()
+    prompts = PromptCache()
     prompts.keep(work("a", prompt(TOKENS)))
     for shared in (-1, 0, TOKENS + 1):
         assert prompts.complete(replace(work("b", b""), base="a", shared=shared)) is None

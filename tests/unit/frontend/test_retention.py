@@ -12,7 +12,7 @@ from unit.frontend.dialects.recorded import TEMPLATES
 
 from kvmesh.bus.messages import ModelCard, Retain, Sampling
 from kvmesh.demo import model_dir
-from kvmesh.frontend.apis.base import Surface
+from kvmesh.frontend.apis.base import Api
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.completions import Completions
 from kvmesh.frontend.apis.messages.api import Messages
@@ -30,8 +30,8 @@ from kvmesh.frontend.conversation import (
 from kvmesh.frontend.dialects.templates.chat_messages import BILLING
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.models import Dialect, ServedModel
-from kvmesh.frontend.namespaces import Tenants
-from kvmesh.frontend.preprocess.preprocessor import Preparer, Prompt
+from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor, PromptTokens
 
 FILES = {file.name: file.read_bytes() for file in model_dir().iterdir()}
 BLOCK = 16
@@ -54,19 +54,19 @@ def served(template: bytes | None = None) -> ServedModel:
 DEMO = served()
 
 
-def prepared(surface: Surface, model: ServedModel = DEMO, **body: Any) -> tuple[Prompt, Any]:
+def prepared(surface: Api, model: ServedModel = DEMO, **body: Any) -> tuple[PromptTokens, Any]:
     """The prompt of a request, and the request."""
     call = surface.parse(json.dumps({"model": "m", **body}).encode(), {})
-    made = asyncio.run(Preparer(1 << 20, Tenants()).prepare(call.request, model, None))
+    made = asyncio.run(Preprocessor(1 << 20, TenantNamespaces()).prepare(call.request, model, None))
     return made.prompts[0], made.request
 
 
-def text(prompt: Prompt, start: int, end: int | None, model: ServedModel = DEMO) -> str:
+def text(prompt: PromptTokens, start: int, end: int | None, model: ServedModel = DEMO) -> str:
     ids = array("I", prompt.tokens).tolist()[start:end]
     return model.dialect.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def explicit(prompt: Prompt) -> list[Retain]:
+def explicit(prompt: PromptTokens) -> list[Retain]:
     return [entry for entry in prompt.retention if entry.explicit]
 
 
@@ -177,7 +177,7 @@ SPAN = {"start": 16, "end": 64, "priority": 90, "duration_s": 30}
 
 
 @pytest.mark.parametrize("surface", [Chat(), Completions(), Messages(), Responses()])
-def test_nvext_speaks_of_tokens_on_every_endpoint(surface: Surface) -> None:
+def test_nvext_speaks_of_tokens_on_every_endpoint(surface: Api) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "chat": {"messages": [{"role": "user", "content": LONG}]},
         "completions": {"prompt": LONG},
@@ -208,7 +208,7 @@ WORDS = [
 
 @pytest.mark.parametrize(("fields", "ttl"), WORDS)
 def test_openai_s_words_keep_the_whole_prompt(fields: dict[str, Any], ttl: float | None) -> None:
-    surfaces: list[tuple[Surface, str]] = [(Responses(), "input"), (Completions(), "prompt")]
+    surfaces: list[tuple[Api, str]] = [(Responses(), "input"), (Completions(), "prompt")]
     for surface, name in surfaces:
         made, _ = prepared(surface, **{name: LONG, **fields})
         assert [entry.ttl_s for entry in explicit(made)] == [ttl] * (ttl is not None)
@@ -222,7 +222,7 @@ def test_openai_s_breakpoints_are_marks() -> None:
     assert text(prompt, 0, kept.end).endswith(LONG.strip())
 
 
-WRONG: list[tuple[Surface, dict[str, Any], str]] = [
+WRONG: list[tuple[Api, dict[str, Any], str]] = [
     (Chat(), {"nvext": {"retention": [{"start": 8, "end": 8}]}}, "nvext.retention[0].end"),
     (Chat(), {"nvext": {"retention": [{"priority": 1}]}}, "nvext.retention[0].start"),
     (Chat(), {"nvext": {"retention": {"decode": {"priority": 101}}}}, "nvext.retention.decode"),
@@ -233,7 +233,7 @@ WRONG: list[tuple[Surface, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("surface", "fields", "where"), WRONG)
-def test_a_wrong_directive_is_named(surface: Surface, fields: dict[str, Any], where: str) -> None:
+def test_a_wrong_directive_is_named(surface: Api, fields: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         prepared(surface, messages=[{"role": "user", "content": "hi"}], max_tokens=1, **fields)
     assert (error.value.param or "").startswith(where)
@@ -242,7 +242,7 @@ def test_a_wrong_directive_is_named(surface: Surface, fields: dict[str, Any], wh
 # --- kinds ---
 
 
-def kinds(prompt: Prompt) -> list[Retain]:
+def kinds(prompt: PromptTokens) -> list[Retain]:
     return [entry for entry in prompt.retention if not entry.explicit]
 
 
@@ -310,7 +310,9 @@ def test_whatever_is_said_what_is_kept_lies_in_the_prompt(
     request = GenerateRequest(id="r", model="m", sampling=Sampling(max_tokens=0))
     request.messages, request.tools = messages, tools
     try:
-        made = asyncio.run(Preparer(1 << 20, Tenants()).prepare(request, model, None)).prompts[0]
+        made = asyncio.run(
+            Preprocessor(1 << 20, TenantNamespaces()).prepare(request, model, None)
+        ).prompts[0]
     except InvalidRequest:
         return  # the template refused it, or rendered nothing
     for entry in made.retention:

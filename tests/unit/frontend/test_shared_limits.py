@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvmesh.bus.messages import KeyUse, LimitUse
-from kvmesh.frontend.auth.accounts import LAPSE_S, Accounts, Entry, Key, LeakyBucket
+from kvmesh.frontend.auth.accounts import LAPSE_S, AccountEntry, Accounts, Key, LeakyBucket
 from kvmesh.frontend.auth.origin_check import foreign
 from kvmesh.frontend.auth.shared_limits import HEARTBEAT_S, INTERVAL_S
 from kvmesh.frontend.errors import ApiError
@@ -39,7 +39,7 @@ class Simulated:
     accounts: Accounts
     told: float = 0.0
     told_all: float = 0.0
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[AccountEntry] = field(default_factory=list)
     let_in: list[float] = field(default_factory=list)
 
     def tell(self, now: float) -> list[KeyUse]:

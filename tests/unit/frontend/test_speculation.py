@@ -9,7 +9,7 @@ from unit.frontend.dialects.recorded import TEMPLATES
 
 from kvmesh.bus.messages import ModelCard
 from kvmesh.demo import model_dir
-from kvmesh.frontend.apis.base import Ending, Summary, Surface, Usage
+from kvmesh.frontend.apis.base import AnswerSummary, Api, Ending, Usage
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.messages.api import Messages
 from kvmesh.frontend.apis.responses.api import Responses
@@ -23,12 +23,12 @@ from kvmesh.frontend.conversation import (
     ToolCallStart,
 )
 from kvmesh.frontend.models import Dialect, ServedModel
-from kvmesh.frontend.namespaces import Tenants
-from kvmesh.frontend.preprocess.preprocessor import Preparer
+from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
     Speculation,
-    Speculations,
+    SpeculativePrefills,
     shared,
     successor,
 )
@@ -67,12 +67,12 @@ def encode(body: dict[str, Any]) -> bytes:
     return json.dumps({"model": "m", **body}).encode()
 
 
-def answered(surface: Surface, body: dict[str, Any], answer: list[AnswerEvent]) -> Any:
+def answered(surface: Api, body: dict[str, Any], answer: list[AnswerEvent]) -> Any:
     """The whole answer as a client of this API gets it."""
     renderer = surface.parse(encode(body), {}).renderer
     renderer.events(0, answer, [])
     renderer.end(0, Ending("stop"))
-    return json.loads(renderer.whole(Summary(Usage(1, 0, 0, 1))))
+    return json.loads(renderer.whole(AnswerSummary(Usage(1, 0, 0, 1))))
 
 
 def chat_next(body: dict[str, Any], answer: Any, results: list[str]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def responses_next(body: dict[str, Any], answer: Any, results: list[str]) -> dic
 
 
 CHAT_TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {}}}]
-APIS: dict[str, tuple[Surface, dict[str, Any], Any]] = {
+APIS: dict[str, tuple[Api, dict[str, Any], Any]] = {
     "chat": (Chat(), {"messages": [ASK], "tools": CHAT_TOOLS}, chat_next),
     "messages": (
         Messages(),
@@ -126,11 +126,11 @@ APIS: dict[str, tuple[Surface, dict[str, Any], Any]] = {
 }
 
 
-async def tokens_ahead(model: ServedModel, surface: Surface, body: Any, answer: Any) -> bytes:
+async def tokens_ahead(model: ServedModel, surface: Api, body: Any, answer: Any) -> bytes:
     said = Transcript()
     for event in answer:
         said.add(event)
-    preparer = Preparer(1 << 20, Tenants())
+    preparer = Preprocessor(1 << 20, TenantNamespaces())
     prepared = await preparer.prepare(surface.parse(encode(body), {}).request, model, None)
     following = successor(prepared.request, said.blocks(surface.in_order))
     assert following is not None
@@ -147,12 +147,14 @@ def test_the_next_prompt_begins_with_what_was_computed_ahead(
     following = next_body(body, answered(surface, body, answer), ["first: x", "second"])
     ahead = asyncio.run(tokens_ahead(MODELS[model], surface, body, answer))
     again = surface.parse(encode(following), {}).request
-    real = asyncio.run(Preparer(1 << 20, Tenants()).prepare(again, MODELS[model], None)).prompts[0]
+    real = asyncio.run(
+        Preprocessor(1 << 20, TenantNamespaces()).prepare(again, MODELS[model], None)
+    ).prompts[0]
     assert real.tokens.startswith(ahead)
     before = surface.parse(encode(body), {}).request
-    prompt = asyncio.run(Preparer(1 << 20, Tenants()).prepare(before, MODELS[model], None)).prompts[
-        0
-    ]
+    prompt = asyncio.run(
+        Preprocessor(1 << 20, TenantNamespaces()).prepare(before, MODELS[model], None)
+    ).prompts[0]
     if model in ("demo", "chatml"):  # their markers are special tokens of the test's tokenizer
         assert len(ahead) > len(prompt.tokens)
 
@@ -164,7 +166,9 @@ def test_a_client_that_drops_thinking_is_expected_to_do_so_again() -> None:
     third = next_body(second, answered(surface, second, quiet), ["x", "y"])
     ahead = asyncio.run(tokens_ahead(MODELS["demo"], surface, second, CALLING))
     again = surface.parse(encode(third), {}).request
-    real = asyncio.run(Preparer(1 << 20, Tenants()).prepare(again, MODELS["demo"], None)).prompts[0]
+    real = asyncio.run(
+        Preprocessor(1 << 20, TenantNamespaces()).prepare(again, MODELS["demo"], None)
+    ).prompts[0]
     assert real.tokens.startswith(ahead)
 
 
@@ -196,7 +200,7 @@ def test_shared_blocks_are_those_before_the_first_difference() -> None:
 
 
 def test_a_turn_finds_what_was_made_for_it_once() -> None:
-    table = Speculations()
+    table = SpeculativePrefills()
     assert not list(table.add(made(hashes(1, 2, 3), 2)))
     assert table.take("t", hashes(1, 9, 3)) is None
     assert table.take("t", hashes(1)) is None
@@ -212,7 +216,7 @@ def test_only_a_prompt_that_begins_with_all_of_it_fits() -> None:
 
 
 def test_what_is_replaced_crowded_out_or_late_is_told() -> None:
-    table = Speculations(most=2)
+    table = SpeculativePrefills(most=2)
     one, two, three = (made(hashes(n, n), 1, expires=float(n)) for n in (1, 2, 3))
     assert list(table.add(one)) == []
     assert list(table.add(one)) == [one]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.frontend.apis.base import Ending, Renderer, Summary, Surface, Usage
+from kvmesh.frontend.apis.base import AnswerSummary, Api, Ending, Renderer, Usage
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.completions import Completions
 from kvmesh.frontend.apis.messages.api import CountTokens, Messages
@@ -41,10 +41,10 @@ ANSWER: list[AnswerEvent] = [
     ToolCallStart("c2", "list"),
     ToolCallEnd(),
 ]
-SURFACES: list[Surface] = [Chat(), Completions(), Messages(), Responses()]
+SURFACES: list[Api] = [Chat(), Completions(), Messages(), Responses()]
 
 
-def body(surface: Surface, **fields: Any) -> bytes:
+def body(surface: Api, **fields: Any) -> bytes:
     prompts: dict[str, dict[str, Any]] = {
         "chat": {"messages": [{"role": "user", "content": "Hi"}]},
         "completions": {"prompt": "Hi"},
@@ -58,7 +58,7 @@ def stream(renderer: Renderer, answer: list[AnswerEvent], ending: Ending) -> lis
     """What a client gets, event by event."""
     frames = renderer.begin() + renderer.started(USAGE)
     frames += b"".join(renderer.events(0, [event], []) for event in answer)
-    frames += renderer.end(0, ending) + renderer.done(Summary(USAGE))
+    frames += renderer.end(0, ending) + renderer.done(AnswerSummary(USAGE))
     return events(frames)
 
 
@@ -67,11 +67,11 @@ def events(frames: bytes) -> list[Any]:
     return [part if part == "[DONE]" else json.loads(part) for part in data]
 
 
-def whole(surface: Surface, answer: list[AnswerEvent], ending: Ending) -> Any:
+def whole(surface: Api, answer: list[AnswerEvent], ending: Ending) -> Any:
     renderer = surface.parse(body(surface), {}).renderer
     renderer.events(0, answer, [])
     renderer.end(0, ending)
-    return json.loads(renderer.whole(Summary(USAGE)))
+    return json.loads(renderer.whole(AnswerSummary(USAGE)))
 
 
 def test_chat_streams_every_kind_of_content_in_order() -> None:
@@ -140,7 +140,7 @@ def test_messages_without_any_token_still_start() -> None:
     surface = Messages()
     renderer = surface.parse(body(surface, stream=True), {}).renderer
     sent = events(
-        renderer.begin() + renderer.end(0, Ending("stop")) + renderer.done(Summary(USAGE))
+        renderer.begin() + renderer.end(0, Ending("stop")) + renderer.done(AnswerSummary(USAGE))
     )
     assert [event["type"] for event in sent] == ["message_start", "message_delta", "message_stop"]
     assert sent[1]["delta"]["stop_reason"] == "end_turn"
@@ -216,7 +216,7 @@ def test_a_call_into_a_namespace_names_it() -> None:
 
 
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda s: s.name)
-def test_an_error_in_a_stream_has_the_api_s_shape(surface: Surface) -> None:
+def test_an_error_in_a_stream_has_the_api_s_shape(surface: Api) -> None:
     renderer = surface.parse(body(surface, stream=True), {}).renderer
     renderer.begin()
     sent = events(renderer.failed(Overloaded("full")))
@@ -345,7 +345,7 @@ def test_responses_read_what_codex_sends() -> None:
 
 
 @pytest.mark.parametrize("surface", [Chat(), Responses()])
-def test_a_custom_tool_s_grammar_may_be_a_regular_expression(surface: Surface) -> None:
+def test_a_custom_tool_s_grammar_may_be_a_regular_expression(surface: Api) -> None:
     for syntax, regex in (("lark", False), ("regex", True)):
         grammar = {"syntax": syntax, "definition": "[0-9]+"}
         custom = {"name": "date", "format": {"type": "grammar", "grammar": grammar}}
@@ -381,7 +381,7 @@ WRONG = [
 
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda s: s.name)
 @pytest.mark.parametrize("fields", WRONG, ids=str)
-def test_a_wrong_field_is_named(surface: Surface, fields: dict[str, Any]) -> None:
+def test_a_wrong_field_is_named(surface: Api, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as error:
         surface.parse(body(surface, **fields), {})
     assert error.value.param is not None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.tenants import EVIL, FORGED, VICTIM, unkeyed
 
 from kvmesh._native import xxh3
-from kvmesh.frontend.namespaces import Tenants
+from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.hashing import block_hashes, salt, sequence_hashes
 
 U64 = st.integers(0, 2**64 - 1)
@@ -92,7 +92,7 @@ def test_a_collision_of_the_unkeyed_hash_gains_nothing() -> None:
     model, forged = "kvmesh-demo", f"{EVIL}\x1f{FORGED}"
     assert unkeyed(model, forged) == unkeyed(model, VICTIM)
     assert salt(model, "", forged, b"secret") != salt(model, "", VICTIM, b"secret")
-    tenants = Tenants(bytes(32))
+    tenants = TenantNamespaces(bytes(32))
     mine, theirs = tenants.tag(VICTIM), tenants.tag(EVIL, FORGED)
     assert mine != theirs
     assert tenants.salt(model, "", mine) != tenants.salt(model, "", theirs)

@@ -6,7 +6,7 @@ import pytest
 from support.prefix_index import FACTORIES, Factory, hashes, load, rows
 
 from kvmesh.hashing import sequence_hashes
-from kvmesh.index import MAX_RANKS, Segment
+from kvmesh.index import MAX_RANKS, OverlapSegment
 
 LOCAL = hashes(range(100, 110))
 ENGINE = hashes(range(10))
@@ -164,10 +164,12 @@ def test_a_dump_restores_what_a_rank_holds(create: Factory) -> None:
 def test_a_dumped_chain_is_one_segment(create: Factory) -> None:
     index = create()
     index.store(1, 2, None, ENGINE, LOCAL, 5)
-    assert index.dump(1) == [Segment(2, True, 5, ENGINE, LOCAL)]
+    assert index.dump(1) == [OverlapSegment(2, True, 5, ENGINE, LOCAL)]
     index.remove(1, 2, part(ENGINE, 0, 2))
     previous = int.from_bytes(part(sequence_hashes(LOCAL, 5), 1, 2), "little")
-    assert index.dump(1) == [Segment(2, False, previous, part(ENGINE, 2, 10), part(LOCAL, 2, 10))]
+    assert index.dump(1) == [
+        OverlapSegment(2, False, previous, part(ENGINE, 2, 10), part(LOCAL, 2, 10))
+    ]
 
 
 def test_bad_arguments_are_refused_and_change_nothing(create: Factory) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Removed, Stored, encode
 from kvmesh.bus.subjects import Subjects
-from kvmesh.indexer.decoding import Bad, Malformed, Source, decode, source_of
+from kvmesh.indexer.decoding import Bad, EventSource, MalformedBatch, decode, source_of
 
-SOURCE = Source("m", "w")
+SOURCE = EventSource("m", "w")
 GOOD = Stored(0, None, bytes(16), bytes(16), 3)
 
 
@@ -53,7 +53,7 @@ def test_the_source_is_read_from_the_subject() -> None:
     ],
 )
 def test_a_message_that_is_no_batch_of_its_source_is_refused(data: bytes) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedBatch):
         decode(SOURCE, data)
 
 

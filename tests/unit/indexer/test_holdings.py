@@ -18,8 +18,8 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.hashing import sequence_hashes
 from kvmesh.index import create_index
-from kvmesh.indexer.decoding import Bad, Events, Source
-from kvmesh.indexer.rank_state import Holdings
+from kvmesh.indexer.decoding import Bad, Events, EventSource
+from kvmesh.indexer.rank_state import RankStates
 
 SALT = 7
 
@@ -54,7 +54,7 @@ class Mesh:
     """Holdings plus the short hand of these tests."""
 
     def __init__(self) -> None:
-        self.holdings = Holdings(create_index())
+        self.holdings = RankStates(create_index())
 
     def batch(
         self,
@@ -64,7 +64,7 @@ class Mesh:
         rank: int = 0,
         worker: str = "w",
     ) -> None:
-        source = Source("m", worker)
+        source = EventSource("m", worker)
         self.holdings.apply(Events(source, instance, rank, first, 0.0, list(events)))
 
     def held(self, *blocks: int) -> dict[str, int]:
@@ -239,7 +239,7 @@ def test_of_two_live_namesakes_the_later_started_counts(mesh: Mesh) -> None:
 
 def test_equal_names_under_different_models_are_different_workers(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
-    events = Events(Source("other", "w"), "o-1", 0, 0, 0.0, [stored(1)])
+    events = Events(EventSource("other", "w"), "o-1", 0, 0, 0.0, [stored(1)])
     mesh.holdings.apply(events)
     assert mesh.held(1) == {"w-1/0": 1, "o-1/0": 1}
 

@@ -7,8 +7,8 @@ import pytest
 from kvmesh.bus.messages import Cleared, Instance, KvEvent, NodeStore, RankKey, Role, Stored
 from kvmesh.hashing import sequence_hashes
 from kvmesh.index import create_index
-from kvmesh.indexer.decoding import Events, Source
-from kvmesh.indexer.rank_state import Holdings
+from kvmesh.indexer.decoding import Events, EventSource
+from kvmesh.indexer.rank_state import RankStates
 from kvmesh.indexer.snapshots.snapshot import Header, Packer, capture, restore
 
 SALTS = {"m": 7, "other": 8}
@@ -35,12 +35,14 @@ def stored(tier: int, *blocks: int, model: str = "m") -> Stored:
     return Stored(tier, None, pack(*blocks), pack(*blocks), SALTS[model])
 
 
-def tell(holdings: Holdings, instance: str, first: int, *events: KvEvent, model: str = "m") -> None:
+def tell(
+    holdings: RankStates, instance: str, first: int, *events: KvEvent, model: str = "m"
+) -> None:
     rank = list(SALTS).index(model)
-    holdings.apply(Events(Source(model, "k"), instance, rank, first, 0.0, events))
+    holdings.apply(Events(EventSource(model, "k"), instance, rank, first, 0.0, events))
 
 
-def held(holdings: Holdings, *blocks: int, model: str = "m") -> dict[str, tuple[int, ...]]:
+def held(holdings: RankStates, *blocks: int, model: str = "m") -> dict[str, tuple[int, ...]]:
     rows = holdings.index.find(sequence_hashes(pack(*blocks), SALTS[model]))
     return {
         f"{holdings.keys[slot].instance}/{holdings.keys[slot].rank}": tuple(tiers)
@@ -48,8 +50,8 @@ def held(holdings: Holdings, *blocks: int, model: str = "m") -> dict[str, tuple[
     }
 
 
-def make(*cards: Instance) -> Holdings:
-    holdings = Holdings(create_index())
+def make(*cards: Instance) -> RankStates:
+    holdings = RankStates(create_index())
     for lease in cards:
         holdings.joined(lease)
     return holdings

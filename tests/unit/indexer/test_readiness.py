@@ -4,20 +4,20 @@ import pytest
 
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.indexer.feed import Lag
-from kvmesh.indexer.readiness import Readiness
-from kvmesh.indexer.snapshots.snapshotter import Thresholds
-from kvmesh.settings.schema import Indexer
+from kvmesh.indexer.readiness import IndexerReadiness
+from kvmesh.indexer.snapshots.snapshotter import SnapshotThresholds
+from kvmesh.settings.schema import IndexerSettings
 
 
 def test_a_replica_leaves_when_it_lags_for_two_samples_and_returns_at_half_the_limit() -> None:
-    readiness = Readiness(2.0)
+    readiness = IndexerReadiness(2.0)
     samples = [0.0, 3.0, 0.5, 3.0, 3.0, 1.5, 1.0, 1.5, 2.5, 0.0]
     answers = [readiness.update(lag) for lag in samples]
     assert answers == [True, True, True, True, False, False, True, True, True, True]
 
 
 def test_a_replica_that_starts_behind_is_not_ready() -> None:
-    readiness = Readiness(2.0)
+    readiness = IndexerReadiness(2.0)
     assert not readiness.update(1.5)
     assert readiness.update(0.9)
 
@@ -72,11 +72,11 @@ def test_a_clock_that_was_set_back_is_forgotten_in_time() -> None:
 def test_a_snapshot_is_due_by_messages_bytes_or_age(
     messages: int, size: float, age: float, due: bool
 ) -> None:
-    assert Thresholds(1000, 5000, 60.0).due(messages, size, age) is due
+    assert SnapshotThresholds(1000, 5000, 60.0).due(messages, size, age) is due
 
 
 def test_a_snapshot_is_due_well_before_the_stream_drops_messages() -> None:
-    settings = Indexer(snapshot_bytes=1 << 30, snapshot_age_s=3600)
-    thresholds = Thresholds.of(settings, StreamLimits(kv_bytes=100 << 20, kv_age_s=60.0))
+    settings = IndexerSettings(snapshot_bytes=1 << 30, snapshot_age_s=3600)
+    thresholds = SnapshotThresholds.of(settings, StreamLimits(kv_bytes=100 << 20, kv_age_s=60.0))
     assert thresholds.bytes == 25 << 20
     assert thresholds.age_s == 15.0

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored
 from kvmesh.hashing import sequence_hashes
 from kvmesh.index import create_index
-from kvmesh.indexer.decoding import Events, Source
-from kvmesh.indexer.rank_state import Holdings
+from kvmesh.indexer.decoding import Events, EventSource
+from kvmesh.indexer.rank_state import RankStates
 from kvmesh.indexer.snapshots.snapshot import (
     DamagedSnapshot,
     ForeignSnapshot,
@@ -37,10 +37,10 @@ def stored(prompt: tuple[int, ...]) -> Stored:
 
 
 def batch(first: int, *events: KvEvent, instance: str = "w-1", rank: int = 0) -> Events:
-    return Events(Source("m", instance[0]), instance, rank, first, 0.0, list(events))
+    return Events(EventSource("m", instance[0]), instance, rank, first, 0.0, list(events))
 
 
-def contents(holdings: Holdings) -> list[dict[tuple[str, int], int]]:
+def contents(holdings: RankStates) -> list[dict[tuple[str, int], int]]:
     """Depth of each prompt on each rank."""
     found: list[dict[tuple[str, int], int]] = []
     for prompt in PROMPTS:
@@ -53,7 +53,7 @@ def contents(holdings: Holdings) -> list[dict[tuple[str, int], int]]:
     return found
 
 
-def snapshot(holdings: Holdings, covered: int = 9) -> bytes:
+def snapshot(holdings: RankStates, covered: int = 9) -> bytes:
     packer = Packer()
     for image in capture(holdings):
         packer.add(image)
@@ -61,8 +61,8 @@ def snapshot(holdings: Holdings, covered: int = 9) -> bytes:
 
 
 @pytest.fixture
-def holdings() -> Holdings:
-    holdings = Holdings(create_index())
+def holdings() -> RankStates:
+    holdings = RankStates(create_index())
     holdings.apply(batch(0, *map(stored, PROMPTS)))
     holdings.apply(batch(5, Removed(0, pack((1002,)))))
     holdings.apply(batch(0, stored(PROMPTS[0]), instance="v-1", rank=3))
@@ -72,8 +72,8 @@ def holdings() -> Holdings:
     return holdings
 
 
-def test_what_was_captured_comes_back(holdings: Holdings) -> None:
-    copy = Holdings(create_index())
+def test_what_was_captured_comes_back(holdings: RankStates) -> None:
+    copy = RankStates(create_index())
     assert restore(copy, snapshot(holdings), "whole", STREAM) == 9
     assert contents(copy) == contents(holdings)
     for side in (copy, holdings):
@@ -85,8 +85,8 @@ def test_what_was_captured_comes_back(holdings: Holdings) -> None:
 
 
 def test_an_empty_index_has_a_snapshot_too() -> None:
-    copy = Holdings(create_index())
-    assert restore(copy, snapshot(Holdings(create_index()), 5), "whole", STREAM) == 5
+    copy = RankStates(create_index())
+    assert restore(copy, snapshot(RankStates(create_index()), 5), "whole", STREAM) == 5
     assert copy.ranks == 0
 
 
@@ -102,23 +102,25 @@ def test_an_empty_index_has_a_snapshot_too() -> None:
         lambda data: data[:-5] + bytes([data[-5] ^ 128]) + data[-4:],
     ],
 )
-def test_a_damaged_snapshot_is_refused(holdings: Holdings, harm: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_snapshot_is_refused(
+    holdings: RankStates, harm: Callable[[bytes], bytes]
+) -> None:
     data = harm(snapshot(holdings))
     with pytest.raises(DamagedSnapshot):
-        restore(Holdings(create_index()), data, "whole", STREAM)
+        restore(RankStates(create_index()), data, "whole", STREAM)
 
 
 @pytest.mark.parametrize(
     ("shard", "stream"), [("root-0of2", STREAM), ("whole", "2020-01-01"), ("", "")]
 )
 def test_a_snapshot_of_another_shard_or_stream_is_refused(
-    holdings: Holdings, shard: str, stream: str
+    holdings: RankStates, shard: str, stream: str
 ) -> None:
     with pytest.raises(ForeignSnapshot):
-        restore(Holdings(create_index()), snapshot(holdings), shard, stream)
+        restore(RankStates(create_index()), snapshot(holdings), shard, stream)
 
 
-def test_a_snapshot_of_another_version_is_refused(holdings: Holdings) -> None:
+def test_a_snapshot_of_another_version_is_refused(holdings: RankStates) -> None:
     data = bytearray(snapshot(holdings))
     data[8] += 1
     with pytest.raises(ForeignSnapshot, match="version 2"):
@@ -130,7 +132,7 @@ def test_a_snapshot_without_its_end_is_refused() -> None:
     digest = hashlib.blake2b(body, digest_size=16).digest()
     data = b"kvmindex" + struct.pack("<H", 1) + digest + body
     with pytest.raises(DamagedSnapshot, match="no end"):
-        restore(Holdings(create_index()), data, "whole", STREAM)
+        restore(RankStates(create_index()), data, "whole", STREAM)
 
 
 @st.composite
@@ -161,7 +163,7 @@ def test_a_snapshot_taken_while_events_flow_loses_nothing(
 ) -> None:
     """Capture starts after message `covered` and ends some messages later."""
     covered = data.draw(st.integers(0, len(history)), "covered")
-    live = Holdings(create_index())
+    live = RankStates(create_index())
     for message in history[:covered]:
         live.apply(message)
     at = covered
@@ -175,7 +177,7 @@ def test_a_snapshot_taken_while_events_flow_loses_nothing(
     header = Header("whole", STREAM, covered, 0.0, live.lives.gone)
     for message in history[at:]:
         live.apply(message)
-    copy = Holdings(create_index())
+    copy = RankStates(create_index())
     restore(copy, packer.finish(header), "whole", STREAM)
     for message in history[covered:]:
         copy.apply(message)

@@ -22,20 +22,20 @@ from kvmesh.bus.kvbm import (
     Wanted,
 )
 from kvmesh.bus.messages import Clear
-from kvmesh.kvbm.core.attachment import Guest
+from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Space
-from kvmesh.kvbm.core.blocks.store import MoveEnd, Remote
-from kvmesh.kvbm.core.config import Rules
-from kvmesh.kvbm.core.manager import Manager, Parked
+from kvmesh.kvbm.core.blocks.store import MoveEnd, RemoteCounts
+from kvmesh.kvbm.core.config import KvbmConfig
+from kvmesh.kvbm.core.manager import Manager, ParkedFetch
 from kvmesh.kvbm.core.transfers.mesh_claims import (
     MOST_MARKS,
     MOST_REPEATED,
     Claims,
-    Further,
-    Others,
+    PeerClaims,
+    PeerSource,
 )
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
-from kvmesh.kvbm.core.transfers.prompt_blocks import Digests, Prompt
+from kvmesh.kvbm.core.transfers.prompt_blocks import Digests, PromptBlocks
 
 SIZE = 4
 LAYOUT = KvLayout(
@@ -58,9 +58,9 @@ def hashes(digests: bytes) -> bytes:
     return b"".join(digest[:8] for digest in split_digests(digests))
 
 
-def prompt_of(digests: bytes) -> Prompt:
+def prompt_of(digests: bytes) -> PromptBlocks:
     names = array("Q", hashes(digests))
-    return Prompt(Space(0, "m", LAYOUT), Digests(digests), names, names, 0, "", None, [])
+    return PromptBlocks(Space(0, "m", LAYOUT), Digests(digests), names, names, 0, "", None, [])
 
 
 class Node:
@@ -69,11 +69,11 @@ class Node:
     def __init__(self, name: str, **rules: object) -> None:
         self.name = name
         self.manager = Manager(
-            Rules(CAPACITIES, patience_s=30.0, remote=Remote(999, 50.0), **rules),  # type: ignore[arg-type]
+            KvbmConfig(CAPACITIES, patience_s=30.0, remote=RemoteCounts(999, 50.0), **rules),  # type: ignore[arg-type]
             name,
         )
         guest = self.manager.attach(Attach("w", "m", LAYOUT, "lock"), 1)
-        assert isinstance(guest, Guest)
+        assert isinstance(guest, AttachedWorker)
         self.guest = guest.number
         self.answers: dict[int, Fetched | Prepared] = {}
         self.asked: dict[int, tuple[Node, Lookup]] = {}
@@ -105,7 +105,7 @@ class Mesh:
         names = hashes(digests)
         message = Fetch(node.guest, request, 0, digests, names, names, 0, **fields)  # type: ignore[arg-type]
         answer = node.manager.answer(message, self.now)
-        if isinstance(answer, Parked):
+        if isinstance(answer, ParkedFetch):
             return answer.ticket
         assert isinstance(answer, Fetched)
         return answer
@@ -160,7 +160,7 @@ class Mesh:
         tps, bps = lookup.engine.compute_tps, lookup.engine.load_bps
         message = Prepare("m", LAYOUT, digests, tps, bps, 0.25)
         answer = owner.manager.prepare(message, self.now)
-        if isinstance(answer, Parked):
+        if isinstance(answer, ParkedFetch):
             owner.asked[answer.ticket] = (node, lookup)
         else:
             self._found(node, lookup, answer)
@@ -327,13 +327,13 @@ def test_what_is_under_way_is_told_to_newcomers() -> None:
 
 
 def test_a_long_prompt_is_told_of_in_a_few_digests() -> None:
-    claims, others = Claims(30.0), Others()
+    claims, others = Claims(30.0), PeerClaims()
     whole = prompt_of(named(10_000))
     claims.make((1, "r"), whole, 100, 0.0)
     (told,) = claims.take()
     assert len(told.marks) <= MOST_MARKS
     others.hear("a", told.number, told.marks, 30.0)
-    assert others.find(whole, 0) == Further("a", 10_000)
+    assert others.find(whole, 0) == PeerSource("a", 10_000)
     found = others.find(prompt_of(named(9_000, fork=5_000)), 200)
     assert found is not None
     assert 5_000 - 10_000 / MOST_MARKS - 1 <= found.end <= 5_000
@@ -341,13 +341,13 @@ def test_a_long_prompt_is_told_of_in_a_few_digests() -> None:
 
 
 def test_claims_of_others_end() -> None:
-    others, prompt = Others(), prompt_of(named(10))
+    others, prompt = PeerClaims(), prompt_of(named(10))
     marks = split_digests(named(10))
     others.hear("b", 1, marks, 5.0)
     others.hear("a", 7, marks[:4], 9.0)
-    assert others.find(prompt, 0) == Further("a", 4)
+    assert others.find(prompt, 0) == PeerSource("a", 4)
     others.drop("a", prompt, 2)
-    assert others.find(prompt, 0) == Further("b", 10)
+    assert others.find(prompt, 0) == PeerSource("b", 10)
     others.hear("b", 1, marks[:3], 5.0)
     assert others.find(prompt, 3) is None
     others.expire(6.0)

@@ -11,9 +11,9 @@ from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, Block, Copy, Space
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.tiers.arena import Arena
-from kvmesh.kvbm.tiers.disk_file import Disk, DiskError, DiskFull
-from kvmesh.kvbm.tiers.disk_journal import Journal, opened
-from kvmesh.kvbm.tiers.disk_mover import Mover
+from kvmesh.kvbm.tiers.disk_file import DiskError, DiskFile, DiskFull
+from kvmesh.kvbm.tiers.disk_journal import DiskJournal, opened
+from kvmesh.kvbm.tiers.disk_mover import DiskMover
 
 MB = 1 << 20
 SPARE = 100 * MB
@@ -26,7 +26,7 @@ STEP = 4 * MB
 class Volume:
     """A file system with so many bytes free besides those of the tier."""
 
-    def __init__(self, disk: Disk, free: int) -> None:
+    def __init__(self, disk: DiskFile, free: int) -> None:
         self.disk = disk
         self.total = free + disk.reserved
 
@@ -38,21 +38,21 @@ class Volume:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    disk = Disk(tmp_path, 64 * MB, 0)
+def disk(tmp_path: Path) -> Iterator[DiskFile]:
+    disk = DiskFile(tmp_path, 64 * MB, 0)
     disk._spare = SPARE
     yield disk
     disk.close()
 
 
 @pytest.fixture
-def volume(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Volume:
+def volume(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> Volume:
     volume = Volume(disk, SPARE + 200 * MB)
     monkeypatch.setattr(disk, "_free", volume.free)
     return volume
 
 
-def test_with_enough_free_it_is_as_large_as_was_told(disk: Disk, volume: Volume) -> None:
+def test_with_enough_free_it_is_as_large_as_was_told(disk: DiskFile, volume: Volume) -> None:
     assert disk.room(64 * MB) == 64 * MB
     disk.grow(64 * MB)
     assert disk.room(64 * MB) == 64 * MB
@@ -60,7 +60,7 @@ def test_with_enough_free_it_is_as_large_as_was_told(disk: Disk, volume: Volume)
     assert disk.room(64 * MB) == 64 * MB
 
 
-def test_what_others_need_is_given_back_in_whole_steps(disk: Disk, volume: Volume) -> None:
+def test_what_others_need_is_given_back_in_whole_steps(disk: DiskFile, volume: Volume) -> None:
     disk.grow(64 * MB)
     volume.lose(volume.free() - SPARE + 5 * MB)
     assert disk.room(64 * MB) == 56 * MB
@@ -72,7 +72,7 @@ def test_what_others_need_is_given_back_in_whole_steps(disk: Disk, volume: Volum
     assert disk.room(56 * MB) == 0
 
 
-def test_it_grows_again_when_that_is_worth_it(disk: Disk, volume: Volume) -> None:
+def test_it_grows_again_when_that_is_worth_it(disk: DiskFile, volume: Volume) -> None:
     disk.grow(20 * MB)
     volume.lose(volume.free() - SPARE - STEP)
     assert disk.room(20 * MB) == 20 * MB
@@ -83,7 +83,7 @@ def test_it_grows_again_when_that_is_worth_it(disk: Disk, volume: Volume) -> Non
 
 
 def test_one_that_the_file_system_refused_to_grow_stays_for_some_time(
-    disk: Disk, volume: Volume, monkeypatch: pytest.MonkeyPatch
+    disk: DiskFile, volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(file: int, offset: int, size: int) -> None:
         raise OSError(27, "File too large")
@@ -101,13 +101,13 @@ def test_one_that_the_file_system_refused_to_grow_stays_for_some_time(
     assert disk.room(size) == 64 * MB
 
 
-def test_cutting_beyond_the_end_does_nothing(disk: Disk) -> None:
+def test_cutting_beyond_the_end_does_nothing(disk: DiskFile) -> None:
     disk.cut(60 * MB)
     assert disk.reserved == STEP
 
 
 def test_a_closed_disk_is_not_cut(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, 64 * MB, 0)
+    disk = DiskFile(tmp_path, 64 * MB, 0)
     disk.close()
     with pytest.raises(OSError, match="Bad file"):
         disk.cut(0)
@@ -117,7 +117,7 @@ def test_others_cannot_write_to_its_folder_any_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o777)
-    Disk(tmp_path, 8 * MB, 0).close()
+    DiskFile(tmp_path, 8 * MB, 0).close()
     assert tmp_path.stat().st_mode & 0o777 == 0o755
     assert "others could write" in caplog.text
 
@@ -127,13 +127,13 @@ def test_the_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", 12345, 12345)
     with pytest.raises(DiskError, match="another user"):
-        Disk(tmp_path / "theirs", 8 * MB, 0)
+        DiskFile(tmp_path / "theirs", 8 * MB, 0)
     (tmp_path / "own").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "own")
     os.chown(link, 12345, 12345, follow_symlinks=False)
     with pytest.raises(DiskError, match="another user"):
-        Disk(link, 8 * MB, 0)
+        DiskFile(link, 8 * MB, 0)
 
 
 def test_files_that_are_links_are_not_followed(tmp_path: Path) -> None:
@@ -145,16 +145,16 @@ def test_files_that_are_links_are_not_followed(tmp_path: Path) -> None:
         (theirs / name).unlink(missing_ok=True)
         (theirs / name).symlink_to(victim)
         with pytest.raises(DiskError):
-            Disk(theirs, 8 * MB, 0)
+            DiskFile(theirs, 8 * MB, 0)
         (theirs / name).unlink()
     (theirs / "journal.new").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic"):
-        Journal(theirs, opened(1, bytes(32))).rewrite([])
+        DiskJournal(theirs, opened(1, bytes(32))).rewrite([])
     assert victim.read_bytes() == b"precious"
 
 
 async def test_moves_end_whatever_goes_wrong_in_their_thread(
-    disk: Disk,
+    disk: DiskFile,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -168,7 +168,7 @@ async def test_moves_end_whatever_goes_wrong_in_their_thread(
     block = Block(bytes(16), None, Space(0, "m", LAYOUT), "", 0, 0, 0, 0, 0)
     monkeypatch.setattr(disk, "read", fail)
     monkeypatch.setattr(disk, "write", fail)
-    mover = Mover(arena, disk, 1, ends.extend, given_up.append, lambda: given_up.append(True))
+    mover = DiskMover(arena, disk, 1, ends.extend, given_up.append, lambda: given_up.append(True))
     held, stored = Copy(block, ARENA, 0), Copy(block, DISK, 0)
     mover.start([Move(held, stored)])
     mover.start([Move(stored, held)])

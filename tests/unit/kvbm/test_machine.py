@@ -26,11 +26,11 @@ from kvmesh.bus.kvbm import (
     Wanted,
 )
 from kvmesh.bus.messages import Clear, Cleared, KvEvent, Pin, Removed, Retain
-from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, State
-from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, Remote
-from kvmesh.kvbm.core.config import Rules
-from kvmesh.kvbm.core.manager import Manager, Parked
-from kvmesh.kvbm.core.transfers.mesh_claims import Further
+from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, CopyState
+from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, RemoteCounts
+from kvmesh.kvbm.core.config import KvbmConfig
+from kvmesh.kvbm.core.manager import Manager, ParkedFetch
+from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
 
 CAPACITIES = {ARENA: 384 << 10, DISK: 640 << 10}
@@ -46,12 +46,12 @@ LAYOUTS = [
     for size in (16 << 10, 40 << 10)
 ]
 GARBAGE = b""
-RULES = Rules(
+RULES = KvbmConfig(
     CAPACITIES,
     disk_frequency=1.0,
     patience_s=5.0,
     moves=3,
-    remote=Remote(30, 50.0),
+    remote=RemoteCounts(30, 50.0),
     remote_frequency=2.0,
 )
 
@@ -339,7 +339,7 @@ class ManagerMachine(RuleBasedStateMachine):
         lookup = self.lookups.pop(0)
         there = [digest in self.shared for digest in lookup.digests]
         count = (*there, False).index(False) if answers else 0
-        further = Further(owner, len(lookup.prompt)) if owner else None
+        further = PeerSource(owner, len(lookup.prompt)) if owner else None
         self.manager.found(lookup, count, self.now, further)
         self.collect()
 
@@ -356,7 +356,7 @@ class ManagerMachine(RuleBasedStateMachine):
         digests = Prompt(0, path).digests()
         message = Prepare("m0", LAYOUTS[0], b"".join(digests), 0.0, 0.0, 0.25, stored)
         answer = self.manager.prepare(message, self.now)
-        assert isinstance(answer, Parked) or answer.blocks <= len(digests)
+        assert isinstance(answer, ParkedFetch) or answer.blocks <= len(digests)
         self.collect()
 
     @rule(data=st.data())
@@ -368,7 +368,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def take(self, use: Use, answer: object) -> None:
         self.collect()
-        if isinstance(answer, Parked):
+        if isinstance(answer, ParkedFetch):
             self.parked[answer.ticket] = use
         else:
             assert isinstance(answer, Fetched), answer
@@ -430,7 +430,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert offset >= ends
                 assert offset % 4096 == 0
                 ends = offset + copy.block.space.block_bytes
-                assert ends <= tier.slots.capacity or copy.state is State.DROPPED
+                assert ends <= tier.slots.capacity or copy.state is CopyState.DROPPED
             assert ends <= CAPACITIES[number]
             assert tier.slots.used == sum(c.block.space.slot for c in tier.copies.values())
 

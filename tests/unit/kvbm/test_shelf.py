@@ -8,11 +8,11 @@ import pytest
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, Block, Space
 from kvmesh.kvbm.core.blocks.journal_record import Kept
-from kvmesh.kvbm.core.config import Rules
+from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.manager import Manager
-from kvmesh.kvbm.tiers.disk_file import Disk
-from kvmesh.kvbm.tiers.disk_journal import Journal, records_in
-from kvmesh.kvbm.tiers.disk_tier import Shelf
+from kvmesh.kvbm.tiers.disk_file import DiskFile
+from kvmesh.kvbm.tiers.disk_journal import DiskJournal, records_in
+from kvmesh.kvbm.tiers.disk_tier import DiskTier
 
 MB = 1 << 20
 LAYOUT = KvLayout(
@@ -33,13 +33,13 @@ def keep(manager: Manager, number: int) -> None:
 async def test_what_could_not_be_written_is_when_it_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = Manager(Rules({ARENA: 4 * MB, DISK: 4 * MB}))
-    disk = Disk(tmp_path, 4 * MB, 0)
-    shelf = Shelf(disk, manager, b"k" * 32, asyncio.get_running_loop().time)
+    manager = Manager(KvbmConfig({ARENA: 4 * MB, DISK: 4 * MB}))
+    disk = DiskFile(tmp_path, 4 * MB, 0)
+    shelf = DiskTier(disk, manager, b"k" * 32, asyncio.get_running_loop().time)
     await shelf.open()
     keep(manager, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "append", fail)
+        patch.setattr(DiskJournal, "append", fail)
         await shelf.save()
     await shelf.save()
     await shelf.close()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.kvbm.core.blocks.buddy_allocator import Extents
-from kvmesh.kvbm.core.blocks.slab_allocator import SlotSpace, slot_bytes
+from kvmesh.kvbm.core.blocks.buddy_allocator import BuddyAllocator
+from kvmesh.kvbm.core.blocks.slab_allocator import SlabAllocator, slot_bytes
 from kvmesh.kvbm.core.errors import TooSmall
 
 SIZES = [4096, 12288, 40960, 262144]
@@ -20,7 +20,7 @@ def extents(runs: Iterable[tuple[int, int]]) -> set[int]:
 
 @given(st.integers(1, 70), st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=60))
 def test_runs_are_apart_and_join_again(count: int, steps: list[tuple[bool, int]]) -> None:
-    space = Extents(count)
+    space = BuddyAllocator(count)
     taken: list[tuple[int, int]] = []
     for take, order in steps:
         if take or not taken:
@@ -40,7 +40,7 @@ def test_runs_are_apart_and_join_again(count: int, steps: list[tuple[bool, int]]
 
 @given(st.integers(2, 70), st.integers(0, 69), st.integers(0, 4))
 def test_a_run_is_taken_where_it_was(count: int, place: int, order: int) -> None:
-    space = Extents(count)
+    space = BuddyAllocator(count)
     base = place % count >> order << order
     fits = base + (1 << order) <= count
     assert space.take_at(base, order) == fits
@@ -52,7 +52,7 @@ def test_a_run_is_taken_where_it_was(count: int, place: int, order: int) -> None
 
 @given(st.integers(1, 40), st.integers(0, 40))
 def test_beyond_the_limit_nothing_is_handed_out(count: int, limit: int) -> None:
-    space = Extents(count)
+    space = BuddyAllocator(count)
     taken = [base for _ in range(count // 2) if (base := space.take(0)) is not None]
     space.limit = min(count, limit)
     for base in taken:
@@ -62,7 +62,7 @@ def test_beyond_the_limit_nothing_is_handed_out(count: int, limit: int) -> None:
     assert all_of(space) == list(range(min(count, limit), count))
 
 
-def all_of(space: Extents) -> list[int]:
+def all_of(space: BuddyAllocator) -> list[int]:
     """All free extents, which are taken."""
     left = []
     while (base := space.take(0)) is not None:
@@ -72,7 +72,7 @@ def all_of(space: Extents) -> list[int]:
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(SIZES)), max_size=80))
 def test_slots_of_all_sizes_share_a_tier(steps: list[tuple[bool, int]]) -> None:
-    space = SlotSpace(1 << 20)
+    space = SlabAllocator(1 << 20)
     live: dict[int, int] = {}
     for take, size in steps:
         if take or not live:
@@ -104,7 +104,7 @@ def test_slots_of_all_sizes_share_a_tier(steps: list[tuple[bool, int]]) -> None:
 def test_a_smaller_tier_names_what_must_go_and_can_grow_again(
     first: list[int], capacity: int, later: list[int], random: Random
 ) -> None:
-    space = SlotSpace(1 << 20)
+    space = SlabAllocator(1 << 20)
     live = {offset for size in first if (offset := space.take(size)) is not None}
     beyond = space.resize(capacity)
     assert {o for o in live if o >= capacity} <= beyond <= live
@@ -132,7 +132,7 @@ def test_a_smaller_tier_names_what_must_go_and_can_grow_again(
         assert len(fill(space, size)) * size > 0.7 * space.capacity
 
 
-def fill(space: SlotSpace, size: int) -> list[int]:
+def fill(space: SlabAllocator, size: int) -> list[int]:
     """How many slots there are, which are free again."""
     taken = []
     while (offset := space.take(size)) is not None:
@@ -143,7 +143,7 @@ def fill(space: SlotSpace, size: int) -> list[int]:
 
 
 def test_a_restart_claims_the_same_slots() -> None:
-    space, again = SlotSpace(1 << 20), SlotSpace(1 << 20)
+    space, again = SlabAllocator(1 << 20), SlabAllocator(1 << 20)
     slots = [
         (size, offset)
         for size in SIZES
@@ -159,7 +159,7 @@ def test_a_restart_claims_the_same_slots() -> None:
 
 
 def test_what_must_leave_for_another_size_is_named() -> None:
-    space = SlotSpace(1 << 20)
+    space = SlabAllocator(1 << 20)
     small = []
     while (offset := space.take(4096)) is not None:
         small.append(offset)
@@ -173,12 +173,12 @@ def test_what_must_leave_for_another_size_is_named() -> None:
 
 def test_a_block_that_does_not_fit_is_told_with_numbers() -> None:
     with pytest.raises(TooSmall) as caught:
-        SlotSpace(1 << 20).order(slot_bytes((1 << 20) + 1))
+        SlabAllocator(1 << 20).order(slot_bytes((1 << 20) + 1))
     assert (caught.value.capacity, caught.value.needed) == (1 << 20, (1 << 20) + 4096)
 
 
 def test_large_blocks_waste_little() -> None:
-    space = SlotSpace(1 << 36)
+    space = SlabAllocator(1 << 36)
     for block_bytes in (5_242_880, 5_300_000, 21_000_000, 11_000_000):
         size = slot_bytes(block_bytes)
         slab = space.extent << space.order(size)

@@ -4,13 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmesh.retention.claims import PLAIN, Standing
+from kvmesh.retention.claims import PLAIN, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
 
 STANDINGS = st.one_of(
     st.just(PLAIN),
     st.builds(
-        Standing,
+        EvictionRank,
         st.sampled_from([-1, 0, 20, 35, 36, 100]),
         st.one_of(st.integers(1, 30).map(float), st.just(float("inf"))),
     ),
@@ -24,18 +24,18 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.parents: dict[int, int | None] = {}
-        self.standings: dict[int, Standing] = {}
+        self.standings: dict[int, EvictionRank] = {}
         self.order: list[int] = []
         self.pool: EvictionPool[int] = EvictionPool(self._carries, self._renew)
 
     def _carries(self, key: int) -> bool:
         return key in self.parents.values()
 
-    def _renew(self, key: int, now: float) -> Standing:
+    def _renew(self, key: int, now: float) -> EvictionRank:
         assert self.standings[key].until <= now
         return self._standing(key)
 
-    def _standing(self, key: int) -> Standing:
+    def _standing(self, key: int) -> EvictionRank:
         standing = self.standings[key]
         return standing if standing.until > self.now else PLAIN
 
@@ -44,14 +44,14 @@ class PoolMachine(RuleBasedStateMachine):
         return min(leaves, key=lambda key: (*self._standing(key), self.order.index(key)))
 
     @rule(data=st.data(), standing=STANDINGS)
-    def grow(self, data: st.DataObject, standing: Standing) -> None:
+    def grow(self, data: st.DataObject, standing: EvictionRank) -> None:
         key = max(self.parents, default=0) + 1
         self.parents[key] = data.draw(st.sampled_from([None, *self.parents]))
         if standing.until <= self.now:
             standing = PLAIN
         self._add(key, standing)
 
-    def _add(self, key: int, standing: Standing) -> None:
+    def _add(self, key: int, standing: EvictionRank) -> None:
         self.standings[key] = standing
         self.order.append(key)
         self.pool.add(key, standing)
@@ -81,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.order)
     @rule(data=st.data(), standing=STANDINGS)
-    def revise(self, data: st.DataObject, standing: Standing) -> None:
+    def revise(self, data: st.DataObject, standing: EvictionRank) -> None:
         key = data.draw(st.sampled_from(self.order))
         if standing.until > self.now or standing == PLAIN:
             self.standings[key] = standing
@@ -135,11 +135,11 @@ def test_what_nothing_was_asked_for_goes_by_recency(keys: list[bytes]) -> None:
 def test_thinking_first_then_low_then_plain_then_what_is_kept() -> None:
     pool = loose()
     inf = float("inf")
-    pool.add(b"kept", Standing(80, inf))
-    pool.add(b"short", Standing(35, 10.0))
+    pool.add(b"kept", EvictionRank(80, inf))
+    pool.add(b"short", EvictionRank(35, 10.0))
     pool.add(b"plain")
-    pool.add(b"low", Standing(10, inf))
-    pool.add(b"thinking", Standing(-1, inf))
+    pool.add(b"low", EvictionRank(10, inf))
+    pool.add(b"thinking", EvictionRank(-1, inf))
     gone = []
     while len(pool):
         gone.append(pool.first(1.0))
@@ -150,6 +150,6 @@ def test_thinking_first_then_low_then_plain_then_what_is_kept() -> None:
 def test_memory_stays_in_proportion_however_often_a_key_changes() -> None:
     pool = loose()
     for i in range(10_000):
-        pool.add(b"a", Standing(50, 100.0 + i))
+        pool.add(b"a", EvictionRank(50, 100.0 + i))
         pool.discard(b"a")
     assert len(pool._heap) + len(pool._ends) < 200

@@ -8,20 +8,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.bus.messages import Retain
-from kvmesh.retention.budget import Promises, directives
-from kvmesh.retention.claims import PLAIN, THINKING_LEVEL, Keep, Standing, Wish
-from kvmesh.retention.outcomes import Directive, Outcome
+from kvmesh.retention.budget import RetentionBudget, directives
+from kvmesh.retention.claims import (
+    PLAIN,
+    THINKING_LEVEL,
+    BlockRetention,
+    EvictionRank,
+    RetentionWish,
+)
+from kvmesh.retention.outcomes import Directive, DirectiveOutcome
 from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.retention.token_ranges import (
     DEFAULTS,
     RetentionError,
-    Segment,
+    RetentionSegment,
     parse_defaults,
     segments,
     with_prefix,
 )
 
-WISHES = st.builds(Wish, st.integers(0, 100), st.one_of(st.none(), st.integers(1, 20).map(float)))
+WISHES = st.builds(
+    RetentionWish, st.integers(0, 100), st.one_of(st.none(), st.integers(1, 20).map(float))
+)
 
 
 def directive(tenant: str = "t") -> Directive:
@@ -33,11 +41,11 @@ def directive(tenant: str = "t") -> Directive:
 
 @given(st.lists(st.tuples(WISHES, st.integers(0, 20)), max_size=6), st.integers(0, 30))
 def test_whatever_asks_for_most_counts_at_any_time(
-    asked: list[tuple[Wish, int]], later: int
+    asked: list[tuple[RetentionWish, int]], later: int
 ) -> None:
-    keep, promises = Keep("t"), Promises(most=10, forget_s=inf)
+    keep, promises = BlockRetention("t"), RetentionBudget(most=10, forget_s=inf)
     used = 0
-    held: list[Wish] = []
+    held: list[RetentionWish] = []
     for wish, wait in asked:
         used += wait
         held = [old for old in held if old.ttl_s is None or old.ttl_s > wait]
@@ -47,54 +55,54 @@ def test_whatever_asks_for_most_counts_at_any_time(
         else:
             promises.touch(keep, 1, float(used))
     held = [old for old in held if old.ttl_s is None or old.ttl_s > later]
-    ends = [Standing(w.level, inf if w.ttl_s is None else used + w.ttl_s) for w in held]
+    ends = [EvictionRank(w.level, inf if w.ttl_s is None else used + w.ttl_s) for w in held]
     assert keep.standing(float(used + later)) == max(ends, default=PLAIN)
 
 
 def test_a_hit_starts_the_time_again_and_the_end_falls_back_to_plain() -> None:
-    promises, keep = Promises(most=10), Keep("t")
-    promises.claim(keep, 1, Wish(80, 10.0), now=0.0)
+    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises.claim(keep, 1, RetentionWish(80, 10.0), now=0.0)
     promises.touch(keep, 1, now=8.0)
-    assert keep.standing(17.0) == Standing(80, 18.0)
+    assert keep.standing(17.0) == EvictionRank(80, 18.0)
     assert promises.lapse(keep, 1, now=18.0) == PLAIN
     assert not keep
     assert promises.charged == {}
 
 
 def test_promises_without_an_end_are_forgotten_when_nobody_comes_back() -> None:
-    promises, keep = Promises(most=10, forget_s=50.0), Keep("t")
-    promises.claim(keep, 1, Wish(80), now=0.0)
+    promises, keep = RetentionBudget(most=10, forget_s=50.0), BlockRetention("t")
+    promises.claim(keep, 1, RetentionWish(80), now=0.0)
     promises.touch(keep, 1, now=40.0)
-    assert keep.standing(89.0) == Standing(80, 90.0)
+    assert keep.standing(89.0) == EvictionRank(80, 90.0)
     promises.lapse(keep, 1, now=90.0)
     assert promises.charged == {}
 
 
 def test_the_only_session_may_lower_and_others_keep_what_they_asked_for() -> None:
-    promises, keep = Promises(most=10), Keep("t")
-    promises.claim(keep, 1, Wish(80), now=0.0)
-    promises.claim(keep, 1, Wish(10), now=1.0, alone=False)
+    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises.claim(keep, 1, RetentionWish(80), now=0.0)
+    promises.claim(keep, 1, RetentionWish(10), now=1.0, alone=False)
     assert keep.standing(1.0).level == 80
-    promises.claim(keep, 1, Wish(10), now=1.0, alone=True)
+    promises.claim(keep, 1, RetentionWish(10), now=1.0, alone=True)
     assert keep.standing(1.0).level == 10
     assert promises.charged == {}
 
 
 def test_who_uses_a_lowered_block_plainly_lifts_it() -> None:
-    promises, keep = Promises(most=10), Keep("t")
-    promises.claim(keep, 1, Wish(THINKING_LEVEL), now=0.0)
+    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises.claim(keep, 1, RetentionWish(THINKING_LEVEL), now=0.0)
     promises.touch(keep, 1, now=1.0)
     assert keep.standing(1.0) == PLAIN
-    promises.claim(keep, 1, Wish(10), now=2.0, alone=False)
+    promises.claim(keep, 1, RetentionWish(10), now=2.0, alone=False)
     assert keep.standing(2.0) == PLAIN, "others who use it have asked for nothing"
 
 
 def test_a_short_high_claim_and_a_long_low_one_follow_each_other() -> None:
-    promises, keep = Promises(most=10), Keep("t")
-    promises.claim(keep, 1, Wish(80, 10.0), now=0.0)
-    promises.claim(keep, 1, Wish(40, 100.0), now=0.0, alone=False)
-    assert keep.standing(5.0) == Standing(80, 10.0)
-    assert promises.lapse(keep, 1, 10.0) == Standing(40, 100.0)
+    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises.claim(keep, 1, RetentionWish(80, 10.0), now=0.0)
+    promises.claim(keep, 1, RetentionWish(40, 100.0), now=0.0, alone=False)
+    assert keep.standing(5.0) == EvictionRank(80, 10.0)
+    assert promises.lapse(keep, 1, 10.0) == EvictionRank(40, 100.0)
 
 
 # --- budgets and outcomes ----------------------------------------------------------------------
@@ -113,11 +121,11 @@ def test_a_short_high_claim_and_a_long_low_one_follow_each_other() -> None:
     )
 )
 def test_the_budget_of_a_tenant_is_never_exceeded(
-    calls: Sequence[tuple[str, int, Wish, int]],
+    calls: Sequence[tuple[str, int, RetentionWish, int]],
 ) -> None:
     sizes = [1, 2, 3, 1, 5]
-    keeps = [Keep("t" if i < 4 else "u") for i in range(5)]
-    promises = Promises(most=4)
+    keeps = [BlockRetention("t" if i < 4 else "u") for i in range(5)]
+    promises = RetentionBudget(most=4)
     now = 0.0
     for call, i, wish, wait in calls:
         now += wait
@@ -135,7 +143,7 @@ def test_the_budget_of_a_tenant_is_never_exceeded(
                 promises.unpin(keep, size, "p")
             case _:
                 promises.evicted(keep, size, now)
-                keeps[i] = Keep(keep.tenant)
+                keeps[i] = BlockRetention(keep.tenant)
         held = {"t": 0, "u": 0}
         for k, s in zip(keeps, sizes, strict=True):
             assert k.charged == k.keeps
@@ -145,28 +153,28 @@ def test_the_budget_of_a_tenant_is_never_exceeded(
 
 
 def test_over_budget_a_directive_is_clipped_and_says_so() -> None:
-    told: list[tuple[Directive, Outcome]] = []
-    promises = Promises(most=3, tell=lambda asked, outcome: told.append((asked, outcome)))
+    told: list[tuple[Directive, DirectiveOutcome]] = []
+    promises = RetentionBudget(most=3, tell=lambda asked, outcome: told.append((asked, outcome)))
     asked = directive()
-    assert promises.claim(Keep("t"), 2, Wish(80), 0.0, asked)
-    assert not promises.claim(Keep("t"), 2, Wish(80), 0.0, asked)
-    assert promises.grantable(Keep("t"), 2, Wish(80)) == 1
-    assert promises.claim(Keep("other"), 2, Wish(80), 0.0)
-    assert promises.outcomes.granted(asked) == Outcome.CLIPPED
-    assert told == [(asked, Outcome.CLIPPED)]
+    assert promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, asked)
+    assert not promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, asked)
+    assert promises.grantable(BlockRetention("t"), 2, RetentionWish(80)) == 1
+    assert promises.claim(BlockRetention("other"), 2, RetentionWish(80), 0.0)
+    assert promises.outcomes.granted(asked) == DirectiveOutcome.CLIPPED
+    assert told == [(asked, DirectiveOutcome.CLIPPED)]
     assert (asked.blocks, asked.asked) == (2, 4)
 
 
 def test_a_directive_ends_once() -> None:
-    promises, asked = Promises(most=10), directive()
-    one, two = Keep("t"), Keep("t")
+    promises, asked = RetentionBudget(most=10), directive()
+    one, two = BlockRetention("t"), BlockRetention("t")
     for keep in (one, two):
-        promises.claim(keep, 1, Wish(80, 10.0), 0.0, asked)
-    assert promises.outcomes.granted(asked) == Outcome.HONOURED
+        promises.claim(keep, 1, RetentionWish(80, 10.0), 0.0, asked)
+    assert promises.outcomes.granted(asked) == DirectiveOutcome.HONOURED
     promises.evicted(one, 1, now=5.0)
     promises.lapse(two, 1, now=11.0)
-    assert promises.outcomes.counts[Outcome.EVICTED] == 1
-    assert promises.outcomes.counts[Outcome.EXPIRED] == 0
+    assert promises.outcomes.counts[DirectiveOutcome.EVICTED] == 1
+    assert promises.outcomes.counts[DirectiveOutcome.EXPIRED] == 0
 
 
 # --- pins --------------------------------------------------------------------------------------
@@ -216,13 +224,13 @@ RETAINS = st.builds(
 )
 
 
-def brute_force(retention: list[Retain], tokens: int, size: int) -> list[Wish]:
-    wishes = [Wish() for _ in range(-(-tokens // size) * size)]
+def brute_force(retention: list[Retain], tokens: int, size: int) -> list[RetentionWish]:
+    wishes = [RetentionWish() for _ in range(-(-tokens // size) * size)]
     explicit = 0
     for retain in retention:
-        wish = Wish()
+        wish = RetentionWish()
         if retain.explicit:
-            wish = Wish(retain.priority, retain.ttl_s, explicit)
+            wish = RetentionWish(retain.priority, retain.ttl_s, explicit)
             explicit += 1
         for token in range(retain.start, min(tokens, retain.end or tokens)):
             wishes[token] = wish
@@ -230,7 +238,7 @@ def brute_force(retention: list[Retain], tokens: int, size: int) -> list[Wish]:
     return [max(block, key=worth) for block in blocks]
 
 
-def worth(wish: Wish) -> tuple[int, float]:
+def worth(wish: RetentionWish) -> tuple[int, float]:
     ttl = wish.ttl_s
     return wish.level, (0.0 if wish.level == 35 else inf) if ttl is None else ttl
 
@@ -242,7 +250,7 @@ def test_a_block_takes_the_highest_wish_of_its_tokens(
 ) -> None:
     retention = [r for r in retention if r.end != 0]
     expected = [worth(wish) for wish in brute_force(retention, tokens, size)]
-    found = [worth(Wish())] * len(expected)
+    found = [worth(RetentionWish())] * len(expected)
     for segment in segments(retention, None, tokens, size):
         for block in range(segment.first, len(found) if segment.end is None else segment.end):
             found[block] = worth(segment.wish)
@@ -256,53 +264,61 @@ def test_nothing_is_asked_where_all_is_as_by_default() -> None:
 
 def test_an_explicit_wish_for_the_default_revises_an_earlier_one() -> None:
     default = Retain(32, 64, 35, explicit=True)
-    assert segments([default], None, 100, 16) == [Segment(2, 4, Wish(35, None, 0))]
-    promises, keep = Promises(most=10), Keep("t")
-    promises.claim(keep, 1, Wish(80), 0.0, directive())
-    promises.claim(keep, 1, Wish(THINKING_LEVEL), 1.0)
+    assert segments([default], None, 100, 16) == [
+        RetentionSegment(2, 4, RetentionWish(35, None, 0))
+    ]
+    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises.claim(keep, 1, RetentionWish(80), 0.0, directive())
+    promises.claim(keep, 1, RetentionWish(THINKING_LEVEL), 1.0)
     assert keep.standing(1.0).level == 80, "a default revises nothing"
-    promises.claim(keep, 1, Wish(35, None, 0), 2.0, directive())
+    promises.claim(keep, 1, RetentionWish(35, None, 0), 2.0, directive())
     assert not keep
 
 
 def test_only_blocks_wholly_inside_thinking_count_as_such() -> None:
     retention = [Retain(0, 20, kind="system"), Retain(20, 50, kind="thinking"), Retain(50, None)]
-    first = Wish(THINKING_LEVEL)
-    assert segments(retention, None, 70, 16) == [Segment(2, 3, first)]
+    first = RetentionWish(THINKING_LEVEL)
+    assert segments(retention, None, 70, 16) == [RetentionSegment(2, 3, first)]
     retention.append(Retain(32, 40, 60, explicit=True))
-    assert segments(retention, None, 80, 16) == [Segment(2, 3, Wish(60, None, 0))]
+    assert segments(retention, None, 80, 16) == [RetentionSegment(2, 3, RetentionWish(60, None, 0))]
 
 
 def test_what_comes_before_is_kept_as_dearly_and_counts() -> None:
     retention = [Retain(0, 32, 50, explicit=True), Retain(48, 80, 90, 60.0, explicit=True)]
     asked = segments([*retention, Retain(80, 96, kind="thinking")], None, 112, 16)
-    first, second = Wish(90, 60.0, 0), Wish(90, 60.0, 1)
+    first, second = RetentionWish(90, 60.0, 0), RetentionWish(90, 60.0, 1)
     assert with_prefix(asked) == [
-        Segment(0, 2, first),
-        Segment(2, 5, second),
-        Segment(5, 6, Wish(THINKING_LEVEL)),
+        RetentionSegment(0, 2, first),
+        RetentionSegment(2, 5, second),
+        RetentionSegment(5, 6, RetentionWish(THINKING_LEVEL)),
     ]
     low = segments([Retain(32, None, 10, explicit=True)], None, 64, 16)
     assert with_prefix(low) == low
     decode = Retain(0, None, 70, kind="decode", explicit=True)
-    assert with_prefix(segments([], decode, 40, 16)) == [Segment(0, None, Wish(70, None, 0))]
+    assert with_prefix(segments([], decode, 40, 16)) == [
+        RetentionSegment(0, None, RetentionWish(70, None, 0))
+    ]
 
 
 def test_what_is_generated_has_a_wish_of_its_own() -> None:
     decode = Retain(0, None, 70, 60.0, kind="decode", explicit=True)
     prompt = [Retain(0, 32, 90, explicit=True)]
     assert segments(prompt, decode, 40, 16) == [
-        Segment(0, 2, Wish(90, None, 0)),
-        Segment(2, None, Wish(70, 60.0, 1)),
+        RetentionSegment(0, 2, RetentionWish(90, None, 0)),
+        RetentionSegment(2, None, RetentionWish(70, 60.0, 1)),
     ]
     assert [d.priority for d in directives([*prompt, decode], "t")] == [90, 70]
 
 
 def test_defaults_can_be_changed() -> None:
     table = parse_defaults(["tool=20", "system=60/300", "thinking=35"])
-    assert table == {"thinking": Wish(), "tool": Wish(20), "system": Wish(60, 300.0)}
+    assert table == {
+        "thinking": RetentionWish(),
+        "tool": RetentionWish(20),
+        "system": RetentionWish(60, 300.0),
+    }
     found = segments([Retain(0, 64, kind="tool")], None, 64, 16, table)
-    assert found == [Segment(0, 4, Wish(20))]
+    assert found == [RetentionSegment(0, 4, RetentionWish(20))]
     assert parse_defaults([]) == dict(DEFAULTS)
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.retention.session_blocks import SessionBook, Tail, common
+from kvmesh.retention.session_blocks import PromptTail, SessionBook, common
 
 NAMES = "abcd"
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -14,7 +14,7 @@ def chain(tokens: list[int]) -> list[int]:
     return [hash(tuple(tokens[: end + 1])) for end in range(len(tokens))]
 
 
-def tails(found: list[Tail[int]]) -> set[int]:
+def tails(found: list[PromptTail[int]]) -> set[int]:
     return {block for tail in found for block in tail.prompt[tail.kept :]}
 
 
@@ -55,9 +55,9 @@ def test_two_sessions_share_a_prefix() -> None:
     book: SessionBook[int] = SessionBook(idle_s=100.0, blocks=1000)
     book.record("a", chain([1, 2, 3, 4]), 1.0)
     book.record("b", chain([1, 2, 9]), 1.0)
-    assert book.release(["a"]) == [Tail(chain([1, 2, 3, 4]), 2)]
+    assert book.release(["a"]) == [PromptTail(chain([1, 2, 3, 4]), 2)]
     assert book.release(["a", "unknown"]) == []
-    assert book.release(["b"]) == [Tail(chain([1, 2, 9]), 0)]
+    assert book.release(["b"]) == [PromptTail(chain([1, 2, 9]), 0)]
 
 
 def test_a_prompt_without_the_old_tail_leaves_it() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from kvmesh.bus.messages import Load
-from kvmesh.frontend.generation.cache_expectations import ENOUGH, Expectations
+from kvmesh.frontend.generation.cache_expectations import ENOUGH, CacheExpectations
 from kvmesh.indexer.shortfall import OFF_LOOKS, ON_LOOKS, Shortfall
 from kvmesh.runtime.warnings import SHOWN, Streak, Warnings
-from kvmesh.worker.health.event_silence import BLOCKS, REQUESTS, Silence
+from kvmesh.worker.health.event_silence import BLOCKS, REQUESTS, EventSilence
 
 SIZE = 16
 
@@ -50,7 +50,7 @@ def computed(requests: int, blocks: int, aborted: int = 0) -> Load:
 
 
 def test_an_engine_that_computes_without_an_event_is_silent_until_the_next_one() -> None:
-    silence = Silence("worker-0", SIZE)
+    silence = EventSilence("worker-0", SIZE)
     assert silence.look([computed(0, 0)], {}) == {}
     assert silence.look([computed(REQUESTS, BLOCKS - 1)], {}) == {}
     assert silence.look([computed(REQUESTS - 1, BLOCKS)], {}) == {}
@@ -63,14 +63,14 @@ def test_an_engine_that_computes_without_an_event_is_silent_until_the_next_one()
 
 
 def test_an_engine_without_events_is_silent_however_many_requests_are_aborted() -> None:
-    silence = Silence("worker-0", SIZE)
+    silence = EventSilence("worker-0", SIZE)
     looks = [computed(n, n * BLOCKS // REQUESTS, aborted=n) for n in range(REQUESTS + 1)]
     found = [bool(silence.look([at], {})) for at in looks]
     assert found == [False] * REQUESTS + [True]
 
 
 def test_what_comes_from_the_cache_waits_or_is_aborted_early_is_not_computed() -> None:
-    silence = Silence("worker-0", SIZE)
+    silence = EventSilence("worker-0", SIZE)
     silence.look([computed(0, 0)], {})
     many = 10 * BLOCKS * SIZE
     cases: list[dict[str, Any]] = [
@@ -83,7 +83,7 @@ def test_what_comes_from_the_cache_waits_or_is_aborted_early_is_not_computed() -
 
 
 def test_aborted_prompts_shorter_than_a_block_are_no_blocks() -> None:
-    silence = Silence("worker-0", SIZE)
+    silence = EventSilence("worker-0", SIZE)
     silence.look([computed(0, 0)], {})
     short = (10 * BLOCKS + REQUESTS) * (SIZE - 1)
     told = load(requests=REQUESTS, aborted=10 * BLOCKS, computed_tokens=short)
@@ -109,7 +109,7 @@ def test_what_is_on_its_way_or_of_a_worker_that_left_is_not_short() -> None:
 
 
 def test_a_worker_that_finds_less_than_half_of_what_is_expected_is_named() -> None:
-    expectations = Expectations()
+    expectations = CacheExpectations()
     for _ in range(ENOUGH - 1):
         expectations.note("worker-0-ab", 1000, 100)
         expectations.note("worker-1-cd", 1000, 990)
@@ -126,7 +126,7 @@ def test_a_worker_that_finds_less_than_half_of_what_is_expected_is_named() -> No
 
 
 def test_a_worker_that_has_gone_is_named_no_more() -> None:
-    expectations = Expectations()
+    expectations = CacheExpectations()
     for _ in range(ENOUGH):
         expectations.note("worker-0-ab", 1000, 0)
     expectations.keep({"worker-0-ab"})

@@ -6,7 +6,7 @@ from support.routing import BLOCK, request, sequence, worker
 
 from kvmesh.bus.messages import Decision, SeqPrefilled
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 
 def sibling(number: int) -> bytes:
@@ -16,7 +16,9 @@ def sibling(number: int) -> bytes:
 
 def core(busy: int, predicted_ttl_s: float = 5.0) -> RouterCore:
     """An idle worker "a", and "b" and "c" with `busy` blocks of decoding."""
-    settings = Router(predicted_ttl_s=predicted_ttl_s, queue_threshold=0.0, prefill_weight=1.0)
+    settings = RouterSettings(
+        predicted_ttl_s=predicted_ttl_s, queue_threshold=0.0, prefill_weight=1.0
+    )
     router = RouterCore("m", "r", settings, Random(7))
     for name in "abc":
         router.join(worker(name))

@@ -6,10 +6,10 @@ import pytest
 from support.routing import sequence
 
 from kvmesh.router.config import check_settings, cost_model, fair_weights
-from kvmesh.router.errors import ConfigError
+from kvmesh.router.errors import RouterConfigError
 from kvmesh.router.scoring.overlaps import OverlapWatch
 from kvmesh.settings import SettingsError, load
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ from kvmesh.settings.schema import Router
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_by_name(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_settings(Router(**settings))
+    with pytest.raises(RouterConfigError) as caught:
+        check_settings(RouterSettings(**settings))
     assert caught.value.key == key
     assert str(caught.value).startswith(f"[router] {key}: ")
 
@@ -55,14 +55,14 @@ def test_the_schema_refuses_what_is_out_of_bounds(variable: str, value: str) -> 
 
 
 def test_the_defaults_are_those_of_the_documented_cost() -> None:
-    check_settings(Router())
-    model = cost_model(Router())
+    check_settings(RouterSettings())
+    model = cost_model(RouterSettings())
     assert model.credits == (1.0, 0.75, 0.25, 0.25)
     assert (model.prefill_weight, model.request_weight, model.temperature) == (3.0, 0.0, 0.0)
 
 
 def test_fair_weights_may_hold_equal_signs_in_names() -> None:
-    settings = Router(fair_weights=["team=a=2.5", "free=1"])
+    settings = RouterSettings(fair_weights=["team=a=2.5", "free=1"])
     assert fair_weights(settings) == {"team=a": 2.5, "free": 1.0}
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from support.routing import BLOCK, overlaps, request, sequence, worker
 
 from kvmesh.bus.messages import Decision, Hints, Load, Placement, SeqFree, SeqPrefilled, SeqProgress
-from kvmesh.router.errors import InvalidRequest, NoWorkers
+from kvmesh.router.errors import InvalidRouteRequest, NoWorkers
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.scoring.cost import MISSING
 from kvmesh.router.scoring.overlaps import Overlaps
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 TEN = sequence(*range(10))
 
@@ -22,7 +22,7 @@ TEN = sequence(*range(10))
 def core(*names: str, **config: object) -> RouterCore:
     """A core of workers by name; nothing is predicted, nor weighted, unless a test asks for it."""
     plain: dict[str, object] = {"predicted_ttl_s": 0.0, "prefill_weight": 1.0}
-    settings = Router(**{**plain, **config})  # type: ignore[arg-type]
+    settings = RouterSettings(**{**plain, **config})  # type: ignore[arg-type]
     router = RouterCore("m", "r", settings, Random(7))
     for name in names:
         router.join(worker(name))
@@ -315,7 +315,7 @@ def test_no_worker_is_refused_with_the_reason(
     ],
 )
 def test_bad_requests_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRouteRequest):
         core("a").decide(request("1", TEN, **changes), None, 0.0)
 
 

@@ -13,7 +13,7 @@ from support.routing import request, sequence, worker
 from kvmesh.bus.messages import Decision, Hints, SeqFree
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.registry import BUILT_IN
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "routing.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -31,7 +31,7 @@ def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_the_example_policy_sticks_and_spills_over(policies: str) -> None:
-    settings = Router(policy=f"{policies}:StickyWithSpill", predicted_ttl_s=0.0)
+    settings = RouterSettings(policy=f"{policies}:StickyWithSpill", predicted_ttl_s=0.0)
     core = RouterCore("m", "r", settings, Random(1))
     core.join(worker("a"))
     core.join(worker("b"))
@@ -67,6 +67,6 @@ def test_every_policy_and_setting_is_documented() -> None:
         "thompson_exploration",
         "program_acting_weight",
     }
-    fields = set(Router.__struct_fields__) - silent
+    fields = set(RouterSettings.__struct_fields__) - silent
     words = set(re.findall(r"[a-z_]+", PAGE.replace("no-kv-events", "kv_events")))
     assert fields - words == set()

@@ -11,14 +11,14 @@ from support.routing import overlaps, request, sequence, worker
 from kvmesh.bus.messages import Decision, Outcome, SeqFree
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.thompson import Thompson
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 TEN = sequence(*range(10))
 
 
 def core(**settings: Any) -> tuple[RouterCore, Thompson]:
     options = {"policy": "thompson", "predicted_ttl_s": 0.0, "thompson_trust": 20, **settings}
-    router = RouterCore("m", "r", Router(**options), Random(7))
+    router = RouterCore("m", "r", RouterSettings(**options), Random(7))
     for name in "abc":
         router.join(worker(name))
     assert isinstance(router.policy, Thompson)

@@ -7,7 +7,7 @@ from support.routing import overlaps, request, sequence, worker
 
 from kvmesh.bus.messages import Decision, Instance, NodeStore, Placement, Role
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 TEN = sequence(*range(10))
 Held = dict[str, tuple[int, ...]]
@@ -23,7 +23,7 @@ def kvbm(name: str, node: str) -> Instance:
 def core(predicted_ttl_s: float = 0.0) -> RouterCore:
     """Workers a1 and a2 on node a, b1 on node b, c1 on node c; only a and b have a kvbm."""
     router = RouterCore(
-        "m", "r", Router(predicted_ttl_s=predicted_ttl_s, prefill_weight=1.0), Random(7)
+        "m", "r", RouterSettings(predicted_ttl_s=predicted_ttl_s, prefill_weight=1.0), Random(7)
     )
     for card in (kvbm("ka", "a"), kvbm("kb", "b"), kvbm("nowhere", "")):
         router.join(card)

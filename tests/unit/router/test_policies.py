@@ -20,22 +20,22 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     Thresholds,
 )
-from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, Overloaded
+from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouterConfigError, RouterOverloaded
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies import registry
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.registry import BUILT_IN, make_policy
-from kvmesh.router.scoring.candidates import Choice, View
+from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import MISSING, CostModel, pick
 from kvmesh.router.state.rank_table import FILL
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 TEN = sequence(*range(10))
 
 
 def core(*names: str, **settings: Any) -> RouterCore:
     plain = {"predicted_ttl_s": 0.0, "prefill_weight": 1.0}
-    router = RouterCore("m", "r", Router(**{**plain, **settings}), Random(7))
+    router = RouterCore("m", "r", RouterSettings(**{**plain, **settings}), Random(7))
     for name in names:
         router.join(worker(name))
     return router
@@ -43,10 +43,10 @@ def core(*names: str, **settings: Any) -> RouterCore:
 
 def view(
     overlap: list[int], decode: list[float], prefill: list[float] | None = None, prompt: int = 10
-) -> View:
+) -> Candidates:
     router = core(*"abcdefgh"[: len(overlap)])
     zeros = np.zeros(len(overlap))
-    return View(
+    return Candidates(
         request=request("1", TEN),
         now=0.0,
         prompt=prompt,
@@ -60,8 +60,10 @@ def view(
     )
 
 
-def choose(name: str, seen: View, model: CostModel | None = None, **settings: Any) -> Choice:
-    return make_policy(name, Router(**settings)).choose(
+def choose(
+    name: str, seen: Candidates, model: CostModel | None = None, **settings: Any
+) -> PolicyChoice:
+    return make_policy(name, RouterSettings(**settings)).choose(
         seen, model or CostModel(prefill_weight=1.0), Random(7)
     )
 
@@ -201,7 +203,7 @@ def test_a_request_may_name_another_policy() -> None:
         for _ in range(4)
     ]
     assert turn == ["a", "b", "a", "b"]
-    with pytest.raises(InvalidRequest, match="not the name of an installed policy"):
+    with pytest.raises(InvalidRouteRequest, match="not the name of an installed policy"):
         router.decide(request("x", TEN, policy="os:system"), None, 0.0)
 
 
@@ -308,7 +310,7 @@ def test_a_rank_past_any_threshold_takes_no_more(limits: Thresholds) -> None:
     held = overlaps({home: (10,)})
     assert router.decide(request("2", TEN), held, 0.0).chosen.instance != home
     place(router, "2", sequence(*range(50, 60)))
-    with pytest.raises(Overloaded):
+    with pytest.raises(RouterOverloaded):
         router.decide(request("3", TEN), None, 0.0)
     router.limits = Thresholds()
     assert router.decide(request("3", TEN), held, 0.0).chosen.instance == home
@@ -387,27 +389,27 @@ def test_prefill_counts_there_until_the_first_token() -> None:
 
 
 class Broken(Policy):
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         raise RuntimeError("no idea")
 
 
 class Astray(Policy):
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
-        return Choice(99, np.zeros(len(view)))
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        return PolicyChoice(99, np.zeros(len(view)))
 
 
 class OfOne(Policy):
     """Says the cost of the chosen one alone."""
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
-        return Choice(0, np.zeros(1))
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        return PolicyChoice(0, np.zeros(1))
 
 
 class Plain(Policy):
     """Needs no NumPy."""
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
-        return Choice(1, [3, 2])  # type: ignore[arg-type]
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        return PolicyChoice(1, [3, 2])  # type: ignore[arg-type]
 
 
 def test_costs_may_be_a_plain_list() -> None:
@@ -436,8 +438,8 @@ def test_a_failing_policy_falls_back_is_counted_and_logged_once(
     "name", ["fastest", "kvmesh.nowhere:X", "json:nothing", "json:JSONDecoder"]
 )
 def test_an_unknown_policy_is_refused_at_start(name: str) -> None:
-    with pytest.raises(ConfigError, match="policy"):
-        make_policy(name, Router())
+    with pytest.raises(RouterConfigError, match="policy"):
+        make_policy(name, RouterSettings())
 
 
 @pytest.mark.parametrize(
@@ -456,8 +458,8 @@ def test_a_policy_that_cannot_be_made_is_refused_with_its_cause(
     (tmp_path / "broken_policies.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "broken_policies", raising=False)
-    with pytest.raises(ConfigError, match=cause):
-        make_policy("broken_policies:P", Router())
+    with pytest.raises(RouterConfigError, match=cause):
+        make_policy("broken_policies:P", RouterSettings())
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
@@ -485,11 +487,11 @@ def test_an_installed_policy_is_found_by_its_entry_point(
     (info / "entry_points.txt").write_text(f"[kvmesh.policies]\nastray = {__name__}:Astray\n")
     monkeypatch.syspath_prepend(tmp_path)
     registry._places.cache_clear()
-    assert type(make_policy("astray", Router())).__name__ == "Astray"
+    assert type(make_policy("astray", RouterSettings())).__name__ == "Astray"
     router = core("a")
     assert router.decide(request("1", TEN, policy="astray"), None, 0.0).policy == "astray"
-    with pytest.raises(ConfigError, match="astray"):
-        make_policy("nonsense", Router())
+    with pytest.raises(RouterConfigError, match="astray"):
+        make_policy("nonsense", RouterSettings())
     registry._places.cache_clear()
 
 
@@ -507,7 +509,7 @@ def test_unknown_names_do_not_make_a_router_look_for_policies_each_time(
     registry._places.cache_clear()
     router = core("a")
     for number in range(5):
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRouteRequest):
             router.decide(request("1", TEN, policy=f"nobody's {number}"), None, 0.0)
     assert looks == 1
     registry._places.cache_clear()

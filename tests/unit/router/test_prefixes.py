@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.routing import sequence
 
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
-from kvmesh.router.state.prefix_tree import HASH, Node, PrefixTree
+from kvmesh.router.state.prefix_tree import HASH, PrefixNode, PrefixTree
 
 PROMPTS = st.lists(st.integers(0, 1), max_size=12).map(lambda blocks: sequence(*blocks))
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 40), PROMPTS), max_size=60)
@@ -42,7 +42,7 @@ class Counted:
 @given(STEPS)
 def test_the_tree_counts_what_slots_hold(steps: list[tuple[bool, int, bytes]]) -> None:
     tree, counted = PrefixTree(), Counted()
-    live: list[tuple[Node, int, bytes]] = []
+    live: list[tuple[PrefixNode, int, bytes]] = []
     for drops, slot, prompt in steps:
         if drops and live:
             end, of, held = live.pop(slot % len(live))

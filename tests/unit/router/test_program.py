@@ -16,16 +16,16 @@ from kvmesh.bus.messages import (
     RouteRequest,
     SeqFree,
 )
-from kvmesh.router.placement.queue import Dispatcher
+from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.policies.program import ProgramPolicy
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 
 def core(*names: str, **settings: Any) -> tuple[RouterCore, ProgramPolicy]:
     options = {"policy": "program", "predicted_ttl_s": 0.0, "program_acting_tau_s": 1000.0}
-    router = RouterCore("m", "r", Router(**{**options, **settings}), Random(7))
+    router = RouterCore("m", "r", RouterSettings(**{**options, **settings}), Random(7))
     for name in names or ("a",):
         router.join(worker(name))
     assert isinstance(router.policy, ProgramPolicy)
@@ -156,7 +156,7 @@ def test_newcomers_wait_while_every_rank_is_full() -> None:
 
 def test_a_paused_agents_request_waits_in_the_dispatcher() -> None:
     router, policy = core(queue_threshold=0.0)
-    dispatcher = Dispatcher(router, "r")
+    dispatcher = PlacementQueue(router, "r")
     for agent, hundreds in (("w", 5), ("x", 5)):
         start(router, turn(agent, hundreds))
     ticket = Ticket(turn("n", 1), 1.0)
@@ -172,7 +172,7 @@ def test_a_paused_agents_request_waits_in_the_dispatcher() -> None:
 @pytest.mark.parametrize(("deadline_s", "until"), [(60.0, 55.0), (2.0, 1.0)])
 def test_a_pause_ends_before_the_request_would_be_refused(deadline_s: float, until: float) -> None:
     router, _ = core(queue_threshold=0.1)
-    dispatcher = Dispatcher(router, "r")
+    dispatcher = PlacementQueue(router, "r")
     for agent in "wx":
         start(router, turn(agent, 5))
     crowded = Ticket(request("plain", sequence(1), deadline_s=deadline_s), 0.0)

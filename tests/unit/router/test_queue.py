@@ -21,11 +21,11 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     SeqWait,
 )
-from kvmesh.router.placement.fair_order import Queue
-from kvmesh.router.placement.queue import Dispatcher, Steps
+from kvmesh.router.placement.fair_order import FairOrder
+from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 STEP = 10 * BLOCK  # one prompt of ten blocks fills one engine step
 
@@ -38,14 +38,16 @@ def entry(name: str, **changes: Any) -> SeqWait:
     return SeqWait(**(fields | changes))
 
 
-def lane(*entries: SeqWait, quantum: float = 100, weights: Any = None, bound: float = 1e9) -> Queue:
-    made = Queue(quantum, weights or {}, bound)
+def lane(
+    *entries: SeqWait, quantum: float = 100, weights: Any = None, bound: float = 1e9
+) -> FairOrder:
+    made = FairOrder(quantum, weights or {}, bound)
     for one in entries:
         made.push(one)
     return made
 
 
-def leave(waiting: Queue, time: float = 0.0) -> list[str]:
+def leave(waiting: FairOrder, time: float = 0.0) -> list[str]:
     """The order in which all entries leave."""
     order = []
     while (head := waiting.head(time)) is not None:
@@ -126,24 +128,24 @@ def test_an_entry_can_move_and_be_cancelled() -> None:
 # --- the dispatcher
 
 
-def dispatcher(*names: str, router: str = "r", **settings: Any) -> Dispatcher:
+def dispatcher(*names: str, router: str = "r", **settings: Any) -> PlacementQueue:
     """Workers with room for one prompt of ten blocks each before requests wait."""
     options = {"predicted_ttl_s": 0.0, "queue_threshold": 0.5, **settings}
-    core = RouterCore("m", router, Router(**options), Random(7))
+    core = RouterCore("m", router, RouterSettings(**options), Random(7))
     for name in names or ("a",):
         core.join(worker(name, step=STEP))
-    return Dispatcher(core, router)
+    return PlacementQueue(core, router)
 
 
 class Replicas:
     """Dispatchers that hear each other's events in one order, as the stream gives it."""
 
-    def __init__(self, *replicas: Dispatcher) -> None:
+    def __init__(self, *replicas: PlacementQueue) -> None:
         self.replicas = replicas
         self.done: list[Ticket] = []
         self.events: list[SeqEvent] = []
 
-    def take(self, steps: Steps, now: float) -> None:
+    def take(self, steps: QueueActions, now: float) -> None:
         self.done += steps.done
         self.tell(now, *steps.events)
 

@@ -9,8 +9,8 @@ from support.routing import request, sequence, worker
 
 from kvmesh.bus.messages import Load
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MOST, Speeds
-from kvmesh.settings.schema import Router
+from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MOST, RankSpeeds
+from kvmesh.settings.schema import RouterSettings
 from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial
 
 BLOCKS = 1000
@@ -64,7 +64,7 @@ class Engine:
         )
 
 
-def watch(speeds: Speeds, engines: list[Engine], seconds: int, start: int = 0) -> None:
+def watch(speeds: RankSpeeds, engines: list[Engine], seconds: int, start: int = 0) -> None:
     rng = Random(start)
     for second in range(start, start + seconds):
         for slot, engine in enumerate(engines):
@@ -77,7 +77,7 @@ def watch(speeds: Speeds, engines: list[Engine], seconds: int, start: int = 0) -
 def test_equal_engines_scale_nothing_whatever_they_do() -> None:
     loads = [(100, 0.05), (8000, 0.1), (2000, 0.9), (500, 0.5), (4000, 0.02)]
     engines = [Engine(str(n), prompt=p, most_used=u) for n, (p, u) in enumerate(loads)]
-    speeds = Speeds()
+    speeds = RankSpeeds()
     watch(speeds, engines, 120)
     assert speeds.slowness is None
     assert speeds.told == {}
@@ -88,7 +88,7 @@ def test_equal_engines_scale_nothing_whatever_they_do() -> None:
 def test_a_slow_engine_is_found_among_others(count: int, factor: float) -> None:
     engines = [Engine(str(n), prompt=1000 * (n + 1)) for n in range(count)]
     engines[-1].slowness = factor
-    speeds = Speeds()
+    speeds = RankSpeeds()
     watch(speeds, engines, 40)
     assert list(speeds.told) == [count - 1]
     assert speeds.told[count - 1] == pytest.approx(factor, rel=0.3)
@@ -97,14 +97,14 @@ def test_a_slow_engine_is_found_among_others(count: int, factor: float) -> None:
 
 def test_no_engine_counts_as_more_than_ten_times_as_slow() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=50.0)]
-    speeds = Speeds()
+    speeds = RankSpeeds()
     watch(speeds, engines, 60)
     assert speeds.told == {2: MOST}
 
 
 def test_one_that_has_recovered_counts_like_the_others_again() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
-    speeds = Speeds()
+    speeds = RankSpeeds()
     watch(speeds, engines, 40)
     assert list(speeds.told) == [2]
     engines[2].slowness = 1.0
@@ -114,7 +114,7 @@ def test_one_that_has_recovered_counts_like_the_others_again() -> None:
 
 def test_one_that_is_avoided_is_tried_again_after_a_while() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
-    speeds = Speeds()
+    speeds = RankSpeeds()
     watch(speeds, engines, 40)
     engines[2].share = 0.0
     watch(speeds, engines, int(EVIDENCE_S + 2 * FIT_S), start=40)
@@ -122,7 +122,7 @@ def test_one_that_is_avoided_is_tried_again_after_a_while() -> None:
 
 
 def test_a_slow_rank_costs_as_much_more_as_it_is_slow() -> None:
-    router = RouterCore("m", "router", Router(prefill_weight=1.0), Random(0))
+    router = RouterCore("m", "router", RouterSettings(prefill_weight=1.0), Random(0))
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     for engine in engines:
         router.join(worker(engine.name, ranks=1))

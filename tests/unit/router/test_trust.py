@@ -11,7 +11,7 @@ from kvmesh.bus.messages import Candidate, Decision, Outcome
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.thompson import Thompson
 from kvmesh.router.policies.thompson_trust import LEAST, Trust
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 TEN = sequence(*range(10))
 World = Callable[[Candidate, int], float]
@@ -23,7 +23,7 @@ def first_tokens(policy: str, world: World, turns: int, seed: int = 1) -> list[f
     One of them, at random, holds most of the prompt; all decode something, and none prefills.
     """
     rng = Random(seed)
-    settings = Router(policy=policy, predicted_ttl_s=0.0, queue_threshold=0.0)
+    settings = RouterSettings(policy=policy, predicted_ttl_s=0.0, queue_threshold=0.0)
     core = RouterCore("m", "r", settings, Random(seed))
     for name in "abcd":
         core.join(worker(name))
@@ -77,7 +77,7 @@ def test_the_radius_follows_what_departures_achieve(gain: float, radius: float) 
 
 def test_a_part_of_the_contested_requests_is_held_out_and_explained() -> None:
     notes = []
-    core = RouterCore("m", "r", Router(policy="thompson", queue_threshold=0.0), Random(1))
+    core = RouterCore("m", "r", RouterSettings(policy="thompson", queue_threshold=0.0), Random(1))
     for name in "ab":
         core.join(worker(name))
     for turn in range(600):
@@ -94,7 +94,7 @@ def test_a_part_of_the_contested_requests_is_held_out_and_explained() -> None:
 def test_in_saturation_it_is_kv() -> None:
     choices = []
     for policy in ("kv", "thompson"):
-        core = RouterCore("m", "r", Router(policy=policy, queue_threshold=0.0), Random(1))
+        core = RouterCore("m", "r", RouterSettings(policy=policy, queue_threshold=0.0), Random(1))
         for name in "abc":
             core.join(worker(name))
         core.table.prefill_tokens[:3] = [8000.0, 9000.0, 10000.0]
@@ -115,7 +115,7 @@ def test_in_saturation_it_is_kv() -> None:
 def test_time_in_the_queue_is_no_matter_of_where_a_request_went() -> None:
     beliefs = []
     for waited in (0.0, 100.0):
-        core = RouterCore("m", "r", Router(policy="thompson"), Random(1))
+        core = RouterCore("m", "r", RouterSettings(policy="thompson"), Random(1))
         core.join(worker("a"))
         decision = core.decide(request("1", TEN), None, waited, arrived=0.0)
         core.commit(decision, waited)

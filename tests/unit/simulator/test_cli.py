@@ -9,7 +9,7 @@ import pytest
 from kvmesh.bus.messages import Capacity, Instance, ModelCard, Role
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.commands import whatif
-from kvmesh.cli.flags import Parser, add_flags, given
+from kvmesh.cli.flags import FlagParser, add_flags, given
 from kvmesh.cli.main import main
 from kvmesh.cli.registry import NOT_SIMULATED
 from kvmesh.cli.scenario import Fleet
@@ -90,7 +90,7 @@ def live(name: str, serves: str, blocks: int, ranks: int = 1) -> Instance:
 
 def usual_fleet(*flags: str) -> Fleet:
     """What `whatif` runs on beside three live workers if the flags name no other fleet."""
-    parser = Parser()
+    parser = FlagParser()
     whatif.configure(parser)
     add_flags(parser, "", ("router", "mock"), NOT_SIMULATED)
     arguments = parser.parse_args(flags)

@@ -2,9 +2,9 @@
 
 from random import Random
 
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.mesh import Simulation
-from kvmesh.simulator.options import Options, WorkerOptions
+from kvmesh.simulator.options import SimulationOptions, WorkerOptions
 from kvmesh.simulator.report.figures import Figures, figures
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.mock.core import CoreOptions
@@ -43,8 +43,8 @@ def agents() -> Workload:
 
 def run(policy: str, tokens: int, **settings: float) -> Figures:
     core = CoreOptions(tokens // BLOCK, SchedulerLimits(block_size=BLOCK))
-    options = Options(
-        router=Router(policy=policy, **settings),  # type: ignore[arg-type]
+    options = SimulationOptions(
+        router=RouterSettings(policy=policy, **settings),  # type: ignore[arg-type]
         workers=(WorkerOptions(2, core),),
         seed=1,
         deadline_s=36000.0,

@@ -16,14 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.bus.messages import RankKey, Stored
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.mesh import Simulation
-from kvmesh.simulator.options import Fault, Network, Options, SimulationError, WorkerOptions
-from kvmesh.simulator.prompts import Prompts
+from kvmesh.simulator.options import (
+    Fault,
+    Network,
+    SimulationError,
+    SimulationOptions,
+    WorkerOptions,
+)
+from kvmesh.simulator.prompts import SimulatedPrompts
 from kvmesh.simulator.report.figures import Figures, figures
 from kvmesh.simulator.report.page import page
 from kvmesh.simulator.report.perfetto import perfetto
-from kvmesh.simulator.virtual_clock import Agenda
+from kvmesh.simulator.virtual_clock import VirtualClock
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.workload.model import Round, Session, Workload
@@ -61,20 +67,24 @@ def conversations(sessions: int, turns: int, seed: int = 0, shared: int = 320) -
     return Workload(tree=tree, sessions=names, rounds=rounds)
 
 
-def options(policy: str = "kv", blocks: int = 1024, workers: int = 3, **more: object) -> Options:
+def options(
+    policy: str = "kv", blocks: int = 1024, workers: int = 3, **more: object
+) -> SimulationOptions:
     core = CoreOptions(blocks=blocks, limits=SchedulerLimits(block_size=SIZE, max_sequences=16))
-    base = Options(router=Router(policy=policy), workers=(WorkerOptions(workers, core),), seed=7)
+    base = SimulationOptions(
+        router=RouterSettings(policy=policy), workers=(WorkerOptions(workers, core),), seed=7
+    )
     return replace(base, **more)  # type: ignore[arg-type]
 
 
-def run(workload: Workload, chosen: Options) -> tuple[Simulation, Figures]:
+def run(workload: Workload, chosen: SimulationOptions) -> tuple[Simulation, Figures]:
     simulation = Simulation(workload, chosen)
     simulation.run()
     return simulation, figures(simulation)
 
 
 def test_actions_of_one_instant_keep_their_order() -> None:
-    agenda = Agenda()
+    agenda = VirtualClock()
     seen: list[str] = []
     agenda.at(2, lambda: seen.append("later"))
     agenda.at(1, lambda: seen.append("first"))
@@ -85,7 +95,7 @@ def test_actions_of_one_instant_keep_their_order() -> None:
 
 
 def test_planned_actions_run_among_the_others_in_the_order_of_entry() -> None:
-    agenda = Agenda()
+    agenda = VirtualClock()
     seen: list[str] = []
     agenda.at(2, lambda: seen.append("before"))
     agenda.plan([(time, partial(seen.append, f"planned {time}")) for time in (3, 1, 2, 2)])
@@ -107,7 +117,7 @@ def test_equal_content_and_nothing_else_has_equal_hashes(
     for parent, start in forks:
         tree.fork(parent % len(tree), start)
     workload = Workload(tree=tree, sessions=[], rounds=[])
-    prompts = Prompts(workload, "m", size)
+    prompts = SimulatedPrompts(workload, "m", size)
     meant: dict[int, int] = {}
     for branch in range(len(tree)):
         round_ = Round(
@@ -257,7 +267,7 @@ def _check_caches(simulation: Simulation) -> None:
         assert in_index == in_cache
 
 
-def lost(workload: Workload, chosen: Options) -> dict[str, int]:
+def lost(workload: Workload, chosen: SimulationOptions) -> dict[str, int]:
     """What was lost, without the reasons for which nothing was."""
     parts = msgspec.structs.asdict(run(workload, chosen)[1].cache.lost)
     return {name: tokens for name, tokens in parts.items() if tokens}

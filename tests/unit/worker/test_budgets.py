@@ -12,7 +12,7 @@ from kvmesh.bus.publisher import Backlog
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.worker.requests import prefetch as prefetches
-from kvmesh.worker.requests.prefetch import Prefetches
+from kvmesh.worker.requests.prefetch import PrefetchQueue
 
 IDS = st.integers(0, 9).map(str)
 TENANTS = st.sampled_from(["red", "blue", "green"])
@@ -61,7 +61,7 @@ def test_no_more_prefetches_are_under_way_than_there_are_slots(
     steps: list[tuple[bool, str, str]],
 ) -> None:
     async def run() -> None:
-        under_way = Prefetches(Loader(), 1)
+        under_way = PrefetchQueue(Loader(), 1)
         refused = False
         for starts, name, tenant in steps:
             if starts:

@@ -6,8 +6,14 @@ from support.wait import eventually
 from support.worker import prompt, work
 
 from kvmesh.bus.messages import Guided, Sampling, Work
-from kvmesh.worker.constraints.compiler import AT_ONCE, MOST, MOST_OF_ONE, Compiler, Compiling
-from kvmesh.worker.engine import Delta, EngineError, Rejected
+from kvmesh.worker.constraints.compiler import (
+    AT_ONCE,
+    MOST,
+    MOST_OF_ONE,
+    Compiling,
+    ConstraintCompiler,
+)
+from kvmesh.worker.engine import EngineError, OutputDelta, Rejected
 
 GUIDED = Guided(kind="regex", value="a+")
 WORK = work("r", prompt(10), sampling=Sampling(max_tokens=5, guided=GUIDED))
@@ -36,8 +42,8 @@ class Engine:
 class Bench:
     def __init__(self, engine: object) -> None:
         self.begun: list[str] = []
-        self.told: list[Delta] = []
-        self.compiler = Compiler(engine, self._begin, self.told.extend)
+        self.told: list[OutputDelta] = []
+        self.compiler = ConstraintCompiler(engine, self._begin, self.told.extend)
 
     def _begin(self, item: object) -> str:
         self.begun.append(WORK.request)
@@ -63,7 +69,7 @@ async def test_it_begins_once_it_is_compiled_and_its_frontend_hears_so() -> None
     engine.go.set()
     await bench.compiler.drain()
     assert bench.begun == ["r"]
-    assert bench.told == [Delta("r", [])]
+    assert bench.told == [OutputDelta("r", [])]
 
 
 async def test_what_cannot_be_followed_is_the_caller_s_fault() -> None:
@@ -73,7 +79,9 @@ async def test_what_cannot_be_followed_is_the_caller_s_fault() -> None:
     engine.go.set()
     await bench.compiler.drain()
     assert not bench.begun
-    assert bench.told == [Delta("r", [], finish="error", error="it is malformed", invalid=True)]
+    assert bench.told == [
+        OutputDelta("r", [], finish="error", error="it is malformed", invalid=True)
+    ]
 
 
 async def test_what_could_not_be_tried_is_given_back() -> None:
@@ -83,7 +91,7 @@ async def test_what_could_not_be_tried_is_given_back() -> None:
     engine.go.set()
     await bench.compiler.drain()
     assert not bench.begun
-    assert bench.told == [Delta("r", [], finish="abort", error="nothing answers")]
+    assert bench.told == [OutputDelta("r", [], finish="abort", error="nothing answers")]
 
 
 async def test_what_is_aborted_never_begins() -> None:
@@ -95,7 +103,7 @@ async def test_what_is_aborted_never_begins() -> None:
     engine.go.set()
     await bench.compiler.drain()
     assert not bench.begun
-    assert bench.told == [Delta("r", [], finish="abort")]
+    assert bench.told == [OutputDelta("r", [], finish="abort")]
 
 
 def of(owner: str, request: str) -> Work:

@@ -8,7 +8,7 @@ import sys
 import pytest
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.worker.engines.vllm.process_guard import Guard
+from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 
 PARENT = """
@@ -30,7 +30,7 @@ def test_what_is_guarded_dies_with_a_process_that_is_killed() -> None:
 
 def test_a_dismissed_guard_kills_nothing() -> None:
     child = subprocess.Popen(["sleep", "1000"])
-    Guard([child.pid]).dismiss()
+    ProcessGuard([child.pid]).dismiss()
     assert child.poll() is None
     child.kill()
     child.wait(PATIENCE_S)
@@ -39,7 +39,7 @@ def test_a_dismissed_guard_kills_nothing() -> None:
 def test_a_guard_that_was_stopped_is_dismissed_as_well() -> None:
     psutil = pytest.importorskip("psutil")
     child = subprocess.Popen(["sleep", "1000"])
-    guard = Guard([child.pid])
+    guard = ProcessGuard([child.pid])
     [shell] = [p for p in psutil.Process().children() if str(child.pid) in p.cmdline()]
     shell.suspend()
     guard.dismiss()

@@ -26,8 +26,8 @@ from kvmesh.bus.messages import (
     Work,
 )
 from kvmesh.bus.publisher import MAX_EVENT_BLOCKS, Backlog
-from kvmesh.settings.schema import Worker
-from kvmesh.worker.engine import Delta, EngineError, EngineInfo
+from kvmesh.settings.schema import WorkerSettings
+from kvmesh.worker.engine import EngineError, EngineInfo, OutputDelta
 from kvmesh.worker.health.stall_watch import StallWatch
 from kvmesh.worker.metrics import LoadCollector
 from kvmesh.worker.model_card import (
@@ -38,8 +38,8 @@ from kvmesh.worker.model_card import (
     model_context,
 )
 from kvmesh.worker.requests.admission import check
-from kvmesh.worker.requests.output_buffer import Transcripts
-from kvmesh.worker.scratch import PREFIX, Scratch
+from kvmesh.worker.requests.output_buffer import OutputBuffer
+from kvmesh.worker.scratch import PREFIX, ScratchFolder
 
 INFO = EngineInfo(
     name="mock",
@@ -89,14 +89,14 @@ def test_bad_work_is_named(item: Work, reason: str) -> None:
 
 
 def test_transcripts_number_tokens_and_sort_them_by_frontend() -> None:
-    kept = Transcripts()
+    kept = OutputBuffer()
     kept.open(work())
     kept.open(work(request="b", frontend="g", generated=4))
-    first = kept.add([Delta("a", [1, 2], cached=[16]), Delta("b", [9])], 0.0)
+    first = kept.add([OutputDelta("a", [1, 2], cached=[16]), OutputDelta("b", [9])], 0.0)
     assert first == {"f": [Chunk("a", 0, [1, 2], cached=[16])], "g": [Chunk("b", 4, [9])]}
-    second = kept.add([Delta("a", [3], finish="stop"), Delta("stranger", [1])], 0.0)
+    second = kept.add([OutputDelta("a", [3], finish="stop"), OutputDelta("stranger", [1])], 0.0)
     assert second == {"f": [Chunk("a", 2, [3], "stop")]}
-    assert kept.add([Delta("a", [4])], 0.0) == {}
+    assert kept.add([OutputDelta("a", [4])], 0.0) == {}
     assert kept.live == ["b"]
     assert kept.live_count == 1
     kept.drop("b")
@@ -105,9 +105,11 @@ def test_transcripts_number_tokens_and_sort_them_by_frontend() -> None:
 
 
 def test_transcripts_give_again_what_is_asked_for() -> None:
-    kept = Transcripts()
+    kept = OutputBuffer()
     kept.open(work(generated=4))
-    kept.add([Delta("a", [5, 6, 7], cached=[0], logprobs=[{5: 0.0}, {6: 0.0}, {7: 0.0}])], 0.0)
+    kept.add(
+        [OutputDelta("a", [5, 6, 7], cached=[0], logprobs=[{5: 0.0}, {6: 0.0}, {7: 0.0}])], 0.0
+    )
     again = Chunk("a", 5, [6, 7], cached=[0], logprobs=[{6: 0.0}, {7: 0.0}])
     assert kept.resend("a", 5) == ("f", again)
     for early in (0, 4):
@@ -118,21 +120,23 @@ def test_transcripts_give_again_what_is_asked_for() -> None:
 
 
 def test_what_an_engine_does_not_tell_is_told_for_it() -> None:
-    kept = Transcripts()
+    kept = OutputBuffer()
     kept.open(work(), ["unsupported"], "unsupported")
     kept.open(work(request="b"), ["unsupported"], "unsupported")
-    first = kept.add([Delta("a", [1], cached=[0]), Delta("b", [1], cached=[0])], 0.0)["f"]
+    first = kept.add([OutputDelta("a", [1], cached=[0]), OutputDelta("b", [1], cached=[0])], 0.0)[
+        "f"
+    ]
     assert [(chunk.retention, chunk.decode) for chunk in first] == [(["unsupported"], None)] * 2
-    last = [Delta("a", [2], "stop"), Delta("b", [2], "stop", decode="clipped")]
+    last = [OutputDelta("a", [2], "stop"), OutputDelta("b", [2], "stop", decode="clipped")]
     assert [chunk.decode for chunk in kept.add(last, 0.0)["f"]] == ["unsupported", "clipped"]
     again = [found[1] for name in "ab" if (found := kept.resend(name, 0)) is not None]
     assert [chunk.decode for chunk in again] == ["unsupported", "clipped"]
 
 
 def test_ended_transcripts_are_kept_for_a_while() -> None:
-    kept = Transcripts(keep_s=5)
+    kept = OutputBuffer(keep_s=5)
     kept.open(work())
-    kept.add([Delta("a", [1], finish="stop")], 100.0)
+    kept.add([OutputDelta("a", [1], finish="stop")], 100.0)
     kept.add([], 105.0)
     assert "a" in kept
     kept.add([], 105.1)
@@ -208,16 +212,19 @@ def test_dialects_come_from_settings_then_from_the_folder(tmp_path: Path) -> Non
     folder = tmp_path / "tiny"
     folder.mkdir()
     (folder / "kvmesh.json").write_text('{"tool_parser": "hermes", "reasoning_parser": "qwen3"}')
-    card = model_card(Worker(tool_parser="mistral"), folder, INFO, "digest")
+    card = model_card(WorkerSettings(tool_parser="mistral"), folder, INFO, "digest")
     assert (card.name, card.tool_parser, card.reasoning_parser) == ("tiny", "mistral", "qwen3")
-    assert model_card(Worker(served_name="shown"), tmp_path, INFO, "digest").name == "shown"
+    assert model_card(WorkerSettings(served_name="shown"), tmp_path, INFO, "digest").name == "shown"
 
 
 def test_labels_are_pairs() -> None:
-    assert card_labels(Worker(labels=["zone=a", "gpu=h200=2"])) == {"zone": "a", "gpu": "h200=2"}
+    assert card_labels(WorkerSettings(labels=["zone=a", "gpu=h200=2"])) == {
+        "zone": "a",
+        "gpu": "h200=2",
+    }
     for bad in ("zone", "=a"):
         with pytest.raises(EngineError, match="key=value"):
-            card_labels(Worker(labels=[bad]))
+            card_labels(WorkerSettings(labels=[bad]))
 
 
 LOAD = Load(
@@ -288,7 +295,7 @@ def test_what_a_killed_worker_has_left_goes_with_the_next(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"{PREFIX}unlocked").mkdir()
-    with Scratch() as living:
+    with ScratchFolder() as living:
         code = (
             "import os, signal; from kvmesh.worker.scratch import Scratch; made = Scratch()\n"
             "(made.path / 'weights').write_text('…'); print(made.path, flush=True)\n"
@@ -303,7 +310,7 @@ def test_what_a_killed_worker_has_left_goes_with_the_next(
         )
         left = Path(killed.stdout.strip())
         assert (left / "weights").exists()
-        with Scratch() as other:
+        with ScratchFolder() as other:
             assert not left.exists()
             assert living.path.exists()
         assert not other.path.exists()

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvmesh.worker.throughput import Speed, in_turn
+from kvmesh.worker.throughput import Throughput, in_turn
 
 
 def test_a_speed_follows_what_is_measured() -> None:
-    speed = Speed()
+    speed = Throughput()
     assert speed.value == 0.0
     speed.note(100, 2.0)
     assert speed.value == 50.0

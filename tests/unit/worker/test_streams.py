@@ -6,10 +6,10 @@ import pytest
 from support.engines import prompt, work
 from support.recorder import Recorder
 
-from kvmesh.worker.adapters.request_streams import Output, RequestStreams
+from kvmesh.worker.adapters.request_streams import RequestStreams, StreamOutput
 
 
-async def answered(*outputs: Output) -> AsyncIterator[Output]:
+async def answered(*outputs: StreamOutput) -> AsyncIterator[StreamOutput]:
     for output in outputs:
         yield output
 
@@ -28,8 +28,8 @@ async def test_cached_tokens_are_told_by_tier_with_the_first_token(
 ) -> None:
     sink = Recorder()
     streams = RequestStreams(sink, 1, 16)
-    first = Output([7], cached=cached, below=below)
-    streams.start(work("r", prompt(64)), answered(first, Output([8], finish="stop")))
+    first = StreamOutput([7], cached=cached, below=below)
+    streams.start(work("r", prompt(64)), answered(first, StreamOutput([8], finish="stop")))
     await streams.drain()
     assert [delta.cached for delta in sink.deltas["r"]] == [told, None]
     assert streams.load("w", 0, 10, 0).cached_tokens == (cached or 0)
@@ -39,7 +39,7 @@ async def test_cached_tokens_are_told_by_tier_with_the_first_token(
 async def test_computed_tokens_never_go_back() -> None:
     streams, computed = RequestStreams(Recorder(), 1, 16), []
     for name in ("a", "b", "c"):
-        streams.start(work(name, prompt(64)), answered(Output([7], finish="stop", cached=16)))
+        streams.start(work(name, prompt(64)), answered(StreamOutput([7], finish="stop", cached=16)))
         computed.append(streams.load("w", 0, 10, 0, busy_s=1.0).computed_tokens)
         await streams.drain()
         computed.append(streams.load("w", 0, 10, 0, busy_s=1.0).computed_tokens)

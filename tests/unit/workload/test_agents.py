@@ -10,7 +10,7 @@ import pytest
 
 from kvmesh.workload.generate.agents import AgentGenerator
 from kvmesh.workload.generate.distributions import Quantiles
-from kvmesh.workload.generate.profile import Profile, ProfileError, builtin, load_profile
+from kvmesh.workload.generate.profile import AgentProfile, AgentProfileError, builtin, load_profile
 from kvmesh.workload.model import Workload
 
 SMALL = """
@@ -47,7 +47,7 @@ priority = 2
 """
 
 
-def profile(tmp_path: Path, text: str) -> Profile:
+def profile(tmp_path: Path, text: str) -> AgentProfile:
     file = tmp_path / "p.toml"
     file.write_text(text)
     return load_profile(str(file))
@@ -176,25 +176,25 @@ def test_aborted_answers_end_early(tmp_path: Path) -> None:
 def test_a_bad_profile_is_refused_by_its_key(
     tmp_path: Path, old: str, new: str, reason: str
 ) -> None:
-    with pytest.raises(ProfileError, match=reason):
+    with pytest.raises(AgentProfileError, match=reason):
         profile(tmp_path, SMALL.replace(old, new, 1))
 
 
 def test_a_profile_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "p.toml"
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ProfileError, match=r"p\.toml: .*utf-8"):
+    with pytest.raises(AgentProfileError, match=r"p\.toml: .*utf-8"):
         load_profile(str(file))
 
 
 def test_prompts_longer_than_every_context_are_an_error(tmp_path: Path) -> None:
     cramped = SMALL.replace("share = 1.0", "share = 1.0\ncontext = 100")
-    with pytest.raises(ProfileError, match="longer than its agent's context"):
+    with pytest.raises(AgentProfileError, match="longer than its agent's context"):
         generate(tmp_path, cramped)
 
 
 def test_an_unknown_profile_names_the_shipped_ones() -> None:
-    with pytest.raises(ProfileError, match="coding-agents, demo"):
+    with pytest.raises(AgentProfileError, match="coding-agents, demo"):
         load_profile("nothing-like-it")
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.workload.tree import ROOT, Segment, Tree
+from kvmesh.workload.tree import ROOT, TokenSegment, Tree
 
 
 def test_branches_share_what_lies_before_their_fork() -> None:
@@ -21,8 +21,12 @@ def test_way_runs_from_the_root_and_is_cut_at_the_length() -> None:
     tree = Tree()
     trunk = tree.fork()
     twig = tree.fork(tree.fork(trunk, 10), 30)
-    assert tree.way(twig, 50) == [Segment(0, 0, 10), Segment(1, 10, 30), Segment(2, 30, 50)]
-    assert tree.way(twig, 20) == [Segment(0, 0, 10), Segment(1, 10, 20)]
+    assert tree.way(twig, 50) == [
+        TokenSegment(0, 0, 10),
+        TokenSegment(1, 10, 30),
+        TokenSegment(2, 30, 50),
+    ]
+    assert tree.way(twig, 20) == [TokenSegment(0, 0, 10), TokenSegment(1, 10, 20)]
     assert tree.way(twig, 0) == []
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvmesh.workload.analysis.analysis import analyze
 from kvmesh.workload.analysis.sharing import ideal_hits
-from kvmesh.workload.generate.synthesizer import Options, SynthesisError, Synthesizer
+from kvmesh.workload.generate.synthesizer import SynthesisError, SynthesisOptions, Synthesizer
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.tree import Tree
 
@@ -70,13 +70,13 @@ def test_sharing_is_counted_token_by_token() -> None:
 
 
 def synthetic(**options: Any) -> Workload:
-    given_options = Options(num_requests=1500, block_size=16, **options)
+    given_options = SynthesisOptions(num_requests=1500, block_size=16, **options)
     return Synthesizer(seed_trace(), given_options).workload()
 
 
 def test_a_synthetic_trace_is_like_its_seed() -> None:
     trace = seed_trace()
-    options = Options(num_requests=len(trace), block_size=16)
+    options = SynthesisOptions(num_requests=len(trace), block_size=16)
     seed, like = analyze(trace, 16), analyze(Synthesizer(trace, options).workload(), 16)
     assert like.requests == len(trace)
     assert like.ideal_hit_share == pytest.approx(seed.ideal_hit_share, abs=0.08)
@@ -110,8 +110,8 @@ def test_impossible_wishes_are_refused() -> None:
         synthetic(max_isl=1)
     empty = Workload(tree=Tree(), sessions=[], rounds=[])
     with pytest.raises(SynthesisError, match="no requests"):
-        Synthesizer(empty, Options(num_requests=1))
+        Synthesizer(empty, SynthesisOptions(num_requests=1))
     chained = seed_trace(4)
     chained.rounds[1] = msgspec.structs.replace(chained.rounds[1], after=(0,))
     with pytest.raises(SynthesisError, match="closed-loop"):
-        Synthesizer(chained, Options(num_requests=1))
+        Synthesizer(chained, SynthesisOptions(num_requests=1))

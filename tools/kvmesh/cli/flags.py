@@ -19,7 +19,7 @@ ALIASES = {
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: "BOOL"}
 
 
-class Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Says what is wrong in one line, and which flag was probably meant."""
 
     def __init__(self, **options: Any) -> None:

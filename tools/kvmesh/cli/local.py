@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 TOKEN_BYTES = 32
 
 
-class Told(msgspec.Struct, frozen=True):
+class LocalMesh(msgspec.Struct, frozen=True):
     """The note that `kvmesh up` leaves in its state directory while it runs."""
 
     url: str
@@ -43,7 +43,7 @@ def token(state_dir: Path) -> str:
 
 def tell(settings: Settings) -> None:
     """Say to `known` where the embedded server is; `forget` ends it. Raises OSError."""
-    told = Told(settings.nats.url, settings.nats.token or "")
+    told = LocalMesh(settings.nats.url, settings.nats.token or "")
     write_private(_file(settings), msgspec.json.encode(told).decode())
 
 
@@ -60,7 +60,7 @@ def known(settings: Settings) -> Settings:
     try:
         if file.stat().st_uid != os.getuid():
             return settings
-        told = msgspec.json.decode(file.read_bytes(), type=Told)
+        told = msgspec.json.decode(file.read_bytes(), type=LocalMesh)
     except OSError:
         return settings
     except msgspec.MsgspecError as error:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvmesh.cli.flags import Parser, add_flags, did_you_mean, given
+from kvmesh.cli.flags import FlagParser, add_flags, did_you_mean, given
 from kvmesh.cli.parser_check import check_parsers
 from kvmesh.cli.registry import COMMANDS, Command
 from kvmesh.settings import SettingsError, load
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one subcommand; returns its exit status."""
-    parser = Parser(
+    parser = FlagParser(
         prog="kvmesh",
         usage="kvmesh COMMAND [options]",
         description="A mesh that serves open-weight models to coding agents.",
@@ -45,7 +45,7 @@ def _listing() -> str:
 def _run(command: Command, arguments: Sequence[str]) -> int:
     implementation = command.load()
     description = f"{command.help[0].upper()}{command.help[1:]}."
-    parser = Parser(
+    parser = FlagParser(
         prog=f"kvmesh {command.name}", usage="%(prog)s [options]", description=description
     )
     implementation.configure(parser)

@@ -14,14 +14,14 @@ from rich.progress import Progress
 from kvmesh.cli.arguments import positive, result_file
 from kvmesh.router.config import check_settings
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Mock
+from kvmesh.settings.schema import MockSettings
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import (
     Fault,
     Network,
-    Options,
     Serves,
     SimulationError,
+    SimulationOptions,
     WorkerOptions,
 )
 from kvmesh.simulator.report.figures import Figures, figures
@@ -30,7 +30,7 @@ from kvmesh.simulator.report.perfetto import perfetto
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.simulated_tiers import tier_options
 from kvmesh.worker.engines.mock.core import CoreOptions
-from kvmesh.worker.engines.mock.profile import Profile
+from kvmesh.worker.engines.mock.profile import StepProfile
 from kvmesh.worker.engines.mock.timing import Polynomial
 from kvmesh.workload.model import Workload
 
@@ -103,7 +103,9 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
     )
 
 
-def scenarios(arguments: argparse.Namespace, settings: Settings, usual: Fleet) -> list[Options]:
+def scenarios(
+    arguments: argparse.Namespace, settings: Settings, usual: Fleet
+) -> list[SimulationOptions]:
     """The options of each policy asked for; raises SimulationError or ConfigError.
 
     `usual` is the fleet unless flags say otherwise; its first group tells what engines are like.
@@ -115,10 +117,10 @@ def scenarios(arguments: argparse.Namespace, settings: Settings, usual: Fleet) -
 
 def _scenario(
     arguments: argparse.Namespace, settings: Settings, policy: str, fleet: Fleet
-) -> Options:
+) -> SimulationOptions:
     router = msgspec.structs.replace(settings.router, policy=policy)
     check_settings(router)
-    options = Options(
+    options = SimulationOptions(
         router=router,
         workers=fleet,
         replicas=arguments.routers,
@@ -167,7 +169,7 @@ def _group(text: str, core: CoreOptions) -> WorkerOptions:
         raise SimulationError(f"--group {text}: {error}") from None
 
 
-def mock_core(mock: Mock, block_size: int) -> CoreOptions:
+def mock_core(mock: MockSettings, block_size: int) -> CoreOptions:
     """Engines as the [mock] settings describe them; raises ProfileError."""
     return CoreOptions(
         blocks=mock.blocks,
@@ -177,7 +179,7 @@ def mock_core(mock: Mock, block_size: int) -> CoreOptions:
             max_batched_tokens=mock.max_batched_tokens,
             watermark=mock.watermark,
         ),
-        model=Profile.load(mock.profile) if mock.profile else Polynomial(),
+        model=StepProfile.load(mock.profile) if mock.profile else Polynomial(),
         tiers=tier_options(mock),
         speedup=mock.speedup,
     )
@@ -194,7 +196,7 @@ def _fault(text: str) -> Fault:
         raise SimulationError(f"--fault {text}: {reason}") from None
 
 
-def simulate(workload: Workload, options: Options) -> Run:
+def simulate(workload: Workload, options: SimulationOptions) -> Run:
     """One run, with a progress bar on standard error."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -2,7 +2,7 @@
 
 from kvmesh.simulator.fleet import Blank
 from kvmesh.simulator.prompts import Hashes
-from kvmesh.worker.enginecore.retention_request import Asked
+from kvmesh.worker.enginecore.retention_request import RetentionRequest
 from kvmesh.worker.enginecore.sequence import Request
 from kvmesh.workload.model import Round
 
@@ -15,7 +15,7 @@ def target(round_: Round) -> int:
     return most if leaves is None else max(1, min(most, leaves))
 
 
-class Flight:
+class Attempt:
     """Where a round is and how far. An attempt is one placement; moves and retries make more.
 
     With a `decoder`, the present worker only computes the prompt and that one goes on with it, the
@@ -90,8 +90,10 @@ class Flight:
             asked=self._asked(),
         )
 
-    def _asked(self) -> Asked | None:
+    def _asked(self) -> RetentionRequest | None:
         """What a live frontend says of a request with a session."""
         if self.session is None:
             return None
-        return Asked(segments=[], directives=[], for_prompt=0, tenant="", session=self.session)
+        return RetentionRequest(
+            segments=[], directives=[], for_prompt=0, tenant="", session=self.session
+        )

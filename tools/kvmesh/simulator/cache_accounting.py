@@ -12,7 +12,7 @@ from kvmesh.workload.model import Workload
 _ROWS = Struct(f"<{1 + TIERS}I")
 
 
-class Ledger:
+class CacheAccounting:
     """Fills the columns `ideal`, `made`, `best` and `held` of the records, in tokens.
 
     An endless cache for all has what was computed: `ideal` when the prompt itself is, `made` at the

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from functools import partial
 
 from kvmesh.bus.messages import Capacity, Instance, KvEvent, Load, ModelCard, Role
-from kvmesh.indexer.decoding import Source
+from kvmesh.indexer.decoding import EventSource
 from kvmesh.simulator.options import WorkerOptions
 from kvmesh.simulator.records import WorkerRecord
-from kvmesh.simulator.virtual_clock import Agenda
+from kvmesh.simulator.virtual_clock import VirtualClock
 from kvmesh.worker.enginecore.sequence import Request
-from kvmesh.worker.engines.mock.core import MockCore, Output, StepResult
-from kvmesh.worker.engines.mock.step_batching import Ahead
+from kvmesh.worker.engines.mock.core import MockCore, MockOutput, StepResult
+from kvmesh.worker.engines.mock.step_batching import StepBatch
 
 MODEL = "simulated"
-Deliver = Callable[["Worker", list[Output]], None]
-Publish = Callable[["Worker", list[KvEvent]], None]
+Deliver = Callable[["SimulatedWorker", list[MockOutput]], None]
+Publish = Callable[["SimulatedWorker", list[KvEvent]], None]
 
 
 class Blank:
@@ -24,7 +24,7 @@ class Blank:
         return [0] * (stop - start)
 
 
-class Worker:
+class SimulatedWorker:
     """One engine: steps while it has work, hands over what each step did at the step's end.
 
     Steps that only decode are planned for up to `horizon` seconds at once, and cut short at the
@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(
         self,
-        agenda: Agenda,
+        agenda: VirtualClock,
         card: Instance,
         core: MockCore,
         deliver: Deliver,
@@ -47,14 +47,14 @@ class Worker:
         self.leaving = False
         self.event_id = 0
         self.record = WorkerRecord(card.name)
-        self.source = Source(MODEL, card.name)
+        self.source = EventSource(MODEL, card.name)
         self._agenda = agenda
         self._deliver = deliver
         self._publish = publish
         self._horizon = horizon
         self._stepping = False
         self._begun = 0.0
-        self._ahead: Ahead | None = None
+        self._ahead: StepBatch | None = None
         self._released: list[str] = []
         self._load: Load | None = None
 
@@ -95,16 +95,16 @@ class Worker:
             return
         self._begun = self._agenda.now
         result = self.core.begin(self._begun, self._horizon)
-        if isinstance(result, Ahead):
+        if isinstance(result, StepBatch):
             self._plan(result)
         else:
             self._agenda.after(result.duration, partial(self._end, result))
 
-    def _plan(self, ahead: Ahead) -> None:
+    def _plan(self, ahead: StepBatch) -> None:
         self._ahead = ahead
         self._agenda.at(self._begun + ahead.duration, partial(self._take, ahead))
 
-    def _take(self, ahead: Ahead) -> None:
+    def _take(self, ahead: StepBatch) -> None:
         if self._ahead is ahead:
             self._ahead = None
             self._end(self.core.take(ahead))

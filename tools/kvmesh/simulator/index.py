@@ -7,12 +7,12 @@ from random import Random
 from kvmesh.bus.messages import Instance, KvEvent, RankKey, Removed
 from kvmesh.index import create_index
 from kvmesh.indexer.decoding import Events
-from kvmesh.indexer.rank_state import Holdings
+from kvmesh.indexer.rank_state import RankStates
 from kvmesh.router.scoring.overlaps import Overlaps
-from kvmesh.simulator.fleet import Worker
+from kvmesh.simulator.fleet import SimulatedWorker
 from kvmesh.simulator.options import Network
 from kvmesh.simulator.prompts import HASH
-from kvmesh.simulator.virtual_clock import Agenda
+from kvmesh.simulator.virtual_clock import VirtualClock
 
 NOBODY = RankKey("", 0)
 
@@ -24,9 +24,13 @@ class Index:
     """
 
     def __init__(
-        self, agenda: Agenda, workers: Mapping[str, Worker], network: Network, seed: int
+        self,
+        agenda: VirtualClock,
+        workers: Mapping[str, SimulatedWorker],
+        network: Network,
+        seed: int,
     ) -> None:
-        self.holdings = Holdings(create_index())
+        self.holdings = RankStates(create_index())
         self._agenda = agenda
         self._workers = workers
         self._network = network
@@ -44,7 +48,7 @@ class Index:
         self.holdings.left(card)
         self._ranks_size = (0, 0)
 
-    def publish(self, worker: Worker, events: list[KvEvent]) -> None:
+    def publish(self, worker: SimulatedWorker, events: list[KvEvent]) -> None:
         """Send what changed in a worker's cache on its way."""
         first = worker.event_id
         worker.event_id += len(events)

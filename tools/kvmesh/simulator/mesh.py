@@ -19,16 +19,16 @@ from kvmesh.bus.messages import (
     SeqProgress,
 )
 from kvmesh.router.placement.ticket import Ticket
-from kvmesh.simulator.attempt import Flight, target
-from kvmesh.simulator.cache_accounting import Ledger
-from kvmesh.simulator.fleet import MODEL, Worker, make_card
+from kvmesh.simulator.attempt import Attempt, target
+from kvmesh.simulator.cache_accounting import CacheAccounting
+from kvmesh.simulator.fleet import MODEL, SimulatedWorker, make_card
 from kvmesh.simulator.index import Index
-from kvmesh.simulator.options import Fault, Options, WorkerOptions
-from kvmesh.simulator.prompts import HASH, Prompts
-from kvmesh.simulator.records import Records, Span, WorkerRecord
+from kvmesh.simulator.options import Fault, SimulationOptions, WorkerOptions
+from kvmesh.simulator.prompts import HASH, SimulatedPrompts
+from kvmesh.simulator.records import Records, WorkerRecord, WorkerSpan
 from kvmesh.simulator.routers import Routers
-from kvmesh.simulator.virtual_clock import Action, Agenda
-from kvmesh.worker.engines.mock.core import MockCore, Output
+from kvmesh.simulator.virtual_clock import Action, VirtualClock
+from kvmesh.worker.engines.mock.core import MockCore, MockOutput
 from kvmesh.workload.model import Workload
 
 PROGRESS_TOKENS = 64
@@ -44,23 +44,23 @@ class Simulation:
     def __init__(
         self,
         workload: Workload,
-        options: Options,
+        options: SimulationOptions,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         options.check()
         self.workload = workload
         self.options = options
         self.records = Records(len(workload))
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, SimulatedWorker] = {}
         self.worker_records: dict[str, WorkerRecord] = {}
-        self.agenda = Agenda()
+        self.agenda = VirtualClock()
         self.index = Index(self.agenda, self.workers, options.network, options.seed)
         self._block_size = options.block_size
-        self._ledger = Ledger(workload, self.records, self._block_size)
+        self._ledger = CacheAccounting(workload, self.records, self._block_size)
         self._progress = progress
-        self._prompts = Prompts(workload, MODEL, self._block_size)
-        self._flights: dict[str, Flight] = {}
-        self._present: dict[int, Worker] = {}
+        self._prompts = SimulatedPrompts(workload, MODEL, self._block_size)
+        self._flights: dict[str, Attempt] = {}
+        self._present: dict[int, SimulatedWorker] = {}
         self._places: dict[str, int] = {}
         self._longest = max(group.core.blocks for group in options.workers) * self._block_size
         self._lives: dict[int, int] = {}
@@ -113,7 +113,7 @@ class Simulation:
         life = self._lives.get(number, 0)
         self._lives[number] = life + 1
         card = make_card(number, life, group)
-        worker = Worker(
+        worker = SimulatedWorker(
             self.agenda,
             card,
             MockCore(replace(core, tell_tokens=False)),
@@ -141,27 +141,27 @@ class Simulation:
         else:
             self._remove(worker)
 
-    def _remove(self, worker: Worker) -> None:
+    def _remove(self, worker: SimulatedWorker) -> None:
         worker.alive = False
         self.index.leave(worker.card)
         self._close(worker)
         del self.workers[worker.instance]
 
-    def _die(self, worker: Worker) -> None:
+    def _die(self, worker: SimulatedWorker) -> None:
         for request, generated in worker.progress():
             self._flights[request].generated = generated
         self._remove(worker)
         for flight in [f for f in self._flights.values() if f.instance == worker.instance]:
             self._move(flight)
 
-    def _move(self, flight: Flight) -> None:
+    def _move(self, flight: Attempt) -> None:
         del self._flights[flight.attempt]
         self.routers.publish([SeqFree(flight.attempt)])
         flight.moved()
         self.records.moves[flight.index] += 1
         self._ask(flight)
 
-    def _close(self, worker: Worker) -> None:
+    def _close(self, worker: SimulatedWorker) -> None:
         record, core = worker.record, worker.core
         record.busy_s, record.steps = core.counters.busy_s, core.counters.steps
         record.requests = core.counters.requests
@@ -177,7 +177,9 @@ class Simulation:
             loads.append(load)
             if not samples or now - samples[-1].time >= SAMPLE_S:
                 samples.append(
-                    Span(now, load.running, load.waiting, load.active_blocks, load.cached_blocks)
+                    WorkerSpan(
+                        now, load.running, load.waiting, load.active_blocks, load.cached_blocks
+                    )
                 )
         self.routers.report(loads)
         self.agenda.after(self.options.network.loads, self._report)
@@ -201,12 +203,12 @@ class Simulation:
             return
         hashes = self._prompts.of(round_)
         session = self.workload.sessions[round_.session].name
-        self._ask(Flight(index, round_, hashes, session))
+        self._ask(Attempt(index, round_, hashes, session))
 
-    def _ask(self, flight: Flight) -> None:
+    def _ask(self, flight: Attempt) -> None:
         self.routers.ask(self._route_request(flight))
 
-    def _route_request(self, flight: Flight) -> RouteRequest:
+    def _route_request(self, flight: Attempt) -> RouteRequest:
         round_ = flight.round
         session = self.workload.sessions[round_.session]
         parent = None if session.parent is None else self.workload.sessions[session.parent].name
@@ -244,7 +246,7 @@ class Simulation:
         flight.next_attempt()
         self.agenda.after(result.retry_after_s, partial(self._ask, flight))
 
-    def _place(self, flight: Flight, decision: Decision) -> None:
+    def _place(self, flight: Attempt, decision: Decision) -> None:
         index, chosen = flight.index, decision.chosen.instance
         if isnan(self.records.placed[index]):
             self.records.placed[index] = self.agenda.now
@@ -254,7 +256,7 @@ class Simulation:
             flight.decoder = chosen
             self._submit(flight, decision.prefill.instance)
 
-    def _submit(self, flight: Flight, instance: str) -> None:
+    def _submit(self, flight: Attempt, instance: str) -> None:
         flight.instance = instance
         self.records.worker[flight.index] = self._places[instance]
         try:
@@ -266,7 +268,7 @@ class Simulation:
 
     # --- answers
 
-    def _delivered(self, worker: Worker, outputs: list[Output]) -> None:
+    def _delivered(self, worker: SimulatedWorker, outputs: list[MockOutput]) -> None:
         for output in outputs:
             flight = self._flights.get(output.request)
             if flight is not None:
@@ -274,7 +276,7 @@ class Simulation:
         if worker.leaving and not worker.core.busy:
             self._remove(worker)
 
-    def _take(self, worker: Worker, flight: Flight, output: Output) -> None:
+    def _take(self, worker: SimulatedWorker, flight: Attempt, output: MockOutput) -> None:
         index, records = flight.index, self.records
         if output.cached is not None:
             self.routers.publish([SeqPrefilled(flight.attempt)])
@@ -291,7 +293,7 @@ class Simulation:
         else:
             self._finish(worker, flight, output.finish)
 
-    def _hand_over(self, flight: Flight) -> None:
+    def _hand_over(self, flight: Attempt) -> None:
         """Its prompt is computed; it goes on where it was meant to be decoded, KV and all."""
         decoder, flight.decoder = flight.decoder, ""
         if decoder in self.workers:
@@ -314,7 +316,7 @@ class Simulation:
             self.routers.publish(events)
         self.agenda.after(PROGRESS_S, self._tell_progress)
 
-    def _finish(self, worker: Worker, flight: Flight, finish: str) -> None:
+    def _finish(self, worker: SimulatedWorker, flight: Attempt, finish: str) -> None:
         del self._flights[flight.attempt]
         index, records, now = flight.index, self.records, self.agenda.now
         self._ledger.ended(index, flight.generated)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 from kvmesh.worker.engines.mock.core import CoreOptions
 
 LEAST_SPEED = 1e-6
@@ -49,13 +49,13 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Options:
+class SimulationOptions:
     """A whole scenario. `speed` divides the workload's times; `deadline_s` bounds queueing.
 
     `horizon_s` is how far the decode steps of an engine are planned ahead: a matter of speed only.
     """
 
-    router: Router = field(default_factory=Router)
+    router: RouterSettings = field(default_factory=RouterSettings)
     workers: tuple[WorkerOptions, ...] = (WorkerOptions(),)
     replicas: int = 1
     network: Network = field(default_factory=Network)

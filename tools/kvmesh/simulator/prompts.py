@@ -16,7 +16,7 @@ class Hashes:
     sequence: bytes
 
 
-class Prompts:
+class SimulatedPrompts:
     """Hashes of a workload's rounds at the engines' block size.
 
     A block's place on its branch stands for its tokens: equal content, equal local hash, which is

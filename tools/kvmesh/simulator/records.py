@@ -38,7 +38,7 @@ class Records:
 
 
 @dataclass(slots=True)
-class Span:
+class WorkerSpan:
     """What one worker did from `start` to `end`: its share of busy time and its blocks."""
 
     time: float
@@ -61,4 +61,4 @@ class WorkerRecord:
     output_tokens: int = 0
     preemptions: int = 0
     evicted_blocks: int = 0
-    samples: list[Span] = field(default_factory=list)
+    samples: list[WorkerSpan] = field(default_factory=list)

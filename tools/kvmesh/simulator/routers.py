@@ -5,12 +5,12 @@ from functools import partial
 from random import Random
 
 from kvmesh.bus.messages import Decision, Instance, Load, RouteEvent, RouteRequest, SeqAdd, SeqEvent
-from kvmesh.router.placement.queue import Dispatcher, Steps
+from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
-from kvmesh.settings.schema import Router
-from kvmesh.simulator.virtual_clock import Agenda
+from kvmesh.settings.schema import RouterSettings
+from kvmesh.simulator.virtual_clock import VirtualClock
 
 TICK_S = 0.25
 SWEEP_S = 1.0
@@ -21,10 +21,10 @@ Done = Callable[[Ticket], None]
 class Replica:
     """A core with its queue."""
 
-    def __init__(self, number: int, model: str, settings: Router, rng: Random) -> None:
+    def __init__(self, number: int, model: str, settings: RouterSettings, rng: Random) -> None:
         self.name = f"router-{number}"
         self.core = RouterCore(model, self.name, settings, rng)
-        self.dispatcher = Dispatcher(self.core, self.name)
+        self.dispatcher = PlacementQueue(self.core, self.name)
 
 
 class Routers:
@@ -36,9 +36,9 @@ class Routers:
 
     def __init__(
         self,
-        agenda: Agenda,
+        agenda: VirtualClock,
         model: str,
-        settings: Router,
+        settings: RouterSettings,
         count: int,
         seed: int,
         delay: float,
@@ -103,7 +103,7 @@ class Routers:
             if replica.dispatcher.waiting:
                 self._carry_out(replica, replica.dispatcher.pump(self._agenda.now))
 
-    def _carry_out(self, origin: Replica, steps: Steps) -> None:
+    def _carry_out(self, origin: Replica, steps: QueueActions) -> None:
         if steps.events:
             self._spread(origin, steps.events)
         for ticket in steps.done:
@@ -143,6 +143,6 @@ class Routers:
         self._agenda.after(SWEEP_S, self._sweep)
 
 
-def _rng(settings: Router, seed: int, number: int) -> Random:
+def _rng(settings: RouterSettings, seed: int, number: int) -> Random:
     """As a live router makes it if its settings have a seed."""
     return Random(f"{seed} router {number}" if settings.seed is None else settings.seed)

@@ -7,7 +7,7 @@ Action = Callable[[], None]
 Entry = tuple[float, int, Action]
 
 
-class Agenda:
+class VirtualClock:
     """Actions by time; those of one instant run in the order in which they were entered."""
 
     def __init__(self) -> None:

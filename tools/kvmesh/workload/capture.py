@@ -24,7 +24,7 @@ class CaptureError(WorkloadError):
     """Nothing to capture, or decisions that fit no block size."""
 
 
-class Taken(Struct, frozen=True, kw_only=True):
+class CapturedRound(Struct, frozen=True, kw_only=True):
     """A finished request: arrival and end in Unix seconds."""
 
     decision: Decision
@@ -39,14 +39,14 @@ class Recorder:
     def __init__(self, model: str | None = None) -> None:
         self._model = model
         self._open: dict[str, Decision] = {}
-        self._taken: dict[str, Taken] = {}
+        self._taken: dict[str, CapturedRound] = {}
 
     @property
     def unfinished(self) -> int:
         return len(self._open)
 
     @property
-    def taken(self) -> list[Taken]:
+    def taken(self) -> list[CapturedRound]:
         """Finished requests by arrival."""
         return sorted(self._taken.values(), key=lambda taken: taken.arrival)
 
@@ -57,7 +57,7 @@ class Recorder:
             return
         decision = self._open.pop(event.request, None)
         if decision is not None:
-            self._taken[event.request] = Taken(
+            self._taken[event.request] = CapturedRound(
                 decision=decision,
                 outcome=event,
                 arrival=decision.time - decision.wait_s,
@@ -65,7 +65,7 @@ class Recorder:
             )
 
 
-def fitting_block_size(taken: list[Taken]) -> int:
+def fitting_block_size(taken: list[CapturedRound]) -> int:
     """The block size under which every prompt has as many full blocks as it has hashes.
 
     Of several, the largest power of two among them, else the largest. Raises CaptureError.
@@ -82,7 +82,7 @@ def fitting_block_size(taken: list[Taken]) -> int:
     return power if power >= low else high
 
 
-def assemble(taken: list[Taken]) -> Workload:
+def assemble(taken: list[CapturedRound]) -> Workload:
     """The workload of captured requests, its time starting with the first. Raises CaptureError.
 
     A round that began after the one before it in its session had ended waits for it; others
@@ -112,7 +112,7 @@ class _Writer:
         self._known: dict[str, int] = {}
         self._last: dict[int, tuple[int, float]] = {}
 
-    def add(self, taken: Taken) -> None:
+    def add(self, taken: CapturedRound) -> None:
         decision, outcome = taken.decision, taken.outcome
         session = self._session(decision)
         if decision.hints.session_final:

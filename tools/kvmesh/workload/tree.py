@@ -13,7 +13,7 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-class Segment(NamedTuple):
+class TokenSegment(NamedTuple):
     """Token positions `start` up to `end` of a prompt, which lie on `branch`."""
 
     branch: int
@@ -52,9 +52,9 @@ class Tree:
         """Where a branch comes from: (parent branch or ROOT, token position)."""
         return self._parents[branch], self._starts[branch]
 
-    def way(self, branch: int, tokens: int) -> list[Segment]:
+    def way(self, branch: int, tokens: int) -> list[TokenSegment]:
         """The segments of a prompt, first token first."""
-        return [Segment(*part) for part in self.back(branch, tokens)][::-1]
+        return [TokenSegment(*part) for part in self.back(branch, tokens)][::-1]
 
     def back(self, branch: int, tokens: int) -> Iterator[tuple[int, int, int]]:
         """The segments of a prompt as (branch, start, end), last token first."""

@@ -5,14 +5,14 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from kvmesh.runtime.fair_slots import Slots
+from kvmesh.runtime.fair_slots import FairSlots
 
 T = TypeVar("T")
 THREADS = 2
 Steps = Generator[None, None, T]
 
 
-class Threads:
+class FairThreads:
     """Runs generators step by step; between two steps those of other owners have their turns.
 
     At most one step of each request waits here, so requests bound the queue.
@@ -20,7 +20,7 @@ class Threads:
 
     def __init__(self, count: int = THREADS) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="prepare")
-        self._slots = Slots(count)
+        self._slots = FairSlots(count)
 
     async def call(self, owner: str, function: Callable[[], T]) -> T:
         """Call `function` when it is the owner's turn; returns its result."""

@@ -67,7 +67,7 @@ speculative = Counter(
 )
 
 
-class ModelMetrics:
+class FrontendModelMetrics:
     """The metrics of one model, their labels resolved once."""
 
     def __init__(self, model: str) -> None:

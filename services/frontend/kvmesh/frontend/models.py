@@ -13,7 +13,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.compatibility import Fitting
+from kvmesh.bus.compatibility import Compatibility
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Instance, ModelCard, Role, encode
 from kvmesh.bus.model_files import fetch_model
@@ -21,7 +21,7 @@ from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 from kvmesh.frontend.errors import ModelNotFound, Unavailable
-from kvmesh.frontend.metrics import ModelMetrics
+from kvmesh.frontend.metrics import FrontendModelMetrics
 from kvmesh.frontend.tokenizer.detokenizer import DetokenizerFactory, TokenTexts
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
 
@@ -94,10 +94,10 @@ class ServedModel:
     dialect: Dialect
     created: int
     workers: set[str] = field(default_factory=set)
-    metrics: ModelMetrics = field(init=False)
+    metrics: FrontendModelMetrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.metrics = ModelMetrics(self.card.name)
+        self.metrics = FrontendModelMetrics(self.card.name)
 
     @property
     def created_at(self) -> str:
@@ -110,7 +110,7 @@ class ModelRegistry:
     def __init__(self, bus: Bus, spawn: Spawn) -> None:
         self._bus = bus
         self._spawn = spawn
-        self._fitting: dict[str, Fitting] = {}
+        self._fitting: dict[str, Compatibility] = {}
         self._dialects: dict[bytes, Dialect] = {}
         self._unusable: set[bytes] = set()
         self._loading: dict[bytes, asyncio.Task[Any]] = {}
@@ -141,7 +141,7 @@ class ModelRegistry:
 
     def joined(self, card: Instance) -> None:
         if card.role is Role.WORKER and card.model is not None:
-            self._fitting.setdefault(card.model.name, Fitting()).join(card)
+            self._fitting.setdefault(card.model.name, Compatibility()).join(card)
             self._settle(card.model.name)
 
     def left(self, card: Instance) -> None:

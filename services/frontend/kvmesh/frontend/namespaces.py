@@ -38,7 +38,7 @@ def check_name(name: str, what: str) -> None:
         raise InvalidRequest(reason, what)
 
 
-def apart(hints: Hints, tenant: str) -> Hints:
+def scope_sessions(hints: Hints, tenant: str) -> Hints:
     """The sessions of a request, within its tenant."""
     session, parent = hints.session, hints.parent_session
     if session is None and parent is None:
@@ -50,7 +50,7 @@ def apart(hints: Hints, tenant: str) -> Hints:
     )
 
 
-class Tenants:
+class TenantNamespaces:
     """Derives tags and salts from the mesh's secret; without one it derives none."""
 
     def __init__(self, secret: bytes = b"") -> None:

@@ -14,30 +14,30 @@ from kvmesh.bus.engine_loads import follow_loads
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.shared_secret import SecretUnusable
 from kvmesh.frontend import prefork as siblings
-from kvmesh.frontend.auth.authenticator import Gate, KeysError
-from kvmesh.frontend.auth.shared_limits import SharedUse
+from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
+from kvmesh.frontend.auth.shared_limits import SharedLimits
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
-from kvmesh.frontend.dispatch.liveness import Monitor
-from kvmesh.frontend.dispatch.route_client import Asking
-from kvmesh.frontend.dispatch.sequence_events import Tracker
-from kvmesh.frontend.dispatch.token_inbox import Inbox, step_decoder
-from kvmesh.frontend.generation.active_request import Engine
-from kvmesh.frontend.generation.cache_expectations import Expectations
-from kvmesh.frontend.http.cache.api import Keeping
-from kvmesh.frontend.http.generate import Parts
+from kvmesh.frontend.dispatch.liveness import LivenessMonitor
+from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
+from kvmesh.frontend.generation.active_request import RequestRuntime
+from kvmesh.frontend.generation.cache_expectations import CacheExpectations
+from kvmesh.frontend.http.cache.api import CacheApi
+from kvmesh.frontend.http.generate import Dependencies
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
 from kvmesh.frontend.http.server import Runner
-from kvmesh.frontend.http.sse import StreamKeeper
+from kvmesh.frontend.http.sse import StreamSupervisor
 from kvmesh.frontend.metrics import Loads
 from kvmesh.frontend.models import ModelRegistry
-from kvmesh.frontend.namespaces import Tenants
-from kvmesh.frontend.preprocess.preprocessor import Preparer
+from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import keep_told
-from kvmesh.settings.schema import Frontend as FrontendSettings
+from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -48,7 +48,7 @@ MAX_HEADER = 64 << 10  # harnesses put JSON into headers
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class Frontend:
+class FrontendService:
     """Wires the parts of one frontend together."""
 
     def __init__(self, service: Service) -> None:
@@ -58,9 +58,9 @@ class Frontend:
         self.registry = ModelRegistry(service.bus, service.spawn)
         self.loads = Loads()
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
-        self.inbox = Inbox(settings.frame_interval_s, lambda s: self.monitor.hole(s))
-        self.tracker = Tracker(service.bus, service.instance)
-        self.asking = Asking(service.bus, self.tracker)
+        self.inbox = TokenInbox(settings.frame_interval_s, lambda s: self.monitor.hole(s))
+        self.tracker = SequenceEventPublisher(service.bus, service.instance)
+        self.asking = RouteClient(service.bus, self.tracker)
         self.dispatcher = Dispatcher(
             service.bus,
             service.instance,
@@ -70,9 +70,9 @@ class Frontend:
             self.asking,
             settings,
         )
-        self.expectations = Expectations()
+        self.expectations = CacheExpectations()
         self._tokens: Subscription | None = None
-        self.monitor = Monitor(
+        self.monitor = LivenessMonitor(
             service.bus,
             self.dispatcher.offers,
             self.tracker,
@@ -80,14 +80,14 @@ class Frontend:
             self._backlog,
         )
         local = settings.host in LOOPBACK
-        self._tenants = Tenants()
-        self.gate = Gate(
+        self._tenants = TenantNamespaces()
+        self.gate = Authenticator(
             service.bus, settings.keys_file, settings.keys_bucket, local, self._tenants
         )
-        self.shared_use = SharedUse(service.bus, service.instance, self.gate.accounts)
-        self.keeper = StreamKeeper(settings.keepalive_s, settings.slow_reader_s)
-        self.preparer = Preparer(settings.prepare_cache_bytes, self._tenants)
-        self.keeping = Keeping(
+        self.shared_use = SharedLimits(service.bus, service.instance, self.gate.accounts)
+        self.keeper = StreamSupervisor(settings.keepalive_s, settings.slow_reader_s)
+        self.preparer = Preprocessor(settings.prepare_cache_bytes, self._tenants)
+        self.keeping = CacheApi(
             service,
             self.registry,
             self.preparer,
@@ -177,7 +177,7 @@ class Frontend:
 
     def application(self) -> web.Application:
         settings = self._settings
-        engine = Engine(
+        engine = RequestRuntime(
             self.dispatcher,
             self.inbox,
             self.monitor,
@@ -191,7 +191,7 @@ class Frontend:
             settings.responses_bytes,
             settings.responses_tenant_share,
         )
-        parts = Parts(
+        parts = Dependencies(
             settings,
             self.registry,
             self.preparer,
@@ -210,7 +210,7 @@ async def main(service: Service) -> None:
     """Serve until the service stops, then finish what is being answered."""
     sys.setswitchinterval(SWITCH_S)
     siblings.check(service.settings)
-    frontend = Frontend(service)
+    frontend = FrontendService(service)
     settings = service.settings.frontend
     _check_openness(settings, frontend.gate.closed)
     await frontend.open()

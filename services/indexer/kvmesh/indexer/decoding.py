@@ -18,7 +18,7 @@ MAX_NAME = 512
 MAX_EVENT_ID = 1 << 62
 
 
-class Malformed(Exception):
+class MalformedBatch(Exception):
     """A message that is not a KvBatch of the worker whose subject it came on."""
 
 
@@ -32,7 +32,7 @@ class Bad:
         self.unknown_tag = unknown_tag
 
 
-class Source(NamedTuple):
+class EventSource(NamedTuple):
     """Who publishes on one subject of the KV stream."""
 
     model: str
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 class Events(NamedTuple):
     """A validated batch: `first` is the id of the first of `events`."""
 
-    source: Source
+    source: EventSource
     instance: str
     rank: int
     first: int
@@ -65,13 +65,13 @@ _tagged: Final = msgspec.msgpack.Decoder(list[object])
 _TAGS: Final = ("stored", "removed", "cleared")
 
 
-def source_of(subject: str) -> Source:
+def source_of(subject: str) -> EventSource:
     """`kvm.<ns>.kv.<model>.<worker>` taken apart."""
     model, worker = subject.split(".")[-2:]
-    return Source(untoken(model), untoken(worker))
+    return EventSource(untoken(model), untoken(worker))
 
 
-def decode(source: Source, data: bytes) -> Events:
+def decode(source: EventSource, data: bytes) -> Events:
     """Read one message; raises Malformed if the envelope is unusable."""
     try:
         batch = _batch.decode(data)
@@ -89,7 +89,7 @@ def _decode_loosely(data: bytes) -> tuple[_Envelope, list[KvEvent | Bad]]:
     try:
         worker, instance, rank, first, stamp, raw = _loose.decode(data)
     except msgspec.MsgspecError as error:
-        raise Malformed(str(error)) from None
+        raise MalformedBatch(str(error)) from None
     return _Envelope(worker, instance, rank, first, stamp), [_decode_event(event) for event in raw]
 
 
@@ -124,14 +124,18 @@ def _fault(event: KvEvent) -> str:
     return ""
 
 
-def _check_envelope(source: Source, envelope: _Envelope) -> None:
+def _check_envelope(source: EventSource, envelope: _Envelope) -> None:
     if envelope.worker != source.worker:
-        raise Malformed(f"a batch of {envelope.worker[:64]!r} on the subject of {source.worker!r}")
+        raise MalformedBatch(
+            f"a batch of {envelope.worker[:64]!r} on the subject of {source.worker!r}"
+        )
     if not 0 < len(envelope.instance) <= MAX_NAME:
-        raise Malformed(f"an instance id of {len(envelope.instance)} characters")
+        raise MalformedBatch(f"an instance id of {len(envelope.instance)} characters")
     if name_of(envelope.instance) != source.worker:
-        raise Malformed(f"events of {envelope.instance[:64]!r} on the subject of {source.worker!r}")
+        raise MalformedBatch(
+            f"events of {envelope.instance[:64]!r} on the subject of {source.worker!r}"
+        )
     if not 0 <= envelope.rank < MAX_RANKS:
-        raise Malformed(f"rank {envelope.rank}")
+        raise MalformedBatch(f"rank {envelope.rank}")
     if not 0 <= envelope.first < MAX_EVENT_ID:
-        raise Malformed(f"event id {envelope.first}")
+        raise MalformedBatch(f"event id {envelope.first}")

@@ -6,8 +6,8 @@ import time
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.indexer.decoding import Malformed, Source, decode, source_of
-from kvmesh.indexer.rank_state import Holdings
+from kvmesh.indexer.decoding import EventSource, MalformedBatch, decode, source_of
+from kvmesh.indexer.rank_state import RankStates
 
 log = logging.getLogger(__name__)
 REMEMBERED_SOURCES = 65536
@@ -46,10 +46,10 @@ class Lag:
 class Feed:
     """Follows the KV stream into `holdings`."""
 
-    def __init__(self, bus: Bus, holdings: Holdings) -> None:
+    def __init__(self, bus: Bus, holdings: RankStates) -> None:
         self._bus = bus
         self._holdings = holdings
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, EventSource] = {}
         self._reported: set[str] = set()
         self._lag = Lag()
         self._reader: StreamReader | None = None
@@ -116,7 +116,7 @@ class Feed:
         source = self._sources.get(message.subject) or self._learn(message.subject)
         try:
             events = decode(source, message.data)
-        except Malformed as error:
+        except MalformedBatch as error:
             self.malformed += 1
             self._report(message.subject, str(error))
             return
@@ -125,7 +125,7 @@ class Feed:
         if self._holdings.counts.bad_events > bad:
             self._report(message.subject, "some of its events cannot be read")
 
-    def _learn(self, subject: str) -> Source:
+    def _learn(self, subject: str) -> EventSource:
         if len(self._sources) >= REMEMBERED_SOURCES:
             self._sources.clear()
             self._reported.clear()

@@ -4,19 +4,19 @@ Of several live instances with one worker's, or one kvbm's, name the one that st
 """
 
 from kvmesh.bus.messages import Instance, Role
-from kvmesh.indexer.decoding import Source
+from kvmesh.indexer.decoding import EventSource
 
 REMEMBERED = 4096
 ANY_MODEL = ""  # a kvbm holds blocks of several models, each under a rank of its own
 
 
-def source_of_card(card: Instance) -> Source | None:
+def source_of_card(card: Instance) -> EventSource | None:
     """Whose events a card's instance publishes; None unless it holds blocks."""
     if card.role is Role.KVBM:
-        return Source(ANY_MODEL, card.name)
+        return EventSource(ANY_MODEL, card.name)
     if card.role is not Role.WORKER or card.model is None:
         return None
-    return Source(card.model.name, card.name)
+    return EventSource(card.model.name, card.name)
 
 
 def rank_count(card: Instance) -> int:
@@ -26,12 +26,12 @@ def rank_count(card: Instance) -> int:
     return card.capacity.dp_ranks if card.capacity else 1
 
 
-class Lives:
+class Incarnations:
     """Live cards by holder, and the instances whose events are ignored until they come back."""
 
     def __init__(self) -> None:
         self._cards: dict[str, Instance] = {}
-        self._namesakes: dict[Source, dict[str, Instance]] = {}
+        self._namesakes: dict[EventSource, dict[str, Instance]] = {}
         self._gone: dict[str, None] = {}
 
     def __contains__(self, instance: str) -> bool:
@@ -49,14 +49,14 @@ class Lives:
     def card(self, instance: str) -> Instance | None:
         return self._cards.get(instance)
 
-    def add(self, source: Source, card: Instance) -> bool:
+    def add(self, source: EventSource, card: Instance) -> bool:
         """Note a lease; returns whether it is a new one."""
         new = card.instance not in self._cards
         self._cards[card.instance] = card
         self._namesakes.setdefault(source, {})[card.instance] = card
         return new
 
-    def remove(self, source: Source, card: Instance) -> bool:
+    def remove(self, source: EventSource, card: Instance) -> bool:
         """Note the end of a lease; returns whether it was known."""
         namesakes = self._namesakes.get(source, {})
         namesakes.pop(card.instance, None)
@@ -64,7 +64,7 @@ class Lives:
             self._namesakes.pop(source, None)
         return self._cards.pop(card.instance, None) is not None
 
-    def newest(self, source: Source) -> Instance | None:
+    def newest(self, source: EventSource) -> Instance | None:
         """The live instance of a holder that counts."""
         namesakes = self._namesakes.get(source, {}).values()
         return max(namesakes, key=lambda card: (card.started, card.instance), default=None)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Cleared, Instance, KvEvent, RankKey, Removed, Stored
 from kvmesh.index.interface import PrefixIndex
-from kvmesh.indexer.decoding import Bad, Events, Source
-from kvmesh.indexer.incarnations import Lives, rank_count, source_of_card
+from kvmesh.indexer.decoding import Bad, Events, EventSource
+from kvmesh.indexer.incarnations import Incarnations, rank_count, source_of_card
 from kvmesh.indexer.queries.shards import Shard
 
 SLACK = 2
@@ -28,7 +28,7 @@ NOBODY = RankKey("", 0)
 
 
 @dataclass(slots=True)
-class Rank:
+class RankState:
     """One rank: its number in the index, the next event id, and when to ask for a dump."""
 
     key: RankKey
@@ -44,14 +44,14 @@ class Rank:
 class Holder:
     """One instance of a worker or kvbm and its ranks."""
 
-    source: Source
+    source: EventSource
     instance: str
-    ranks: dict[int, Rank] = field(default_factory=dict)
+    ranks: dict[int, RankState] = field(default_factory=dict)
     orphaned_at: float | None = None
 
 
 @dataclass(slots=True)
-class Counts:
+class EventCounts:
     """Totals since the start, in the units of the metrics that export them."""
 
     batches: int = 0
@@ -65,20 +65,20 @@ class Counts:
     bad_events: int = 0
 
 
-class Holdings:
+class RankStates:
     """Applies events to an index and keeps the table of ranks. Not thread-safe."""
 
     def __init__(self, index: PrefixIndex, shard: Shard = WHOLE) -> None:
         self.index = index
         self.shard = shard
-        self.counts = Counts()
-        self.lives = Lives()
+        self.counts = EventCounts()
+        self.lives = Incarnations()
         self.keys: list[RankKey] = []
-        self._ranks: list[Rank | None] = []
+        self._ranks: list[RankState | None] = []
         self._free: list[int] = []
         self._holders: dict[str, Holder] = {}
-        self._current: dict[Source, str] = {}
-        self._lost: dict[int, Rank] = {}
+        self._current: dict[EventSource, str] = {}
+        self._lost: dict[int, RankState] = {}
         self._reconciled = False
 
     # --- lives
@@ -114,7 +114,7 @@ class Holdings:
         if newest is not None:
             self._revive(newest)
 
-    def _rename(self, instance: str, source: Source) -> None:
+    def _rename(self, instance: str, source: EventSource) -> None:
         """What is known of an instance, perhaps from its events alone, is that of `source`."""
         holder = self._holders.get(instance)
         if holder is not None and holder.source != source:
@@ -177,7 +177,7 @@ class Holdings:
                 self._apply_event(rank, event)
 
     def _unseen(
-        self, rank: Rank, first: int, events: Sequence[KvEvent | Bad]
+        self, rank: RankState, first: int, events: Sequence[KvEvent | Bad]
     ) -> Sequence[KvEvent | Bad]:
         seen = rank.next - first
         if seen > 0:
@@ -189,7 +189,7 @@ class Holdings:
         rank.next = max(rank.next, first + len(events))
         return events[seen:] if seen > 0 else events
 
-    def _apply_event(self, rank: Rank, event: KvEvent | Bad) -> None:
+    def _apply_event(self, rank: RankState, event: KvEvent | Bad) -> None:
         if isinstance(event, Stored):
             self._store(rank, event)
         elif isinstance(event, Removed):
@@ -200,7 +200,7 @@ class Holdings:
         else:
             self._skip(rank, event)
 
-    def _store(self, rank: Rank, event: Stored) -> None:
+    def _store(self, rank: RankState, event: Stored) -> None:
         parent = None if event.parent is None else event.parent & MASK
         salt = event.salt & MASK
         if event.previous is not None:
@@ -212,12 +212,12 @@ class Holdings:
         elif self.shard.whole:  # elsewhere it continues a prompt of another shard
             self.counts.orphans += 1
 
-    def _attach(self, rank: Rank, event: Stored, previous: int) -> None:
+    def _attach(self, rank: RankState, event: Stored, previous: int) -> None:
         """Every shard keeps these: which prompt they belong to cannot be told."""
         self.index.attach(rank.slot, event.tier, previous, event.engine, event.local)
         self.counts.stored_blocks += len(event.engine) // 8
 
-    def _skip(self, rank: Rank, bad: Bad) -> None:
+    def _skip(self, rank: RankState, bad: Bad) -> None:
         self.counts.bad_events += 1
         if not bad.unknown_tag:
             self._lose(rank)
@@ -269,12 +269,12 @@ class Holdings:
                 counted[rank.key.instance, rank.key.rank] = int(first)
         return counted
 
-    def _most_blocks(self, rank: Rank) -> float:
+    def _most_blocks(self, rank: RankState) -> float:
         card = self.lives.card(rank.key.instance)
         blocks = _most_blocks(card) if card is not None else None
         return SLACK * blocks + SPARE_BLOCKS if blocks is not None else float("inf")
 
-    def _lose(self, rank: Rank) -> None:
+    def _lose(self, rank: RankState) -> None:
         if rank.known:
             self.counts.gaps += 1
             rank.known = False
@@ -283,7 +283,7 @@ class Holdings:
             self.index.clear(rank.slot)
             self._lost[rank.slot] = rank
 
-    def _find(self, rank: Rank) -> None:
+    def _find(self, rank: RankState) -> None:
         rank.known = True
         self._lost.pop(rank.slot, None)
 
@@ -308,15 +308,17 @@ class Holdings:
         """Every (instance, rank) there is now."""
         return [(name, n) for name, holder in self._holders.items() for n in holder.ranks]
 
-    def rank(self, instance: str, number: int) -> Rank | None:
+    def rank(self, instance: str, number: int) -> RankState | None:
         holder = self._holders.get(instance)
         return holder.ranks.get(number) if holder else None
 
-    def source(self, instance: str) -> Source | None:
+    def source(self, instance: str) -> EventSource | None:
         holder = self._holders.get(instance)
         return holder.source if holder else None
 
-    def adopt(self, source: Source, instance: str, number: int, next_id: int, known: bool) -> int:
+    def adopt(
+        self, source: EventSource, instance: str, number: int, next_id: int, known: bool
+    ) -> int:
         """Take over a rank as it was captured; returns its number in the index.
 
         Raises ValueError if the rank is there already or its instance no longer counts.
@@ -336,7 +338,7 @@ class Holdings:
             self._drop(instance)
         self.lives.forget_gone()
 
-    def _holder(self, source: Source, instance: str) -> Holder | None:
+    def _holder(self, source: EventSource, instance: str) -> Holder | None:
         """The instance's entry, made if need be; None for one that was replaced."""
         holder = self._holders.get(instance)
         if holder is not None:
@@ -370,13 +372,13 @@ class Holdings:
             self._lost.pop(rank.slot, None)
             heapq.heappush(self._free, rank.slot)
 
-    def _add_rank(self, holder: Holder, number: int) -> Rank:
+    def _add_rank(self, holder: Holder, number: int) -> RankState:
         if not self._free:
             heapq.heappush(self._free, len(self.keys))
             self.keys.append(NOBODY)
             self._ranks.append(None)
         slot = heapq.heappop(self._free)
-        rank = Rank(RankKey(holder.instance, number), slot)
+        rank = RankState(RankKey(holder.instance, number), slot)
         self.keys[slot] = rank.key
         self._ranks[slot] = holder.ranks[number] = rank
         return rank

@@ -1,7 +1,7 @@
 """Whether a replica may answer: a pure rule over its lag."""
 
 
-class Readiness:
+class IndexerReadiness:
     """Ready once caught up; not while the lag has exceeded `limit` seconds twice in a row.
 
     It comes back at half the limit, so that a replica at the edge does not flap.

@@ -18,12 +18,12 @@ from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, RankKey, Rol
 from kvmesh.index import create_index
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.metrics import StateCollector
-from kvmesh.indexer.queries.query_server import SHARD, Desk
+from kvmesh.indexer.queries.query_server import SHARD, QueryServer
 from kvmesh.indexer.queries.shards import Shard
-from kvmesh.indexer.rank_state import WHOLE, Holdings
-from kvmesh.indexer.readiness import Readiness
+from kvmesh.indexer.rank_state import WHOLE, RankStates
+from kvmesh.indexer.readiness import IndexerReadiness
 from kvmesh.indexer.shortfall import Shortfall
-from kvmesh.indexer.snapshots.snapshotter import Keeper, Thresholds
+from kvmesh.indexer.snapshots.snapshotter import Snapshotter, SnapshotThresholds
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import keep_told
@@ -36,7 +36,7 @@ DUMP_TIMEOUT_S = 1.0
 MAX_ASKING = 64
 
 
-class Indexer:
+class IndexerService:
     """One replica. Ready, and in the queue group, only while its state is current."""
 
     def __init__(self, service: Service) -> None:
@@ -44,14 +44,14 @@ class Indexer:
         self._service = service
         self._bus = service.bus
         self.shard = _shard(service)
-        self.holdings = Holdings(create_index(), self.shard)
+        self.holdings = RankStates(create_index(), self.shard)
         self.feed = Feed(service.bus, self.holdings)
-        self.desk = Desk(
+        self.desk = QueryServer(
             service.bus, self.holdings, self.feed, settings.shard_timeout_s, service.instance
         )
-        thresholds = Thresholds.of(settings, service.limits)
-        self.keeper = Keeper(service.bus, self.holdings, self.feed, thresholds)
-        self.readiness = Readiness(settings.lag_limit_s)
+        thresholds = SnapshotThresholds.of(settings, service.limits)
+        self.keeper = Snapshotter(service.bus, self.holdings, self.feed, thresholds)
+        self.readiness = IndexerReadiness(settings.lag_limit_s)
         self.dump_requests = 0
         self.shortfall = Shortfall()
         self._directory = Directory(service.bus, service.limits, self._joined, self._left)
@@ -238,7 +238,7 @@ def _shard(service: Service) -> Shard:
 
 async def main(service: Service) -> None:
     """Run an indexer until the service is told to stop."""
-    indexer = Indexer(service)
+    indexer = IndexerService(service)
     collector = StateCollector(indexer.measures)
     REGISTRY.register(collector)
     metrics = None

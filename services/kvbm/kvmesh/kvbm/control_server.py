@@ -22,7 +22,7 @@ decoder: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
 dumps = msgspec.msgpack.Decoder(Dump)
 
 
-class ControlDesk:
+class ControlServer:
     """Obeys commands. `dump` publishes a rank's contents, `leave` ends the process."""
 
     def __init__(

@@ -7,8 +7,8 @@ from prometheus_client.registry import Collector
 
 from kvmesh.kvbm.core.blocks.block import REMOTE, TIERS
 from kvmesh.kvbm.core.manager import Manager
-from kvmesh.kvbm.peers.compatibility import Divisions
-from kvmesh.kvbm.worker_server import Desk
+from kvmesh.kvbm.peers.compatibility import PeerCompatibility
+from kvmesh.kvbm.worker_server import WorkerServer
 
 PREFIX = "kvmesh_kvbm_"
 
@@ -16,7 +16,7 @@ PREFIX = "kvmesh_kvbm_"
 class ManagerCollector(Collector):
     """Exports what a manager and its desk know, and how the nodes are divided."""
 
-    def __init__(self, manager: Manager, desk: Desk, divisions: Divisions) -> None:
+    def __init__(self, manager: Manager, desk: WorkerServer, divisions: PeerCompatibility) -> None:
         self._manager = manager
         self._desk = desk
         self._divisions = divisions

@@ -18,19 +18,19 @@ from kvmesh.kvbm import control_server as control
 from kvmesh.kvbm.core.blocks.block import REMOTE, TIERS
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.manager import Manager
-from kvmesh.kvbm.core.transfers.mesh_claims import Further
+from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
-from kvmesh.kvbm.peers.beyond_node import Outside
-from kvmesh.kvbm.peers.claims_exchange import Neighbours
-from kvmesh.kvbm.peers.compatibility import Divisions
+from kvmesh.kvbm.peers.beyond_node import RemoteSources
+from kvmesh.kvbm.peers.claims_exchange import ClaimsExchange
+from kvmesh.kvbm.peers.compatibility import PeerCompatibility
 from kvmesh.kvbm.peers.lender import Lender
-from kvmesh.kvbm.peers.reader import Peers
-from kvmesh.kvbm.tiers.disk_mover import Mover
-from kvmesh.kvbm.tiers.disk_tier import Shelf
-from kvmesh.kvbm.tiers.remote.mover import Courier
+from kvmesh.kvbm.peers.reader import PeerReader
+from kvmesh.kvbm.tiers.disk_mover import DiskMover
+from kvmesh.kvbm.tiers.disk_tier import DiskTier
+from kvmesh.kvbm.tiers.remote.mover import RemoteMover
 from kvmesh.kvbm.tiers.remote.seal import Seal
 from kvmesh.kvbm.tiers.storage import Storage, node_name
-from kvmesh.kvbm.worker_server import Desk
+from kvmesh.kvbm.worker_server import WorkerServer
 from kvmesh.runtime.service import VERSION, Service
 
 log = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ class KvbmNode:
         self._publishers: list[KvPublisher] = []
         self._introduced: tuple[int, frozenset[int]] = (0, frozenset())
         self._subscriptions: list[Subscription] = []
-        self._mover: Mover | None = None
-        self._shelf: Shelf | None = None
+        self._mover: DiskMover | None = None
+        self._shelf: DiskTier | None = None
         self._sending = asyncio.Event()
         self._settled = False
         self.manager = manager
         if storage.disk is not None:
-            self._shelf = Shelf(storage.disk, manager, key, self._clock)
-            self._mover = Mover(
+            self._shelf = DiskTier(storage.disk, manager, key, self._clock)
+            self._mover = DiskMover(
                 storage.arena,
                 storage.disk,
                 service.settings.kvbm.disk_threads,
@@ -70,11 +70,11 @@ class KvbmNode:
                 manager.give_up_disk,
             )
         self._key = fingerprint(key)
-        self.divisions = Divisions(self._key)
-        self._neighbours: Neighbours | None = None
-        self._peers: Peers | None = None
+        self.divisions = PeerCompatibility(self._key)
+        self._neighbours: ClaimsExchange | None = None
+        self._peers: PeerReader | None = None
         if manager.store.far is not None:
-            self._neighbours = Neighbours(
+            self._neighbours = ClaimsExchange(
                 service.bus,
                 service.limits,
                 service.instance,
@@ -88,10 +88,14 @@ class KvbmNode:
             self._peers = self._make_peers(self._neighbours)
         courier = None
         if storage.remote is not None:
-            courier = Courier(storage.remote, storage.arena, Seal(key), self._moved, self._clock)
-        self._outside = Outside(courier, self._peers, self._neighbours, self._found, self._moved)
+            courier = RemoteMover(
+                storage.remote, storage.arena, Seal(key), self._moved, self._clock
+            )
+        self._outside = RemoteSources(
+            courier, self._peers, self._neighbours, self._found, self._moved
+        )
         lender = Lender(manager, self._peers, service.settings.transfer.lend_s, self._clock)
-        self.desk = Desk(
+        self.desk = WorkerServer(
             service.bus,
             manager,
             storage.directory,
@@ -101,7 +105,7 @@ class KvbmNode:
             lender,
             self._clock,
         )
-        self._control = control.ControlDesk(
+        self._control = control.ControlServer(
             manager, self._settle, self._clock, self._dump, service.stopping.set
         )
         self._lease = Lease(service.bus, self._card(), service.limits)
@@ -182,7 +186,7 @@ class KvbmNode:
         if self._mover is not None:
             self._mover.start(near)
 
-    def _found(self, lookup: Lookup, count: int, further: Further | None) -> None:
+    def _found(self, lookup: Lookup, count: int, further: PeerSource | None) -> None:
         self.manager.found(lookup, count, self._clock(), further)
         self._settle()
         self._sending.set()
@@ -281,9 +285,9 @@ class KvbmNode:
         if self._peers is not None:
             self._peers.leave(card.instance)
 
-    def _make_peers(self, neighbours: Neighbours) -> Peers:
+    def _make_peers(self, neighbours: ClaimsExchange) -> PeerReader:
         service = self._service
-        return Peers(
+        return PeerReader(
             service.bus,
             neighbours,
             self._storage.arena,

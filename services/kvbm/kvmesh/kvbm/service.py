@@ -8,8 +8,8 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusUnavailable
 from kvmesh.bus.shared_secret import SecretUnusable, parse_secret, shared_secret
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK
-from kvmesh.kvbm.core.blocks.store import Remote
-from kvmesh.kvbm.core.config import Rules
+from kvmesh.kvbm.core.blocks.store import RemoteCounts
+from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.errors import InUse, KvbmError
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.metrics import ManagerCollector
@@ -19,22 +19,22 @@ from kvmesh.kvbm.tiers.storage import Storage
 from kvmesh.retention.token_ranges import RetentionError, parse_defaults
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.settings.schema import Kvbm as KvbmSettings
+from kvmesh.settings.schema import KvbmSettings
 
 MOST_REMOTE = 1 << 20
 PEER_LEASE_S = 10.0
 
 
-def rules(settings: KvbmSettings) -> Rules:
+def rules(settings: KvbmSettings) -> KvbmConfig:
     """What the settings say of decisions. Raises RetentionError."""
     shares = bool(settings.remote_url)
     lease_s = settings.remote_lease_s if shares else PEER_LEASE_S
     disk = {DISK: settings.disk_bytes} if settings.disk_path is not None else {}
-    return Rules(
+    return KvbmConfig(
         capacities={ARENA: settings.host_bytes, **disk},
         budget=settings.tenant_share,
         disk_frequency=settings.disk_frequency,
-        remote=Remote(MOST_REMOTE, lease_s) if shares or settings.peers else None,
+        remote=RemoteCounts(MOST_REMOTE, lease_s) if shares or settings.peers else None,
         shares=shares,
         remote_frequency=settings.remote_frequency,
         decay_s=settings.decay_s,

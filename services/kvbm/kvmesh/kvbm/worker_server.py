@@ -12,10 +12,10 @@ from nats.errors import Error as NatsError
 from kvmesh.bus.client import Bus, Respond
 from kvmesh.bus.errors import cause
 from kvmesh.bus.kvbm import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
-from kvmesh.kvbm.core.attachment import Guest
+from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.errors import TooSmall
-from kvmesh.kvbm.core.manager import Manager, Parked
+from kvmesh.kvbm.core.manager import Manager, ParkedFetch
 from kvmesh.kvbm.peers.lender import Lender
 from kvmesh.kvbm.tiers.arena import Arena
 from kvmesh.kvbm.tiers.node_directory import NodeDirectory
@@ -27,7 +27,7 @@ REPLACED = Declined("invalid", "a newer request about the ticket has taken its p
 _decoder: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
 
 
-class Desk:
+class WorkerServer:
     """Answers the workers of the node, and by `lender` the kvbms of others.
 
     `settle` is called after everything that may have changed what there is to do or to tell;
@@ -98,7 +98,7 @@ class Desk:
         else:
             answer = self._manager.answer(request, now)
         self._settle()
-        if isinstance(answer, Parked):
+        if isinstance(answer, ParkedFetch):
             await self._park(answer.ticket, respond)
         else:
             await _send(respond, answer)
@@ -124,7 +124,7 @@ class Desk:
             guest.number, self._arena.name, self._arena.size, self._key, guest.prompts.most
         )
 
-    def _warn(self, guest: Guest) -> None:
+    def _warn(self, guest: AttachedWorker) -> None:
         """Say what a worker's layout means, once."""
         space, model = guest.space, guest.space.model
         if space not in self._seen:

@@ -3,26 +3,26 @@
 import math
 
 from kvmesh.bus.messages import Thresholds
-from kvmesh.router.errors import ConfigError
+from kvmesh.router.errors import RouterConfigError
 from kvmesh.router.policies.registry import make_policy
 from kvmesh.router.scoring.cost import CostModel
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 
-def check_settings(settings: Router) -> None:
+def check_settings(settings: RouterSettings) -> None:
     """Raise ConfigError naming the key and the reason, unless the settings make sense."""
     for key in settings.__struct_fields__:
         _finite(key, getattr(settings, key))
     if settings.program_pause_target > settings.program_pause:
-        raise ConfigError("program_pause_target", "must not be above program_pause")
+        raise RouterConfigError("program_pause_target", "must not be above program_pause")
     if settings.program_demote > settings.program_pause:
-        raise ConfigError("program_demote", "must not be above program_pause")
+        raise RouterConfigError("program_demote", "must not be above program_pause")
     if settings.program_hysteresis >= settings.program_pause:
-        raise ConfigError("program_hysteresis", "must be below program_pause")
+        raise RouterConfigError("program_hysteresis", "must be below program_pause")
     if settings.kv_events and settings.predicted_ttl_s > settings.sequence_ttl_s:
-        raise ConfigError("predicted_ttl_s", "must not be above sequence_ttl_s")
+        raise RouterConfigError("predicted_ttl_s", "must not be above sequence_ttl_s")
     if settings.rescore_s > settings.starvation_s:
-        raise ConfigError("rescore_s", "must not be above starvation_s")
+        raise RouterConfigError("rescore_s", "must not be above starvation_s")
     fair_weights(settings)
     make_policy(settings.policy, settings)
 
@@ -31,10 +31,10 @@ def _finite(key: str, value: object) -> None:
     numbers = value if isinstance(value, list) else [value]
     for number in numbers:
         if isinstance(number, float) and not (math.isfinite(number) and number >= 0):
-            raise ConfigError(key, f"{number} is not a finite number of at least 0")
+            raise RouterConfigError(key, f"{number} is not a finite number of at least 0")
 
 
-def cost_model(settings: Router, worth: list[float] | None = None) -> CostModel:
+def cost_model(settings: RouterSettings, worth: list[float] | None = None) -> CostModel:
     """The cost model that the settings describe, with other credits if given."""
     first, second, third, fourth = worth or settings.overlap_credits
     return CostModel(
@@ -46,7 +46,7 @@ def cost_model(settings: Router, worth: list[float] | None = None) -> CostModel:
     )
 
 
-def thresholds(settings: Router) -> Thresholds:
+def thresholds(settings: RouterSettings) -> Thresholds:
     """The busy thresholds that hold until someone sets others."""
     return Thresholds(
         blocks=settings.busy_blocks,
@@ -55,7 +55,7 @@ def thresholds(settings: Router) -> Thresholds:
     )
 
 
-def fair_weights(settings: Router) -> dict[str, float]:
+def fair_weights(settings: RouterSettings) -> dict[str, float]:
     """Weight per fair class; a class that is not named has weight 1."""
     weights = {}
     for entry in settings.fair_weights:
@@ -65,6 +65,8 @@ def fair_weights(settings: Router) -> dict[str, float]:
         except ValueError:
             weight = math.nan
         if not name or not (math.isfinite(weight) and weight > 0):
-            raise ConfigError("fair_weights", f"{entry!r} is not NAME=WEIGHT with a weight above 0")
+            raise RouterConfigError(
+                "fair_weights", f"{entry!r} is not NAME=WEIGHT with a weight above 0"
+            )
         weights[name] = weight
     return weights

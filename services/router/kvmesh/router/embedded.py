@@ -35,15 +35,14 @@ from kvmesh.bus.messages import (
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.router.config import check_settings
 from kvmesh.router.errors import NoWorkers, RouteError
-from kvmesh.router.model_router import Call, ModelRouter
+from kvmesh.router.model_router import ModelRouter, RouteCall
 from kvmesh.router.service import RouterService
 from kvmesh.router.worker_client import generate, new_work, pack
 from kvmesh.runtime.service import Service
-from kvmesh.settings.schema import Router as RouterSettings
-from kvmesh.settings.schema import Settings
+from kvmesh.settings.schema import RouterSettings, Settings
 
 
-class Worker(NamedTuple):
+class EmbeddedWorker(NamedTuple):
     """Where to run: worker instance, data-parallel rank, blocks of the prompt held there."""
 
     instance: str
@@ -61,7 +60,7 @@ class PotentialLoad(NamedTuple):
     active_requests: int
 
 
-class Router:
+class EmbeddedRouter:
     """Placements for one model. Token ids are those of the model's tokenizer.
 
     `overrides` may set overlap_credit, prefill_weight, request_weight, credit_decay and
@@ -83,7 +82,7 @@ class Router:
         options: BusOptions | None = None,
         settings: RouterSettings | None = None,
         timeout: float = 10.0,
-    ) -> "AsyncIterator[Router]":
+    ) -> "AsyncIterator[EmbeddedRouter]":
         """Join the mesh and wait for a worker of `model`.
 
         Raises BusUnavailable, ConfigError, or NoWorkers after `timeout` seconds.
@@ -114,7 +113,7 @@ class Router:
         adapter: str | None = None,
         tenant: str = "",
         timeout: float = 60.0,
-    ) -> Worker:
+    ) -> EmbeddedWorker:
         """The worker for a prompt, after a wait in the queue if all are full.
 
         With `update` and a `request_id` the prompt counts as running there until `free`.
@@ -135,10 +134,10 @@ class Router:
         )
         if update and request_id is not None:
             routed = await self._place(request)
-            return Worker(routed.instance, routed.rank, sum(routed.overlap))
+            return EmbeddedWorker(routed.instance, routed.rank, sum(routed.overlap))
         answer = await self._router.overlaps(request.sequence, request.salt)
         chosen = self._router.core.decide(request, answer.overlaps, monotonic()).chosen
-        return Worker(chosen.instance, chosen.rank, sum(chosen.overlap))
+        return EmbeddedWorker(chosen.instance, chosen.rank, sum(chosen.overlap))
 
     async def potential_loads(
         self, token_ids: Sequence[int], *, adapter: str | None = None, tenant: str = ""
@@ -236,7 +235,7 @@ class Router:
                 future.set_result(answer)
 
         try:
-            self._router.route(Call(request, monotonic(), reply=reply))
+            self._router.route(RouteCall(request, monotonic(), reply=reply))
             answer = await future
         except asyncio.CancelledError:
             await self.free(request.request)

@@ -7,7 +7,7 @@ class RouterError(Exception):
     """Base of every error of this package."""
 
 
-class ConfigError(RouterError):
+class RouterConfigError(RouterError):
     """A setting of the router is wrong; `key` names it."""
 
     def __init__(self, key: str, reason: str) -> None:
@@ -24,14 +24,14 @@ class RouteError(RouterError):
         self.refusal = refusal
 
 
-class InvalidRequest(RouteError):
+class InvalidRouteRequest(RouteError):
     """The request itself is wrong: sending it again is no use."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(Refused(code="invalid", reason=reason))
 
 
-class Overloaded(RouteError):
+class RouterOverloaded(RouteError):
     """Every worker is busy and no more may wait; `retry_after` is in seconds."""
 
     def __init__(self, reason: str, retry_after: float) -> None:

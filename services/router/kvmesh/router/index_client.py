@@ -38,7 +38,7 @@ _replies = msgspec.msgpack.Decoder(_Reply)
 _ranks = msgspec.msgpack.Decoder(list[RankKey])
 
 
-class Answer(NamedTuple):
+class OverlapAnswer(NamedTuple):
     """Overlaps, or None and why not; `seconds` is how long the query took."""
 
     overlaps: Overlaps | None
@@ -46,10 +46,10 @@ class Answer(NamedTuple):
     failure: str | None = None
 
 
-Done = Callable[[Answer], None]
+Done = Callable[[OverlapAnswer], None]
 
 
-class Question(NamedTuple):
+class OverlapQuestion(NamedTuple):
     """A prompt, given as its packed sequence hashes, and who wants to know."""
 
     sequence: bytes
@@ -57,11 +57,11 @@ class Question(NamedTuple):
     done: Done
 
 
-class Flight(NamedTuple):
+class QueryInFlight(NamedTuple):
     """One query on its way to `indexer`, or to whoever is free. `tried` have not answered it."""
 
     started: float
-    questions: list[Question]
+    questions: list[OverlapQuestion]
     timer: asyncio.TimerHandle
     indexer: str | None
     tried: tuple[str, ...]
@@ -77,8 +77,8 @@ class IndexClient:
         self._model = model
         self._timeout = timeout
         self._inbox = bus.client.new_inbox()
-        self._queued: list[Question] = []
-        self._flights: dict[str, Flight] = {}
+        self._queued: list[OverlapQuestion] = []
+        self._flights: dict[str, QueryInFlight] = {}
         self._sent = 0
         self._failing = False
         self._outage = False
@@ -96,24 +96,24 @@ class IndexClient:
         """Hear answers; to be called before the first question."""
         await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._receive)
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: OverlapQuestion) -> None:
         """Have `question.done` called with the overlaps, perhaps before this returns."""
         if self._failing and self._flights:  # one at a time tries, the others need not wait
-            question.done(Answer(None, 0.0, "index unavailable"))
+            question.done(OverlapAnswer(None, 0.0, "index unavailable"))
             return
         self._queued.append(question)
         if len(self._flights) < MOST_FLIGHTS:
             self._send()
 
-    async def find(self, sequence: bytes, salt: int | None = None) -> Answer:
+    async def find(self, sequence: bytes, salt: int | None = None) -> OverlapAnswer:
         """The overlaps of a prompt."""
-        future: asyncio.Future[Answer] = self._loop.create_future()
+        future: asyncio.Future[OverlapAnswer] = self._loop.create_future()
 
-        def done(answer: Answer) -> None:
+        def done(answer: OverlapAnswer) -> None:
             if not future.done():
                 future.set_result(answer)
 
-        self.ask(Question(sequence, salt, done))
+        self.ask(OverlapQuestion(sequence, salt, done))
         return await future
 
     def _send(self) -> None:
@@ -124,12 +124,12 @@ class IndexClient:
         self._take_off(questions, monotonic())
 
     def _take_off(
-        self, questions: list[Question], started: float, tried: tuple[str, ...] = ()
+        self, questions: list[OverlapQuestion], started: float, tried: tuple[str, ...] = ()
     ) -> None:
         indexer = self.indexers.choose(tried)
         token = self._name()
         timer = self._loop.call_later(self._timeout, self._late, token)
-        self._flights[token] = Flight(started, questions, timer, indexer, tried)
+        self._flights[token] = QueryInFlight(started, questions, timer, indexer, tried)
         salts = {question.salt for question in questions}
         query = OverlapQuery(
             [question.sequence for question in questions], salts.pop() if len(salts) == 1 else None
@@ -230,9 +230,9 @@ class IndexClient:
         seconds = monotonic() - flight.started
         for at, question in enumerate(flight.questions):
             if found is None:
-                question.done(Answer(None, seconds, f"index unavailable: {failure}"))
+                question.done(OverlapAnswer(None, seconds, f"index unavailable: {failure}"))
             else:
-                question.done(Answer(found[at], seconds))
+                question.done(OverlapAnswer(found[at], seconds))
         self._send()
 
     def _note(self, failure: str) -> None:

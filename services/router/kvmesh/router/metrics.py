@@ -3,7 +3,7 @@
 from prometheus_client import Counter, Gauge, Histogram
 
 from kvmesh.bus.messages import Decision
-from kvmesh.router.placement.queue import Dispatcher
+from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.state.prefix_tree import HASH
 
@@ -50,7 +50,7 @@ queued = Gauge(f"{_PREFIX}_queue_requests", "Requests waiting, of all replicas",
 queued_tokens = Gauge(f"{_PREFIX}_queue_tokens", "Their uncached tokens", ["model"])
 
 
-class ModelMetrics:
+class RouterModelMetrics:
     """The series of one model, bound once: looking labels up costs more than counting."""
 
     def __init__(self, model: str) -> None:
@@ -81,7 +81,7 @@ class ModelMetrics:
         best = max((sum(c.overlap) for c in decision.candidates), default=held)
         self._missed.inc(max(best - held, 0))
 
-    def sizes(self, dispatcher: Dispatcher) -> None:
+    def sizes(self, dispatcher: PlacementQueue) -> None:
         """Set what is a level, not a count."""
         core = dispatcher.core
         ranks.labels(self._model).set(len(core.table.slot_of))

@@ -26,12 +26,12 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.router import metrics
-from kvmesh.router.index_client import Answer, IndexClient, Question
-from kvmesh.router.placement.queue import Dispatcher, Steps
+from kvmesh.router.index_client import IndexClient, OverlapAnswer, OverlapQuestion
+from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.policies.base import Policy
-from kvmesh.router.policy_state import LearnedState
+from kvmesh.router.policy_state import PolicyState
 from kvmesh.runtime.service import Service
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _requests = msgspec.msgpack.Decoder(RouteRequest)
 
 
 @dataclass(slots=True, eq=False)
-class Call(Ticket):
+class RouteCall(Ticket):
     """A ticket with the way to answer it; `acks` if the sender is to know that it waits.
 
     One that is not `wanted` any more is forgotten.
@@ -64,16 +64,16 @@ class ModelRouter:
         self._loop = asyncio.get_running_loop()
         self.model = model
         self.core = RouterCore(model, service.instance, settings, Random(settings.seed), _epoch())
-        self.dispatcher = Dispatcher(self.core, service.instance)
+        self.dispatcher = PlacementQueue(self.core, service.instance)
         self.index = IndexClient(service.bus, model, settings.index_timeout_s)
         self._asks_index = settings.kv_events
         self._route_subject = service.bus.subjects.route(model)
         self._seq_subject = service.bus.subjects.seq(model)
-        self._metrics = metrics.ModelMetrics(model)
+        self._metrics = metrics.RouterModelMetrics(model)
         self._pump_planned = False
         self._serving = False
         self._leaving = False
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, RouteCall] = {}
         self._subscriptions: list[Subscription] = []
 
     async def serve(self) -> None:
@@ -82,7 +82,7 @@ class ModelRouter:
             return
         self._serving = True
         if type(self.core.policy).state is not Policy.state:
-            learned = LearnedState(self._bus, self._service.name, self.core)
+            learned = PolicyState(self._bus, self._service.name, self.core)
             self._service.spawn(learned.run(), "learned state")
         await self.index.open()
         subjects, handle = self._bus.subjects, self._bus.handle
@@ -124,29 +124,31 @@ class ModelRouter:
             known.reply, known.acks = reply, acks
             self._acknowledge(known)
             return
-        call = Call(request, monotonic(), reply=reply, acks=acks)
+        call = RouteCall(request, monotonic(), reply=reply, acks=acks)
         if request.arrived is not None:
             call.place = min(request.arrived - self.core.epoch, call.arrived)
         self._calls[request.request] = call
         self.route(call)
 
-    def route(self, call: Call) -> None:
+    def route(self, call: RouteCall) -> None:
         """Ask the index, then place the call, let it wait or refuse it."""
         request = call.request
         if self._asks_index and request.sequence:
-            self.index.ask(Question(request.sequence, request.salt, partial(self._scored, call)))
+            self.index.ask(
+                OverlapQuestion(request.sequence, request.salt, partial(self._scored, call))
+            )
         else:
-            self._scored(call, Answer(None, 0.0))
+            self._scored(call, OverlapAnswer(None, 0.0))
 
-    async def overlaps(self, sequence: bytes, salt: int | None) -> Answer:
+    async def overlaps(self, sequence: bytes, salt: int | None) -> OverlapAnswer:
         """What the index says about a prompt."""
         if not self._asks_index or not sequence:
-            return Answer(None, 0.0)
+            return OverlapAnswer(None, 0.0)
         answer = await self.index.find(sequence, salt)
         self._count(answer)
         return answer
 
-    def _scored(self, call: Call, answer: Answer) -> None:
+    def _scored(self, call: RouteCall, answer: OverlapAnswer) -> None:
         self._count(answer)
         if not call.wanted:
             return
@@ -158,14 +160,14 @@ class ModelRouter:
         if call.result is None and call.acks:
             self._loop.call_soon(self._acknowledge, call)  # once its place is known to all
 
-    def _acknowledge(self, call: Call) -> None:
+    def _acknowledge(self, call: RouteCall) -> None:
         """Say that it waits here, if it does."""
         waits = call.wanted and call.result is None and call.scored > 0
         if waits and call.acks and call.reply is not None:
             arrived = call.place + self.core.epoch
             call.reply(Parked(router=self._service.instance, arrived=arrived))
 
-    def _count(self, answer: Answer) -> None:
+    def _count(self, answer: OverlapAnswer) -> None:
         self._metrics.index_seconds.observe(answer.seconds)
         if answer.failure is not None:
             self._metrics.index_failures.inc()
@@ -189,7 +191,7 @@ class ModelRouter:
         if not self._leaving:
             self._carry_out(self.dispatcher.pump(monotonic()))
 
-    def _carry_out(self, steps: Steps) -> None:
+    def _carry_out(self, steps: QueueActions) -> None:
         """Answer; all else is done once the answers are on their way."""
         for ticket in steps.done:
             self._answer(ticket)
@@ -199,11 +201,11 @@ class ModelRouter:
     def _answer(self, ticket: Ticket) -> None:
         self._calls.pop(ticket.request.request, None)
         result = ticket.result
-        if isinstance(ticket, Call) and ticket.reply is not None and result is not None:
+        if isinstance(ticket, RouteCall) and ticket.reply is not None and result is not None:
             request = ticket.request
             ticket.reply(_routed(result, request) if isinstance(result, Decision) else result)
 
-    def _tell(self, steps: Steps) -> None:
+    def _tell(self, steps: QueueActions) -> None:
         if steps.events:
             self._bus.post(self._seq_subject, SeqBatch(self._service.instance, steps.events))
         for ticket in steps.done:
@@ -226,10 +228,10 @@ class ModelRouter:
             ticket.scored = now
             request = ticket.request
             done = partial(self._rescored, ticket)
-            self.index.ask(Question(request.sequence, request.salt, done))
+            self.index.ask(OverlapQuestion(request.sequence, request.salt, done))
         self.eased()
 
-    def _rescored(self, ticket: Ticket, answer: Answer) -> None:
+    def _rescored(self, ticket: Ticket, answer: OverlapAnswer) -> None:
         """Take what the index says now of one that has waited for long."""
         self._count(answer)
         overlaps = ticket.overlaps if answer.failure else answer.overlaps

@@ -19,7 +19,7 @@ PUBLISH_S = 2.0
 FRESH_S = 24 * 3600.0
 
 
-class LearnedState:
+class PolicyState:
     """Publishes the state of one model's policy when it has changed; takes that of the others.
 
     Keys carry the router's name, which stays over restarts.

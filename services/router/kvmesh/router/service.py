@@ -23,7 +23,7 @@ from kvmesh.bus.ping import answer_pings
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.config import check_settings, thresholds
-from kvmesh.router.errors import ConfigError
+from kvmesh.router.errors import RouterConfigError
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.registry import make_policy
@@ -300,6 +300,6 @@ async def main(service: Service) -> None:
     """Run a router until the service stops; raises StartError on a bad configuration."""
     try:
         check_settings(service.settings.router)
-    except ConfigError as error:
+    except RouterConfigError as error:
         raise StartError(str(error), hopeless=True) from error
     await RouterService(service).run()

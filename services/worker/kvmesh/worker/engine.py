@@ -23,7 +23,7 @@ class EngineError(Exception):
     """The engine cannot start or has died; the message is for the person who runs it."""
 
 
-class ConfigError(EngineError):
+class EngineConfigError(EngineError):
     """The settings or a file that they name are wrong: starting again the same way is no use."""
 
 
@@ -39,7 +39,7 @@ class Unsupported(Exception):
     """This engine cannot do what it is told; the message says what, for the caller."""
 
 
-class Delta(Struct):
+class OutputDelta(Struct):
     """News of one request: tokens in order, and on the last one why it ended.
 
     `finish` is "stop", "length", "abort" or "error"; `cached` is prompt tokens that were not
@@ -65,7 +65,7 @@ class Delta(Struct):
 class Sink(Protocol):
     """Where an engine's news goes. Calls are cheap and never wait."""
 
-    def output(self, deltas: list[Delta]) -> None:
+    def output(self, deltas: list[OutputDelta]) -> None:
         """What one step produced."""
         ...
 
@@ -182,6 +182,8 @@ def create_engine(context: EngineContext) -> Engine:
     return factory(context)
 
 
-def not_installed(engine: str, error: ModuleNotFoundError) -> ConfigError:
+def not_installed(engine: str, error: ModuleNotFoundError) -> EngineConfigError:
     """What to say when a package is missing."""
-    return ConfigError(f"the {engine} engine needs {error.name}: pip install 'kvmesh[{engine}]'")
+    return EngineConfigError(
+        f"the {engine} engine needs {error.name}: pip install 'kvmesh[{engine}]'"
+    )

@@ -14,9 +14,9 @@ from kvmesh.bus.messages import Instance, ModelCard, Role
 from kvmesh.demo import model_dir
 from kvmesh.hashing import HASH_VERSION
 from kvmesh.runtime.service import VERSION
-from kvmesh.settings.schema import Worker
-from kvmesh.worker.engine import ConfigError, EngineInfo, not_installed
-from kvmesh.worker.scratch import Scratch
+from kvmesh.settings.schema import WorkerSettings
+from kvmesh.worker.engine import EngineConfigError, EngineInfo, not_installed
+from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 131072
@@ -40,12 +40,12 @@ def default_model(engine: str, made: ExitStack) -> Path:
     if engine == "mock":
         return model_dir()
     if engine != "torch":
-        raise ConfigError(f"the {engine} engine needs a model: --model FOLDER")
+        raise EngineConfigError(f"the {engine} engine needs a model: --model FOLDER")
     try:
         tiny = import_module("kvmesh.worker.engines.torch.model.tiny")
     except ModuleNotFoundError as error:
         raise not_installed(engine, error) from error
-    folder = made.enter_context(Scratch()).path / "tiny"
+    folder = made.enter_context(ScratchFolder()).path / "tiny"
     log.info("no model is given: making a tiny one with random weights")
     tiny.make_tiny_model(folder)
     return folder
@@ -63,7 +63,7 @@ def model_context(folder: Path) -> int:
     return length if isinstance(length, int) and 0 < length < 1 << 31 else DEFAULT_CONTEXT
 
 
-def model_card(worker: Worker, folder: Path, info: EngineInfo, files: str) -> ModelCard:
+def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: str) -> ModelCard:
     """The card of a model; dialects come from the settings, else from the folder's kvmesh.json."""
     hints = _read(folder / "kvmesh.json")
     return ModelCard(
@@ -111,7 +111,7 @@ def _snapshot(folder: Path) -> str:
 
 
 def instance_card(
-    worker: Worker, info: EngineInfo, model: ModelCard, instance: str, name: str
+    worker: WorkerSettings, info: EngineInfo, model: ModelCard, instance: str, name: str
 ) -> Instance:
     """The card of a worker that serves `model`."""
     return Instance(
@@ -129,18 +129,18 @@ def instance_card(
     )
 
 
-def node_name(worker: Worker) -> str:
+def node_name(worker: WorkerSettings) -> str:
     """The machine whose block manager a worker uses."""
     return worker.node or os.uname().nodename
 
 
-def card_labels(worker: Worker) -> dict[str, str]:
+def card_labels(worker: WorkerSettings) -> dict[str, str]:
     """The labels of a worker's card; raises ConfigError for one that is not `key=value`."""
     labels: dict[str, str] = {}
     for text in worker.labels:
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise ConfigError(f"label {text!r} is not of the form key=value")
+            raise EngineConfigError(f"label {text!r} is not of the form key=value")
         labels[key] = value
     return labels
 
@@ -151,5 +151,5 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
+        raise EngineConfigError(f"cannot read {file}: {error}") from error
     return content if isinstance(content, dict) else {}

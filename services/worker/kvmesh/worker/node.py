@@ -39,17 +39,24 @@ from kvmesh.runtime.warnings import Warnings, keep_told
 from kvmesh.settings.schema import Settings
 from kvmesh.worker.capabilities.retaining import Retaining, obey, outcomes
 from kvmesh.worker.capabilities.tiered import TierCounts, Tiered, prefetch
-from kvmesh.worker.constraints.compiler import Compiler
-from kvmesh.worker.engine import ConfigError, Delta, Engine, EngineError, EngineInfo, Rejected
+from kvmesh.worker.constraints.compiler import ConstraintCompiler
+from kvmesh.worker.engine import (
+    Engine,
+    EngineConfigError,
+    EngineError,
+    EngineInfo,
+    OutputDelta,
+    Rejected,
+)
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.health.event_silence import Silence
-from kvmesh.worker.health.membership import Standing
+from kvmesh.worker.health.event_silence import EventSilence
+from kvmesh.worker.health.membership import Membership
 from kvmesh.worker.health.stall_watch import StallWatch
 from kvmesh.worker.model_card import instance_card, model_card
 from kvmesh.worker.requests import admission as intake
-from kvmesh.worker.requests.orphans import Orphans
-from kvmesh.worker.requests.output_buffer import Transcripts
-from kvmesh.worker.requests.prompt_cache import Prompts
+from kvmesh.worker.requests.orphans import OrphanedRequests
+from kvmesh.worker.requests.output_buffer import OutputBuffer
+from kvmesh.worker.requests.prompt_cache import PromptCache
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -88,11 +95,11 @@ class WorkerNode:
         self._limits = limits
         self._on_end = on_end
         self._warnings = warnings or Warnings()
-        self._standing = Standing(bus, self._warnings, limits.lease_s)
-        self._transcripts = Transcripts()
-        self._prompts = Prompts()
-        self._compiler = Compiler(engine, self._submit, self.output)
-        self._orphans = Orphans(
+        self._standing = Membership(bus, self._warnings, limits.lease_s)
+        self._transcripts = OutputBuffer()
+        self._prompts = PromptCache()
+        self._compiler = ConstraintCompiler(engine, self._submit, self.output)
+        self._orphans = OrphanedRequests(
             bus, limits, instance, lambda: self._transcripts.frontends, self._abandon
         )
         self._load_interval = settings.worker.load_interval_s
@@ -138,7 +145,9 @@ class WorkerNode:
         self.info = await self._engine.start(self)
         serves = self._settings.worker.serves
         if serves != "aggregated" and not self.info.hands_off:
-            raise ConfigError(f"the {self.info.name} engine, so configured, cannot serve {serves}")
+            raise EngineConfigError(
+                f"the {self.info.name} engine, so configured, cannot serve {serves}"
+            )
         files = files or await publish_model(self._bus, self._folder)
         model = model_card(self._settings.worker, self._folder, self.info, files)
         card = instance_card(self._settings.worker, self.info, model, self.instance, self._name)
@@ -208,7 +217,7 @@ class WorkerNode:
 
     # what the engine tells
 
-    def output(self, deltas: list[Delta]) -> None:
+    def output(self, deltas: list[OutputDelta]) -> None:
         now = asyncio.get_running_loop().time()
         for frontend, chunks in self._transcripts.add(deltas, now).items():
             self._tell_frontend(frontend, chunks)
@@ -228,7 +237,9 @@ class WorkerNode:
         self.draining = True
         self._compiler.close()
         live = self._transcripts.live
-        self.output([Delta(request, [], finish="abort", error=str(error)) for request in live])
+        self.output(
+            [OutputDelta(request, [], finish="abort", error=str(error)) for request in live]
+        )
         self._on_end(error)
 
     # what the mesh asks
@@ -362,7 +373,7 @@ class WorkerNode:
         self.failed(EngineError(f"the engine has work but took no step for {timeout:g} s"))
 
     async def _watch_events(self, name: str, block_size: int) -> None:
-        silence = Silence(name, block_size)
+        silence = EventSilence(name, block_size)
         while self._publisher is not None:
             found = silence.look(self.load(), self._publisher.published_by_rank)
             self._warnings.update("no_kv_events", found)

@@ -16,7 +16,7 @@ PREFIX = "kvmesh-worker-"
 LOCK = "lock"
 
 
-class Scratch:
+class ScratchFolder:
     """A new folder at `path`, until `close`."""
 
     def __init__(self) -> None:

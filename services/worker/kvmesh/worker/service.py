@@ -13,10 +13,10 @@ from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.errors import ModelFilesError
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.settings.schema import Worker
+from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.capabilities.tiered import TierCollector
 from kvmesh.worker.engine import (
-    ConfigError,
+    EngineConfigError,
     EngineContext,
     EngineError,
     StoreFactory,
@@ -35,7 +35,7 @@ async def main(service: Service) -> None:
         await _serve_model(service, await _model(service.settings.worker, made))
 
 
-async def _model(worker: Worker, made: ExitStack) -> Path:
+async def _model(worker: WorkerSettings, made: ExitStack) -> Path:
     folder = worker.model
     try:
         if folder is None:
@@ -75,7 +75,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
         )
         await _serve(service, node)
     except (EngineError, ModelFilesError) as error:
-        raise StartError(str(error), hopeless=isinstance(error, ConfigError)) from error
+        raise StartError(str(error), hopeless=isinstance(error, EngineConfigError)) from error
 
 
 def _store(service: Service, folder: Path) -> StoreFactory:

@@ -4,7 +4,7 @@ TELLING_TOKENS = 32
 _SMOOTHING = 0.2
 
 
-class Speed:
+class Throughput:
     """Units a second as measured so far; 0 until something has been."""
 
     def __init__(self) -> None:

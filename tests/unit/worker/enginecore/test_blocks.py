@@ -12,7 +12,7 @@ from kvmesh.bus.messages import Removed, Stored
 from kvmesh.hashing import sequence_hashes
 from kvmesh.worker.enginecore import block_manager as blocks_module
 from kvmesh.worker.enginecore.block_manager import BlockManager
-from kvmesh.worker.enginecore.retention import KeepingOptions
+from kvmesh.worker.enginecore.retention import RetentionOptions
 
 CAPACITY = 12
 SALT = 9
@@ -48,7 +48,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = BlockManager(CAPACITY, KeepingOptions(budget=1.0))
+        self.manager = BlockManager(CAPACITY, RetentionOptions(budget=1.0))
         self.plain = PlainBlocks(CAPACITY)
         self.users: list[Prefix] = []
         self.private = 0

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.bus.messages import Cleared, KvEvent, Pin, Removed, Retain, Sampling, Stored, Work
 from kvmesh.hashing import sequence_hashes
 from kvmesh.worker.enginecore.block_manager import BlockManager
-from kvmesh.worker.enginecore.radix_tree import Run
-from kvmesh.worker.enginecore.retention import KeepingOptions
+from kvmesh.worker.enginecore.radix_tree import BlockRun
+from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import asked_before, asked_of
 
 CAPACITY = 16
@@ -45,14 +45,14 @@ class KeepingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = BlockManager(CAPACITY, KeepingOptions(budget=0.5, session_idle_s=1e9))
+        self.manager = BlockManager(CAPACITY, RetentionOptions(budget=0.5, session_idle_s=1e9))
         self.running: list[tuple[array[int], Work]] = []
         self.held: dict[int, int | None] = {}
         self.newest: dict[str, set[int]] = {}
         self.ever: dict[str, set[int]] = {}
 
     @property
-    def keeping_runs(self) -> list[Run]:
+    def keeping_runs(self) -> list[BlockRun]:
         return [run for run in self.manager.keeping._tree if run.keep is not None]
 
     @rule(
@@ -84,7 +84,7 @@ class KeepingMachine(RuleBasedStateMachine):
             tenant=tenant,
             retention=retention,
         )
-        asked = asked_of(work, 1, KeepingOptions().defaults)
+        asked = asked_of(work, 1, RetentionOptions().defaults)
         told = self.manager.keeping.begin(blocks, blocks, asked, self.manager.now)
         explicit = sum(retain.explicit for retain in retention)
         assert len(told or []) == explicit
@@ -204,7 +204,7 @@ TestKeeping.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 def test_what_comes_from_another_tier_is_kept_as_it_was_there() -> None:
-    manager = BlockManager(8, KeepingOptions())
+    manager = BlockManager(8, RetentionOptions())
     blocks = hashes([1, 2, 3, 4])
     assert manager.allocate(4)
     manager.promote(None, SALT, blocks, packed([1, 2, 3, 4]))
@@ -234,13 +234,13 @@ def put(manager: BlockManager, local: list[int], tenant: str, priority: int = 0)
 
 
 def test_urgent_requests_of_a_tenant_keep_no_more_than_its_budget() -> None:
-    manager = BlockManager(CAPACITY, KeepingOptions(budget=0.5))
+    manager = BlockManager(CAPACITY, RetentionOptions(budget=0.5))
     for prompt in range(1, 7):
         put(manager, [100 * prompt, 1, 2, 3], f"evil/{prompt}", priority=65)
     assert manager.keeping.promises.charged == {"evil": CAPACITY // 2}
     mine = put(manager, [1, 2, 3, 4], "victim")
     put(manager, [900, 1, 2, 3], "evil", priority=65)
     assert manager.find(mine).held == 4
-    manager.now += KeepingOptions().session_idle_s
+    manager.now += RetentionOptions().session_idle_s
     manager.keeping.idle.expire(manager.now)
     assert manager.keeping.promises.charged == {}

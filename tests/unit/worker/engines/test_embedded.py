@@ -32,7 +32,7 @@ from kvmesh.bus.messages import (
 from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Sglang, Trtllm, Worker
+from kvmesh.settings.schema import SglangSettings, TrtllmSettings, WorkerSettings
 from kvmesh.worker.capabilities.retaining import obey
 from kvmesh.worker.engine import Engine, EngineContext, EngineError, EngineInfo, Rejected
 
@@ -101,9 +101,11 @@ def make(request: pytest.FixtureRequest, standins: None) -> Make:
     kind: str = request.param
 
     def build(*args: str, folder: Path | None = None) -> Run:
-        worker = Worker(engine="sglang" if kind == "sglang" else "trtllm", context=512)
+        worker = WorkerSettings(engine="sglang" if kind == "sglang" else "trtllm", context=512)
         settings = Settings(
-            worker=worker, sglang=Sglang(args=list(args)), trtllm=Trtllm(args=list(args))
+            worker=worker,
+            sglang=SglangSettings(args=list(args)),
+            trtllm=TrtllmSettings(args=list(args)),
         )
         return Run(kind, create_engine(EngineContext(settings, folder or model_dir())))
 

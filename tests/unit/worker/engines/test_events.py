@@ -28,7 +28,7 @@ from kvmesh.worker.adapters.cache_ledger import (
 )
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.zmq_events import EventDecoder, event_endpoints, rank_endpoint
-from kvmesh.worker.engine import Delta, EngineError
+from kvmesh.worker.engine import EngineError, OutputDelta
 
 SIZE = 4
 SALT = salt("m")
@@ -294,7 +294,7 @@ class Sink:
     def events(self, rank: int, events: list[KvEvent]) -> None:
         self.told += events
 
-    def output(self, deltas: list[Delta]) -> None: ...
+    def output(self, deltas: list[OutputDelta]) -> None: ...
 
     def lost(self, rank: int, count: int) -> None: ...
 

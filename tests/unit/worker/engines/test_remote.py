@@ -17,7 +17,7 @@ from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Remote, Worker
+from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, EngineInfo, Rejected, create_engine
 from kvmesh.worker.engines.remote.engine import RemoteEngine
 
@@ -46,14 +46,14 @@ class Sidecar:
         self.server = server
         self.sink = Recorder()
         publisher = server.publisher
-        remote = Remote(
+        remote = RemoteSettings(
             url=server.url,
             probe_s=0.02,
             kv_events=publisher.endpoint,
             kv_replay=publisher.replay,
         )
         remote = replace(remote, **options)
-        settings = Settings(remote=remote, worker=Worker(engine="openai"))
+        settings = Settings(remote=remote, worker=WorkerSettings(engine="openai"))
         self.engine = create_engine(EngineContext(settings, model_dir()))
         self.info: EngineInfo | None = None
 
@@ -308,6 +308,6 @@ async def test_what_cannot_be_is_rejected(start: Start) -> None:
     guided = Sampling(max_tokens=9, guided=Guided(kind="json_object", value=""))
     with pytest.raises(Rejected, match="in its middle"):
         sidecar.engine.submit(work("a", prompt(10), sampling=guided, generated=3))
-    fresh = RemoteEngine(Worker(), Remote(url="http://x"), "m", 10)
+    fresh = RemoteEngine(WorkerSettings(), RemoteSettings(url="http://x"), "m", 10)
     with pytest.raises(Rejected, match="not started"):
         fresh.submit(work("a", prompt(10)))

@@ -12,13 +12,19 @@ from tokenizers import Tokenizer
 
 from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.demo import model_dir
-from kvmesh.worker.engines.mock.text.author import Answer, AnswerOptions, Author, Finite, Spliced
-from kvmesh.worker.engines.mock.text.guided import Unsupported
-from kvmesh.worker.engines.mock.text.script import Entry, Script, ScriptError
-from kvmesh.worker.engines.mock.text.source import PASSAGE, Passage, Reading
+from kvmesh.worker.engines.mock.text.author import (
+    AnswerOptions,
+    Author,
+    Finite,
+    MockAnswer,
+    Spliced,
+)
+from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint
+from kvmesh.worker.engines.mock.text.script import Script, ScriptEntry, ScriptError
+from kvmesh.worker.engines.mock.text.source import PASSAGE, TextReading, TextSource
 
 TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
-TEXT = Passage(TOKENIZER)
+TEXT = TextSource(TOKENIZER)
 OPTIONS = AnswerOptions(context=1000, output_tokens=50)
 AUTHOR = Author(TEXT, OPTIONS)
 THINKER = Author(TEXT, AnswerOptions(1000, 50, reasoning_tokens=30))
@@ -35,18 +41,18 @@ def asking(text: str, **sampling: object) -> Work:
     return replace(work(1, 0, **sampling), tokens=tokens)
 
 
-def said(whole: Answer) -> list[int]:
+def said(whole: MockAnswer) -> list[int]:
     return whole.source.slice(0, whole.target)
 
 
-def text_of(whole: Answer) -> str:
+def text_of(whole: MockAnswer) -> str:
     text: str = TOKENIZER.decode(said(whole), skip_special_tokens=False)
     return text
 
 
 @given(st.integers(0, 1000), st.integers(0, 2000), st.integers(0, 40), st.integers(0, 40))
 def test_a_reading_is_one_endless_text(seed: int, start: int, first: int, second: int) -> None:
-    reading = Reading(TEXT, seed)
+    reading = TextReading(TEXT, seed)
     whole = reading.slice(start, start + first + second)
     assert len(whole) == first + second
     assert whole[:first] == reading.slice(start, start + first)
@@ -55,7 +61,7 @@ def test_a_reading_is_one_endless_text(seed: int, start: int, first: int, second
 
 @pytest.mark.parametrize("seed", range(len(TEXT.starts)))
 def test_an_answer_is_a_paragraph_whose_text_has_the_same_tokens(seed: int) -> None:
-    tokens = Reading(TEXT, seed).slice(0, 100)
+    tokens = TextReading(TEXT, seed).slice(0, 100)
     text = TOKENIZER.decode(tokens)
     assert text[0].isupper()
     assert text.split("\n\n")[0] in PASSAGE
@@ -153,7 +159,7 @@ def test_a_guided_answer_ends_by_itself_and_is_cut_by_its_bound() -> None:
     assert (text_of(whole), whole.finish) == ("yes, certainly", "stop")
     cut = AUTHOR.answer(work(guided=guided, max_tokens=1))
     assert (cut.target, cut.finish) == (1, "length")
-    with pytest.raises(Unsupported, match="no grammars"):
+    with pytest.raises(UnsupportedConstraint, match="no grammars"):
         AUTHOR.answer(work(guided=Guided(kind="grammar", value="root ::= x")))
 
 
@@ -169,9 +175,9 @@ def test_tags_that_only_a_trigger_begins_leave_the_answer_as_it_is() -> None:
 
 SCRIPT = Script(
     [
-        Entry(text="first", session="s", turn=0),
-        Entry(text="<think>\nhm\n</think>\n\nsecond", session="s"),
-        Entry(text="on weather", match=r"weather\?$"),
+        ScriptEntry(text="first", session="s", turn=0),
+        ScriptEntry(text="<think>\nhm\n</think>\n\nsecond", session="s"),
+        ScriptEntry(text="on weather", match=r"weather\?$"),
     ]
 )
 

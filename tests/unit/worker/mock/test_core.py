@@ -13,7 +13,7 @@ from kvmesh.bus.messages import Cleared, KvEvent, Removed
 from kvmesh.hashing import block_hashes
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
-from kvmesh.worker.engines.mock.core import CoreOptions, MockCore, Output, StepResult
+from kvmesh.worker.engines.mock.core import CoreOptions, MockCore, MockOutput, StepResult
 from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial
 
 SIZE = 4
@@ -53,11 +53,11 @@ class Run:
     def __init__(self, core: MockCore) -> None:
         self.core = core
         self.now = 0.0
-        self.outputs: list[Output] = []
+        self.outputs: list[MockOutput] = []
         self.events: list[KvEvent] = []
         self.held = core.blocks.contents
 
-    def step(self, horizon: float = 0.0) -> list[Output]:
+    def step(self, horizon: float = 0.0) -> list[MockOutput]:
         result = self.core.step(self.now, horizon)
         self.now += result.duration
         self.outputs += result.outputs

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.engines.mock.text.guided import Unsupported, generate
+from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint, generate
 from kvmesh.worker.engines.mock.text.regex import RegexError, matching
 
 SEEDS = range(30)
@@ -87,7 +87,7 @@ def test_what_is_written_is_valid(schema: Any, seed: int) -> None:
     ],
 )
 def test_what_cannot_be_written_is_explained(schema: Any, reason: str) -> None:
-    with pytest.raises(Unsupported, match=reason):
+    with pytest.raises(UnsupportedConstraint, match=reason):
         generate(Guided(kind="json_schema", value=json.dumps(schema)), Random(0))
 
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_written_is_explained(schema: Any, reason: str) -> None:
     ],
 )
 def test_malformed_constraints_are_refused(guided: Guided) -> None:
-    with pytest.raises(Unsupported, match=f"cannot follow this {guided.kind}"):
+    with pytest.raises(UnsupportedConstraint, match=f"cannot follow this {guided.kind}"):
         generate(guided, Random(0))
 
 
@@ -192,7 +192,7 @@ MANY = [f"p{number}" for number in range(8000)]
     ids=lambda guided: guided.value[:30],
 )
 def test_what_is_out_of_proportion_is_refused(guided: Guided) -> None:
-    with pytest.raises(Unsupported, match="more than"):
+    with pytest.raises(UnsupportedConstraint, match="more than"):
         generate(guided, Random(0))
 
 

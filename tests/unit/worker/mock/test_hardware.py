@@ -15,7 +15,7 @@ from kvmesh.worker.enginecore.simulated_tiers import HOST, Link, LowerTier, Tier
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.faults import Faults, InjectedCrash
 from kvmesh.worker.engines.mock.loading import Loading
-from kvmesh.worker.engines.mock.profile import Profile, ProfileError
+from kvmesh.worker.engines.mock.profile import StepProfile, StepProfileError
 from kvmesh.worker.engines.mock.timing import DecodeLoad
 
 ARRAYS = {
@@ -34,7 +34,7 @@ def saved(tmp_path: Path, **changes: object) -> Path:
 
 
 def test_a_profile_is_linear_between_its_points_and_beyond(tmp_path: Path) -> None:
-    profile = Profile.load(saved(tmp_path))
+    profile = StepProfile.load(saved(tmp_path))
     times = [round(profile.prefill(n) * 1000, 6) for n in (0, 50, 100, 150, 300, 500)]
     assert times == [0, 5, 10, 15, 50, 110]
     assert profile.decode(DecodeLoad(0, 0, 2000)) == 0
@@ -55,18 +55,18 @@ def test_a_profile_is_linear_between_its_points_and_beyond(tmp_path: Path) -> No
     ],
 )
 def test_a_bad_profile_is_explained(tmp_path: Path, changes: dict[str, object], fault: str) -> None:
-    with pytest.raises(ProfileError, match=fault):
-        Profile.load(saved(tmp_path, **changes))
+    with pytest.raises(StepProfileError, match=fault):
+        StepProfile.load(saved(tmp_path, **changes))
 
 
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
     text = tmp_path / "text.npz"
     text.write_text("no")
-    with pytest.raises(ProfileError, match=r"text\.npz"):
-        Profile.load(text)
+    with pytest.raises(StepProfileError, match=r"text\.npz"):
+        StepProfile.load(text)
     np.savez(tmp_path / "less.npz", prefill_isl=ARRAYS["prefill_isl"])
-    with pytest.raises(ProfileError, match="prefill_ttft_ms"):
-        Profile.load(tmp_path / "less.npz")
+    with pytest.raises(StepProfileError, match="prefill_ttft_ms"):
+        StepProfile.load(tmp_path / "less.npz")
 
 
 def test_transfers_share_a_link() -> None:

@@ -20,7 +20,7 @@ from support.wait import eventually
 
 from kvmesh.bus.messages import Work
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Torch, Transfer, Worker
+from kvmesh.settings.schema import TorchSettings, TransferSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError
 from kvmesh.worker.engines.torch.engine import TorchEngine, create
 
@@ -57,11 +57,11 @@ async def start() -> AsyncIterator[Start]:
     running: list[Started] = []
 
     async def start(serves: str, folder: Path | None = None, **options: object) -> Started:
-        worker = replace(Worker(engine="torch", block_size=BLOCK), serves=serves)
+        worker = replace(WorkerSettings(engine="torch", block_size=BLOCK), serves=serves)
         settings = Settings(
-            torch=Torch(blocks=64, threads=1),
+            torch=TorchSettings(blocks=64, threads=1),
             worker=worker,
-            transfer=replace(Transfer(via="tcp"), **options),
+            transfer=replace(TransferSettings(via="tcp"), **options),
         )
         engine, sink = create(EngineContext(settings, folder or tiny_model())), Recorder()
         running.append(Started(engine, sink))

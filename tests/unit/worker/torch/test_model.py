@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig as Config
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Torch, Worker
+from kvmesh.settings.schema import TorchSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, Rejected
 from kvmesh.worker.engines.torch.engine import TorchEngine, create
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
@@ -135,8 +135,8 @@ def test_other_architectures_say_what_transformers_says(family: str, tmp_path: P
 
 
 async def started(folder: Path, **options: object) -> tuple[TorchEngine, Recorder]:
-    section = replace(Torch(blocks=64, threads=1), **options)
-    settings = Settings(torch=section, worker=Worker(engine="torch", block_size=BLOCK))
+    section = replace(TorchSettings(blocks=64, threads=1), **options)
+    settings = Settings(torch=section, worker=WorkerSettings(engine="torch", block_size=BLOCK))
     engine, sink = create(EngineContext(settings, folder)), Recorder()
     await engine.start(sink)
     return engine, sink

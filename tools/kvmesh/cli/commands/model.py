@@ -4,13 +4,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvmesh.cli.flags import Parser
+from kvmesh.cli.flags import FlagParser
 from kvmesh.settings import Settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh model KIND FOLDER [options]"
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
+    kinds = parser.add_subparsers(
+        dest="kind", required=True, metavar="KIND", parser_class=FlagParser
+    )
     about = "a Llama of 3 MB with random weights, which talks nonsense"
     tiny = kinds.add_parser("tiny", help=about, prog="kvmesh model tiny")
     tiny.add_argument("folder", type=Path, metavar="FOLDER", help="where to write it")

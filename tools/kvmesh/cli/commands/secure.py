@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.cli.credentials.authority import BadAuthority
-    from kvmesh.cli.credentials.folder import Credentials, Plan, Refused
+    from kvmesh.cli.credentials.folder import Credentials, CredentialsError, Plan
     from kvmesh.cli.credentials.server import Principal
 
     plan = Plan(
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     credentials = Credentials(arguments.folder, settings, plan)
     try:
         principals = credentials.write(arguments.force)
-    except (Refused, BadAuthority) as error:
+    except (CredentialsError, BadAuthority) as error:
         return _failed(str(error))
     except OSError as error:
         return _failed(f"{error.filename}: {error.strerror}")

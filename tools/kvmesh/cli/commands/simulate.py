@@ -8,11 +8,11 @@ from rich.console import Console
 
 from kvmesh.cli.arguments import positive
 from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, write
-from kvmesh.router.errors import ConfigError
+from kvmesh.router.errors import RouterConfigError
 from kvmesh.settings import Settings
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.report.tables import show
-from kvmesh.worker.engines.mock.profile import ProfileError
+from kvmesh.worker.engines.mock.profile import StepProfileError
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.registry import load
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         core = mock_core(settings.mock, arguments.block_size or BLOCK_SIZE)
         options = scenarios(arguments, settings, (WorkerOptions(WORKERS, core),))
         runs = [simulate(workload, each) for each in options]
-    except (WorkloadError, SimulationError, ConfigError, ProfileError, OSError) as error:
+    except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
         print(f"kvmesh simulate: {error}", file=sys.stderr)
         return 2
     title = f"{Path(arguments.source).name}, {len(workload):,} requests"

@@ -58,8 +58,10 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         print("kvmesh tail: --no-follow needs --since", file=sys.stderr)
         return 2
     from kvmesh.cli.bus_session import run_on_bus
-    from kvmesh.cli.messages.tailing import Form, Tail, Wanted
+    from kvmesh.cli.messages.tailing import BusTail, Form, TailFilter
 
-    wanted = Wanted(arguments.subject, arguments.since, not arguments.no_follow, arguments.limit)
+    wanted = TailFilter(
+        arguments.subject, arguments.since, not arguments.no_follow, arguments.limit
+    )
     form = Form(arguments.json, colour=sys.stdout.isatty())
-    return run_on_bus("tail", settings, lambda bus: Tail(bus, wanted, form, settings).run())
+    return run_on_bus("tail", settings, lambda bus: BusTail(bus, wanted, form, settings).run())

@@ -15,7 +15,7 @@ from kvmesh.cli.supervisor.mesh import Mesh
 from kvmesh.cli.supervisor.nats import server_spec
 from kvmesh.cli.supervisor.plan import Spec, service_specs
 from kvmesh.cli.supervisor.resources import claim
-from kvmesh.cli.supervisor.startup import Guide
+from kvmesh.cli.supervisor.startup import StartupGuide
 from kvmesh.settings import Settings
 
 
@@ -53,11 +53,13 @@ async def _supervise(settings: Settings, embedded: bool) -> None:
         await asyncio.wait({showing})
 
 
-def _mesh(settings: Settings, specs: list[Spec], emit: Callable[[str], None]) -> tuple[Mesh, Guide]:
+def _mesh(
+    settings: Settings, specs: list[Spec], emit: Callable[[str], None]
+) -> tuple[Mesh, StartupGuide]:
     width = max(len(spec.name) for spec in specs)
     log = LogStream(emit, width, settings.log.format == "json", sys.stdout.isatty())
     logging.getLogger().handlers[:] = [Notes(log)]
-    guide = Guide(settings, specs, log)
+    guide = StartupGuide(settings, specs, log)
     return Mesh(specs, guide, log, settings.up.stop_timeout_s), guide
 
 

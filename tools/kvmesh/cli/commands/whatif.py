@@ -16,13 +16,13 @@ from kvmesh.cli.arguments import moment
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import given
 from kvmesh.cli.scenario import Fleet, add_scenario, mock_core, scenarios, simulate, write
-from kvmesh.router.errors import ConfigError
+from kvmesh.router.errors import RouterConfigError
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Mock
+from kvmesh.settings.schema import MockSettings
 from kvmesh.simulator.options import Serves, SimulationError, WorkerOptions
 from kvmesh.simulator.report.tables import show
-from kvmesh.worker.engines.mock.profile import ProfileError
-from kvmesh.workload.capture import Taken, assemble, capture
+from kvmesh.worker.engines.mock.profile import StepProfileError
+from kvmesh.workload.capture import CapturedRound, assemble, capture
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.replay.summary import Spread, spread
 
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    taken: list[Taken] = []
+    taken: list[CapturedRound] = []
     workers: list[Instance] = []
 
     async def read(bus: Bus) -> int:
@@ -63,13 +63,16 @@ async def _workers(bus: Bus, model: str | None) -> list[Instance]:
 
 
 def _compare(
-    arguments: argparse.Namespace, settings: Settings, taken: list[Taken], workers: list[Instance]
+    arguments: argparse.Namespace,
+    settings: Settings,
+    taken: list[CapturedRound],
+    workers: list[Instance],
 ) -> int:
     try:
         workload = assemble(taken)
         options = scenarios(arguments, settings, fleet(arguments, settings, workers))
         runs = [simulate(workload, each) for each in options]
-    except (WorkloadError, SimulationError, ConfigError, ProfileError, OSError) as error:
+    except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
         print(f"kvmesh whatif: {error}", file=sys.stderr)
         return 2
     status = write("whatif", arguments, f"{len(workload):,} captured requests", runs)
@@ -79,7 +82,7 @@ def _compare(
     return status
 
 
-class Kind(NamedTuple):
+class EngineKind(NamedTuple):
     """What live workers have in common that are simulated alike."""
 
     serves: str
@@ -96,7 +99,7 @@ def fleet(arguments: argparse.Namespace, settings: Settings, workers: list[Insta
 
     Speed is not on the card. Without any card there is one engine of the settings.
     """
-    ranks: Counter[Kind] = Counter()
+    ranks: Counter[EngineKind] = Counter()
     for card in sorted(workers, key=lambda card: (card.serves == "prefill", card.name)):
         if card.capacity is not None and card.model is not None:
             ranks[_kind(card, card.model, card.capacity)] += card.capacity.dp_ranks
@@ -105,9 +108,9 @@ def fleet(arguments: argparse.Namespace, settings: Settings, workers: list[Insta
     return tuple(_group(arguments, settings, kind, count) for kind, count in ranks.items())
 
 
-def _kind(card: Instance, model: ModelCard, capacity: Capacity) -> Kind:
+def _kind(card: Instance, model: ModelCard, capacity: Capacity) -> EngineKind:
     host, disk, *_ = [*capacity.tier_blocks, 0, 0]
-    return Kind(
+    return EngineKind(
         serves=card.serves,
         block_size=model.block_size,
         blocks=capacity.blocks,
@@ -119,20 +122,20 @@ def _kind(card: Instance, model: ModelCard, capacity: Capacity) -> Kind:
 
 
 def _group(
-    arguments: argparse.Namespace, settings: Settings, kind: Kind, count: int
+    arguments: argparse.Namespace, settings: Settings, kind: EngineKind, count: int
 ) -> WorkerOptions:
     flags = given(arguments)
     live = {
         key: value
         for key, value in kind._asdict().items()
-        if key in Mock.__struct_fields__ and ("mock", key) not in flags
+        if key in MockSettings.__struct_fields__ and ("mock", key) not in flags
     }
     mock = msgspec.structs.replace(settings.mock, **live)
     core = mock_core(mock, arguments.block_size or kind.block_size)
     return WorkerOptions(count, core, msgspec.convert(kind.serves, Serves))
 
 
-def measured(taken: list[Taken]) -> str:
+def measured(taken: list[CapturedRound]) -> str:
     """One line: what the mesh itself achieved on these requests."""
     prompt = sum(each.decision.tokens for each in taken)
     cached = sum(each.outcome.cached_tokens for each in taken)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, positive, result_file
-from kvmesh.cli.flags import Parser, add_flags
+from kvmesh.cli.flags import FlagParser, add_flags
 from kvmesh.settings import Settings
 from kvmesh.workload.analysis.analysis import analyze
 from kvmesh.workload.analysis.tables import show
@@ -28,7 +28,7 @@ Action = Callable[[argparse.Namespace, Settings], int]
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh workload ACTION … [options]"
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ACTION", parser_class=Parser
+        dest="action", required=True, metavar="ACTION", parser_class=FlagParser
     )
 
     def action(name: str, run: Action, help_text: str) -> argparse.ArgumentParser:
@@ -122,13 +122,13 @@ def _analyze(arguments: argparse.Namespace, _: Settings) -> int:
 
 
 def _synthesize_options(parser: argparse.ArgumentParser) -> None:
-    from kvmesh.workload.generate.synthesizer import Options
+    from kvmesh.workload.generate.synthesizer import SynthesisOptions
 
     _source(parser)
     parser.add_argument(
         "-o", "--output", type=result_file, metavar="FILE", required=True, help=FILES
     )
-    for field in msgspec.structs.fields(Options):
+    for field in msgspec.structs.fields(SynthesisOptions):
         if field.name == "seed":
             continue
         own = field.default is msgspec.NODEFAULT
@@ -138,20 +138,22 @@ def _synthesize_options(parser: argparse.ArgumentParser) -> None:
             default=None if own else field.default,
             help="as many as the seed has" if own else f"default {field.default:,}",
         )
-    parser.epilog = Options.__doc__
+    parser.epilog = SynthesisOptions.__doc__
 
 
 def _synthesize(arguments: argparse.Namespace, _: Settings) -> int:
-    from kvmesh.workload.generate.synthesizer import Options, Synthesizer
+    from kvmesh.workload.generate.synthesizer import SynthesisOptions, Synthesizer
 
     workload = _load(arguments)
     given = {
         field.name: getattr(arguments, field.name)
-        for field in msgspec.structs.fields(Options)
+        for field in msgspec.structs.fields(SynthesisOptions)
         if getattr(arguments, field.name) is not None
     }
     try:
-        options = msgspec.convert({"num_requests": len(workload), **given}, Options, strict=False)
+        options = msgspec.convert(
+            {"num_requests": len(workload), **given}, SynthesisOptions, strict=False
+        )
     except msgspec.ValidationError as error:
         raise WorkloadError(str(error).replace("`$.", "`--").replace("_", "-")) from error
     _save(Synthesizer(workload, options).workload(), arguments.output, options.block_size)

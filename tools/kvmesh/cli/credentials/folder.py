@@ -17,7 +17,7 @@ import nkeys
 
 from kvmesh.bus.permissions import ANY, User, inbox_prefix
 from kvmesh.cli.credentials.authority import Authority, Pair
-from kvmesh.cli.credentials.server import Principal, Server, server_config
+from kvmesh.cli.credentials.server import Principal, ServerFiles, server_config
 from kvmesh.cli.local import write_private
 from kvmesh.settings.schema import Settings
 
@@ -28,7 +28,7 @@ LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-class Refused(Exception):
+class CredentialsError(Exception):
     """Nothing was written, and why."""
 
 
@@ -76,7 +76,7 @@ class Credentials:
             return
         ours = [*self._users(), AUTHORITY, NATS]
         if not (self._path / AUTHORITY / CA).is_file() and any(self._path.iterdir()):
-            raise Refused(f"{self._path} is not empty and holds no credentials of a mesh")
+            raise CredentialsError(f"{self._path} is not empty and holds no credentials of a mesh")
         for part in ours if force else ():
             shutil.rmtree(self._path / part, ignore_errors=True)
         self._path.chmod(0o700)
@@ -102,7 +102,9 @@ class Credentials:
         folder = self._path / AUTHORITY
         if (folder / CA).is_file():
             if not (folder / CA_KEY).is_file():
-                raise Refused(f"{folder / CA_KEY} is needed to sign certificates: put it back")
+                raise CredentialsError(
+                    f"{folder / CA_KEY} is needed to sign certificates: put it back"
+                )
             return Authority.load(Pair((folder / CA).read_bytes(), (folder / CA_KEY).read_bytes()))
         _make(folder)
         authority = Authority.create(self._settings.nats.namespace, self._now)
@@ -148,7 +150,7 @@ class Credentials:
         _put(folder / CERT, pair.certificate)
         _put(folder / KEY, pair.key)
         host = "127.0.0.1" if LOCAL.issuperset(plan.hosts) else "0.0.0.0"
-        server = Server(
+        server = ServerFiles(
             namespace=self._settings.nats.namespace,
             listen=_address(host, plan.port),
             store=plan.store or self.files_at(NATS) / "jetstream",

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvmesh.bus.permissions import ANY, User, permissions
 from kvmesh.bus.subjects import Subjects, token
 from kvmesh.cli.supervisor.nats import MAX_PAYLOAD, jetstream
-from kvmesh.settings.schema import Streams
+from kvmesh.settings.schema import StreamSettings
 
 LEVEL = "  "
 
@@ -32,23 +32,23 @@ class Principal:
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerFiles:
     """The addresses and paths of a server: where it listens, keeps streams, finds certificates."""
 
     namespace: str
     listen: str
     store: Path
     folder: Path
-    streams: Streams
+    streams: StreamSettings
     monitor_port: int = 0
 
 
-def server_config(server: Server, keys: Iterable[tuple[Principal, str]]) -> str:
+def server_config(server: ServerFiles, keys: Iterable[tuple[Principal, str]]) -> str:
     """The whole file; `keys` has each user's public nkey."""
     return "\n".join([*_head(server), *_accounts(server.namespace, keys), ""])
 
 
-def _head(server: Server) -> Iterator[str]:
+def _head(server: ServerFiles) -> Iterator[str]:
     yield "# Written by `kvmesh secure`, which replaces it each time: include it, do not edit it."
     yield f"listen: {json.dumps(server.listen)}"
     if server.monitor_port:

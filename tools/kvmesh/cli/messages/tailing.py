@@ -28,7 +28,7 @@ REQUEST_COLOUR = 31
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TailFilter:
     """What to show: subject patterns, from when on, whether to go on, and how many at most."""
 
     patterns: Sequence[str]
@@ -57,10 +57,10 @@ class Form:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
 
 
-class Tail:
+class BusTail:
     """Prints what passes until interrupted, or until enough or all has been shown."""
 
-    def __init__(self, bus: Bus, wanted: Wanted, form: Form, settings: Settings) -> None:
+    def __init__(self, bus: Bus, wanted: TailFilter, form: Form, settings: Settings) -> None:
         self._bus = bus
         self._wanted = wanted
         self._form = form

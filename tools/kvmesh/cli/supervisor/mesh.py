@@ -14,7 +14,7 @@ EARLY_FAILURES = 3
 USAGE_ERROR = 2
 
 
-class Steps(Protocol):
+class StartSteps(Protocol):
     """What happens around the life of the processes."""
 
     async def after_nats(self) -> None:
@@ -31,7 +31,7 @@ class Mesh:
     """The processes of `specs` under supervision, until a signal or until it cannot start."""
 
     def __init__(
-        self, specs: Iterable[Spec], steps: Steps, log: LogStream, patience_s: float
+        self, specs: Iterable[Spec], steps: StartSteps, log: LogStream, patience_s: float
     ) -> None:
         self._steps = steps
         self._log = log

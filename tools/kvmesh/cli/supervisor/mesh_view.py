@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 CONNECT_S = 5.0
 
 
-class Watch:
+class MeshView:
     """Follows leases and load messages; `loads` is by process name, then by rank."""
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
@@ -34,7 +34,7 @@ class Watch:
         self.loads: dict[str, dict[int, Load]] = {}
 
     @classmethod
-    async def connect(cls, settings: Settings) -> "Watch":
+    async def connect(cls, settings: Settings) -> "MeshView":
         """Raises UpError if NATS is not there."""
         try:
             bus = await Bus.connect(bus_options(settings.nats), "up", timeout=CONNECT_S)

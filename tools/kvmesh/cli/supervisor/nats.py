@@ -10,7 +10,7 @@ from kvmesh.cli.local import write_private
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.plan import Spec
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import Streams
+from kvmesh.settings.schema import StreamSettings
 
 SERVER = Path(sys.executable).with_name("nats-server")
 MAX_PAYLOAD = 8 << 20
@@ -19,7 +19,7 @@ SPARE_MEMORY_BYTES = 1 << 30
 SPARE_HEAP_BYTES = 192 << 20
 
 
-def jetstream(store: Path, streams: Streams) -> str:
+def jetstream(store: Path, streams: StreamSettings) -> str:
     """The part of a server's configuration that has it keep everything under `store`.
 
     The limits are those of the streams plus room for the buckets: the server's own default
@@ -38,7 +38,7 @@ def jetstream(store: Path, streams: Streams) -> str:
     )
 
 
-def server_config(port: int, token: str, store: Path, streams: Streams) -> str:
+def server_config(port: int, token: str, store: Path, streams: StreamSettings) -> str:
     """A server on the loopback interface that asks for a token, with what `jetstream` says."""
     return (
         f"listen: 127.0.0.1:{port}\n"
@@ -61,7 +61,7 @@ def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
     return Spec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
 
 
-def server_environ(streams: Streams, environ: Mapping[str, str]) -> dict[str, str]:
+def server_environ(streams: StreamSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of the server; what is set by whoever starts it counts.
 
     Go lets garbage grow to the size of what is in use, and a full memory stream makes much of it:

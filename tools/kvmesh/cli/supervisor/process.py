@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from kvmesh.cli.supervisor.plan import Spec
-from kvmesh.cli.supervisor.restart_policy import Life, State
+from kvmesh.cli.supervisor.restart_policy import Life, ProcessState
 
 PR_SET_PDEATHSIG = 1
 LINE_BYTES = 1 << 16
@@ -54,7 +54,7 @@ class Supervised:
                     async with asyncio.timeout(delay):
                         await self._stop.wait()
         finally:
-            self.life.state = State.STOPPED
+            self.life.state = ProcessState.STOPPED
             self._done.set()
 
     async def _run_once(self) -> int:

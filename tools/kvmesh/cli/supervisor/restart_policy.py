@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class State(StrEnum):
+class ProcessState(StrEnum):
     """Where a supervised process is in its life."""
 
     STARTING = "starting"
@@ -35,7 +35,7 @@ class Life:
     """
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
-    state: State = State.STARTING
+    state: ProcessState = ProcessState.STARTING
     pid: int | None = None
     starts: int = 0
     failures: int = 0
@@ -50,18 +50,18 @@ class Life:
         self.pid = pid
         self.starts += 1
         self.since = now
-        self.state = State.RUNNING
+        self.state = ProcessState.RUNNING
 
     def stopping(self) -> None:
         """From now on an exit is final."""
-        self.state = State.STOPPING if self.pid is not None else State.STOPPED
+        self.state = ProcessState.STOPPING if self.pid is not None else ProcessState.STOPPED
 
     def exited(self, now: float) -> float | None:
         """Record the end of a run; returns the seconds to wait before the next, None if never."""
         self.pid = None
-        if self.state is State.STOPPING:
-            self.state = State.STOPPED
+        if self.state is ProcessState.STOPPING:
+            self.state = ProcessState.STOPPED
             return None
         self.failures = 1 if now - self.since >= self.policy.stable_s else self.failures + 1
-        self.state = State.WAITING
+        self.state = ProcessState.WAITING
         return self.policy.delay(self.failures)

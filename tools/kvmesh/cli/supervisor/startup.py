@@ -14,10 +14,10 @@ from kvmesh.cli.supervisor.plan import Spec, frontend_ports
 from kvmesh.settings import Settings, redacted
 
 if TYPE_CHECKING:
-    from kvmesh.cli.supervisor.mesh_view import Watch
+    from kvmesh.cli.supervisor.mesh_view import MeshView
 
 
-class Guide:
+class StartupGuide:
     """The steps of one start; `watch` is there once the mesh is followed on the bus."""
 
     def __init__(self, settings: Settings, specs: list[Spec], log: LogStream) -> None:
@@ -26,7 +26,7 @@ class Guide:
         self._external = len(self._names) == len(specs)
         self._log = log
         self._started = time.monotonic()
-        self.watch: Watch | None = None
+        self.watch: MeshView | None = None
 
     async def after_nats(self) -> None:
         """Before the services start: is a given NATS server there, and is the past to go?"""
@@ -60,7 +60,7 @@ class Guide:
     def _token_file(self) -> Path | None:
         return None if self._external else token_file(self._settings.up.state_dir)
 
-    async def _connected(self) -> "Watch":
+    async def _connected(self) -> "MeshView":
         if self.watch is None:
             module = await asyncio.to_thread(import_module, "kvmesh.cli.supervisor.mesh_view")
             self.watch = await module.Watch.connect(self._settings)
@@ -71,7 +71,7 @@ class Guide:
             host = ready.reachable(self._settings.frontend.host)
             await ready.until_healthy(host, frontend_ports(self._settings))
 
-    async def _is_keyless(self, watch: "Watch") -> bool:
+    async def _is_keyless(self, watch: "MeshView") -> bool:
         frontend = self._settings.frontend
         return frontend.keys_bucket and frontend.keys_file is None and not await watch.has_keys()
 

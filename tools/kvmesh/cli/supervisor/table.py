@@ -10,22 +10,22 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.cli.supervisor.process import Supervised
-from kvmesh.cli.supervisor.restart_policy import State
+from kvmesh.cli.supervisor.restart_policy import ProcessState
 from kvmesh.cli.units import duration
 
 if TYPE_CHECKING:
     from kvmesh.bus.messages import Load
-    from kvmesh.cli.supervisor.mesh_view import Watch
-    from kvmesh.cli.supervisor.startup import Guide
+    from kvmesh.cli.supervisor.mesh_view import MeshView
+    from kvmesh.cli.supervisor.startup import StartupGuide
 
 REFRESH_S = 0.5
 LOAD = ("running", "waiting", "KV in use")
 COLOURS = {
-    State.STARTING: "yellow",
-    State.RUNNING: "green",
-    State.WAITING: "red",
-    State.STOPPING: "yellow",
-    State.STOPPED: "dim",
+    ProcessState.STARTING: "yellow",
+    ProcessState.RUNNING: "green",
+    ProcessState.WAITING: "red",
+    ProcessState.STOPPING: "yellow",
+    ProcessState.STOPPED: "dim",
 }
 
 
@@ -39,7 +39,7 @@ class LiveTable:
     def emit(self, text: str) -> None:
         self._console.print(Text.from_ansi(text), soft_wrap=True)
 
-    async def show(self, processes: Iterable[Supervised], guide: "Guide") -> None:
+    async def show(self, processes: Iterable[Supervised], guide: "StartupGuide") -> None:
         """Keep the table current until cancelled."""
         with self._live:
             while True:
@@ -48,7 +48,7 @@ class LiveTable:
                 await asyncio.sleep(REFRESH_S)
 
 
-def render(processes: Iterable[Supervised], watch: "Watch | None", now: float) -> Table:
+def render(processes: Iterable[Supervised], watch: "MeshView | None", now: float) -> Table:
     """The table at monotonic time `now`."""
     loads = watch.loads if watch else {}
     able = watch.ready if watch else set()
@@ -57,7 +57,7 @@ def render(processes: Iterable[Supervised], watch: "Watch | None", now: float) -
         table.add_column(heading, no_wrap=True)
     for process in processes:
         life, name = process.life, process.spec.name
-        running = life.state is State.RUNNING
+        running = life.state is ProcessState.RUNNING
         ready = running and name in able
         table.add_row(
             name,

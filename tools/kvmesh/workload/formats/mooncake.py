@@ -30,7 +30,7 @@ from kvmesh.workload.tree import ROOT, Tree
 BLOCK_SIZE = 512
 
 
-class Row(Struct, kw_only=True, omit_defaults=True):
+class MooncakeRow(Struct, kw_only=True, omit_defaults=True):
     """One line. `block_size`, `priority`, `abort_after`, `parent_session_id` are ours."""
 
     input_length: SomeTokens
@@ -69,8 +69,8 @@ def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
     return workload, repairs
 
 
-def _rows(file: Path, repairs: Repairs) -> list[tuple[int, Row]]:
-    rows: list[tuple[int, Row]] = []
+def _rows(file: Path, repairs: Repairs) -> list[tuple[int, MooncakeRow]]:
+    rows: list[tuple[int, MooncakeRow]] = []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -84,15 +84,15 @@ def _rows(file: Path, repairs: Repairs) -> list[tuple[int, Row]]:
     return rows
 
 
-def _parse(line: bytes) -> Row:
+def _parse(line: bytes) -> MooncakeRow:
     fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
     for alias, name in ALIASES.items():
         if alias in fields and name not in fields:
             fields[name] = fields.pop(alias)
-    return msgspec.convert(fields, Row)
+    return msgspec.convert(fields, MooncakeRow)
 
 
-def _fit(number: int, row: Row, repairs: Repairs) -> Row:
+def _fit(number: int, row: MooncakeRow, repairs: Repairs) -> MooncakeRow:
     """Hash ids and length must agree: one id per begun block."""
     expected = -(-row.input_length // row.block_size)
     found = len(row.hash_ids)
@@ -111,7 +111,7 @@ def _fit(number: int, row: Row, repairs: Repairs) -> Row:
     return row
 
 
-def _name_once(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
+def _name_once(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> None:
     """A request id names one row."""
     known: set[str] = set()
     for number, row in rows:
@@ -125,7 +125,7 @@ def _name_once(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
             known.add(row.request_id)
 
 
-def _order(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
+def _order(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> None:
     """Absolute times must not go back; a row without one stays behind its session's row before."""
     latest = 0.0
     disordered = False
@@ -194,7 +194,7 @@ class Assembler:
         self._rounds: list[Round] = []
         self._places: dict[int, int] = {}
 
-    def workload(self, rows: list[tuple[int, Row]]) -> Workload:
+    def workload(self, rows: list[tuple[int, MooncakeRow]]) -> Workload:
         before = predecessors(rows, self._repairs)
         for place in in_order(before, lambda place: self._break(rows[place])):
             number, row = rows[place]
@@ -211,12 +211,12 @@ class Assembler:
             link_answers(workload, members)
         return workload
 
-    def _break(self, numbered: tuple[int, Row]) -> None:
+    def _break(self, numbered: tuple[int, MooncakeRow]) -> None:
         number, row = numbered
         name = row.request_id or row.session_id
         self._repairs.note(number, f"cycle in wait_for through {name!r}", "dropped the wait")
 
-    def _add(self, number: int, row: Row, after: tuple[int, ...]) -> None:
+    def _add(self, number: int, row: MooncakeRow, after: tuple[int, ...]) -> None:
         builder = self._builders.setdefault(row.block_size, TreeBuilder(self._tree, row.block_size))
         branch = builder.add(row.hash_ids)
         for block in builder.conflicts:
@@ -240,7 +240,7 @@ class Assembler:
             )
         )
 
-    def _session(self, row: Row) -> int:
+    def _session(self, row: MooncakeRow) -> int:
         name = row.session_id
         if name is not None and name in self._sessions:
             return self._sessions[name]
@@ -251,13 +251,13 @@ class Assembler:
             self._sessions[name] = index
         return index
 
-    def _start(self, row: Row, after: tuple[int, ...]) -> float:
+    def _start(self, row: MooncakeRow, after: tuple[int, ...]) -> float:
         if after:
             return ((row.delay or 0.0) + (row.tool_wait_ms or 0.0)) / 1e3
         return (row.timestamp or 0.0) / 1e3
 
 
-def predecessors(rows: list[tuple[int, Row]], repairs: Repairs) -> list[set[int]]:
+def predecessors(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> list[set[int]]:
     """The places in `rows` that each row waits for: those it names, or the turn before it."""
     named = {
         row.request_id: place for place, (_, row) in enumerate(rows) if row.request_id is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvmesh.workload.formats.mooncake import BLOCK_SIZE, Row
+from kvmesh.workload.formats.mooncake import BLOCK_SIZE, MooncakeRow
 from kvmesh.workload.model import Round, Workload
 from kvmesh.workload.tree import mix
 
@@ -23,7 +23,7 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
     encode = msgspec.json.Encoder().encode
     with file.open("wb") as out:
         for index, round_ in enumerate(workload.rounds):
-            row = Row(
+            row = MooncakeRow(
                 input_length=round_.input_tokens,
                 output_length=round_.output_tokens,
                 hash_ids=ids.of(round_),
@@ -55,7 +55,7 @@ class Ids:
         return [self._ids.setdefault(block, len(self._ids)) for block in blocks]
 
 
-def _time(row: Row, round_: Round) -> None:
+def _time(row: MooncakeRow, round_: Round) -> None:
     milliseconds = round(round_.at_s * 1e3, 3)
     if not round_.after:
         row.timestamp = milliseconds
@@ -65,7 +65,7 @@ def _time(row: Row, round_: Round) -> None:
         row.tool_wait_ms = milliseconds
 
 
-def _relate(row: Row, workload: Workload, index: int) -> None:
+def _relate(row: MooncakeRow, workload: Workload, index: int) -> None:
     round_ = workload.rounds[index]
     session = workload.sessions[round_.session]
     row.request_id = f"r{index}"

@@ -18,7 +18,7 @@ from kvmesh.workload.model import Milliseconds, Round, Session, Tokens, Workload
 from kvmesh.workload.tree import Tree
 
 
-class Row(Struct, kw_only=True):
+class TracelabRow(Struct, kw_only=True):
     session_id: str
     arrival_time: Milliseconds
     round_idx: Tokens
@@ -28,7 +28,7 @@ class Row(Struct, kw_only=True):
     tool_wait_after_ms: Milliseconds
 
 
-COLUMNS = tuple(Row.__struct_fields__)
+COLUMNS = tuple(TracelabRow.__struct_fields__)
 EXCESS = ""
 
 
@@ -44,13 +44,13 @@ def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
     return workload, repairs
 
 
-def _sessions(file: Path, repairs: Repairs) -> dict[str, list[tuple[int, Row]]]:
-    sessions: dict[str, list[tuple[int, Row]]] = {}
+def _sessions(file: Path, repairs: Repairs) -> dict[str, list[tuple[int, TracelabRow]]]:
+    sessions: dict[str, list[tuple[int, TracelabRow]]] = {}
     with file.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
         reader = csv.DictReader(lines, restkey=EXCESS)
         for number, fields in _lines(file, reader, repairs):
             try:
-                row = msgspec.convert(fields, Row, strict=False)
+                row = msgspec.convert(fields, TracelabRow, strict=False)
             except msgspec.ValidationError as error:
                 reason = str(error).replace("`$.", "`")
                 repairs.note(number, reason, "dropped the line")
@@ -83,7 +83,7 @@ def _lines(
             yield reader.line_num, fields
 
 
-def _assemble(sessions: list[list[tuple[int, Row]]], repairs: Repairs) -> Workload:
+def _assemble(sessions: list[list[tuple[int, TracelabRow]]], repairs: Repairs) -> Workload:
     tree = Tree()
     drafts: list[tuple[float, int, Round]] = []
     for index, rows in enumerate(sessions):
@@ -97,7 +97,7 @@ def _assemble(sessions: list[list[tuple[int, Row]]], repairs: Repairs) -> Worklo
     )
 
 
-def _order(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
+def _order(rows: list[tuple[int, TracelabRow]], repairs: Repairs) -> None:
     expected = list(range(len(rows)))
     for (line, row), place in zip(rows, expected, strict=True):
         if row.round_idx != place:
@@ -108,7 +108,7 @@ def _order(rows: list[tuple[int, Row]], repairs: Repairs) -> None:
 
 
 def _chain(
-    session: int, rows: list[tuple[int, Row]], tree: Tree, repairs: Repairs
+    session: int, rows: list[tuple[int, TracelabRow]], tree: Tree, repairs: Repairs
 ) -> list[tuple[float, int, Round]]:
     """The rounds of one session, each with the time at which it would run at the earliest."""
     branch, held, clock, wait_s = tree.fork(), 0, rows[0][1].arrival_time / 1e3, 0.0

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, field
 
 from kvmesh.workload.generate.distributions import draw, draw_int
-from kvmesh.workload.generate.profile import Agent, Profile, ProfileError, Spawn
+from kvmesh.workload.generate.profile import Agent, AgentProfile, AgentProfileError, Spawn
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.tree import Tree
 
@@ -57,7 +57,7 @@ class Walk:
 class AgentGenerator:
     """Writes one workload; everything follows from the profile and the seed."""
 
-    def __init__(self, profile: Profile, seed: int = 0) -> None:
+    def __init__(self, profile: AgentProfile, seed: int = 0) -> None:
         self._profile = profile
         self._rng = random.Random(seed)
         self._ends = random.Random(f"{seed} ends")
@@ -88,7 +88,9 @@ class AgentGenerator:
             heapq.heappush(ends, (end, number, last))
             clock += self._rng.expovariate(self._profile.per_minute / 60)
         if not self._drafts:
-            raise ProfileError("no request: every first prompt is longer than its agent's context")
+            raise AgentProfileError(
+                "no request: every first prompt is longer than its agent's context"
+            )
         return self._assemble()
 
     def _session(

@@ -16,7 +16,7 @@ Count = Annotated[int, Meta(ge=1, le=LIMIT)]
 Weight = Annotated[float, Meta(ge=0, le=LIMIT)]
 
 
-class ProfileError(WorkloadError):
+class AgentProfileError(WorkloadError):
     """A profile that is missing or wrong; the message names the file and the key."""
 
 
@@ -24,7 +24,7 @@ class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base: an unknown key is an error that names it."""
 
 
-class Tool(_Section, frozen=True, kw_only=True):
+class ToolProfile(_Section, frozen=True, kw_only=True):
     """A tool: how often it is called, how long it takes (s) and how much it returns (tokens)."""
 
     name: str
@@ -90,12 +90,12 @@ class Agent(_Section, frozen=True, kw_only=True):
     priority: Priority = 0
     context: Count = 200_000
     human: Human = Human()
-    tools: list[Tool] = []
+    tools: list[ToolProfile] = []
     compaction: Compaction | None = None
     spawns: list[Spawn] = []
 
 
-class Profile(_Section, frozen=True, kw_only=True):
+class AgentProfile(_Section, frozen=True, kw_only=True):
     """A kind of traffic. Sessions start as a Poisson process, `per_minute` on average.
 
     With `concurrency`, only as many first ones do: then each waits for another one to end.
@@ -140,13 +140,15 @@ def builtin() -> dict[str, Path]:
     return {file.stem: file for file in sorted(FOLDER.glob("*.toml"))}
 
 
-def load_profile(source: str) -> Profile:
+def load_profile(source: str) -> AgentProfile:
     """A shipped profile by name, or any by its path. Raises ProfileError."""
     file = builtin().get(source) or Path(source)
     try:
-        return msgspec.toml.decode(file.read_bytes(), type=Profile)
+        return msgspec.toml.decode(file.read_bytes(), type=AgentProfile)
     except OSError as error:
         known = ", ".join(builtin())
-        raise ProfileError(f"no profile {source!r} (shipped: {known}): {error.strerror}") from error
+        raise AgentProfileError(
+            f"no profile {source!r} (shipped: {known}): {error.strerror}"
+        ) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{file}: {str(error).replace('`$.', '`')}") from error
+        raise AgentProfileError(f"{file}: {str(error).replace('`$.', '`')}") from error

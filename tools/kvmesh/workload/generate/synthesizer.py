@@ -27,7 +27,7 @@ class SynthesisError(WorkloadError):
     """A seed that is not a tree, or options that no prompt can meet."""
 
 
-class Options(Struct, frozen=True, kw_only=True):
+class SynthesisOptions(Struct, frozen=True, kw_only=True):
     """What to change about the seed.
 
     Lengths of shared parts, of unique parts and of answers are multiplied; the core is repeated
@@ -46,12 +46,12 @@ class Options(Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-class Node:
+class BranchNode:
     """A contracted chain of core blocks, below it further chains; `leaves` end after it."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self.children: list[Node] = []
+        self.children: list[BranchNode] = []
         self.visits = 0
         self.leaves: list[Leaf] = []
         self.weights: list[int] = []
@@ -70,8 +70,8 @@ class Core:
     def __init__(self, workload: Workload, block_size: int) -> None:
         paths = [self._path(workload, r, block_size) for r in workload.rounds]
         self._visits, self._parents = _count(paths)
-        self.root = Node(0)
-        self._nodes: dict[int, Node] = {ROOT: self.root}
+        self.root = BranchNode(0)
+        self._nodes: dict[int, BranchNode] = {ROOT: self.root}
         for path, round_ in zip(paths, workload.rounds, strict=True):
             self._add(path, round_, block_size)
         _contract(self.root)
@@ -93,7 +93,7 @@ class Core:
                 break
             below = self._nodes.get(block)
             if below is None:
-                below = self._nodes[block] = Node(1)
+                below = self._nodes[block] = BranchNode(1)
                 node.children.append(below)
             node, depth = below, depth + 1
             node.visits += 1
@@ -115,7 +115,7 @@ def _count(paths: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
     return visits, parents
 
 
-def _contract(root: Node) -> None:
+def _contract(root: BranchNode) -> None:
     """Merge each node with its only child where no prompt leaves in between."""
     open_ = list(root.children)
     while open_:
@@ -127,7 +127,7 @@ def _contract(root: Node) -> None:
         open_.extend(node.children)
 
 
-def _walks(root: Node) -> Iterator[tuple[Node, int]]:
+def _walks(root: BranchNode) -> Iterator[tuple[BranchNode, int]]:
     """Every node with the number of blocks down to its end."""
     open_ = [(root, 0)]
     while open_:
@@ -136,7 +136,7 @@ def _walks(root: Node) -> Iterator[tuple[Node, int]]:
         open_.extend((child, depth + child.blocks) for child in node.children)
 
 
-def _leaves_by_depth(root: Node) -> dict[int, list[Leaf]]:
+def _leaves_by_depth(root: BranchNode) -> dict[int, list[Leaf]]:
     """Leaves pooled by the power of two of their depth, so that length keeps to context."""
     pools: dict[int, list[Leaf]] = {}
     for node, depth in _walks(root):
@@ -147,7 +147,7 @@ def _leaves_by_depth(root: Node) -> dict[int, list[Leaf]]:
 class Synthesizer:
     """Draws requests like those of a seed trace; everything follows from the options."""
 
-    def __init__(self, workload: Workload, options: Options) -> None:
+    def __init__(self, workload: Workload, options: SynthesisOptions) -> None:
         if not workload.rounds:
             raise SynthesisError("the seed trace has no requests")
         if any(round_.after for round_ in workload.rounds):
@@ -198,7 +198,7 @@ class Synthesizer:
                 return branch, tokens, min(output, LIMIT)
         raise SynthesisError(f"no prompt of at most {options.max_isl} tokens in {TRIES} tries")
 
-    def _walk(self) -> tuple[list[Node], int]:
+    def _walk(self) -> tuple[list[BranchNode], int]:
         """Chains from the root of the core to where a leaf begins, and their blocks."""
         node, way, depth = self._core.root, [self._core.root], 0
         while True:
@@ -210,14 +210,14 @@ class Synthesizer:
             way.append(node)
             depth += node.blocks
 
-    def _leaf(self, node: Node, depth: int) -> Leaf:
+    def _leaf(self, node: BranchNode, depth: int) -> Leaf:
         """From this place in the seed if it has seen enough, else from others as deep."""
         pool = node.leaves
         if len(pool) < LEAST:
             pool = self._core.by_depth[depth.bit_length()]
         return self._rng.choice(pool)
 
-    def _lay(self, way: list[Node], copy: int) -> int:
+    def _lay(self, way: list[BranchNode], copy: int) -> int:
         """The branch along a walk in one copy of the core; made when first walked."""
         scale = self._options.block_size * self._options.prefix_len_multiplier
         branch, depth = ROOT, 0

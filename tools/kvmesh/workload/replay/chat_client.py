@@ -41,14 +41,14 @@ class Sample(Struct, kw_only=True):
         return (self.last_s - self.ttft_s) / (self.output_tokens - 1)
 
 
-class Delta(Struct):
+class DeltaFrame(Struct):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[Any] | None = None
 
 
-class Choice(Struct):
-    delta: Delta = msgspec.field(default_factory=Delta)
+class ChoiceFrame(Struct):
+    delta: DeltaFrame = msgspec.field(default_factory=DeltaFrame)
     finish_reason: str | None = None
 
 
@@ -56,7 +56,7 @@ class PromptDetails(Struct):
     cached_tokens: int | None = None
 
 
-class Usage(Struct):
+class UsageFrame(Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptDetails | None = None
@@ -65,15 +65,15 @@ class Usage(Struct):
 class Frame(Struct):
     """What is read of a chunk or of an error body."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChoiceFrame] = []
+    usage: UsageFrame | None = None
     error: Any = None
 
 
 _frames = msgspec.json.Decoder(Frame)
 
 
-class Endpoint:
+class ChatEndpoint:
     """One server and model. `headers` go with every request."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Endpoint:
     @classmethod
     async def open(
         cls, http: aiohttp.ClientSession, url: str, model: str | None, api_key: str | None
-    ) -> "Endpoint":
+    ) -> "ChatEndpoint":
         """Connect; without `model`, take the first that the server lists. Raises EndpointError."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         endpoint = cls(http, url, model or "", headers)

@@ -24,8 +24,8 @@ from rich.progress import (
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Workload
-from kvmesh.workload.replay.chat_client import Endpoint, EndpointError, Sample
-from kvmesh.workload.replay.summary import Summary, show, summarize
+from kvmesh.workload.replay.chat_client import ChatEndpoint, EndpointError, Sample
+from kvmesh.workload.replay.summary import ReplaySummary, show, summarize
 from kvmesh.workload.replay.text import Speller
 from kvmesh.workload.tree import Tree
 
@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary.failed or summary.unfinished else 0
 
 
-async def _replay(workload: Workload, args: argparse.Namespace, errors: Console) -> Summary:
+async def _replay(workload: Workload, args: argparse.Namespace, errors: Console) -> ReplaySummary:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=args.timeout)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        endpoint = await Endpoint.open(http, args.url, args.model, args.api_key)
+        endpoint = await ChatEndpoint.open(http, args.url, args.model, args.api_key)
         speller = await fitted_speller(workload.tree, endpoint, args.seed)
         with _progress(errors, len(workload)) as progress:
             replay = Replay(workload, speller, endpoint, args.speed, args.concurrency, progress)
@@ -96,7 +96,7 @@ async def _interruptible(replay: "Replay") -> float:
     return time.perf_counter() - started
 
 
-async def fitted_speller(tree: Tree, endpoint: Endpoint, seed: int) -> Speller:
+async def fitted_speller(tree: Tree, endpoint: ChatEndpoint, seed: int) -> Speller:
     """A speller for the served tokenizer and template, fitted with two trial requests."""
     scratch = Tree()
     branch = scratch.fork()
@@ -130,7 +130,7 @@ class Replay:
         self,
         workload: Workload,
         speller: Speller,
-        endpoint: Endpoint,
+        endpoint: ChatEndpoint,
         speed: float,
         concurrency: int,
         progress: Progress | None = None,

@@ -42,7 +42,7 @@ def _percentile(ordered: list[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-class Summary(Struct, frozen=True, kw_only=True):
+class ReplaySummary(Struct, frozen=True, kw_only=True):
     """The outcome of a replay. Times in seconds; shares from 0 to 1.
 
     `length_ratio` is prompt tokens as the server counted them over those that the trace asks for.
@@ -82,14 +82,14 @@ def summarize(
     model: str,
     speed: float,
     concurrency: int,
-) -> Summary:
+) -> ReplaySummary:
     """`wanted_tokens` maps the index of each round of the trace to its prompt length."""
     good = [s for s in samples if s.error is None]
     whole = [s for s in good if not s.aborted]
     prompt = sum(s.prompt_tokens for s in whole)
     cached = sum(s.cached_tokens for s in whole)
     wanted = sum(wanted_tokens[s.index] for s in whole)
-    return Summary(
+    return ReplaySummary(
         trace=trace,
         url=url,
         model=model,
@@ -120,7 +120,7 @@ def kind(error: str) -> str:
     return re.sub(r"\b(?=[\w-]*\d)[\w-]{8,}\b", "…", error)
 
 
-def show(summary: Summary, console: Console) -> None:
+def show(summary: ReplaySummary, console: Console) -> None:
     """Print the figures as a table, then the errors if there were any."""
     table = Table(title=f"{summary.trace} → {summary.url} ({summary.model})", title_justify="left")
     table.add_column("ms")
@@ -141,7 +141,7 @@ def show(summary: Summary, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _lines(summary: Summary) -> Iterable[str]:
+def _lines(summary: ReplaySummary) -> Iterable[str]:
     rate = summary.requests / summary.wall_s if summary.wall_s else 0.0
     output_rate = summary.output_tokens / summary.wall_s if summary.wall_s else 0.0
     yield (

@@ -5,7 +5,7 @@ from collections import OrderedDict
 import numpy as np
 
 from kvmesh.demo.corpus import words
-from kvmesh.workload.tree import Segment, Tree, mix
+from kvmesh.workload.tree import TokenSegment, Tree, mix
 
 CACHE_CHARACTERS = 64 << 20
 
@@ -25,7 +25,7 @@ class Speller:
         self._scale = tokens_per_word
         self._overhead = overhead
         self._words = np.array([f" {word}" for word in words()], dtype=object)
-        self._cache: OrderedDict[Segment, str] = OrderedDict()
+        self._cache: OrderedDict[TokenSegment, str] = OrderedDict()
         self._held = 0
 
     def prompt(self, branch: int, tokens: int) -> str:
@@ -33,7 +33,7 @@ class Speller:
         length = max(1, tokens - self._overhead)
         return "".join(self._segment(segment) for segment in self._tree.way(branch, length))
 
-    def _segment(self, segment: Segment) -> str:
+    def _segment(self, segment: TokenSegment) -> str:
         text = self._cache.get(segment)
         if text is not None:
             self._cache.move_to_end(segment)
@@ -45,7 +45,7 @@ class Speller:
             self._held -= len(self._cache.popitem(last=False)[1])
         return text
 
-    def _spell(self, segment: Segment) -> str:
+    def _spell(self, segment: TokenSegment) -> str:
         positions = np.arange(round(segment.start / self._scale), round(segment.end / self._scale))
         chosen = mix(segment.branch + self._offset, positions) % np.uint64(len(self._words))
         return "".join(self._words[chosen.astype(np.intp)])

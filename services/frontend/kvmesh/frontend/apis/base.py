@@ -31,7 +31,7 @@ class Usage(Struct, frozen=True):
     lasting: int = 0
 
 
-class Summary(Struct, frozen=True):
+class AnswerSummary(Struct, frozen=True):
     """What is known at the end: counts, and what `nvext.extra_fields` asked for."""
 
     usage: Usage
@@ -72,11 +72,11 @@ class Renderer(Protocol):
 
     def end(self, choice: int, ending: Ending) -> bytes: ...
 
-    def done(self, summary: Summary) -> bytes: ...
+    def done(self, summary: AnswerSummary) -> bytes: ...
 
     def failed(self, error: ApiError) -> bytes: ...
 
-    def whole(self, summary: Summary) -> bytes: ...
+    def whole(self, summary: AnswerSummary) -> bytes: ...
 
 
 class StoredTurn(Struct):
@@ -93,7 +93,7 @@ class StoredTurn(Struct):
     tenant: str = ""
 
 
-class Thread(Protocol):
+class ConversationThread(Protocol):
     """A request's place in a stored conversation."""
 
     previous: str | None
@@ -110,15 +110,15 @@ class Thread(Protocol):
         ...
 
 
-class Call(Struct):
+class ApiCall(Struct):
     """A parsed request with the renderer of its answer; `thread` where the API stores them."""
 
     request: GenerateRequest
     renderer: Renderer
-    thread: Thread | None = None
+    thread: ConversationThread | None = None
 
 
-class Surface(Protocol):
+class Api(Protocol):
     """One API. `keepalive` is what a stream that has nothing to say sends.
 
     `in_order`: text, thinking and calls of an answer come back as they went out, not each by kind.
@@ -133,7 +133,7 @@ class Surface(Protocol):
     @property
     def in_order(self) -> bool: ...
 
-    def parse(self, body: bytes, headers: Headers) -> Call:
+    def parse(self, body: bytes, headers: Headers) -> ApiCall:
         """Raises ApiError (InvalidRequest naming the field, mostly)."""
         ...
 

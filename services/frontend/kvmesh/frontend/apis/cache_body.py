@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from kvmesh.bus.messages import Sampling
-from kvmesh.frontend.apis.base import Headers, Surface
+from kvmesh.frontend.apis.base import Api, Headers
 from kvmesh.frontend.apis.cache_ttl import Duration, Priority, seconds
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.completions import Completions
@@ -22,9 +22,9 @@ DAY = 86400.0
 MAX_SESSIONS = 1024
 
 Tokens = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(min_length=1)]
-Api = Literal["chat", "completions", "messages", "responses"]
+ApiName = Literal["chat", "completions", "messages", "responses"]
 Lasting = Annotated[float, Meta(gt=0, le=DAY)]
-SURFACES: dict[Api, Surface] = {
+APIS: dict[ApiName, Api] = {
     "chat": Chat(),
     "completions": Completions(),
     "messages": Messages(),
@@ -46,7 +46,7 @@ class PromptBody(Struct, kw_only=True):
     input: str | list[Raw] | None = None
     prompt: str | list[Raw] | None = None
     tools: list[Raw] | None = None
-    api: Api | None = None
+    api: ApiName | None = None
     nvext: Nvext | None = None
 
 
@@ -117,7 +117,7 @@ def to_request(parsed: PromptBody, body: bytes, headers: Headers) -> GenerateReq
         reason = "One of `session`, `tokens`, `messages`, `input` and `prompt` is needed."
         raise InvalidRequest(reason, ["session", *given, *spoken][-1])
     if spoken:
-        return SURFACES[parsed.api or _api(parsed)].parse(body, headers).request
+        return APIS[parsed.api or _api(parsed)].parse(body, headers).request
     request = GenerateRequest(
         id=f"cache-{secrets.token_hex(12)}",
         model=parsed.model,
@@ -128,7 +128,7 @@ def to_request(parsed: PromptBody, body: bytes, headers: Headers) -> GenerateReq
     return request
 
 
-def _api(parsed: PromptBody) -> Api:
+def _api(parsed: PromptBody) -> ApiName:
     if parsed.prompt is not None:
         return "completions"
     if parsed.input is not None:

@@ -8,10 +8,10 @@ import msgspec
 
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.apis.base import (
-    Call,
+    AnswerSummary,
+    ApiCall,
     Ending,
     Headers,
-    Summary,
     TokenLogprob,
     Usage,
     check_range,
@@ -57,7 +57,7 @@ class Completions:
     keepalive = openai.KEEPALIVE
     in_order = False
 
-    def parse(self, body: bytes, headers: Headers) -> Call:
+    def parse(self, body: bytes, headers: Headers) -> ApiCall:
         parsed = decode(_decoder, body)
         request = to_request(parsed)
         apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
@@ -65,7 +65,7 @@ class Completions:
         if "ignored" in request.extra_fields:
             request.ignored = ignored(body, CompletionBody)
         options = parsed.stream_options
-        return Call(request, CompletionAnswer(request, bool(options and options.include_usage)))
+        return ApiCall(request, CompletionAnswer(request, bool(options and options.include_usage)))
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return openai.error_body(error)
@@ -105,7 +105,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return prompt
 
 
-class Choice:
+class CompletionChoice:
     """What one choice has said so far, and where its next token begins."""
 
     def __init__(self, index: int, echo: str) -> None:
@@ -130,7 +130,7 @@ class CompletionAnswer:
             "model": request.model,
         }
         self._choices = [
-            Choice(index, _echo(request, index // request.n))
+            CompletionChoice(index, _echo(request, index // request.n))
             for index in range(len(request.prompts) * request.n)
         ]
 
@@ -158,7 +158,7 @@ class CompletionAnswer:
         return self._chunk(state, "") if self._stream else b""
 
     def _chunk(
-        self, choice: Choice, text: str, logprobs: dict[str, list[Any]] | None = None
+        self, choice: CompletionChoice, text: str, logprobs: dict[str, list[Any]] | None = None
     ) -> bytes:
         entry = {
             "index": choice.index,
@@ -169,7 +169,7 @@ class CompletionAnswer:
         usage = {"usage": None} if self._include_usage else {}
         return openai.event({**self._common, "choices": [entry], **usage})
 
-    def done(self, summary: Summary) -> bytes:
+    def done(self, summary: AnswerSummary) -> bytes:
         last: dict[str, Any] = {**self._common, "choices": []}
         if self._include_usage:
             last["usage"] = openai.usage_object(summary.usage)
@@ -181,7 +181,7 @@ class CompletionAnswer:
     def failed(self, error: ApiError) -> bytes:
         return openai.event(openai.error_object(error)) + openai.DONE
 
-    def whole(self, summary: Summary) -> bytes:
+    def whole(self, summary: AnswerSummary) -> bytes:
         choices = [
             {
                 "index": choice.index,
@@ -205,7 +205,7 @@ def _no_logprobs() -> dict[str, list[Any]]:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def _logprobs(choice: Choice, tokens: list[TokenLogprob]) -> dict[str, list[Any]]:
+def _logprobs(choice: CompletionChoice, tokens: list[TokenLogprob]) -> dict[str, list[Any]]:
     """The older form of this API: parallel lists."""
     found = _no_logprobs()
     for token in tokens:

@@ -42,14 +42,14 @@ def error_body(error: ApiError) -> tuple[int, bytes]:
     return status_of(error), json_encode(error_object(error))
 
 
-class Shape:
+class OpenAIErrorShape:
     """The error shape alone, for endpoints without a surface of their own."""
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return error_body(error)
 
 
-SHAPE = Shape()
+SHAPE = OpenAIErrorShape()
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

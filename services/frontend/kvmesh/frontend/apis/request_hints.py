@@ -17,7 +17,7 @@ MAX_ID = 512
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 
 
-class Session(NamedTuple):
+class SessionHint(NamedTuple):
     """Identity of an agent's chain of requests, and of the one that started it."""
 
     id: str | None
@@ -59,28 +59,28 @@ def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
     )
 
 
-def session_of(headers: Headers) -> Session:
+def session_of(headers: Headers) -> SessionHint:
     """The session that a harness names in its own way; see docs/requests.md."""
     own = _ours(headers, "session-id")
     if own:
-        return Session(own, _ours(headers, "parent-session-id"))
+        return SessionHint(own, _ours(headers, "parent-session-id"))
     claude = headers.get("x-claude-code-session-id")
     if claude:
         return _claude(claude, headers)
     codex = headers.get("thread-id") or headers.get("session-id")
     if codex:
-        return Session(codex, headers.get("x-codex-parent-thread-id"))
+        return SessionHint(codex, headers.get("x-codex-parent-thread-id"))
     opencode = headers.get("x-session-id") or headers.get("x-session-affinity")
-    return Session(opencode, headers.get("x-parent-session-id"))
+    return SessionHint(opencode, headers.get("x-parent-session-id"))
 
 
-def _claude(session: str, headers: Headers) -> Session:
+def _claude(session: str, headers: Headers) -> SessionHint:
     """Subagents share their parent's session id and differ by agent id."""
     agent = headers.get("x-claude-code-agent-id")
     if not agent:
-        return Session(session, None)
+        return SessionHint(session, None)
     parent = headers.get("x-claude-code-parent-agent-id")
-    return Session(f"{session}/{agent}", f"{session}/{parent}" if parent else session)
+    return SessionHint(f"{session}/{agent}", f"{session}/{parent}" if parent else session)
 
 
 def _placement(headers: Headers, nvext: Nvext) -> Placement:

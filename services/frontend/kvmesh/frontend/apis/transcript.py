@@ -15,18 +15,18 @@ from kvmesh.frontend.conversation import (
 )
 
 
-class Kind(Enum):
+class PartKind(Enum):
     TEXT = "text"
     THINKING = "thinking"
     CALL = "call"
 
 
-class Part:
+class TranscriptPart:
     """One run of text or thinking, or one tool call (`start` is set; the text is arguments)."""
 
     __slots__ = ("_pieces", "kind", "start")
 
-    def __init__(self, kind: Kind, start: ToolCallStart | None = None) -> None:
+    def __init__(self, kind: PartKind, start: ToolCallStart | None = None) -> None:
         self.kind = kind
         self.start = start
         self._pieces: list[str] = []
@@ -46,31 +46,31 @@ class Part:
             return ToolCall(call.id, call.name, text, call.namespace, call.custom)
         if not text:
             return None
-        return Thinking(text) if self.kind is Kind.THINKING else Text(text)
+        return Thinking(text) if self.kind is PartKind.THINKING else Text(text)
 
 
 class Transcript:
     """Parts of one choice."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[TranscriptPart] = []
 
-    def add(self, event: AnswerEvent) -> tuple[Part, str] | None:
+    def add(self, event: AnswerEvent) -> tuple[TranscriptPart, str] | None:
         """The part that an event belongs to, with the text it adds; None for the end of a call."""
         if isinstance(event, TextDelta):
-            return self._extend(Kind.TEXT, event.text)
+            return self._extend(PartKind.TEXT, event.text)
         if isinstance(event, ThinkingDelta):
-            return self._extend(Kind.THINKING, event.text)
+            return self._extend(PartKind.THINKING, event.text)
         if isinstance(event, ToolCallStart):
-            self.parts.append(Part(Kind.CALL, event))
+            self.parts.append(TranscriptPart(PartKind.CALL, event))
             return self.parts[-1], ""
         if isinstance(event, ToolCallDelta):
-            return self._extend(Kind.CALL, event.arguments)
+            return self._extend(PartKind.CALL, event.arguments)
         return None
 
-    def _extend(self, kind: Kind, text: str) -> tuple[Part, str]:
+    def _extend(self, kind: PartKind, text: str) -> tuple[TranscriptPart, str]:
         if not self.parts or self.parts[-1].kind is not kind:
-            self.parts.append(Part(kind))
+            self.parts.append(TranscriptPart(kind))
         self.parts[-1].add(text)
         return self.parts[-1], text
 
@@ -80,14 +80,14 @@ class Transcript:
         have a field for each."""
         if in_order:
             return [block for part in self.parts if (block := part.block) is not None]
-        thinking, text = self.joined(Kind.THINKING), self.joined(Kind.TEXT)
+        thinking, text = self.joined(PartKind.THINKING), self.joined(PartKind.TEXT)
         spoken: list[Block] = [Thinking(thinking)] if thinking else []
         spoken += [Text(text)] if text else []
         return spoken + [block for part in self.calls if (block := part.block) is not None]
 
     @property
-    def calls(self) -> list[Part]:
-        return [part for part in self.parts if part.kind is Kind.CALL]
+    def calls(self) -> list[TranscriptPart]:
+        return [part for part in self.parts if part.kind is PartKind.CALL]
 
-    def joined(self, kind: Kind) -> str:
+    def joined(self, kind: PartKind) -> str:
         return "".join(part.text for part in self.parts if part.kind is kind)

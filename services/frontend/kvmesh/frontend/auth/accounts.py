@@ -104,7 +104,7 @@ class Account:
         self._others: dict[str, Heard] = {}
         self._changed = changed
 
-    def enter(self, now: float) -> "Entry":
+    def enter(self, now: float) -> "AccountEntry":
         """Begin a request of one sequence, or raise the limit that forbids it."""
         key = self.key
         self._check_concurrency(1, now)
@@ -114,7 +114,7 @@ class Account:
         self._requests.take(1)
         self.running += 1
         self._note()
-        return Entry(self)
+        return AccountEntry(self)
 
     def _check_concurrency(self, more: int, now: float) -> None:
         most = self.key.concurrency
@@ -219,7 +219,7 @@ class Account:
         request.owner = key.sha256
 
 
-class Entry:
+class AccountEntry:
     """A request that runs on an account; it must be left once."""
 
     def __init__(self, account: Account) -> None:

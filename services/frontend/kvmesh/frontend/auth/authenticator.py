@@ -18,7 +18,7 @@ from kvmesh.frontend.auth.accounts import Account, Accounts, Key, Scope
 from kvmesh.frontend.auth.origin_check import foreign
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
-from kvmesh.frontend.namespaces import Tenants, check_name
+from kvmesh.frontend.namespaces import TenantNamespaces, check_name
 
 log = logging.getLogger(__name__)
 RELOAD_S = 1.0
@@ -48,14 +48,14 @@ def read_keys(file: Path) -> list[Key]:
         raise KeysError(file, str(error)) from error
 
 
-class Gate:
+class Authenticator:
     """Lets everyone in when there are no keys, else only their holders.
 
     `local`: only this machine can reach the frontend.
     """
 
     def __init__(
-        self, bus: Bus, file: Path | None, use_bucket: bool, local: bool, tenants: Tenants
+        self, bus: Bus, file: Path | None, use_bucket: bool, local: bool, tenants: TenantNamespaces
     ) -> None:
         self._bus = bus
         self._tenants = tenants

@@ -49,7 +49,7 @@ class Holding:
         return dropped
 
 
-class Quota:
+class BucketQuota:
     """Drops the oldest of an owner for what it adds.
 
     What an owner adds through other frontends is seen when its entries are read again, which

@@ -14,7 +14,7 @@ MOST = 2000  # keys in a message
 _decoder = msgspec.msgpack.Decoder(LimitUse)
 
 
-class SharedUse:
+class SharedLimits:
     """Tells what changed each `INTERVAL_S`, and all that is not idle each `HEARTBEAT_S`.
 
     Nothing waits for an answer: numbers are totals, so that one that is lost is made up for by the

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
 
 
-class Told(Struct, frozen=True):
+class InstanceReply(Struct, frozen=True):
     """What one process answered: `blocks` is how many a command concerned in its tiers."""
 
     instance: str
@@ -30,7 +30,7 @@ class Told(Struct, frozen=True):
     reason: str
 
 
-class Holders:
+class ControlClient:
     """Workers hold tier 0 of their model, block managers the tiers below for all of their node."""
 
     def __init__(self, bus: Bus, directory: Directory) -> None:
@@ -41,7 +41,7 @@ class Holders:
         wanted = set(models)
         return [card for card in self._directory.instances if wanted & held(card)]
 
-    async def tell(self, cards: Iterable[Instance], command: Control) -> list[Told]:
+    async def tell(self, cards: Iterable[Instance], command: Control) -> list[InstanceReply]:
         """All answers; who does not answer in time is told of, not waited for."""
         return list(await asyncio.gather(*(self._tell(card, command) for card in cards)))
 
@@ -60,11 +60,11 @@ class Holders:
         except NatsError as error:
             log.warning("lost a %s: %s", type(command).__name__, cause(error))
 
-    async def _tell(self, card: Instance, command: Control) -> Told:
+    async def _tell(self, card: Instance, command: Control) -> InstanceReply:
         reply = await self.ask(card.instance, command)
         role = card.role.value
         where = (card.instance, card.name, role, card.node)
-        return Told(*where, reply.ok, reply.blocks, reply.reason)
+        return InstanceReply(*where, reply.ok, reply.blocks, reply.reason)
 
 
 def held(card: Instance) -> set[str]:
@@ -76,9 +76,9 @@ def held(card: Instance) -> set[str]:
     return set()
 
 
-def summed(told: Iterable[Told]) -> dict[str, Any]:
+def summed(told: Iterable[InstanceReply]) -> dict[str, Any]:
     """For an answer: how many blocks in all, and what each process said to all it was told."""
-    by_instance: dict[str, Told] = {}
+    by_instance: dict[str, InstanceReply] = {}
     for said in told:
         before = by_instance.get(said.instance)
         by_instance[said.instance] = said if before is None else _both(before, said)
@@ -86,7 +86,7 @@ def summed(told: Iterable[Told]) -> dict[str, Any]:
     return {"blocks": sum(said["blocks"] for said in instances), "instances": instances}
 
 
-def _both(one: Told, other: Told) -> Told:
+def _both(one: InstanceReply, other: InstanceReply) -> InstanceReply:
     return replace(
         one,
         ok=one.ok and other.ok,

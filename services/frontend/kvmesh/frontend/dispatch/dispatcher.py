@@ -24,17 +24,17 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.isolation import Isolation
-from kvmesh.frontend.dispatch.remote_prefill import Prefill, PrefillFailed
-from kvmesh.frontend.dispatch.route_client import Asking
-from kvmesh.frontend.dispatch.sequence_events import Tracker
+from kvmesh.frontend.dispatch.remote_prefill import PrefillFailed, RemotePrefill
+from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.suspects import Suspects
-from kvmesh.frontend.dispatch.token_inbox import Inbox
-from kvmesh.frontend.dispatch.token_stream import Loss, Sequence
-from kvmesh.frontend.dispatch.work_client import Offers
+from kvmesh.frontend.dispatch.token_inbox import TokenInbox
+from kvmesh.frontend.dispatch.token_stream import Loss, TokenStream
+from kvmesh.frontend.dispatch.work_client import WorkClient
 from kvmesh.frontend.errors import ApiError, Culprit, InvalidRequest, Overloaded, Unavailable
-from kvmesh.frontend.preprocess.preprocessor import Prepared, Prompt
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptTokens
 from kvmesh.hashing import block_hashes
-from kvmesh.settings.schema import Frontend
+from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.1
@@ -42,24 +42,24 @@ LEAST_S = 0.001  # a deadline that has passed is for a router to refuse
 
 
 @dataclass
-class Job:
+class SequenceTask:
     """One sequence to be generated. `current` is its prompt, after a migration with what was
     generated before; `exclude` lists instances that have refused it or were lost with it, `avoided`
     those and the ones that did not answer when a router was last asked.
     `prefill` is its prompt while another worker computes it, `handoff` where that one left it.
     `arrived` is the Unix time of its place in the routers' queue, which it keeps once placed."""
 
-    prepared: Prepared
-    prompt: Prompt
-    sequence: Sequence
+    prepared: PreparedRequest
+    prompt: PromptTokens
+    sequence: TokenStream
     deadline: float
     index: int = 0
     exclude: list[str] = field(default_factory=list)
     refused: bool = False
     routed: Routed | None = None
-    extended: Prompt | None = None
+    extended: PromptTokens | None = None
     avoided: list[str] = field(default_factory=list)
-    prefill: Prefill | None = None
+    prefill: RemotePrefill | None = None
     handoff: dict[str, Any] | None = None
     arrived: float | None = None
 
@@ -68,12 +68,12 @@ class Job:
         return self.prepared.model.card.name
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[TokenStream]:
         """What workers are at now."""
         return [self.sequence] if self.prefill is None else [self.sequence, self.prefill.sequence]
 
     @property
-    def current(self) -> Prompt:
+    def current(self) -> PromptTokens:
         return self.extended or self.prompt
 
 
@@ -84,11 +84,11 @@ class Dispatcher:
         self,
         bus: Bus,
         instance: str,
-        inbox: Inbox,
-        tracker: Tracker,
+        inbox: TokenInbox,
+        tracker: SequenceEventPublisher,
         directory: Directory,
-        asking: Asking,
-        settings: Frontend,
+        asking: RouteClient,
+        settings: FrontendSettings,
     ) -> None:
         self._bus = bus
         self._instance = instance
@@ -98,13 +98,13 @@ class Dispatcher:
         self._route_timeout = settings.route_timeout_s
         self._restart_wait = settings.restart_wait_s
         self._prefill_timeout = settings.prefill_timeout_s
-        self.offers = Offers(bus, inbox, directory)
+        self.offers = WorkClient(bus, inbox, directory)
         self._asking = asking
         self.suspects = Suspects()
         self._isolation = Isolation(self.suspects, lambda: self.offers.buried_at)
         self._loop = asyncio.get_running_loop()
 
-    async def place(self, job: Job) -> None:
+    async def place(self, job: SequenceTask) -> None:
         """Return once a worker has taken the sequence; raises ApiError if none will."""
         try:
             await self._place(job)
@@ -112,7 +112,7 @@ class Dispatcher:
             reason = f"The request is larger than the mesh carries ({error.size} bytes)."
             raise ApiError("too_large", reason) from error
 
-    async def _place(self, job: Job) -> None:
+    async def _place(self, job: SequenceTask) -> None:
         while True:
             if job.sequence.id in self.suspects:
                 await self._isolation.enter(job.sequence)
@@ -125,7 +125,7 @@ class Dispatcher:
                 return
             self._tracker.event(job.model, SeqFree(job.sequence.attempt))
 
-    async def _route(self, job: Job) -> Routed:
+    async def _route(self, job: SequenceTask) -> Routed:
         moving = job.extended is not None
         patience: float | None = job.deadline if moving else None
         job.sequence.next_attempt()
@@ -143,7 +143,7 @@ class Dispatcher:
             _check(answer, job, now < patience)
             await asyncio.sleep(RETRY_S)
 
-    async def _ask(self, job: Job, left: float) -> Routed | Refused:
+    async def _ask(self, job: SequenceTask, left: float) -> Routed | Refused:
         def compose(anew: bool, arrived: float | None) -> RouteRequest:
             if anew:
                 job.sequence.next_attempt()
@@ -156,9 +156,9 @@ class Dispatcher:
         except msgspec.MsgspecError as error:
             raise ApiError("internal", f"unreadable answer from a router: {error}") from error
 
-    async def _prefill(self, job: Job, rank: RankKey) -> None:
+    async def _prefill(self, job: SequenceTask, rank: RankKey) -> None:
         """Have the prompt computed there; if that fails, the worker that goes on computes it."""
-        prefill = job.prefill = Prefill(job.sequence, self._loop.time())
+        prefill = job.prefill = RemotePrefill(job.sequence, self._loop.time())
         code, work = "done", self._work(job, rank.rank)
         try:
             job.handoff = await prefill.run(
@@ -176,7 +176,7 @@ class Dispatcher:
             job.prefill = None
         metrics.prefills.labels(job.model, code).inc()
 
-    async def _offer(self, job: Job, routed: Routed) -> bool:
+    async def _offer(self, job: SequenceTask, routed: Routed) -> bool:
         work = self._work(job, routed.rank)
         sequence, instance = job.sequence, routed.instance
         careful = sequence.id in self.suspects
@@ -197,7 +197,7 @@ class Dispatcher:
             job.exclude.append(instance)
         return False
 
-    def _blame(self, sequence: Sequence, part: Sequence, loss: Loss) -> None:
+    def _blame(self, sequence: TokenStream, part: TokenStream, loss: Loss) -> None:
         """Raise Culprit if two engines were lost over it, the last one while it ran `part`."""
         if not loss:
             return
@@ -208,7 +208,7 @@ class Dispatcher:
             log.error("request %s is given to no further worker: %s", sequence.id, reason)
             raise Culprit(reason)
 
-    def _work(self, job: Job, rank: int) -> Work:
+    def _work(self, job: SequenceTask, rank: int) -> Work:
         request = job.prepared.request
         return Work(
             request=job.sequence.attempt,
@@ -229,7 +229,7 @@ class Dispatcher:
             decode=request.decode,
         )
 
-    async def follow(self, job: Job) -> None:
+    async def follow(self, job: SequenceTask) -> None:
         """Return when the sequence has ended; raises its error. Moves it off lost workers."""
         sequence = job.sequence
         moves = 0
@@ -247,12 +247,12 @@ class Dispatcher:
         if sequence.error is not None:
             raise sequence.error
 
-    async def _leave(self, job: Job) -> None:
+    async def _leave(self, job: SequenceTask) -> None:
         """The old attempt may still run somewhere: it must not hold blocks for nobody."""
         await self.offers.cancel(job.sequence)
         self._tracker.event(job.model, SeqFree(job.sequence.attempt))
 
-    async def _migrate(self, job: Job) -> None:
+    async def _migrate(self, job: SequenceTask) -> None:
         sequence = job.sequence
         log.warning(
             "request %s moves off %s after %d tokens: %s",
@@ -269,7 +269,7 @@ class Dispatcher:
         await self.place(job)
 
 
-def _route_request(job: Job, left: float, arrived: float | None) -> RouteRequest:
+def _route_request(job: SequenceTask, left: float, arrived: float | None) -> RouteRequest:
     request = job.prepared.request
     placement = request.placement
     if job.avoided:
@@ -293,7 +293,7 @@ def _route_request(job: Job, left: float, arrived: float | None) -> RouteRequest
     )
 
 
-def _check(refused: Refused, job: Job, patient: bool) -> None:
+def _check(refused: Refused, job: SequenceTask, patient: bool) -> None:
     """Raise what a refusal means to the client, unless it is worth asking again soon."""
     after = refused.retry_after_s
     if refused.code == "invalid":
@@ -310,14 +310,14 @@ def _check(refused: Refused, job: Job, patient: bool) -> None:
         raise Unavailable(f"No worker serves `{job.model}` now: {refused.reason}", after)
 
 
-def _extended(prompt: Prompt, generated: list[int], block_size: int) -> Prompt:
+def _extended(prompt: PromptTokens, generated: list[int], block_size: int) -> PromptTokens:
     tokens = prompt.tokens + array("I", generated).tobytes()
     _, sequence = block_hashes(tokens, block_size, prompt.salt)
     count = prompt.count + len(generated)
-    return Prompt(tokens, count, sequence, prompt.salt, prompt.retention)
+    return PromptTokens(tokens, count, sequence, prompt.salt, prompt.retention)
 
 
-def _sampling(job: Job) -> Sampling:
+def _sampling(job: SequenceTask) -> Sampling:
     """Further choices of one prompt get further seeds, or they would all be the same."""
     request = job.prepared.request
     seed = request.sampling.seed

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvmesh.frontend.dispatch.suspects import Suspects
-from kvmesh.frontend.dispatch.token_stream import Sequence
+from kvmesh.frontend.dispatch.token_stream import TokenStream
 
 WAIT_S = 2.0  # who comes after many others is tried beside them instead of waiting longer
 TRIAL_S = 10.0
@@ -25,9 +25,9 @@ class Isolation:
         self._lost_at = lost_at
         self._turn = asyncio.Lock()
         self._trial: asyncio.Task[None] | None = None
-        self._tried: Sequence | None = None
+        self._tried: TokenStream | None = None
 
-    async def enter(self, sequence: Sequence) -> None:
+    async def enter(self, sequence: TokenStream) -> None:
         """Wait for one's turn, unless it takes too long."""
         if self._tried is sequence:
             return
@@ -46,7 +46,7 @@ class Isolation:
         while (left := min(self._lost_at() + CALM_S, ends) - now()) > 0:
             await asyncio.sleep(left)
 
-    async def _try(self, sequence: Sequence) -> None:
+    async def _try(self, sequence: TokenStream) -> None:
         try:
             async with asyncio.timeout(TRIAL_S):
                 while sequence.id in self._suspects and not sequence.fresh:

@@ -14,10 +14,10 @@ from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import ControlReply, Instance, Resend, SeqProgress
 from kvmesh.bus.ping import ping
 from kvmesh.frontend import metrics
-from kvmesh.frontend.dispatch.dispatcher import Job
-from kvmesh.frontend.dispatch.sequence_events import Tracker
-from kvmesh.frontend.dispatch.token_stream import Sequence
-from kvmesh.frontend.dispatch.work_client import REJOIN_S, Offers
+from kvmesh.frontend.dispatch.dispatcher import SequenceTask
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.dispatch.work_client import REJOIN_S, WorkClient
 from kvmesh.frontend.errors import ApiError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ PROGRESS_TOKENS = 64
 PROGRESS_S = 60.0
 
 
-class Monitor:
+class LivenessMonitor:
     """Owns the set of jobs in flight and decides which need attention.
 
     While `backlog()` messages of tokens wait to be read, silence is this process's own doing.
@@ -41,8 +41,8 @@ class Monitor:
     def __init__(
         self,
         bus: Bus,
-        offers: Offers,
-        tracker: Tracker,
+        offers: WorkClient,
+        tracker: SequenceEventPublisher,
         stall_timeout: float,
         backlog: Callable[[], int],
     ) -> None:
@@ -51,18 +51,18 @@ class Monitor:
         self._tracker = tracker
         self._stall_timeout = stall_timeout
         self._backlog = backlog
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, SequenceTask] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._pinged: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
-    def add(self, job: Job) -> None:
+    def add(self, job: SequenceTask) -> None:
         self._jobs[id(job)] = job
         self._idle.clear()
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: SequenceTask) -> None:
         self._jobs.pop(id(job), None)
         if not self._jobs:
             self._idle.set()
@@ -94,7 +94,7 @@ class Monitor:
         self._pinged.pop(card.instance, None)
         self._lose(card.instance, "its lease ended")
 
-    def hole(self, sequence: Sequence) -> None:
+    def hole(self, sequence: TokenStream) -> None:
         """A chunk is missing; ask for it, unless that was just done."""
         now = self._loop.time()
         if now >= sequence.resend_at:
@@ -119,17 +119,17 @@ class Monitor:
             elif silence > PING_AFTER_S:
                 self._probe(sequence, silence, now)
 
-    def _sequences(self) -> list[tuple[str, Sequence]]:
+    def _sequences(self) -> list[tuple[str, TokenStream]]:
         """With the model of each."""
         return [(job.model, each) for job in self._jobs.values() for each in job.sequences]
 
-    def _report(self, model: str, sequence: Sequence, now: float) -> None:
+    def _report(self, model: str, sequence: TokenStream, now: float) -> None:
         done = len(sequence.tokens)
         if done - sequence.reported >= PROGRESS_TOKENS or now - sequence.reported_at > PROGRESS_S:
             sequence.reported, sequence.reported_at = done, now
             self._tracker.event(model, SeqProgress(sequence.attempt, done))
 
-    def _probe(self, sequence: Sequence, silence: float, now: float) -> None:
+    def _probe(self, sequence: TokenStream, silence: float, now: float) -> None:
         if now - self._pinged.get(sequence.instance, 0.0) > PING_AFTER_S:
             self._pinged[sequence.instance] = now
             self._start(self._ping(sequence.instance))
@@ -151,7 +151,7 @@ class Monitor:
         except RequestTimeout:
             self._offers.suspect(instance)
 
-    async def _resend(self, sequence: Sequence) -> None:
+    async def _resend(self, sequence: TokenStream) -> None:
         """Ask for what is missing; a worker that does not know the request has lost it."""
         metrics.resends.inc()
         attempt = sequence.attempt

@@ -13,7 +13,7 @@ LIMIT = 32 << 20
 Key = tuple[str, int, str]
 
 
-class Bases:
+class SentPromptCache:
     """The latest prompt of each session on each worker that keeps it; `limit` in bytes."""
 
     def __init__(self, limit: int = LIMIT) -> None:

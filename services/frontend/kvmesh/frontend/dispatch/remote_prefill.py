@@ -6,9 +6,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import RankKey, Sampling, Work, prefill_part
-from kvmesh.frontend.dispatch.token_inbox import Inbox
-from kvmesh.frontend.dispatch.token_stream import Nobody, Sequence
-from kvmesh.frontend.dispatch.work_client import Offers
+from kvmesh.frontend.dispatch.token_inbox import TokenInbox
+from kvmesh.frontend.dispatch.token_stream import Nobody, TokenStream
+from kvmesh.frontend.dispatch.work_client import WorkClient
 
 
 class PrefillFailed(Exception):
@@ -19,19 +19,19 @@ class PrefillFailed(Exception):
         self.code = code
 
 
-class Prefill:
+class RemotePrefill:
     """One prompt on one prefill worker. `sequence` is followed like any other.
 
     Engines do not stop before a first token, which the worker that goes on computes again.
     """
 
-    def __init__(self, whole: Sequence, now: float) -> None:
-        self.sequence = Sequence(prefill_part(whole.attempt), Nobody(), now)
+    def __init__(self, whole: TokenStream, now: float) -> None:
+        self.sequence = TokenStream(prefill_part(whole.attempt), Nobody(), now)
         self.sequence.next_attempt()
         self.sequence.tokens = list(whole.tokens)
 
     async def run(
-        self, offers: Offers, inbox: Inbox, rank: RankKey, work: Work, timeout: float
+        self, offers: WorkClient, inbox: TokenInbox, rank: RankKey, work: Work, timeout: float
     ) -> dict[str, Any]:
         """Where the KV is, as the engines understand it; raises PrefillFailed."""
         sequence = self.sequence

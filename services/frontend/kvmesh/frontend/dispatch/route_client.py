@@ -31,7 +31,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.peer_choice import Peers
 from kvmesh.frontend import metrics
-from kvmesh.frontend.dispatch.sequence_events import Tracker
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -46,7 +46,7 @@ Compose = Callable[[bool, float | None], RouteRequest]
 
 
 @dataclass(eq=False, slots=True)
-class Question:
+class RouteQuestion:
     """A request to be placed. `compose` makes it, with a new attempt id if its first argument is
     true; the second is when it `arrived`, as a Unix time, if it has had a place in a queue."""
 
@@ -65,20 +65,20 @@ class Question:
     given_up: list[str] = field(default_factory=list)
 
 
-class Asking:
+class RouteClient:
     """All questions of one frontend.
 
     Its clock stands still while this process does not run or has no connection: what others seem
     to have kept silent about then may be waiting to be read.
     """
 
-    def __init__(self, bus: Bus, tracker: Tracker) -> None:
+    def __init__(self, bus: Bus, tracker: SequenceEventPublisher) -> None:
         self._bus = bus
         self._tracker = tracker
         self._loop = asyncio.get_running_loop()
         self._inbox = bus.client.new_inbox()
         self._names = itertools.count(1)
-        self._questions: dict[str, Question] = {}
+        self._questions: dict[str, RouteQuestion] = {}
         self._late: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._pings: dict[str, tuple[str, float]] = {}
         self._clock = 0.0
@@ -96,7 +96,7 @@ class Asking:
 
         Raises MessageTooLarge, or MsgspecError for an unreadable answer.
         """
-        question = Question(
+        question = RouteQuestion(
             model,
             compose,
             compose(False, arrived),
@@ -130,7 +130,7 @@ class Asking:
 
     # asking
 
-    def _put(self, question: Question) -> None:
+    def _put(self, question: RouteQuestion) -> None:
         """Ask the next router, or end the question if all have declined."""
         router = self.routers.choose(question.declined)
         if router is None and ANYONE in question.declined:
@@ -138,7 +138,7 @@ class Asking:
         else:
             self._put_to(question, ANYONE if router is None else router)
 
-    def _put_to(self, question: Question, router: str) -> None:
+    def _put_to(self, question: RouteQuestion, router: str) -> None:
         self._questions.pop(question.token, None)
         question.token = str(next(self._names))
         question.router, question.parked = router, False
@@ -151,7 +151,7 @@ class Asking:
         except MessageTooLarge as error:
             self._fail(question, error)
 
-    def _put_anew(self, question: Question) -> None:
+    def _put_anew(self, question: RouteQuestion) -> None:
         """Ask another router, as another attempt: the one asked before may still place that one."""
         self._give_up(question)
         question.given_up.append(question.request.request)
@@ -160,35 +160,35 @@ class Asking:
         metrics.asked_again.labels(question.model).inc()
         self._put(question)
 
-    def _give_up(self, question: Question) -> None:
+    def _give_up(self, question: RouteQuestion) -> None:
         """Whatever comes to this question as it was asked last, comes too late."""
         if self._questions.pop(question.token, None) is not None:
             self._late[question.token] = question.model, question.request.request
             while len(self._late) > MOST_LATE:
                 self._late.popitem(last=False)
 
-    def _free(self, question: Question) -> None:
+    def _free(self, question: RouteQuestion) -> None:
         """Take the attempts that were given up off the books; not before there is a later one, or
         the request would have no place in the queue for a moment."""
         for attempt in question.given_up:
             self._tracker.event(question.model, SeqFree(attempt))
         question.given_up.clear()
 
-    def _end(self, question: Question, answer: Routed | Refused) -> None:
+    def _end(self, question: RouteQuestion, answer: Routed | Refused) -> None:
         self._questions.pop(question.token, None)
         if not question.answer.done():
             question.answer.set_result(answer)
 
-    def _expire(self, question: Question, reason: str) -> None:
+    def _expire(self, question: RouteQuestion, reason: str) -> None:
         self._give_up(question)
         self._end(question, Refused(code="deadline", reason=reason))
 
-    def _fail(self, question: Question, error: Exception) -> None:
+    def _fail(self, question: RouteQuestion, error: Exception) -> None:
         self._questions.pop(question.token, None)
         if not question.answer.done():
             question.answer.set_exception(error)
 
-    def _asked_of(self, router: str) -> list[Question]:
+    def _asked_of(self, router: str) -> list[RouteQuestion]:
         return [each for each in self._questions.values() if each.router == router]
 
     def _ask_again(self) -> None:
@@ -230,7 +230,7 @@ class Asking:
         else:
             self._end(question, news)
 
-    def _declined(self, question: Question) -> None:
+    def _declined(self, question: RouteQuestion) -> None:
         """That router does not have the question, and others may know it by the same name."""
         question.declined.add(question.router)
         question.request = question.compose(False, question.arrived)
@@ -275,14 +275,14 @@ class Asking:
                 self._despair(question)
         self._ping()
 
-    def _overdue(self, question: Question) -> bool:
+    def _overdue(self, question: RouteQuestion) -> bool:
         if question.router == ANYONE:
             return self.routers.trusts_any(question.declined)
         if question.parked:
             return self.routers.silent(question.router, self._clock)
         return self._clock - question.asked_at > ACK_S
 
-    def _despair(self, question: Question) -> None:
+    def _despair(self, question: RouteQuestion) -> None:
         """Ask another router, if there is one to be trusted; else this one may still answer."""
         router = question.router
         if self.routers.suspect(router):

@@ -13,7 +13,7 @@ GATHER_S = 0.003
 MAX_PENDING = 100_000
 
 
-class Tracker:
+class SequenceEventPublisher:
     """Gathers sequence events per model over a few milliseconds and publishes them in order."""
 
     def __init__(self, bus: Bus, instance: str) -> None:

@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kvmesh.bus.messages import StepOutput
-from kvmesh.frontend.dispatch.token_stream import Sequence, Taken
+from kvmesh.frontend.dispatch.token_stream import ChunkResult, TokenStream
 from kvmesh.frontend.errors import ApiError
 
 log = logging.getLogger(__name__)
 step_decoder = msgspec.msgpack.Decoder(StepOutput)
 
 
-class Inbox:
+class TokenInbox:
     """Live sequences by attempt id. `on_hole` asks a worker to send tokens again."""
 
-    def __init__(self, interval: float, on_hole: Callable[[Sequence], None]) -> None:
+    def __init__(self, interval: float, on_hole: Callable[[TokenStream], None]) -> None:
         self._interval = interval
         self._on_hole = on_hole
-        self._live: dict[str, Sequence] = {}
-        self._dirty: list[Sequence] = []
+        self._live: dict[str, TokenStream] = {}
+        self._dirty: list[TokenStream] = []
         self._soon: asyncio.Handle | None = None
         self._later: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
@@ -35,13 +35,13 @@ class Inbox:
         return len(self._live)
 
     @property
-    def live(self) -> Iterable[Sequence]:
+    def live(self) -> Iterable[TokenStream]:
         return list(self._live.values())
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenStream) -> None:
         self._live[sequence.attempt] = sequence
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TokenStream) -> None:
         self._live.pop(sequence.attempt, None)
 
     def receive(self, output: StepOutput) -> None:
@@ -52,12 +52,12 @@ class Inbox:
             if sequence is None or sequence.ended.is_set():
                 continue
             taken = sequence.take(chunk, now)
-            if taken is Taken.HOLE:
+            if taken is ChunkResult.HOLE:
                 self._on_hole(sequence)
-            elif taken is Taken.NEW and not sequence.ended.is_set():
+            elif taken is ChunkResult.NEW and not sequence.ended.is_set():
                 self.wake(sequence, now)
 
-    def wake(self, sequence: Sequence, now: float) -> None:
+    def wake(self, sequence: TokenStream, now: float) -> None:
         """Have the sequence's consumer called: at once, or when its interval is over."""
         if sequence.dirty:
             return
@@ -88,7 +88,7 @@ class Inbox:
         if self._dirty and self._later is None:
             self._later = self._loop.call_later(self._interval, self._flush_late)
 
-    def _call(self, sequence: Sequence) -> None:
+    def _call(self, sequence: TokenStream) -> None:
         try:
             sequence.consumer.ready(sequence)
         except Exception:

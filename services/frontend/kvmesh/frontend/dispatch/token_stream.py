@@ -10,7 +10,7 @@ from kvmesh.frontend.errors import ApiError, InvalidRequest
 Loss: TypeAlias = Literal["", "failed", "vanished"]
 
 
-class Taken(Enum):
+class ChunkResult(Enum):
     """What a chunk was: new tokens, nothing new, or proof that an earlier chunk is missing."""
 
     NEW = "new"
@@ -21,7 +21,7 @@ class Taken(Enum):
 class Consumer(Protocol):
     """Whoever turns tokens into an answer; called from the event loop, must not block."""
 
-    def ready(self, sequence: "Sequence") -> None:
+    def ready(self, sequence: "TokenStream") -> None:
         """There are tokens past `sequence.taken`, or the sequence has ended."""
         ...
 
@@ -29,11 +29,11 @@ class Consumer(Protocol):
 class Nobody:
     """The consumer of tokens that are not wanted."""
 
-    def ready(self, sequence: "Sequence") -> None:
+    def ready(self, sequence: "TokenStream") -> None:
         return
 
 
-class Sequence:
+class TokenStream:
     """Tokens generated so far, and which attempt on which worker they come from.
 
     `id` names the sequence, `attempt` its current placement; the first `inherited` tokens are of
@@ -134,7 +134,7 @@ class Sequence:
         """The same, if the current attempt is there."""
         return self.fresh if self.instance == instance else 0
 
-    def take(self, chunk: Chunk, now: float) -> Taken:
+    def take(self, chunk: Chunk, now: float) -> ChunkResult:
         """Add what is new in `chunk`. After a hole nothing is added until it is filled."""
         self.heard_at = now
         self.probes = 0
@@ -142,13 +142,13 @@ class Sequence:
         have = len(self.tokens)
         skip = have - chunk.offset
         if skip < 0:
-            return Taken.HOLE
+            return ChunkResult.HOLE
         if chunk.cached is not None and self.cached is None:
             self.cached = min(chunk.cached, self.found or chunk.cached, key=sum)
             self.retention = chunk.retention or []
         fresh = chunk.tokens[skip:] if skip else chunk.tokens
         if not fresh and chunk.finish is None:
-            return Taken.OLD
+            return ChunkResult.OLD
         if self.first_at is None and fresh:
             self.first_at = now
         self.tokens += fresh
@@ -156,7 +156,7 @@ class Sequence:
             self.logprobs += chunk.logprobs[skip:]
         if chunk.finish is not None:
             self._end(chunk)
-        return Taken.NEW
+        return ChunkResult.NEW
 
     def _end(self, chunk: Chunk) -> None:
         self.engine_done = True

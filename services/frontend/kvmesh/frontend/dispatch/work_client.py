@@ -12,9 +12,9 @@ from kvmesh.bus.discovery import Directory, forget_instance
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import Cancel, Work, WorkReply
 from kvmesh.bus.ping import ping
-from kvmesh.frontend.dispatch.prompt_delta import Bases
-from kvmesh.frontend.dispatch.token_inbox import Inbox
-from kvmesh.frontend.dispatch.token_stream import Sequence
+from kvmesh.frontend.dispatch.prompt_delta import SentPromptCache
+from kvmesh.frontend.dispatch.token_inbox import TokenInbox
+from kvmesh.frontend.dispatch.token_stream import TokenStream
 
 log = logging.getLogger(__name__)
 ANSWER_S = 1.0  # workers answer at once, whatever their engines do
@@ -23,7 +23,7 @@ REJOIN_S = 2.0  # after the own connection was made, in which others' may still 
 CHECK_S = 30.0
 
 
-class Offered(NamedTuple):
+class OfferResult(NamedTuple):
     """The result of an offer: the `WorkReply.status`, or why there was no answer.
 
     "gone": nobody listens there; "silent"; "frozen": it was silent before; "away": the connection
@@ -34,17 +34,17 @@ class Offered(NamedTuple):
     reason: str = ""
 
 
-class Offers:
+class WorkClient:
     """Hands sequences to workers; the tokens of those that are taken go to the inbox.
 
     A worker that has not answered is `silent` until it answers a probe: nothing is offered to it.
     """
 
-    def __init__(self, bus: Bus, inbox: Inbox, directory: Directory) -> None:
+    def __init__(self, bus: Bus, inbox: TokenInbox, directory: Directory) -> None:
         self._bus = bus
         self._inbox = inbox
         self._directory = directory
-        self._bases = Bases()
+        self._bases = SentPromptCache()
         self._probes: dict[str, asyncio.Task[None]] = {}
         self.buried_at = -inf  # when a worker was last found gone, on the loop's clock
         self._loop = asyncio.get_running_loop()
@@ -55,15 +55,15 @@ class Offers:
         return list(self._probes)
 
     async def make(
-        self, sequence: Sequence, instance: str, work: Work, careful: bool = False
-    ) -> Offered:
+        self, sequence: TokenStream, instance: str, work: Work, careful: bool = False
+    ) -> OfferResult:
         """Offer `work`, the current attempt of `sequence`. Unless taken, nothing is left of it.
 
         If `careful`, to a worker that has just answered: what it does not answer silences it.
         """
         if careful and not await self._answers(instance):
             self.suspect(instance)
-            return Offered("frozen", "it does not answer")
+            return OfferResult("frozen", "it does not answer")
         offered_at = self._loop.time()
         sequence.place(instance, offered_at)
         self._inbox.add(sequence)
@@ -74,7 +74,7 @@ class Offers:
                 reply = await self._offer(instance, work)
         except (NoResponder, RequestTimeout) as error:
             if sequence.heard_at > offered_at:
-                return Offered("accepted")  # only the answer was lost: its tokens come
+                return OfferResult("accepted")  # only the answer was lost: its tokens come
             return await self._unanswered(sequence, error, offered_at)
         if reply.kept:
             self._bases.keep(instance, work)
@@ -82,9 +82,9 @@ class Offers:
             self._inbox.remove(sequence)
         elif reply.checking:
             await self._begun(sequence)
-        return Offered(reply.status, reply.reason)
+        return OfferResult(reply.status, reply.reason)
 
-    async def _begun(self, sequence: Sequence) -> None:
+    async def _begun(self, sequence: TokenStream) -> None:
         """Wait for the first news; raises what the engine refused it with.
 
         If none comes the sequence is watched like any other that falls silent.
@@ -103,17 +103,17 @@ class Offers:
         return await self._bus.request(subject, work, WorkReply, ANSWER_S)
 
     async def _unanswered(
-        self, sequence: Sequence, error: NoResponder | RequestTimeout, offered_at: float
-    ) -> Offered:
+        self, sequence: TokenStream, error: NoResponder | RequestTimeout, offered_at: float
+    ) -> OfferResult:
         self._inbox.remove(sequence)
         absent = isinstance(error, NoResponder)
         if absent and self._bus.connected_for >= REJOIN_S:
             await self.bury(sequence.instance)
-            return Offered("gone", str(error))
+            return OfferResult("gone", str(error))
         await self.cancel(sequence)
         self.suspect(sequence.instance)
         cut_off = self._bus.connected_for < self._loop.time() - offered_at
-        return Offered("away" if absent or cut_off else "silent", str(error))
+        return OfferResult("away" if absent or cut_off else "silent", str(error))
 
     def suspect(self, instance: str) -> None:
         """It has not answered: it gets no more work until it does."""
@@ -142,7 +142,7 @@ class Offers:
             return False
         return True
 
-    async def cancel(self, sequence: Sequence) -> None:
+    async def cancel(self, sequence: TokenStream) -> None:
         """Tell the worker that nobody wants more of this attempt."""
         subject = self._bus.subjects.ctl(sequence.instance)
         await self._bus.publish(subject, Cancel(sequence.attempt))

@@ -7,43 +7,43 @@ from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Outcome, SeqFree, SeqPrefilled
 from kvmesh.frontend import metrics
-from kvmesh.frontend.apis.base import Renderer, Summary, Usage
+from kvmesh.frontend.apis.base import AnswerSummary, Renderer, Usage
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.auth.accounts import Account
-from kvmesh.frontend.dispatch.dispatcher import Dispatcher, Job
-from kvmesh.frontend.dispatch.liveness import Monitor
-from kvmesh.frontend.dispatch.sequence_events import Tracker
-from kvmesh.frontend.dispatch.token_inbox import Inbox
-from kvmesh.frontend.dispatch.token_stream import Nobody, Sequence
-from kvmesh.frontend.generation.cache_expectations import Expectations
+from kvmesh.frontend.dispatch.dispatcher import Dispatcher, SequenceTask
+from kvmesh.frontend.dispatch.liveness import LivenessMonitor
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.frontend.dispatch.token_inbox import TokenInbox
+from kvmesh.frontend.dispatch.token_stream import Nobody, TokenStream
+from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.choice import Choice
 from kvmesh.frontend.generation.nvext import all_outcomes, extras, kept_for
-from kvmesh.frontend.generation.output import Answer, Parser, PlainText
+from kvmesh.frontend.generation.output import OutputPipeline, Parser, PlainText
 from kvmesh.frontend.http.sse import EventStream
-from kvmesh.frontend.preprocess.preprocessor import Prepared
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 
 HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Engine:
+class RequestRuntime:
     """What an exchange works with; one per frontend."""
 
     dispatcher: Dispatcher
-    inbox: Inbox
-    monitor: Monitor
-    tracker: Tracker
+    inbox: TokenInbox
+    monitor: LivenessMonitor
+    tracker: SequenceEventPublisher
     route_timeout: float
-    expectations: Expectations = field(default_factory=Expectations)
+    expectations: CacheExpectations = field(default_factory=CacheExpectations)
 
 
-class Exchange:
+class ActiveRequest:
     """`async with` it: leaving it frees whatever still runs, for whatever reason."""
 
     def __init__(
         self,
-        engine: Engine,
-        prepared: Prepared,
+        engine: RequestRuntime,
+        prepared: PreparedRequest,
         renderer: Renderer,
         now: float,
         account: Account | None = None,
@@ -61,18 +61,20 @@ class Exchange:
         self.said = Transcript() if prepared.request.speculative and count == 1 else None
         self.jobs = [self._job(index, now) for index in range(count)]
 
-    def _job(self, index: int, now: float) -> Job:
+    def _job(self, index: int, now: float) -> SequenceTask:
         request, dialect = self.prepared.request, self.prepared.model.dialect
         parser = _parser(self.prepared)
-        answer = Answer(dialect.detokenizers.create(), request.sampling.stop, parser)
+        answer = OutputPipeline(dialect.detokenizers.create(), request.sampling.stop, parser)
         texts = dialect.token_texts if request.sampling.logprobs is not None else None
         one_call = not request.parallel_tool_calls
         choice = Choice(self, index, answer, texts, one_call, self.said)
         self._choices.append(choice)
         name = f"{request.id}-{index}" if index else request.id
         prompt = self.prepared.prompts[index // request.n]
-        sequence = Sequence(name, choice, now)
-        return Job(self.prepared, prompt, sequence, now + self._engine.route_timeout, index)
+        sequence = TokenStream(name, choice, now)
+        return SequenceTask(
+            self.prepared, prompt, sequence, now + self._engine.route_timeout, index
+        )
 
     def can_send(self) -> bool:
         """A stream must be open and its reader keep up; a whole answer is only gathered."""
@@ -84,7 +86,7 @@ class Exchange:
         if self.stream is not None:
             self.stream.write(frame)
 
-    def prefilled(self, sequence: Sequence) -> None:
+    def prefilled(self, sequence: TokenStream) -> None:
         model = self.prepared.model.card.name
         self._engine.tracker.event(model, SeqPrefilled(sequence.attempt))
 
@@ -110,7 +112,7 @@ class Exchange:
         """Return when every sequence has ended; raises the first error."""
         await _all([self._follow(job) for job in self.jobs])
 
-    async def _follow(self, job: Job) -> None:
+    async def _follow(self, job: SequenceTask) -> None:
         await self._engine.dispatcher.follow(job)
         self.last.append(self._choices[job.index].finish(job.sequence))
 
@@ -136,19 +138,19 @@ class Exchange:
             lasting=sum(lasting),
         )
 
-    def summary(self) -> Summary:
+    def summary(self) -> AnswerSummary:
         """What is known at the end; `nvext` only if the request asked for some of it."""
         wanted = self.prepared.request.extra_fields
         stopped = next((c.stopped_by for c in self._choices if c.stopped_by is not None), None)
         facts = extras(self.prepared, self.jobs, self._started, stopped) if wanted else None
-        return Summary(self.usage(), facts)
+        return AnswerSummary(self.usage(), facts)
 
     def spend(self, tokens: int) -> None:
         """Count tokens that are computed for it against the key that asked."""
         if self._account is not None:
             self._account.spend(tokens)
 
-    async def __aenter__(self) -> "Exchange":
+    async def __aenter__(self) -> "ActiveRequest":
         metrics.active.inc()
         self.spend(self.prepared.prompt_tokens)
         return self
@@ -174,7 +176,7 @@ class Exchange:
         for job in self.jobs:
             job.sequence.consumer = Nobody()
 
-    async def _leave(self, job: Job, kind: type[BaseException] | None) -> None:
+    async def _leave(self, job: SequenceTask, kind: type[BaseException] | None) -> None:
         sequence = job.sequence
         if not sequence.engine_done:
             await self._engine.dispatcher.offers.cancel(sequence)
@@ -199,7 +201,7 @@ class Exchange:
         for outcome in all_outcomes(job):
             metrics.directives.labels(job.model, outcome).inc()
 
-    def _compare(self, job: Job) -> None:
+    def _compare(self, job: SequenceTask) -> None:
         """Compare the cached tokens expected with those found, if the sequence was not moved."""
         sequence, routed = job.sequence, job.routed
         if sequence.attempts != 1 or sequence.cached is None:
@@ -208,7 +210,7 @@ class Exchange:
             expected = sum(routed.overlap) * self.prepared.model.card.block_size
             self._engine.expectations.note(sequence.instance, expected, sum(sequence.cached))
 
-    def _measure(self, sequence: Sequence, now: float) -> None:
+    def _measure(self, sequence: TokenStream, now: float) -> None:
         meters = self.prepared.model.metrics
         count = len(sequence.tokens)
         if sequence.first_at is None:
@@ -221,11 +223,11 @@ class Exchange:
         meters.output_tokens.inc(count)
 
 
-def _parser(prepared: Prepared) -> Parser:
+def _parser(prepared: PreparedRequest) -> Parser:
     request = prepared.request
     if request.prompts and not request.messages:
         return PlainText()
-    must_call = prepared.forced
+    must_call = prepared.required_tool_call
     calls = bool(request.tools) and request.tool_choice.mode == "auto"
     grammar = prepared.model.dialect.grammar
     # a whole answer need not begin to tell a call that may never end

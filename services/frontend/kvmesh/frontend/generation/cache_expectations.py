@@ -28,7 +28,7 @@ class Record:
             self.wrong = share < (RIGHT if self.wrong else WRONG)
 
 
-class Expectations:
+class CacheExpectations:
     """Of each worker, over its last requests of which something was expected."""
 
     def __init__(self) -> None:

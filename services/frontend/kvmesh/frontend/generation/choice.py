@@ -5,8 +5,8 @@ from typing import Protocol
 from kvmesh.frontend.apis.base import Ending, Renderer, TokenLogprob
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.conversation import AnswerEvent, ThinkingDelta, ToolCallEnd
-from kvmesh.frontend.dispatch.token_stream import Sequence
-from kvmesh.frontend.generation.output import Answer
+from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.tokenizer.detokenizer import TokenTexts
 
 
@@ -19,7 +19,7 @@ class Owner(Protocol):
 
     def send(self, frame: bytes) -> None: ...
 
-    def prefilled(self, sequence: Sequence) -> None:
+    def prefilled(self, sequence: TokenStream) -> None:
         """The first tokens of an attempt are there."""
         ...
 
@@ -38,7 +38,7 @@ class Choice:
         self,
         owner: Owner,
         index: int,
-        answer: Answer,
+        answer: OutputPipeline,
         texts: TokenTexts | None,
         one_call: bool,
         said: Transcript | None = None,
@@ -62,7 +62,7 @@ class Choice:
     def stopped_by(self) -> str | None:
         return self._answer.stopped_by
 
-    def ready(self, sequence: Sequence) -> None:
+    def ready(self, sequence: TokenStream) -> None:
         if self._prefilled != sequence.attempt and sequence.fresh:
             self._prefilled = sequence.attempt
             self._owner.prefilled(sequence)
@@ -71,7 +71,7 @@ class Choice:
             if frame:
                 self._owner.send(frame)
 
-    def finish(self, sequence: Sequence) -> bytes:
+    def finish(self, sequence: TokenStream) -> bytes:
         """The last frames, whether or not the reader keeps up."""
         frame = self._take(sequence)
         events = [] if self._over else self._answer.finish()
@@ -81,7 +81,7 @@ class Choice:
         reason = "stop" if stopped is not None else sequence.finish or "stop"
         return frame + self._owner.renderer.end(self._index, Ending(reason, stopped))
 
-    def _take(self, sequence: Sequence) -> bytes:
+    def _take(self, sequence: TokenStream) -> bytes:
         start = sequence.taken
         ids = sequence.tokens[start:]
         if not ids or self._over:
@@ -117,7 +117,7 @@ class Choice:
         self._opened = True
         return self._owner.opening() + frame
 
-    def _logprobs(self, sequence: Sequence, start: int) -> list[TokenLogprob]:
+    def _logprobs(self, sequence: TokenStream, start: int) -> list[TokenLogprob]:
         texts = self._texts
         if texts is None:
             return []

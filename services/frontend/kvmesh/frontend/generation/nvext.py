@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from kvmesh.bus.messages import Candidate, Retain
-from kvmesh.frontend.dispatch.dispatcher import Job
-from kvmesh.frontend.preprocess.preprocessor import Prepared
+from kvmesh.frontend.dispatch.dispatcher import SequenceTask
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 from kvmesh.frontend.preprocess.retention import outcomes
 
 HONOURED = "honoured"
@@ -16,11 +16,11 @@ UNKNOWN = "unknown"
 
 
 def extras(
-    prepared: Prepared, jobs: list[Job], started: float, stopped: str | None
+    prepared: PreparedRequest, jobs: list[SequenceTask], started: float, stopped: str | None
 ) -> dict[str, Any]:
     """The parts that `extra_fields` names, about the first sequence where there are several."""
     job = jobs[0]
-    known: dict[str, Callable[[Job], Any]] = {
+    known: dict[str, Callable[[SequenceTask], Any]] = {
         "worker_id": _worker,
         "timing": lambda job: _timing(job, started),
         "cache": _cache,
@@ -33,24 +33,24 @@ def extras(
     }
 
 
-def told(job: Job) -> list[tuple[Retain, str]]:
+def told(job: SequenceTask) -> list[tuple[Retain, str]]:
     """The directives for a sequence's prompt, each with what came of it."""
     return outcomes(job.prompt.retention, job.sequence.retention)
 
 
-def answered(job: Job) -> tuple[Retain, str] | None:
+def answered(job: SequenceTask) -> tuple[Retain, str] | None:
     """The directive for a sequence's answer with what came of it, as far as the engine has said."""
     asked = job.prepared.request.decode
     return None if asked is None else (asked, job.sequence.decode or UNKNOWN)
 
 
-def all_outcomes(job: Job) -> list[str]:
+def all_outcomes(job: SequenceTask) -> list[str]:
     """What came of each directive, for prompt and answer."""
     answer = answered(job)
     return [outcome for _, outcome in (*told(job), *([answer] if answer else []))]
 
 
-def kept_for(job: Job, ttl_s: float) -> int:
+def kept_for(job: SequenceTask, ttl_s: float) -> int:
     """How much of a prompt's beginning is kept for so long, as asked and granted, in tokens."""
     ends = [
         job.prompt.count if entry.end is None else entry.end
@@ -60,12 +60,12 @@ def kept_for(job: Job, ttl_s: float) -> int:
     return max(ends, default=0)
 
 
-def _worker(job: Job) -> dict[str, Any]:
+def _worker(job: SequenceTask) -> dict[str, Any]:
     rank = job.routed.rank if job.routed else 0
     return {"instance": job.sequence.instance, "dp_rank": rank}
 
 
-def _timing(job: Job, started: float) -> dict[str, Any]:
+def _timing(job: SequenceTask, started: float) -> dict[str, Any]:
     now = asyncio.get_running_loop().time()
     first = job.sequence.first_at
     return {
@@ -74,7 +74,7 @@ def _timing(job: Job, started: float) -> dict[str, Any]:
     }
 
 
-def _cache(job: Job) -> dict[str, Any]:
+def _cache(job: SequenceTask) -> dict[str, Any]:
     cached = job.sequence.cached or []
     answer = answered(job)
     return {
@@ -94,7 +94,7 @@ def _outcome(entry: Retain, outcome: str) -> dict[str, Any]:
     return {"priority": entry.priority, "duration_s": entry.ttl_s, "outcome": outcome}
 
 
-def _routing(job: Job) -> dict[str, Any] | None:
+def _routing(job: SequenceTask) -> dict[str, Any] | None:
     """The chosen worker's cost terms, and those of the best one that was not chosen."""
     decision = job.routed.decision if job.routed else None
     if decision is None:

@@ -27,7 +27,7 @@ class PlainText:
         return []
 
 
-class Answer:
+class OutputPipeline:
     """State between one sequence's tokens and its events."""
 
     def __init__(self, detokenizer: Detokenizer, stops: list[str], parser: Parser) -> None:

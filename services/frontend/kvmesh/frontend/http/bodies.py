@@ -11,9 +11,9 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from kvmesh.frontend import metrics
 from kvmesh.frontend.errors import ApiError, InvalidRequest
-from kvmesh.frontend.fair_threads import Threads
+from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.json_bounds import check_values
-from kvmesh.settings.schema import Frontend as FrontendSettings
+from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,14 +61,14 @@ async def _gathered(content: StreamReader, limit: int) -> bytes:
     return b"".join(blocks)
 
 
-async def parsed(threads: Threads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
+async def parsed(threads: FairThreads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
     """Parse a body, in a thread if it may take long; raises what `parse` raises."""
     if len(body) < LARGE:
         return parse()
     return await threads.call(owner, lambda: _parsed(body, parse))
 
 
-async def checked(threads: Threads, owner: str, body: bytes) -> None:
+async def checked(threads: FairThreads, owner: str, body: bytes) -> None:
     """Refuse a body that may not be decoded at once."""
     if len(body) >= LARGE:
         await threads.call(owner, lambda: check_values(body))

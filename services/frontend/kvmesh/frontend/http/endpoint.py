@@ -9,15 +9,15 @@ from msgspec import Struct
 
 from kvmesh.frontend.apis.base import Headers, decode, json_encode
 from kvmesh.frontend.auth.accounts import Account, Scope
-from kvmesh.frontend.fair_threads import Threads
+from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.bodies import JSON, checked, read_body
 from kvmesh.frontend.http.middleware import Handler, caller_of
-from kvmesh.settings.schema import Frontend as FrontendSettings
+from kvmesh.settings.schema import FrontendSettings
 
 T = TypeVar("T")
 
 
-class Visit(Struct, frozen=True):
+class EndpointCall(Struct, frozen=True):
     """One call of an endpoint: by whom, with what. `tenant` is the namespace of its caches."""
 
     account: Account | None
@@ -31,13 +31,13 @@ class Visit(Struct, frozen=True):
         return decode(decoder, self.body)
 
 
-Action = Callable[[Visit], Awaitable[dict[str, Any]]]
+Action = Callable[[EndpointCall], Awaitable[dict[str, Any]]]
 
 
-class Doors:
+class ScopedEndpoints:
     """Makes handlers for those who hold a scope."""
 
-    def __init__(self, settings: FrontendSettings, threads: Threads) -> None:
+    def __init__(self, settings: FrontendSettings, threads: FairThreads) -> None:
         self._settings = settings
         self._threads = threads
 
@@ -48,7 +48,7 @@ class Doors:
             body = await read_body(http, self._settings)
             await checked(self._threads, caller.owner, body)
             place = http.match_info.get("id", "")
-            visit = Visit(caller.account, caller.tenant, http.headers, place, body)
+            visit = EndpointCall(caller.account, caller.tenant, http.headers, place, body)
             return web.Response(body=json_encode(await action(visit)), content_type=JSON)
 
         return handle

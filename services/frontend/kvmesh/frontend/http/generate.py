@@ -6,44 +6,44 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvmesh.frontend.apis.base import Call, Surface, Thread
-from kvmesh.frontend.auth.authenticator import Gate
+from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread
+from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.generation.active_request import Engine, Exchange
+from kvmesh.frontend.generation.active_request import ActiveRequest, RequestRuntime
 from kvmesh.frontend.http.bodies import JSON, LARGE, parsed, read_body, unexpected
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
 from kvmesh.frontend.http.responses.store import ResponseStore
-from kvmesh.frontend.http.sse import EventStream, StreamKeeper
+from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry
-from kvmesh.frontend.preprocess.preprocessor import Preparer
-from kvmesh.frontend.sessions.hooks import Turns
-from kvmesh.settings.schema import Frontend as FrontendSettings
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor
+from kvmesh.frontend.sessions.hooks import SessionHooks
+from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Parts:
+class Dependencies:
     """What the handlers need."""
 
     settings: FrontendSettings
     registry: ModelRegistry
-    preparer: Preparer
-    engine: Engine
-    keeper: StreamKeeper
+    preparer: Preprocessor
+    engine: RequestRuntime
+    keeper: StreamSupervisor
     responses: ResponseStore
-    gate: Gate
-    turns: Turns
+    gate: Authenticator
+    turns: SessionHooks
 
 
-class Generation:
+class GenerateEndpoint:
     """Makes a handler for each surface; they differ by the surface alone."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Dependencies) -> None:
         self._parts = parts
 
-    def handler(self, surface: Surface) -> Handler:
+    def handler(self, surface: Api) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
             caller = caller_of(http)
             body = await read_body(http, self._parts.settings)
@@ -59,8 +59,8 @@ class Generation:
     async def _answer(
         self,
         http: web.Request,
-        surface: Surface,
-        call: Call,
+        surface: Api,
+        call: ApiCall,
         caller: Caller,
     ) -> web.StreamResponse:
         request = call.request
@@ -71,7 +71,7 @@ class Generation:
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
         turn = self._parts.turns.begin(prepared)
         engine, renderer = self._parts.engine, call.renderer
-        exchange = Exchange(engine, prepared, renderer, caller.started, caller.account)
+        exchange = ActiveRequest(engine, prepared, renderer, caller.started, caller.account)
         try:
             async with exchange:
                 if request.stream:
@@ -80,7 +80,9 @@ class Generation:
         finally:
             self._parts.turns.end(turn, exchange, surface.in_order)
 
-    async def _whole(self, exchange: Exchange, thread: Thread | None) -> web.Response:
+    async def _whole(
+        self, exchange: ActiveRequest, thread: ConversationThread | None
+    ) -> web.Response:
         await exchange.place()
         await exchange.follow()
         request = exchange.prepared.request
@@ -90,7 +92,7 @@ class Generation:
             body = exchange.renderer.whole(summary)
         return web.Response(body=body, headers={"X-Request-Id": request.id}, content_type=JSON)
 
-    async def _continue(self, call: Call) -> None:
+    async def _continue(self, call: ApiCall) -> None:
         """Put the stored conversation that a request continues before its own messages."""
         request, thread = call.request, call.thread
         if thread is None or thread.previous is None:
@@ -104,7 +106,9 @@ class Generation:
             threads = self._parts.preparer.threads
             await threads.call(request.owner, lambda: thread.extend(turns))
 
-    async def _keep(self, thread: Thread | None, request: GenerateRequest, body: bytes) -> bool:
+    async def _keep(
+        self, thread: ConversationThread | None, request: GenerateRequest, body: bytes
+    ) -> bool:
         """False if the answer cannot be stored as it was asked for; the thread knows it then."""
         if thread is None or not thread.store:
             return True
@@ -121,7 +125,11 @@ class Generation:
         return True
 
     async def _stream(
-        self, http: web.Request, surface: Surface, exchange: Exchange, thread: Thread | None
+        self,
+        http: web.Request,
+        surface: Api,
+        exchange: ActiveRequest,
+        thread: ConversationThread | None,
     ) -> web.StreamResponse:
         """The stream opens when a worker has the request, or when its first keep-alive is due."""
         stream = EventStream(http, exchange.prepared.request.id)
@@ -139,7 +147,10 @@ class Generation:
             self._parts.keeper.remove(stream)
 
     async def _rest(
-        self, exchange: Exchange, placing: "asyncio.Future[None]", thread: Thread | None
+        self,
+        exchange: ActiveRequest,
+        placing: "asyncio.Future[None]",
+        thread: ConversationThread | None,
     ) -> bytes:
         """Follow the exchange to its end; what is left to write then, be it an error."""
         try:

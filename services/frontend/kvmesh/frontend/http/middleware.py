@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from kvmesh.frontend import metrics
-from kvmesh.frontend.auth.accounts import Account, Entry, Scope
-from kvmesh.frontend.auth.authenticator import Gate
+from kvmesh.frontend.auth.accounts import Account, AccountEntry, Scope
+from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, Overloaded
 from kvmesh.frontend.http.bodies import refuse, unexpected
@@ -24,14 +24,14 @@ class Caller:
     raises ApiError for a scope that is lacking.
     """
 
-    def __init__(self, gate: Gate, http: web.Request, now: float) -> None:
+    def __init__(self, gate: Authenticator, http: web.Request, now: float) -> None:
         self._gate = gate
         self._headers = http.headers
         self.account: Account | None = gate.account(http.headers)
         self.tenant = gate.tenant(http.headers)
         self.started = now
         self.model = ""
-        self._entry: Entry | None = None
+        self._entry: AccountEntry | None = None
 
     @property
     def owner(self) -> str:
@@ -64,10 +64,10 @@ def caller_of(http: web.Request) -> Caller:
     return found
 
 
-class Entrance:
+class RequestMiddleware:
     """Lets requests in: known callers within their limits, and no more at once than are served."""
 
-    def __init__(self, gate: Gate, max_in_flight: int, open_paths: frozenset[str]) -> None:
+    def __init__(self, gate: Authenticator, max_in_flight: int, open_paths: frozenset[str]) -> None:
         self._gate = gate
         self._most = max_in_flight
         self._open = open_paths

@@ -5,7 +5,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from kvmesh.frontend.auth.authenticator import Gate
+from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.errors import ModelNotFound
 from kvmesh.frontend.http.bodies import JSON
 from kvmesh.frontend.http.middleware import caller_of
@@ -14,17 +14,21 @@ from kvmesh.runtime.status_http import render_metrics, told
 from kvmesh.runtime.warnings import Warnings
 
 
-class Readiness(Protocol):
+class FrontendReadiness(Protocol):
     """Who knows what the frontend still lacks to serve requests."""
 
     def missing(self) -> list[str]: ...
 
 
-class Information:
+class InformationEndpoints:
     """Handlers."""
 
     def __init__(
-        self, registry: ModelRegistry, ready: Readiness, warnings: Warnings, gate: Gate
+        self,
+        registry: ModelRegistry,
+        ready: FrontendReadiness,
+        warnings: Warnings,
+        gate: Authenticator,
     ) -> None:
         self._registry = registry
         self._ready = ready

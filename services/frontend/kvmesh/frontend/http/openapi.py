@@ -38,7 +38,7 @@ FAULTS = {
 }
 
 
-class Endpoint(NamedTuple):
+class EndpointDescription(NamedTuple):
     """One operation. `streams` tells that the answer may be server-sent events."""
 
     method: str
@@ -49,29 +49,37 @@ class Endpoint(NamedTuple):
 
 
 ENDPOINTS = [
-    Endpoint("post", "/v1/chat/completions", "Chat completion (OpenAI)", ChatBody, True),
-    Endpoint("post", "/v1/completions", "Text completion (OpenAI)", CompletionBody, True),
-    Endpoint("post", "/v1/responses", "Response (OpenAI)", ResponsesBody, True),
-    Endpoint("post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesBody),
-    Endpoint("get", "/v1/responses/{id}", "A stored response"),
-    Endpoint("delete", "/v1/responses/{id}", "Forget a stored response"),
-    Endpoint("get", "/v1/responses/{id}/input_items", "What a stored response answered"),
-    Endpoint("post", "/v1/messages", "Message (Anthropic)", MessagesBody, True),
-    Endpoint("post", "/v1/messages/count_tokens", "Count a prompt's tokens", MessagesBody),
-    Endpoint("post", "/v1/tokenize", "Tokens of a text or conversation", TokenizeBody),
-    Endpoint("post", "/v1/detokenize", "Text of tokens", DetokenizeBody),
-    Endpoint("post", "/v1/prefetch", "Have a prompt's blocks ready", PrefetchBody),
-    Endpoint("delete", "/v1/prefetch/{id}", "Give a prefetch up"),
-    Endpoint("post", "/v1/cache/pins", "Prefer to keep a prompt's blocks", PinBody),
-    Endpoint("get", "/v1/cache/pins", "Pins that hold"),
-    Endpoint("delete", "/v1/cache/pins", "Forget a pin, by id or prompt", UnpinBody),
-    Endpoint("delete", "/v1/cache/pins/{id}", "Forget a pin"),
-    Endpoint("post", "/v1/cache/clear", "Drop cached blocks that nobody uses", ClearBody),
-    Endpoint("post", "/v1/sessions/release", "Sessions that are over", ReleaseBody),
-    Endpoint("get", "/v1/models", "Models that live workers serve"),
-    Endpoint("get", "/v1/models/{id}", "One model"),
-    Endpoint("get", "/health", "Whether requests can be served now"),
-    Endpoint("get", "/live", "Whether the process runs"),
+    EndpointDescription("post", "/v1/chat/completions", "Chat completion (OpenAI)", ChatBody, True),
+    EndpointDescription(
+        "post", "/v1/completions", "Text completion (OpenAI)", CompletionBody, True
+    ),
+    EndpointDescription("post", "/v1/responses", "Response (OpenAI)", ResponsesBody, True),
+    EndpointDescription(
+        "post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesBody
+    ),
+    EndpointDescription("get", "/v1/responses/{id}", "A stored response"),
+    EndpointDescription("delete", "/v1/responses/{id}", "Forget a stored response"),
+    EndpointDescription("get", "/v1/responses/{id}/input_items", "What a stored response answered"),
+    EndpointDescription("post", "/v1/messages", "Message (Anthropic)", MessagesBody, True),
+    EndpointDescription(
+        "post", "/v1/messages/count_tokens", "Count a prompt's tokens", MessagesBody
+    ),
+    EndpointDescription("post", "/v1/tokenize", "Tokens of a text or conversation", TokenizeBody),
+    EndpointDescription("post", "/v1/detokenize", "Text of tokens", DetokenizeBody),
+    EndpointDescription("post", "/v1/prefetch", "Have a prompt's blocks ready", PrefetchBody),
+    EndpointDescription("delete", "/v1/prefetch/{id}", "Give a prefetch up"),
+    EndpointDescription("post", "/v1/cache/pins", "Prefer to keep a prompt's blocks", PinBody),
+    EndpointDescription("get", "/v1/cache/pins", "Pins that hold"),
+    EndpointDescription("delete", "/v1/cache/pins", "Forget a pin, by id or prompt", UnpinBody),
+    EndpointDescription("delete", "/v1/cache/pins/{id}", "Forget a pin"),
+    EndpointDescription(
+        "post", "/v1/cache/clear", "Drop cached blocks that nobody uses", ClearBody
+    ),
+    EndpointDescription("post", "/v1/sessions/release", "Sessions that are over", ReleaseBody),
+    EndpointDescription("get", "/v1/models", "Models that live workers serve"),
+    EndpointDescription("get", "/v1/models/{id}", "One model"),
+    EndpointDescription("get", "/health", "Whether requests can be served now"),
+    EndpointDescription("get", "/live", "Whether the process runs"),
 ]
 
 
@@ -97,7 +105,9 @@ def document() -> dict[str, Any]:
     }
 
 
-def _operation(endpoint: Endpoint, refs: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
+def _operation(
+    endpoint: EndpointDescription, refs: dict[type[msgspec.Struct], Any]
+) -> dict[str, Any]:
     answers: dict[str, Any] = {JSON: {"schema": {"type": "object"}}}
     if endpoint.streams:
         answers["text/event-stream"] = {}
@@ -128,7 +138,7 @@ def page() -> str:
     return PAGE + "".join(_section(endpoint) for endpoint in ENDPOINTS)
 
 
-def _section(endpoint: Endpoint) -> str:
+def _section(endpoint: EndpointDescription) -> str:
     head = f"<b>{endpoint.method.upper()}</b> <code>{escape(endpoint.path)}</code> "
     rows = ""
     if endpoint.body is not None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from kvmesh.frontend.apis.base import Surface
+from kvmesh.frontend.apis.base import Api
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.completions import Completions
 from kvmesh.frontend.apis.messages.api import CountTokens, Messages
@@ -13,12 +13,12 @@ from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.http.bodies import refuse
 from kvmesh.frontend.http.error_shape import shape_for
-from kvmesh.frontend.http.generate import Generation, Parts
-from kvmesh.frontend.http.middleware import Entrance
-from kvmesh.frontend.http.models_health import Information, Readiness
+from kvmesh.frontend.http.generate import Dependencies, GenerateEndpoint
+from kvmesh.frontend.http.middleware import RequestMiddleware
+from kvmesh.frontend.http.models_health import FrontendReadiness, InformationEndpoints
 from kvmesh.frontend.http.openapi import Description
-from kvmesh.frontend.http.responses.endpoints import StoredResponses
-from kvmesh.frontend.http.tokenize import Counter, Counting, Detokenizing
+from kvmesh.frontend.http.responses.endpoints import StoredResponseEndpoints
+from kvmesh.frontend.http.tokenize import CountingApi, CountingEndpoint, DetokenizeEndpoint
 from kvmesh.runtime.warnings import Warnings
 
 ANY = "/{path:.*}"
@@ -28,24 +28,24 @@ OPEN = frozenset(("/health", "/live", ANY))
 
 
 def application(
-    parts: Parts, ready: Readiness, more: Sequence[web.RouteDef], warnings: Warnings
+    parts: Dependencies, ready: FrontendReadiness, more: Sequence[web.RouteDef], warnings: Warnings
 ) -> web.Application:
     """All routes of a frontend, `more` of them made elsewhere."""
-    generation = Generation(parts)
-    counting = Counting(parts)
+    generation = GenerateEndpoint(parts)
+    counting = CountingEndpoint(parts)
     description = Description()
-    tell = Information(parts.registry, ready, warnings, parts.gate)
-    entrance = Entrance(parts.gate, parts.settings.max_in_flight, OPEN)
+    tell = InformationEndpoints(parts.registry, ready, warnings, parts.gate)
+    entrance = RequestMiddleware(parts.gate, parts.settings.max_in_flight, OPEN)
     app = web.Application(
         client_max_size=parts.settings.max_body_bytes, middlewares=[web.middleware(entrance)]
     )
-    generating: dict[str, Surface] = {
+    generating: dict[str, Api] = {
         "/v1/chat/completions": Chat(),
         "/v1/completions": Completions(),
         "/v1/messages": Messages(),
         "/v1/responses": Responses(),
     }
-    tokens: dict[str, Counter] = {
+    tokens: dict[str, CountingApi] = {
         "/v1/tokenize": Tokenize(),
         "/v1/messages/count_tokens": CountTokens(),
         "/v1/responses/input_tokens": InputTokens(),
@@ -54,8 +54,8 @@ def application(
         [
             *(web.post(p, generation.handler(s), name=s.name) for p, s in generating.items()),
             *(web.post(p, counting.handler(s), name=s.name) for p, s in tokens.items()),
-            web.post("/v1/detokenize", Detokenizing(parts).handle, name="detokenize"),
-            *StoredResponses(parts.responses).handlers(),
+            web.post("/v1/detokenize", DetokenizeEndpoint(parts).handle, name="detokenize"),
+            *StoredResponseEndpoints(parts.responses).handlers(),
             *more,
             web.get("/v1/models", tell.models, name="models"),
             web.get("/v1/models/{id:.+}", tell.model, name="model"),

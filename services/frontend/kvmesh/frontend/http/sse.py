@@ -78,7 +78,7 @@ class EventStream:
             self._transport.abort()
 
 
-class StreamKeeper:
+class StreamSupervisor:
     """Periodic care of all open streams: keep-alives, resuming and cutting of slow readers."""
 
     def __init__(self, keepalive_s: float, patience_s: float) -> None:

@@ -9,13 +9,13 @@ from kvmesh.frontend.apis.tokens import parse_tokens
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded
 from kvmesh.frontend.http.bodies import JSON, parsed, read_body
-from kvmesh.frontend.http.generate import Parts
+from kvmesh.frontend.http.generate import Dependencies
 from kvmesh.frontend.http.middleware import Handler, caller_of
 
 LONG = 8192  # tokens, or bytes of them, that go to a thread
 
 
-class Counter(Protocol):
+class CountingApi(Protocol):
     """One counting API."""
 
     @property
@@ -30,13 +30,13 @@ class Counter(Protocol):
         ...
 
 
-class Counting:
+class CountingEndpoint:
     """Makes a handler for each counting surface."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Dependencies) -> None:
         self._parts = parts
 
-    def handler(self, surface: Counter) -> Handler:
+    def handler(self, surface: CountingApi) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
             caller, threads = caller_of(http), self._parts.preparer.threads
             body = await read_body(http, self._parts.settings)
@@ -58,10 +58,10 @@ class Counting:
         return handle
 
 
-class Detokenizing:
+class DetokenizeEndpoint:
     """POST /v1/detokenize: the exact text of token ids, special ones included."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Dependencies) -> None:
         self._parts = parts
 
     async def handle(self, http: web.Request) -> web.StreamResponse:

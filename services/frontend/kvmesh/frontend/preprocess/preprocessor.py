@@ -12,16 +12,16 @@ from kvmesh.bus.messages import Guided, Retain
 from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResult
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
-from kvmesh.frontend.fair_threads import Steps, Threads
+from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.http.json_bounds import check_arguments
 from kvmesh.frontend.models import ServedModel
-from kvmesh.frontend.namespaces import Tenants, apart, inferred
-from kvmesh.frontend.preprocess.prompt_spans import survey
-from kvmesh.frontend.preprocess.retention import Ruler, directives, retained
+from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
+from kvmesh.frontend.preprocess.prompt_spans import locate_spans
+from kvmesh.frontend.preprocess.retention import TokenOffsets, directives, retained
 from kvmesh.frontend.preprocess.session_inference import InferredSessions
-from kvmesh.frontend.preprocess.tool_choice import Forced, forced, optional
+from kvmesh.frontend.preprocess.tool_choice import RequiredToolCall, optional, required_tool_call
 from kvmesh.frontend.tokenizer.encoder import SegmentMemo
-from kvmesh.frontend.tokenizer.prefix_cache import Beginnings, Encoded
+from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, PrefixTokenCache
 from kvmesh.frontend.tokenizer.text_slices import check_runs
 from kvmesh.hashing import block_hashes
 
@@ -37,7 +37,7 @@ TOKEN_BYTES = 64
 LOGPROB_BYTES = 400
 
 
-class Prompt(Struct):
+class PromptTokens(Struct):
     """One sequence's prompt: `count` tokens as packed uint32, and its packed sequence hashes.
 
     `retention` says how dearly its tokens are kept.
@@ -50,7 +50,7 @@ class Prompt(Struct):
     retention: list[Retain] = []
 
 
-class Prepared(Struct):
+class PreparedRequest(Struct):
     """A request that is ready to be placed; `max_tokens` fits every prompt.
 
     `tail` is the end of the rendered conversation: it tells whether thinking has begun.
@@ -59,10 +59,10 @@ class Prepared(Struct):
     request: GenerateRequest
     model: ServedModel
     adapter: str | None
-    prompts: list[Prompt]
+    prompts: list[PromptTokens]
     max_tokens: int
     tail: str
-    forced: Forced | None
+    required_tool_call: RequiredToolCall | None
     guided: Guided | None
 
     @property
@@ -70,24 +70,24 @@ class Prepared(Struct):
         return sum(prompt.count for prompt in self.prompts)
 
 
-class Preparer:
+class Preprocessor:
     """Renders, tokenizes and hashes; what is long in threads, so that other streams go on.
 
     No more tokens are made than fit the model, by one slice at most.
     """
 
-    def __init__(self, memo_bytes: int, tenants: Tenants) -> None:
+    def __init__(self, memo_bytes: int, tenants: TenantNamespaces) -> None:
         self._tenants = tenants
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
-        self._beginnings = Beginnings(memo_bytes // 3)
+        self._beginnings = PrefixTokenCache(memo_bytes // 3)
         self._sessions = InferredSessions()
-        self.threads = Threads()
+        self.threads = FairThreads()
 
     async def prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Raises ContextExceeded, or InvalidRequest if there is nothing to send to an engine."""
-        request.hints = apart(request.hints, request.cache_salt)
+        request.hints = scope_sessions(request.hints, request.cache_salt)
         made = await self._run(request, self._prepared(request, model, adapter))
         if request.messages and request.hints.session is None:
             self._infer_session(request, made.prompts[0], model.card.block_size)
@@ -95,11 +95,11 @@ class Preparer:
 
     def _prepared(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
-    ) -> Steps[Prepared]:
+    ) -> Steps[PreparedRequest]:
         if not model.card.images:
             _refuse_images(request)
         seed = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
-        must_call = forced(request)
+        must_call = required_tool_call(request)
         text = "" if request.prompts else render(request, model)
         if request.prompts:
             packed, kept = (yield from self._given(request, model)), directives(request)
@@ -112,9 +112,11 @@ class Preparer:
         longest = max(prompt.count for prompt in prompts)
         limit = output_limit(request, len(prompts), longest, model.card.context)
         tail, guided = text[-TAIL:], _guided(request, model, must_call)
-        return Prepared(request, model, adapter, prompts, limit, tail, must_call, guided)
+        return PreparedRequest(request, model, adapter, prompts, limit, tail, must_call, guided)
 
-    def _infer_session(self, request: GenerateRequest, prompt: Prompt, block_size: int) -> None:
+    def _infer_session(
+        self, request: GenerateRequest, prompt: PromptTokens, block_size: int
+    ) -> None:
         tenant = request.cache_salt
         session = self._sessions.observe(tenant, prompt.sequence, prompt.tokens, block_size)
         if session is not None:
@@ -164,7 +166,7 @@ class Preparer:
 
     def _conversation(
         self, request: GenerateRequest, text: str, model: ServedModel
-    ) -> Steps[Encoded]:
+    ) -> Steps[EncodedPrompt]:
         """The tokens of a rendered conversation, of which only what is new is looked at."""
         check_fits(text, model)
         encoder, tenant = model.dialect.encoder, request.cache_salt
@@ -200,11 +202,13 @@ class Preparer:
         return self._tenants.salt(model.card.files, "", tenant)
 
     def _retained(
-        self, request: GenerateRequest, model: ServedModel, whole: Encoded
+        self, request: GenerateRequest, model: ServedModel, whole: EncodedPrompt
     ) -> Steps[list[Retain]]:
         """What is to be kept of a conversation, and how."""
-        ruler = Ruler(whole)
-        found = survey(request, whole.text, whole.edges, model.dialect.template.drops_thinking)
+        ruler = TokenOffsets(whole)
+        found = locate_spans(
+            request, whole.text, whole.edges, model.dialect.template.drops_thinking
+        )
         room = LONG_TEXT + len(whole.text)
         for edge, place in ruler.cuts(found):
             if (room := room - (place - edge)) < 0:
@@ -246,7 +250,7 @@ def _conversation_name(request: GenerateRequest) -> str:
 
 
 def _guided(
-    request: GenerateRequest, model: ServedModel, must_call: Forced | None
+    request: GenerateRequest, model: ServedModel, must_call: RequiredToolCall | None
 ) -> Guided | None:
     if must_call is not None:
         return must_call.guided
@@ -302,12 +306,12 @@ def _packed(ids: list[int]) -> bytes:
         raise InvalidRequest("A token id is negative or too large.", "prompt") from error
 
 
-def prompt_of(tokens: bytes, model: ServedModel, seed: int, kept: list[Retain]) -> Prompt:
+def prompt_of(tokens: bytes, model: ServedModel, seed: int, kept: list[Retain]) -> PromptTokens:
     """Raises InvalidRequest for a prompt without tokens."""
     if not tokens:
         raise InvalidRequest("The prompt has no tokens.", "prompt")
     _, sequence = block_hashes(tokens, model.card.block_size, seed)
-    return Prompt(tokens, len(tokens) // 4, sequence, seed, kept)
+    return PromptTokens(tokens, len(tokens) // 4, sequence, seed, kept)
 
 
 def _refuse_images(request: GenerateRequest) -> None:

@@ -36,7 +36,7 @@ _MARKABLE: frozenset[type] = frozenset((Text, ToolResult, ToolCall, Image))
 _RESULTS: frozenset[type] = frozenset((ToolResult,))
 
 
-class Span(Struct, frozen=True):
+class PromptSpan(Struct, frozen=True):
     """Characters `start` to `end`, and what they are."""
 
     start: int
@@ -44,7 +44,7 @@ class Span(Struct, frozen=True):
     kind: str
 
 
-class Survey(Struct):
+class PromptSpans(Struct):
     """In characters: the end of the system prompt and tools, spans of other kinds in order, and
 
     marks, as the end of what they keep and for how many seconds. The head and tool results are
@@ -52,7 +52,7 @@ class Survey(Struct):
     """
 
     head: int = 0
-    spans: list[Span] = []
+    spans: list[PromptSpan] = []
     marks: list[tuple[int, float]] = []
 
 
@@ -70,9 +70,9 @@ class _Anchor(Struct):
     start: int = -1
 
 
-def survey(
+def locate_spans(
     request: GenerateRequest, text: str, edges: Sequence[int], drops_thinking: bool
-) -> Survey:
+) -> PromptSpans:
     """The places in the rendered `text` of `request`; `edges` are those of its segments.
 
     Thinking counts as such only if the template drops it from later prompts.
@@ -144,7 +144,7 @@ class _Search:
         self._edges = edges
         self._at = 0
         self._room = MAX_MISSES * len(text)
-        self.found = Survey()
+        self.found = PromptSpans()
 
     def head(
         self, anchors: list[_Anchor], begin: _Anchor | None, tools: bool, tools_ttl: float
@@ -236,7 +236,7 @@ class _Search:
 
     def _span(self, start: int, end: int, kind: str) -> None:
         if start < end:
-            self.found.spans.append(Span(start, end, kind))
+            self.found.spans.append(PromptSpan(start, end, kind))
 
     def _segments(self, start: int, end: int) -> tuple[int, int]:
         """The edges around a text, or those within if more than the template's own is between."""

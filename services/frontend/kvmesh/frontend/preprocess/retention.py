@@ -5,25 +5,25 @@ from collections.abc import Iterator, Sequence
 
 from kvmesh.bus.messages import Retain
 from kvmesh.frontend.conversation import GenerateRequest
-from kvmesh.frontend.preprocess.prompt_spans import Survey
-from kvmesh.frontend.tokenizer.prefix_cache import Encoded
+from kvmesh.frontend.preprocess.prompt_spans import PromptSpans
+from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
 
 KEEP = 75  # priority of what a caller asks to keep for a time
 MAX_KINDS = 64
 UNSUPPORTED = "unsupported"
 
 
-class Ruler:
+class TokenOffsets:
     """Measures a rendered prompt in tokens: exact at the edges of its segments.
 
     Within one it needs the tokens of the segment's beginning, which `cuts` lists.
     """
 
-    def __init__(self, whole: Encoded) -> None:
+    def __init__(self, whole: EncodedPrompt) -> None:
         self._whole = whole
         self._known: dict[int, int] = {}
 
-    def cuts(self, survey: Survey) -> list[tuple[int, int]]:
+    def cuts(self, survey: PromptSpans) -> list[tuple[int, int]]:
         """Places of a survey that are not at an edge, the last one first, after their edges."""
         thinking = [span for span in survey.spans if span.kind == "thinking"]
         places = {end for end, _ in survey.marks}
@@ -52,14 +52,14 @@ def directives(request: GenerateRequest) -> list[Retain]:
 
 
 def retained(
-    request: GenerateRequest, survey: Survey, ruler: Ruler, block_size: int
+    request: GenerateRequest, survey: PromptSpans, ruler: TokenOffsets, block_size: int
 ) -> list[Retain]:
     """Kinds of the prompt's parts, then what the caller asked for: later entries win."""
     kept = [*kinds(survey, ruler, block_size), *_marks(request, survey, ruler)]
     return [*kept, *request.retention]
 
 
-def kinds(survey: Survey, ruler: Ruler, block_size: int) -> Iterator[Retain]:
+def kinds(survey: PromptSpans, ruler: TokenOffsets, block_size: int) -> Iterator[Retain]:
     """The head, and the newest of the other parts that fill a block; inner blocks only."""
     head = ruler.at(survey.head) // block_size * block_size
     if head:
@@ -80,7 +80,7 @@ def outcomes(kept: Sequence[Retain], told: Sequence[str]) -> list[tuple[Retain, 
     ]
 
 
-def _marks(request: GenerateRequest, survey: Survey, ruler: Ruler) -> Iterator[Retain]:
+def _marks(request: GenerateRequest, survey: PromptSpans, ruler: TokenOffsets) -> Iterator[Retain]:
     """One entry for each time to live, up to the last mark that has it, the longest time last."""
     ends: dict[float, int | None] = {}
     for place, ttl in survey.marks:

@@ -28,7 +28,7 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.generation.output import Parser
 
 
-class Forced(Struct, frozen=True):
+class RequiredToolCall(Struct, frozen=True):
     """The tools of which at least one must be called."""
 
     tools: list[Tool]
@@ -56,7 +56,7 @@ class Forced(Struct, frozen=True):
         return _ForcedParser(inner, reader)
 
 
-def forced(request: GenerateRequest) -> Forced | None:
+def required_tool_call(request: GenerateRequest) -> RequiredToolCall | None:
     """Raises InvalidRequest when the choice names no tool of the request."""
     choice = request.tool_choice
     if choice.mode in ("auto", "none"):
@@ -65,7 +65,7 @@ def forced(request: GenerateRequest) -> Forced | None:
     if not tools:
         what = f"no tool is called `{choice.name}`" if choice.name else "there are no tools"
         raise InvalidRequest(f"`tool_choice` cannot be met: {what}.", "tool_choice")
-    return Forced(tools, request.parallel_tool_calls)
+    return RequiredToolCall(tools, request.parallel_tool_calls)
 
 
 def optional(request: GenerateRequest, parser: str | None) -> Guided | None:

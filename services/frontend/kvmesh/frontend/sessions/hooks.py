@@ -12,19 +12,19 @@ from msgspec import Struct
 from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release, SessionPrompt
 from kvmesh.frontend import metrics
 from kvmesh.frontend.conversation import GenerateRequest
-from kvmesh.frontend.dispatch.control_client import Holders
-from kvmesh.frontend.dispatch.dispatcher import Job
+from kvmesh.frontend.dispatch.control_client import ControlClient
+from kvmesh.frontend.dispatch.dispatcher import SequenceTask
 from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.generation.active_request import Exchange
+from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.namespaces import inferred
-from kvmesh.frontend.preprocess.preprocessor import Prepared, Preparer
-from kvmesh.frontend.sessions.last_prompts import SessionPrompts
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
+from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
     HASH,
     LIFETIME_S,
     Speculation,
-    Speculations,
+    SpeculativePrefills,
     shared,
     successor,
 )
@@ -35,41 +35,41 @@ MAX_TASKS = 1024
 DEADLINE_S = 30.0
 
 
-class Turn(Struct):
+class HookedRequest(Struct):
     """One turn, and what was computed ahead for it and fits."""
 
-    prepared: Prepared
+    prepared: PreparedRequest
     ahead: Speculation | None = None
 
 
-class Turns:
+class SessionHooks:
     """Told of every turn; work that follows an answer runs in tasks, of which there are few."""
 
     def __init__(
-        self, sessions: SessionPrompts, holders: Holders, preparer: Preparer, budget: int
+        self, sessions: LastPrompts, holders: ControlClient, preparer: Preprocessor, budget: int
     ) -> None:
         self._sessions = sessions
         self._holders = holders
         self._preparer = preparer
         self._budget = budget
-        self._speculations = Speculations()
+        self._speculations = SpeculativePrefills()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def begin(self, prepared: Prepared) -> Turn:
+    def begin(self, prepared: PreparedRequest) -> HookedRequest:
         prompt, session = prepared.prompts[0], prepared.request.hints.session
         if session is not None and len(prepared.prompts) == 1:
             last = SessionPrompt(prompt.tokens, prepared.adapter)
             self._sessions.remember(prepared.model.card.name, session, last)
         made = self._speculations.take(prepared.request.cache_salt, prompt.sequence)
         if made is None:
-            return Turn(prepared)
+            return HookedRequest(prepared)
         self._do(self._holders.ask(made.instance, Cancel(made.id)))
         if made.fits(prompt.sequence):
-            return Turn(prepared, made)
+            return HookedRequest(prepared, made)
         self._count(made, 0)
-        return Turn(prepared)
+        return HookedRequest(prepared)
 
-    def end(self, turn: Turn, exchange: Exchange, in_order: bool) -> None:
+    def end(self, turn: HookedRequest, exchange: ActiveRequest, in_order: bool) -> None:
         """Its answer is over, whatever the end."""
         request = turn.prepared.request
         if turn.ahead is not None:
@@ -99,7 +99,7 @@ class Turns:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _speculate(self, exchange: Exchange, following: GenerateRequest) -> None:
+    async def _speculate(self, exchange: ActiveRequest, following: GenerateRequest) -> None:
         prepared, job = exchange.prepared, exchange.jobs[0]
         try:
             tokens = await self._preparer.beginning(following, prepared.model, CUT)
@@ -115,7 +115,7 @@ class Turns:
             await self._compute(exchange, tokens, sequence, base, asked)
 
     async def _compute(
-        self, exchange: Exchange, tokens: bytes, sequence: bytes, base: int, asked: int
+        self, exchange: ActiveRequest, tokens: bytes, sequence: bytes, base: int, asked: int
     ) -> None:
         """Have the worker that answered compute what it lacks; the caller's turn will tell."""
         prepared, job = exchange.prepared, exchange.jobs[0]
@@ -167,7 +167,7 @@ class Turns:
         task.add_done_callback(self._tasks.discard)
 
 
-def _computes_prompts(job: Job) -> RankKey:
+def _computes_prompts(job: SequenceTask) -> RankKey:
     """Where a conversation's next prompt will probably be computed."""
     routed = job.routed
     if routed is not None and routed.prefill is not None:

@@ -14,7 +14,7 @@ ASK_S = 0.5
 _queries = msgspec.msgpack.Decoder(SessionQuery)
 
 
-class SessionPrompts:
+class LastPrompts:
     """At most `limit` bytes; what is too much, the owner with the most gives up, longest unused.
 
     Sessions are named within tenants. Each frontend knows what passed through itself, and asks the

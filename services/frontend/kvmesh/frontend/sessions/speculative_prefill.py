@@ -83,7 +83,7 @@ def shared(one: bytes, other: bytes) -> int:
     return common(memoryview(one).cast("Q"), memoryview(other).cast("Q"))
 
 
-class Speculations:
+class SpeculativePrefills:
     """What is under way, found by the prompt that it was for; at most `most`."""
 
     def __init__(self, most: int = MAX_OPEN) -> None:

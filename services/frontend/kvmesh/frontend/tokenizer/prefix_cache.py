@@ -17,7 +17,7 @@ EDGE_BYTES = 16
 Key = tuple[int, int]
 
 
-class Encoded(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A text with its packed tokens; `sizes` are the bytes of tokens before each of its `edges`.
 
     Edges are where its segments begin, and its end.
@@ -32,32 +32,32 @@ class Encoded(NamedTuple):
     def end(self) -> int:
         return self.edges[-1]
 
-    def before(self, place: int) -> "Encoded":
+    def before(self, place: int) -> "EncodedPrompt":
         """Its first `place` segments; of the text nothing is cut off."""
         edges, sizes = self.edges[: place + 1], self.sizes[: place + 1]
-        return Encoded(self.text, edges, sizes, self.tokens[: sizes[-1]])
+        return EncodedPrompt(self.text, edges, sizes, self.tokens[: sizes[-1]])
 
-    def extended(self, text: str, segments: list[str], tokens: list[bytes]) -> "Encoded":
+    def extended(self, text: str, segments: list[str], tokens: list[bytes]) -> "EncodedPrompt":
         """What is here as the beginning of `text`, with the segments behind it."""
         edges = [*self.edges[:-1], *accumulate(map(len, segments), initial=self.edges[-1])]
         sizes = [*self.sizes[:-1], *accumulate(map(len, tokens), initial=self.sizes[-1])]
-        return Encoded(text, edges, sizes, b"".join([self.tokens, *tokens]))
+        return EncodedPrompt(text, edges, sizes, b"".join([self.tokens, *tokens]))
 
 
-class Beginnings:
+class PrefixTokenCache:
     """The longest unused first out; `limit` in bytes bounds them. Any thread may ask."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._held: OrderedDict[Key, Encoded] = OrderedDict()
+        self._held: OrderedDict[Key, EncodedPrompt] = OrderedDict()
         self._lock = Lock()
         self.bytes = 0
 
-    def find(self, key: Key, text: str, margin: int) -> Encoded:
+    def find(self, key: Key, text: str, margin: int) -> EncodedPrompt:
         """What is known of the beginning of `text`; no special token is longer than `margin`."""
         known = self._held.get(key)
         if known is None:
-            return Encoded()
+            return EncodedPrompt()
         place, step = len(known.edges) - 1, 1
         while place > step:
             place -= step
@@ -65,9 +65,9 @@ class Beginnings:
             end = known.edges[place] + margin
             if end <= len(known.text) and text.startswith(known.text[:end]):
                 return known.before(place)
-        return Encoded()
+        return EncodedPrompt()
 
-    def keep(self, key: Key, encoded: Encoded) -> None:
+    def keep(self, key: Key, encoded: EncodedPrompt) -> None:
         """In place of what is kept there."""
         with self._lock:
             self.bytes -= _size(self._held.pop(key, None))
@@ -79,7 +79,7 @@ class Beginnings:
                 self.bytes -= _size(self._held.popitem(last=False)[1])
 
 
-def _size(encoded: Encoded | None) -> int:
+def _size(encoded: EncodedPrompt | None) -> int:
     if encoded is None:
         return 0
     text, edges, _, tokens = encoded

@@ -21,7 +21,7 @@ from kvmesh.bus.peer_choice import Peers
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.metrics import QUERY_S
 from kvmesh.indexer.queries.reply import answer, merge
-from kvmesh.indexer.rank_state import Holdings
+from kvmesh.indexer.rank_state import RankStates
 
 log = logging.getLogger(__name__)
 QUEUE = "index"
@@ -32,11 +32,11 @@ SHARD = "shard"  # the label on an indexer's card that names its part
 _NONE = Peers(0.0)
 
 
-class Desk:
+class QueryServer:
     """Answers queries while open. With shards, whoever is asked gathers what the others know."""
 
     def __init__(
-        self, bus: Bus, holdings: Holdings, feed: Feed, timeout: float, instance: str
+        self, bus: Bus, holdings: RankStates, feed: Feed, timeout: float, instance: str
     ) -> None:
         self._bus = bus
         self._instance = instance

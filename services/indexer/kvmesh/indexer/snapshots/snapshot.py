@@ -16,9 +16,9 @@ import msgspec
 import zstandard
 from msgspec import Struct
 
-from kvmesh.index.interface import Segment
-from kvmesh.indexer.decoding import Source
-from kvmesh.indexer.rank_state import Holdings
+from kvmesh.index.interface import OverlapSegment
+from kvmesh.indexer.decoding import EventSource
+from kvmesh.indexer.rank_state import RankStates
 
 MAGIC = b"kvmindex"
 VERSION = 1
@@ -61,7 +61,7 @@ class RankImage(Struct, frozen=True, array_like=True, tag="rank"):
     rank: int
     next: int
     known: bool
-    segments: list[Segment]
+    segments: list[OverlapSegment]
 
 
 _decoder: "msgspec.msgpack.Decoder[RankImage | Header]" = msgspec.msgpack.Decoder(
@@ -70,7 +70,7 @@ _decoder: "msgspec.msgpack.Decoder[RankImage | Header]" = msgspec.msgpack.Decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def capture(holdings: Holdings) -> Iterator[RankImage]:
+def capture(holdings: RankStates) -> Iterator[RankImage]:
     """An image of every rank there is now, each taken when the iterator reaches it."""
     for instance, number in holdings.numbers():
         rank = holdings.rank(instance, number)
@@ -119,7 +119,7 @@ def check(data: bytes) -> None:
         raise DamagedSnapshot("its checksum does not match its content")
 
 
-def restore(holdings: Holdings, data: bytes, shard: str, stream: str) -> int:
+def restore(holdings: RankStates, data: bytes, shard: str, stream: str) -> int:
     """Fill empty holdings from a snapshot; returns the covered stream sequence.
 
     Raises ForeignSnapshot or DamagedSnapshot, then the holdings must be reset.
@@ -143,7 +143,7 @@ def _messages(data: bytes) -> Iterator[RankImage | Header]:
             yield _decoder.decode(reader.read(length))
 
 
-def _finish(holdings: Holdings, header: Header, shard: str, stream: str) -> int:
+def _finish(holdings: RankStates, header: Header, shard: str, stream: str) -> int:
     if (header.shard, header.stream) != (shard, stream):
         raise ForeignSnapshot(f"of shard {header.shard!r} of a stream made {header.stream}")
     for instance in header.gone:
@@ -151,8 +151,8 @@ def _finish(holdings: Holdings, header: Header, shard: str, stream: str) -> int:
     return header.covered
 
 
-def _load(holdings: Holdings, image: RankImage) -> None:
-    source = Source(image.model, image.worker)
+def _load(holdings: RankStates, image: RankImage) -> None:
+    source = EventSource(image.model, image.worker)
     slot = holdings.adopt(source, image.instance, image.rank, image.next, image.known)
     for tier, root, previous, engine, local in image.segments:
         if root:

@@ -17,7 +17,7 @@ from kvmesh.bus.errors import cause
 from kvmesh.bus.stream_identity import is_another
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.indexer.feed import Feed
-from kvmesh.indexer.rank_state import Holdings
+from kvmesh.indexer.rank_state import RankStates
 from kvmesh.indexer.snapshots.snapshot import (
     VERSION,
     DamagedSnapshot,
@@ -29,14 +29,14 @@ from kvmesh.indexer.snapshots.snapshot import (
     restore,
 )
 from kvmesh.indexer.snapshots.snapshot_store import Covers, Slot, SnapshotStore
-from kvmesh.settings.schema import Indexer as IndexerSettings
+from kvmesh.settings.schema import IndexerSettings
 
 log = logging.getLogger(__name__)
 CHECK_S = 0.25
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class SnapshotThresholds:
     """When a snapshot is due, by what the stream has that no snapshot covers."""
 
     messages: int
@@ -44,7 +44,7 @@ class Thresholds:
     age_s: float
 
     @classmethod
-    def of(cls, settings: IndexerSettings, limits: StreamLimits) -> "Thresholds":
+    def of(cls, settings: IndexerSettings, limits: StreamLimits) -> "SnapshotThresholds":
         """The settings, kept well inside the stream's limits: those drop what nothing covers."""
         return cls(
             settings.snapshot_threshold,
@@ -58,10 +58,12 @@ class Thresholds:
         )
 
 
-class Keeper:
+class Snapshotter:
     """Restores at start; afterwards snapshots whenever this replica leads and one is due."""
 
-    def __init__(self, bus: Bus, holdings: Holdings, feed: Feed, thresholds: Thresholds) -> None:
+    def __init__(
+        self, bus: Bus, holdings: RankStates, feed: Feed, thresholds: SnapshotThresholds
+    ) -> None:
         self._bus = bus
         self._holdings = holdings
         self._feed = feed

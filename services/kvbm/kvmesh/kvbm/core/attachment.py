@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from kvmesh.blocks.prompt_delta import KnownPrompts, Names
 from kvmesh.bus.kvbm import Fetch, Offer
 from kvmesh.kvbm.core.blocks.block import Space
-from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
+from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 
 KEEPS_BLOCKS = 1 << 19  # of 32 bytes each
 
 
 @dataclass(slots=True)
-class Guest:
+class AttachedWorker:
     """An attached worker."""
 
     number: int
@@ -21,7 +21,7 @@ class Guest:
     tickets: set[int] = field(default_factory=set)
     prompts: KnownPrompts = field(default_factory=lambda: KnownPrompts(KEEPS_BLOCKS))
 
-    def prompt(self, message: Offer | Fetch) -> Prompt | None:
+    def prompt(self, message: Offer | Fetch) -> PromptBlocks | None:
         """All of what a message describes, or None if its base is not known.
 
         Raises ValueError if its parts do not belong together.
@@ -30,6 +30,6 @@ class Guest:
         whole = self.prompts.complete(message.base, message.shared, rest)
         if whole is None:
             return None
-        prompt = Prompt.of(message, whole, self.space)
+        prompt = PromptBlocks.of(message, whole, self.space)
         self.prompts.keep(whole, message.base)
         return prompt

@@ -28,22 +28,22 @@ from kvmesh.bus.kvbm import (
     Wanted,
 )
 from kvmesh.bus.messages import Clear, KvEvent, Pin, encode
-from kvmesh.kvbm.core.attachment import Guest
+from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Space
 from kvmesh.kvbm.core.blocks.events import dump
 from kvmesh.kvbm.core.blocks.slab_allocator import PAGE
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, Store
-from kvmesh.kvbm.core.config import Rules
+from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.errors import TooSmall
-from kvmesh.kvbm.core.retention import Keeping
-from kvmesh.kvbm.core.transfers.in_progress import Announced
+from kvmesh.kvbm.core.retention import TierRetention
+from kvmesh.kvbm.core.transfers.in_progress import BlocksInProgress
 from kvmesh.kvbm.core.transfers.lending import Lending
-from kvmesh.kvbm.core.transfers.mesh_claims import Claims, Further, Others
+from kvmesh.kvbm.core.transfers.mesh_claims import Claims, PeerClaims, PeerSource
 from kvmesh.kvbm.core.transfers.offload import Offload
-from kvmesh.kvbm.core.transfers.onboarding import Fetches, Lookup
-from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
-from kvmesh.kvbm.core.transfers.tickets import Reading
-from kvmesh.kvbm.core.transfers.write_through import Offers
+from kvmesh.kvbm.core.transfers.onboarding import Lookup, Onboarding
+from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
+from kvmesh.kvbm.core.transfers.tickets import ReadTicket
+from kvmesh.kvbm.core.transfers.write_through import OfferedBlocks
 
 UNKNOWN = Declined("unknown", "there is no such attachment; attach again")
 CLOSING = Declined("closing", "this block manager is leaving")
@@ -54,7 +54,7 @@ Ask: TypeAlias = Offer | Commit | Fetch | Await | Finish | Computed | Corrupt | 
 Answer: TypeAlias = Wanted | Fetched | Incomplete | Done | Declined
 
 
-class Parked(NamedTuple):
+class ParkedFetch(NamedTuple):
     """The answer comes later; a new request about the ticket takes its place."""
 
     ticket: int
@@ -66,15 +66,15 @@ class Manager:
     `instance` is what other kvbms know it by.
     """
 
-    def __init__(self, rules: Rules, instance: str = "") -> None:
+    def __init__(self, rules: KvbmConfig, instance: str = "") -> None:
         self._numbers = count(1)
         self.store = Store(rules.capacities, rules.budget, rules.remote)
         self.claims = Claims(rules.patience_s)
-        self.others = Others()
-        self.announced = Announced(rules.patience_s, self.claims.end)
-        self.keeping = Keeping(self.store, rules.defaults)
-        self.offers = Offers(self.store, self.keeping)
-        self.fetches = Fetches(
+        self.others = PeerClaims()
+        self.announced = BlocksInProgress(rules.patience_s, self.claims.end)
+        self.keeping = TierRetention(self.store, rules.defaults)
+        self.offers = OfferedBlocks(self.store, self.keeping)
+        self.fetches = Onboarding(
             self.store, self.announced, self.claims, self.others, rules.decay_s, instance
         )
         frequencies = {DISK: rules.disk_frequency, REMOTE: rules.remote_frequency}
@@ -91,14 +91,14 @@ class Manager:
             self._consider,
             lambda: self._go_on(()),
         )
-        self.guests: dict[int, Guest] = {}
+        self.guests: dict[int, AttachedWorker] = {}
         self.models: list[str] = []
         self._spaces: dict[bytes, Space] = {}
         self.closing = False
 
     # workers
 
-    def attach(self, message: Attach, number: int) -> Guest | Declined:
+    def attach(self, message: Attach, number: int) -> AttachedWorker | Declined:
         """Take in a worker as `number`, which is new; the caller tells it where the arena is."""
         if self.closing:
             return CLOSING
@@ -108,11 +108,11 @@ class Manager:
             space = self._space(message.model, message.layout)
         except TooSmall as error:
             return Declined("layout", f"{message.model}: {error}")
-        guest = Guest(number, message.instance, space, message.lock)
+        guest = AttachedWorker(number, message.instance, space, message.lock)
         self.guests[guest.number] = guest
         return guest
 
-    def detach(self, guest: Guest, now: float) -> int:
+    def detach(self, guest: AttachedWorker, now: float) -> int:
         """A worker is gone: what it used is used no more. Returns how many tickets it had."""
         self.store.begin(now)
         if self.guests.pop(guest.number, None) is None:
@@ -179,7 +179,7 @@ class Manager:
 
     # what workers ask
 
-    def answer(self, message: Ask, now: float) -> Answer | Parked:
+    def answer(self, message: Ask, now: float) -> Answer | ParkedFetch:
         """The reply to any message but `Attach`; or who gets it later, from `take_answers`."""
         guest = self.guests.get(message.attachment)
         if guest is None:
@@ -192,7 +192,7 @@ class Manager:
         except ValueError as error:
             return Declined("invalid", str(error))
 
-    def _answer(self, message: Ask, guest: Guest) -> Answer | Parked:
+    def _answer(self, message: Ask, guest: AttachedWorker) -> Answer | ParkedFetch:
         match message:
             case Offer() | Fetch():
                 return self._describe(message, guest)
@@ -210,7 +210,7 @@ class Manager:
                 self.detach(guest, self.store.now)
         return Done()
 
-    def _describe(self, message: Offer | Fetch, guest: Guest) -> Answer | Parked:
+    def _describe(self, message: Offer | Fetch, guest: AttachedWorker) -> Answer | ParkedFetch:
         prompt = guest.prompt(message)
         if prompt is None:
             return Incomplete()
@@ -218,14 +218,14 @@ class Manager:
             return self._offer(message, prompt, guest)
         return self._fetch(message, prompt, guest)
 
-    def _offer(self, message: Offer, prompt: Prompt, guest: Guest) -> Wanted:
+    def _offer(self, message: Offer, prompt: PromptBlocks, guest: AttachedWorker) -> Wanted:
         wanted, unwanted = self.offers.start(next(self._numbers), message, prompt)
         if wanted.ticket:
             guest.tickets.add(wanted.ticket)
         self._go_on(self.announced.settled(unwanted, self.store.now))
         return wanted
 
-    def _commit(self, message: Commit, guest: Guest) -> Done | Declined:
+    def _commit(self, message: Commit, guest: AttachedWorker) -> Done | Declined:
         writing = self.offers.writings.get(message.ticket)
         if writing is None or writing.attachment != guest.number:
             return NO_TICKET
@@ -235,7 +235,9 @@ class Manager:
         self._go_on(())
         return Done(len(written))
 
-    def _fetch(self, message: Fetch, prompt: Prompt, guest: Guest) -> Fetched | Parked:
+    def _fetch(
+        self, message: Fetch, prompt: PromptBlocks, guest: AttachedWorker
+    ) -> Fetched | ParkedFetch:
         self.keeping.reopen(message.session)
         self.keeping.follow(prompt)
         found = self.store.find(prompt.digests)
@@ -247,7 +249,7 @@ class Manager:
         self._go_on(())
         return self._fetched(reading)
 
-    def _await(self, message: Await, guest: Guest) -> Fetched | Parked | Declined:
+    def _await(self, message: Await, guest: AttachedWorker) -> Fetched | ParkedFetch | Declined:
         reading = self._reading(message.ticket, guest)
         if reading is None:
             return NO_TICKET
@@ -255,9 +257,9 @@ class Manager:
         self._go_on(())
         return self._fetched(reading)
 
-    def _fetched(self, reading: Reading) -> Fetched | Parked:
+    def _fetched(self, reading: ReadTicket) -> Fetched | ParkedFetch:
         if not reading.due(self.store.now):
-            return Parked(reading.number)
+            return ParkedFetch(reading.number)
         retention = self.keeping.inherited(reading.ready)
         fetched = msgspec.structs.replace(self.fetches.answer(reading), retention=retention)
         if not fetched.ticket:
@@ -265,7 +267,7 @@ class Manager:
             self.fetches.finish(reading)
         return fetched
 
-    def _finish(self, ticket: int, guest: Guest) -> Done | Declined:
+    def _finish(self, ticket: int, guest: AttachedWorker) -> Done | Declined:
         reading = self._reading(ticket, guest)
         if reading is None:
             return NO_TICKET
@@ -274,7 +276,7 @@ class Manager:
         self._go_on(())
         return Done(len(reading.given))
 
-    def _reading(self, ticket: int, guest: Guest) -> Reading | None:
+    def _reading(self, ticket: int, guest: AttachedWorker) -> ReadTicket | None:
         reading = self.fetches.readings.get(ticket)
         return reading if reading is not None and reading.attachment == guest.number else None
 
@@ -335,11 +337,11 @@ class Manager:
 
     # other nodes
 
-    def prepare(self, message: Prepare, now: float) -> Prepared | Parked:
+    def prepare(self, message: Prepare, now: float) -> Prepared | ParkedFetch:
         """Another kvbm would have blocks; who gets the answer later, from `take_answers`."""
         space = self._spaces.get(encode((message.model, message.layout)))
         answer = self.lending.prepare(message, space, now)
-        return answer if isinstance(answer, Prepared) else Parked(answer.number)
+        return answer if isinstance(answer, Prepared) else ParkedFetch(answer.number)
 
     # what comes of it
 
@@ -350,7 +352,9 @@ class Manager:
             self.store.moved(move, end)
         self._go_on(())
 
-    def found(self, lookup: Lookup, count: int, now: float, further: Further | None = None) -> None:
+    def found(
+        self, lookup: Lookup, count: int, now: float, further: PeerSource | None = None
+    ) -> None:
         """Beyond this node are the first `count` blocks of a lookup that `take_lookups` gave.
 
         `further` is a node that may make more of them ready.
@@ -370,13 +374,13 @@ class Manager:
         self.fetches.expire()
 
     def take_answers(self, now: float) -> dict[int, Fetched | Prepared]:
-        """Replies that were `Parked` and are due, by ticket."""
+        """Replies that were `ParkedFetch` and are due, by ticket."""
         self.store.begin(now)
         answers: dict[int, Fetched | Prepared] = {}
         for reading in self.fetches.take_due():
             lent = reading in self.lending
             answer = self.lending.answer(reading) if lent else self._fetched(reading)
-            if not isinstance(answer, Parked):
+            if not isinstance(answer, ParkedFetch):
                 answers[reading.number] = answer
         return answers
 

@@ -8,12 +8,12 @@ from math import inf
 from kvmesh.bus.messages import Pin, Retain, owner
 from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy
 from kvmesh.kvbm.core.blocks.store import Store
-from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
-from kvmesh.retention.budget import Promises
-from kvmesh.retention.claims import PLAIN_LEVEL, Keep, Wish
+from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
+from kvmesh.retention.budget import RetentionBudget
+from kvmesh.retention.claims import PLAIN_LEVEL, BlockRetention, RetentionWish
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
-from kvmesh.retention.session_blocks import SessionBook, Tail
+from kvmesh.retention.session_blocks import PromptTail, SessionBook
 from kvmesh.retention.token_ranges import PLAIN_WISH, segments, with_prefix
 
 IDLE_SESSION_S = 3600.0
@@ -21,10 +21,10 @@ MOST_SESSION_BLOCKS = 1 << 20
 MOST_CLOSED = 4096
 
 
-class Keeping:
+class TierRetention:
     """Which blocks are kept, how dearly and for whom."""
 
-    def __init__(self, store: Store, defaults: Mapping[str, Wish]) -> None:
+    def __init__(self, store: Store, defaults: Mapping[str, RetentionWish]) -> None:
         self._store = store
         self._defaults = defaults
         self._sessions: SessionBook[bytes] = SessionBook(IDLE_SESSION_S, MOST_SESSION_BLOCKS)
@@ -37,7 +37,7 @@ class Keeping:
 
     # prompts
 
-    def wishes(self, prompt: Prompt, first: int = 0) -> dict[int, Wish]:
+    def wishes(self, prompt: PromptBlocks, first: int = 0) -> dict[int, RetentionWish]:
         """What is asked for its blocks from `first` on, by index, unless nothing is."""
         size = prompt.space.layout.block_size
         asked = segments(prompt.retention, None, len(prompt) * size, size, self._defaults)
@@ -56,13 +56,15 @@ class Keeping:
         if session is not None:
             self._closed.pop(session, None)
 
-    def follow(self, prompt: Prompt) -> None:
+    def follow(self, prompt: PromptBlocks) -> None:
         """A session has this prompt now: what of its last one it leaves, nobody keeps."""
         if prompt.session is not None and not self.is_closed(prompt.session):
             left = self._sessions.record(prompt.session, prompt.digests, self._store.now)
             self._forget(left)
 
-    def ask(self, prompt: Prompt, wishes: Mapping[int, Wish], blocks: Iterable[Block]) -> None:
+    def ask(
+        self, prompt: PromptBlocks, wishes: Mapping[int, RetentionWish], blocks: Iterable[Block]
+    ) -> None:
         """Keep a prompt's blocks as it wishes, and as pins do, in every tier that has them."""
         tiers = self._store.tiers
         copies = [c for block in blocks for c in block.copies.values() if c.tier in tiers]
@@ -127,7 +129,7 @@ class Keeping:
         return self._unpin(pinned) if pinned is not None else None
 
     def _unpin(self, pinned: Pinned[int]) -> int:
-        def forget(promises: Promises, keep: Keep, size: int) -> None:
+        def forget(promises: RetentionBudget, keep: BlockRetention, size: int) -> None:
             promises.unpin(keep, size, pinned.id)
 
         blocks = self._store.named(pinned.prompt)
@@ -136,12 +138,12 @@ class Keeping:
                 self._store.tiers[copy.tier].change(copy, forget)
         return len(blocks)
 
-    def _ask_for_pins(self, prompt: Prompt, copies: list[Copy]) -> None:
+    def _ask_for_pins(self, prompt: PromptBlocks, copies: list[Copy]) -> None:
         for pinned, count in self._pins.along(prompt.sequence, self._store.now):
             self._pin(pinned, [copy for copy in copies if copy.block.index < count])
 
     def _pin(self, pinned: Pinned[int], copies: Iterable[Copy]) -> None:
-        def ask(promises: Promises, keep: Keep, size: int) -> None:
+        def ask(promises: RetentionBudget, keep: BlockRetention, size: int) -> None:
             if pinned.id not in keep.pins:
                 p = pinned
                 promises.pin(keep, size, p.id, p.priority, p.deadline, p.directive)
@@ -161,7 +163,7 @@ class Keeping:
             self._closed.popitem(last=False)
         return self._forget(self._sessions.release(ended))
 
-    def _forget(self, tails: Iterable[Tail[bytes]]) -> int:
+    def _forget(self, tails: Iterable[PromptTail[bytes]]) -> int:
         gone = 0
         for tail in tails:
             for digest in reversed(tail.prompt[tail.kept :]):
@@ -181,7 +183,7 @@ class Keeping:
         return bool(here)
 
 
-def _directive(known: dict[int, Directive], wish: Wish, tenant: str) -> Directive | None:
+def _directive(known: dict[int, Directive], wish: RetentionWish, tenant: str) -> Directive | None:
     if wish.directive is None:
         return None
     return known.setdefault(wish.directive, Directive(tenant, wish.level, wish.ttl_s))

@@ -5,14 +5,14 @@ from collections.abc import Callable, Coroutine, Iterable
 
 from kvmesh.kvbm.core.blocks.block import REMOTE
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
-from kvmesh.kvbm.core.transfers.mesh_claims import Further
+from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
-from kvmesh.kvbm.peers.claims_exchange import PAUSE_S, Neighbours
-from kvmesh.kvbm.peers.reader import Peers
-from kvmesh.kvbm.tiers.remote.mover import Courier
+from kvmesh.kvbm.peers.claims_exchange import PAUSE_S, ClaimsExchange
+from kvmesh.kvbm.peers.reader import PeerReader
+from kvmesh.kvbm.tiers.remote.mover import RemoteMover
 
 
-class Outside:
+class RemoteSources:
     """Either may be missing. `found` and `moved` are told what came of lookups and moves.
 
     `neighbours` make ready what is read from either, so there are some unless both are missing.
@@ -20,10 +20,10 @@ class Outside:
 
     def __init__(
         self,
-        courier: Courier | None,
-        peers: Peers | None,
-        neighbours: Neighbours | None,
-        found: Callable[[Lookup, int, Further | None], None],
+        courier: RemoteMover | None,
+        peers: PeerReader | None,
+        neighbours: ClaimsExchange | None,
+        found: Callable[[Lookup, int, PeerSource | None], None],
         moved: Callable[[list[tuple[Move, MoveEnd]]], None],
     ) -> None:
         self._courier = courier
@@ -90,7 +90,7 @@ class Outside:
             count += more
         self._found(lookup, count, further)
 
-    async def _prepare(self, lookup: Lookup, further: Further) -> tuple[int, Further | None]:
+    async def _prepare(self, lookup: Lookup, further: PeerSource) -> tuple[int, PeerSource | None]:
         """How many blocks another node has made ready, and whom to ask for more."""
         peers = self._peers
         if self._neighbours is None:

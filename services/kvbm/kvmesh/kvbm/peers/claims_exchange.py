@@ -20,7 +20,7 @@ from kvmesh.bus.kvbm import Computing, Declined, Prepare, Prepared
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.kvbm.core.blocks.block import Space
-from kvmesh.kvbm.core.transfers.mesh_claims import Claims, Further, Others, Telling
+from kvmesh.kvbm.core.transfers.mesh_claims import ClaimMessage, Claims, PeerClaims, PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _decoder = msgspec.msgpack.Decoder(Computing)
 Answered = Prepared | Declined
 
 
-class Neighbours:
+class ClaimsExchange:
     """Hears their claims into `others`, and tells what is in `claims`.
 
     `came` gets the cards of those that join or change, `left` of those that leave. `key` is the
@@ -47,7 +47,7 @@ class Neighbours:
         instance: str,
         key: str,
         claims: Claims,
-        others: Others,
+        others: PeerClaims,
         came: Callable[[Instance], None],
         left: Callable[[Instance], None],
     ) -> None:
@@ -111,7 +111,7 @@ class Neighbours:
         """Hear from now on what they compute of a model."""
         await self._listen(self._bus.subjects.computing(model))
 
-    def tell(self, tellings: Iterable[Telling]) -> None:
+    def tell(self, tellings: Iterable[ClaimMessage]) -> None:
         for telling in tellings:
             self._post(self._bus.subjects.computing(telling.model), telling)
 
@@ -124,7 +124,7 @@ class Neighbours:
                 self._post(subject, telling)
         self._told[card.instance] = models
 
-    def _post(self, subject: str, telling: Telling) -> None:
+    def _post(self, subject: str, telling: ClaimMessage) -> None:
         marks = b"".join(telling.marks)
         message = Computing(self._instance, telling.number, marks, self._claims.lasts_s)
         self._bus.post(subject, message)
@@ -143,8 +143,8 @@ class Neighbours:
     # what they make ready
 
     async def prepare(
-        self, lookup: Lookup, further: Further, stored: bool
-    ) -> tuple[list[bytes], Further | None]:
+        self, lookup: Lookup, further: PeerSource, stored: bool
+    ) -> tuple[list[bytes], PeerSource | None]:
         """Which blocks of a lookup may be read now, and who is to be asked for more."""
         space, digests = lookup.prompt.space, lookup.digests
         engine = lookup.engine

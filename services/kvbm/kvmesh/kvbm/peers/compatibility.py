@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 Layouts = Mapping[str, Sequence[str]]
 
 
-class Divisions:
+class PeerCompatibility:
     """Compares the cards of other kvbms with what this one has; each division is logged once.
 
     `key` is the fingerprint of this node's key.

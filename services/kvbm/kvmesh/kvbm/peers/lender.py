@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from kvmesh.blocks.digests import split_digests
 from kvmesh.bus.kvbm import Lend, Lent, Prepare, Prepared
-from kvmesh.kvbm.core.manager import Manager, Parked
-from kvmesh.kvbm.peers.reader import Peers
+from kvmesh.kvbm.core.manager import Manager, ParkedFetch
+from kvmesh.kvbm.peers.reader import PeerReader
 
 NOTHING = Lent(b"", b"", b"")
 
@@ -20,7 +20,7 @@ class Lender:
     def __init__(
         self,
         manager: Manager,
-        peers: Peers | None,
+        peers: PeerReader | None,
         lend_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -29,7 +29,7 @@ class Lender:
         self._lend_s = lend_s
         self._clock = clock
 
-    def answer(self, request: Lend | Prepare) -> Lent | Prepared | Parked:
+    def answer(self, request: Lend | Prepare) -> Lent | Prepared | ParkedFetch:
         if isinstance(request, Lend):
             return self._lend(request)
         peers = self._peers

@@ -17,11 +17,11 @@ from kvmesh.bus.kvbm import Declined, Lend, Lent
 from kvmesh.bus.messages import OverlapQuery, OverlapReply
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
-from kvmesh.kvbm.core.transfers.mesh_claims import Further
+from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
-from kvmesh.kvbm.peers.claims_exchange import FAILURES, Neighbours
+from kvmesh.kvbm.peers.claims_exchange import FAILURES, ClaimsExchange
 from kvmesh.kvbm.tiers.arena import Arena
-from kvmesh.settings.schema import Transfer
+from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Region, TransferError, Transport
 
 log = logging.getLogger(__name__)
@@ -29,20 +29,20 @@ FIND_S = 0.5
 LEND_S = 1.0
 BATCH_BLOCKS = 128
 MOST_KNOWN = 1 << 16
-NOBODY = Further("", 0)
+NOBODY = PeerSource("", 0)
 Ends = list[tuple[Move, MoveEnd]]
 Answered = Lent | Declined
 
 
-class Peers:
+class PeerReader:
     """The other kvbms of the mesh. `hold` keeps a copy for good, whose memory is not safe."""
 
     def __init__(
         self,
         bus: Bus,
-        neighbours: Neighbours,
+        neighbours: ClaimsExchange,
         arena: Arena,
-        options: Transfer,
+        options: TransferSettings,
         moved: Callable[[Ends], None],
         hold: Callable[[Copy], object],
     ) -> None:
@@ -69,7 +69,7 @@ class Peers:
 
     # where blocks are
 
-    async def find(self, lookup: Lookup, known: int) -> tuple[int, Further | None]:
+    async def find(self, lookup: Lookup, known: int) -> tuple[int, PeerSource | None]:
         """How many blocks of a lookup after the first `known` another node has in its arena.
 
         Behind those it may have some on its disk.
@@ -92,7 +92,7 @@ class Peers:
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
 
-    async def _deepest(self, lookup: Lookup, sequence: bytes) -> tuple[Further, Further]:
+    async def _deepest(self, lookup: Lookup, sequence: bytes) -> tuple[PeerSource, PeerSource]:
         """Who has most leading blocks of a prompt in its arena, and who has most with its disk."""
         subject = self._bus.subjects.index(lookup.prompt.space.model)
         query = OverlapQuery([sequence], lookup.prompt.salt)
@@ -105,8 +105,8 @@ class Peers:
             return NOBODY, NOBODY
         peers = self._neighbours.sharing(lookup.prompt.space)
         held = [(owner, arena, disk) for owner, arena, disk in named if owner in peers]
-        arenas = (Further(owner, arena) for owner, arena, _ in held)
-        wholes = (Further(owner, arena + disk) for owner, arena, disk in held)
+        arenas = (PeerSource(owner, arena) for owner, arena, _ in held)
+        wholes = (PeerSource(owner, arena + disk) for owner, arena, disk in held)
         return max(arenas, key=_end, default=NOBODY), max(wholes, key=_end, default=NOBODY)
 
     # reading theirs
@@ -209,5 +209,5 @@ class Peers:
         return task
 
 
-def _end(further: Further) -> int:
+def _end(further: PeerSource) -> int:
     return further.end

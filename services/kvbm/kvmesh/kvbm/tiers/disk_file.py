@@ -39,7 +39,7 @@ class DiskFull(KvbmError):
         self.usable = usable
 
 
-class Disk:
+class DiskFile:
     """`capacity` bytes in the folder `path`, locked until `close`; `spare` bytes stay free there.
 
     Raises DiskError, or InUse.

@@ -30,7 +30,7 @@ def opened(extent: int, key: bytes) -> Opened:
     return Opened(VERSION, extent, fingerprint(key))
 
 
-class Journal:
+class DiskJournal:
     """The file in `folder`. Blocking calls; OSError if the file cannot be written."""
 
     def __init__(self, folder: Path, first: Opened) -> None:

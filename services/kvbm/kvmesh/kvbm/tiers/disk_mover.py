@@ -10,14 +10,14 @@ from kvmesh._native import xxh3
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.tiers.arena import Arena
-from kvmesh.kvbm.tiers.disk_file import Disk, DiskFull
+from kvmesh.kvbm.tiers.disk_file import DiskFile, DiskFull
 
 log = logging.getLogger(__name__)
 RUN_BYTES = 4 << 20
 TOLERATED = 3
 
 
-class Mover:
+class DiskMover:
     """Carries out moves between arena and disk, and tells `done` in the loop's thread.
 
     `shrink` is called when the disk turns out to have fewer bytes, `give_up` when it fails again
@@ -27,7 +27,7 @@ class Mover:
     def __init__(
         self,
         arena: Arena,
-        disk: Disk,
+        disk: DiskFile,
         threads: int,
         done: Callable[[list[tuple[Move, MoveEnd]]], None],
         shrink: Callable[[int], None],

@@ -7,25 +7,25 @@ from collections.abc import Callable
 from kvmesh.kvbm.core.blocks.block import DISK, Copy
 from kvmesh.kvbm.core.blocks.journal_record import Bookkeeper, Opened, Record, block_of, surviving
 from kvmesh.kvbm.core.manager import Manager
-from kvmesh.kvbm.tiers.disk_file import Disk, DiskError
-from kvmesh.kvbm.tiers.disk_journal import Journal, opened
+from kvmesh.kvbm.tiers.disk_file import DiskError, DiskFile
+from kvmesh.kvbm.tiers.disk_journal import DiskJournal, opened
 
 log = logging.getLogger(__name__)
 SLACK = 10_000
 
 
-class Shelf:
+class DiskTier:
     """Keeps the journal of `manager`'s disk tier."""
 
     def __init__(
-        self, disk: Disk, manager: Manager, key: bytes, clock: Callable[[], float]
+        self, disk: DiskFile, manager: Manager, key: bytes, clock: Callable[[], float]
     ) -> None:
         self._manager = manager
         self._disk = disk
         self._clock = clock
         self._tier = manager.store.tiers[DISK]
         self._books = Bookkeeper()
-        self._journal = Journal(disk.path, opened(self._tier.slots.extent, key))
+        self._journal = DiskJournal(disk.path, opened(self._tier.slots.extent, key))
         self._failing = False
         self._saving = asyncio.Lock()
 

@@ -28,7 +28,7 @@ class DirectoryError(KvbmError):
     """The directory cannot be used; the message says where, why, and what to change."""
 
 
-class Taken(DirectoryError, InUse):
+class DirectoryTaken(DirectoryError, InUse):
     """Another kvbm lives there."""
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +98,7 @@ def _locked_at_last(path: Path) -> int:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             return _locked(path)
-        except Taken:
+        except DirectoryTaken:
             if time.monotonic() > deadline:
                 raise
         except OSError as error:
@@ -116,7 +116,7 @@ def _locked(path: Path) -> int:
             raise DirectoryError(f"{path} belongs to user {owner}; set kvbm.directory")
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
-        raise Taken(path) from None
+        raise DirectoryTaken(path) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(lock).st_nlink:
@@ -124,7 +124,7 @@ def _locked(path: Path) -> int:
     except BlockingIOError:
         pass
     os.close(lock)
-    raise Taken(path)
+    raise DirectoryTaken(path)
 
 
 def _remove(path: Path, whole: bool) -> None:

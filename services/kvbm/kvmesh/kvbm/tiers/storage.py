@@ -6,11 +6,11 @@ import os
 from contextlib import ExitStack
 
 from kvmesh.kvbm.tiers.arena import Arena, ArenaError
-from kvmesh.kvbm.tiers.disk_file import Disk
+from kvmesh.kvbm.tiers.disk_file import DiskFile
 from kvmesh.kvbm.tiers.node_directory import NodeDirectory, default_directory, reclaim
 from kvmesh.kvbm.tiers.remote.factory import open_store
 from kvmesh.kvbm.tiers.remote.interface import RemoteStore
-from kvmesh.settings.schema import Kvbm as KvbmSettings
+from kvmesh.settings.schema import KvbmSettings
 
 log = logging.getLogger(__name__)
 UNMAPPED_S = 30.0
@@ -32,7 +32,7 @@ class Storage:
         self,
         directory: NodeDirectory,
         arena: Arena,
-        disk: Disk | None,
+        disk: DiskFile | None,
         remote: RemoteStore | None,
     ) -> None:
         self.directory = directory
@@ -55,7 +55,7 @@ class Storage:
                         "kvbm.disk_bytes is less than kvbm.host_bytes: it holds little more"
                     )
                 arguments = (settings.disk_path, settings.disk_bytes, settings.disk_free_bytes)
-                disk = await asyncio.to_thread(Disk, *arguments)
+                disk = await asyncio.to_thread(DiskFile, *arguments)
                 claims.callback(disk.close)
             storage = cls(directory, arena, disk, _remote(settings, namespace))
             storage._claims = claims.pop_all()

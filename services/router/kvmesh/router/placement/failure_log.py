@@ -6,7 +6,7 @@ from collections import Counter
 log = logging.getLogger(__name__)
 
 
-class Failures:
+class FailureLog:
     """Logs each kind of failure once, with its traceback, and counts all in `counts`, by name.
 
     A kind is the name of what failed, the type of the error and the line that raised it.

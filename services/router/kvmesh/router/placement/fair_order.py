@@ -33,7 +33,7 @@ def _whole(name: str) -> str:
     return name.partition(WITHIN)[0]
 
 
-class Part:
+class QueuePart:
     """Waiting requests of one part of a class, lowest key first; `lanes` has them apart.
 
     `served` is the cost of what was placed so far.
@@ -93,13 +93,13 @@ class FairClass:
         self.name = name
         self.deficit = 0.0
         self._served = 0.0
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, QueuePart] = {}
         self._turns: list[tuple[float, str]] = []
 
     def push(self, entry: SeqWait) -> None:
         part = self._parts.get(entry.fair_class)
         if part is None:
-            part = self._parts[entry.fair_class] = Part(entry.fair_class, self._served)
+            part = self._parts[entry.fair_class] = QueuePart(entry.fair_class, self._served)
             heapq.heappush(self._turns, (part.served, part.name))
         part.push(entry)
 
@@ -135,7 +135,7 @@ class FairClass:
             part.served += entry.cost
 
 
-class Tier:
+class PriorityTier:
     """Deficit round robin (Shreedhar and Varghese 1995) over classes; cost in uncached tokens.
 
     A class in turn may send while its deficit covers the next request; each turn adds `quantum`
@@ -225,14 +225,14 @@ class Tier:
         return self._quantum * self._weights.get(fair.name, 1.0)
 
 
-class Queue:
+class FairOrder:
     """All waiting requests of every replica, in lanes."""
 
     def __init__(self, quantum: float, weights: Mapping[str, float], starvation: float) -> None:
         self._quantum = quantum
         self._weights = weights
         self._starvation = starvation
-        self._tiers: dict[int, Tier] = {}
+        self._tiers: dict[int, PriorityTier] = {}
         self._ages: dict[str, list[tuple[float, str]]] = {}
         self._sizes: dict[str, int] = {}
         self.entries: dict[str, SeqWait] = {}
@@ -256,7 +256,7 @@ class Queue:
         self.entries[entry.request] = entry
         tier = self._tiers.get(entry.tier)
         if tier is None:
-            tier = self._tiers[entry.tier] = Tier(self._quantum, self._weights)
+            tier = self._tiers[entry.tier] = PriorityTier(self._quantum, self._weights)
         tier.push(entry)
         tier.head(self.entries)  # settled now, so that the order depends on the events alone
         if known is None:

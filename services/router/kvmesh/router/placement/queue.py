@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqAdd, SeqEvent, SeqFree, SeqWait
 from kvmesh.router.config import fair_weights
-from kvmesh.router.errors import Overloaded, RouteError
-from kvmesh.router.placement.failure_log import Failures
-from kvmesh.router.placement.fair_order import Queue, fair_class
+from kvmesh.router.errors import RouteError, RouterOverloaded
+from kvmesh.router.placement.failure_log import FailureLog
+from kvmesh.router.placement.fair_order import FairOrder, fair_class
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
@@ -31,14 +31,14 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 
 
 @dataclass
-class Steps:
+class QueueActions:
     """What the shell must do after a step: publish events and answer tickets."""
 
     events: list[SeqEvent] = field(default_factory=list)
     done: list[Ticket] = field(default_factory=list)
 
 
-class Dispatcher:
+class PlacementQueue:
     """Places tickets at once where there is room, else in order. `router` is the own instance."""
 
     def __init__(self, core: RouterCore, router: str) -> None:
@@ -46,13 +46,15 @@ class Dispatcher:
         self.core = core
         self._router = router
         self._settings = settings
-        self._queue = Queue(settings.queue_quantum, fair_weights(settings), settings.starvation_s)
+        self._queue = FairOrder(
+            settings.queue_quantum, fair_weights(settings), settings.starvation_s
+        )
         self._constraints: dict[str, RouteRequest] = {"": _ANY}
         self._own: dict[str, Ticket] = {}
         self._held: dict[str, Ticket] = {}
         self._stalled: tuple[str, float] | None = None
         self._passed_over: dict[str, float] = {}
-        self._failures = Failures()
+        self._failures = FailureLog()
         self._rate = 0.0
         self._rated = 0.0
         self._roomy = np.zeros(0, np.int64), 0  # where room was found last, among which slots
@@ -72,10 +74,10 @@ class Dispatcher:
 
     # steps
 
-    def submit(self, ticket: Ticket, now: float) -> Steps:
+    def submit(self, ticket: Ticket, now: float) -> QueueActions:
         """Take in a request: place it, let it wait, or refuse it."""
         ticket.scored = now
-        steps = Steps()
+        steps = QueueActions()
         try:
             if not self.core.admits(ticket.request, now):
                 self._hold(ticket)
@@ -98,9 +100,9 @@ class Dispatcher:
             self._leave(event.request, placed=True)
         self.core.apply(event, now)
 
-    def pump(self, now: float) -> Steps:
+    def pump(self, now: float) -> QueueActions:
         """Place whoever can go now; call when load may have fallen."""
-        steps = Steps()
+        steps = QueueActions()
         if self._held:
             self._admit(now, steps)
         lanes = self._queue.lanes
@@ -111,18 +113,18 @@ class Dispatcher:
                 break
         return steps
 
-    def cancel(self, request: str) -> Steps:
+    def cancel(self, request: str) -> QueueActions:
         """Its sender does not want a placement any more."""
-        steps = Steps()
+        steps = QueueActions()
         ticket = self._own.pop(request, None) or self._held.pop(request, None)
         if ticket is not None:
             self._leave(request, placed=False)
             steps.events.append(SeqFree(request))
         return steps
 
-    def expire(self, now: float) -> Steps:
+    def expire(self, now: float) -> QueueActions:
         """Refuse the own requests whose deadline has passed; drop those of others."""
-        steps = Steps()
+        steps = QueueActions()
         for ticket in list(self._own.values()):
             unseen = ticket.request.request not in self._queue.entries
             if unseen and ticket.waiting is not None and ticket.scored < now - ECHO_PATIENCE_S:
@@ -154,9 +156,9 @@ class Dispatcher:
         oldest = now - self._settings.rescore_s
         return [t for t in self.own if t.scored < oldest and t.request.sequence]
 
-    def rescore(self, ticket: Ticket, overlaps: Overlaps | None, now: float) -> Steps:
+    def rescore(self, ticket: Ticket, overlaps: Overlaps | None, now: float) -> QueueActions:
         """Take new overlaps of a waiting ticket, and its new place in the queue if that differs."""
-        steps = Steps()
+        steps = QueueActions()
         ticket.overlaps, ticket.scored = overlaps, now
         if ticket.waiting is not None and ticket.request.request in self._own:
             try:
@@ -176,7 +178,7 @@ class Dispatcher:
 
     # placing
 
-    def _place(self, ticket: Ticket, now: float, steps: Steps) -> None:
+    def _place(self, ticket: Ticket, now: float, steps: QueueActions) -> None:
         decision = self.core.decide(
             ticket.request, ticket.overlaps, now, ticket.arrived, ticket.index_s, ticket.note
         )
@@ -236,7 +238,7 @@ class Dispatcher:
         self._bound(ticket)
         self._held[ticket.request.request] = ticket
 
-    def _admit(self, now: float, steps: Steps) -> None:
+    def _admit(self, now: float, steps: QueueActions) -> None:
         for name, ticket in list(self._held.items()):
             if self.core.admits(ticket.request, now):
                 del self._held[name]
@@ -244,7 +246,7 @@ class Dispatcher:
                 steps.events += admitted.events
                 steps.done += admitted.done
 
-    def _park(self, ticket: Ticket, now: float, steps: Steps) -> None:
+    def _park(self, ticket: Ticket, now: float, steps: QueueActions) -> None:
         self._bound(ticket)
         ticket.waiting = self._entry(ticket, now)
         self._own[ticket.request.request] = ticket
@@ -254,7 +256,7 @@ class Dispatcher:
         """Refuse what is one too many; not what has had a place before."""
         if ticket.request.arrived is None and self.waiting + 1 > self._settings.queue_limit:
             after = self.retry_after()
-            raise Overloaded(f"{self._settings.queue_limit} requests wait already", after)
+            raise RouterOverloaded(f"{self._settings.queue_limit} requests wait already", after)
 
     def _entry(self, ticket: Ticket, now: float) -> SeqWait:
         request, epoch = ticket.request, self.core.epoch
@@ -314,7 +316,7 @@ class Dispatcher:
         except Exception:
             return any(ticket.lane == lane for ticket in self._own.values())  # it is to be refused
 
-    def _release(self, head: SeqWait, blocked: set[str], now: float, steps: Steps) -> bool:
+    def _release(self, head: SeqWait, blocked: set[str], now: float, steps: QueueActions) -> bool:
         """Place the first in the queue if it is one's own and there is room, or block its lane.
 
         False if it is for another replica to place it.
@@ -359,7 +361,7 @@ class Dispatcher:
         return True
 
 
-def _finish(ticket: Ticket, result: Decision | Refused, steps: Steps) -> None:
+def _finish(ticket: Ticket, result: Decision | Refused, steps: QueueActions) -> None:
     ticket.result = result
     steps.done.append(ticket)
 

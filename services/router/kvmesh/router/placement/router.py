@@ -21,21 +21,21 @@ from kvmesh.bus.messages import (
     prefill_part,
 )
 from kvmesh.router.config import cost_model, thresholds
-from kvmesh.router.errors import ConfigError, InvalidRequest, NoWorkers, Overloaded
-from kvmesh.router.placement.failure_log import Failures
+from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouterConfigError, RouterOverloaded
+from kvmesh.router.placement.failure_log import FailureLog
 from kvmesh.router.policies.base import Kv, Policy
 from kvmesh.router.policies.registry import make_policy
-from kvmesh.router.scoring.candidates import Choice, View, candidates
+from kvmesh.router.scoring.candidates import Candidates, PolicyChoice, candidates
 from kvmesh.router.scoring.cost import CostModel
 from kvmesh.router.scoring.overlaps import Overlaps, OverlapWatch, gather
 from kvmesh.router.state.active_sequences import ActiveSequences
 from kvmesh.router.state.arrays import Slots
-from kvmesh.router.state.engine_reports import Reports
+from kvmesh.router.state.engine_reports import EngineReports
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
 from kvmesh.router.state.prefix_tree import HASH
-from kvmesh.router.state.rank_speeds import Speeds
+from kvmesh.router.state.rank_speeds import RankSpeeds
 from kvmesh.router.state.rank_table import UNMET, RankTable, Serves
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 TOLD = ("placed", "finished", "freed")  # for policies that learn
 GONE_GRACE_S = 10.0  # in which a worker may come back, or its card only now arrive
@@ -46,16 +46,16 @@ class RouterCore:
     """Decides placements from what it has been told; `epoch` is the Unix time of `now` = 0."""
 
     def __init__(
-        self, model: str, router: str, settings: Router, rng: Random, epoch: float = 0.0
+        self, model: str, router: str, settings: RouterSettings, rng: Random, epoch: float = 0.0
     ) -> None:
         self.model = model
         self.settings = settings
         self.table = RankTable()
-        self._reports = Reports(self.table)
-        self.speeds = Speeds()
+        self._reports = EngineReports(self.table)
+        self.speeds = RankSpeeds()
         self.active = ActiveSequences(self.table, settings.sequence_ttl_s)
         self.limits = thresholds(settings)
-        self._failures = Failures()
+        self._failures = FailureLog()
         self.faults = self._failures.counts
         self.epoch = epoch
         self._router = router
@@ -269,7 +269,7 @@ class RouterCore:
         now: float,
         serves: Serves = "all",
         slots: Slots | None = None,
-    ) -> View:
+    ) -> Candidates:
         """The candidates of a request; raises RouteError if none is eligible or all are busy."""
         table = self.table
         size = table.block_size
@@ -281,7 +281,7 @@ class RouterCore:
         whole = -(-request.tokens // size)
         overlap, loads, most = gather(table, slots, overlaps, predicted, shared, whole)
         prefer = request.placement.prefer
-        return View(
+        return Candidates(
             request=request,
             now=now,
             prompt=request.tokens / size,
@@ -307,25 +307,27 @@ class RouterCore:
         if self.limits != _UNLIMITED:
             slots = self.table.under(self.limits, slots)
             if not len(slots):
-                raise Overloaded("every worker is past its busy threshold", 1.0)
+                raise RouterOverloaded("every worker is past its busy threshold", 1.0)
         return slots
 
-    def _choose(self, name: str, policy: Policy, view: View, model: CostModel) -> Choice:
+    def _choose(
+        self, name: str, policy: Policy, view: Candidates, model: CostModel
+    ) -> PolicyChoice:
         """The policy's choice, or that of `kv` if the policy fails."""
         try:
             choice = policy.choose(view, model, self._rng)
             chosen, cost = index(choice.chosen), np.asarray(choice.cost, np.float64)
             if not 0 <= chosen < len(view) or cost.shape != (len(view),):
                 raise IndexError(f"chose {chosen} of {len(view)} candidates")
-            return Choice(chosen, cost, None if choice.note is None else str(choice.note))
+            return PolicyChoice(chosen, cost, None if choice.note is None else str(choice.note))
         except Exception as error:
             self._failures.note(name, f"policy {name} failed; kv decides instead", error)
             choice = _FALLBACK.choose(view, model, self._rng)
             return choice._replace(note=f"kv in place of {name}: {cause(error)}")
 
     def _split(
-        self, name: str, policy: Policy, view: View, choice: Choice
-    ) -> tuple[View, Choice, Candidate | None]:
+        self, name: str, policy: Policy, view: Candidates, choice: PolicyChoice
+    ) -> tuple[Candidates, PolicyChoice, Candidate | None]:
         """Let one worker prefill and another decode, if the prompt is worth it and both are there.
 
         Short prompts and hot prefixes stay where they are, and so does everything while the
@@ -343,7 +345,7 @@ class RouterCore:
         second = self._choose(name, policy, decode, self._decode_model)
         return decode, second, candidates(prefill, first)[0]
 
-    def _part(self, view: View, serves: Serves) -> View | None:
+    def _part(self, view: Candidates, serves: Serves) -> Candidates | None:
         request, table = view.request, self.table
         slots = table.eligible(request.placement, request.adapter, serves)
         slots = table.under(self.limits, slots)
@@ -360,11 +362,11 @@ class RouterCore:
         if known is not None:
             return known
         if ":" in name:
-            raise InvalidRequest(f"{name!r} is not the name of an installed policy")
+            raise InvalidRouteRequest(f"{name!r} is not the name of an installed policy")
         try:
             return self._named(name)
-        except ConfigError as error:
-            raise InvalidRequest(error.reason) from None
+        except RouterConfigError as error:
+            raise InvalidRouteRequest(error.reason) from None
 
     def _named(self, name: str) -> Policy:
         policy = self._policies[name] = make_policy(name, self.settings)
@@ -373,7 +375,7 @@ class RouterCore:
         return policy
 
 
-_UNLIMITED = thresholds(Router())
+_UNLIMITED = thresholds(RouterSettings())
 _FALLBACK = Kv()
 
 
@@ -381,15 +383,15 @@ def _check(request: RouteRequest, block_size: int) -> None:
     """Raise InvalidRequest unless the request's numbers make sense."""
     size, tokens, prefer = len(request.sequence), request.tokens, request.placement.prefer
     if size % HASH:
-        raise InvalidRequest("the sequence hashes are not whole 64-bit numbers")
+        raise InvalidRouteRequest("the sequence hashes are not whole 64-bit numbers")
     if not 0 < request.deadline_s < math.inf:
-        raise InvalidRequest(f"a deadline of {request.deadline_s} s")
+        raise InvalidRouteRequest(f"a deadline of {request.deadline_s} s")
     if not 0 <= request.hints.latency_sensitivity <= 1:
-        raise InvalidRequest("latency_sensitivity is not between 0 and 1")
+        raise InvalidRouteRequest("latency_sensitivity is not between 0 and 1")
     if prefer and not all(map(math.isfinite, prefer.values())):
-        raise InvalidRequest("a preference is not a finite number")
+        raise InvalidRouteRequest("a preference is not a finite number")
     if tokens < 1:
-        raise InvalidRequest(f"a prompt of {tokens} tokens")
+        raise InvalidRouteRequest(f"a prompt of {tokens} tokens")
     if size // HASH * block_size > tokens:
         blocks = size // HASH
-        raise InvalidRequest(f"{blocks} blocks of {block_size} do not fit {tokens} tokens")
+        raise InvalidRouteRequest(f"{blocks} blocks of {block_size} do not fit {tokens} tokens")

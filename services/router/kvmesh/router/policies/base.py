@@ -5,7 +5,7 @@ from random import Random
 import numpy as np
 
 from kvmesh.bus.messages import Decision, Outcome, RouteRequest
-from kvmesh.router.scoring.candidates import Choice, View
+from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 
 
@@ -21,7 +21,7 @@ class Policy:
     def follows(self) -> float:
         return 0.0
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         """Choose one of at least one candidate; `model` is the cost model of this request."""
         raise NotImplementedError
 
@@ -59,40 +59,40 @@ class Policy:
 class Kv(Policy):
     """Least KV cost: work to prefill, less what is cached, plus blocks to decode with."""
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = model.cost(view)
-        return Choice(pick(cost, model.temperature, rng), cost)
+        return PolicyChoice(pick(cost, model.temperature, rng), cost)
 
 
 class KvMultiplicative(Policy):
     """Prefill times decode: no backlog of the one kind is made good by a lack of the other."""
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = model.prefill(view) * (view.decode + 1)
         if view.slowness is not None:
             cost *= view.slowness
         if view.preference is not None:
             cost *= view.preference
-        return Choice(pick(cost, model.temperature, rng), cost)
+        return PolicyChoice(pick(cost, model.temperature, rng), cost)
 
 
 class LeastLoaded(Policy):
     """Fewest active requests; among those, the smallest share of blocks in use."""
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = _load(view)
-        return Choice(pick(cost, 0, rng), cost)
+        return PolicyChoice(pick(cost, 0, rng), cost)
 
 
 class PowerOfTwo(Policy):
     """The less loaded one of two drawn at random (Mitzenmacher 2001): no herd, little state."""
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = _load(view)
         if len(view) == 1:
-            return Choice(0, cost)
+            return PolicyChoice(0, cost)
         first, second = rng.sample(range(len(view)), 2)
-        return Choice(first if cost[first] <= cost[second] else second, cost)
+        return PolicyChoice(first if cost[first] <= cost[second] else second, cost)
 
 
 class LoadAware(Policy):
@@ -101,11 +101,11 @@ class LoadAware(Policy):
     def __init__(self, beta: float) -> None:
         self._beta = beta
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         load = view.prefill + view.decode
         cached = view.overlap.sum(1) / view.prompt
         cost = self._beta * load / load.max() - cached
-        return Choice(pick(cost, model.temperature, rng), cost)
+        return PolicyChoice(pick(cost, model.temperature, rng), cost)
 
 
 class RoundRobin(Policy):
@@ -114,18 +114,18 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         chosen = int(view.slots.searchsorted(self._last, "right")) % len(view)
         self._last = int(view.slots[chosen])
-        return Choice(chosen, np.zeros(len(view)))
+        return PolicyChoice(chosen, np.zeros(len(view)))
 
 
 class Uniform(Policy):
     """Any rank, each as likely as the next."""
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
-        return Choice(rng.randrange(len(view)), np.zeros(len(view)))
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        return PolicyChoice(rng.randrange(len(view)), np.zeros(len(view)))
 
 
-def _load(view: View) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+def _load(view: Candidates) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
     return view.requests + view.decode / (view.decode + np.maximum(view.total, 1.0))

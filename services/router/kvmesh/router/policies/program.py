@@ -12,11 +12,11 @@ from random import Random
 
 from kvmesh.bus.messages import Decision, Outcome, RouteRequest
 from kvmesh.router.policies.base import Policy
-from kvmesh.router.scoring.candidates import Choice, View
+from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
-from kvmesh.router.state.prefix_tree import HASH, Node, PrefixTree
+from kvmesh.router.state.prefix_tree import HASH, PrefixNode, PrefixTree
 from kvmesh.router.state.rank_table import RankTable
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 FORGET_S = 3600.0
 AHEAD_S = 5.0  # how long before a request's deadline a pause ends: time to be placed twice
@@ -34,7 +34,7 @@ class Program:
     context: int
     used: float
     place: Place | None = None
-    held: tuple[int, Node] | None = None
+    held: tuple[int, PrefixNode] | None = None
     running: set[str] = field(default_factory=set)
     acting_since: float = 0.0
     paused: bool = False
@@ -61,7 +61,7 @@ class ProgramPolicy(Policy):
     held back.
     """
 
-    def __init__(self, settings: Router) -> None:
+    def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._programs: dict[str, Program] = {}
         self._program_of: dict[str, str] = {}
@@ -73,15 +73,15 @@ class ProgramPolicy(Policy):
     def follows(self) -> float:
         return 600.0
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         self._table = view.table
         cost = model.cost(view)
         program = self._programs.get(view.request.hints.session or "")
         if program is not None and program.resumed and program.place is not None:
             at = view.find(*program.place)
             if at is not None:
-                return Choice(at, cost, "resumed where it fits best")
-        return Choice(pick(cost, model.temperature, rng), cost)
+                return PolicyChoice(at, cost, "resumed where it fits best")
+        return PolicyChoice(pick(cost, model.temperature, rng), cost)
 
     # admission
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 
-from kvmesh.router.errors import ConfigError
+from kvmesh.router.errors import RouterConfigError
 from kvmesh.router.policies.base import (
     Kv,
     KvMultiplicative,
@@ -18,18 +18,18 @@ from kvmesh.router.policies.base import (
     Uniform,
 )
 from kvmesh.router.policies.program import ProgramPolicy
-from kvmesh.router.policies.session import Session
+from kvmesh.router.policies.session import SessionPolicy
 from kvmesh.router.policies.thompson import Thompson
-from kvmesh.settings.schema import Router
+from kvmesh.settings.schema import RouterSettings
 
 ENTRY_POINTS = "kvmesh.policies"
-BUILT_IN: dict[str, Callable[[Router], Policy]] = {
+BUILT_IN: dict[str, Callable[[RouterSettings], Policy]] = {
     "kv": lambda _: Kv(),
     "kv-multiplicative": lambda _: KvMultiplicative(),
     "least-loaded": lambda _: LeastLoaded(),
     "power-of-two": lambda _: PowerOfTwo(),
     "load-aware": lambda settings: LoadAware(settings.load_beta),
-    "session": lambda s: Session(s.session_mode, s.session_ttl_s, s.session_spill),
+    "session": lambda s: SessionPolicy(s.session_mode, s.session_ttl_s, s.session_spill),
     "thompson": lambda s: Thompson(
         s.thompson_exploration, s.thompson_forgetting, s.thompson_feedback_s, s.thompson_trust
     ),
@@ -39,7 +39,7 @@ BUILT_IN: dict[str, Callable[[Router], Policy]] = {
 }
 
 
-def make_policy(name: str, settings: Router) -> Policy:
+def make_policy(name: str, settings: RouterSettings) -> Policy:
     """A new policy called `name`; raises ConfigError if there is none or it cannot be made."""
     if name in BUILT_IN:
         return BUILT_IN[name](settings)
@@ -49,9 +49,9 @@ def make_policy(name: str, settings: Router) -> Policy:
         if isinstance(policy, Policy):
             float(policy.follows)
     except Exception as error:
-        raise ConfigError("policy", f"{name} cannot be made: {_cause(error)}") from error
+        raise RouterConfigError("policy", f"{name} cannot be made: {_cause(error)}") from error
     if not isinstance(policy, Policy):
-        raise ConfigError("policy", f"{name} is not a kvmesh.router.policies.base.Policy")
+        raise RouterConfigError("policy", f"{name} is not a kvmesh.router.policies.base.Policy")
     return policy
 
 
@@ -72,11 +72,11 @@ def _load(name: str) -> Callable[[], object]:
     module, colon, attribute = place.partition(":")
     if not colon:
         known = ", ".join(sorted({*BUILT_IN, *places}))
-        raise ConfigError("policy", f"{name!r} is none of {known}, nor module:Class")
+        raise RouterConfigError("policy", f"{name!r} is none of {known}, nor module:Class")
     try:
         found: Callable[[], object] = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # an import runs whatever the module says
-        raise ConfigError("policy", f"cannot load {place}: {_cause(error)}") from error
+        raise RouterConfigError("policy", f"cannot load {place}: {_cause(error)}") from error
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from kvmesh.bus.messages import Decision, Hints
 from kvmesh.router.policies.base import Policy
-from kvmesh.router.scoring.candidates import Choice, View
+from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 
 MOST_BINDINGS = 65_536
@@ -21,7 +21,7 @@ class Binding(NamedTuple):
     expires: float
 
 
-class Session(Policy):
+class SessionPolicy(Policy):
     """KV cost with affinity. Bindings are those of the decision stream, so replicas share them.
 
     `hard`: a bound session goes where it is bound, whatever the load, while that rank is eligible.
@@ -38,17 +38,17 @@ class Session(Policy):
     def follows(self) -> float:
         return self._ttl
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = model.cost(view)
         best = pick(cost, model.temperature, rng)
         bound = self._candidate(view)
         if bound is None or bound == best:
-            return Choice(best, cost)
+            return PolicyChoice(best, cost)
         if self._hard:
-            return Choice(bound, cost, "session affinity")
+            return PolicyChoice(bound, cost, "session affinity")
         if cost[bound] - cost[best] > self._spill * view.prompt:
-            return Choice(best, cost, "session spilled over")
-        return Choice(bound, cost, "session affinity")
+            return PolicyChoice(best, cost, "session spilled over")
+        return PolicyChoice(bound, cost, "session affinity")
 
     def placed(self, decision: Decision, now: float) -> None:
         key = decision.hints.session
@@ -70,7 +70,7 @@ class Session(Policy):
                 break
             del self._bound[key]
 
-    def _candidate(self, view: View) -> int | None:
+    def _candidate(self, view: Candidates) -> int | None:
         binding = self._binding(view.request.hints)
         if binding is None or binding.expires <= view.now:
             return None

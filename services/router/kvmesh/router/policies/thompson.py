@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvmesh.bus.messages import BanditStats, Decision, Outcome
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.thompson_trust import Saturation, Trust
-from kvmesh.router.scoring.candidates import Choice, View
+from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 from kvmesh.router.state.arrays import Floats
 from kvmesh.router.state.prefix_tree import HASH
@@ -36,7 +36,7 @@ _stats = msgspec.msgpack.Decoder(BanditStats)
 
 
 @dataclass(slots=True)
-class Trial:
+class ThompsonTrial:
     """A placed request whose outcome is awaited.
 
     `waited` is its time in the queue, which is no matter of where it went. Where policy and `kv`
@@ -122,8 +122,8 @@ class Thompson(Policy):
         self._saturation = Saturation()
         self._own = Evidence(forgetting)
         self._others: dict[str, Evidence] = {}
-        self._drafts: OrderedDict[str, Trial] = OrderedDict()
-        self._trials: OrderedDict[str, Trial] = OrderedDict()
+        self._drafts: OrderedDict[str, ThompsonTrial] = OrderedDict()
+        self._trials: OrderedDict[str, ThompsonTrial] = OrderedDict()
         self._mean: Floats = PRIOR
         self._spread: NDArray[np.float64] = np.eye(FEATURES)
         self._normal: np.random.Generator | None = None
@@ -141,37 +141,37 @@ class Thompson(Policy):
 
     # choosing
 
-    def choose(self, view: View, model: CostModel, rng: Random) -> Choice:
+    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = model.cost(view)
         best = pick(cost, model.temperature, rng)
         saturated = self._saturation.look(view.prefill)
         contexts = _contexts(view, model, cost)
         rank_of, family = partial(_name, view), _family(view.request.sequence)
-        trial = Trial(contexts[best], rank_of(best), family, view.now)
+        trial = ThompsonTrial(contexts[best], rank_of(best), family, view.now)
         self._draft(view.request.request, trial)
         if self.evidence < self._least:
-            return Choice(best, cost, "learning")
+            return PolicyChoice(best, cost, "learning")
         if saturated:
-            return Choice(best, cost, "saturated: as kv")
+            return PolicyChoice(best, cost, "saturated: as kv")
         value = self._sample(view, contexts, family, rng)
         value[cost > (1 + REACH * self._trust.radius) * (cost.min() + 1)] += FORBIDDEN
         chosen = int(value.argmin())
         if chosen == best:
-            return Choice(best, value)
+            return PolicyChoice(best, value)
         trial.expected = float(contexts[best] @ self._mean)
         trial.held_out = self._trust.holds_out(rng)
         if trial.held_out:
-            return Choice(best, value, "held out: as kv")
+            return PolicyChoice(best, value, "held out: as kv")
         trial.context, trial.rank = contexts[chosen], rank_of(chosen)
-        return Choice(chosen, value)
+        return PolicyChoice(chosen, value)
 
-    def _draft(self, request: str, trial: Trial) -> None:
+    def _draft(self, request: str, trial: ThompsonTrial) -> None:
         self._drafts[request] = trial
         if len(self._drafts) > MOST_DRAFTS:
             self._drafts.popitem(last=False)
 
     def _sample(
-        self, view: View, contexts: NDArray[np.float64], family: str, rng: Random
+        self, view: Candidates, contexts: NDArray[np.float64], family: str, rng: Random
     ) -> Floats:
         if self._normal is None:
             self._normal = np.random.default_rng(rng.getrandbits(64))
@@ -216,7 +216,7 @@ class Thompson(Policy):
             del self._trials[request]
             self._learn(trial, self._feedback, None)
 
-    def _learn(self, trial: Trial, ttft: float, itl: float | None) -> None:
+    def _learn(self, trial: ThompsonTrial, ttft: float, itl: float | None) -> None:
         if itl is not None:
             self._itl += (itl - self._itl) * 0.05
         value = math.log(max(ttft, 1e-4)) + ITL_WEIGHT * math.log(max(itl or self._itl, 1e-5))
@@ -257,12 +257,12 @@ class Thompson(Policy):
         self._believe()
 
 
-def _contexts(view: View, model: CostModel, cost: Floats) -> NDArray[np.float64]:
+def _contexts(view: Candidates, model: CostModel, cost: Floats) -> NDArray[np.float64]:
     columns = (cost, model.prefill(view), np.maximum(view.decode, 0.0), view.requests)
     return np.column_stack((np.ones(len(view)), np.log1p(np.array(columns)).T))
 
 
-def _name(view: View, at: int) -> str:
+def _name(view: Candidates, at: int) -> str:
     rank = view.rank(at)
     return f"{rank.worker}/{rank.rank}"
 

@@ -17,7 +17,7 @@ _cost_of = attrgetter("cost")
 
 
 @dataclass(slots=True, eq=False)
-class View:
+class Candidates:
     """The eligible ranks of one request. Arrays hold one entry per candidate, loads in blocks.
 
     `prompt` is the prompt's length in blocks. `overlap` has a row per candidate and a column per
@@ -76,7 +76,7 @@ class View:
         return at if at < len(self.slots) and self.slots[at] == slot else None
 
 
-class Choice(NamedTuple):
+class PolicyChoice(NamedTuple):
     """The chosen candidate and what each one would have cost, in the policy's own unit."""
 
     chosen: int
@@ -84,7 +84,7 @@ class Choice(NamedTuple):
     note: str | None = None
 
 
-def candidates(view: View, choice: Choice) -> tuple[Candidate, list[Candidate]]:
+def candidates(view: Candidates, choice: PolicyChoice) -> tuple[Candidate, list[Candidate]]:
     """The chosen one, then the cheapest ones in order."""
     chosen, rank_of = choice.chosen, view.table.ranks.__getitem__
     facts = [view.slots, view.overlap, view.prefill, view.decode, view.requests, choice.cost]

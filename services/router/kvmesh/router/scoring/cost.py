@@ -8,8 +8,8 @@ from random import Random
 
 import numpy as np
 
-from kvmesh.router.errors import InvalidRequest
-from kvmesh.router.scoring.candidates import View
+from kvmesh.router.errors import InvalidRouteRequest
+from kvmesh.router.scoring.candidates import Candidates
 from kvmesh.router.state.arrays import ZERO, Floats
 
 _ALIASES = {
@@ -39,7 +39,7 @@ class CostModel:
     def _weight(self) -> Floats:
         return np.array(self.prefill_weight)  # arrays are scaled by it faster than by a float
 
-    def prefill(self, view: View) -> Floats:
+    def prefill(self, view: Candidates) -> Floats:
         """Blocks to prefill before this request's first token, its own included.
 
         With a credit decay d, the credits of a candidate are worth 1 / (1 + d · e) of themselves,
@@ -53,7 +53,7 @@ class CostModel:
         blocks -= credited
         return np.maximum(blocks, ZERO, out=blocks)
 
-    def cost(self, view: View) -> Floats:
+    def cost(self, view: Candidates) -> Floats:
         """prefill_weight · prefill + decode + request_weight · active requests, in blocks.
 
         All of it times the slowness of a candidate that is far from the others. To that come
@@ -79,13 +79,13 @@ class CostModel:
         for name, value in overrides.items():
             key = _ALIASES.get(name, name)
             if not (math.isfinite(value) and value >= 0):
-                raise InvalidRequest(f"override {name}: {value} is not a weight")
+                raise InvalidRouteRequest(f"override {name}: {value} is not a weight")
             if key == "overlap_credit":
                 model = replace(model, credits=(value, *model.credits[1:]))
             elif key in _OVERRIDES:
                 model = replace(model, **{key: value})  # type: ignore[arg-type]
             else:
-                raise InvalidRequest(f"unknown override {name}")
+                raise InvalidRouteRequest(f"unknown override {name}")
         return model
 
 

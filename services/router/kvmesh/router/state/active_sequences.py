@@ -11,7 +11,7 @@ from kvmesh.bus.messages import (
     prefill_part,
 )
 from kvmesh.router.state.arrays import Floats
-from kvmesh.router.state.prefix_tree import HASH, Node, PrefixTree
+from kvmesh.router.state.prefix_tree import HASH, PrefixNode, PrefixTree
 from kvmesh.router.state.rank_table import RankTable
 
 
@@ -21,7 +21,7 @@ class Active:
     __slots__ = ("end", "growth", "osl", "prefill", "slot", "tail", "touched")
 
     def __init__(
-        self, slot: int, end: Node, prefill: float, tail: int, osl: int, now: float
+        self, slot: int, end: PrefixNode, prefill: float, tail: int, osl: int, now: float
     ) -> None:
         self.slot = slot
         self.end = end

@@ -25,7 +25,7 @@ class _Window:
         self.blocks = inf
 
 
-class Reports:
+class EngineReports:
     """Keeps `foreign_tokens` and `foreign_blocks` of a RankTable: what to add to what is tracked.
 
     Requests that wait in the engine hold no blocks yet, but will: while some do, blocks are not

@@ -3,7 +3,7 @@
 from kvmesh.bus.messages import Instance
 
 
-class Nodes:
+class KvbmNodes:
     """Numbers the nodes that have a kvbm, from 1 on; 0 stands for all others."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ siblings of a burst meet; with a long one it stands in for an index where there 
 from collections import deque
 
 from kvmesh.router.state.arrays import Floats
-from kvmesh.router.state.prefix_tree import Node, PrefixTree
+from kvmesh.router.state.prefix_tree import PrefixNode, PrefixTree
 
 MOST = 100_000
 
@@ -18,7 +18,7 @@ class PredictedPrefixes:
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl
         self._tree = PrefixTree()
-        self._held: deque[tuple[float, int, Node]] = deque()
+        self._held: deque[tuple[float, int, PrefixNode]] = deque()
 
     def __len__(self) -> int:
         return len(self._held)

@@ -13,7 +13,7 @@ HASH = 8
 _FEW = 12
 
 
-class Node:
+class PrefixNode:
     """A run of blocks. `ranks` counts, per slot, the sequences that pass through or end here.
 
     `mask` has a bit for each slot in `ranks`; `ends` counts the sequences that end here.
@@ -21,11 +21,11 @@ class Node:
 
     __slots__ = ("children", "depth", "ends", "label", "mask", "parent", "ranks")
 
-    def __init__(self, label: bytes, depth: int, parent: "Node | None") -> None:
+    def __init__(self, label: bytes, depth: int, parent: "PrefixNode | None") -> None:
         self.label = label
         self.depth = depth
         self.parent = parent
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, PrefixNode] = {}
         self.ranks: dict[int, int] = {}
         self.mask = 0
         self.ends = 0
@@ -54,13 +54,13 @@ class PrefixTree:
     """Sequences held by slots. A sequence is its packed sequence hashes, 8 bytes per block."""
 
     def __init__(self) -> None:
-        self._root = Node(b"", 0, None)
+        self._root = PrefixNode(b"", 0, None)
 
     @property
     def empty(self) -> bool:
         return not self._root.children
 
-    def add(self, slot: int, sequence: bytes) -> tuple[Node, int]:
+    def add(self, slot: int, sequence: bytes) -> tuple[PrefixNode, int]:
         """Hold `sequence` for `slot`; returns its end, for `drop`, and the blocks new to `slot`."""
         node, at, new = self._root, 0, 0
         while at < len(sequence):
@@ -75,7 +75,7 @@ class PrefixTree:
         node.ends += 1
         return node, new
 
-    def drop(self, end: Node, slot: int) -> int:
+    def drop(self, end: PrefixNode, slot: int) -> int:
         """Undo one `add`; returns how many blocks `slot` does not hold any more."""
         end.ends -= 1
         gone = 0
@@ -107,12 +107,12 @@ class PrefixTree:
             at += len(child.label)
         return _deepest(path, size)
 
-    def _grow(self, parent: Node, label: bytes) -> Node:
-        node = Node(label, parent.depth + len(label) // HASH, parent)
+    def _grow(self, parent: PrefixNode, label: bytes) -> PrefixNode:
+        node = PrefixNode(label, parent.depth + len(label) // HASH, parent)
         parent.children[label[:HASH]] = node
         return node
 
-    def _split(self, node: Node, at: int) -> Node:
+    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         """Put a new node above `node`, which keeps its identity as the end of sequences."""
         upper = self._grow(node.parent or self._root, node.label[:at])
         upper.ranks = dict(node.ranks)
@@ -122,7 +122,7 @@ class PrefixTree:
         upper.children[node.label[:HASH]] = node
         return upper
 
-    def _merge(self, node: Node, parent: Node) -> None:
+    def _merge(self, node: PrefixNode, parent: PrefixNode) -> None:
         """Fold a node at which no sequence ends into its only child."""
         (child,) = node.children.values()
         child.label = node.label + child.label

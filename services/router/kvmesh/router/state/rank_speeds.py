@@ -41,7 +41,7 @@ class _Seen:
         self.odd = 0
 
 
-class Speeds:
+class RankSpeeds:
     """`slowness` is an array by slot while some rank is far from the others, else None."""
 
     def __init__(self) -> None:

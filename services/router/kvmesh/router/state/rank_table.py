@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from kvmesh.bus.compatibility import Fitting
+from kvmesh.bus.compatibility import Compatibility
 from kvmesh.bus.messages import Capacity, Instance, Placement, RankKey, Role, Thresholds
 from kvmesh.router.state.arrays import ZERO, Floats, Slots
-from kvmesh.router.state.kvbm_nodes import Nodes
+from kvmesh.router.state.kvbm_nodes import KvbmNodes
 
 TAINT = "taint."
 FILL = 0.95  # of a rank's blocks; the rest is for the answers under way, which grow
@@ -88,7 +88,7 @@ class RankTable:
         self.ranks: list[Rank] = []
         self.cards: dict[str, Instance] = {}
         self.slot_of: dict[tuple[str, int], int] = {}
-        self._fitting = Fitting()
+        self._fitting = Compatibility()
         self._free: list[int] = []
         self._open: dict[str, Slots] = {}
         self._named: list[RankKey] = []
@@ -96,7 +96,7 @@ class RankTable:
         self._named_version = -1
         self._node_of_slot = np.zeros(0, np.int64)
         self._node_version = -1
-        self.nodes = Nodes()
+        self.nodes = KvbmNodes()
         self.version = 0
         self.splits = False
         self.block_size = 0

@@ -7,7 +7,7 @@ import logging
 
 import msgspec
 
-from kvmesh.bus.log_once import Once
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import SeqBatch, SeqEvent
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class _Loose(msgspec.Struct, array_like=True):
 _batch = msgspec.msgpack.Decoder(SeqBatch)
 _loose = msgspec.msgpack.Decoder(_Loose)
 _event: "msgspec.msgpack.Decoder[SeqEvent]" = msgspec.msgpack.Decoder(SeqEvent)
-_told = Once()
+_told = LogOnce()
 
 
 def sequence_events(data: bytes) -> list[SeqEvent]:

@@ -7,7 +7,7 @@ from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import RequestStreams
 
 
-class Adapter:
+class StreamingAdapter:
     """Base of an engine that is somebody else's: its streams, its feeds and its own tasks.
 
     `_streams` is set once the engine has started, and `_feeds` if it has KV events over ZeroMQ.

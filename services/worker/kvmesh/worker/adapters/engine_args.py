@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvmesh.worker.engine import ConfigError
+from kvmesh.worker.engine import EngineConfigError
 
 
 def engine_arguments(pairs: Iterable[str], file: Path | None) -> dict[str, Any]:
@@ -19,12 +19,12 @@ def engine_arguments(pairs: Iterable[str], file: Path | None) -> dict[str, Any]:
         key, equals, text = pair.partition("=")
         *tables, last = key.strip().replace("-", "_").split(".")
         if not equals or not last or not all(tables):
-            raise ConfigError(f"engine argument {pair!r} is not of the form KEY=VALUE")
+            raise EngineConfigError(f"engine argument {pair!r} is not of the form KEY=VALUE")
         table = arguments
         for name in tables:
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
-                raise ConfigError(f"engine argument {pair!r}: {name} has a value of its own")
+                raise EngineConfigError(f"engine argument {pair!r}: {name} has a value of its own")
         table[last] = _value(text)
     return arguments
 
@@ -33,7 +33,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read engine arguments from {file}: {error}") from error
+        raise EngineConfigError(f"cannot read engine arguments from {file}: {error}") from error
 
 
 def _value(text: str) -> Any:

@@ -14,12 +14,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Load, Sampling, Work
-from kvmesh.worker.engine import Delta, EngineError, Rejected, Sink
+from kvmesh.worker.engine import EngineError, OutputDelta, Rejected, Sink
 
 log = logging.getLogger(__name__)
 
 
-class Output(Struct):
+class StreamOutput(Struct):
     """A piece of a stream. `cached` is prompt tokens not computed, where the engine says so.
 
     Of those, `below` came from tiers below the engine, one number each. `handoff` comes with the
@@ -34,12 +34,12 @@ class Output(Struct):
     below: list[int] = []
 
 
-class Unavailable(Exception):
+class EngineUnavailable(Exception):
     """The engine cannot run this request now; another worker may."""
 
 
 @dataclass
-class Counters:
+class StreamCounters:
     """Totals of one rank since the start."""
 
     steps: int = 0
@@ -70,14 +70,14 @@ class RequestStreams:
         self._block_size = block_size
         self._count_steps = count_steps
         self._live: dict[str, _Live] = {}
-        self._pending: list[Delta] = []
+        self._pending: list[OutputDelta] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._dead = False
-        self.counters = [Counters() for _ in range(ranks)]
+        self.counters = [StreamCounters() for _ in range(ranks)]
 
-    def start(self, work: Work, stream: AsyncIterator[Output]) -> None:
+    def start(self, work: Work, stream: AsyncIterator[StreamOutput]) -> None:
         """Follow `stream` to its end, which is the end of the request."""
         live = _Live(work, len(work.tokens) // 4)
         self._live[work.request] = live
@@ -90,7 +90,7 @@ class RequestStreams:
         if live is None:
             return False
         self.counters[live.work.rank].aborted += 1
-        self._tell([Delta(request, [], finish="abort")])
+        self._tell([OutputDelta(request, [], finish="abort")])
         self._end(live)
         if live.task is not None:
             live.task.cancel()
@@ -158,28 +158,28 @@ class RequestStreams:
             computed_tokens=counters.prompt_tokens - counters.cached_tokens,
         )
 
-    async def _follow(self, live: _Live, stream: AsyncIterator[Output]) -> None:
+    async def _follow(self, live: _Live, stream: AsyncIterator[StreamOutput]) -> None:
         name = live.work.request
         try:
             async for output in stream:
                 self._take(live, output)
             if name in self._live:
                 self._finish(live, "error", "the engine ended the answer without a reason")
-        except Unavailable as error:
+        except EngineUnavailable as error:
             self._finish(live, "abort", str(error))
         except Rejected as error:
             self._finish(live, "error", error.reason, invalid=True)
         except EngineError as error:
             self.fail(error)
 
-    def _take(self, live: _Live, output: Output) -> None:
+    def _take(self, live: _Live, output: StreamOutput) -> None:
         if self._live.get(live.work.request) is not live:
             return
         counters = self.counters[live.work.rank]
         counters.output_tokens += len(output.tokens)
         counters.steps += self._count_steps
         live.generated += len(output.tokens)
-        delta = Delta(
+        delta = OutputDelta(
             live.work.request,
             output.tokens,
             output.finish,
@@ -199,7 +199,7 @@ class RequestStreams:
 
     def _finish(self, live: _Live, finish: str, error: str, invalid: bool = False) -> None:
         if self._live.get(live.work.request) is live:
-            last = Delta(live.work.request, [], finish=finish, error=error, invalid=invalid)
+            last = OutputDelta(live.work.request, [], finish=finish, error=error, invalid=invalid)
             self._tell([last])
             self._end(live)
 
@@ -211,7 +211,7 @@ class RequestStreams:
         if not self._live:
             self._idle.set()
 
-    def _tell(self, deltas: list[Delta]) -> None:
+    def _tell(self, deltas: list[OutputDelta]) -> None:
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._flush)
         self._pending += deltas

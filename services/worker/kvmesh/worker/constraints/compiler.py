@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from kvmesh.bus.messages import Guided, Work, owner
-from kvmesh.runtime.fair_slots import Slots
-from kvmesh.worker.engine import Delta, EngineError, Rejected
+from kvmesh.runtime.fair_slots import FairSlots
+from kvmesh.worker.engine import EngineError, OutputDelta, Rejected
 
 log = logging.getLogger(__name__)
 MOST = 128
@@ -30,7 +30,7 @@ class Compiling(Protocol):
         ...
 
 
-class Compiler:
+class ConstraintCompiler:
     """Work that is accepted before its constraint is compiled.
 
     Owners have turns: who sends slow ones delays each other owner by one of them. `begin` hands
@@ -41,12 +41,12 @@ class Compiler:
         self,
         engine: object,
         begin: Callable[[Work], str],
-        tell: Callable[[list[Delta]], None],
+        tell: Callable[[list[OutputDelta]], None],
     ) -> None:
         self._engine = engine if isinstance(engine, Compiling) else None
         self._begin = begin
         self._tell = tell
-        self._slots = Slots(AT_ONCE)
+        self._slots = FairSlots(AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._owners: Counter[str] = Counter()
 
@@ -78,7 +78,7 @@ class Compiler:
         if task is None:
             return False
         task.cancel()
-        self._tell([Delta(request, [], finish="abort")])
+        self._tell([OutputDelta(request, [], finish="abort")])
         return True
 
     def close(self) -> None:
@@ -97,9 +97,9 @@ class Compiler:
         self._tasks.pop(work.request, None)
         if last is None and (reason := self._begin(work)):
             last = _refusal(work, reason)
-        self._tell([last or Delta(work.request, [])])
+        self._tell([last or OutputDelta(work.request, [])])
 
-    async def _compile(self, work: Work) -> Delta | None:
+    async def _compile(self, work: Work) -> OutputDelta | None:
         """The end of work whose constraint cannot be followed, or not here; else None."""
         guided = work.sampling.guided
         assert self._engine is not None
@@ -110,12 +110,12 @@ class Compiler:
             return _refusal(work, rejected.reason)
         except EngineError as error:
             log.error("a request is given back, its %s was not compiled: %s", guided.kind, error)
-            return Delta(work.request, [], finish="abort", error=str(error))
+            return OutputDelta(work.request, [], finish="abort", error=str(error))
         except Exception:
             log.exception("the engine failed to compile a %s", guided.kind)
             return _refusal(work, "the engine failed on it; its worker has logged why")
         return None
 
 
-def _refusal(work: Work, reason: str) -> Delta:
-    return Delta(work.request, [], finish="error", error=reason, invalid=True)
+def _refusal(work: Work, reason: str) -> OutputDelta:
+    return OutputDelta(work.request, [], finish="error", error=reason, invalid=True)

@@ -91,7 +91,7 @@ class _Fork:
         return framed(Verdict(self.number, ended=ended))
 
 
-class Server:
+class TrialServer:
     """Tries what comes on stdin until it ends, for `seconds` of CPU time each.
 
     `make` returns what it has made of a constraint, or raises why it cannot.

@@ -13,12 +13,12 @@ from array import array
 from collections.abc import Iterator
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored
-from kvmesh.worker.enginecore.radix_tree import Run, RunTree, Way
-from kvmesh.worker.enginecore.retention import Keeping, KeepingOptions
+from kvmesh.worker.enginecore.radix_tree import BlockRun, PrefixMatch, RadixTree
+from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions
 
 ENGINE = 0
 DUMP_BLOCKS = 4096
-DEFAULTS = KeepingOptions()
+DEFAULTS = RetentionOptions()
 
 
 class BlockManager:
@@ -32,7 +32,7 @@ class BlockManager:
     def __init__(
         self,
         capacity: int,
-        options: KeepingOptions = DEFAULTS,
+        options: RetentionOptions = DEFAULTS,
         tier: int = ENGINE,
         above: "BlockManager | None" = None,
     ) -> None:
@@ -41,9 +41,9 @@ class BlockManager:
         self.active = 0
         self.cached = 0
         self.now = 0.0
-        self._tree = RunTree()
+        self._tree = RadixTree()
         self._above = above
-        self.keeping = Keeping(options, capacity, self._tree, self._cut, self._held_above)
+        self.keeping = RetentionManager(options, capacity, self._tree, self._cut, self._held_above)
         self._evicted = array("Q")
         self._events: list[KvEvent] = []
 
@@ -66,11 +66,11 @@ class BlockManager:
         """Whether `block` is held; `parent` is the last one of a sequence's prefix."""
         return block in self._tree.after(self._tree.ending(parent))
 
-    def find(self, hashes: "array[int]") -> Way:
+    def find(self, hashes: "array[int]") -> PrefixMatch:
         """Which leading blocks of a prefix are held. Changes nothing; `refer` at once or never."""
         return self._tree.way(hashes)
 
-    def refer(self, way: Way) -> None:
+    def refer(self, way: PrefixMatch) -> None:
         """Take a reference on the blocks of a way."""
         if way.over:
             lower = way.runs[-1]
@@ -160,7 +160,7 @@ class BlockManager:
 
     def _store(
         self,
-        before: Run | None,
+        before: BlockRun | None,
         salt: int,
         hashes: "array[int]",
         local: "array[int]",
@@ -177,7 +177,7 @@ class BlockManager:
         root_salt = salt if parent is None else 0
         self._events.append(Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), root_salt))
 
-    def _cut(self, run: Run, count: int) -> None:
+    def _cut(self, run: BlockRun, count: int) -> None:
         self._evicted += self._tree.cut(run, count)
         self.cached -= count
 
@@ -188,7 +188,7 @@ class BlockManager:
     def _held_above(self, prompt: "array[int]") -> int:
         return self._above.find(prompt).held if self._above is not None else 0
 
-    def _told(self, run: Run) -> Iterator[Stored]:
+    def _told(self, run: BlockRun) -> Iterator[Stored]:
         """A run as events of at most `DUMP_BLOCKS` blocks."""
         parent = None if run.parent is None else run.parent.hashes[-1]
         for start in range(0, len(run), DUMP_BLOCKS):
@@ -199,6 +199,6 @@ class BlockManager:
             parent = hashes[-1]
 
 
-def _is_own_end(run: Run) -> bool:
+def _is_own_end(run: BlockRun) -> bool:
     """Whether what its only user adds may become part of the run."""
     return run.refs == 1 and not run.children and run.keep is None

@@ -6,7 +6,7 @@ RECENT = 0.05  # what one step counts for in the mean of the last ones
 
 
 @dataclass
-class Counters:
+class EngineCounters:
     """Since the start; tokens and requests. `step_s` is the mean of the last steps."""
 
     steps: int = 0

@@ -8,10 +8,10 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from kvmesh.retention.claims import Keep
+from kvmesh.retention.claims import BlockRetention
 
 
-class Run:
+class BlockRun:
     """Consecutive blocks with the same users: each of `refs` sequences uses all of them.
 
     `hashes` and `local` have an entry for each block; `children` go on after the last one, by the
@@ -34,7 +34,7 @@ class Run:
         self,
         hashes: "array[int]",
         local: "array[int]",
-        parent: "Run | None",
+        parent: "BlockRun | None",
         salt: int,
         tenant: str = "",
     ) -> None:
@@ -44,19 +44,19 @@ class Run:
         self.salt = salt
         self.tenant = tenant
         self.refs = 0
-        self.keep: Keep | None = None
-        self.children: dict[int, Run] = {}
+        self.keep: BlockRetention | None = None
+        self.children: dict[int, BlockRun] = {}
 
     def __len__(self) -> int:
         return len(self.hashes)
 
 
-class Way:
+class PrefixMatch:
     """The runs that `held` leading blocks of a prefix lie on; `over` blocks of the last do not."""
 
     __slots__ = ("held", "over", "runs")
 
-    def __init__(self, runs: list[Run], held: int, over: int) -> None:
+    def __init__(self, runs: list[BlockRun], held: int, over: int) -> None:
         self.runs = runs
         self.held = held
         self.over = over
@@ -68,14 +68,14 @@ class Way:
         return inactive - self.over if self.over and not self.runs[-1].refs else inactive
 
 
-class RunTree:
+class RadixTree:
     """Every full block, in one run."""
 
     def __init__(self) -> None:
-        self.roots: dict[int, Run] = {}
-        self._by_end: dict[int, Run] = {}
+        self.roots: dict[int, BlockRun] = {}
+        self._by_end: dict[int, BlockRun] = {}
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[BlockRun]:
         """All runs, parents first."""
         waiting = list(self.roots.values())
         while waiting:
@@ -83,17 +83,17 @@ class RunTree:
             yield run
             waiting.extend(run.children.values())
 
-    def ending(self, block: int | None) -> Run | None:
+    def ending(self, block: int | None) -> BlockRun | None:
         """The run whose last block this is, None for None; KeyError if no run ends there."""
         return None if block is None else self._by_end[block]
 
-    def after(self, run: Run | None) -> dict[int, Run]:
+    def after(self, run: BlockRun | None) -> dict[int, BlockRun]:
         """What follows a run, or begins a prefix, by first block."""
         return self.roots if run is None else run.children
 
-    def way(self, hashes: "array[int]", start: Run | None = None) -> Way:
+    def way(self, hashes: "array[int]", start: BlockRun | None = None) -> PrefixMatch:
         """Follow `hashes` from the end of `start` as far as there are blocks."""
-        runs: list[Run] = []
+        runs: list[BlockRun] = []
         at, end = 0, len(hashes)
         children = self.roots if start is None else start.children
         while at < end:
@@ -104,32 +104,32 @@ class RunTree:
             length = len(run.hashes)
             if at + length > end or hashes[at + length - 1] != run.hashes[-1]:
                 common = _common(run.hashes, hashes, at)
-                return Way(runs, at + common, length - common)
+                return PrefixMatch(runs, at + common, length - common)
             at += length
             children = run.children
-        return Way(runs, at, 0)
+        return PrefixMatch(runs, at, 0)
 
     def grow(
         self,
-        parent: Run | None,
+        parent: BlockRun | None,
         hashes: "array[int]",
         local: "array[int]",
         salt: int,
         tenant: str,
-    ) -> Run:
+    ) -> BlockRun:
         """A new run behind `parent`."""
-        run = self.after(parent)[hashes[0]] = Run(hashes, local, parent, salt, tenant)
+        run = self.after(parent)[hashes[0]] = BlockRun(hashes, local, parent, salt, tenant)
         self._by_end[hashes[-1]] = run
         return run
 
-    def extend(self, run: Run, hashes: "array[int]", local: "array[int]") -> None:
+    def extend(self, run: BlockRun, hashes: "array[int]", local: "array[int]") -> None:
         """Add blocks to the end of a run without children."""
         del self._by_end[run.hashes[-1]]
         run.hashes += hashes
         run.local += local
         self._by_end[hashes[-1]] = run
 
-    def split(self, run: Run, at: int) -> Run:
+    def split(self, run: BlockRun, at: int) -> BlockRun:
         """Make the first `at` blocks of `run` a run of their own, which is returned."""
         upper = self.grow(run.parent, run.hashes[:at], run.local[:at], run.salt, run.tenant)
         upper.refs = run.refs
@@ -140,7 +140,7 @@ class RunTree:
         upper.children[run.hashes[0]] = run
         return upper
 
-    def cut(self, run: Run, count: int) -> "array[int]":
+    def cut(self, run: BlockRun, count: int) -> "array[int]":
         """Drop the last `count` blocks of a run without children; returns them, last one first."""
         del self._by_end[run.hashes[-1]]
         keep = len(run.hashes) - count

@@ -1,7 +1,7 @@
 """What callers ask for the blocks of one rank: claims on runs, pins, and who uses what.
 
 Runs are cut where what is asked for changes. Where nobody asks for anything there is nothing here:
-no run has a `Keep`, and eviction goes by recency.
+no run has a `BlockRetention`, and eviction goes by recency.
 """
 
 import logging
@@ -12,30 +12,37 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvmesh.bus.messages import Pin, owner
-from kvmesh.retention.budget import Promises
-from kvmesh.retention.claims import MOST_LEVEL, PLAIN, PLAIN_LEVEL, Keep, Standing, Wish
+from kvmesh.retention.budget import RetentionBudget
+from kvmesh.retention.claims import (
+    MOST_LEVEL,
+    PLAIN,
+    PLAIN_LEVEL,
+    BlockRetention,
+    EvictionRank,
+    RetentionWish,
+)
 from kvmesh.retention.eviction_pool import EvictionPool
-from kvmesh.retention.outcomes import Directive, Outcome
+from kvmesh.retention.outcomes import Directive, DirectiveOutcome
 from kvmesh.retention.pins import Pinned, PinTable
-from kvmesh.retention.session_blocks import SessionBook, Tail
+from kvmesh.retention.session_blocks import PromptTail, SessionBook
 from kvmesh.retention.token_ranges import (
     DEFAULTS,
     RetentionError,
-    Segment,
+    RetentionSegment,
     parse_defaults,
 )
-from kvmesh.settings.schema import Worker
-from kvmesh.worker.engine import ConfigError
+from kvmesh.settings.schema import WorkerSettings
+from kvmesh.worker.engine import EngineConfigError
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.radix_tree import Run, RunTree
-from kvmesh.worker.enginecore.retention_request import NOTHING, Asked
+from kvmesh.worker.enginecore.radix_tree import BlockRun, RadixTree
+from kvmesh.worker.enginecore.retention_request import NOTHING, RetentionRequest
 
 log = logging.getLogger(__name__)
-PINNED = Wish(MOST_LEVEL)
+PINNED = RetentionWish(MOST_LEVEL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepingOptions:
+class RetentionOptions:
     """`budget` is the share of all blocks that one tenant may have kept because it asked so.
 
     `defaults` are what is asked for each kind of token where nobody says. Sessions without a
@@ -47,21 +54,21 @@ class KeepingOptions:
     budget: float = 0.5
     session_idle_s: float = 3600.0
     session_blocks: int = 64
-    defaults: Mapping[str, Wish] = field(default_factory=lambda: DEFAULTS)
+    defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
 
 
-def keeping_options(worker: Worker) -> KeepingOptions:
+def retention_options(worker: WorkerSettings) -> RetentionOptions:
     """What the settings say; raises ConfigError."""
     try:
         defaults = parse_defaults(worker.retention)
     except RetentionError as error:
-        raise ConfigError(f"worker.retention: {error}") from error
-    return KeepingOptions(
+        raise EngineConfigError(f"worker.retention: {error}") from error
+    return RetentionOptions(
         budget=worker.tenant_share, session_idle_s=worker.session_idle_s, defaults=defaults
     )
 
 
-class Keeping:
+class RetentionManager:
     """Claims, pins and sessions of a rank with `capacity` blocks.
 
     `cut` takes blocks from the end of an idle run without children, which it may leave empty.
@@ -70,14 +77,16 @@ class Keeping:
 
     def __init__(
         self,
-        options: KeepingOptions,
+        options: RetentionOptions,
         capacity: int,
-        tree: RunTree,
-        cut: Callable[[Run, int], None],
+        tree: RadixTree,
+        cut: Callable[[BlockRun, int], None],
         stays: Callable[["array[int]"], int] = lambda _: 0,
     ) -> None:
-        self.promises = Promises(int(options.budget * capacity), _log, options.session_idle_s)
-        self.idle: EvictionPool[Run] = EvictionPool(_carries, self._renewed)
+        self.promises = RetentionBudget(
+            int(options.budget * capacity), _log, options.session_idle_s
+        )
+        self.idle: EvictionPool[BlockRun] = EvictionPool(_carries, self._renewed)
         self._tree = tree
         self._cut = cut
         self._stays = stays
@@ -99,17 +108,17 @@ class Keeping:
             outcomes={str(outcome): count for outcome, count in counts.items()},
         )
 
-    def standing(self, run: Run, now: float) -> Standing:
+    def standing(self, run: BlockRun, now: float) -> EvictionRank:
         """Where a run is in the order of eviction."""
         return run.keep.standing(now) if run.keep is not None else PLAIN
 
-    def begin_use(self, run: Run, now: float) -> None:
+    def begin_use(self, run: BlockRun, now: float) -> None:
         """An idle run is used again: what had ended by then has ended."""
         self.idle.discard(run)
         if run.keep is not None:
             self._lapse(run, now)
 
-    def end_use(self, run: Run, now: float) -> None:
+    def end_use(self, run: BlockRun, now: float) -> None:
         """One user less: what it was kept for counts from now."""
         if run.keep is not None:
             run.keep.renew(now)
@@ -132,7 +141,7 @@ class Keeping:
     # requests
 
     def begin(
-        self, held: "array[int]", prompt: "array[int]", asked: Asked | None, now: float
+        self, held: "array[int]", prompt: "array[int]", asked: RetentionRequest | None, now: float
     ) -> list[str] | None:
         """A prompt is in memory whose full blocks are `held`; what came of each directive for it.
 
@@ -145,7 +154,7 @@ class Keeping:
         granted = self.promises.outcomes.granted
         return [str(granted(asked.directives[i])) for i in range(asked.for_prompt)] or None
 
-    def keep(self, held: "array[int]", asked: Asked | None, now: float) -> None:
+    def keep(self, held: "array[int]", asked: RetentionRequest | None, now: float) -> None:
         """Claim the blocks of a sequence, all of which are in use."""
         asked = asked or NOTHING
         if asked.segments or self._claimed or self._pins:
@@ -157,7 +166,7 @@ class Keeping:
         As far as the budget of their tenant has room, and until nobody has used them for long.
         """
         self.idle.expire(now)
-        wish = Wish(min(MOST_LEVEL, PLAIN_LEVEL + priority))
+        wish = RetentionWish(min(MOST_LEVEL, PLAIN_LEVEL + priority))
         payer = ""
         for at, run in self._pieces(held, ()):
             payer = payer if at else owner(run.tenant)
@@ -168,7 +177,9 @@ class Keeping:
         if session is not None:
             self._forget(self._book.record(session, prompt, now))
 
-    def end(self, held: "array[int]", asked: Asked, now: float, first: int) -> str | None:
+    def end(
+        self, held: "array[int]", asked: RetentionRequest, now: float, first: int
+    ) -> str | None:
         """The answer is complete; its blocks begin with the `first` of those that are `held`.
 
         What came of the directive for it, if there is one.
@@ -178,7 +189,7 @@ class Keeping:
         told = [str(granted(directive)) for directive in asked.directives[asked.for_prompt :]]
         return told[0] if told else None
 
-    def _ask(self, prompt: "array[int]", asked: Asked, now: float, first: int) -> None:
+    def _ask(self, prompt: "array[int]", asked: RetentionRequest, now: float, first: int) -> None:
         """Claim blocks from the `first` one on of a prompt, all of which are in use."""
         self.idle.expire(now)
         if asked.segments or self._claimed:
@@ -190,7 +201,7 @@ class Keeping:
         for pin, blocks in self._pins.along(prompt, now):
             self._pin(pin, prompt[:blocks], now)
 
-    def inherit(self, held: "array[int]", asked: Asked, now: float) -> None:
+    def inherit(self, held: "array[int]", asked: RetentionRequest, now: float) -> None:
         """Leading blocks of a prompt, in use, come from a tier where this was asked for them."""
         edges = {edge for segment in asked.segments for edge in segment[:2] if edge}
         for at, run in self._pieces(held, edges):
@@ -198,15 +209,17 @@ class Keeping:
             if wish is not None:
                 self._claim(run, wish, False, asked, now)
 
-    def inherited(self, prompt: "array[int]", now: float) -> list[Segment]:
+    def inherited(self, prompt: "array[int]", now: float) -> list[RetentionSegment]:
         """What the blocks of a prompt are kept for, to tell a tier that takes them in."""
-        found: list[Segment] = []
+        found: list[RetentionSegment] = []
         at = 0
         for run in self._tree.way(prompt).runs:
             standing = run.keep.standing(now) if run.keep is not None else PLAIN
             if standing.level >= PLAIN_LEVEL and standing != PLAIN:
                 ttl_s = None if standing.until == inf else standing.until - now
-                found.append(Segment(at, at + len(run), Wish(standing.level, ttl_s)))
+                found.append(
+                    RetentionSegment(at, at + len(run), RetentionWish(standing.level, ttl_s))
+                )
             at += len(run)
         return found
 
@@ -248,7 +261,7 @@ class Keeping:
 
     # runs
 
-    def _pieces(self, prompt: "array[int]", edges: Iterable[int]) -> Iterator[tuple[int, Run]]:
+    def _pieces(self, prompt: "array[int]", edges: Iterable[int]) -> Iterator[tuple[int, BlockRun]]:
         """The runs of a prompt with the places of their first blocks, cut at `edges`."""
         way = self._tree.way(prompt)
         cuts = sorted({*edges, way.held})
@@ -262,20 +275,27 @@ class Keeping:
                 yield at, run
             at = end
 
-    def _split(self, run: Run, size: int) -> Run:
+    def _split(self, run: BlockRun, size: int) -> BlockRun:
         """Make the first blocks of a run one of its own, which is returned."""
         upper = self._tree.split(run, size)
         if not upper.refs:
             self.idle.add(upper, self.idle.standing(run))
         return upper
 
-    def _claim(self, run: Run, wish: Wish | None, alone: bool, asked: Asked, now: float) -> None:
+    def _claim(
+        self,
+        run: BlockRun,
+        wish: RetentionWish | None,
+        alone: bool,
+        asked: RetentionRequest,
+        now: float,
+    ) -> None:
         if wish is None:
             if run.keep is not None:
                 self.promises.touch(run.keep, len(run), now)
                 self._tidy(run)
             return
-        keep = run.keep = run.keep or Keep(asked.tenant)
+        keep = run.keep = run.keep or BlockRetention(asked.tenant)
         size = self.promises.grantable(keep, len(run), wish)
         if 0 < size < len(run):
             self._claim(self._split(run, size), wish, alone, asked, now)
@@ -283,8 +303,8 @@ class Keeping:
         self.promises.claim(keep, len(run), wish, now, directive, alone)
         self._tidy(run)
 
-    def _prize(self, run: Run, wish: Wish, payer: str, now: float) -> None:
-        keep = run.keep = run.keep or Keep(payer)
+    def _prize(self, run: BlockRun, wish: RetentionWish, payer: str, now: float) -> None:
+        keep = run.keep = run.keep or BlockRetention(payer)
         size = self.promises.grantable(keep, len(run), wish)
         if 0 < size < len(run):
             self._prize(self._split(run, size), wish, payer, now)
@@ -296,8 +316,8 @@ class Keeping:
             if run.keep is None or pin.id not in run.keep.pins:
                 self._pin_run(run, pin, now)
 
-    def _pin_run(self, run: Run, pin: Pinned[int], now: float) -> None:
-        keep = run.keep = run.keep or Keep(pin.directive.tenant)
+    def _pin_run(self, run: BlockRun, pin: Pinned[int], now: float) -> None:
+        keep = run.keep = run.keep or BlockRetention(pin.directive.tenant)
         size = self.promises.grantable(keep, len(run), PINNED)
         if 0 < size < len(run):
             self._pin_run(self._split(run, size), pin, now)
@@ -313,27 +333,27 @@ class Keeping:
                 self._revise(run, now)
         return blocks
 
-    def _revise(self, run: Run, now: float) -> None:
+    def _revise(self, run: BlockRun, now: float) -> None:
         self._tidy(run)
         if not run.refs:
             self.idle.set(run, self.standing(run, now))
 
-    def _renewed(self, run: Run, now: float) -> Standing:
+    def _renewed(self, run: BlockRun, now: float) -> EvictionRank:
         self._lapse(run, now)
         return self.standing(run, now)
 
-    def _lapse(self, run: Run, now: float) -> None:
+    def _lapse(self, run: BlockRun, now: float) -> None:
         if run.keep is not None:
             self.promises.lapse(run.keep, len(run), now)
             self._tidy(run)
 
-    def _tidy(self, run: Run) -> None:
+    def _tidy(self, run: BlockRun) -> None:
         if run.keep:
             self._claimed = True
         else:
             run.keep = None
 
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: BlockRun) -> None:
         self.idle.discard(run)
         self._cut(run, len(run.hashes))
         if run.parent is not None and not run.parent.children:
@@ -341,10 +361,10 @@ class Keeping:
 
     # what nobody wants any more
 
-    def _forget(self, tails: Iterable[Tail[int]]) -> int:
+    def _forget(self, tails: Iterable[PromptTail[int]]) -> int:
         return sum([self._drop_tail(tail) for tail in tails])
 
-    def _drop_tail(self, tail: Tail[int]) -> int:
+    def _drop_tail(self, tail: PromptTail[int]) -> int:
         prompt = array("Q", tail.prompt)
         kept = max(tail.kept, self._stays(prompt))
         at = 0
@@ -357,7 +377,7 @@ class Keeping:
             at = end
         return 0
 
-    def _prune(self, top: Run, pinned: bool = False) -> int:
+    def _prune(self, top: BlockRun, pinned: bool = False) -> int:
         """Drop of a run and all that hangs on it what nobody uses; returns how many blocks."""
         runs, blocks = [top], 0
         for run in runs:
@@ -373,7 +393,7 @@ class Keeping:
         return blocks
 
 
-def _log(directive: Directive, outcome: Outcome) -> None:
+def _log(directive: Directive, outcome: DirectiveOutcome) -> None:
     log.debug(
         "a directive (priority %d, ttl %s s) of tenant %r for %d blocks: %s",
         directive.priority,
@@ -384,5 +404,5 @@ def _log(directive: Directive, outcome: Outcome) -> None:
     )
 
 
-def _carries(run: Run) -> bool:
+def _carries(run: BlockRun) -> bool:
     return bool(run.children)

@@ -6,25 +6,25 @@ from dataclasses import dataclass, replace
 
 from kvmesh.bus.messages import Retain, Work, owner
 from kvmesh.retention.budget import directives
-from kvmesh.retention.claims import Wish
+from kvmesh.retention.claims import RetentionWish
 from kvmesh.retention.outcomes import Directive
-from kvmesh.retention.token_ranges import Segment, segments, with_prefix
+from kvmesh.retention.token_ranges import RetentionSegment, segments, with_prefix
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RetentionRequest:
     """The wishes of one request for its blocks, which count against the budget of `tenant`.
 
     `directives` are its explicit ones, of which the first `for_prompt` speak of the prompt.
     """
 
-    segments: list[Segment]
+    segments: list[RetentionSegment]
     directives: list[Directive]
     for_prompt: int
     tenant: str
     session: str | None
 
-    def wish_at(self, block: int) -> Wish | None:
+    def wish_at(self, block: int) -> RetentionWish | None:
         """What is asked for a block, if anything."""
         at = bisect_right(self.segments, block, key=lambda segment: segment.first) - 1
         if at < 0 or block >= (self.segments[at].end or block + 1):
@@ -32,26 +32,34 @@ class Asked:
         return self.segments[at].wish
 
     @property
-    def apart(self) -> "Asked":
+    def apart(self) -> "RetentionRequest":
         """The same for another tier, which counts by itself what is granted there."""
         return replace(
             self, directives=[Directive(d.tenant, d.priority, d.ttl_s) for d in self.directives]
         )
 
 
-NOTHING = Asked(segments=[], directives=[], for_prompt=0, tenant="", session=None)
+NOTHING = RetentionRequest(segments=[], directives=[], for_prompt=0, tenant="", session=None)
 
 
-def asked_before(retention: Sequence[Retain], block_size: int, tenant: str) -> Asked:
+def asked_before(retention: Sequence[Retain], block_size: int, tenant: str) -> RetentionRequest:
     """What others have asked for blocks that come from another tier: whole blocks, in order."""
     found = [
-        Segment(r.start // block_size, (r.end or r.start) // block_size, Wish(r.priority, r.ttl_s))
+        RetentionSegment(
+            r.start // block_size,
+            (r.end or r.start) // block_size,
+            RetentionWish(r.priority, r.ttl_s),
+        )
         for r in retention
     ]
-    return Asked(segments=found, directives=[], for_prompt=0, tenant=tenant, session=None)
+    return RetentionRequest(
+        segments=found, directives=[], for_prompt=0, tenant=tenant, session=None
+    )
 
 
-def asked_of(work: Work, block_size: int, defaults: Mapping[str, Wish]) -> Asked | None:
+def asked_of(
+    work: Work, block_size: int, defaults: Mapping[str, RetentionWish]
+) -> RetentionRequest | None:
     """What a request asks; None if it is as any other."""
     if work.session is None and not work.retention and work.decode is None:
         return None
@@ -59,7 +67,7 @@ def asked_of(work: Work, block_size: int, defaults: Mapping[str, Wish]) -> Asked
     payer = owner(work.tenant)
     explicit = directives(work.retention, payer)
     answer = directives([work.decode] if work.decode is not None else [], payer)
-    return Asked(
+    return RetentionRequest(
         segments=with_prefix(segments(work.retention, work.decode, prompt, block_size, defaults)),
         directives=explicit + answer,
         for_prompt=len(explicit),

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.decode_batch import DecodeBatch
-from kvmesh.worker.enginecore.radix_tree import Way
+from kvmesh.worker.enginecore.radix_tree import PrefixMatch
 from kvmesh.worker.enginecore.retention_request import NOTHING
-from kvmesh.worker.enginecore.sequence import Request, Sequence, State
-from kvmesh.worker.enginecore.simulated_tiers import Tiers
+from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
+from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers
 
 log = logging.getLogger(__name__)
 TIME_RESOLUTION_S = 1e-9
@@ -31,7 +31,7 @@ class SchedulerLimits:
     watermark: float = 0.01
 
 
-class Chunk:
+class ScheduledChunk:
     """Prompt tokens of one sequence that a step computes."""
 
     __slots__ = ("sequence", "tokens")
@@ -66,7 +66,7 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         blocks: BlockManager,
-        tiers: Tiers,
+        tiers: SimulatedTiers,
         vet: Vet | None = None,
     ) -> None:
         self._vet = vet
@@ -102,7 +102,7 @@ class Scheduler:
             return 0
         under_way = self.prefilling + self.arriving
         if self.waiting_count:
-            under_way += [s for _, _, s in self.waiting if s.state is State.WAITING]
+            under_way += [s for _, _, s in self.waiting if s.state is SequenceState.WAITING]
         return sum([s.base + s.generated - s.computed for s in under_way])
 
     def submit(self, request: Request) -> Sequence:
@@ -118,10 +118,10 @@ class Scheduler:
         sequence = self.live.get(request)
         if sequence is None:
             return False
-        self.release(sequence, State.ENDED)
+        self.release(sequence, SequenceState.ENDED)
         return True
 
-    def plan(self, now: float) -> list[Chunk]:
+    def plan(self, now: float) -> list[ScheduledChunk]:
         """Give memory to this step's work: a token per decoding sequence, and these chunks."""
         preemptions = self.preemptions
         self.blocks.now = now
@@ -129,42 +129,42 @@ class Scheduler:
             self._take_arrived(now)
         if self.decoding.needy:
             self._grant_room()
-        chunks: list[Chunk] = []
+        chunks: list[ScheduledChunk] = []
         if not self.prefilling and not self.waiting:
             return chunks
         budget = self.limits.max_batched_tokens - len(self.decoding.members)
         for sequence in sorted(self.prefilling, key=_RANK):
-            if sequence.state is State.PREFILLING and budget > 0:
+            if sequence.state is SequenceState.PREFILLING and budget > 0:
                 budget -= self._schedule(sequence, budget, chunks)
         if self.waiting and preemptions == self.preemptions:
             self._admit(now, budget, chunks)
         if preemptions == self.preemptions:
             return chunks
-        return [chunk for chunk in chunks if chunk.sequence.state is State.PREFILLING]
+        return [chunk for chunk in chunks if chunk.sequence.state is SequenceState.PREFILLING]
 
-    def release(self, sequence: Sequence, state: State) -> str | None:
+    def release(self, sequence: Sequence, state: SequenceState) -> str | None:
         """Take a sequence out of the batch and return its blocks; it is live only if WAITING.
 
         What came of the directive for its answer, if that has ended and there is one.
         """
-        if sequence.state is State.PREFILLING:
+        if sequence.state is SequenceState.PREFILLING:
             self.prefilling.remove(sequence)
-        elif sequence.state is State.DECODING:
+        elif sequence.state is SequenceState.DECODING:
             self.decoding.remove(sequence)
-        elif sequence.state is State.ARRIVING:
+        elif sequence.state is SequenceState.ARRIVING:
             self.arriving.remove(sequence)
         else:
             self.waiting_count -= 1
         worth = min(max(0, sequence.request.priority), MOST_WORTH)
         if self.tiers.lower:
             self.tiers.store(sequence, worth, self.blocks.now)
-        ends = state is State.ENDED and sequence.told_cached
+        ends = state is SequenceState.ENDED and sequence.told_cached
         outcome = self._ask_for_answer(sequence) if ends else None
         self.blocks.destroy(sequence.private)
         self.blocks.deref(sequence.sequence[: sequence.held], worth)
         sequence.private = sequence.held = sequence.room = sequence.computed = 0
         sequence.state = state
-        if state is State.ENDED:
+        if state is SequenceState.ENDED:
             del self.live[sequence.request.id]
         return outcome
 
@@ -237,7 +237,7 @@ class Scheduler:
     def start_decoding(self, sequence: Sequence) -> None:
         """The prompt is in memory: from now on one token per step."""
         self.prefilling.remove(sequence)
-        sequence.state = State.DECODING
+        sequence.state = SequenceState.DECODING
         sequence.room = -sequence.computed % self.limits.block_size
         self.decoding.add(sequence)
 
@@ -282,12 +282,12 @@ class Scheduler:
                 asked = sequence.request.asked or NOTHING
                 prefix = sequence.sequence[: sequence.held]
                 self.tiers.hand_on(prefix, asked.tenant, self.blocks)
-            sequence.state = State.PREFILLING
+            sequence.state = SequenceState.PREFILLING
             self.prefilling.append(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
         if len(self.waiting) > 2 * self.waiting_count + 64:
-            self.waiting = [e for e in self.waiting if e[2].state is State.WAITING]
+            self.waiting = [e for e in self.waiting if e[2].state is SequenceState.WAITING]
             heapq.heapify(self.waiting)
         heapq.heappush(self.waiting, (*sequence.rank, sequence))
         self.waiting_count += 1
@@ -295,21 +295,21 @@ class Scheduler:
 
     def _grant_room(self) -> None:
         for sequence in self.decoding.take_needy():
-            if sequence.state is State.DECODING and self._secure(sequence, 1):
+            if sequence.state is SequenceState.DECODING and self._secure(sequence, 1):
                 self.decoding.grant(sequence, self.limits.block_size)
 
-    def _schedule(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+    def _schedule(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
         computed = sequence.computed
         tokens = min(budget, sequence.length - computed)
         if not self._secure(sequence, sequence.blocks_for(computed + tokens)):
             return 0
-        chunks.append(Chunk(sequence, tokens))
+        chunks.append(ScheduledChunk(sequence, tokens))
         return tokens
 
     def _secure(self, sequence: Sequence, count: int) -> bool:
         while not self.blocks.allocate(count):
             victim = max(self._all_running(), key=_RANK)
-            self.release(victim, State.WAITING)
+            self.release(victim, SequenceState.WAITING)
             self.preemptions += 1
             self._enqueue(victim)
             if victim is sequence:
@@ -317,10 +317,10 @@ class Scheduler:
         sequence.private += count
         return True
 
-    def _admit(self, now: float, budget: int, chunks: list[Chunk]) -> None:
+    def _admit(self, now: float, budget: int, chunks: list[ScheduledChunk]) -> None:
         while self.waiting and budget > 0 and self.running < self.limits.max_sequences:
             sequence = self.waiting[0][2]
-            if sequence.state is not State.WAITING:
+            if sequence.state is not SequenceState.WAITING:
                 heapq.heappop(self.waiting)
                 continue
             way = self._admissible(sequence)
@@ -331,7 +331,7 @@ class Scheduler:
             if self._begin(sequence, way, now):
                 budget -= self._schedule(sequence, budget, chunks)
 
-    def _admissible(self, sequence: Sequence) -> Way | None:
+    def _admissible(self, sequence: Sequence) -> PrefixMatch | None:
         """What is cached of a prompt if all of it fits beside what runs, else None.
 
         A failed test waits for more memory.
@@ -352,7 +352,7 @@ class Scheduler:
         self._stuck_at = None
         return way
 
-    def _begin(self, sequence: Sequence, way: Way, now: float) -> bool:
+    def _begin(self, sequence: Sequence, way: PrefixMatch, now: float) -> bool:
         """Take what is cached; whether the rest can be computed at once."""
         size, hits = self.limits.block_size, way.held
         self.blocks.refer(way)
@@ -364,9 +364,9 @@ class Scheduler:
         if found.arriving or found.asked:
             self._secure(sequence, found.arriving)
             sequence.ready_at = self.tiers.fetch(found, now)
-            sequence.state = State.ARRIVING
+            sequence.state = SequenceState.ARRIVING
             self.arriving.append(sequence)
             return False
-        sequence.state = State.PREFILLING
+        sequence.state = SequenceState.PREFILLING
         self.prefilling.append(sequence)
         return True

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from kvmesh.hashing import block_hashes, sequence_hashes
-from kvmesh.worker.enginecore.retention_request import Asked
+from kvmesh.worker.enginecore.retention_request import RetentionRequest
 
 
 class TokenSource(Protocol):
@@ -40,7 +40,7 @@ class Request:
     tenant: str = ""
     priority: int = 0
     remote: int = 0
-    asked: Asked | None = None
+    asked: RetentionRequest | None = None
 
 
 def hash_prompt(tokens: bytes, block_size: int, salt: int) -> tuple[bytes, bytes, bytes]:
@@ -49,7 +49,7 @@ def hash_prompt(tokens: bytes, block_size: int, salt: int) -> tuple[bytes, bytes
     return local, sequence, tokens[len(local) // 8 * block_size * 4 :]
 
 
-class State(Enum):
+class SequenceState(Enum):
     WAITING = "waiting"
     ARRIVING = "arriving"
     PREFILLING = "prefilling"
@@ -99,7 +99,7 @@ class Sequence:
         self.generated = request.generated
         self.local = array("Q", request.local)
         self.sequence = array("Q", request.sequence)
-        self.state = State.WAITING
+        self.state = SequenceState.WAITING
         self.cached: list[int] | None = None
         self.ready_at = 0.0
         self.told_cached = False

@@ -5,9 +5,9 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvmesh.settings.schema import Mock
+from kvmesh.settings.schema import MockSettings
 from kvmesh.worker.enginecore.block_manager import DEFAULTS, BlockManager
-from kvmesh.worker.enginecore.retention import KeepingOptions
+from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import NOTHING
 from kvmesh.worker.enginecore.sequence import Sequence
 
@@ -64,7 +64,7 @@ class TierOptions:
     remote_bytes_per_s: float = 64e9
 
 
-def tier_options(mock: Mock) -> TierOptions:
+def tier_options(mock: MockSettings) -> TierOptions:
     """What the settings say."""
     return TierOptions(
         host_blocks=mock.host_blocks,
@@ -76,7 +76,7 @@ def tier_options(mock: Mock) -> TierOptions:
     )
 
 
-class Found:
+class TierMatch:
     """Blocks of a prefix that can be had without computing them, by where they are.
 
     `asked`: a kvbm is asked for more, and the sequence is told when that has come.
@@ -95,10 +95,10 @@ class Found:
     def arriving(self) -> int:
         return self.host + self.disk + self.remote
 
-    def first(self, count: int) -> "Found":
+    def first(self, count: int) -> "TierMatch":
         """The first `count` of the blocks below alone."""
         host = min(self.host, count)
-        return Found(self.engine, host, min(self.disk, count - host), 0)
+        return TierMatch(self.engine, host, min(self.disk, count - host), 0)
 
     def tokens(self, block_size: int) -> list[int]:
         """Tokens by tier number, up to the last tier that has any."""
@@ -108,7 +108,7 @@ class Found:
         return [blocks * block_size for blocks in tiers]
 
 
-class Tiers:
+class SimulatedTiers:
     """Finds what the engine does not hold, and tells when it will be here.
 
     `blocks` are the engine's. `lower` are the tiers of this rank alone, the nearest first; `loaded`
@@ -122,7 +122,7 @@ class Tiers:
         speedup: float,
         blocks: BlockManager,
         askable: Callable[[], bool] = lambda: False,
-        keeping: KeepingOptions = DEFAULTS,
+        keeping: RetentionOptions = DEFAULTS,
     ) -> None:
         self._askable = askable
         sizes = ((HOST, options.host_blocks), (DISK, options.disk_blocks))
@@ -142,11 +142,11 @@ class Tiers:
         """Whether a tier has another tenant's prompt that begins with a block with this hash."""
         return any(tier.is_foreign(first, tenant) for tier in self.lower)
 
-    def find(self, reusable: "array[int]", hits: int, remote: int = 0) -> Found:
+    def find(self, reusable: "array[int]", hits: int, remote: int = 0) -> TierMatch:
         """Where the blocks of a prefix are, `hits` leading ones being in the engine."""
         asked = hits < len(reusable) and self._askable()
         if not self.lower and not remote:
-            return Found(hits, 0, 0, 0, asked)
+            return TierMatch(hits, 0, 0, 0, asked)
         below = [0] * len(TIERS)
         at = hits
         for tier in self.lower:
@@ -155,9 +155,9 @@ class Tiers:
                 below[tier.tier] = held - at
                 at = held
         far = max(0, min(remote, len(reusable)) - at)
-        return Found(hits, below[HOST], below[DISK], far, asked)
+        return TierMatch(hits, below[HOST], below[DISK], far, asked)
 
-    def fetch(self, found: Found, now: float) -> float:
+    def fetch(self, found: TierMatch, now: float) -> float:
         """Begin the transfers that `found` asks for; returns when the last one has arrived.
 
         What is on the disk comes through the host's memory, both links being used at once.
@@ -169,11 +169,11 @@ class Tiers:
         self.loaded[DISK] += found.disk
         return ready_at
 
-    def seconds(self, found: Found) -> float:
+    def seconds(self, found: TierMatch) -> float:
         """How long those transfers take, should nothing else be on the links."""
         return max((size / link.bytes_per_s for link, size in self._loads(found)), default=0.0)
 
-    def _loads(self, found: Found) -> list[tuple[Link, int]]:
+    def _loads(self, found: TierMatch) -> list[tuple[Link, int]]:
         """Bytes over each link that is used."""
         blocks = (found.host + found.disk, found.disk, found.remote)
         return [(k, n * self.block_bytes) for k, n in zip(self._links, blocks, strict=True) if n]

@@ -18,7 +18,7 @@ class Since:
     requests: int
 
 
-class Silence:
+class EventSilence:
     """Finds ranks that computed BLOCKS full blocks for REQUESTS requests without an event."""
 
     def __init__(self, name: str, block_size: int) -> None:

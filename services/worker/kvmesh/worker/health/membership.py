@@ -10,14 +10,14 @@ from nats.js.errors import APIError
 
 from kvmesh.bus.buckets import read_bucket
 from kvmesh.bus.client import Bus
-from kvmesh.bus.compatibility import Fitting, Profile, namesakes
+from kvmesh.bus.compatibility import CardProfile, Compatibility, namesakes
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.errors import BusError, NoResponder, cause
-from kvmesh.bus.log_once import Once
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.ping import ping
 from kvmesh.runtime.warnings import Warnings
-from kvmesh.worker.engine import ConfigError, EngineError
+from kvmesh.worker.engine import EngineConfigError, EngineError
 
 log = logging.getLogger(__name__)
 LOOK_S = 30.0
@@ -26,7 +26,7 @@ _cards = msgspec.msgpack.Decoder(Instance)
 _FAILURES = (NatsError, APIError, OSError, TimeoutError, BusError)
 
 
-class Standing:
+class Membership:
     """One worker's place among the others: admitted, left out, or of another's name."""
 
     def __init__(self, bus: Bus, warnings: Warnings, lease_s: float) -> None:
@@ -34,7 +34,7 @@ class Standing:
         self._warnings = warnings
         self._look_s = min(LOOK_S, 3 * lease_s)
         self._twins: set[str] = set()
-        self._told = Once()
+        self._told = LogOnce()
         self.left_out = ""
 
     async def admit(self, card: Instance) -> None:
@@ -43,7 +43,7 @@ class Standing:
         if reason:  # perhaps they died, and their leases are yet to lapse
             reason = _newcomer(card, await self._alive(await self._others(card)))
         if reason:
-            raise ConfigError(f"{reason}; {ADVICE}")
+            raise EngineConfigError(f"{reason}; {ADVICE}")
 
     async def confirm(self, card: Instance) -> None:
         """After it: of two that joined at once and do not fit each other, the younger leaves."""
@@ -51,7 +51,7 @@ class Standing:
         if _left_out(card, others):
             reason = _left_out(card, await self._alive(others))
             if reason:
-                raise ConfigError(f"{reason}; {ADVICE}")
+                raise EngineConfigError(f"{reason}; {ADVICE}")
 
     async def run(self, lease: Callable[[], Lease | None]) -> None:
         """Look now and then whether that has changed."""
@@ -126,15 +126,15 @@ def _of_model(card: Instance, cards: Iterable[Instance]) -> list[Instance]:
 
 def _newcomer(card: Instance, others: list[Instance]) -> str:
     """The reason why it does not fit those that are there, whatever the clocks say of their age."""
-    there = Fitting()
+    there = Compatibility()
     for other in others:
         there.join(other)
-    return Profile(c for c in there.fitting if not c.draining).differs(card)
+    return CardProfile(c for c in there.fitting if not c.draining).differs(card)
 
 
 def _left_out(card: Instance, others: list[Instance]) -> str:
     """The reason why routers leave it out; empty if they do not."""
-    all_of_them = Fitting()
+    all_of_them = Compatibility()
     for other in (*others, card):
         all_of_them.join(other)
     return all_of_them.misfits.get(card.instance, "")

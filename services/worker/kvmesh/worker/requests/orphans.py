@@ -17,7 +17,7 @@ SETTLED_S = 5.0
 LOOKS = 2
 
 
-class Orphans:
+class OrphanedRequests:
     """Calls `abandon` for each frontend that is gone, of those that have `asked` for something.
 
     One is gone when its lease has ended and nobody listens for its tokens, at two looks in a row:

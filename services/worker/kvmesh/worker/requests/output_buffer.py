@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvmesh.bus.messages import Chunk, Work
-from kvmesh.worker.engine import Delta
+from kvmesh.worker.engine import OutputDelta
 
 
-class Transcript:
+class RequestOutput:
     """The tokens of one request, of which the first is the `first`-th of its answer."""
 
     __slots__ = (
@@ -40,7 +40,7 @@ class Transcript:
         self.decode = decode
         self.invalid = False
 
-    def append(self, delta: Delta) -> Chunk:
+    def append(self, delta: OutputDelta) -> Chunk:
         offset = self.first + len(self.tokens)
         self.tokens += delta.tokens
         if delta.logprobs is not None:
@@ -85,12 +85,12 @@ class Transcript:
         )
 
 
-class Transcripts:
+class OutputBuffer:
     """Live requests and those that ended less than `keep_s` seconds ago."""
 
     def __init__(self, keep_s: float = 10.0) -> None:
         self._keep_s = keep_s
-        self._by_request: dict[str, Transcript] = {}
+        self._by_request: dict[str, RequestOutput] = {}
         self._ended: deque[tuple[float, str]] = deque()
         self.live_count = 0
 
@@ -123,7 +123,7 @@ class Transcripts:
 
         Both only if the engine says nothing else.
         """
-        self._by_request[work.request] = Transcript(
+        self._by_request[work.request] = RequestOutput(
             work.frontend, work.generated, retention, decode
         )
         self.live_count += 1
@@ -133,7 +133,7 @@ class Transcripts:
         if self._by_request.pop(request, None) is not None:
             self.live_count -= 1
 
-    def add(self, deltas: Iterable[Delta], now: float) -> dict[str, list[Chunk]]:
+    def add(self, deltas: Iterable[OutputDelta], now: float) -> dict[str, list[Chunk]]:
         """Number the tokens and sort them by frontend; news of ended requests is dropped."""
         chunks: dict[str, list[Chunk]] = {}
         for delta in deltas:

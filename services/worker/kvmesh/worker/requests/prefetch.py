@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Prefetch, Sampling, Work, owner
-from kvmesh.worker.engine import Delta, Rejected
+from kvmesh.worker.engine import OutputDelta, Rejected
 from kvmesh.worker.enginecore.sequence import hash_prompt
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Loader(Protocol):
         ...
 
 
-class Prefetches:
+class PrefetchQueue:
     """Those under way, by their ids.
 
     First blocks are loaded from below; then, as far as is asked, what comes after them is computed
@@ -92,7 +92,7 @@ class Prefetches:
             if shared and hashes[:shared] == prompt[:shared]:
                 self.end(wish)
 
-    def keep_back(self, deltas: list[Delta]) -> list[Delta]:
+    def keep_back(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
         """All news but that of prefetches."""
         for delta in deltas:
             if delta.finish and delta.request in self._computing:

@@ -11,7 +11,7 @@ LONG = 4096 * TOKEN
 LIMIT = 64 << 20
 
 
-class Prompts:
+class PromptCache:
     """Packed prompts by request, least recently kept out first; `limit` in bytes bounds them."""
 
     def __init__(self, limit: int = LIMIT) -> None:

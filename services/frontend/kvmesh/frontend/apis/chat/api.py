@@ -8,10 +8,10 @@ import msgspec
 
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.apis.base import (
-    Call,
+    AnswerSummary,
+    ApiCall,
     Ending,
     Headers,
-    Summary,
     TokenLogprob,
     Usage,
     decode,
@@ -21,7 +21,7 @@ from kvmesh.frontend.apis.cache_ttl import lifetime
 from kvmesh.frontend.apis.chat.body import ChatBody, to_request
 from kvmesh.frontend.apis.nvext import ignored
 from kvmesh.frontend.apis.request_hints import apply_hints
-from kvmesh.frontend.apis.transcript import Kind, Transcript
+from kvmesh.frontend.apis.transcript import PartKind, Transcript
 from kvmesh.frontend.conversation import (
     AnswerEvent,
     GenerateRequest,
@@ -42,7 +42,7 @@ class Chat:
     keepalive = openai.KEEPALIVE
     in_order = False
 
-    def parse(self, body: bytes, headers: Headers) -> Call:
+    def parse(self, body: bytes, headers: Headers) -> ApiCall:
         parsed = decode(_decoder, body)
         request = to_request(parsed, f"chatcmpl-{secrets.token_hex(12)}")
         apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
@@ -50,13 +50,13 @@ class Chat:
         if "ignored" in request.extra_fields:
             request.ignored = ignored(body, ChatBody)
         options = parsed.stream_options
-        return Call(request, ChatAnswer(request, bool(options and options.include_usage)))
+        return ApiCall(request, ChatAnswer(request, bool(options and options.include_usage)))
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return openai.error_body(error)
 
 
-class Choice:
+class ChatChoice:
     """What one choice has said so far, and the pre-encoded head of its chunks."""
 
     def __init__(self, index: int, common: bytes) -> None:
@@ -78,7 +78,7 @@ class ChatAnswer:
         self._common = {"id": request.id, "created": int(time.time()), "model": request.model}
         self._chunk_common = {"object": "chat.completion.chunk", **self._common}
         common = json_encode(self._chunk_common)[:-1]
-        self._choices = [Choice(index, common) for index in range(request.n)]
+        self._choices = [ChatChoice(index, common) for index in range(request.n)]
         usage = b',"usage":null' if include_usage else b""
         self._tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
         self._text_tail = b"}" + self._tail
@@ -127,7 +127,7 @@ class ChatAnswer:
         usage = {"usage": None} if self._include_usage else {}
         return openai.event({**self._chunk_common, "choices": [last], **usage})
 
-    def done(self, summary: Summary) -> bytes:
+    def done(self, summary: AnswerSummary) -> bytes:
         last: dict[str, Any] = {**self._chunk_common, "choices": []}
         if self._include_usage:
             last["usage"] = openai.usage_object(summary.usage)
@@ -139,7 +139,7 @@ class ChatAnswer:
     def failed(self, error: ApiError) -> bytes:
         return openai.event(openai.error_object(error)) + openai.DONE
 
-    def whole(self, summary: Summary) -> bytes:
+    def whole(self, summary: AnswerSummary) -> bytes:
         choices = [
             {
                 "index": index,
@@ -154,16 +154,16 @@ class ChatAnswer:
         head = {"object": "chat.completion", **self._common}
         return json_encode({**head, "choices": choices, "usage": usage, **extra})
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    def _logprobs(self, choice: ChatChoice) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
         return {"content": choice.logprobs, "refusal": None}
 
-    def _chunk(self, choice: Choice, delta: dict[str, Any]) -> bytes:
+    def _chunk(self, choice: ChatChoice, delta: dict[str, Any]) -> bytes:
         return choice.head + json_encode(delta) + self._tail if delta else b""
 
 
-def _delta(choice: Choice, event: AnswerEvent) -> dict[str, Any]:
+def _delta(choice: ChatChoice, event: AnswerEvent) -> dict[str, Any]:
     if isinstance(event, TextDelta):
         return {"content": event.text}
     if isinstance(event, ThinkingDelta):
@@ -179,8 +179,8 @@ def _delta(choice: Choice, event: AnswerEvent) -> dict[str, Any]:
 
 def _message(said: Transcript) -> dict[str, Any]:
     calls = [_call(part.start, part.text) for part in said.calls if part.start is not None]
-    thinking = said.joined(Kind.THINKING)
-    content = said.joined(Kind.TEXT) or (None if calls else "")
+    thinking = said.joined(PartKind.THINKING)
+    content = said.joined(PartKind.TEXT) or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if thinking:
         message["reasoning_content"] = thinking

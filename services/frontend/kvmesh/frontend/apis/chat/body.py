@@ -35,7 +35,7 @@ MAX_LOGPROBS = 20
 MAX_TOOLS = 4096
 
 
-class Part(Struct):
+class ChatPart(Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -53,7 +53,7 @@ class Custom(Struct):
     input: str = ""
 
 
-class Call(Struct):
+class ChatToolCall(Struct):
     id: str = ""
     type: str = "function"
     function: Function | None = None
@@ -62,9 +62,9 @@ class Call(Struct):
 
 class ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ChatPart] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -93,7 +93,7 @@ class CustomTool(Struct):
     format: CustomFormat | None = None
 
 
-class ToolBody(Struct):
+class ChatToolBody(Struct):
     type: str
     function: FunctionTool | None = None
     custom: CustomTool | None = None
@@ -118,7 +118,7 @@ class NamedFunction(Struct):
     name: str
 
 
-class NamedChoice(Struct):
+class ChatNamedTool(Struct):
     type: str = "function"
     function: NamedFunction | None = None
     custom: NamedFunction | None = None
@@ -135,8 +135,8 @@ class ChatBody(SamplingBody, kw_only=True):
     n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[ToolBody] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    tools: list[ChatToolBody] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -208,7 +208,7 @@ def _assistant(message: ChatMessage, where: str) -> list[Block]:
     return blocks
 
 
-def _tool_call(call: Call, where: str) -> ToolCall:
+def _tool_call(call: ChatToolCall, where: str) -> ToolCall:
     if call.custom is not None:
         return ToolCall(call.id, call.custom.name, call.custom.input, custom=True)
     if call.function is None:
@@ -218,7 +218,7 @@ def _tool_call(call: Call, where: str) -> ToolCall:
     return ToolCall(call.id, call.function.name, text)
 
 
-def _content(content: str | list[Part] | None, where: str) -> list[Block]:
+def _content(content: str | list[ChatPart] | None, where: str) -> list[Block]:
     if content is None:
         return []
     if isinstance(content, str):
@@ -226,7 +226,7 @@ def _content(content: str | list[Part] | None, where: str) -> list[Block]:
     return [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
 
 
-def _part(part: Part, where: str) -> Block:
+def _part(part: ChatPart, where: str) -> Block:
     cache = breakpoint_at(part.prompt_cache_breakpoint)
     if part.type in ("text", "input_text", "output_text"):
         return Text(part.text or "", cache)
@@ -238,7 +238,7 @@ def _part(part: Part, where: str) -> Block:
     raise InvalidRequest(f"Content of type `{part.type}` is not supported.", f"{where}.type")
 
 
-def _tools(tools: list[ToolBody]) -> list[Tool]:
+def _tools(tools: list[ChatToolBody]) -> list[Tool]:
     """Function and custom tools; other types are hosted ones that no engine has."""
     found = []
     for tool in tools:
@@ -255,8 +255,8 @@ def _tools(tools: list[ToolBody]) -> list[Tool]:
     return found
 
 
-def _choice(choice: str | NamedChoice | None) -> ToolChoice:
-    if isinstance(choice, NamedChoice):
+def _choice(choice: str | ChatNamedTool | None) -> ToolChoice:
+    if isinstance(choice, ChatNamedTool):
         named = choice.function or choice.custom
         if named is None:
             raise InvalidRequest("A named tool choice needs `function`.", "tool_choice.function")

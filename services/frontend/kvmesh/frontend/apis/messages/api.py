@@ -8,10 +8,10 @@ import msgspec
 
 from kvmesh.frontend.apis import transcript
 from kvmesh.frontend.apis.base import (
-    Call,
+    AnswerSummary,
+    ApiCall,
     Ending,
     Headers,
-    Summary,
     TokenLogprob,
     Usage,
     decode,
@@ -20,7 +20,7 @@ from kvmesh.frontend.apis.base import (
 from kvmesh.frontend.apis.messages.body import MessagesBody, to_request
 from kvmesh.frontend.apis.nvext import ignored
 from kvmesh.frontend.apis.request_hints import apply_hints, session_in
-from kvmesh.frontend.apis.transcript import Part, Transcript
+from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, Kind
 
@@ -39,9 +39,9 @@ TYPES: dict[Kind, str] = {
 OPENING = b": accepted\n\n"
 TEXT_HEAD = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
 DELTAS = {
-    transcript.Kind.TEXT: b'"delta":{"type":"text_delta","text":',
-    transcript.Kind.THINKING: b'"delta":{"type":"thinking_delta","thinking":',
-    transcript.Kind.CALL: b'"delta":{"type":"input_json_delta","partial_json":',
+    transcript.PartKind.TEXT: b'"delta":{"type":"text_delta","text":',
+    transcript.PartKind.THINKING: b'"delta":{"type":"thinking_delta","thinking":',
+    transcript.PartKind.CALL: b'"delta":{"type":"input_json_delta","partial_json":',
 }
 _decoder = msgspec.json.Decoder(MessagesBody)
 
@@ -58,29 +58,29 @@ def parse_body(body: bytes, headers: Headers) -> GenerateRequest:
     return request
 
 
-class Shape:
+class AnthropicErrorShape:
     """The API's own form of errors."""
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return STATUS[error.kind], json_encode(error_object(error))
 
 
-SHAPE = Shape()
+SHAPE = AnthropicErrorShape()
 
 
-class Messages(Shape):
+class Messages(AnthropicErrorShape):
     """The surface."""
 
     name = "messages"
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
     in_order = True
 
-    def parse(self, body: bytes, headers: Headers) -> Call:
+    def parse(self, body: bytes, headers: Headers) -> ApiCall:
         request = parse_body(body, headers)
-        return Call(request, MessagesAnswer(request))
+        return ApiCall(request, MessagesAnswer(request))
 
 
-class CountTokens(Shape):
+class CountTokens(AnthropicErrorShape):
     """POST /v1/messages/count_tokens: exact for the served template."""
 
     name = "count_tokens"
@@ -131,7 +131,7 @@ class MessagesAnswer:
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._said = Transcript()
-        self._open: Part | None = None
+        self._open: TranscriptPart | None = None
         self._begun = False
         self._ending = Ending("stop")
 
@@ -169,13 +169,13 @@ class MessagesAnswer:
                 frames.append(self._delta(part, text))
         return b"".join(frames)
 
-    def _start(self, part: Part) -> bytes:
+    def _start(self, part: TranscriptPart) -> bytes:
         self._open = part
         index = len(self._said.parts) - 1
         block = _empty_block(part)
         return _event({"type": "content_block_start", "index": index, "content_block": block})
 
-    def _delta(self, part: Part, text: str) -> bytes:
+    def _delta(self, part: TranscriptPart, text: str) -> bytes:
         head = TEXT_HEAD % (len(self._said.parts) - 1)
         return head + DELTAS[part.kind] + json_encode(text) + b"}}\n\n"
 
@@ -185,7 +185,7 @@ class MessagesAnswer:
             return b""
         index = self._said.parts.index(part)
         frames = b""
-        if part.kind is transcript.Kind.THINKING:
+        if part.kind is transcript.PartKind.THINKING:
             delta = {"type": "signature_delta", "signature": signature(part.text)}
             frames = _event({"type": "content_block_delta", "index": index, "delta": delta})
         return frames + _event({"type": "content_block_stop", "index": index})
@@ -194,7 +194,7 @@ class MessagesAnswer:
         self._ending = ending
         return self._close()
 
-    def done(self, summary: Summary) -> bytes:
+    def done(self, summary: AnswerSummary) -> bytes:
         start = b"" if self._begun else self.started(summary.usage)
         delta = {"stop_reason": self._reason(), "stop_sequence": self._ending.stop}
         usage = usage_object(summary.usage)
@@ -211,7 +211,7 @@ class MessagesAnswer:
     def failed(self, error: ApiError) -> bytes:
         return _event(error_object(error))
 
-    def whole(self, summary: Summary) -> bytes:
+    def whole(self, summary: AnswerSummary) -> bytes:
         return json_encode(
             {
                 **self._head(summary.usage),
@@ -228,19 +228,19 @@ def signature(thinking: str) -> str:
     return blake2b(thinking.encode(), digest_size=24).hexdigest()
 
 
-def _empty_block(part: Part) -> dict[str, Any]:
+def _empty_block(part: TranscriptPart) -> dict[str, Any]:
     if part.start is not None:
         return {"type": "tool_use", "id": part.start.id, "name": part.start.name, "input": {}}
-    if part.kind is transcript.Kind.THINKING:
+    if part.kind is transcript.PartKind.THINKING:
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
 
 
-def _whole_block(part: Part) -> dict[str, Any]:
+def _whole_block(part: TranscriptPart) -> dict[str, Any]:
     text = part.text
     if part.start is not None:
         return {**_empty_block(part), "input": _arguments(text)}
-    if part.kind is transcript.Kind.THINKING:
+    if part.kind is transcript.PartKind.THINKING:
         return {"type": "thinking", "thinking": text, "signature": signature(text)}
     return {"type": "text", "text": text}
 
@@ -253,7 +253,7 @@ def _arguments(text: str) -> dict[str, Any]:
         return {}
 
 
-def _extra(summary: Summary) -> dict[str, Any]:
+def _extra(summary: AnswerSummary) -> dict[str, Any]:
     return {"nvext": summary.nvext} if summary.nvext is not None else {}
 
 

@@ -41,7 +41,7 @@ class ChangedTool(Struct):
 
     type: str
     name: str | None = None
-    definition: "ToolBody | None" = None
+    definition: "MessagesToolBody | None" = None
 
 
 class Content(Struct):
@@ -69,7 +69,7 @@ class InputMessage(Struct):
     content: str | list[Content] = ""
 
 
-class ToolBody(Struct):
+class MessagesToolBody(Struct):
     name: str
     type: str | None = None
     description: str | None = None
@@ -90,14 +90,14 @@ class ThinkingBody(Struct):
     budget_tokens: int | None = None
 
 
-class Format(Struct):
+class OutputFormat(Struct):
     type: str
     schema: dict[str, Any] | None = None
 
 
 class OutputConfig(Struct):
     effort: str | None = None
-    format: Format | None = None
+    format: OutputFormat | None = None
 
 
 class Metadata(Struct):
@@ -111,7 +111,7 @@ class MessagesBody(Struct, kw_only=True):
     messages: list[InputMessage]
     max_tokens: int | None = None
     system: str | list[Content] | None = None
-    tools: list[ToolBody] | None = None
+    tools: list[MessagesToolBody] | None = None
     tool_choice: ToolChoiceBody | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -120,7 +120,7 @@ class MessagesBody(Struct, kw_only=True):
     stream: bool | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
-    output_format: Format | None = None
+    output_format: OutputFormat | None = None
     metadata: Metadata | None = None
     cache_control: CacheMark | None = None
     nvext: Nvext | None = None
@@ -255,7 +255,7 @@ def _tools(body: MessagesBody) -> list[Tool]:
     return found
 
 
-def _tool(tool: ToolBody) -> Tool:
+def _tool(tool: MessagesToolBody) -> Tool:
     return Tool(
         tool.name,
         tool.description or "",

@@ -9,11 +9,11 @@ from msgspec import Raw
 
 from kvmesh.frontend.apis import openai, transcript
 from kvmesh.frontend.apis.base import (
-    Call,
+    AnswerSummary,
+    ApiCall,
     Ending,
     Headers,
     StoredTurn,
-    Summary,
     TokenLogprob,
     Usage,
     decode,
@@ -30,7 +30,7 @@ from kvmesh.frontend.apis.responses.body import (
     to_request,
 )
 from kvmesh.frontend.apis.responses.items import OutputItem
-from kvmesh.frontend.apis.transcript import Part, Transcript
+from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
 
@@ -41,9 +41,9 @@ CODES: dict[Kind, str] = {
     "unavailable": "server_is_overloaded",
 }
 DELTA_EVENTS = {
-    transcript.Kind.TEXT: "response.output_text.delta",
-    transcript.Kind.THINKING: "response.reasoning_text.delta",
-    transcript.Kind.CALL: "response.function_call_arguments.delta",
+    transcript.PartKind.TEXT: "response.output_text.delta",
+    transcript.PartKind.THINKING: "response.reasoning_text.delta",
+    transcript.PartKind.CALL: "response.function_call_arguments.delta",
 }
 CUSTOM_DELTA = "response.custom_tool_call_input.delta"
 _decoder = msgspec.json.Decoder(ResponsesBody)
@@ -67,10 +67,10 @@ class Responses:
     keepalive = openai.KEEPALIVE
     in_order = True
 
-    def parse(self, body: bytes, headers: Headers) -> Call:
+    def parse(self, body: bytes, headers: Headers) -> ApiCall:
         parsed, request = parse_body(body, headers)
         answer = ResponsesAnswer(request, parsed)
-        return Call(request, answer, Thread(request, parsed, answer))
+        return ApiCall(request, answer, ResponsesThread(request, parsed, answer))
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return openai.error_body(error)
@@ -92,7 +92,7 @@ class InputTokens:
         return json_encode({"object": "response.input_tokens", "input_tokens": count})
 
 
-class Thread:
+class ResponsesThread:
     """The stored conversation that a response continues and becomes part of."""
 
     def __init__(
@@ -172,19 +172,19 @@ class ResponsesAnswer:
                 logprobs = []
         return b"".join(frames)
 
-    def _start(self, part: Part) -> bytes:
+    def _start(self, part: TranscriptPart) -> bytes:
         item = self._open = OutputItem(len(self._items), part)
         self._items.append(item)
         added = item.object("in_progress")
         frame = self._event("response.output_item.added", output_index=item.index, item=added)
-        if part.kind is transcript.Kind.TEXT:
+        if part.kind is transcript.PartKind.TEXT:
             place = self._place(item)
             frame += self._event("response.content_part.added", **place, part=item.content(""))
         return frame
 
     def _place(self, item: OutputItem) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
-        if item.part.kind is not transcript.Kind.CALL:
+        if item.part.kind is not transcript.PartKind.CALL:
             place["content_index"] = 0
         return place
 
@@ -195,7 +195,7 @@ class ResponsesAnswer:
         kind = item.part.kind
         name = CUSTOM_DELTA if item.custom else DELTA_EVENTS[kind]
         extra: dict[str, Any] = {}
-        if kind is transcript.Kind.TEXT:
+        if kind is transcript.PartKind.TEXT:
             item.logprobs += logprobs
             extra = {"logprobs": logprobs}
         return self._event(name, **self._place(item), delta=text, **extra)
@@ -210,12 +210,12 @@ class ResponsesAnswer:
 
     def _finish(self, item: OutputItem) -> bytes:
         place, text = self._place(item), item.part.text
-        if item.part.kind is transcript.Kind.TEXT:
+        if item.part.kind is transcript.PartKind.TEXT:
             part = item.content(text)
             return self._event(
                 "response.output_text.done", **place, text=text, logprobs=item.logprobs
             ) + self._event("response.content_part.done", **place, part=part)
-        if item.part.kind is transcript.Kind.THINKING:
+        if item.part.kind is transcript.PartKind.THINKING:
             return self._event("response.reasoning_text.done", **place, text=text)
         if item.custom:
             return self._event("response.custom_tool_call_input.done", **place, input=text)
@@ -227,7 +227,7 @@ class ResponsesAnswer:
         self._ending = ending
         return self._close("incomplete" if ending.reason == "length" else "completed")
 
-    def done(self, summary: Summary) -> bytes:
+    def done(self, summary: AnswerSummary) -> bytes:
         body = self.whole(summary)
         return self._event(f"response.{self._status()}", response=Raw(body))
 
@@ -240,10 +240,10 @@ class ResponsesAnswer:
         response = self._object("failed", None, error=fault)
         return self._event("response.failed", response=response)
 
-    def whole(self, summary: Summary) -> bytes:
+    def whole(self, summary: AnswerSummary) -> bytes:
         return json_encode(self._object(self._status(), summary))
 
-    def _object(self, status: str, summary: Summary | None, **changes: Any) -> dict[str, Any]:
+    def _object(self, status: str, summary: AnswerSummary | None, **changes: Any) -> dict[str, Any]:
         cut = status == "incomplete"
         last = "incomplete" if cut else "completed"
         usage = _usage_object(summary.usage) if summary is not None else None

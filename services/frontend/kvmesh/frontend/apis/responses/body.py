@@ -40,7 +40,7 @@ ROLES: dict[str, Literal["system", "user", "assistant"]] = {
 }
 
 
-class Part(Struct, omit_defaults=True):
+class ResponsesPart(Struct, omit_defaults=True):
     type: str = ""
     text: str | None = None
     refusal: str | None = None
@@ -55,18 +55,18 @@ class Item(Struct, omit_defaults=True):
     status: str | None = None
     type: str | None = None
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ResponsesPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | dict[str, Any] | None = None
     input: str | None = None
-    output: str | list[Part] | dict[str, Any] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ResponsesPart] | dict[str, Any] | None = None
+    summary: list[ResponsesPart] | None = None
     encrypted_content: str | None = None
 
 
-class ToolBody(Struct):
+class ResponsesToolBody(Struct):
     """`tools` is set for a namespace, which groups functions."""
 
     type: str
@@ -76,17 +76,17 @@ class ToolBody(Struct):
     strict: bool | None = None
     format: dict[str, Any] | None = None
     defer_loading: bool | None = None
-    tools: "list[ToolBody] | None" = None
+    tools: "list[ResponsesToolBody] | None" = None
 
 
-class NamedChoice(Struct):
+class ResponsesNamedTool(Struct):
     type: str
     name: str | None = None
     mode: str | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class Format(Struct):
+class TextFormat(Struct):
     type: str
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -94,11 +94,11 @@ class Format(Struct):
 
 
 class TextBody(Struct):
-    format: Format | None = None
+    format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class Reasoning(Struct):
+class ReasoningBody(Struct):
     effort: str | None = None
     summary: str | None = None
 
@@ -113,14 +113,14 @@ class ResponsesBody(Struct, kw_only=True):
     store: bool | None = None
     previous_response_id: str | None = None
     tools: list[Raw] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    tool_choice: Literal["auto", "none", "required"] | ResponsesNamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningBody | None = None
     text: TextBody | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -132,13 +132,13 @@ class ResponsesBody(Struct, kw_only=True):
 
 
 _item = msgspec.json.Decoder(Item)
-_tool = msgspec.json.Decoder(ToolBody)
+_tool = msgspec.json.Decoder(ResponsesToolBody)
 
 
 def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
     """The internal request; raises InvalidRequest naming the field at fault."""
     _check(body)
-    reasoning = body.reasoning or Reasoning()
+    reasoning = body.reasoning or ReasoningBody()
     return GenerateRequest(
         id=request_id,
         model=body.model,
@@ -241,13 +241,13 @@ def _message(item: Item, where: str, sealed: Sealed) -> Message | None:
     return None
 
 
-def _content(content: str | list[Part] | None, where: str) -> list[Block]:
+def _content(content: str | list[ResponsesPart] | None, where: str) -> list[Block]:
     if isinstance(content, str):
         return [Text(content)] if content else []
     return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content or [])]
 
 
-def _part(part: Part, where: str) -> Block:
+def _part(part: ResponsesPart, where: str) -> Block:
     cache = breakpoint_at(part.prompt_cache_breakpoint)
     if part.type in ("input_text", "output_text", "text", "summary_text", "reasoning_text"):
         return Text(part.text or "", cache)
@@ -306,7 +306,7 @@ def _tools(body: ResponsesBody) -> list[Tool]:
     return found
 
 
-def _one_tool(tool: ToolBody, namespace: str | None) -> Tool | None:
+def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
     if not tool.name:
         return None
     about = tool.description or ""
@@ -327,8 +327,8 @@ def _one_tool(tool: ToolBody, namespace: str | None) -> Tool | None:
     )
 
 
-def _choice(choice: str | NamedChoice | None) -> ToolChoice:
-    if isinstance(choice, NamedChoice):
+def _choice(choice: str | ResponsesNamedTool | None) -> ToolChoice:
+    if isinstance(choice, ResponsesNamedTool):
         if choice.type in ("function", "custom") and choice.name:
             return ToolChoice("named", choice.name)
         return ToolChoice("required") if choice.mode == "required" else ToolChoice()

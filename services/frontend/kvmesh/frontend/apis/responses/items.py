@@ -5,13 +5,13 @@ from typing import Any
 
 from kvmesh.frontend.apis.base import TokenLogprob
 from kvmesh.frontend.apis.responses.sealed_reasoning import seal
-from kvmesh.frontend.apis.transcript import Kind, Part
+from kvmesh.frontend.apis.transcript import PartKind, TranscriptPart
 
 
 class OutputItem:
     """One item of the output, growing with its part of the transcript."""
 
-    def __init__(self, index: int, part: Part) -> None:
+    def __init__(self, index: int, part: TranscriptPart) -> None:
         self.index = index
         self.part = part
         self.custom = bool(part.start and part.start.custom)
@@ -19,9 +19,9 @@ class OutputItem:
         self.logprobs: list[TokenLogprob] = []
 
     def _prefix(self) -> str:
-        if self.part.kind is Kind.TEXT:
+        if self.part.kind is PartKind.TEXT:
             return "msg"
-        if self.part.kind is Kind.THINKING:
+        if self.part.kind is PartKind.THINKING:
             return "rs"
         return "ctc" if self.custom else "fc"
 
@@ -37,11 +37,11 @@ class OutputItem:
     def object(self, status: str) -> dict[str, Any]:
         """The item as it stands: `in_progress` ones are still empty."""
         text = self.part.text if status != "in_progress" else ""
-        if self.part.kind is Kind.TEXT:
+        if self.part.kind is PartKind.TEXT:
             content = [self.content(text)] if status != "in_progress" else []
             head = {"type": "message", "id": self.id, "status": status, "role": "assistant"}
             return {**head, "content": content}
-        if self.part.kind is Kind.THINKING:
+        if self.part.kind is PartKind.THINKING:
             return self._reasoning(text)
         return self._call(text, status)
 

@@ -4,11 +4,13 @@ from kvmesh.frontend.dialects.grammar import Form, JsonObjects, NamedJson, Pytho
 from kvmesh.frontend.dialects.parsing.call_sink import CallReader, CallSink
 from kvmesh.frontend.dialects.parsing.json_calls import JsonReader, NamedReader
 from kvmesh.frontend.dialects.parsing.pythonic import KeyedReader, PythonReader
-from kvmesh.frontend.dialects.parsing.source import Source
+from kvmesh.frontend.dialects.parsing.source import OutputSource
 from kvmesh.frontend.dialects.parsing.tagged import TaggedReader
 
 
-def call_reader(form: Form, source: Source, sink: CallSink, ends: tuple[str, ...]) -> CallReader:
+def call_reader(
+    form: Form, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
+) -> CallReader:
     """`ends` close the section that the calls stand in."""
     if isinstance(form, JsonObjects):
         return JsonReader(form, source, sink, ends)

@@ -4,7 +4,7 @@ import re
 from typing import Protocol
 
 from kvmesh.frontend.dialects.parsing.coerce import Schema
-from kvmesh.frontend.dialects.parsing.source import Malformed, Source, Steps
+from kvmesh.frontend.dialects.parsing.source import MalformedOutput, OutputSource, Steps
 
 MAX_NAME = 256
 NAME = re.compile(r"[\w.:/\-]+")
@@ -36,21 +36,21 @@ class CallReader(Protocol):
         ...
 
 
-def skip(source: Source, options: tuple[str, ...]) -> Steps[None]:
+def skip(source: OutputSource, options: tuple[str, ...]) -> Steps[None]:
     """Skips any of `options`, in any order, and white space around them."""
     while options and (yield from source.skip_space()):
         if not (yield from source.literal(*options)):
             break
 
 
-def opened(source: Source, options: tuple[str, ...]) -> Steps[bool]:
+def opened(source: OutputSource, options: tuple[str, ...]) -> Steps[bool]:
     """Reads a call's own marker, if one is here; a form without any begins anywhere."""
     found = yield from source.literal(*options)
     return found is not None or "" in options
 
 
-def read_name(source: Source, pattern: re.Pattern[str] = NAME) -> Steps[str]:
+def read_name(source: OutputSource, pattern: re.Pattern[str] = NAME) -> Steps[str]:
     found = yield from source.match(pattern, MAX_NAME)
     if not found:
-        raise Malformed
+        raise MalformedOutput
     return found

@@ -13,7 +13,7 @@ from kvmesh.frontend.conversation import (
     ToolCallStart,
 )
 from kvmesh.frontend.dialects.parsing.coerce import Schema
-from kvmesh.frontend.dialects.parsing.source import SPACE, Source
+from kvmesh.frontend.dialects.parsing.source import SPACE, OutputSource
 from kvmesh.frontend.dialects.tools import CUSTOM_INPUT, by_model_name, schema
 
 # White space may belong to the marker behind it; so much of it is text.
@@ -29,7 +29,7 @@ class Emitter:
     """
 
     def __init__(
-        self, source: Source, tools: list[Tool], eager: bool, new_id: Callable[[], str]
+        self, source: OutputSource, tools: list[Tool], eager: bool, new_id: Callable[[], str]
     ) -> None:
         self._source = source
         self._tools = by_model_name(tools)

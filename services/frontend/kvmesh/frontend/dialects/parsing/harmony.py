@@ -11,7 +11,13 @@ from collections.abc import Callable
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ThinkingDelta, Tool
 from kvmesh.frontend.dialects.parsing.emitter import Delta, Emitter
 from kvmesh.frontend.dialects.parsing.literals import JSON, Transcoder
-from kvmesh.frontend.dialects.parsing.source import Malformed, Source, Steps, Stops, Unfinished
+from kvmesh.frontend.dialects.parsing.source import (
+    MalformedOutput,
+    OutputSource,
+    Steps,
+    Stops,
+    Unfinished,
+)
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -27,7 +33,7 @@ class HarmonyParser:
     """Analysis is thinking, a message to a function is a call, all else is text."""
 
     def __init__(self, tools: list[Tool], new_id: Callable[[], str], eager: bool) -> None:
-        self._source = Source()
+        self._source = OutputSource()
         self._emitter = Emitter(self._source, tools, eager, new_id)
         self._has_tools = bool(tools)
         self._heads = Stops([START, CHANNEL, MESSAGE, *ENDS])
@@ -102,12 +108,12 @@ class HarmonyParser:
         emitter.name(name)
         try:
             if (yield from source.skip_space()) != "{":
-                raise Malformed
+                raise MalformedOutput
             yield from Transcoder(source, emitter.arguments, JSON, ENDS).object()
             emitter.end()
         except Unfinished:
             raise
-        except Malformed:
+        except MalformedOutput:
             emitter.fail()
 
     def _body(self, kind: Delta) -> Steps[None]:

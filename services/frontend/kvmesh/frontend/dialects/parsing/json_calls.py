@@ -6,14 +6,14 @@ import re
 from kvmesh.frontend.dialects.grammar import JsonObjects, NamedJson
 from kvmesh.frontend.dialects.parsing.call_sink import CallSink, opened, read_name, skip
 from kvmesh.frontend.dialects.parsing.literals import JSON, Transcoder
-from kvmesh.frontend.dialects.parsing.source import Malformed, Source, Steps, Unfinished
+from kvmesh.frontend.dialects.parsing.source import MalformedOutput, OutputSource, Steps, Unfinished
 
 
 class JsonReader:
     """Objects with a name and arguments among their members, in whichever order."""
 
     def __init__(
-        self, form: JsonObjects, source: Source, sink: CallSink, ends: tuple[str, ...]
+        self, form: JsonObjects, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
     ) -> None:
         self._form = form
         self._source = source
@@ -37,12 +37,12 @@ class JsonReader:
             elif key in self._form.arguments and not written:
                 written, held = yield from self._arguments(named)
             elif self._form.bare and key not in ("type", "id", *self._form.names):
-                raise Malformed
+                raise MalformedOutput
             else:
                 yield from self._value()
             yield from self._comma()
         if not named:
-            raise Malformed
+            raise MalformedOutput
         if not written:
             self._sink.arguments(held)
             self._sink.end()
@@ -61,7 +61,7 @@ class JsonReader:
     def _colon(self) -> Steps[None]:
         yield from self._source.skip_space()
         if not (yield from self._source.literal(":")):
-            raise Malformed
+            raise MalformedOutput
         yield from self._source.skip_space()
 
     def _comma(self) -> Steps[None]:
@@ -72,7 +72,7 @@ class JsonReader:
         parts: list[str] = []
         coder = Transcoder(self._source, parts.append, JSON, self._ends)
         if not (yield from coder.string(inside)):
-            raise Malformed
+            raise MalformedOutput
         return str(json.loads("".join(parts)))
 
     def _value(self) -> Steps[str]:
@@ -103,11 +103,11 @@ def _unwrapped(text: str) -> str:
         try:
             value = json.loads(value) if value.strip() else {}
         except (ValueError, RecursionError) as error:
-            raise Malformed from error
+            raise MalformedOutput from error
     if value is None:
         value = {}
     if not isinstance(value, dict):
-        raise Malformed
+        raise MalformedOutput
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -115,7 +115,7 @@ class NamedReader:
     """A name with markers around it, then a JSON object."""
 
     def __init__(
-        self, form: NamedJson, source: Source, sink: CallSink, ends: tuple[str, ...]
+        self, form: NamedJson, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
     ) -> None:
         self._form = form
         self._source = source
@@ -138,7 +138,7 @@ class NamedReader:
                 yield from read_name(source)
         yield from skip(source, form.between)
         if (yield from source.skip_space()) != "{":
-            raise Malformed
+            raise MalformedOutput
         yield from Transcoder(source, sink.arguments, JSON, self._ends).object()
         sink.end()
         yield from skip(source, form.close)

@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from kvmesh.frontend.dialects.parsing.source import (
     SPACE,
-    Malformed,
-    Source,
+    MalformedOutput,
+    OutputSource,
     Steps,
     Stops,
     Unfinished,
@@ -59,7 +59,7 @@ class Transcoder:
     """
 
     def __init__(
-        self, source: Source, sink: Sink, style: Style = JSON, ends: tuple[str, ...] = ()
+        self, source: OutputSource, sink: Sink, style: Style = JSON, ends: tuple[str, ...] = ()
     ) -> None:
         self._source = source
         self._sink = sink
@@ -72,7 +72,7 @@ class Transcoder:
         if not char:
             raise Unfinished
         if depth > MAX_DEPTH:
-            raise Malformed
+            raise MalformedOutput
         if char == "{":
             yield from self.object(depth)
         elif char == "[" or (char == "(" and self._style is PYTHON):
@@ -91,7 +91,7 @@ class Transcoder:
             yield from self._key()
             yield from source.skip_space()
             if not (yield from source.literal(":")):
-                raise Malformed
+                raise MalformedOutput
             sink(": ")
             yield from self.value(depth + 1, "{")
             yield from self._comma("}")
@@ -123,7 +123,7 @@ class Transcoder:
         if char == ",":
             self._source.pos += 1
         elif char and char != closer and not (yield from self._at_end()):
-            raise Malformed
+            raise MalformedOutput
 
     def _at_end(self) -> Steps[bool]:
         return bool(self._ends) and (yield from self._source.ahead(self._ends))
@@ -133,7 +133,7 @@ class Transcoder:
             return
         name = yield from self._source.match(_ATOM, MAX_ATOM)
         if not name or not self._style.bare_keys:
-            raise Malformed
+            raise MalformedOutput
         if not (yield from self._source.peek()):
             raise Unfinished
         self._sink(f'"{quoted(name)}"')
@@ -146,7 +146,7 @@ class Transcoder:
             self._sink(text)
         elif self._source.pos < len(self._source.text):
             self._source.pos -= len(text)
-            raise Malformed
+            raise MalformedOutput
         else:
             raise Unfinished
 
@@ -272,7 +272,7 @@ class Transcoder:
             self._copy_plain(quote)
             char = yield from source.peek()
             if not char or char == "\n":
-                raise Malformed if char else Unfinished
+                raise MalformedOutput if char else Unfinished
             if char == quote:
                 source.pos += 1
                 return

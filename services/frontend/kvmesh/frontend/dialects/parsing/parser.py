@@ -8,8 +8,8 @@ from kvmesh.frontend.dialects.grammar import Calls, Reasoning, opening
 from kvmesh.frontend.dialects.parsing.call_readers import call_reader
 from kvmesh.frontend.dialects.parsing.emitter import Delta, Emitter
 from kvmesh.frontend.dialects.parsing.source import (
-    Malformed,
-    Source,
+    MalformedOutput,
+    OutputSource,
     Steps,
     Stops,
     Unfinished,
@@ -40,7 +40,7 @@ class GrammarParser:
     ) -> None:
         self._calls = calls or _NO_CALLS
         self._reasoning = reasoning or _NO_REASONING
-        self._source = Source()
+        self._source = OutputSource()
         self._emitter = Emitter(self._source, tools, eager, new_id)
         ends = self._calls.end
         self._readers = [
@@ -135,7 +135,7 @@ class GrammarParser:
             yield from self._section()
         except Unfinished:
             raise
-        except Malformed:
+        except MalformedOutput:
             emitter.fail()
 
     def _section(self) -> Steps[None]:
@@ -143,7 +143,7 @@ class GrammarParser:
         source, emitter, calls = self._source, self._emitter, self._calls
         more = yield from self._one_call()
         if more is None:
-            raise Malformed
+            raise MalformedOutput
         while more:
             emitter.attempt(0)
             yield from source.skip_space()

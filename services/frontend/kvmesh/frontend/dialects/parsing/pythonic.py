@@ -5,7 +5,7 @@ import re
 from kvmesh.frontend.dialects.grammar import KeyedLiterals
 from kvmesh.frontend.dialects.parsing.call_sink import CallSink, opened, read_name, skip
 from kvmesh.frontend.dialects.parsing.literals import PYTHON, Style, Transcoder, quoted
-from kvmesh.frontend.dialects.parsing.source import Malformed, Source, Steps
+from kvmesh.frontend.dialects.parsing.source import MalformedOutput, OutputSource, Steps
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][\w.]*")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false"}
@@ -14,7 +14,7 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", 
 class PythonReader:
     """Calls as Python writes them, with or without a list around them."""
 
-    def __init__(self, source: Source, sink: CallSink) -> None:
+    def __init__(self, source: OutputSource, sink: CallSink) -> None:
         self._source = source
         self._sink = sink
 
@@ -26,7 +26,7 @@ class PythonReader:
             return False
         called = yield from read_name(source, _IDENTIFIER)
         if not (yield from source.literal("(")) or not sink.known(called):
-            raise Malformed
+            raise MalformedOutput
         sink.name(called)
         places = list(sink.schema().get("properties") or ())
         count = 0
@@ -34,7 +34,7 @@ class PythonReader:
             yield from self._argument("{" if count == 0 else ", ", places[count : count + 1])
             count += 1
             if (yield from source.skip_space()) != ")" and not (yield from source.literal(",")):
-                raise Malformed
+                raise MalformedOutput
         source.pos += 1
         sink.arguments("}" if count else "{}")
         sink.end()
@@ -55,7 +55,7 @@ class PythonReader:
             else:
                 yield from self._value()
         else:
-            raise Malformed
+            raise MalformedOutput
 
     def _value(self) -> Steps[None]:
         yield from Transcoder(self._source, self._sink.arguments, PYTHON).value()
@@ -64,7 +64,7 @@ class PythonReader:
 class KeyedReader:
     """A name and Python-like arguments with quotes of their own."""
 
-    def __init__(self, form: KeyedLiterals, source: Source, sink: CallSink) -> None:
+    def __init__(self, form: KeyedLiterals, source: OutputSource, sink: CallSink) -> None:
         self._form = form
         self._source = source
         self._sink = sink
@@ -76,7 +76,7 @@ class KeyedReader:
             return False
         sink.name((yield from read_name(source)))
         if (yield from source.skip_space()) != "{":
-            raise Malformed
+            raise MalformedOutput
         yield from Transcoder(source, sink.arguments, self._style).object()
         sink.end()
         return True

@@ -1,7 +1,7 @@
 """Text that arrives in pieces, read by grammars written as generators.
 
-A grammar yields whenever it needs more text than has arrived; `Source` holds what it has not read
-yet, and, while an attempt may still fail, what it has read since the attempt began.
+A grammar yields whenever it needs more text than has arrived; `OutputSource` holds what it
+has not read yet, and, while an attempt may still fail, what it has read since the attempt began.
 """
 
 import re
@@ -16,11 +16,11 @@ SPACE = " \t\r\n"
 _SPACES = frozenset(SPACE)
 
 
-class Malformed(Exception):
+class MalformedOutput(Exception):
     """What was read is not what the grammar asks for."""
 
 
-class Unfinished(Malformed):
+class Unfinished(MalformedOutput):
     """The output ended inside of it."""
 
 
@@ -61,7 +61,7 @@ def stops(markers: tuple[str, ...]) -> Stops:
     return Stops(markers)
 
 
-class Source:
+class OutputSource:
     """The unread rest of the output so far; `closed` once there will be no more of it."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Source:
             found = pattern.match(self.text, self.pos)
             end = found.end() if found else self.pos
             if end - self.pos > limit:
-                raise Malformed
+                raise MalformedOutput
             if end < len(self.text) or self.closed:
                 break
             yield

@@ -6,7 +6,13 @@ from kvmesh.frontend.dialects.grammar import Tagged
 from kvmesh.frontend.dialects.parsing.call_sink import MAX_NAME, CallSink, opened, read_name, skip
 from kvmesh.frontend.dialects.parsing.coerce import coerce, property_kinds
 from kvmesh.frontend.dialects.parsing.literals import Sink, quoted
-from kvmesh.frontend.dialects.parsing.source import Malformed, Source, Steps, Stops, Unfinished
+from kvmesh.frontend.dialects.parsing.source import (
+    MalformedOutput,
+    OutputSource,
+    Steps,
+    Stops,
+    Unfinished,
+)
 
 _KEY = re.compile(
     r"""(?:["'](?P<quoted>[^"']+)["']|(?P<plain>[^\s"'=]+))"""
@@ -17,7 +23,9 @@ _KEY = re.compile(
 class TaggedReader:
     """Arguments one by one, as text between tags; the schema says what the text means."""
 
-    def __init__(self, form: Tagged, source: Source, sink: CallSink, ends: tuple[str, ...]) -> None:
+    def __init__(
+        self, form: Tagged, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
+    ) -> None:
         self._form = form
         self._source = source
         self._sink = sink
@@ -39,7 +47,7 @@ class TaggedReader:
             separator = ", "
             yield from self._value(key, is_string)
         if not (yield from source.ahead(self._after_call)):
-            raise Malformed
+            raise MalformedOutput
         sink.arguments("{}" if separator == "{" else "}")
         sink.end()
         yield from source.literal(*form.close)
@@ -56,7 +64,7 @@ class TaggedReader:
         if "" not in form.open_end:
             yield from source.skip_space()
             if not (yield from source.literal(*form.open_end)):
-                raise Malformed
+                raise MalformedOutput
 
     def _key_here(self) -> Steps[bool]:
         yield from self._source.skip_space()
@@ -69,14 +77,14 @@ class TaggedReader:
             part, stop = yield from self._source.until(self._key_end)
             text += part
             if len(text) > MAX_NAME:
-                raise Malformed
+                raise MalformedOutput
         found = _KEY.fullmatch(text.strip())
         if not found:
-            raise Malformed
+            raise MalformedOutput
         if self._form.value:
             yield from self._source.skip_space()
             if not (yield from self._source.literal(self._form.value)):
-                raise Malformed
+                raise MalformedOutput
         said = found["string"]
         return found["quoted"] or found["plain"], None if said is None else said == "true"
 

@@ -30,7 +30,7 @@ _TOOL: Entry = {
 }
 
 
-class Habits(Struct, frozen=True):
+class TemplateCapabilities(Struct, frozen=True):
     """What holds of a template.
 
     `tools`: it shows the tools it is given. `calls` is how arguments are wanted, None if tool
@@ -63,7 +63,7 @@ def call_id(style: str, name: str, place: int) -> str:
     return f"functions.{name}:{place}" if style == "kimi" else f"call{place:05d}"
 
 
-def probe(render: Render, source: str) -> Habits:
+def probe(render: Render, source: str) -> TemplateCapabilities:
     """The habits of the template whose text is `source` and which `render` renders."""
     return _Probe(render, "kimi" if _KIMI_MARKER in source else "short").habits()
 
@@ -82,11 +82,11 @@ class _Probe:
             self._parts = self._shows(plain, _ONE, parts=True)
             self._tools = None if self._parts else [_TOOL]
 
-    def habits(self) -> Habits:
+    def habits(self) -> TemplateCapabilities:
         user, assistant = _says("user", _TWO), _says("assistant", _THREE)
         calls, empty = self._calls("", None)
         key = self._thinking_key(calls, empty)
-        return Habits(
+        return TemplateCapabilities(
             parts=self._parts,
             system=self._says_all(_says("system", _ONE), user),
             late_system=self._says_all(user, assistant, _says("system", _ONE)),

@@ -21,7 +21,7 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects import tools as tool_forms
-from kvmesh.frontend.dialects.templates.capabilities import Habits, call_id
+from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 
 GAP = "\n\n"
@@ -33,7 +33,7 @@ Turn = tuple[str, list[Block]]
 
 
 def normalise(
-    messages: Iterable[Message], declared: list[Tool], habits: Habits
+    messages: Iterable[Message], declared: list[Tool], habits: TemplateCapabilities
 ) -> list[dict[str, Any]]:
     """The conversation as the template wants it; `declared` are all tools, deferred ones too."""
     turns = _join_assistants(_separate(messages))
@@ -91,7 +91,7 @@ def _join_assistants(turns: list[Turn]) -> list[Turn]:
 class _Writer:
     """Writes turns one by one, giving calls ids that depend on their place alone."""
 
-    def __init__(self, declared: list[Tool], habits: Habits) -> None:
+    def __init__(self, declared: list[Tool], habits: TemplateCapabilities) -> None:
         self._tools = tool_forms.by_model_name(declared)
         self._deferred = {t.name: t for t in declared if t.deferred}
         self._habits = habits
@@ -203,7 +203,9 @@ def _plain_call(call: dict[str, Any]) -> str:
     return f"<tool_call>\n{dumps(call['function'])}\n</tool_call>"
 
 
-def _place_system(written: list[dict[str, Any]], habits: Habits) -> list[dict[str, Any]]:
+def _place_system(
+    written: list[dict[str, Any]], habits: TemplateCapabilities
+) -> list[dict[str, Any]]:
     """Leading system messages as one; later ones as user messages if the template asks for it."""
     lead = 0
     while lead < len(written) and written[lead]["role"] == "system":
@@ -241,7 +243,7 @@ def _one_call_each(written: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return apart
 
 
-def _merge(written: list[dict[str, Any]], habits: Habits) -> list[dict[str, Any]]:
+def _merge(written: list[dict[str, Any]], habits: TemplateCapabilities) -> list[dict[str, Any]]:
     """For templates that insist on turns: user text joins what it would otherwise follow."""
     runs: list[list[dict[str, Any]]] = []
     for message in written:

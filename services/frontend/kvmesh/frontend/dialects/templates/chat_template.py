@@ -10,7 +10,7 @@ from kvmesh.frontend.conversation import GenerateRequest, Message, Text
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.plain_tools import instructions, plain_parser
 from kvmesh.frontend.dialects.templates import model_files, sandbox
-from kvmesh.frontend.dialects.templates.capabilities import Habits, probe
+from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
 from kvmesh.frontend.dialects.templates.chat_messages import normalise
 from kvmesh.frontend.dialects.tools import function
 
@@ -34,7 +34,7 @@ class ChatTemplate:
         held = dict(files)
         self._tokens = model_files.special_tokens(held)
         environment = sandbox.Environment()
-        self._templates: dict[str, tuple[jinja2.Template, Habits]] = {}
+        self._templates: dict[str, tuple[jinja2.Template, TemplateCapabilities]] = {}
         sources = model_files.sources(held)
         self.source = "\n".join(sources.values())
         for name, source in sources.items():
@@ -79,7 +79,7 @@ class ChatTemplate:
             return None
         return plain_parser(self.source, habits.calls is not None)
 
-    def _choose(self, with_tools: bool) -> tuple[jinja2.Template, Habits]:
+    def _choose(self, with_tools: bool) -> tuple[jinja2.Template, TemplateCapabilities]:
         if with_tools and model_files.TOOL_USE in self._templates:
             return self._templates[model_files.TOOL_USE]
         if self._templates:
@@ -143,7 +143,9 @@ def _cut(prompt: str) -> str:
     return prompt[:end]
 
 
-def _told(messages: list[dict[str, Any]], text: str, habits: Habits) -> list[dict[str, Any]]:
+def _told(
+    messages: list[dict[str, Any]], text: str, habits: TemplateCapabilities
+) -> list[dict[str, Any]]:
     """The conversation with the tools described at its head, for templates without tools."""
     role = "system" if habits.system else "user"
     part = {"type": "text", "text": text}

@@ -6,50 +6,50 @@ from aiohttp import web
 
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance, Role
-from kvmesh.frontend.auth.authenticator import Gate
-from kvmesh.frontend.dispatch.control_client import Holders, held
-from kvmesh.frontend.dispatch.route_client import Asking
-from kvmesh.frontend.dispatch.sequence_events import Tracker
-from kvmesh.frontend.http.cache.clear_release import Caches
+from kvmesh.frontend.auth.authenticator import Authenticator
+from kvmesh.frontend.dispatch.control_client import ControlClient, held
+from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.frontend.http.cache.clear_release import ClearReleaseEndpoints
 from kvmesh.frontend.http.cache.pin_store import PinStore
-from kvmesh.frontend.http.cache.pins import Pins
-from kvmesh.frontend.http.cache.prefetch import Prefetching
-from kvmesh.frontend.http.cache.prompt_resolver import Targets
-from kvmesh.frontend.http.endpoint import Doors
+from kvmesh.frontend.http.cache.pins import PinEndpoints
+from kvmesh.frontend.http.cache.prefetch import PrefetchEndpoint
+from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver
+from kvmesh.frontend.http.endpoint import ScopedEndpoints
 from kvmesh.frontend.models import ModelRegistry
-from kvmesh.frontend.namespaces import Tenants
-from kvmesh.frontend.preprocess.preprocessor import Preparer
-from kvmesh.frontend.sessions.hooks import Turns
-from kvmesh.frontend.sessions.last_prompts import SessionPrompts
+from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor
+from kvmesh.frontend.sessions.hooks import SessionHooks
+from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.runtime.service import Service
 
 
-class Keeping:
+class CacheApi:
     """`turns` is told of every request; `routes` are the endpoints."""
 
     def __init__(
         self,
         service: Service,
         registry: ModelRegistry,
-        preparer: Preparer,
+        preparer: Preprocessor,
         directory: Directory,
-        asking: Asking,
-        tracker: Tracker,
-        gate: Gate,
-        tenants: Tenants,
+        asking: RouteClient,
+        tracker: SequenceEventPublisher,
+        gate: Authenticator,
+        tenants: TenantNamespaces,
     ) -> None:
         settings = service.settings.frontend
-        holders = Holders(service.bus, directory)
+        holders = ControlClient(service.bus, directory)
         self._service = service
         self._directory = directory
-        self._sessions = SessionPrompts(service.bus, settings.session_prompts_bytes)
-        targets = Targets(registry, preparer, self._sessions, gate, tenants)
-        self._doors = Doors(settings, preparer.threads)
-        self._prefetching = Prefetching(asking, targets, holders, tracker)
-        self._pins = Pins(targets, holders, PinStore(service.bus))
-        self._caches = Caches(registry, holders, tenants)
+        self._sessions = LastPrompts(service.bus, settings.session_prompts_bytes)
+        targets = PromptResolver(registry, preparer, self._sessions, gate, tenants)
+        self._doors = ScopedEndpoints(settings, preparer.threads)
+        self._prefetching = PrefetchEndpoint(asking, targets, holders, tracker)
+        self._pins = PinEndpoints(targets, holders, PinStore(service.bus))
+        self._caches = ClearReleaseEndpoints(registry, holders, tenants)
         self._told: dict[str, float] | None = None  # who is there, and when it has joined
-        self.turns = Turns(self._sessions, holders, preparer, settings.speculative_tokens)
+        self.turns = SessionHooks(self._sessions, holders, preparer, settings.speculative_tokens)
 
     async def open(self, present: list[Instance]) -> None:
         """Those who are `present` have been told the pins when these were made."""

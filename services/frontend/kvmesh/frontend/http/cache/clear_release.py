@@ -8,24 +8,26 @@ from typing import Any
 
 from kvmesh.bus.messages import Clear, Instance, ModelCard, Release, Role
 from kvmesh.frontend.apis.cache_body import ClearBody, clear_decoder, release_decoder
-from kvmesh.frontend.dispatch.control_client import Holders, summed
+from kvmesh.frontend.dispatch.control_client import ControlClient, summed
 from kvmesh.frontend.errors import InvalidRequest
-from kvmesh.frontend.http.endpoint import Visit
+from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.models import ModelRegistry
-from kvmesh.frontend.namespaces import Tenants, scoped
+from kvmesh.frontend.namespaces import TenantNamespaces, scoped
 
 log = logging.getLogger(__name__)
 
 
-class Caches:
+class ClearReleaseEndpoints:
     """Handlers of /v1/cache/clear and /v1/sessions/release."""
 
-    def __init__(self, registry: ModelRegistry, holders: Holders, tenants: Tenants) -> None:
+    def __init__(
+        self, registry: ModelRegistry, holders: ControlClient, tenants: TenantNamespaces
+    ) -> None:
         self._registry = registry
         self._tenants = tenants
         self._holders = holders
 
-    async def clear(self, visit: Visit) -> dict[str, Any]:
+    async def clear(self, visit: EndpointCall) -> dict[str, Any]:
         """Blocks in use stay. A tenant's blocks are dropped, or all with the scope for it."""
         parsed = visit.decoded(clear_decoder)
         if visit.account is not None:
@@ -46,7 +48,7 @@ class Caches:
         _note(visit, parsed, answer["blocks"], len(cards))
         return {"object": "cache.clear", "model": parsed.model, **answer}
 
-    async def release(self, visit: Visit) -> dict[str, Any]:
+    async def release(self, visit: EndpointCall) -> dict[str, Any]:
         """Sessions that nobody knows are released as well."""
         parsed = visit.decoded(release_decoder)
         successor = parsed.successor
@@ -63,13 +65,13 @@ class Caches:
         adapters = [adapter] if adapter else ["", *card.adapters]
         return [self._tenants.salt(card.name, name, tenant) for name in adapters]
 
-    def _models(self, visit: Visit) -> Iterable[str]:
+    def _models(self, visit: EndpointCall) -> Iterable[str]:
         names = [model.card.name for model in self._registry.models]
         account = visit.account
         return names if account is None else [name for name in names if account.allows(name)]
 
 
-def _note(visit: Visit, parsed: ClearBody, blocks: int, holders: int) -> None:
+def _note(visit: EndpointCall, parsed: ClearBody, blocks: int, holders: int) -> None:
     """Say who has dropped what."""
     who = f"the key {visit.account.key.name}" if visit.account is not None else "without a key"
     whose = "of all tenants" if parsed.all_tenants else f"of tenant {visit.tenant!r}"

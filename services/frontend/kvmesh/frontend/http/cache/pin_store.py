@@ -36,7 +36,7 @@ class PinHead(Struct, frozen=True):
     bytes: int
 
 
-class KeptPin(Struct, frozen=True):
+class StoredPin(Struct, frozen=True):
     """A pin of a tenant: the prefix as packed sequence hashes. Times are Unix seconds."""
 
     id: str
@@ -55,7 +55,7 @@ class KeptPin(Struct, frozen=True):
         return PinHead(self.id, self.model, *facts)
 
 
-_decoder = msgspec.msgpack.Decoder(KeptPin)
+_decoder = msgspec.msgpack.Decoder(StoredPin)
 _heads = msgspec.json.Decoder(PinHead)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -74,13 +74,13 @@ class PinStore:
         )
         self._bucket: KeyValue | None = None
 
-    async def put(self, pin: KeptPin) -> None:
+    async def put(self, pin: StoredPin) -> None:
         subject = f"$KV.{self._config.bucket}.{_key(pin.tenant, pin.id)}"
         head = json.dumps(msgspec.to_builtins(pin.head))  # in ASCII, as headers must be
         async with self._open():
             await self._bus.js.publish(subject, _encode(pin), headers={HEAD: head})
 
-    async def get(self, tenant: str, pin: str, now: float) -> KeptPin | None:
+    async def get(self, tenant: str, pin: str, now: float) -> StoredPin | None:
         """None if there is no such pin, or no longer."""
         async with self._open() as bucket:
             try:
@@ -89,7 +89,7 @@ class PinStore:
                 return None
             return found if found.expires > now else None
 
-    async def delete(self, pin: KeptPin) -> None:
+    async def delete(self, pin: StoredPin) -> None:
         async with self._open() as bucket:
             await bucket.delete(_key(pin.tenant, pin.id))
 
@@ -101,7 +101,7 @@ class PinStore:
         """Those of all tenants of one owner."""
         return await self._heads(f"{_token(owner)}.>", now)
 
-    async def all(self, now: float) -> list[KeptPin]:
+    async def all(self, now: float) -> list[StoredPin]:
         async with self._open():
             found = await read_bucket(self._bus, self._bus.subjects.pins_bucket)
         pins = [_decoder.decode(value) for value in found.values()]

@@ -6,11 +6,11 @@ from typing import Any
 
 from kvmesh.bus.messages import Instance, Pin, Unpin, owner
 from kvmesh.frontend.apis.cache_body import PinBody, pin_decoder, unpin_decoder
-from kvmesh.frontend.dispatch.control_client import Holders, Told, held, summed
+from kvmesh.frontend.dispatch.control_client import ControlClient, InstanceReply, held, summed
 from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.http.cache.pin_store import KeptPin, PinHead, PinStore
-from kvmesh.frontend.http.cache.prompt_resolver import Target, Targets
-from kvmesh.frontend.http.endpoint import Visit
+from kvmesh.frontend.http.cache.pin_store import PinHead, PinStore, StoredPin
+from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
+from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.namespaces import scoped
 
 log = logging.getLogger(__name__)
@@ -19,15 +19,15 @@ MAX_PINS = 1000  # of one owner
 MAX_BYTES = 32 << 20  # of all of them
 
 
-class Pins:
+class PinEndpoints:
     """Handlers of /v1/cache/pins; tells pins to those who join later, too."""
 
-    def __init__(self, targets: Targets, holders: Holders, store: PinStore) -> None:
+    def __init__(self, targets: PromptResolver, holders: ControlClient, store: PinStore) -> None:
         self._targets = targets
         self._holders = holders
         self._store = store
 
-    async def create(self, visit: Visit) -> dict[str, Any]:
+    async def create(self, visit: EndpointCall) -> dict[str, Any]:
         parsed = visit.decoded(pin_decoder)
         target = await self._targets.find(parsed, visit.body, visit.headers, visit.account)
         now = time.time()
@@ -36,7 +36,7 @@ class Pins:
         told = await self._holders.tell(self._holders.of([pin.model]), _command(pin, now))
         return {**_view(pin.head), "requested": target.blocks, **_affected(told)}
 
-    async def _replace(self, pin: KeptPin, now: float) -> None:
+    async def _replace(self, pin: StoredPin, now: float) -> None:
         """Keep it in the place of an earlier one with its id."""
         old = await self._store.get(pin.tenant, pin.id, now)
         if old is None:
@@ -49,14 +49,14 @@ class Pins:
             await self._unpin(old)
         await self._store.put(pin)
 
-    async def list_own(self, visit: Visit) -> dict[str, Any]:
+    async def list_own(self, visit: EndpointCall) -> dict[str, Any]:
         pins = await self._store.of(visit.tenant, time.time())
         return {"object": "list", "data": [_view(pin) for pin in pins], "has_more": False}
 
-    async def delete(self, visit: Visit) -> dict[str, Any]:
+    async def delete(self, visit: EndpointCall) -> dict[str, Any]:
         return await self._delete(visit.tenant, visit.id)
 
-    async def delete_by_body(self, visit: Visit) -> dict[str, Any]:
+    async def delete_by_body(self, visit: EndpointCall) -> dict[str, Any]:
         parsed = visit.decoded(unpin_decoder)
         if parsed.id is not None:
             return await self._delete(visit.tenant, parsed.id)
@@ -71,7 +71,7 @@ class Pins:
         told = await self._unpin(pin)
         return {"id": pin_id, "object": "cache.pin", "deleted": True, **_affected(told)}
 
-    async def _unpin(self, pin: KeptPin) -> list[Told]:
+    async def _unpin(self, pin: StoredPin) -> list[InstanceReply]:
         command = Unpin(scoped(pin.tenant, pin.id))
         return await self._holders.tell(self._holders.of([pin.model]), command)
 
@@ -87,9 +87,9 @@ class Pins:
             await self._holders.publish([card], _command(pin, now))
 
 
-def _pin(parsed: PinBody, target: Target, now: float) -> KeptPin:
+def _pin(parsed: PinBody, target: ResolvedPrompt, now: float) -> StoredPin:
     target.check()
-    return KeptPin(
+    return StoredPin(
         id=parsed.id or _id_of(target),
         tenant=target.tenant,
         model=target.model.card.name,
@@ -101,12 +101,12 @@ def _pin(parsed: PinBody, target: Target, now: float) -> KeptPin:
     )
 
 
-def _id_of(target: Target) -> str:
+def _id_of(target: ResolvedPrompt) -> str:
     """The same for the same prefix: the hash of its last block stands for all of it."""
     return f"pin_{target.prompt.sequence[-HASH:].hex()}"
 
 
-def _command(pin: KeptPin, now: float) -> Pin:
+def _command(pin: StoredPin, now: float) -> Pin:
     return Pin(
         id=scoped(pin.tenant, pin.id),
         sequence=pin.sequence,
@@ -128,7 +128,7 @@ def _view(pin: PinHead) -> dict[str, Any]:
     }
 
 
-def _affected(told: list[Told]) -> dict[str, Any]:
+def _affected(told: list[InstanceReply]) -> dict[str, Any]:
     """How many blocks of it each process has at present."""
     total = summed(told)
     return {"affected": total["blocks"], "instances": total["instances"]}

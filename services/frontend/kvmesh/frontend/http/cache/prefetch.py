@@ -17,12 +17,12 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.subjects import token, untoken
 from kvmesh.frontend.apis.cache_body import PrefetchBody, prefetch_decoder
-from kvmesh.frontend.dispatch.control_client import Holders
-from kvmesh.frontend.dispatch.route_client import Asking
-from kvmesh.frontend.dispatch.sequence_events import Tracker
+from kvmesh.frontend.dispatch.control_client import ControlClient
+from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
-from kvmesh.frontend.http.cache.prompt_resolver import Target, Targets
-from kvmesh.frontend.http.endpoint import Visit
+from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
+from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.namespaces import scoped
 
 ROUTE_S = 2.0
@@ -30,21 +30,25 @@ AHEAD_S = 3600.0
 _ID = re.compile(r"pf_[0-9a-f]{24}")
 
 
-class Prefetching:
+class PrefetchEndpoint:
     """Routes a prompt as a request is routed, and tells the worker. It remembers nothing:
 
     an id names the worker as well, and within it only the tenant's own prefetches are found.
     """
 
     def __init__(
-        self, asking: Asking, targets: Targets, holders: Holders, tracker: Tracker
+        self,
+        asking: RouteClient,
+        targets: PromptResolver,
+        holders: ControlClient,
+        tracker: SequenceEventPublisher,
     ) -> None:
         self._asking = asking
         self._targets = targets
         self._holders = holders
         self._tracker = tracker
 
-    async def start(self, visit: Visit) -> dict[str, Any]:
+    async def start(self, visit: EndpointCall) -> dict[str, Any]:
         parsed = visit.decoded(prefetch_decoder)
         if parsed.at is not None and parsed.at > time.time() + AHEAD_S:
             raise InvalidRequest("`at`: at most an hour ahead.", "at")
@@ -73,14 +77,14 @@ class Prefetching:
             "compute": parsed.compute,
         }
 
-    async def cancel(self, visit: Visit) -> dict[str, Any]:
+    async def cancel(self, visit: EndpointCall) -> dict[str, Any]:
         own, _, instance = visit.id.partition(".")
         if not _ID.fullmatch(own) or not instance:
             raise ApiError("not_found", f"There is no prefetch with the id `{visit.id}`.")
         reply = await self._holders.ask(untoken(instance), Cancel(scoped(visit.tenant, own)))
         return {"id": visit.id, "object": "prefetch", "cancelled": reply.ok}
 
-    async def _route(self, target: Target, request_id: str) -> Routed:
+    async def _route(self, target: ResolvedPrompt, request_id: str) -> Routed:
         """Where the request would go now; a prefetch is not worth waiting in a queue."""
         model = target.model.card.name
         attempts = [request_id]
@@ -104,7 +108,7 @@ class Prefetching:
         return answer
 
 
-def _route_request(target: Target, request_id: str, arrived: float | None) -> RouteRequest:
+def _route_request(target: ResolvedPrompt, request_id: str, arrived: float | None) -> RouteRequest:
     request = target.request
     return RouteRequest(
         request=request_id,
@@ -122,7 +126,7 @@ def _route_request(target: Target, request_id: str, arrived: float | None) -> Ro
     )
 
 
-def _command(wire_id: str, target: Target, parsed: PrefetchBody, rank: int) -> Prefetch:
+def _command(wire_id: str, target: ResolvedPrompt, parsed: PrefetchBody, rank: int) -> Prefetch:
     return Prefetch(
         id=wire_id,
         tokens=target.prompt.tokens,

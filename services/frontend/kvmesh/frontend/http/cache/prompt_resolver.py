@@ -7,24 +7,24 @@ from kvmesh.bus.messages import SessionPrompt
 from kvmesh.frontend.apis.base import Headers
 from kvmesh.frontend.apis.cache_body import PromptBody, to_request
 from kvmesh.frontend.auth.accounts import Account
-from kvmesh.frontend.auth.authenticator import Gate
+from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.http.bodies import LARGE
 from kvmesh.frontend.models import ModelRegistry, ServedModel
-from kvmesh.frontend.namespaces import Tenants, scoped
-from kvmesh.frontend.preprocess.preprocessor import Preparer, Prompt, prompt_of
+from kvmesh.frontend.namespaces import TenantNamespaces, scoped
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor, PromptTokens, prompt_of
 from kvmesh.frontend.preprocess.retention import directives
-from kvmesh.frontend.sessions.last_prompts import SessionPrompts
+from kvmesh.frontend.sessions.last_prompts import LastPrompts
 
 
-class Target(Struct, frozen=True):
+class ResolvedPrompt(Struct, frozen=True):
     """A prompt and the request that would have it; `session` is its name on the wire."""
 
     request: GenerateRequest
     model: ServedModel
     adapter: str | None
-    prompt: Prompt
+    prompt: PromptTokens
 
     @property
     def tenant(self) -> str:
@@ -41,16 +41,16 @@ class Target(Struct, frozen=True):
             raise InvalidRequest(f"The prompt is shorter than a block, which has {size} tokens.")
 
 
-class Targets:
+class PromptResolver:
     """Finds them."""
 
     def __init__(
         self,
         registry: ModelRegistry,
-        preparer: Preparer,
-        sessions: SessionPrompts,
-        gate: Gate,
-        tenants: Tenants,
+        preparer: Preprocessor,
+        sessions: LastPrompts,
+        gate: Authenticator,
+        tenants: TenantNamespaces,
     ) -> None:
         self._registry = registry
         self._gate = gate
@@ -60,7 +60,7 @@ class Targets:
 
     async def find(
         self, parsed: PromptBody, body: bytes, headers: Headers, account: Account | None
-    ) -> Target:
+    ) -> ResolvedPrompt:
         """Raises ApiError as a request with this prompt would, and for an unknown session."""
         if len(body) < LARGE:
             request = to_request(parsed, body, headers)
@@ -76,17 +76,21 @@ class Targets:
         prepared = await self._preparer.prepare(request, model, adapter)
         if len(prepared.prompts) > 1:
             raise InvalidRequest("`prompt`: one prompt only.", "prompt")
-        return Target(request, model, adapter, prepared.prompts[0])
+        return ResolvedPrompt(request, model, adapter, prepared.prompts[0])
 
-    async def _last(self, session: str, request: GenerateRequest, model: ServedModel) -> Target:
+    async def _last(
+        self, session: str, request: GenerateRequest, model: ServedModel
+    ) -> ResolvedPrompt:
         name = scoped(request.cache_salt, session)
         known = await self._sessions.find(model.card.name, name)
         if known is None:
             reason = f"No prompt of the session `{session}` is known."
             raise ApiError("not_found", reason, code="session_not_found", param="session")
         request.hints = replace(request.hints, session=name)
-        return Target(request, model, known.adapter, self._prompt(known, request, model))
+        return ResolvedPrompt(request, model, known.adapter, self._prompt(known, request, model))
 
-    def _prompt(self, known: SessionPrompt, request: GenerateRequest, model: ServedModel) -> Prompt:
+    def _prompt(
+        self, known: SessionPrompt, request: GenerateRequest, model: ServedModel
+    ) -> PromptTokens:
         seed = self._tenants.salt(model.card.name, known.adapter or "", request.cache_salt)
         return prompt_of(known.tokens, model, seed, directives(request))

@@ -12,7 +12,7 @@ from kvmesh.frontend.http.responses.store import ResponseStore
 Answer = Callable[[str, str], Awaitable[bytes]]
 
 
-class StoredResponses:
+class StoredResponseEndpoints:
     """Makes the handlers of /v1/responses/{id}."""
 
     def __init__(self, store: ResponseStore) -> None:

@@ -18,7 +18,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import StoredTurn
-from kvmesh.frontend.auth.bucket_quota import Quota, owner_of
+from kvmesh.frontend.auth.bucket_quota import BucketQuota, owner_of
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class ResponseStore:
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         name = bus.subjects.responses_bucket
-        self._quota = Quota(bus, name, int(max_bytes * tenant_share))
+        self._quota = BucketQuota(bus, name, int(max_bytes * tenant_share))
         self._bucket: KeyValue | None = None
 
     async def history(self, response_id: str, tenant: str) -> list[StoredTurn]:

@@ -9,7 +9,7 @@ from enum import Enum
 
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.kvbm.core.blocks.slab_allocator import slot_bytes
-from kvmesh.retention.claims import Keep
+from kvmesh.retention.claims import BlockRetention
 
 ARENA, DISK, REMOTE = 1, 2, 3
 TIERS = (ARENA, DISK, REMOTE)
@@ -36,7 +36,7 @@ class Space:
         self.slot = slot_bytes(self.block_bytes)
 
 
-class State(Enum):
+class CopyState(Enum):
     STAGED = "staged"
     REGISTERED = "registered"
     DROPPED = "dropped"
@@ -53,15 +53,15 @@ class Copy:
     block: "Block"
     tier: int
     offset: int
-    state: State = State.STAGED
+    state: CopyState = CopyState.STAGED
     users: int = 0
     checksum: int = 0
     inbound: bool = False
-    keep: Keep | None = None
+    keep: BlockRetention | None = None
 
     @property
     def ready(self) -> bool:
-        return self.state is State.REGISTERED
+        return self.state is CopyState.REGISTERED
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """A buddy system over equal extents: runs of 2ⁿ of them, each at a multiple of its length."""
 
 
-class Extents:
+class BuddyAllocator:
     """Hands out runs of extents below `limit`, at first all `count`, the lowest that fit first."""
 
     def __init__(self, count: int) -> None:

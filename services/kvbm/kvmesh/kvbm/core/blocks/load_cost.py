@@ -11,7 +11,7 @@ MOST_DOUBLINGS = 20.0
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSpeed:
     """What a worker has measured of itself: tokens and bytes a second, 0 where it does not know."""
 
     compute_tps: float
@@ -68,7 +68,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CostStep:
     """Blocks on their way to an engine, all alike: bytes of each, the speed of their tier, bytes
     queued before them, and how many there are.
 
@@ -81,7 +81,7 @@ class Step:
     blocks: int = 1
 
 
-def worth(steps: Sequence[Step], engine: Engine, block_size: int) -> int:
+def worth(steps: Sequence[CostStep], engine: EngineSpeed, block_size: int) -> int:
     """How many leading blocks to load: the number that saves most time, 0 if computing is faster.
 
     The stages of loading overlap, so that a block costs what its slowest stage does.

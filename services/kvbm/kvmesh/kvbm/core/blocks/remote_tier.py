@@ -3,20 +3,20 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kvmesh.kvbm.core.blocks.block import REMOTE, Block, Copy, State
-from kvmesh.kvbm.core.blocks.tier import Turn
+from kvmesh.kvbm.core.blocks.block import REMOTE, Block, Copy, CopyState
+from kvmesh.kvbm.core.blocks.tier import EvictionTurn
 
 LEASE_SHARE = 0.8
 
 
-class FarTier:
+class RemoteTier:
     """At most `most` copies in a store that drops them `lease_s` after they were last heard of.
 
     The store bounds itself and decides what leaves it: here a copy is only known or forgotten.
     """
 
     def __init__(
-        self, most: int, lease_s: float, turn: Turn, on_drop: Callable[[Copy], None]
+        self, most: int, lease_s: float, turn: EvictionTurn, on_drop: Callable[[Copy], None]
     ) -> None:
         self.most = most
         self._lease_s = LEASE_SHARE * lease_s
@@ -51,9 +51,9 @@ class FarTier:
 
     def drop(self, copy: Copy) -> None:
         """Forget it."""
-        if copy.state is not State.DROPPED:
+        if copy.state is not CopyState.DROPPED:
             self._on_drop(copy)
-            copy.state = State.DROPPED
+            copy.state = CopyState.DROPPED
             del self._heard[copy]
 
     def expire(self) -> None:

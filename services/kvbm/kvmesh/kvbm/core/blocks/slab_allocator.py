@@ -7,7 +7,7 @@ back to all layouts; when a layout finds no room, `window` names what must leave
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvmesh.kvbm.core.blocks.buddy_allocator import Extents
+from kvmesh.kvbm.core.blocks.buddy_allocator import BuddyAllocator
 from kvmesh.kvbm.core.errors import TooSmall
 
 PAGE = 4096
@@ -34,14 +34,14 @@ class Slab:
     live: set[int] = field(default_factory=set)
 
 
-class SlotSpace:
+class SlabAllocator:
     """Slots in `capacity` bytes, named by their offsets, which are multiples of a page."""
 
     def __init__(self, capacity: int, extent: int = 0) -> None:
         self.capacity = capacity
         share = 1 << max(0, (capacity >> 10).bit_length() - 1)
         self.extent = extent or min(MAX_EXTENT, max(MIN_EXTENT, share))
-        self._extents = Extents(capacity // self.extent)
+        self._extents = BuddyAllocator(capacity // self.extent)
         self._slabs: dict[int, Slab] = {}
         self._open: dict[int, dict[int, Slab]] = {}
         self.used = 0

@@ -9,13 +9,13 @@ from math import inf
 from operator import attrgetter
 
 from kvmesh.bus.messages import KvEvent
-from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, TIERS, Block, Copy, State
+from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, TIERS, Block, Copy, CopyState
 from kvmesh.kvbm.core.blocks.events import EventLog
 from kvmesh.kvbm.core.blocks.load_cost import Traffic
-from kvmesh.kvbm.core.blocks.remote_tier import FarTier
-from kvmesh.kvbm.core.blocks.tier import Tier, Turn
-from kvmesh.retention.budget import Promises
-from kvmesh.retention.claims import Keep, Wish
+from kvmesh.kvbm.core.blocks.remote_tier import RemoteTier
+from kvmesh.kvbm.core.blocks.tier import EvictionTurn, Tier
+from kvmesh.retention.budget import RetentionBudget
+from kvmesh.retention.claims import BlockRetention, RetentionWish
 from kvmesh.retention.outcomes import Directive
 
 
@@ -29,7 +29,7 @@ class Move:
 
     source: Copy
     target: Copy
-    wishes: list[Wish] = field(default_factory=list)
+    wishes: list[RetentionWish] = field(default_factory=list)
 
 
 class MoveEnd(Enum):
@@ -46,7 +46,7 @@ _tier_of = attrgetter("tier")
 
 
 @dataclass
-class Counts:
+class StoreCounts:
     """What has happened since the start, for metrics; lists are by tier."""
 
     offered: int = 0
@@ -67,7 +67,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteCounts:
     """A store that all nodes share: how many of its blocks to remember, and for how long."""
 
     most: int
@@ -78,19 +78,19 @@ class Store:
     """Blocks by digest. What came of the calls is gathered until it is taken."""
 
     def __init__(
-        self, capacities: Mapping[int, int], budget: float, remote: Remote | None = None
+        self, capacities: Mapping[int, int], budget: float, remote: RemoteCounts | None = None
     ) -> None:
         self.blocks: dict[bytes, Block] = {}
         self._by_sequence: dict[int, Block] = {}
-        self.turn = Turn()
+        self.turn = EvictionTurn()
         self.tiers = {
             number: Tier(number, capacity, budget, self.turn, self._dropped)
             for number, capacity in capacities.items()
         }
         self.far = (
-            FarTier(remote.most, remote.lease_s, self.turn, self._dropped) if remote else None
+            RemoteTier(remote.most, remote.lease_s, self.turn, self._dropped) if remote else None
         )
-        self.counts = Counts()
+        self.counts = StoreCounts()
         self._unwanted: list[bytes] = []
         self._events = EventLog()
         self._moves: list[Move] = []
@@ -163,7 +163,7 @@ class Store:
     def register(self, copy: Copy, checksum: int) -> None:
         """A staged copy has its content now."""
         copy.checksum = checksum
-        copy.state = State.REGISTERED
+        copy.state = CopyState.REGISTERED
         copy.inbound = False
         self._events.stored(copy.tier, copy.block)
         self._note(copy, True)
@@ -193,7 +193,7 @@ class Store:
         self.counts.corrupt += len(bad)
         return len(bad)
 
-    def _tier(self, number: int) -> Tier | FarTier:
+    def _tier(self, number: int) -> Tier | RemoteTier:
         return self.far if number == REMOTE and self.far is not None else self.tiers[number]
 
     def remember(self, block: Block) -> None:
@@ -239,7 +239,7 @@ class Store:
         ok = end is MoveEnd.DONE
         size = source.block.space.block_bytes if ok else 0
         self.traffic[source.tier, target.tier].end(size, self.now)
-        if ok and target.state is State.STAGED:
+        if ok and target.state is CopyState.STAGED:
             self.register(target, source.checksum)
             if target.tier in self.tiers:
                 for wish in (*move.wishes, *wishes_of(source, self.now)):
@@ -254,11 +254,15 @@ class Store:
         self.release(target)
 
     def claim(
-        self, copy: Copy, wish: Wish, directive: Directive | None = None, alone: bool = False
+        self,
+        copy: Copy,
+        wish: RetentionWish,
+        directive: Directive | None = None,
+        alone: bool = False,
     ) -> None:
         """Keep a copy as is wished, as far as its tenant's budget allows; `alone` as there."""
 
-        def ask(promises: Promises, keep: Keep, size: int) -> None:
+        def ask(promises: RetentionBudget, keep: BlockRetention, size: int) -> None:
             promises.claim(keep, size, wish, self.now, directive, alone)
 
         self.tiers[copy.tier].change(copy, ask)
@@ -288,7 +292,7 @@ class Store:
         return taken
 
 
-def wishes_of(copy: Copy, now: float) -> list[Wish]:
+def wishes_of(copy: Copy, now: float) -> list[RetentionWish]:
     """What is asked for a copy, as it goes with the block to another tier."""
     claims = copy.keep.claims if copy.keep is not None else ()
     return [

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvmesh.bus.messages import owner
-from kvmesh.kvbm.core.blocks.block import Block, Copy, State
-from kvmesh.kvbm.core.blocks.slab_allocator import SlotSpace
+from kvmesh.kvbm.core.blocks.block import Block, Copy, CopyState
+from kvmesh.kvbm.core.blocks.slab_allocator import SlabAllocator
 from kvmesh.kvbm.core.errors import TooSmall
-from kvmesh.retention.budget import Promises
-from kvmesh.retention.claims import PLAIN, Keep, Standing
+from kvmesh.retention.budget import RetentionBudget
+from kvmesh.retention.claims import PLAIN, BlockRetention, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
 
 
 @dataclass(slots=True)
-class Turn:
+class EvictionTurn:
     """The operation that runs: what it has touched is not evicted for it. `now` is seconds."""
 
     serial: int = 0
@@ -34,14 +34,14 @@ class Tier:
         number: int,
         capacity: int,
         budget: float,
-        turn: Turn,
+        turn: EvictionTurn,
         on_drop: Callable[[Copy], None],
     ) -> None:
         self.number = number
-        self.slots = SlotSpace(capacity)
+        self.slots = SlabAllocator(capacity)
         self._budget = budget
         self.copies: dict[int, Copy] = {}
-        self.promises = Promises(int(capacity * budget))
+        self.promises = RetentionBudget(int(capacity * budget))
         self.evicted = 0
         self._turn = turn
         self._on_drop = on_drop
@@ -72,7 +72,7 @@ class Tier:
         if extent != self.slots.extent:
             if not self.slots.can_have(extent):
                 return False
-            self.slots = SlotSpace(self.slots.capacity, extent)
+            self.slots = SlabAllocator(self.slots.capacity, extent)
             self._fitting.clear()
         return True
 
@@ -81,7 +81,7 @@ class Tier:
         beyond = [self.copies[slot] for slot in self.slots.resize(capacity)]
         self.promises.most = int(capacity * self._budget)
         self._fitting.clear()
-        leaving = [copy for copy in beyond if copy.state is not State.DROPPED]
+        leaving = [copy for copy in beyond if copy.state is not CopyState.DROPPED]
         self._evict(leaving)
         return len(leaving)
 
@@ -113,7 +113,7 @@ class Tier:
             copy.users -= 1
             if copy.users:
                 continue
-            if copy.state is State.DROPPED:
+            if copy.state is CopyState.DROPPED:
                 self._free(copy)
             else:
                 self._pool(copy).add(copy, self._standing(copy))
@@ -135,9 +135,11 @@ class Tier:
             pool.discard(copy)
             pool.add(copy, self._standing(copy))
 
-    def change(self, copy: Copy, change: Callable[[Promises, Keep, int], object]) -> None:
+    def change(
+        self, copy: Copy, change: Callable[[RetentionBudget, BlockRetention, int], object]
+    ) -> None:
         """Ask something else for it: `change` gets the tier's promises, the keep and its size."""
-        keep = copy.keep or Keep(owner(copy.block.tenant))
+        keep = copy.keep or BlockRetention(owner(copy.block.tenant))
         change(self.promises, keep, copy.block.space.slot)
         copy.keep = keep if keep else None
         if copy in self._pool(copy):
@@ -145,10 +147,10 @@ class Tier:
 
     def drop(self, copy: Copy) -> None:
         """Nobody finds it any more; the slot is free once nobody uses it."""
-        if copy.state is State.DROPPED:
+        if copy.state is CopyState.DROPPED:
             return
         self._on_drop(copy)
-        copy.state = State.DROPPED
+        copy.state = CopyState.DROPPED
         self._forget(copy)
         if copy.users == 0:
             self._pool(copy).discard(copy)
@@ -166,12 +168,12 @@ class Tier:
     def _carries(self, copy: Copy) -> bool:
         return self._behind[copy.block.digest] > 0
 
-    def _renewed(self, copy: Copy, now: float) -> Standing:
+    def _renewed(self, copy: Copy, now: float) -> EvictionRank:
         if copy.keep is None:
             return PLAIN
         return self.promises.lapse(copy.keep, copy.block.space.slot, now)
 
-    def _standing(self, copy: Copy) -> Standing:
+    def _standing(self, copy: Copy) -> EvictionRank:
         return copy.keep.standing(self._turn.now) if copy.keep is not None else PLAIN
 
     def _add(self, block: Block, offset: int) -> Copy:

@@ -15,7 +15,7 @@ class Announcement:
     digests: set[bytes] = field(default_factory=set)
 
 
-class Announced:
+class BlocksInProgress:
     """Who computes which block. One that is silent for `patience_s` is not believed any more.
 
     `on_end` is called with whoever computes nothing more.

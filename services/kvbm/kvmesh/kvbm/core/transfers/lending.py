@@ -7,9 +7,9 @@ from kvmesh.blocks.digests import DIGEST_BYTES
 from kvmesh.bus.kvbm import Fetch, Prepare, Prepared
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
 from kvmesh.kvbm.core.blocks.store import Store
-from kvmesh.kvbm.core.transfers.onboarding import Fetches
-from kvmesh.kvbm.core.transfers.prompt_blocks import Digests, Prompt
-from kvmesh.kvbm.core.transfers.tickets import Reading
+from kvmesh.kvbm.core.transfers.onboarding import Onboarding
+from kvmesh.kvbm.core.transfers.prompt_blocks import Digests, PromptBlocks
+from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 
 MOST_LENT = 256
 MOST_ASKED = 64
@@ -28,7 +28,7 @@ class Lending:
     def __init__(
         self,
         store: Store,
-        fetches: Fetches,
+        fetches: Onboarding,
         shares: bool,
         numbers: Iterator[int],
         consider: Callable[[Sequence[Block]], None],
@@ -42,7 +42,7 @@ class Lending:
         self._go_on = go_on
         self._asked: dict[int, Prepare] = {}
 
-    def __contains__(self, reading: Reading) -> bool:
+    def __contains__(self, reading: ReadTicket) -> bool:
         return reading.number in self._asked
 
     def lend(self, digests: list[bytes], block_bytes: int, now: float) -> list[Copy]:
@@ -66,7 +66,7 @@ class Lending:
         self._store.release(*reversed(lent))
         self._go_on()
 
-    def prepare(self, message: Prepare, space: Space | None, now: float) -> Prepared | Reading:
+    def prepare(self, message: Prepare, space: Space | None, now: float) -> Prepared | ReadTicket:
         """The answer, or that which `answer` is to be called with once it is due."""
         self._store.begin(now)
         if space is None or (message.stored and not self._shares):
@@ -76,7 +76,7 @@ class Lending:
         if len(self._asked) >= MOST_ASKED:
             return Prepared(0, True)
         digests = Digests(message.digests)
-        prompt = Prompt(space, digests, array("Q"), array("Q"), 0, "", None, [])
+        prompt = PromptBlocks(space, digests, array("Q"), array("Q"), 0, "", None, [])
         number = next(self._numbers)
         found = self._store.find(digests)
         reading = self._fetches.start(number, _fetch(message), prompt, found, beyond=False)
@@ -85,7 +85,7 @@ class Lending:
         self._go_on()
         return self.answer(reading) if reading.due(now) else reading
 
-    def answer(self, reading: Reading) -> Prepared:
+    def answer(self, reading: ReadTicket) -> Prepared:
         """What has become ready meanwhile; nothing of it is kept for the other node."""
         message = self._asked.pop(reading.number)
         blocks, more = [copy.block for copy in reading.ready], reading.pending > 0

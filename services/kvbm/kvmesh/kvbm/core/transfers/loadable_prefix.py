@@ -5,23 +5,23 @@ from itertools import groupby
 from typing import TypeAlias
 
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block
-from kvmesh.kvbm.core.blocks.load_cost import Engine, Step, worth
+from kvmesh.kvbm.core.blocks.load_cost import CostStep, EngineSpeed, worth
 from kvmesh.kvbm.core.blocks.store import Store
-from kvmesh.kvbm.core.transfers.in_progress import Announced, Computer
-from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
-from kvmesh.kvbm.core.transfers.tickets import Reading
+from kvmesh.kvbm.core.transfers.in_progress import BlocksInProgress, Computer
+from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
+from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 
 Found: TypeAlias = Sequence[Block | None]
 
 
-class Reach:
+class LoadablePrefix:
     """Judges the blocks of prompts by what is held and what is announced."""
 
-    def __init__(self, store: Store, announced: Announced) -> None:
+    def __init__(self, store: Store, announced: BlocksInProgress) -> None:
         self._store = store
         self._announced = announced
 
-    def worth(self, prompt: Prompt, engine: Engine, found: Found) -> int:
+    def worth(self, prompt: PromptBlocks, engine: EngineSpeed, found: Found) -> int:
         """How many of these blocks, which follow each other, are worth loading."""
         tiers = [ARENA if b is None or ARENA in b.copies else min(b.copies) for b in found]
         steps = [self._step(prompt, tier, len(list(same))) for tier, same in groupby(tiers)]
@@ -29,17 +29,17 @@ class Reach:
         self._store.counts.declined += len(found) - count
         return count
 
-    def is_worth_a_lookup(self, reading: Reading) -> bool:
+    def is_worth_a_lookup(self, reading: ReadTicket) -> bool:
         """Whether blocks that only the remote store may have would be loaded."""
         prompt, left = reading.prompt, len(reading.prompt) - reading.end
         if self._store.far is None or not left:
             return False
         speed = self._store.traffic[REMOTE, ARENA].speed(self._store.now)
-        step = Step(prompt.space.block_bytes, speed, 0, left)
+        step = CostStep(prompt.space.block_bytes, speed, 0, left)
         return worth([step], reading.engine, block_size(prompt)) > 0
 
     def end(
-        self, prompt: Prompt, found: Found, start: int, computer: Computer | None, wait: bool
+        self, prompt: PromptBlocks, found: Found, start: int, computer: Computer | None, wait: bool
     ) -> int:
         """The end of the longest prefix that is somewhere, or that somebody else computes.
 
@@ -53,14 +53,14 @@ class Reach:
                     return index
         return len(prompt)
 
-    def _step(self, prompt: Prompt, tier: int, blocks: int) -> Step:
+    def _step(self, prompt: PromptBlocks, tier: int, blocks: int) -> CostStep:
         size = prompt.space.block_bytes
         if tier == ARENA:
-            return Step(size, 0.0, 0, blocks)
+            return CostStep(size, 0.0, 0, blocks)
         traffic = self._store.traffic[tier, ARENA]
-        return Step(size, traffic.speed(self._store.now), traffic.moving * size, blocks)
+        return CostStep(size, traffic.speed(self._store.now), traffic.moving * size, blocks)
 
 
-def block_size(prompt: Prompt) -> int:
+def block_size(prompt: PromptBlocks) -> int:
     """Tokens of a block."""
     return prompt.space.layout.block_size

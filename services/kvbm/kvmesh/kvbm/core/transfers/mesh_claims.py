@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmesh.kvbm.core.transfers.in_progress import Computer
-from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
+from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 
 MOST_MARKS = 256
 MOST_HEARD = 1 << 17
 MOST_REPEATED = 256
 
 
-class Telling(NamedTuple):
+class ClaimMessage(NamedTuple):
     """To be told to all nodes; no `marks` end what was told under the number before."""
 
     model: str
@@ -26,10 +26,10 @@ class Telling(NamedTuple):
 
 
 @dataclass(slots=True)
-class Claim:
+class ComputeClaim:
     """The blocks of a prompt from `first` on, as they were told."""
 
-    telling: Telling
+    telling: ClaimMessage
     first: int
     told: float
 
@@ -40,8 +40,8 @@ class Claims:
     def __init__(self, lasts_s: float) -> None:
         self.lasts_s = lasts_s
         self._last = 0
-        self._by: dict[Computer, Claim] = {}
-        self._tellings: list[Telling] = []
+        self._by: dict[Computer, ComputeClaim] = {}
+        self._tellings: list[ClaimMessage] = []
 
     def __len__(self) -> int:
         return len(self._by)
@@ -51,7 +51,7 @@ class Claims:
         claim = self._by.get(computer) if computer is not None else None
         return claim.first if claim is not None else None
 
-    def make(self, computer: Computer, prompt: Prompt, first: int, now: float) -> None:
+    def make(self, computer: Computer, prompt: PromptBlocks, first: int, now: float) -> None:
         """A request computes the rest of its prompt from `first` on, if there is any."""
         known = self._by.get(computer)
         if first >= len(prompt):
@@ -59,8 +59,8 @@ class Claims:
         elif known is None or first < known.first:
             self._last += known is None
             number = known.telling.number if known is not None else self._last
-            telling = Telling(prompt.space.model, number, _marks(prompt, first))
-            self._by[computer] = Claim(telling, first, now)
+            telling = ClaimMessage(prompt.space.model, number, _marks(prompt, first))
+            self._by[computer] = ComputeClaim(telling, first, now)
             self._tellings.append(telling)
 
     def end(self, computer: Computer) -> None:
@@ -79,18 +79,18 @@ class Claims:
             elif now - claim.told > self.lasts_s:
                 del self._by[computer]
 
-    def under_way(self, model: str) -> list[Telling]:
+    def under_way(self, model: str) -> list[ClaimMessage]:
         """What has been told of a model and still holds, for whoever could not hear it."""
         told = [claim.telling for claim in self._by.values() if claim.telling.model == model]
         return told[-MOST_REPEATED:]
 
-    def take(self) -> list[Telling]:
+    def take(self) -> list[ClaimMessage]:
         """What is to be told."""
         taken, self._tellings = self._tellings, []
         return taken
 
 
-class Further(NamedTuple):
+class PeerSource(NamedTuple):
     """Another node has, or computes, the blocks of a prompt up to `end`."""
 
     owner: str
@@ -105,7 +105,7 @@ class _Heard:
     until: float
 
 
-class Others:
+class PeerClaims:
     """What other nodes have claimed, as long as it counts."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Others:
         while self._marks > MOST_HEARD:
             self._forget(*next(iter(self._heard)))
 
-    def find(self, prompt: Prompt, first: int) -> Further | None:
+    def find(self, prompt: PromptBlocks, first: int) -> PeerSource | None:
         """Who is to be waited for if block `first` is missing, and how far that goes."""
         if not self._of:
             return None
@@ -139,9 +139,9 @@ class Others:
         chosen = min(claims, key=lambda heard: heard.owner)
         marks = set(chosen.marks)
         count = next(n for n in range(len(digests), 0, -1) if digests[n - 1] in marks)
-        return Further(chosen.owner, first + count)
+        return PeerSource(chosen.owner, first + count)
 
-    def drop(self, owner: str, prompt: Prompt, first: int) -> None:
+    def drop(self, owner: str, prompt: PromptBlocks, first: int) -> None:
         """Nothing more of a prompt comes from this node."""
         for digest in prompt.digests[first:]:
             for heard in [h for h in self._of.get(digest, ()) if h.owner == owner]:
@@ -168,7 +168,7 @@ class Others:
                 del self._of[mark]
 
 
-def _marks(prompt: Prompt, first: int) -> list[bytes]:
+def _marks(prompt: PromptBlocks, first: int) -> list[bytes]:
     """Digests of the rest of a prompt, evenly apart, the last one among them."""
     step = -(-(len(prompt) - first) // MOST_MARKS)
     return [prompt.digests[i] for i in range(len(prompt) - 1, first - 1, -step)][::-1]

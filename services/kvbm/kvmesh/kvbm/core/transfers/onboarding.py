@@ -5,14 +5,14 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvmesh.bus.kvbm import Fetch, Fetched
-from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Copy, State
-from kvmesh.kvbm.core.blocks.load_cost import Engine
+from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Copy, CopyState
+from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
 from kvmesh.kvbm.core.blocks.store import Store
-from kvmesh.kvbm.core.transfers.in_progress import Announced, Computer
-from kvmesh.kvbm.core.transfers.loadable_prefix import Found, Reach, block_size
-from kvmesh.kvbm.core.transfers.mesh_claims import Claims, Further, Others
-from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
-from kvmesh.kvbm.core.transfers.tickets import Reading
+from kvmesh.kvbm.core.transfers.in_progress import BlocksInProgress, Computer
+from kvmesh.kvbm.core.transfers.loadable_prefix import Found, LoadablePrefix, block_size
+from kvmesh.kvbm.core.transfers.mesh_claims import Claims, PeerClaims, PeerSource
+from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
+from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 
 AHEAD_BYTES = 64 << 20
 LEAST_AHEAD = 8
@@ -30,10 +30,10 @@ class Lookup(NamedTuple):
     """
 
     ticket: int
-    prompt: Prompt
+    prompt: PromptBlocks
     first: int
-    engine: Engine
-    further: Further | None = None
+    engine: EngineSpeed
+    further: PeerSource | None = None
 
     @property
     def digests(self) -> list[bytes]:
@@ -43,22 +43,22 @@ class Lookup(NamedTuple):
         return self.prompt.digests[self.first : end]
 
 
-class Fetches:
+class Onboarding:
     """All reading tickets. `name` is that of this node among those that may claim the same."""
 
     def __init__(
         self,
         store: Store,
-        announced: Announced,
+        announced: BlocksInProgress,
         claims: Claims,
-        others: Others,
+        others: PeerClaims,
         decay_s: float,
         name: str,
     ) -> None:
         self._store = store
         self._announced = announced
         self._claims = claims
-        self._reach = Reach(store, announced)
+        self._reach = LoadablePrefix(store, announced)
         self._others = others
         self._decay_s = decay_s
         self._name = name
@@ -67,11 +67,11 @@ class Fetches:
         self._blocked: dict[bytes, set[int]] = {}
         self._parked: set[int] = set()
         self._lookups: list[Lookup] = []
-        self.readings: dict[int, Reading] = {}
+        self.readings: dict[int, ReadTicket] = {}
 
     def start(
-        self, number: int, message: Fetch, prompt: Prompt, found: Found, beyond: bool = True
-    ) -> Reading:
+        self, number: int, message: Fetch, prompt: PromptBlocks, found: Found, beyond: bool = True
+    ) -> ReadTicket:
         """Begin a reading ticket, parked until it is `due`; may look `beyond` this node.
 
         `found` are the prompt's blocks.
@@ -81,9 +81,9 @@ class Fetches:
         store.touch(found)
         held = max(0, min(message.held, len(prompt)))
         end = self._reach.end(prompt, found, held, computer, message.wait_s > 0)
-        engine = Engine(message.compute_tps, message.load_bps)
+        engine = EngineSpeed(message.compute_tps, message.load_bps)
         chosen = held + self._reach.worth(prompt, engine, found[held:end])
-        reading = Reading(
+        reading = ReadTicket(
             number,
             message.attachment,
             prompt,
@@ -109,7 +109,7 @@ class Fetches:
         taken, self._lookups = self._lookups, []
         return taken
 
-    def found(self, lookup: Lookup, count: int, further: Further | None) -> None:
+    def found(self, lookup: Lookup, count: int, further: PeerSource | None) -> None:
         """The first `count` blocks of a lookup are there, and a node may have more of them."""
         reading = self.readings.get(lookup.ticket)
         if reading is None or not reading.looking:
@@ -126,7 +126,7 @@ class Fetches:
         self.poke(there)
         self.advance(reading)
 
-    def _extend(self, reading: Reading, there: list[bytes]) -> int:
+    def _extend(self, reading: ReadTicket, there: list[bytes]) -> int:
         """These next blocks are beyond this node. Returns where they and what is here end."""
         store, prompt, start = self._store, reading.prompt, reading.end
         for index, digest in enumerate(there, start):
@@ -139,13 +139,13 @@ class Fetches:
         reading.end = start + chosen
         return end
 
-    def _look(self, reading: Reading, further: Further | None = None) -> None:
+    def _look(self, reading: ReadTicket, further: PeerSource | None = None) -> None:
         reading.looking = True
         reading.further = further or reading.further
         lookup = Lookup(reading.number, reading.prompt, reading.end, reading.engine, further)
         self._lookups.append(lookup)
 
-    def _look_further(self, reading: Reading, last: Lookup, further: Further | None) -> None:
+    def _look_further(self, reading: ReadTicket, last: Lookup, further: PeerSource | None) -> None:
         """Ask the node that has more, or the one that computes it.
 
         If it gives up, look around again: the others who waited for it do so, too.
@@ -160,7 +160,7 @@ class Fetches:
             self._store.counts.further += reading.further is None
             self._look(reading, further)
 
-    def _claimed(self, reading: Reading) -> Further | None:
+    def _claimed(self, reading: ReadTicket) -> PeerSource | None:
         """Who computes what follows, unless this request has claimed it first."""
         further = self._others.find(reading.prompt, reading.end)
         mine = self._claims.first(reading.computer)
@@ -175,12 +175,12 @@ class Fetches:
         """Tickets for which a lookup runs."""
         return sum(reading.looking for reading in self.readings.values())
 
-    def park(self, reading: Reading, until: float) -> None:
+    def park(self, reading: ReadTicket, until: float) -> None:
         """The worker waits for more of it; it is answered by then, or soon, and may ask again."""
         reading.parked = min(until, self._store.now + ANSWER_S)
         self._parked.add(reading.number)
 
-    def answer(self, reading: Reading) -> Fetched:
+    def answer(self, reading: ReadTicket) -> Fetched:
         """Give what is ready. A ticket that the worker knows stays until it is given back."""
         first, taken = reading.next, reading.ready
         reading.given += taken
@@ -200,14 +200,14 @@ class Fetches:
             reading.pending,
         )
 
-    def finish(self, reading: Reading) -> None:
+    def finish(self, reading: ReadTicket) -> None:
         """Nothing of it is used any more."""
         del self.readings[reading.number]
         self._parked.discard(reading.number)
         self._unblock(reading)
         self._store.release(*reversed(reading.copies()))
 
-    def take_due(self) -> list[Reading]:
+    def take_due(self) -> list[ReadTicket]:
         """Whose workers should be answered now."""
         due = [r for n in self._parked if (r := self.readings[n]).due(self._store.now)]
         self._parked.difference_update(reading.number for reading in due)
@@ -244,7 +244,7 @@ class Fetches:
         for tier, count in tiers.items():
             self._store.counts.hits[tier] += count
 
-    def _announce(self, reading: Reading) -> None:
+    def _announce(self, reading: ReadTicket) -> None:
         """Blocks after the end are computed by this request, unless somebody has them."""
         if reading.computer is None:
             return
@@ -252,7 +252,7 @@ class Fetches:
         self._announced.add(reading.computer, missing, self._store.now)
         self._claim(reading, reading.computer, len(missing))
 
-    def _claim(self, reading: Reading, computer: Computer, missing: int) -> None:
+    def _claim(self, reading: ReadTicket, computer: Computer, missing: int) -> None:
         """Tell the other nodes, if they can have it and it takes longer than to ask for it."""
         prompt, first = reading.prompt, reading.end
         tokens, tps = missing * block_size(prompt), reading.engine.compute_tps
@@ -264,7 +264,7 @@ class Fetches:
 
     # on the way
 
-    def advance(self, reading: Reading) -> None:
+    def advance(self, reading: ReadTicket) -> None:
         """Look ahead, and see what of it has come."""
         self._unblock(reading)
         self._settle(reading)
@@ -280,7 +280,7 @@ class Fetches:
         if reading.pending:
             self._block(reading)
 
-    def _take_ready(self, reading: Reading) -> None:
+    def _take_ready(self, reading: ReadTicket) -> None:
         """Use what follows and is in the arena."""
         copies: list[Copy] = []
         for digest in reading.prompt.digests.between(reading.reached, reading.end):
@@ -292,14 +292,14 @@ class Fetches:
         self._store.hold(*copies)
         reading.ready += copies
 
-    def _settle(self, reading: Reading) -> None:
+    def _settle(self, reading: ReadTicket) -> None:
         """Move what has come from `ahead` to `ready`; what has gone is looked for again."""
         while reading.ahead and reading.ahead[0].ready:
             reading.ready.append(reading.ahead.popleft())
-        if any(copy.state is State.DROPPED for copy in reading.ahead):
+        if any(copy.state is CopyState.DROPPED for copy in reading.ahead):
             self._release_ahead(reading)
 
-    def _next(self, reading: Reading) -> Copy | None:
+    def _next(self, reading: ReadTicket) -> Copy | None:
         """The copy of the next block, in use; None if it has to be waited for, or the end."""
         index = reading.reached
         block = self._store.blocks.get(reading.prompt.digests[index])
@@ -308,7 +308,7 @@ class Fetches:
             self._cut(reading, index)
         return copy
 
-    def _take(self, reading: Reading, block: Block, index: int) -> Copy | None:
+    def _take(self, reading: ReadTicket, block: Block, index: int) -> Copy | None:
         copy = block.copies.get(ARENA)
         if copy is not None:
             self._store.hold(copy)
@@ -322,7 +322,7 @@ class Fetches:
         self._store.hold(target)
         return target
 
-    def _comes(self, reading: Reading, index: int) -> bool:
+    def _comes(self, reading: ReadTicket, index: int) -> bool:
         """Whether somebody else makes this block, and is still waited for."""
         computer = self._announced.by(reading.prompt.digests[index])
         if computer is None or computer == reading.computer:
@@ -333,10 +333,10 @@ class Fetches:
         reading.waited = True
         return True
 
-    def _is_impatient(self, reading: Reading) -> bool:
+    def _is_impatient(self, reading: ReadTicket) -> bool:
         return self._store.now - reading.moved > reading.patience_s
 
-    def _let_go(self, reading: Reading) -> None:
+    def _let_go(self, reading: ReadTicket) -> None:
         """Do without what another worker, or another node, should have made ready by now."""
         if reading.looking and reading.further is not None:
             self._cut(reading, reading.end)
@@ -344,22 +344,22 @@ class Fetches:
             self._release_ahead(reading)
             self._cut(reading, reading.reached)
 
-    def _release_ahead(self, reading: Reading) -> None:
+    def _release_ahead(self, reading: ReadTicket) -> None:
         while reading.ahead:
             self._store.release(reading.ahead.pop())
 
-    def _cut(self, reading: Reading, index: int) -> None:
+    def _cut(self, reading: ReadTicket, index: int) -> None:
         reading.end = index
         reading.looking = False
         self._announce(reading)
 
     # who waits for what
 
-    def _block(self, reading: Reading) -> None:
+    def _block(self, reading: ReadTicket) -> None:
         reading.blocked = reading.prompt.digests[reading.next + len(reading.ready)]
         self._blocked.setdefault(reading.blocked, set()).add(reading.number)
 
-    def _unblock(self, reading: Reading) -> None:
+    def _unblock(self, reading: ReadTicket) -> None:
         if reading.blocked is not None:
             waiting = self._blocked[reading.blocked]
             waiting.discard(reading.number)

@@ -45,7 +45,7 @@ class Digests(Sequence[bytes]):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptBlocks:
     """Digests, sequence and local hashes of its full blocks from the root on."""
 
     space: Space
@@ -58,7 +58,7 @@ class Prompt:
     retention: list[Retain]
 
     @classmethod
-    def of(cls, message: Offer | Fetch, names: Names, space: Space) -> "Prompt":
+    def of(cls, message: Offer | Fetch, names: Names, space: Space) -> "PromptBlocks":
         """What a message says of all these blocks; ValueError if they are not the same ones."""
         count, rest = divmod(len(names.digests), DIGEST_BYTES)
         if rest or len(names.sequence) != 8 * count or len(names.local) != 8 * count:

@@ -4,14 +4,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvmesh.kvbm.core.blocks.block import Copy
-from kvmesh.kvbm.core.blocks.load_cost import Engine
+from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
 from kvmesh.kvbm.core.transfers.in_progress import Computer
-from kvmesh.kvbm.core.transfers.mesh_claims import Further
-from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
+from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
+from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 
 
 @dataclass(slots=True, eq=False)
-class Writing:
+class WriteTicket:
     """Staged copies that a worker fills."""
 
     number: int
@@ -20,7 +20,7 @@ class Writing:
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class ReadTicket:
     """A prompt's blocks on their way to a worker.
 
     It gets those before `end`: the first `next` have been given to it or were its own, then come
@@ -31,9 +31,9 @@ class Reading:
 
     number: int
     attachment: int
-    prompt: Prompt
+    prompt: PromptBlocks
     computer: Computer | None
-    engine: Engine
+    engine: EngineSpeed
     next: int
     end: int
     patience_s: float
@@ -46,7 +46,7 @@ class Reading:
     waited: bool = False
     known: bool = False
     looking: bool = False
-    further: Further | None = None
+    further: PeerSource | None = None
     parked: float | None = None
 
     @property

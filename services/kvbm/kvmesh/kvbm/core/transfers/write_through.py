@@ -3,28 +3,30 @@
 from array import array
 
 from kvmesh.bus.kvbm import Offer, Wanted
-from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, State
+from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, CopyState
 from kvmesh.kvbm.core.blocks.store import Store
-from kvmesh.kvbm.core.retention import Keeping
-from kvmesh.kvbm.core.transfers.prompt_blocks import Prompt
-from kvmesh.kvbm.core.transfers.tickets import Writing
-from kvmesh.retention.claims import THINKING_LEVEL, Wish
+from kvmesh.kvbm.core.retention import TierRetention
+from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
+from kvmesh.kvbm.core.transfers.tickets import WriteTicket
+from kvmesh.retention.claims import THINKING_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import PLAIN_WISH
 
 STAGED_SHARE = 4
 
 
-class Offers:
+class OfferedBlocks:
     """All writing tickets. At most a fourth of the arena is being written at any time."""
 
-    def __init__(self, store: Store, keeping: Keeping) -> None:
+    def __init__(self, store: Store, keeping: TierRetention) -> None:
         self._store = store
         self._keeping = keeping
         self._most = store.tiers[ARENA].slots.capacity // STAGED_SHARE
-        self.writings: dict[int, Writing] = {}
+        self.writings: dict[int, WriteTicket] = {}
         self.staged = 0
 
-    def start(self, number: int, message: Offer, prompt: Prompt) -> tuple[Wanted, list[bytes]]:
+    def start(
+        self, number: int, message: Offer, prompt: PromptBlocks
+    ) -> tuple[Wanted, list[bytes]]:
         """Stage what is wanted; also returns the digests that nobody will write now."""
         store = self._store
         first = max(0, message.first)
@@ -52,17 +54,17 @@ class Offers:
         self._keeping.ask(prompt, wishes, [copy.block for copy in copies])
         if not copies:
             return Wanted(0, b"", b""), unwanted
-        self.writings[number] = Writing(number, message.attachment, copies)
+        self.writings[number] = WriteTicket(number, message.attachment, copies)
         indices = array("I", (copy.block.index for copy in copies))
         offsets = array("Q", (copy.offset for copy in copies))
         return Wanted(number, indices.tobytes(), offsets.tobytes()), unwanted
 
-    def commit(self, writing: Writing, checksums: "array[int]") -> list[Block]:
+    def commit(self, writing: WriteTicket, checksums: "array[int]") -> list[Block]:
         """End a ticket: what has a checksum is registered, and returned; the rest is dropped."""
         del self.writings[writing.number]
         written: list[Block] = []
         for place, copy in enumerate(writing.copies):
-            if place < len(checksums) and copy.state is State.STAGED:
+            if place < len(checksums) and copy.state is CopyState.STAGED:
                 self._store.register(copy, checksums[place])
                 written.append(copy.block)
             else:
@@ -72,7 +74,7 @@ class Offers:
         self._store.counts.written += len(written)
         return written
 
-    def _refusal(self, prompt: Prompt, index: int, ephemeral: int) -> str:
+    def _refusal(self, prompt: PromptBlocks, index: int, ephemeral: int) -> str:
         """Why this block and all behind it are not wanted; empty if it is."""
         if self._keeping.is_closed(prompt.session):
             return "closed"
@@ -91,7 +93,7 @@ class Offers:
         return copy
 
 
-def _thinking_from(prompt: Prompt, wishes: dict[int, Wish]) -> int:
+def _thinking_from(prompt: PromptBlocks, wishes: dict[int, RetentionWish]) -> int:
     """Where the thinking at the end begins: what follows other thinking shows that it is in use."""
     first = len(prompt)
     while first and wishes.get(first - 1, PLAIN_WISH).level == THINKING_LEVEL:

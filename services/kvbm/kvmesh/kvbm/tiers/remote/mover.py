@@ -18,7 +18,7 @@ from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, wishes_of
 from kvmesh.kvbm.tiers.arena import Arena
 from kvmesh.kvbm.tiers.remote.interface import RemoteBlock, RemoteError, RemoteStore
 from kvmesh.kvbm.tiers.remote.seal import Seal
-from kvmesh.retention.claims import Wish
+from kvmesh.retention.claims import RetentionWish
 
 log = logging.getLogger(__name__)
 AT_ONCE = 4
@@ -41,7 +41,7 @@ _encode = msgspec.msgpack.Encoder().encode
 Ends = list[tuple[Move, MoveEnd]]
 
 
-class Courier:
+class RemoteMover:
     """Carries out moves to and from `store`, some at once."""
 
     def __init__(
@@ -160,7 +160,7 @@ class Courier:
             return move, known
         self._arena.view(move.target.offset, len(content))[:] = content
         move.source.checksum = known.checksum
-        move.wishes.extend(Wish(level, ttl_s) for level, ttl_s in known.wishes)
+        move.wishes.extend(RetentionWish(level, ttl_s) for level, ttl_s in known.wishes)
         return move, MoveEnd.DONE
 
     async def _drop(self, digests: Sequence[bytes]) -> None:

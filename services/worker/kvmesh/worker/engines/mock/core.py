@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Cleared, KvEvent, Load
 from kvmesh.worker.enginecore.block_manager import BlockManager
-from kvmesh.worker.enginecore.counters import Counters
-from kvmesh.worker.enginecore.retention import KeepingOptions
-from kvmesh.worker.enginecore.scheduler import Chunk, Scheduler, SchedulerLimits
-from kvmesh.worker.enginecore.sequence import Request, Sequence, State
-from kvmesh.worker.enginecore.simulated_tiers import TierOptions, Tiers
-from kvmesh.worker.engines.mock.step_batching import Ahead
+from kvmesh.worker.enginecore.counters import EngineCounters
+from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
+from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
+from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions
+from kvmesh.worker.engines.mock.step_batching import StepBatch
 from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial, StepModel
 
 
 @dataclass(slots=True)
-class Output:
+class MockOutput:
     """New tokens of one request, the first of them the `offset`-th of its answer.
 
     The first output of a request has `cached`: prompt tokens that were not computed, by tier, and
@@ -44,7 +44,7 @@ class StepResult:
     __slots__ = ("duration", "events", "outputs", "steps")
 
     def __init__(
-        self, duration: float, steps: int, outputs: list[Output], events: list[KvEvent]
+        self, duration: float, steps: int, outputs: list[MockOutput], events: list[KvEvent]
     ) -> None:
         self.duration = duration
         self.steps = steps
@@ -66,7 +66,7 @@ class CoreOptions:
     tiers: TierOptions = field(default_factory=TierOptions)
     speedup: float = 1.0
     tell_tokens: bool = True
-    keeping: KeepingOptions = field(default_factory=KeepingOptions)
+    keeping: RetentionOptions = field(default_factory=RetentionOptions)
 
 
 class MockCore:
@@ -79,9 +79,11 @@ class MockCore:
         self.options = options
         self.blocks = BlockManager(options.blocks, options.keeping)
         size, keeping = options.limits.block_size, options.keeping
-        self.tiers = Tiers(options.tiers, size, options.speedup, self.blocks, keeping=keeping)
+        self.tiers = SimulatedTiers(
+            options.tiers, size, options.speedup, self.blocks, keeping=keeping
+        )
         self.scheduler = Scheduler(options.limits, self.blocks, self.tiers)
-        self.counters = Counters()
+        self.counters = EngineCounters()
         self.stretch = 1.0
 
     @property
@@ -128,7 +130,7 @@ class MockCore:
         """
         return self._step(self.scheduler.plan(now), now, horizon)
 
-    def begin(self, now: float, horizon: float) -> StepResult | Ahead:
+    def begin(self, now: float, horizon: float) -> StepResult | StepBatch:
         """Like `step`, but steps that only decode are planned and not taken yet.
 
         What comes back then takes about `horizon` seconds. Until `take` is called with it, or with
@@ -147,22 +149,22 @@ class MockCore:
             duration += count * seconds
             if duration >= horizon:
                 break
-        return Ahead(kept, steps, duration)
+        return StepBatch(kept, steps, duration)
 
-    def take(self, ahead: Ahead) -> StepResult:
+    def take(self, ahead: StepBatch) -> StepResult:
         """Take the steps that `begin` planned."""
-        outputs: list[Output] = []
+        outputs: list[MockOutput] = []
         self._decode(ahead.steps, outputs)
         self.counters.count_steps(ahead.steps, ahead.duration)
         return StepResult(ahead.duration, ahead.steps, outputs, self.take_events())
 
-    def _step(self, chunks: list[Chunk], now: float, horizon: float) -> StepResult:
+    def _step(self, chunks: list[ScheduledChunk], now: float, horizon: float) -> StepResult:
         decoding = self.scheduler.decoding
         if not chunks and not decoding.members:
             return StepResult(self._until_arrival(now), 0, [], self.take_events())
         seconds = self._seconds(chunks, len(decoding.members)) * self.stretch
         steps = 1 if chunks else self._repetitions(seconds, horizon)
-        outputs: list[Output] = []
+        outputs: list[MockOutput] = []
         self._decode(steps, outputs)
         for chunk in chunks:
             self._prefill(chunk, outputs)
@@ -208,7 +210,7 @@ class MockCore:
         arrivals = [s.ready_at for s in self.scheduler.arriving]
         return max(0.0, min(arrivals) - now) if arrivals else 0.0
 
-    def _seconds(self, chunks: list[Chunk], decoding: int) -> float:
+    def _seconds(self, chunks: list[ScheduledChunk], decoding: int) -> float:
         prefill = self.options.model.prefill(sum([chunk.tokens for chunk in chunks]))
         decode = self._decode_seconds(decoding, self.blocks.active) if decoding else 0.0
         return prefill / self.options.speedup + decode
@@ -223,7 +225,7 @@ class MockCore:
             return 1
         return max(1, min(self.scheduler.decoding.steps_to_due(), int(horizon / seconds)))
 
-    def _decode(self, steps: int, outputs: list[Output]) -> None:
+    def _decode(self, steps: int, outputs: list[MockOutput]) -> None:
         batch = self.scheduler.decoding
         self.counters.output_tokens += steps * len(batch.members)
         if self.options.tell_tokens:
@@ -240,7 +242,7 @@ class MockCore:
                 outputs.append(_last(sequence))
             self._end(sequence, outputs)
 
-    def _prefill(self, chunk: Chunk, outputs: list[Output]) -> None:
+    def _prefill(self, chunk: ScheduledChunk, outputs: list[MockOutput]) -> None:
         sequence = chunk.sequence
         self.scheduler.compute(sequence, chunk.tokens)
         self.counters.computed_tokens += chunk.tokens
@@ -256,30 +258,30 @@ class MockCore:
         else:
             self._end(sequence, outputs)
 
-    def _tell_cached(self, sequence: Sequence, output: Output) -> None:
+    def _tell_cached(self, sequence: Sequence, output: MockOutput) -> None:
         if not sequence.told_cached:
             sequence.told_cached = True
             output.cached = sequence.cached
             output.retention = self.scheduler.ask(sequence)
             self.counters.cached_tokens += sum(sequence.cached or ())
 
-    def _end(self, sequence: Sequence, outputs: list[Output]) -> None:
-        outcome = self.scheduler.release(sequence, State.ENDED)
+    def _end(self, sequence: Sequence, outputs: list[MockOutput]) -> None:
+        outcome = self.scheduler.release(sequence, SequenceState.ENDED)
         self.counters.finished += 1
         if outcome is not None:
             last = next(o for o in reversed(outputs) if o.request == sequence.request.id)
             last.decode = outcome
 
 
-def _told(sequence: Sequence, since: int, steps: int) -> Output:
+def _told(sequence: Sequence, since: int, steps: int) -> MockOutput:
     """What `steps` steps add, `since` steps after the sequence's progress was written down."""
     request = sequence.request
     start = sequence.generated + since
     end = start + steps
     finish = request.finish if end >= request.target else None
-    return Output(request.id, start, request.source.slice(start, end), finish)
+    return MockOutput(request.id, start, request.source.slice(start, end), finish)
 
 
-def _last(sequence: Sequence) -> Output:
+def _last(sequence: Sequence) -> MockOutput:
     request = sequence.request
-    return Output(request.id, sequence.generated, [], request.finish)
+    return MockOutput(request.id, sequence.generated, [], request.finish)

@@ -8,19 +8,19 @@ from pathlib import Path
 
 from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.runtime.service import VERSION
-from kvmesh.settings.schema import Mock
+from kvmesh.settings.schema import MockSettings
 from kvmesh.worker.capabilities.tiered import TierCounts
 from kvmesh.worker.engine import (
-    ConfigError,
-    Delta,
+    EngineConfigError,
     EngineContext,
     EngineError,
     EngineInfo,
+    OutputDelta,
     Rejected,
     Sink,
 )
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention import Keeping, KeepingOptions, keeping_options
+from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions, retention_options
 from kvmesh.worker.enginecore.retention_request import asked_of
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
@@ -28,15 +28,15 @@ from kvmesh.worker.enginecore.simulated_tiers import TIERS, tier_options
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.faults import Faults
 from kvmesh.worker.engines.mock.prefetch import MockLoader
-from kvmesh.worker.engines.mock.profile import Profile, ProfileError
+from kvmesh.worker.engines.mock.profile import StepProfile, StepProfileError
 from kvmesh.worker.engines.mock.rank import MockRank
 from kvmesh.worker.engines.mock.text.author import AnswerOptions, Author
-from kvmesh.worker.engines.mock.text.guided import Unsupported
+from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint
 from kvmesh.worker.engines.mock.text.script import Script, ScriptError
-from kvmesh.worker.engines.mock.text.source import Passage
+from kvmesh.worker.engines.mock.text.source import TextSource
 from kvmesh.worker.engines.mock.timing import Polynomial
 from kvmesh.worker.model_card import model_context
-from kvmesh.worker.requests.prefetch import Prefetches
+from kvmesh.worker.requests.prefetch import PrefetchQueue
 
 log = logging.getLogger(__name__)
 FOR_EVER_S = 1e6
@@ -47,7 +47,7 @@ def create(context: EngineContext) -> "MockEngine":
     worker, mock = context.settings.worker, context.settings.mock
     longest = worker.context or model_context(context.folder)
     fits = min(longest, mock.blocks * worker.block_size)
-    keeping = keeping_options(worker)
+    keeping = retention_options(worker)
     return MockEngine(mock, context.folder, worker.block_size, fits, worker.adapters, keeping)
 
 
@@ -56,12 +56,12 @@ class MockEngine:
 
     def __init__(
         self,
-        options: Mock,
+        options: MockSettings,
         folder: Path,
         block_size: int,
         context: int,
         adapters: list[str],
-        keeping: KeepingOptions,
+        keeping: RetentionOptions,
     ) -> None:
         self._options = options
         self._folder = folder
@@ -73,7 +73,7 @@ class MockEngine:
         self._live: dict[str, _Live] = {}
         self._author: Author | None = None
         self._sink: Sink | None = None
-        self._prefetches = Prefetches(MockLoader(self._ranks, self._request), block_size)
+        self._prefetches = PrefetchQueue(MockLoader(self._ranks, self._request), block_size)
 
     async def start(self, sink: Sink) -> EngineInfo:
         options = self._options
@@ -96,7 +96,7 @@ class MockEngine:
         try:
             request = self._request(work)
             self._ranks[work.rank].submit(request)
-        except (Unsupported, ValueError) as error:
+        except (UnsupportedConstraint, ValueError) as error:
             raise Rejected(str(error)) from error
         self._live[work.request] = _Live(self._ranks[work.rank], work)
         self._prefetches.met_by(work)
@@ -132,7 +132,7 @@ class MockEngine:
         if live is None or self._sink is None:
             return False
         live.rank.abort(request)
-        self._sink.output([Delta(request, [], finish="abort")])
+        self._sink.output([OutputDelta(request, [], finish="abort")])
         return True
 
     def load(self, instance: str) -> list[Load]:
@@ -157,7 +157,7 @@ class MockEngine:
         return sum(rank.keep(lambda kept, now: kept.unpin(pin, now)) for rank in self._ranks)
 
     def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        def change(kept: Keeping, _: float) -> int:
+        def change(kept: RetentionManager, _: float) -> int:
             return kept.clear(salt, tenant)
 
         return sum(rank.drop(change, tiers) for rank in self._ranks)
@@ -177,7 +177,7 @@ class MockEngine:
 
     # what the ranks tell, on its way to the worker
 
-    def output(self, deltas: list[Delta]) -> None:
+    def output(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
             live = self._live.get(delta.request)
             if live is not None and live.logprobs is not None:
@@ -234,13 +234,15 @@ class MockEngine:
     def _make_author(self) -> Author:
         options = self._options
         try:
-            passage = Passage.of_model(self._folder)
+            passage = TextSource.of_model(self._folder)
         except Exception as error:  # the tokenizers library raises nothing narrower
-            raise ConfigError(f"cannot read the tokenizer in {self._folder}: {error}") from error
+            raise EngineConfigError(
+                f"cannot read the tokenizer in {self._folder}: {error}"
+            ) from error
         try:
             script = Script.load(options.script) if options.script is not None else None
         except ScriptError as error:
-            raise ConfigError(str(error)) from error
+            raise EngineConfigError(str(error)) from error
         answers = AnswerOptions(
             context=self._context,
             output_tokens=options.output_tokens,
@@ -254,9 +256,9 @@ class MockEngine:
     def _core_options(self) -> CoreOptions:
         options = self._options
         try:
-            profile = Profile.load(options.profile) if options.profile is not None else None
-        except ProfileError as error:
-            raise ConfigError(str(error)) from error
+            profile = StepProfile.load(options.profile) if options.profile is not None else None
+        except StepProfileError as error:
+            raise EngineConfigError(str(error)) from error
         limits = SchedulerLimits(
             block_size=self._block_size,
             max_sequences=options.max_sequences,
@@ -309,13 +311,13 @@ def _left(work: Work) -> int:
     return left if isinstance(left, int) else 0
 
 
-def _tier_blocks(options: Mock) -> list[int]:
+def _tier_blocks(options: MockSettings) -> list[int]:
     if options.disk_blocks:
         return [options.host_blocks, options.disk_blocks]
     return [options.host_blocks] if options.host_blocks else []
 
 
-def _faults(options: Mock) -> Faults:
+def _faults(options: MockSettings) -> Faults:
     return Faults(
         crash_step=options.crash_step,
         hang_step=options.hang_step,

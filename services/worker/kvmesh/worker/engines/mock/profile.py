@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from kvmesh.worker.engines.mock.timing import DecodeLoad
 
 
-class ProfileError(Exception):
+class StepProfileError(Exception):
     """A performance profile cannot be used; the message names the file and the array."""
 
 
-class Profile:
+class StepProfile:
     """Measured step times, linear between the points and beyond them along the last slope.
 
     From an NPZ file with `prefill_isl` (tokens) and `prefill_ttft_ms`, one value per point, and
@@ -32,15 +32,15 @@ class Profile:
         self._itl = _values(arrays["decode_itl"], "decode_itl", shape)
 
     @classmethod
-    def load(cls, file: Path) -> "Profile":
+    def load(cls, file: Path) -> "StepProfile":
         """Read a profile; raises ProfileError if the file or one of its arrays is unfit."""
         try:
             with np.load(file) as arrays:
                 return cls({name: np.asarray(arrays[name], np.float64) for name in arrays.files})
         except KeyError as error:
-            raise ProfileError(f"{file} has no array {error}") from error
+            raise StepProfileError(f"{file} has no array {error}") from error
         except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
-            raise ProfileError(f"{file} is not a performance profile: {error}") from error
+            raise StepProfileError(f"{file} is not a performance profile: {error}") from error
 
     def prefill(self, tokens: int) -> float:
         if not tokens:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Container
 from typing import TypeAlias
 
 from kvmesh.bus.messages import KvEvent, Load, Removed
-from kvmesh.worker.engine import Delta, EngineError, Sink
-from kvmesh.worker.enginecore.retention import Keeping
+from kvmesh.worker.engine import EngineError, OutputDelta, Sink
+from kvmesh.worker.enginecore.retention import RetentionManager
 from kvmesh.worker.enginecore.sequence import Request
 from kvmesh.worker.enginecore.simulated_tiers import TIERS
 from kvmesh.worker.engines.mock.core import MockCore, StepResult
@@ -16,7 +16,7 @@ from kvmesh.worker.engines.mock.faults import Faults, InjectedCrash
 
 log = logging.getLogger(__name__)
 LATE_S = 1.0
-Change: TypeAlias = Callable[[Keeping, float], int]
+Change: TypeAlias = Callable[[RetentionManager, float], int]
 
 
 class MockRank:
@@ -144,7 +144,7 @@ class MockRank:
     def _deliver(self, result: StepResult) -> None:
         self.tell()
         deltas = [
-            Delta(
+            OutputDelta(
                 output.request,
                 output.tokens,
                 output.finish,

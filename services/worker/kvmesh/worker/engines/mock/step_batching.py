@@ -1,7 +1,7 @@
 """Decode steps that are planned together and taken later, as far as time has passed by then."""
 
 
-class Ahead:
+class StepBatch:
     """Stretches of equal steps: how many, and the seconds of each. There is at least one step.
 
     `steps` and `duration`, in seconds, are those of all stretches together.
@@ -14,7 +14,7 @@ class Ahead:
         self.steps = steps
         self.duration = duration
 
-    def until(self, elapsed: float) -> "Ahead":
+    def until(self, elapsed: float) -> "StepBatch":
         """These steps up to the one that is under way after `elapsed` seconds, which ends yet."""
         kept: list[tuple[int, float]] = []
         total, duration = 0, 0.0
@@ -27,4 +27,4 @@ class Ahead:
             if ends_here:
                 break
             elapsed -= steps * seconds
-        return Ahead(kept, total, duration)
+        return StepBatch(kept, total, duration)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvmesh.bus.messages import Work
-from kvmesh.worker.adapters.request_streams import Output, Unavailable, remaining
+from kvmesh.worker.adapters.request_streams import EngineUnavailable, StreamOutput, remaining
 from kvmesh.worker.engine import Rejected
 from kvmesh.worker.engines.vllm.request_fields import sampling_fields, structured_outputs
 
@@ -32,18 +32,18 @@ def request_fields(work: Work, tokens: list[int], model: str, tag: str | None) -
     return fields
 
 
-def read_chunk(chunk: Mapping[str, Any]) -> Output:
+def read_chunk(chunk: Mapping[str, Any]) -> StreamOutput:
     """One server-sent chunk; raises Rejected or Unavailable for one that tells an error."""
     if "error" in chunk:
         _fail(chunk["error"])
     if not chunk.get("choices"):
-        return Output([])
+        return StreamOutput([])
     choice = chunk["choices"][0]
     tokens = choice.get("token_ids")
     if tokens is None:
         raise Rejected("the server sends text without token ids (it ignores return_token_ids)")
     reason = choice.get("finish_reason")
-    return Output(
+    return StreamOutput(
         tokens,
         None if reason is None else "length" if reason == "length" else "stop",
         logprobs=_logprobs(choice.get("logprobs")),
@@ -52,11 +52,11 @@ def read_chunk(chunk: Mapping[str, Any]) -> Output:
 
 def _fail(error: Any) -> None:
     if not isinstance(error, Mapping):
-        raise Unavailable(str(error))
+        raise EngineUnavailable(str(error))
     message = str(error.get("message", error))
     if 400 <= int(error.get("code") or 500) < 500:
         raise Rejected(message)
-    raise Unavailable(message)
+    raise EngineUnavailable(message)
 
 
 def _logprobs(logprobs: Mapping[str, Any] | None) -> list[dict[int, float]] | None:

@@ -17,15 +17,27 @@ import aiohttp
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Capacity, Load, Work
 from kvmesh.settings import redacted
-from kvmesh.settings.schema import Remote, Worker
-from kvmesh.worker.adapters.base import Adapter
+from kvmesh.settings.schema import RemoteSettings, WorkerSettings
+from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
 from kvmesh.worker.adapters.event_feed import EventFeed
-from kvmesh.worker.adapters.request_streams import Output, RequestStreams, StepClock, Unavailable
+from kvmesh.worker.adapters.request_streams import (
+    EngineUnavailable,
+    RequestStreams,
+    StepClock,
+    StreamOutput,
+)
 from kvmesh.worker.adapters.zmq_events import rank_endpoint
-from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engine import (
+    EngineConfigError,
+    EngineContext,
+    EngineError,
+    EngineInfo,
+    Rejected,
+    Sink,
+)
 from kvmesh.worker.engines.remote import completions
-from kvmesh.worker.engines.remote.server import Gauges, Server, ServerInfo
+from kvmesh.worker.engines.remote.server import Gauges, InferenceServer, ServerInfo
 from kvmesh.worker.engines.sglang import request_fields as sglang
 from kvmesh.worker.model_card import model_context
 
@@ -38,15 +50,17 @@ def create(context: EngineContext) -> "RemoteEngine":
     """The sidecar that `[remote]` describes; the model folder gives tokenizer and template."""
     worker, remote = context.settings.worker, context.settings.remote
     if not remote.url:
-        raise ConfigError("--remote-url is missing: where is the server?")
+        raise EngineConfigError("--remote-url is missing: where is the server?")
     served = worker.served_name or context.folder.name
     return RemoteEngine(worker, remote, served, model_context(context.folder))
 
 
-class RemoteEngine(Adapter):
+class RemoteEngine(StreamingAdapter):
     """One server as an engine of the mesh."""
 
-    def __init__(self, worker: Worker, remote: Remote, served: str, context: int) -> None:
+    def __init__(
+        self, worker: WorkerSettings, remote: RemoteSettings, served: str, context: int
+    ) -> None:
         super().__init__()
         self._worker = worker
         self._remote = remote
@@ -55,7 +69,7 @@ class RemoteEngine(Adapter):
         self._url = remote.url.rstrip("/")
         self._shown = redacted(self._url)
         self._http: aiohttp.ClientSession | None = None
-        self._server: Server | None = None
+        self._server: InferenceServer | None = None
         self._salts = Salts(served, worker.block_size)
         self._info = ServerInfo(model="", owner="")
         self._ledgers: list[CacheLedger] = []
@@ -71,7 +85,7 @@ class RemoteEngine(Adapter):
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=LINE_BYTES,
         )
-        self._server = Server(self._http, self._url)
+        self._server = InferenceServer(self._http, self._url)
         try:
             self._info = await self._server.describe(self._remote.model)
             if not self._is_sglang:
@@ -81,7 +95,7 @@ class RemoteEngine(Adapter):
             await self._http.close()
             raise
 
-    def _begin(self, sink: Sink, server: Server) -> EngineInfo:
+    def _begin(self, sink: Sink, server: InferenceServer) -> EngineInfo:
         block_size = self._info.block_size or self._worker.block_size
         self._salts = Salts(self._served, block_size)
         self._streams = RequestStreams(sink, self._remote.dp_ranks, block_size)
@@ -173,7 +187,7 @@ class RemoteEngine(Adapter):
         body = completions.request_fields(work, tokens, self._info.model, tag)
         return "/v1/completions", body | priority
 
-    def _reader(self) -> Callable[[Any], Output]:
+    def _reader(self) -> Callable[[Any], StreamOutput]:
         return sglang.AnswerReader().read if self._is_sglang else completions.read_chunk
 
     async def _answer(
@@ -182,9 +196,9 @@ class RemoteEngine(Adapter):
         rank: int,
         path: str,
         body: dict[str, Any],
-        read: Callable[[Any], Output],
+        read: Callable[[Any], StreamOutput],
         cached: int,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncIterator[StreamOutput]:
         ranks = {"X-data-parallel-rank": str(rank)} if self._remote.dp_ranks > 1 else {}
         try:
             async with http.post(self._url + path, json=body, headers=ranks) as answer:
@@ -194,13 +208,13 @@ class RemoteEngine(Adapter):
                     output.cached = cached if output.cached is None else output.cached
                     yield output
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise Unavailable(redacted(f"{self._url}: {cause(error)}")) from error
+            raise EngineUnavailable(redacted(f"{self._url}: {cause(error)}")) from error
 
     async def _clear(self) -> None:
         if self._server is not None and not await self._server.clear(self._info.owner):
             log.warning("%s does not let its cache be cleared", self._shown)
 
-    async def _watch(self, server: Server) -> None:
+    async def _watch(self, server: InferenceServer) -> None:
         missed = 0
         while missed < MISSED_PROBES:
             await asyncio.sleep(self._remote.probe_s)
@@ -227,7 +241,7 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
         raise Rejected(_message(text) or f"the server answers {answer.status}")
     if answer.status in (401, 403):
         raise Rejected(f"the server refuses the key of this worker ({answer.status})")
-    raise Unavailable(f"the server answers {answer.status}: {_message(text)}")
+    raise EngineUnavailable(f"the server answers {answer.status}: {_message(text)}")
 
 
 def _message(text: str) -> str:

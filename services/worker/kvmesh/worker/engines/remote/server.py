@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvmesh.bus.errors import cause
 from kvmesh.settings import redacted
-from kvmesh.worker.engine import ConfigError, EngineError
+from kvmesh.worker.engine import EngineConfigError, EngineError
 
 PROBE_TIMEOUT_S = 5.0
 _VLLM = {
@@ -48,7 +48,7 @@ class Gauges(NamedTuple):
     steps: float | None = None
 
 
-class Server:
+class InferenceServer:
     """A client of the server's own endpoints. Raises EngineError where it cannot do without."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
@@ -63,7 +63,7 @@ class Server:
         wanted = [card for card in bases if model in ("", card["id"])]
         if not wanted:
             names = ", ".join(card["id"] for card in bases) or "none"
-            raise ConfigError(f"{self._shown} serves no model {model!r}; it has: {names}")
+            raise EngineConfigError(f"{self._shown} serves no model {model!r}; it has: {names}")
         card = wanted[0]
         info = ServerInfo(
             model=card["id"],
@@ -91,7 +91,7 @@ class Server:
         except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
             raise EngineError(redacted(f"cannot use {path}: {cause(error)}")) from error
         if choice.get("token_ids") is None:
-            raise ConfigError(f"{redacted(path)} does not tell token ids (return_token_ids)")
+            raise EngineConfigError(f"{redacted(path)} does not tell token ids (return_token_ids)")
 
     async def healthy(self) -> bool:
         """Whether /health answers with 200 in time."""

@@ -16,16 +16,23 @@ from sglang import Engine
 from sglang import __version__ as sglang_version
 
 from kvmesh.bus.messages import Capacity, Load, Work
-from kvmesh.worker.adapters.base import Adapter
+from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.event_feed import EventFeed
-from kvmesh.worker.adapters.request_streams import Output, RequestStreams, Unavailable
+from kvmesh.worker.adapters.request_streams import EngineUnavailable, RequestStreams, StreamOutput
 from kvmesh.worker.adapters.zmq_events import rank_endpoint
-from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engine import (
+    EngineConfigError,
+    EngineContext,
+    EngineError,
+    EngineInfo,
+    Rejected,
+    Sink,
+)
 from kvmesh.worker.engines.sglang.request_fields import AnswerReader, request_fields
 from kvmesh.worker.model_card import model_context
-from kvmesh.worker.scratch import Scratch
+from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +54,7 @@ def create(context: EngineContext) -> "SglangEngine":
     return SglangEngine(arguments, served, longest, worker.adapters)
 
 
-class SglangEngine(Adapter):
+class SglangEngine(StreamingAdapter):
     """One `sglang.Engine`, which may have several data-parallel ranks."""
 
     def __init__(
@@ -60,7 +67,7 @@ class SglangEngine(Adapter):
         self._block_size = int(arguments["page_size"])
         self._ranks = int(arguments.get("dp_size", 1))
         self._salts = Salts(served, self._block_size)
-        self._folder = Scratch()
+        self._folder = ScratchFolder()
         self._engine: Any = None
         self._known: frozenset[str] = frozenset()
         self._ledgers: list[CacheLedger] = []
@@ -115,7 +122,7 @@ class SglangEngine(Adapter):
         if given is not None:
             return dict(json.loads(given) if isinstance(given, str) else given)
         if self._ranks > 1:
-            raise ConfigError(
+            raise EngineConfigError(
                 "for several ranks, say where they publish: "
                 "--sglang-args kv_events_config.publisher=zmq,kv_events_config.endpoint=tcp://*:5557"
             )
@@ -170,7 +177,7 @@ class SglangEngine(Adapter):
         fields |= {key: value for key, value in extra.items() if key in self._known}
         return fields | (work.handoff or {})
 
-    async def _answer(self, work: Work, fields: dict[str, Any]) -> AsyncIterator[Output]:
+    async def _answer(self, work: Work, fields: dict[str, Any]) -> AsyncIterator[StreamOutput]:
         reader = AnswerReader()
         finish: str | None = None
         try:
@@ -181,7 +188,7 @@ class SglangEngine(Adapter):
         except ValueError as error:
             raise Rejected(str(error)) from error
         except RuntimeError as error:
-            raise Unavailable(f"SGLang gave the request up: {error}") from error
+            raise EngineUnavailable(f"SGLang gave the request up: {error}") from error
         finally:
             if finish is None:
                 self._engine.tokenizer_manager.abort_request(rid=work.request)

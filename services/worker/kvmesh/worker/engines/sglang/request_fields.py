@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvmesh.bus.messages import Guided, Sampling, Work
-from kvmesh.worker.adapters.request_streams import Output, Unavailable, remaining
+from kvmesh.worker.adapters.request_streams import EngineUnavailable, StreamOutput, remaining
 from kvmesh.worker.engine import Rejected
 from kvmesh.worker.engines.vllm.request_fields import choices
 
@@ -77,7 +77,7 @@ class AnswerReader:
     def __init__(self) -> None:
         self._seen = 0
 
-    def read(self, chunk: Mapping[str, Any]) -> Output:
+    def read(self, chunk: Mapping[str, Any]) -> StreamOutput:
         """Raises Unavailable or Rejected for an answer that the engine gave up."""
         if "error" in chunk:
             raise Rejected(_reason(chunk["error"]))
@@ -86,7 +86,7 @@ class AnswerReader:
         self._seen += new
         tokens = list(chunk["output_ids"][-new:]) if new else []
         reason = meta.get("finish_reason")
-        return Output(
+        return StreamOutput(
             tokens,
             None if reason is None else self._finish(reason),
             meta.get("cached_tokens"),
@@ -99,7 +99,7 @@ class AnswerReader:
             message = reason.get("message") or "the engine aborted the request"
             if 400 <= int(reason.get("status_code") or 500) < 500:
                 raise Rejected(message)
-            raise Unavailable(message)
+            raise EngineUnavailable(message)
         return _FINISH.get(kind, "stop")
 
 

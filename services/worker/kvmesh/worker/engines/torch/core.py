@@ -15,24 +15,24 @@ from msgspec.structs import replace
 
 from kvmesh.blocks.digests import DIGEST_BYTES, DigestChain
 from kvmesh.bus.messages import KvEvent, Work
-from kvmesh.worker.engine import Delta
+from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.block_manager import BlockManager
-from kvmesh.worker.enginecore.counters import Counters
-from kvmesh.worker.enginecore.retention import KeepingOptions
+from kvmesh.worker.enginecore.counters import EngineCounters
+from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import asked_of
 from kvmesh.worker.enginecore.scheduler import Scheduler, SchedulerLimits
-from kvmesh.worker.enginecore.sequence import Request, Sequence, State, hash_prompt
-from kvmesh.worker.enginecore.simulated_tiers import TierOptions, Tiers
-from kvmesh.worker.engines.torch.blocks.collision_guard import Guard, Prints
+from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState, hash_prompt
+from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions
+from kvmesh.worker.engines.torch.blocks.collision_guard import CollisionGuard, Prints
 from kvmesh.worker.engines.torch.blocks.physical_blocks import SlotTable
-from kvmesh.worker.engines.torch.model.batch import Row
+from kvmesh.worker.engines.torch.model.batch import BatchRow
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
 from kvmesh.worker.engines.torch.model.sampling import Picked, Sampler
 
 log = logging.getLogger(__name__)
 
 
-class Job:
+class EngineRequest:
     """A request's tokens, prompt and answer, and how its next one is chosen.
 
     `work` is what was asked, less the tokens. Of the tiers below: whether they have been `asked`
@@ -67,20 +67,20 @@ class Job:
         return self.tokens[self.base + start : self.base + stop].tolist()
 
 
-class Turn(NamedTuple):
+class TokenTurn(NamedTuple):
     """What a step does for one sequence: compute a piece of its prompt, or decode."""
 
     sequence: Sequence
-    job: Job
-    row: Row
+    job: EngineRequest
+    row: BatchRow
     decodes: bool
 
 
 @dataclass
-class Step:
+class TorchStep:
     """A planned step; `picked` has a token for each turn whose row is its last."""
 
-    turns: list[Turn]
+    turns: list[TokenTurn]
     picked: list[Picked]
 
 
@@ -92,7 +92,7 @@ class Lower(Protocol):
         """Whether a sequence should wait for what they have; `settle` ends that."""
         ...
 
-    def filled(self, job: Job, sequence: Sequence) -> None:
+    def filled(self, job: EngineRequest, sequence: Sequence) -> None:
         """The leading `sequence.held` blocks of a job are full, more than it has offered."""
         ...
 
@@ -106,7 +106,7 @@ class TorchCore:
         limits: SchedulerLimits,
         blocks: int,
         context: int,
-        keeping: KeepingOptions,
+        keeping: RetentionOptions,
     ) -> None:
         self.model = model
         self.limits = limits
@@ -117,13 +117,13 @@ class TorchCore:
         self.scheduler = Scheduler(
             limits,
             self.blocks,
-            Tiers(TierOptions(), limits.block_size, 1.0, self.blocks, self._can_ask),
+            SimulatedTiers(TierOptions(), limits.block_size, 1.0, self.blocks, self._can_ask),
             self,
         )
-        self.guard = Guard(model.layout)
+        self.guard = CollisionGuard(model.layout)
         self.lower: Lower | None = None
-        self.counters = Counters()
-        self._jobs: dict[str, Job] = {}
+        self.counters = EngineCounters()
+        self._jobs: dict[str, EngineRequest] = {}
 
     @property
     def busy(self) -> bool:
@@ -133,7 +133,7 @@ class TorchCore:
         """Queue a request. Raises ValueError if its id is live or it can never fit."""
         if work.request in self.scheduler.live:
             raise ValueError(f"{work.request} is already here")
-        job = Job(work, sampler, self.limit(work), self.guard.prints(work))
+        job = EngineRequest(work, sampler, self.limit(work), self.guard.prints(work))
         local, sequence, tail = hash_prompt(work.tokens, self.limits.block_size, work.salt)
         request = Request(
             id=work.request,
@@ -162,7 +162,7 @@ class TorchCore:
         self.counters.aborted += 1
         return True
 
-    def plan(self, now: float) -> tuple[Step, list[KvEvent]]:
+    def plan(self, now: float) -> tuple[TorchStep, list[KvEvent]]:
         """Give memory to the next step's work; also what was evicted for it."""
         chunks = self.scheduler.plan(now)
         events = self.take_events()
@@ -170,9 +170,9 @@ class TorchCore:
         members = self.scheduler.decoding.members
         turns = [self._turn(s, self._known(s) - 1, 1, True) for s in members]
         turns += [self._turn(c.sequence, c.sequence.computed, c.tokens, False) for c in chunks]
-        return Step(turns, []), events
+        return TorchStep(turns, []), events
 
-    def run(self, step: Step) -> None:
+    def run(self, step: TorchStep) -> None:
         """Compute the step's KV and choose its tokens."""
         logits = iter(self.model.forward([turn.row for turn in step.turns]))
         for turn in step.turns:
@@ -180,11 +180,15 @@ class TorchCore:
                 index = turn.row.end - turn.job.base
                 step.picked.append(turn.job.sampler.pick(next(logits), index))
 
-    def commit(self, step: Step, seconds: float) -> tuple[list[Delta], list[KvEvent]]:
+    def commit(self, step: TorchStep, seconds: float) -> tuple[list[OutputDelta], list[KvEvent]]:
         """Take note of what `run` did: news for the callers, and what is stored now."""
         picked = iter(step.picked)
         done = [(turn, next(picked) if turn.row.last else None) for turn in step.turns]
-        here = [(turn, choice) for turn, choice in done if turn.sequence.state is not State.ENDED]
+        here = [
+            (turn, choice)
+            for turn, choice in done
+            if turn.sequence.state is not SequenceState.ENDED
+        ]
         for turn, choice in here:
             if choice is not None:
                 turn.job.tokens.append(choice.token)
@@ -197,13 +201,13 @@ class TorchCore:
         deltas = [self._tell(turn, choice) for turn, choice in here if choice is not None]
         return deltas, self.take_events()
 
-    def job(self, sequence: Sequence) -> Job:
+    def job(self, sequence: Sequence) -> EngineRequest:
         """What a live sequence says."""
         return self._jobs[sequence.request.id]
 
     def settle(self, sequence: Sequence, arrived: list[int]) -> None:
         """An arriving sequence goes on from what is held now; tokens `arrived` by their tier."""
-        if sequence.state is not State.ARRIVING:
+        if sequence.state is not SequenceState.ARRIVING:
             return
         self.before_match(sequence)
         before = sequence.sequence[: sequence.held]
@@ -258,7 +262,7 @@ class TorchCore:
     def _can_ask(self) -> bool:
         return self.lower is not None and self.lower.present
 
-    def _offer(self, turns: Iterable[Turn]) -> None:
+    def _offer(self, turns: Iterable[TokenTurn]) -> None:
         if self.lower is not None and self.lower.present:
             for turn in turns:
                 if turn.sequence.held > turn.job.offered:
@@ -267,12 +271,12 @@ class TorchCore:
     def _known(self, sequence: Sequence) -> int:
         return len(self._jobs[sequence.request.id].tokens)
 
-    def _turn(self, sequence: Sequence, start: int, count: int, decodes: bool) -> Turn:
+    def _turn(self, sequence: Sequence, start: int, count: int, decodes: bool) -> TokenTurn:
         job = self._jobs[sequence.request.id]
         places = self.slots.table(sequence).places
         last = start + count == len(job.tokens)
-        row = Row(job.tokens[start : start + count], start, places, last)
-        return Turn(sequence, job, row, decodes)
+        row = BatchRow(job.tokens[start : start + count], start, places, last)
+        return TokenTurn(sequence, job, row, decodes)
 
     def _pass_decode_step(self) -> None:
         batch = self.scheduler.decoding
@@ -282,7 +286,7 @@ class TorchCore:
             if sequence.missing:
                 batch.go_on(sequence)
 
-    def _prefill(self, turn: Turn, choice: Picked | None) -> None:
+    def _prefill(self, turn: TokenTurn, choice: Picked | None) -> None:
         sequence = turn.sequence
         self.scheduler.compute(sequence, len(turn.row.tokens))
         self.counters.computed_tokens += len(turn.row.tokens)
@@ -292,10 +296,10 @@ class TorchCore:
             if sequence.missing:
                 self.scheduler.start_decoding(sequence)
 
-    def _tell(self, turn: Turn, choice: Picked) -> Delta:
+    def _tell(self, turn: TokenTurn, choice: Picked) -> OutputDelta:
         sequence = turn.sequence
         self.counters.output_tokens += 1
-        delta = Delta(sequence.request.id, [choice.token])
+        delta = OutputDelta(sequence.request.id, [choice.token])
         if choice.logprobs is not None:
             delta.logprobs = [choice.logprobs]
         if not sequence.told_cached:
@@ -307,7 +311,7 @@ class TorchCore:
             delta.finish = "stop" if choice.stop else "length"
             if choice.fault:
                 delta.finish, delta.error = "error", choice.fault
-            delta.decode = self.scheduler.release(sequence, State.ENDED)
+            delta.decode = self.scheduler.release(sequence, SequenceState.ENDED)
             self._forget(sequence.request.id)
             self.counters.finished += 1
         return delta

@@ -16,18 +16,18 @@ from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker.capabilities.tiered import TierCounts
 from kvmesh.worker.engine import (
-    ConfigError,
-    Delta,
+    EngineConfigError,
     EngineContext,
     EngineError,
     EngineInfo,
+    OutputDelta,
     Rejected,
     Sink,
     StoreFactory,
 )
 from kvmesh.worker.enginecore.block_manager import ENGINE
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention import Keeping, keeping_options
+from kvmesh.worker.enginecore.retention import RetentionManager, retention_options
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerOptions, LowerTiers
@@ -38,7 +38,7 @@ from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 from kvmesh.worker.engines.torch.prefetch import TorchLoader
 from kvmesh.worker.model_card import model_context
-from kvmesh.worker.requests.prefetch import Prefetches
+from kvmesh.worker.requests.prefetch import PrefetchQueue
 
 log = logging.getLogger(__name__)
 CLOSE_S = 10.0
@@ -66,7 +66,7 @@ class TorchEngine:
         self._store = store
         self._lower: LowerTiers | None = None
         self._handoffs: Handoffs | None = None
-        self._prefetches: Prefetches | None = None
+        self._prefetches: PrefetchQueue | None = None
         self._thread = ThreadPoolExecutor(1, "torch")
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -77,7 +77,7 @@ class TorchEngine:
 
     async def start(self, sink: Sink) -> EngineInfo:
         if self._worker.adapters:
-            raise ConfigError("the torch engine serves no adapters")
+            raise EngineConfigError("the torch engine serves no adapters")
         loop = asyncio.get_running_loop()
         self._loaded = await loop.run_in_executor(self._thread, self._load)
         self._sink = sink
@@ -87,7 +87,7 @@ class TorchEngine:
         if self._worker.serves != "aggregated":
             self._handoffs = await self._open_handoffs(core)
         loader = TorchLoader(core, self._lower, self._accept, self._on_moved)
-        self._prefetches = Prefetches(loader, core.limits.block_size)
+        self._prefetches = PrefetchQueue(loader, core.limits.block_size)
         self._task = asyncio.create_task(self._run(core, sink), name="torch engine")
         return EngineInfo(
             name="torch",
@@ -163,7 +163,7 @@ class TorchEngine:
         moved = self._handoffs is not None and self._handoffs.abort(request)
         if self._sink is None or not (self._core.abort(request) or moved):
             return False
-        self._sink.output([Delta(request, [], finish="abort")])
+        self._sink.output([OutputDelta(request, [], finish="abort")])
         if self._lower is not None:
             self._lower.writer.end(request)
         self._wake.set()
@@ -311,7 +311,7 @@ class TorchEngine:
     def _moving(self) -> int:
         return self._handoffs.moving if self._handoffs is not None else 0
 
-    def _keep(self, change: Callable[[Keeping, float], int]) -> int:
+    def _keep(self, change: Callable[[RetentionManager, float], int]) -> int:
         """Change what is kept, and tell what went because of it."""
         blocks = change(self._core.blocks.keeping, asyncio.get_running_loop().time())
         self._tell(self._core.take_events())
@@ -340,7 +340,7 @@ class TorchEngine:
         blocks = options.blocks or options.kv_bytes // model.layout.block_bytes
         if not blocks:
             size = model.layout.block_bytes
-            raise ConfigError(f"kv_bytes {options.kv_bytes} holds no block of {size} bytes")
+            raise EngineConfigError(f"kv_bytes {options.kv_bytes} holds no block of {size} bytes")
         model.allocate(blocks)
         most_s = self._worker.compile_timeout_s
         grammars = Grammars(self._folder, model.vocabulary, model.stop_tokens, most_s)
@@ -352,7 +352,7 @@ class TorchEngine:
             watermark=options.watermark,
         )
         longest = self._worker.context or model_context(self._folder)
-        keeping = keeping_options(self._worker)
+        keeping = retention_options(self._worker)
         core = TorchCore(model, limits, blocks, min(longest, blocks * block_size), keeping)
         return core, grammars
 

@@ -20,11 +20,11 @@ from msgspec import Struct
 
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.messages import Work
-from kvmesh.settings.schema import Transfer
+from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.transfer.staging import Staging
 from kvmesh.worker import metrics
-from kvmesh.worker.engine import Delta
+from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.sequence import hash_prompt
 from kvmesh.worker.engines.torch.blocks.block_io import Prefix, check_layout, hold
 from kvmesh.worker.engines.torch.core import TorchCore
@@ -46,7 +46,11 @@ class Handoffs:
     """What leaves `core` and comes to it. `told` is called when its books have changed."""
 
     def __init__(
-        self, core: TorchCore, transport: Transport, options: Transfer, told: Callable[[], None]
+        self,
+        core: TorchCore,
+        transport: Transport,
+        options: TransferSettings,
+        told: Callable[[], None],
     ) -> None:
         self._core = core
         self._transport = transport
@@ -105,7 +109,9 @@ class Handoffs:
         hashes = array("Q", sequence)
         self._prompts[work.request] = hashes, self._prints(work, len(hashes))
 
-    def pass_on(self, deltas: list[Delta], tell: Callable[[list[Delta]], None]) -> list[Delta]:
+    def pass_on(
+        self, deltas: list[OutputDelta], tell: Callable[[list[OutputDelta]], None]
+    ) -> list[OutputDelta]:
         """Those that can be told at once; the others are when their KV can be read."""
         rest = []
         for delta in deltas:
@@ -120,7 +126,7 @@ class Handoffs:
         return rest
 
     async def _leave(
-        self, delta: Delta, places: list[int], tell: Callable[[list[Delta]], None]
+        self, delta: OutputDelta, places: list[int], tell: Callable[[list[OutputDelta]], None]
     ) -> None:
         result = "failed"
         try:

@@ -21,16 +21,16 @@ from tensorrt_llm.llmapi import (
 )
 
 from kvmesh.bus.messages import Capacity, Guided, Load, Sampling, Work
-from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, Wish
+from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import segments
-from kvmesh.worker.adapters.base import Adapter
+from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.request_streams import (
-    Output,
+    EngineUnavailable,
     RequestStreams,
     StepClock,
-    Unavailable,
+    StreamOutput,
     remaining,
 )
 from kvmesh.worker.engine import (
@@ -41,7 +41,7 @@ from kvmesh.worker.engine import (
     Sink,
     Unsupported,
 )
-from kvmesh.worker.enginecore.retention import KeepingOptions, keeping_options
+from kvmesh.worker.enginecore.retention import RetentionOptions, retention_options
 from kvmesh.worker.engines.trtllm.events import EventReader
 from kvmesh.worker.model_card import model_context
 
@@ -66,10 +66,10 @@ def create(context: EngineContext) -> "TrtllmEngine":
     arguments = {"model": str(context.folder), **arguments}
     served = worker.served_name or context.folder.name
     longest = arguments.get("max_seq_len") or model_context(context.folder)
-    return TrtllmEngine(arguments, cache, served, longest, keeping_options(worker))
+    return TrtllmEngine(arguments, cache, served, longest, retention_options(worker))
 
 
-class TrtllmEngine(Adapter):
+class TrtllmEngine(StreamingAdapter):
     """One `LLM`; with attention data parallelism it is one rank that holds all blocks."""
 
     def __init__(
@@ -78,7 +78,7 @@ class TrtllmEngine(Adapter):
         cache: dict[str, Any],
         served: str,
         context: int,
-        keeping: KeepingOptions,
+        keeping: RetentionOptions,
     ) -> None:
         super().__init__()
         self._arguments = arguments
@@ -177,7 +177,7 @@ class TrtllmEngine(Adapter):
             fields["disaggregated_params"] = _disaggregated(work.handoff)
         return fields
 
-    async def _answer(self, fields: dict[str, Any], cached: int) -> AsyncIterator[Output]:
+    async def _answer(self, fields: dict[str, Any], cached: int) -> AsyncIterator[StreamOutput]:
         try:
             result = self._llm.generate_async(**fields)
         except ValueError as error:
@@ -190,7 +190,7 @@ class TrtllmEngine(Adapter):
                 yield _output(part, seen, cached)
                 seen = len(part.token_ids)
         except RuntimeError as error:
-            raise Unavailable(f"TensorRT-LLM gave the request up: {error}") from error
+            raise EngineUnavailable(f"TensorRT-LLM gave the request up: {error}") from error
         finally:
             if finish is None:
                 result.abort()
@@ -238,14 +238,14 @@ def scheduling_priority(priority: int) -> float:
     return 0.5 + priority / (2 * (1 + abs(priority)))
 
 
-def _retention(work: Work, defaults: Mapping[str, Wish]) -> Any:
+def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
     """Ranges as they were asked for, and else as dear as the request is; None for the default.
 
     Ranges may not overlap, and the generated tokens are not in them.
     """
     prompt = len(work.tokens) // 4 - work.generated
     asked = segments(work.retention, work.decode, prompt, 1, defaults)
-    rest = Wish(_level(PLAIN_LEVEL + work.priority))
+    rest = RetentionWish(_level(PLAIN_LEVEL + work.priority))
     if not asked and rest.plain:
         return None
     spans = []
@@ -259,7 +259,7 @@ def _retention(work: Work, defaults: Mapping[str, Wish]) -> Any:
     return KvCacheRetentionConfig(spans, _level(answer.level), _duration(answer))
 
 
-def _span(start: int, end: int, wish: Wish) -> list[Any]:
+def _span(start: int, end: int, wish: RetentionWish) -> list[Any]:
     if start >= end or wish.plain:
         return []
     make = KvCacheRetentionConfig.TokenRangeRetentionConfig
@@ -270,7 +270,7 @@ def _level(level: int) -> int:
     return max(0, min(MOST_LEVEL, level))
 
 
-def _duration(wish: Wish) -> timedelta | None:
+def _duration(wish: RetentionWish) -> timedelta | None:
     return None if wish.ttl_s is None else timedelta(seconds=wish.ttl_s)
 
 
@@ -317,16 +317,16 @@ def _disaggregated(handoff: dict[str, Any]) -> Any:
     return DisaggregatedParams(request_type="generation_only", **known)
 
 
-def _output(part: Any, seen: int, cached: int) -> Output:
+def _output(part: Any, seen: int, cached: int) -> StreamOutput:
     tokens = list(part.token_ids[seen:])
     rows = part.logprobs[seen:] if part.logprobs else None
     logprobs = [{t: entry.logprob for t, entry in row.items()} for row in rows] if rows else None
     reason = part.finish_reason
     if reason in ("cancelled", "timeout"):
-        raise Unavailable(f"TensorRT-LLM gave the request up ({reason})")
+        raise EngineUnavailable(f"TensorRT-LLM gave the request up ({reason})")
     given = part.disaggregated_params
     handoff = None if given is None else {key: getattr(given, key) for key in HANDOFF}
     finish = None if reason is None else "length" if reason == "length" else "stop"
     if handoff is not None and reason == "not_finished":
         finish = "length"
-    return Output(tokens, finish, cached, logprobs, handoff)
+    return StreamOutput(tokens, finish, cached, logprobs, handoff)

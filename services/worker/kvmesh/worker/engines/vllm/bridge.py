@@ -23,7 +23,14 @@ from torch import Tensor
 from kvmesh._native import xxh3
 from kvmesh.blocks.attachment import Tenant
 from kvmesh.blocks.digests import DigestChain
-from kvmesh.blocks.kvbm_client import Part, Prompt, Speeds, StoreClient, Writing, digest_of
+from kvmesh.blocks.kvbm_client import (
+    FetchedPart,
+    KvbmPrompt,
+    PendingWrite,
+    StoreClient,
+    TierSpeeds,
+    digest_of,
+)
 from kvmesh.blocks.layout import KvLayout
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus, BusOptions
@@ -31,7 +38,7 @@ from kvmesh.bus.messages import Retain
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.hashing import block_hashes
 from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors
-from kvmesh.worker.throughput import Speed, in_turn
+from kvmesh.worker.throughput import Throughput, in_turn
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -126,9 +133,9 @@ class Bridge:
 
     def _prompt(
         self, request: str, origin: Origin, chain: DigestChain, tokens: "array[int]", key: bytes
-    ) -> Prompt:
+    ) -> KvbmPrompt:
         local, sequence = block_hashes(tokens.tobytes(), self._layout.block_size, origin.salt)
-        return Prompt(
+        return KvbmPrompt(
             request=request,
             digests=chain.upto(key, tokens, len(sequence) // 8),
             sequence=sequence,
@@ -140,7 +147,7 @@ class Bridge:
         )
 
 
-class Found(Struct):
+class LookupResult(Struct):
     """Blocks `first` … of a prompt, at these offsets of the arena of that name.
 
     `tiers` says where each was, `asked` when vLLM last asked for them (monotonic seconds), and
@@ -167,10 +174,10 @@ class Lookups(Bridge):
 
     def __init__(self, options: BridgeOptions, layout: KvLayout) -> None:
         self._lock = threading.Lock()
-        self._found: dict[str, Found | None] = {}
+        self._found: dict[str, LookupResult | None] = {}
         self._ends: dict[str, asyncio.Event] = {}
-        self._checking = Speed()
-        self._speeds = Speeds()
+        self._checking = Throughput()
+        self._speeds = TierSpeeds()
         self.corrupt = 0
         super().__init__(options, "scheduler", layout, torch.device("cpu"))
 
@@ -195,9 +202,9 @@ class Lookups(Bridge):
     def measured(self, compute_tps: float, copy_bps: float) -> None:
         """What the model runner has measured."""
         load_bps = in_turn(copy_bps, self._checking.value)
-        self._speeds = Speeds(compute_tps=compute_tps, load_bps=load_bps)
+        self._speeds = TierSpeeds(compute_tps=compute_tps, load_bps=load_bps)
 
-    def take(self, request: str) -> Found | None:
+    def take(self, request: str) -> LookupResult | None:
         """What has been found; it stays until `finish`. None if it has been given back."""
         with self._lock:
             found = self._found.get(request)
@@ -248,11 +255,13 @@ class Lookups(Bridge):
                 self._found[request] = found
             await self._copied(request, found, end)
 
-    async def _gather(self, prompt: Prompt, held: int, parts: AsyncIterator[Part]) -> Found | None:
+    async def _gather(
+        self, prompt: KvbmPrompt, held: int, parts: AsyncIterator[FetchedPart]
+    ) -> LookupResult | None:
         """All blocks that come and are what they should be; they stay while `parts` is open."""
-        found: Found | None = None
+        found: LookupResult | None = None
         async for part in parts:
-            found = found or Found(held, part.arena.path.name, array("Q"), bytearray())
+            found = found or LookupResult(held, part.arena.path.name, array("Q"), bytearray())
             good = await self._check(part)
             found.offsets.extend(part.offsets[:good])
             found.tiers.extend(part.tiers[:good])
@@ -265,7 +274,7 @@ class Lookups(Bridge):
                 break
         return found
 
-    async def _check(self, part: Part) -> int:
+    async def _check(self, part: FetchedPart) -> int:
         """How many leading blocks of a part are what they should be."""
         host, size = self._arenas.of(part.arena), self._layout.block_bytes
         start = time.perf_counter()
@@ -273,7 +282,7 @@ class Lookups(Bridge):
         self._checking.note(good * size, time.perf_counter() - start)
         return good
 
-    async def _copied(self, request: str, found: Found, end: asyncio.Event) -> None:
+    async def _copied(self, request: str, found: LookupResult, end: asyncio.Event) -> None:
         """Return once it has been copied, or vLLM has not asked for it for UNCLAIMED_S.
 
         What is to be copied is held for as long as that takes: no timer says when a slow copy has
@@ -288,7 +297,7 @@ class Lookups(Bridge):
                     log.warning("what was found of request %s has not been asked for", request)
                     return
 
-    def _is_forgotten(self, request: str, found: Found) -> bool:
+    def _is_forgotten(self, request: str, found: LookupResult) -> bool:
         """Whether nobody asks for it any more; who does so later has it looked for again."""
         with self._lock:
             if found.taken or time.monotonic() - found.asked < UNCLAIMED_S:
@@ -355,11 +364,11 @@ class Writes(Bridge):
 
     # what is read by the writer
 
-    def hold(self, item: Staged, key: bytes) -> Prompt | None:
+    def hold(self, item: Staged, key: bytes) -> KvbmPrompt | None:
         del self._staged[item.request]
         return self._prompt(item.request, item.origin, item.chain, item.tokens, key)
 
-    async def copy(self, item: Staged, writing: Writing) -> "array[int]":
+    async def copy(self, item: Staged, writing: PendingWrite) -> "array[int]":
         places = zip(writing.blocks, writing.offsets, strict=True)
         rows = [(item.rows[block], offset) for block, offset in places]
         return await asyncio.to_thread(_copy_rows, rows, self._arenas.of(writing.arena))
@@ -382,7 +391,7 @@ class Writes(Bridge):
         await super()._close()
 
 
-def _matching(part: Part, host: Tensor, size: int) -> int:
+def _matching(part: FetchedPart, host: Tensor, size: int) -> int:
     """Leading blocks of a part whose checksums are right."""
     content = host.numpy().data
     pairs = zip(part.offsets, part.checksums, strict=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvmesh.worker.throughput import TELLING_TOKENS, Speed
+from kvmesh.worker.throughput import TELLING_TOKENS, Throughput
 
 COMPUTE, COPY = "compute_tps", "copy_bps"
 WRITTEN, SKIPPED, CORRUPT = "written_blocks", "skipped_blocks", "corrupt_blocks"
@@ -40,8 +40,8 @@ class StepMeter:
     """Times the steps of the model runner: prompts computed, and blocks copied in meanwhile."""
 
     def __init__(self) -> None:
-        self._compute = Speed()
-        self._copy = Speed()
+        self._compute = Throughput()
+        self._copy = Throughput()
         self._began = 0.0
         self._copying = 0.0
         self._told: dict[str, float] = {}

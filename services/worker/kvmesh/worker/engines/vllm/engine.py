@@ -24,21 +24,33 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvmesh.bus.messages import Capacity, Guided, Load, Work
-from kvmesh.worker.adapters.base import Adapter
+from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.event_feed import EventFeed
-from kvmesh.worker.adapters.request_streams import Output, RequestStreams, Unavailable, remaining
+from kvmesh.worker.adapters.request_streams import (
+    EngineUnavailable,
+    RequestStreams,
+    StreamOutput,
+    remaining,
+)
 from kvmesh.worker.adapters.zmq_events import event_endpoints
 from kvmesh.worker.capabilities.tiered import TierCounts
-from kvmesh.worker.engine import ConfigError, EngineContext, EngineError, EngineInfo, Rejected, Sink
+from kvmesh.worker.engine import (
+    EngineConfigError,
+    EngineContext,
+    EngineError,
+    EngineInfo,
+    Rejected,
+    Sink,
+)
 from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector, shared, shares
 from kvmesh.worker.engines.vllm.constraints import Constraints
-from kvmesh.worker.engines.vllm.process_guard import Guard
+from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.request_fields import sampling_fields, structured_outputs
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
-from kvmesh.worker.scratch import Scratch
+from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 HEALTH_S = 0.5
@@ -75,7 +87,7 @@ def create(context: EngineContext) -> "VllmEngine":
     return VllmEngine(arguments, adapters, served, worker.compile_timeout_s)
 
 
-class VllmEngine(Adapter):
+class VllmEngine(StreamingAdapter):
     """One `AsyncLLM`, which may have several data-parallel ranks."""
 
     def __init__(
@@ -90,9 +102,9 @@ class VllmEngine(Adapter):
         self._arguments = arguments
         self._adapters = adapters
         self._served = served
-        self._folder = Scratch()
+        self._folder = ScratchFolder()
         self._llm: Any = None
-        self._guard: Guard | None = None
+        self._guard: ProcessGuard | None = None
         self._constraints: Constraints | None = None
         self._processes: list[int] = []
         self._salts = Salts(served, 1)
@@ -107,14 +119,14 @@ class VllmEngine(Adapter):
         collector = StatsCollector()
         try:
             self._llm = await asyncio.to_thread(self._load, collector)
-        except ConfigError:
+        except EngineConfigError:
             self._folder.close()
             raise
         except Exception as error:  # vLLM and what it loads raise anything
             self._folder.close()
             raise EngineError(f"vLLM does not start: {_cause(error)}") from error
         self._processes = [c.pid for c in active_children() if c.pid is not None]
-        self._guard = Guard(self._processes)
+        self._guard = ProcessGuard(self._processes)
         config = self._llm.vllm_config
         self._constraints = Constraints(config, self._folder.path, self._compile_s)
         try:
@@ -187,7 +199,7 @@ class VllmEngine(Adapter):
         try:
             taken = AsyncEngineArgs(**arguments)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"vLLM does not take its arguments: {error}") from error
+            raise EngineConfigError(f"vLLM does not take its arguments: {error}") from error
         return AsyncLLM.from_engine_args(taken, stat_loggers=[collector.logger])
 
     def _follow(self, sink: Sink) -> None:
@@ -239,7 +251,7 @@ class VllmEngine(Adapter):
             else StructuredOutputsParams(**structured_outputs(guided)),
         )
 
-    async def _answer(self, work: Work, params: SamplingParams) -> AsyncIterator[Output]:
+    async def _answer(self, work: Work, params: SamplingParams) -> AsyncIterator[StreamOutput]:
         prompt: dict[str, Any] = {"prompt_token_ids": array("I", work.tokens).tolist()}
         tag = self._salts.tag(work)
         if tag is not None:
@@ -261,7 +273,7 @@ class VllmEngine(Adapter):
         except EngineDeadError as error:
             raise EngineError(f"vLLM has died: {_cause(error)}") from error
         except (GracefulHTTPError, EngineGenerateError) as error:
-            raise Unavailable(_cause(error)) from error
+            raise EngineUnavailable(_cause(error)) from error
         except (VLLMClientError, ValueError) as error:
             raise Rejected(str(error)) from error
         finally:
@@ -327,17 +339,19 @@ def _adapters(pairs: list[str]) -> dict[str, LoRARequest]:
     for number, pair in enumerate(pairs, start=1):
         name, equals, path = pair.partition("=")
         if not name or not equals or not os.path.isdir(path):
-            raise ConfigError(f"LoRA adapter {pair!r} is not NAME=FOLDER with an existing folder")
+            raise EngineConfigError(
+                f"LoRA adapter {pair!r} is not NAME=FOLDER with an existing folder"
+            )
         adapters[name] = LoRARequest(name, number, path)
     return adapters
 
 
-def _output(output: Any, below: list[int]) -> Output:
+def _output(output: Any, below: list[int]) -> StreamOutput:
     part = output.outputs[0]
     reason = part.finish_reason
     if reason in ("abort", "error"):
-        raise Unavailable(f"vLLM gave the request up ({reason})")
-    return Output(
+        raise EngineUnavailable(f"vLLM gave the request up ({reason})")
+    return StreamOutput(
         list(part.token_ids),
         None if reason is None else _FINISH.get(reason, "stop"),
         output.num_cached_tokens,

@@ -8,7 +8,7 @@ END_S = 1.0
 _SCRIPT = 'read -r _ || kill -KILL "$@"'
 
 
-class Guard:
+class ProcessGuard:
     """Kills the processes `pids` once this process has died without `dismiss`."""
 
     def __init__(self, pids: Iterable[int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvmesh.worker.capabilities.tiered import TierCounts
-from kvmesh.worker.enginecore.counters import Counters
+from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.connector_stats import CORRUPT, LOADED, SKIPPED, WRITTEN
 
 TIERS = 4
@@ -26,7 +26,7 @@ class RankStats:
     def __init__(self) -> None:
         self.waiting = 0
         self.usage = 0.0
-        self.counters = Counters()
+        self.counters = EngineCounters()
         self.preemptions = 0
         self._last = 0.0
         self._idle = 0.0

@@ -22,7 +22,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.constraints.trial import Server
+from kvmesh.worker.constraints.trial import TrialServer
 from kvmesh.worker.engines.vllm.request_fields import structured_outputs
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class StructuredOutputs:
 def main(config: str, seconds: str) -> None:
     """Serve the worker at the other end of stdin and stdout."""
     outputs = StructuredOutputs(pickle.loads(Path(config).read_bytes()))
-    Server(outputs.make, float(seconds)).run()
+    TrialServer(outputs.make, float(seconds)).run()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from kvmesh.bus.messages import Sampling, Work
 from kvmesh.worker.enginecore.sequence import TokenSource
 from kvmesh.worker.engines.mock.text.guided import generate, leaves_free
 from kvmesh.worker.engines.mock.text.script import TAIL_TOKENS, Script
-from kvmesh.worker.engines.mock.text.source import Passage, Reading
+from kvmesh.worker.engines.mock.text.source import TextReading, TextSource
 
 MARKER_TOKENS = 32
 
@@ -44,7 +44,7 @@ class Finite:
 
 
 @dataclass(frozen=True)
-class Answer:
+class MockAnswer:
     """Tokens, how many of them, and why they end there."""
 
     source: TokenSource
@@ -73,7 +73,7 @@ class Author:
     """Answers prompts, by script if there is one for the turn, else from the passage."""
 
     def __init__(
-        self, passage: Passage, options: AnswerOptions, script: Script | None = None
+        self, passage: TextSource, options: AnswerOptions, script: Script | None = None
     ) -> None:
         self.options = options
         self._tokenizer = passage.tokenizer
@@ -81,7 +81,7 @@ class Author:
         self._script = script
         self.vocabulary = self._tokenizer.get_vocab_size()
 
-    def answer(self, work: Work) -> Answer:
+    def answer(self, work: Work) -> MockAnswer:
         """The whole answer to `work`, including what an earlier worker has generated of it.
 
         Raises `guided.Unsupported` for a constraint that the mock cannot follow.
@@ -121,29 +121,29 @@ class Author:
         if end.endswith(options.think_close.strip()):
             return []
         opened = end.endswith(options.think_open.strip())
-        thoughts = Reading(self._passage, seed >> 8).slice(0, options.reasoning_tokens)
+        thoughts = TextReading(self._passage, seed >> 8).slice(0, options.reasoning_tokens)
         mark = [] if opened else self._encode(options.think_open)
         return mark + thoughts + self._encode(options.think_close)
 
-    def _endless(self, work: Work, head: list[int], seed: int) -> Answer:
-        reading: TokenSource = Reading(self._passage, seed)
+    def _endless(self, work: Work, head: list[int], seed: int) -> MockAnswer:
+        reading: TokenSource = TextReading(self._passage, seed)
         source = Spliced(head, reading) if head else reading
         sampling = work.sampling
         bound = min(sampling.max_tokens, self._room(work))
         natural = max(len(head) + self._length(seed), sampling.min_tokens)
         if sampling.ignore_eos or natural >= bound:
-            return Answer(source, bound, "length")
-        return Answer(source, natural, "stop")
+            return MockAnswer(source, bound, "length")
+        return MockAnswer(source, natural, "stop")
 
     def _length(self, seed: int) -> int:
         middle = self.options.output_tokens
         return max(1, middle - middle // 2 + (seed >> 16) % (middle + 1))
 
-    def _finite(self, work: Work, tokens: list[int]) -> Answer:
+    def _finite(self, work: Work, tokens: list[int]) -> MockAnswer:
         bound = min(work.sampling.max_tokens, self._room(work))
         if len(tokens) <= bound:
-            return Answer(Finite(tokens), len(tokens), "stop")
-        return Answer(Finite(tokens), bound, "length")
+            return MockAnswer(Finite(tokens), len(tokens), "stop")
+        return MockAnswer(Finite(tokens), bound, "length")
 
     def _room(self, work: Work) -> int:
         return self.options.context - len(_original(work)) // 4
@@ -162,13 +162,13 @@ def _original(work: Work) -> bytes:
     return work.tokens[: len(work.tokens) - 4 * work.generated]
 
 
-def _cut_at_stop(whole: Answer, sampling: Sampling, generated: int) -> Answer:
+def _cut_at_stop(whole: MockAnswer, sampling: Sampling, generated: int) -> MockAnswer:
     if not sampling.stop_token_ids:
         return whole
     first = max(generated, sampling.min_tokens)
     tokens = whole.source.slice(first, whole.target)
     at = _first_of(tokens, sampling.stop_token_ids)
-    return whole if at is None else Answer(whole.source, first + at + 1, "stop")
+    return whole if at is None else MockAnswer(whole.source, first + at + 1, "stop")
 
 
 def _first_of(tokens: list[int], wanted: Collection[int]) -> int | None:

@@ -14,7 +14,7 @@ _FAULTS = (
 )
 
 
-class Unsupported(Exception):
+class UnsupportedConstraint(Exception):
     """The constraint is malformed, or of a kind that the mock cannot follow."""
 
 
@@ -23,7 +23,7 @@ def generate(guided: Guided, rng: Random) -> str:
     try:
         return _generate(guided, rng)
     except _FAULTS as error:
-        raise Unsupported(f"cannot follow this {guided.kind}: {error}") from error
+        raise UnsupportedConstraint(f"cannot follow this {guided.kind}: {error}") from error
 
 
 def leaves_free(guided: Guided) -> bool:

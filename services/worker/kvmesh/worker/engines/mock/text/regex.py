@@ -28,7 +28,7 @@ class RegexError(Exception):
     """The expression is malformed, or uses what a generator cannot follow (look-around)."""
 
 
-class Steps:
+class RegexSteps:
     """The work left for one constraint, in steps and characters together."""
 
     def __init__(self, most: int = MOST_CHARACTERS) -> None:
@@ -41,7 +41,7 @@ class Steps:
             raise RegexError(f"it needs more than {self._most} characters or steps")
 
 
-def matching(pattern: str, rng: Random, steps: Steps | None = None) -> str:
+def matching(pattern: str, rng: Random, steps: RegexSteps | None = None) -> str:
     """A string that `pattern` matches from end to end; raises RegexError.
 
     No matcher is asked whether it does, which for some expressions takes for ever: the string is
@@ -50,7 +50,7 @@ def matching(pattern: str, rng: Random, steps: Steps | None = None) -> str:
     if len(pattern) > MOST_PATTERN:
         raise RegexError(f"it has more than {MOST_PATTERN} characters")
     reading = PARSING + PARSING_CHARACTER * len(pattern)
-    steps = steps or Steps(MOST_CHARACTERS + reading)
+    steps = steps or RegexSteps(MOST_CHARACTERS + reading)
     steps.spend(reading)
     try:
         parsed = _parser.parse(pattern)
@@ -62,7 +62,7 @@ def matching(pattern: str, rng: Random, steps: Steps | None = None) -> str:
 class _Walk:
     """One path through an expression."""
 
-    def __init__(self, rng: Random, flags: int, steps: Steps) -> None:
+    def __init__(self, rng: Random, flags: int, steps: RegexSteps) -> None:
         self._rng = rng
         self._multiline = bool(flags & re.MULTILINE)
         self._written: list[str] = []

@@ -5,7 +5,7 @@ import math
 from random import Random
 from typing import Any, TypeAlias
 
-from kvmesh.worker.engines.mock.text.regex import Steps, matching
+from kvmesh.worker.engines.mock.text.regex import RegexSteps, matching
 
 Schema: TypeAlias = dict[str, Any]
 DEEP = 4
@@ -52,7 +52,7 @@ class SchemaWriter:
         self._root = schema
         self._rng = rng
         self._values = 0
-        self._steps = Steps(MOST_STEPS)
+        self._steps = RegexSteps(MOST_STEPS)
         self._sizes: dict[int, int] = {}
 
     def write(self) -> Any:

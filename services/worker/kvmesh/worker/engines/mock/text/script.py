@@ -23,7 +23,7 @@ class ScriptError(Exception):
     """A script cannot be read; the message names the file, the line and the fault."""
 
 
-class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScriptEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of a script."""
 
     text: Annotated[str, Meta(min_length=1)]
@@ -35,7 +35,7 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Script:
     """The entries of a file, in order."""
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[ScriptEntry]) -> None:
         self._entries = [(entry, re.compile(entry.match or "")) for entry in entries]
         self.reads_prompts = any(entry.match is not None for entry in entries)
 
@@ -49,7 +49,7 @@ class Script:
         rows = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
         return cls([_entry(file, number, line) for number, line in rows])
 
-    def find(self, session: str | None, turn: int, prompt_end: str) -> Entry | None:
+    def find(self, session: str | None, turn: int, prompt_end: str) -> ScriptEntry | None:
         """The answer to this turn, if the script has one."""
         for entry, pattern in self._entries:
             if entry.session is not None and entry.session != session:
@@ -61,9 +61,9 @@ class Script:
         return None
 
 
-def _entry(file: Path, number: int, line: str) -> Entry:
+def _entry(file: Path, number: int, line: str) -> ScriptEntry:
     try:
-        entry = msgspec.json.decode(line, type=Entry)
+        entry = msgspec.json.decode(line, type=ScriptEntry)
         re.compile(entry.match or "")
     except (msgspec.MsgspecError, re.error) as error:
         raise ScriptError(f"{file}, line {number}: {error}") from error

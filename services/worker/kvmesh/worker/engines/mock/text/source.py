@@ -45,7 +45,7 @@ the form that this client expects. It is the only part that a client ever sees.
 """
 
 
-class Passage:
+class TextSource:
     """A text in tokens, and where its paragraphs begin.
 
     An answer starts at a paragraph, so that tokenizing its text again gives the same tokens: the
@@ -63,17 +63,17 @@ class Passage:
 
     @classmethod
     @lru_cache(maxsize=8)
-    def of_model(cls, folder: Path) -> "Passage":
+    def of_model(cls, folder: Path) -> "TextSource":
         """The passage in the tokens of a model folder; engines of one process share it."""
         return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
-class Reading:
+class TextReading:
     """The passage from one of its paragraphs on, over and over."""
 
     __slots__ = ("_start", "_tokens")
 
-    def __init__(self, passage: Passage, seed: int) -> None:
+    def __init__(self, passage: TextSource, seed: int) -> None:
         self._tokens = passage.tokens
         self._start = passage.starts[seed % len(passage.starts)]
 

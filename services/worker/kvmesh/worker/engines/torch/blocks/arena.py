@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.arena import Arena
+from kvmesh.blocks.arena import ArenaView
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 
 log = logging.getLogger(__name__)
@@ -22,20 +22,20 @@ class ArenaTensors:
 
     def __init__(self, device: torch.device) -> None:
         self._pins = device.type == "cuda"
-        self._tensors: dict[Arena, Tensor] = {}
+        self._tensors: dict[ArenaView, Tensor] = {}
 
-    async def adopt(self, arena: Arena) -> None:
+    async def adopt(self, arena: ArenaView) -> None:
         tensor = torch.frombuffer(arena.view(0, arena.size), dtype=torch.uint8)
         if self._pins:
             await asyncio.to_thread(_pin, tensor, arena)
         self._tensors[arena] = tensor
 
-    async def release(self, arena: Arena) -> None:
+    async def release(self, arena: ArenaView) -> None:
         tensor = self._tensors.pop(arena)
         if self._pins:
             await asyncio.to_thread(_unpin, tensor)
 
-    def of(self, arena: Arena) -> Tensor:
+    def of(self, arena: ArenaView) -> Tensor:
         """All bytes of an arena that has been adopted and not been released."""
         return self._tensors[arena]
 
@@ -89,7 +89,7 @@ class BlockCopier:
         return [xxh3(content[offset : offset + size]) for offset in offsets]
 
 
-def _pin(tensor: Tensor, arena: Arena) -> None:
+def _pin(tensor: Tensor, arena: ArenaView) -> None:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = cudart.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
     if int(status) != 0:

@@ -27,7 +27,7 @@ class Prints:
         return self._chain.upto(self._key, tokens, blocks)
 
 
-class Guard:
+class CollisionGuard:
     """The prints of the blocks that are held, by hash."""
 
     def __init__(self, layout: KvLayout) -> None:

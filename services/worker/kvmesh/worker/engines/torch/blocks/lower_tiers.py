@@ -17,18 +17,25 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.blocks.digests import DigestChain
-from kvmesh.blocks.kvbm_client import Part, Prompt, Speeds, StoreClient, Writing, digest_of
+from kvmesh.blocks.kvbm_client import (
+    FetchedPart,
+    KvbmPrompt,
+    PendingWrite,
+    StoreClient,
+    TierSpeeds,
+    digest_of,
+)
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.messages import Retain, Work, owner
 from kvmesh.worker.capabilities.tiered import TierCounts
-from kvmesh.worker.engine import Delta
+from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.retention_request import asked_before
-from kvmesh.worker.enginecore.sequence import Sequence, State
+from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
 from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors, BlockCopier
 from kvmesh.worker.engines.torch.blocks.block_io import Prefix, hold
-from kvmesh.worker.engines.torch.core import Job, Step, TorchCore
+from kvmesh.worker.engines.torch.core import EngineRequest, TorchCore, TorchStep
 from kvmesh.worker.engines.torch.threads import completed
-from kvmesh.worker.throughput import TELLING_TOKENS, Speed
+from kvmesh.worker.throughput import TELLING_TOKENS, Throughput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,7 +57,7 @@ class LowerOptions(Struct, frozen=True, kw_only=True):
 class Filled(NamedTuple):
     """The leading full blocks of a job, by their hashes, as they were when it was made."""
 
-    job: Job
+    job: EngineRequest
     hashes: "array[int]"
     local: "array[int]"
 
@@ -78,8 +85,8 @@ class LowerTiers:
         self._threads = ThreadPoolExecutor(2, "blocks")
         self._tasks: dict[Sequence, asyncio.Task[None]] = {}
         self._touches: set[asyncio.Task[None]] = set()
-        self._computing = Speed()
-        self._loading = Speed()
+        self._computing = Throughput()
+        self._loading = Throughput()
 
     @property
     def counts(self) -> TierCounts:
@@ -110,7 +117,7 @@ class LowerTiers:
         self._threads.shutdown()
         self._copier.close()
 
-    def stepped(self, step: Step, deltas: list[Delta], seconds: float) -> None:
+    def stepped(self, step: TorchStep, deltas: list[OutputDelta], seconds: float) -> None:
         """A step has computed parts of prompts, and ended some."""
         tokens = sum(len(turn.row.tokens) for turn in step.turns if not turn.decodes)
         if tokens >= TELLING_TOKENS:
@@ -123,7 +130,7 @@ class LowerTiers:
 
     def look(self) -> None:
         """Begin to fetch for sequences that wait for it, and end it for those that do no more."""
-        for sequence in [s for s in self._tasks if s.state is not State.ARRIVING]:
+        for sequence in [s for s in self._tasks if s.state is not SequenceState.ARRIVING]:
             self._tasks.pop(sequence).cancel()
         for sequence in self._core.scheduler.arriving:
             if sequence not in self._tasks:
@@ -133,7 +140,7 @@ class LowerTiers:
             for sequence in self._core.scheduler.prefilling:
                 self._touch(sequence, self._core.job(sequence))
 
-    def _touch(self, sequence: Sequence, job: Job) -> None:
+    def _touch(self, sequence: Sequence, job: EngineRequest) -> None:
         """Have the tiers below note that a prompt is in use which the engine holds already."""
         if job.asked:
             return
@@ -142,7 +149,7 @@ class LowerTiers:
         self._touches.add(touching)
         touching.add_done_callback(self._touches.discard)
 
-    async def _ask(self, sequence: Sequence, job: Job) -> None:
+    async def _ask(self, sequence: Sequence, job: EngineRequest) -> None:
         hashes = sequence.reusable
         prompt = await self._describe(job, hashes, sequence.local[: len(hashes)])
         if prompt is not None:
@@ -182,7 +189,7 @@ class LowerTiers:
             await self._bring_all(prompt, prefix, [0] * TIERS, computes=False)
 
     async def _bring_all(
-        self, prompt: Prompt, prefix: Prefix, arrived: list[int], computes: bool = True
+        self, prompt: KvbmPrompt, prefix: Prefix, arrived: list[int], computes: bool = True
     ) -> None:
         held, wait_s, deadline_s = prefix.held, self._options.wait_s, self._options.deadline_s
         loading = self._client.load(prompt, held, self.speeds, wait_s, deadline_s, computes)
@@ -197,7 +204,9 @@ class LowerTiers:
                 if not prefix.reaches(part.first + len(part.offsets)):
                     break
 
-    async def _bring(self, prompt: Prompt, part: Part, prefix: Prefix) -> tuple[int, int]:
+    async def _bring(
+        self, prompt: KvbmPrompt, part: FetchedPart, prefix: Prefix
+    ) -> tuple[int, int]:
         """Load what is missing of a part; from which of its blocks on, and how many."""
         wanted = prefix.extend(part.first) - part.first
         if wanted < 0:
@@ -222,21 +231,23 @@ class LowerTiers:
             self._on_corrupt(prompt, part, part.first + wanted + good)
         return wanted, good
 
-    def _inherit(self, prompt: Prompt, part: Part, prefix: Prefix) -> None:
+    def _inherit(self, prompt: KvbmPrompt, part: FetchedPart, prefix: Prefix) -> None:
         core = self._core
         asked = asked_before(part.retention, core.limits.block_size, owner(prompt.tenant))
         core.blocks.keeping.inherit(prefix.hashes[: prefix.held], asked, core.blocks.now)
 
-    def _on_corrupt(self, prompt: Prompt, part: Part, block: int) -> None:
+    def _on_corrupt(self, prompt: KvbmPrompt, part: FetchedPart, block: int) -> None:
         self._corrupt += 1
         log.warning("block %d of request %s has a wrong checksum", block, prompt.request)
         self._client.corrupt(part, digest_of(prompt, block))
 
     @property
-    def speeds(self) -> Speeds:
-        return Speeds(compute_tps=self._computing.value, load_bps=self._loading.value)
+    def speeds(self) -> TierSpeeds:
+        return TierSpeeds(compute_tps=self._computing.value, load_bps=self._loading.value)
 
-    async def _describe(self, job: Job, hashes: "array[int]", local: "array[int]") -> Prompt | None:
+    async def _describe(
+        self, job: EngineRequest, hashes: "array[int]", local: "array[int]"
+    ) -> KvbmPrompt | None:
         key = self._client.key
         if key is None:
             return None
@@ -248,14 +259,14 @@ class LowerTiers:
 
     # down
 
-    def filled(self, job: Job, sequence: Sequence) -> None:
+    def filled(self, job: EngineRequest, sequence: Sequence) -> None:
         """The leading `sequence.held` blocks of a job are full."""
         held = sequence.held
         item = Filled(job, sequence.sequence[:held], sequence.local[:held])
         if self.writer.put(job.work.request, item, job.offered, held):
             job.offered = held
 
-    def hold(self, item: Filled, key: bytes) -> Prompt | None:
+    def hold(self, item: Filled, key: bytes) -> KvbmPrompt | None:
         prints = item.job.prints.upto(item.job.tokens, len(item.hashes))
         held, _ = hold(self._core, item.hashes, prints)
         if len(held) < len(item.hashes):
@@ -263,7 +274,7 @@ class LowerTiers:
             return None
         return self._named(item, key)
 
-    async def copy(self, item: Filled, writing: Writing) -> "array[int]":
+    async def copy(self, item: Filled, writing: PendingWrite) -> "array[int]":
         places = self._core.slots.places([item.hashes[block] for block in writing.blocks])
         host = self._arenas.of(writing.arena)
         return await self._copy(self._copier.down, places, host, writing.offsets)
@@ -275,7 +286,7 @@ class LowerTiers:
     def drop(self, item: Filled) -> None:
         pass
 
-    def _named(self, item: Filled, key: bytes) -> Prompt:
+    def _named(self, item: Filled, key: bytes) -> KvbmPrompt:
         job, work = item.job, item.job.work
         if job.chain is None:
             job.chain = self._chain(work)
@@ -299,8 +310,8 @@ def _prompt(
     hashes: "array[int]",
     local: "array[int]",
     retention: list[Retain],
-) -> Prompt:
-    return Prompt(
+) -> KvbmPrompt:
+    return KvbmPrompt(
         request=work.request,
         digests=digests,
         sequence=hashes.tobytes(),

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable
 
 from kvmesh.bus.messages import KvEvent, Removed
-from kvmesh.worker.enginecore.sequence import Sequence, State
+from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
 
 
 class BlockTable:
@@ -60,7 +60,7 @@ class SlotTable:
         """Between steps: take back what preempted sequences had, and what others have left."""
         self._free += self._leaving
         self._leaving.clear()
-        idle = [r for r, t in self._tables.items() if t.sequence.state is State.WAITING]
+        idle = [r for r, t in self._tables.items() if t.sequence.state is SequenceState.WAITING]
         for request in idle:
             self._free += self._tables[request].places[self._tables.pop(request).named :]
 

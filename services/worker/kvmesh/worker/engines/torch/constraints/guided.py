@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvmesh.bus.messages import Guided
 from kvmesh.worker.constraints.trials import Trials
-from kvmesh.worker.engine import ConfigError, EngineError, Rejected
+from kvmesh.worker.engine import EngineConfigError, EngineError, Rejected
 from kvmesh.worker.engines.torch.constraints.grammar import GrammarMaker
 
 CACHED_GRAMMARS = 64
@@ -60,7 +60,9 @@ class Grammars:
         try:
             self._maker = GrammarMaker(self._folder, self.vocabulary, self._ends)
         except Exception as error:  # llguidance raises nothing narrower
-            raise ConfigError(f"cannot read the tokenizer of {self._folder}: {error}") from error
+            raise EngineConfigError(
+                f"cannot read the tokenizer of {self._folder}: {error}"
+            ) from error
 
     def close(self) -> None:
         self._trials.close()

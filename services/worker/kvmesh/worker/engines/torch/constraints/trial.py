@@ -6,14 +6,14 @@ python -m kvmesh.worker.engines.torch.constraints.trial FOLDER VOCABULARY SECOND
 import sys
 from pathlib import Path
 
-from kvmesh.worker.constraints.trial import Server
+from kvmesh.worker.constraints.trial import TrialServer
 from kvmesh.worker.engines.torch.constraints.grammar import GrammarMaker
 
 
 def main(folder: str, vocabulary: str, seconds: str, *ends: str) -> None:
     """Serve the worker at the other end of stdin and stdout."""
     maker = GrammarMaker(Path(folder), int(vocabulary), map(int, ends))
-    Server(maker.make, float(seconds)).run()
+    TrialServer(maker.make, float(seconds)).run()
 
 
 if __name__ == "__main__":

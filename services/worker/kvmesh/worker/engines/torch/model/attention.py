@@ -21,7 +21,7 @@ WHOLE = 512
 LOWEST = -1e30
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """How a layer attends: scale of the scores, tokens of its window, cap, and sinks per head."""
 
     scaling: float
@@ -33,7 +33,9 @@ class Options(NamedTuple):
 class Attention(Protocol):
     """What the attention layers of one model call."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """From [heads, tokens, size] of the flat batch to [tokens, heads, value size]."""
         ...
 
@@ -61,7 +63,7 @@ def _interface(
     if attention_mask is not None:
         raise ValueError("the model brings an attention mask of its own")
     attention: Attention = module.kvmesh_attention  # type: ignore[assignment]
-    options = Options(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
+    options = AttentionOptions(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
     layer: int = module.layer_idx  # type: ignore[assignment]
     return attention.attend(layer, query[0], key[0], value[0], options)[None], None
 
@@ -75,7 +77,9 @@ class LayoutProbe:
     def __init__(self) -> None:
         self.layers: dict[int, LayerLayout] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor:
         self.layers[layer] = LayerLayout(k.shape[0], k.shape[2], v.shape[2])
         return v.repeat_interleave(q.shape[0] // v.shape[0], 0).transpose(0, 1)
 
@@ -88,7 +92,9 @@ class PagedAttention:
         self.batch: Batch | None = None
         self._tile_blocks = max(1, KEY_TILE // pool.layout.block_size)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor:
         batch = self.batch
         if batch is None:
             raise RuntimeError("attention outside of a batch")
@@ -104,7 +110,9 @@ class PagedAttention:
         flat = out.reshape(-1, heads, v.shape[2])
         return flat[batch.returns].to(v.dtype)
 
-    def _visit(self, layer: int, batch: Batch, state: "_Softmax", options: Options) -> None:
+    def _visit(
+        self, layer: int, batch: Batch, state: "_Softmax", options: AttentionOptions
+    ) -> None:
         step = self._tile_blocks
         size = step * self.pool.layout.block_size
         groups = state.queries.shape[2] // batch.query_positions.shape[1]

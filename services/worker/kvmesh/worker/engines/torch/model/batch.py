@@ -15,7 +15,7 @@ from torch import Tensor
 QUERY_TILE = 8
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """Consecutive tokens of one sequence from place `start` on, whose blocks are at `places`.
 
     `last` says whether the logits after the last of them are wanted.
@@ -31,9 +31,9 @@ class Row(NamedTuple):
         return self.start + len(self.tokens)
 
 
-def cut(rows: Iterable[Row], size: int) -> list[list[Row]]:
+def cut(rows: Iterable[BatchRow], size: int) -> list[list[BatchRow]]:
     """The same tokens in passes of at most `size`, in order."""
-    passes: list[list[Row]] = []
+    passes: list[list[BatchRow]] = []
     room = 0
     for row in rows:
         start = 0
@@ -44,7 +44,7 @@ def cut(rows: Iterable[Row], size: int) -> list[list[Row]]:
             count = min(room, len(row.tokens) - start)
             last = row.last and start + count == len(row.tokens)
             part = row.tokens[start : start + count]
-            passes[-1].append(Row(part, row.start + start, row.places, last))
+            passes[-1].append(BatchRow(part, row.start + start, row.places, last))
             start += count
             room -= count
     return passes
@@ -59,7 +59,7 @@ class Batch:
     """
 
     def __init__(
-        self, rows: Items[Row], size: int, block_size: int, scratch: int, device: torch.device
+        self, rows: Items[BatchRow], size: int, block_size: int, scratch: int, device: torch.device
     ) -> None:
         def tensor(values: object) -> Tensor:
             return torch.tensor(values, dtype=torch.int64).to(device)
@@ -88,7 +88,7 @@ class Batch:
 class _Tile(NamedTuple):
     """At most QUERY_TILE tokens of a row: flat indices and positions, padded with 0 and -1."""
 
-    row: Row
+    row: BatchRow
     size: int
     queries: list[int]
     positions: list[int]
@@ -98,7 +98,7 @@ class _Tile(NamedTuple):
         return self.positions[self.size - 1]
 
 
-def _tiles(rows: Items[Row]) -> list[_Tile]:
+def _tiles(rows: Items[BatchRow]) -> list[_Tile]:
     tiles: list[_Tile] = []
     flat = 0
     for row in rows:
@@ -112,7 +112,7 @@ def _tiles(rows: Items[Row]) -> list[_Tile]:
     return sorted(tiles, key=lambda tile: -tile.last)
 
 
-def _slots(rows: Items[Row], block_size: int) -> list[int]:
+def _slots(rows: Items[BatchRow], block_size: int) -> list[int]:
     return [
         row.places[p // block_size] * block_size + p % block_size
         for row in rows
@@ -120,7 +120,7 @@ def _slots(rows: Items[Row], block_size: int) -> list[int]:
     ]
 
 
-def _wanted(rows: Items[Row]) -> list[int]:
+def _wanted(rows: Items[BatchRow]) -> list[int]:
     ends: list[int] = []
     flat = 0
     for row in rows:

@@ -13,10 +13,10 @@ from transformers.utils import logging as transformers_logging
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.layout import KvLayout
-from kvmesh.worker.engine import ConfigError, EngineError
+from kvmesh.worker.engine import EngineConfigError, EngineError
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 from kvmesh.worker.engines.torch.model.attention import NAME, LayoutProbe, PagedAttention, attach
-from kvmesh.worker.engines.torch.model.batch import Batch, Row, cut
+from kvmesh.worker.engines.torch.model.batch import Batch, BatchRow, cut
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FINGERPRINT_VALUES = 256
@@ -53,7 +53,7 @@ class PagedModel:
         self._attention = PagedAttention(pool)
         attach(self.module, self._attention)
 
-    def forward(self, rows: Iterable[Row]) -> Tensor:
+    def forward(self, rows: Iterable[BatchRow]) -> Tensor:
         """Compute the KV of the rows; float32 logits [wanted rows, vocabulary] on the CPU."""
         wanted = [self._pass(part) for part in cut(rows, self.pass_tokens)]
         return torch.cat(wanted)
@@ -64,7 +64,7 @@ class PagedModel:
             raise RuntimeError("the model has no pool")
         return self._attention
 
-    def _pass(self, rows: list[Row]) -> Tensor:
+    def _pass(self, rows: list[BatchRow]) -> Tensor:
         paged = self._paged
         scratch = paged.pool.blocks - 1
         batch = Batch(rows, self.pass_tokens, self.layout.block_size, scratch, self.device)
@@ -91,10 +91,10 @@ class PagedModel:
         try:
             logits = self._logits(zero, zero, zero)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"this model cannot run on a paged cache: {error}") from error
+            raise EngineConfigError(f"this model cannot run on a paged cache: {error}") from error
         self.vocabulary = logits.shape[-1]
         if sorted(probe.layers) != list(range(len(probe.layers) or 1)):
-            raise ConfigError("this model has layers whose attention cannot be paged")
+            raise EngineConfigError("this model has layers whose attention cannot be paged")
         return KvLayout(
             weights=_fingerprint(self.module),
             dtype=str(self.dtype).removeprefix("torch."),
@@ -113,9 +113,11 @@ def load_model(
     torch's name for it, or "auto".
     """
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+        raise EngineConfigError(
+            f"{folder} is not a Hugging Face model folder: it has no config.json"
+        )
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(
+        raise EngineConfigError(
             f"{folder} has no weights (*.safetensors), which the torch engine needs; "
             "`kvmesh model tiny DIR` makes a small model with random ones"
         )
@@ -125,7 +127,9 @@ def load_model(
     module, info = _from_pretrained(folder, chosen)
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
     if missing:
-        raise ConfigError(f"the weights in {folder} do not fit its config.json: {_some(missing)}")
+        raise EngineConfigError(
+            f"the weights in {folder} do not fit its config.json: {_some(missing)}"
+        )
     _check(module.config)
     module.eval().to(place)
     return PagedModel(module, _stop_tokens(folder), block_size, pass_tokens)
@@ -144,11 +148,11 @@ def _from_pretrained(folder: Path, dtype: object) -> tuple[Any, dict[str, Any]]:
         )
     except KeyError as error:
         reason = "its attention cannot be paged" if error.args == (NAME,) else repr(error)
-        raise ConfigError(f"cannot load the model in {folder}: {reason}") from error
+        raise EngineConfigError(f"cannot load the model in {folder}: {reason}") from error
     except RuntimeError as error:  # perhaps it is only that memory is short now
         raise EngineError(f"cannot load the model in {folder}: {error}") from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ConfigError(f"cannot load the model in {folder}: {error}") from error
+        raise EngineConfigError(f"cannot load the model in {folder}: {error}") from error
     return loaded
 
 
@@ -158,11 +162,11 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"there is no device {name!r}: {error}") from error
+        raise EngineConfigError(f"there is no device {name!r}: {error}") from error
     try:
         torch.empty(0, device=device)
     except AssertionError as error:  # this torch is not made for it
-        raise ConfigError(f"cannot use the device {name}: {error}") from error
+        raise EngineConfigError(f"cannot use the device {name}: {error}") from error
     except RuntimeError as error:  # perhaps somebody else still has it
         raise EngineError(f"cannot use the device {name}: {error}") from error
     return device
@@ -173,10 +177,10 @@ def _check(config: Any) -> None:
     text = config.get_text_config()
     odd = set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
     if odd:
-        raise ConfigError(f"the torch engine cannot page layers of type {_some(sorted(odd))}")
+        raise EngineConfigError(f"the torch engine cannot page layers of type {_some(sorted(odd))}")
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in _VARYING_ROPE:
-        raise ConfigError(
+        raise EngineConfigError(
             f"rope scaling {rope['rope_type']!r} depends on the longest sequence of a batch: "
             "the cache of one request would not be valid for another"
         )
