@@ -255,7 +255,7 @@ async def _route(nats_url: str, count: int) -> list[float]:
         request = RouteRequest(
             request=f"bench-{index}",
             model=MODEL,
-            sequence=sequence,
+            sequence_hashes=sequence,
             tokens=2048,
             max_tokens=1,
             deadline_s=5.0,

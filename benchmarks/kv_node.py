@@ -74,7 +74,9 @@ def numbered(name: str, blocks: int, seed: int) -> KvbmPrompt:
     """A prompt whose blocks are called by numbers."""
     hashes = array("Q", range(seed << 32, (seed << 32) + blocks)).tobytes()
     digests = b"".join((seed << 64 | i).to_bytes(16, "little") for i in range(blocks))
-    return KvbmPrompt(request=name, digests=digests, sequence=hashes, local=hashes, salt=seed)
+    return KvbmPrompt(
+        request=name, digests=digests, sequence_hashes=hashes, local=hashes, salt=seed
+    )
 
 
 async def attach(bus: Bus, layout: KvLayout) -> StoreClient:

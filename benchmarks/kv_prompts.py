@@ -46,7 +46,7 @@ def begin(whole: KvbmPrompt, blocks: int) -> KvbmPrompt:
     return KvbmPrompt(
         request="r",
         digests=whole.digests[: 16 * blocks],
-        sequence=whole.sequence[: 8 * blocks],
+        sequence_hashes=whole.sequence_hashes[: 8 * blocks],
         local=whole.local[: 8 * blocks],
         salt=whole.salt,
         session="s",

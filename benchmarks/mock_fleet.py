@@ -276,7 +276,7 @@ def _request(number: int, length: int, target: int) -> Request:
         id=str(number),
         length=length,
         local=local,
-        sequence=sequence,
+        sequence_hashes=sequence,
         tail=tail,
         source=TextReading(TextSource.of_model(model_dir()), number),
         target=target,

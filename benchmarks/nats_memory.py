@@ -86,7 +86,7 @@ class Writer:
             chosen=ranks[rank],
             candidates=ranks,
             tokens=tokens,
-            sequence=sequence,
+            sequence_hashes=sequence,
             max_tokens=1024,
             block_size=16,
         )

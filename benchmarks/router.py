@@ -86,7 +86,7 @@ class Prompts:
         return RouteRequest(
             request=name,
             model=MODEL,
-            sequence=self.sequence(blocks),
+            sequence_hashes=self.sequence(blocks),
             tokens=blocks * BLOCK + 5,
             max_tokens=200,
             deadline_s=60.0,
@@ -268,7 +268,7 @@ class Clients:
     async def bare(self, count: int) -> tuple[list[float], list[float]]:
         """Seconds of round trips that ask for nothing: to the router, and to the index."""
         empty = RouteRequest(
-            request="", model=MODEL, sequence=b"", tokens=0, max_tokens=1, deadline_s=1.0
+            request="", model=MODEL, sequence_hashes=b"", tokens=0, max_tokens=1, deadline_s=1.0
         )
         subjects = self._bus.subjects
         router = await self._trips(subjects.router(MODEL), encode(empty), count)

@@ -46,7 +46,9 @@ def prompt(blocks: int, first: int = 0, request: str = "r") -> KvbmPrompt:
     local, sequence = block_hashes(tokens, 4, 0)
     root = root_digest(KEY, "m", "", "", LAYOUT)
     digests = chain_digests(KEY, root, tokens, 4)
-    return KvbmPrompt(request=request, digests=digests, sequence=sequence, local=local, salt=0)
+    return KvbmPrompt(
+        request=request, digests=digests, sequence_hashes=sequence, local=local, salt=0
+    )
 
 
 def content(block: int) -> bytes:
@@ -155,7 +157,7 @@ async def test_a_growing_prompt_is_told_once(client: StoreClient, start: Start) 
     await eventually(lambda: len(kvbm.blocks) == 110)
     assert await take(client, prompt(120), held=90) == [(i, 7 + i) for i in range(90, 110)]
     told = [r for r in kvbm.asked if isinstance(r, Offer | Fetch)]
-    assert [len(r.sequence) // 8 for r in told] == [100, 3, 7, 10]
+    assert [len(r.sequence_hashes) // 8 for r in told] == [100, 3, 7, 10]
 
 
 async def test_what_the_kvbm_has_forgotten_is_told_again(client: StoreClient, start: Start) -> None:
@@ -165,7 +167,11 @@ async def test_what_the_kvbm_has_forgotten_is_told_again(client: StoreClient, st
     await eventually(lambda: len(kvbm.blocks) == 100)
     kvbm.prompts[1] = KnownPrompts(kvbm.keeps)
     assert await give(client, prompt(103), first=90) == [100, 101, 102]
-    assert [len(r.sequence) // 8 for r in kvbm.asked if isinstance(r, Offer)] == [100, 3, 103]
+    assert [len(r.sequence_hashes) // 8 for r in kvbm.asked if isinstance(r, Offer)] == [
+        100,
+        3,
+        103,
+    ]
     assert await give(client, prompt(104), first=103) == [103]
     assert kvbm.count(Offer) == 4
     assert client.attachments == 1
@@ -381,7 +387,7 @@ async def test_news_of_a_request_joins_what_waits_of_it(
     assert writer.put("a", prompt(9), 5, 9)
     shelf.gate.set()
     await eventually(lambda: writer.written == 9)
-    assert [len(o.sequence) // 8 for o in kvbm.asked if isinstance(o, Offer)] == [2, 9]
+    assert [len(o.sequence_hashes) // 8 for o in kvbm.asked if isinstance(o, Offer)] == [2, 9]
 
 
 async def test_a_full_queue_skips_and_counts(

@@ -331,7 +331,7 @@ async def test_a_prefetch_is_the_prompt_of_its_request(
     assert (prefetch.tokens, prefetch.salt, prefetch.tenant) == (work.tokens, work.salt, stage.team)
     assert (prefetch.compute, prefetch.deadline_s, prefetch.at) == (64, 5, None)
     assert (answer["instance"], answer["tokens"]) == (stage.a.instance, len(work.tokens) // 4)
-    assert stage.router.asked[-1].sequence == stage.router.asked[-2].sequence
+    assert stage.router.asked[-1].sequence_hashes == stage.router.asked[-2].sequence_hashes
 
 
 async def test_a_session_s_last_prompt_is_known_to_every_frontend(stage: Stage) -> None:
@@ -401,7 +401,7 @@ async def test_a_pin_is_told_to_all_holders_and_seen_by_its_tenant(stage: Stage)
     assert status == 200, pin
     for holder in (stage.a, stage.b, stage.store):
         sent = await once(holder, Pin)
-        assert sent.sequence == stage.router.asked[-1].sequence
+        assert sent.sequence_hashes == stage.router.asked[-1].sequence_hashes
         assert (sent.priority, sent.tenant) == (90, stage.team)
         assert 0 < sent.ttl_s <= 600
     assert pin["requested"] == len(work.tokens) // 4 // 16
@@ -440,7 +440,7 @@ async def test_the_parts_of_a_tenant_share_its_pins(stage: Stage) -> None:
             tenant=tenants.tag("team-b", part),
             model=MODEL,
             tokens=16,
-            sequence=bytes(MAX_BYTES // 32),
+            sequence_hashes=bytes(MAX_BYTES // 32),
             priority=100,
             created=time.time(),
             expires=time.time() + 60,

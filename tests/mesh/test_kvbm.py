@@ -149,7 +149,7 @@ async def test_commands(node: Node) -> None:
     shared = [Retain(0, 4 * SIZE, 80, explicit=True)]
     await worker.put(a, session="a", retention=shared)
     await worker.put(b, session="b")
-    pinned = Pin(id="p", sequence=b.sequence[:32], ttl_s=60.0)
+    pinned = Pin(id="p", sequence_hashes=b.sequence[:32], ttl_s=60.0)
     assert await node.control(pinned) == ControlReply(True, blocks=4)
     assert await node.control(Release(sessions=["a"])) == ControlReply(True, blocks=8)
     assert await node.control(Release(sessions=["b"])) == ControlReply(True, blocks=4)

@@ -66,7 +66,7 @@ async def serve(bus: Bus, name: str, hints: Hints, first_token: int) -> float:
     prompt = [first_token, *range(100, 99 + TOKENS)]
     sequence = block_hashes(pack(prompt), 16)[1]
     message = RouteRequest(
-        request=name, model=MODEL, sequence=sequence, tokens=TOKENS, max_tokens=2,
+        request=name, model=MODEL, sequence_hashes=sequence, tokens=TOKENS, max_tokens=2,
         deadline_s=60.0, hints=hints,
     )  # fmt: skip
     started = time.monotonic()
@@ -107,7 +107,7 @@ async def ready(bus: Bus, mesh: Mesh) -> None:
     seen: set[str] = set()
     for name in names:
         message = RouteRequest(
-            request=name, model=MODEL, sequence=b"", tokens=9, max_tokens=1, deadline_s=9.0,
+            request=name, model=MODEL, sequence_hashes=b"", tokens=9, max_tokens=1, deadline_s=9.0,
             policy="round-robin",
         )  # fmt: skip
         reply = await ask(bus, message, model=MODEL)

@@ -43,9 +43,11 @@ async def test_pins_and_directives_are_answered(desk: Desk, crew: Crew) -> None:
     await desk.offer("w-1", work("a", prompt(64), max_tokens=1, retention=kept, tenant="t"))
     await desk.done("a")
     assert desk.chunks["a"][0].retention == ["honoured"]
-    pin = Pin(id="p", sequence=array("Q", blocks(prompt(64))).tobytes(), ttl_s=60, tenant="t")
+    pin = Pin(
+        id="p", sequence_hashes=array("Q", blocks(prompt(64))).tobytes(), ttl_s=60, tenant="t"
+    )
     assert (await desk.control("w-1", pin)).blocks == 4
-    ragged = await desk.control("w-1", Pin(id="q", sequence=b"abc", ttl_s=60))
+    ragged = await desk.control("w-1", Pin(id="q", sequence_hashes=b"abc", ttl_s=60))
     assert ragged.reason == "invalid: 3 bytes are no block hashes"
     (state,) = started.node.retention()
     assert (state.pins, state.kept_blocks, state.outcomes["honoured"]) == (1, 4, 2)

@@ -154,7 +154,7 @@ class SmallKvbm:
 
     def _describe(self, request: Offer | Fetch) -> object:
         prompts = self.prompts[request.attachment]
-        rest = Names(request.digests, request.sequence, request.local)
+        rest = Names(request.digests, request.sequence_hashes, request.local)
         whole = prompts.complete(request.base, request.shared, rest)
         if whole is None:
             return Incomplete()

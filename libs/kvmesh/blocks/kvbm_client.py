@@ -45,7 +45,7 @@ class KvbmPrompt(Struct, frozen=True, kw_only=True):
 
     request: str
     digests: bytes
-    sequence: bytes
+    sequence_hashes: bytes
     local: bytes
     salt: int
     tenant: str = ""
@@ -54,7 +54,7 @@ class KvbmPrompt(Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> int:
-        return len(self.sequence) // 8
+        return len(self.sequence_hashes) // 8
 
 
 class TierSpeeds(Struct, frozen=True, kw_only=True):
@@ -261,7 +261,7 @@ def _fetch(
         request=prompt.request,
         held=held,
         digests=prompt.digests,
-        sequence=prompt.sequence,
+        sequence_hashes=prompt.sequence_hashes,
         local=prompt.local,
         salt=prompt.salt,
         compute_tps=speeds.compute_tps,
@@ -279,7 +279,7 @@ def _offer(attachment: Attachment, prompt: KvbmPrompt, first: int) -> Offer:
         attachment=attachment.id,
         first=first,
         digests=prompt.digests,
-        sequence=prompt.sequence,
+        sequence_hashes=prompt.sequence_hashes,
         local=prompt.local,
         salt=prompt.salt,
         tenant=prompt.tenant,

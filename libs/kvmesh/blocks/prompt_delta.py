@@ -23,7 +23,7 @@ class Names(NamedTuple):
     """What consecutive blocks of a prompt are called; packed, as in the messages."""
 
     digests: bytes
-    sequence: bytes = b""
+    sequence_hashes: bytes = b""
     local: bytes = b""
 
     @property
@@ -36,7 +36,7 @@ class Known:
 
     def __init__(self, whole: Names) -> None:
         self.digests = bytearray(whole.digests)
-        self._sequence = bytearray(whole.sequence)
+        self._sequence = bytearray(whole.sequence_hashes)
         self._local = bytearray(whole.local)
 
     @property
@@ -52,14 +52,14 @@ class Known:
         hashes = HASH_BYTES * shared
         return Names(
             bytes(self.digests[: DIGEST_BYTES * shared]) + rest.digests,
-            bytes(self._sequence[:hashes]) + rest.sequence,
+            bytes(self._sequence[:hashes]) + rest.sequence_hashes,
             bytes(self._local[:hashes]) + rest.local,
         )
 
     def grow(self, whole: Names) -> None:
         """Become `whole`, which begins like it."""
         self.digests += whole.digests[len(self.digests) :]
-        self._sequence += whole.sequence[len(self._sequence) :]
+        self._sequence += whole.sequence_hashes[len(self._sequence) :]
         self._local += whole.local[len(self._local) :]
 
 
@@ -127,7 +127,7 @@ class SentPrompts:
         return replace(
             message,
             digests=message.digests[DIGEST_BYTES * shared :],
-            sequence=message.sequence[HASH_BYTES * shared :],
+            sequence=message.sequence_hashes[HASH_BYTES * shared :],
             local=message.local[HASH_BYTES * shared :],
             base=base,
             shared=shared,

@@ -70,7 +70,7 @@ class Offer(Struct, frozen=True, array_like=True, tag="offer"):
     attachment: int
     first: int
     digests: bytes
-    sequence: bytes
+    sequence_hashes: bytes
     local: bytes
     salt: int
     tenant: str = ""
@@ -122,7 +122,7 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     request: str
     held: int
     digests: bytes
-    sequence: bytes
+    sequence_hashes: bytes
     local: bytes
     salt: int
     compute_tps: float

@@ -223,7 +223,7 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     request: str
     model: str
-    sequence: bytes
+    sequence_hashes: bytes
     tokens: int
     max_tokens: int
     deadline_s: float
@@ -265,7 +265,7 @@ class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=
     chosen: Candidate
     candidates: list[Candidate]
     tokens: int
-    sequence: bytes
+    sequence_hashes: bytes
     max_tokens: int
     block_size: int = 0
     eligible: int = 0
@@ -366,7 +366,7 @@ class SeqAdd(Struct, frozen=True, array_like=True, tag="add"):
     request: str
     instance: str
     rank: int
-    sequence: bytes
+    sequence_hashes: bytes
     tokens: int
     overlap: int
     osl: int
@@ -623,7 +623,7 @@ class Pin(Struct, frozen=True, kw_only=True, tag="pin"):
     """
 
     id: str
-    sequence: bytes
+    sequence_hashes: bytes
     ttl_s: float
     priority: int = 100
     tenant: str = ""

@@ -138,7 +138,7 @@ class Caller:
         return RouteRequest(
             request=request,
             model=MODEL,
-            sequence=prompt(blocks),
+            sequence_hashes=prompt(blocks),
             tokens=len(blocks) * BLOCK,
             max_tokens=16,
             deadline_s=max(left, 0.001),

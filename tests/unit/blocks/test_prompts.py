@@ -25,16 +25,16 @@ def named(*parts: tuple[int, int]) -> Names:
 
 
 def offer(names: Names) -> Offer:
-    return Offer(1, 0, names.digests, names.sequence, names.local, 5)
+    return Offer(1, 0, names.digests, names.sequence_hashes, names.local, 5)
 
 
 def fetch(names: Names) -> Fetch:
-    return Fetch(1, "r", 0, names.digests, names.sequence, names.local, 5, 0.0, 0.0, 0.0)
+    return Fetch(1, "r", 0, names.digests, names.sequence_hashes, names.local, 5, 0.0, 0.0, 0.0)
 
 
 def told(known: KnownPrompts, message: Offer | Fetch) -> Names | None:
     """What one who keeps prompts makes of a message."""
-    rest = Names(message.digests, message.sequence, message.local)
+    rest = Names(message.digests, message.sequence_hashes, message.local)
     whole = known.complete(message.base, message.shared, rest)
     if whole is not None:
         known.keep(whole, message.base)
@@ -87,7 +87,12 @@ def test_a_growing_prompt_sends_what_it_adds() -> None:
         assert message.shared == (length - 7 if length > LEAST_BLOCKS else 0)
         assert known.blocks == length
     again = sent.shorten(fetch(named((0, length))))
-    assert (again.digests, again.sequence, again.local, again.shared) == (b"", b"", b"", length)
+    assert (again.digests, again.sequence_hashes, again.local, again.shared) == (
+        b"",
+        b"",
+        b"",
+        length,
+    )
 
 
 @pytest.mark.parametrize("common", [LEAST_BLOCKS, LEAST_BLOCKS + 5, 3 * LEAST_BLOCKS - 1])
@@ -97,7 +102,7 @@ def test_a_prompt_that_goes_on_otherwise_stands_beside(common: int) -> None:
     exchange(sent, known, whole)
     message = exchange(sent, known, named((0, common), (1, 9)))
     assert message.shared == common
-    assert len(message.sequence) == 9 * 8
+    assert len(message.sequence_hashes) == 9 * 8
     assert sent.shorten(offer(whole)).shared == 3 * LEAST_BLOCKS
     assert known.blocks == 3 * LEAST_BLOCKS + common + 9
 

@@ -20,7 +20,7 @@ def candidate(worker: str, cost: float, overlap: int = 0) -> Candidate:
 DECISION = Decision(
     request="chatcmpl-1", model="m", time=0.0, router="r", policy="kv",
     chosen=candidate("a", 10.0, 8), candidates=[candidate("a", 10.0, 8), candidate("b", 18.5)],
-    tokens=170, sequence=b"\0" * 80, max_tokens=5, block_size=16, eligible=7, wait_s=1.25,
+    tokens=170, sequence_hashes=b"\0" * 80, max_tokens=5, block_size=16, eligible=7, wait_s=1.25,
     index_s=0.0004, note="session affinity",
 )  # fmt: skip
 OUTCOME = Outcome(

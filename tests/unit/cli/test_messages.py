@@ -60,7 +60,7 @@ DECISION = m.Decision(
     chosen=CANDIDATE,
     candidates=[CANDIDATE, CANDIDATE],
     tokens=50,
-    sequence=packed(1, 2, 3),
+    sequence_hashes=packed(1, 2, 3),
     max_tokens=9,
     wait_s=0.001,
     attempt=1,
@@ -127,7 +127,12 @@ CARD = m.Instance(instance="w-1", role=m.Role.WORKER, name="w", version="0.1.0",
         (
             "router",
             m.RouteRequest(
-                request="q1", model="demo", sequence=b"", tokens=5, max_tokens=9, deadline_s=1
+                request="q1",
+                model="demo",
+                sequence_hashes=b"",
+                tokens=5,
+                max_tokens=9,
+                deadline_s=1,
             ),
             ["q1  prompt 5, at most 9"],
         ),

@@ -289,7 +289,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(path=paths, name=st.sampled_from("pq"), ttl=st.sampled_from([2.0, 50.0]))
     def pin(self, path: tuple[int, ...], name: str, ttl: float) -> None:
         sequence = Prompt(0, path).fields()[1]
-        self.manager.pin(Pin(id=name, sequence=sequence, ttl_s=ttl), self.now)
+        self.manager.pin(Pin(id=name, sequence_hashes=sequence, ttl_s=ttl), self.now)
 
     @rule(name=st.sampled_from("pq"))
     def unpin(self, name: str) -> None:

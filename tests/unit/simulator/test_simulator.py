@@ -125,7 +125,7 @@ def test_equal_content_and_nothing_else_has_equal_hashes(
         )
         hashes = prompts.of(round_)
         blocks = tree.blocks(branch, tokens + 1, size).tolist()
-        for packed in (hashes.local, hashes.sequence):
+        for packed in (hashes.local, hashes.sequence_hashes):
             names = np.frombuffer(packed, np.uint64).tolist()
             assert [meant.setdefault(n, b) for n, b in zip(names, blocks, strict=True)] == blocks
     assert len(meant) == 2 * len(set(meant.values()))

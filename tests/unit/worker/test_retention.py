@@ -173,7 +173,7 @@ async def test_a_new_prompt_leaves_the_old_tail(started: Started) -> None:
 async def test_a_pin_is_a_preference_until_it_is_taken_back(started: Started) -> None:
     tokens = prompt(96)
     await say(started, "a", tokens)
-    pin = Pin(id="p", sequence=array("Q", sequence(tokens)[:5]).tobytes(), ttl_s=60.0)
+    pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)[:5]).tobytes(), ttl_s=60.0)
     assert obey(started.engine, "e", pin).blocks == 5
     assert obey(started.engine, "e", pin).blocks == 5
     await press(started)
@@ -186,7 +186,7 @@ async def test_a_pin_is_a_preference_until_it_is_taken_back(started: Started) ->
 
 async def test_a_pin_waits_for_its_blocks(started: Started) -> None:
     tokens = prompt(96)
-    pin = Pin(id="p", sequence=array("Q", sequence(tokens)).tobytes(), ttl_s=60.0)
+    pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)).tobytes(), ttl_s=60.0)
     assert obey(started.engine, "e", pin).blocks == 0
     await say(started, "a", tokens)
     await press(started)

@@ -26,7 +26,7 @@ def decided(
         chosen=chosen,
         candidates=[],
         tokens=tokens,
-        sequence=np.fromiter(blocks, np.uint64).tobytes(),
+        sequence_hashes=np.fromiter(blocks, np.uint64).tobytes(),
         max_tokens=10,
         hints=hints or Hints(),
         wait_s=0.25,

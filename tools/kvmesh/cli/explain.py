@@ -61,7 +61,7 @@ def show(events: Iterable[RouteEvent], console: Console) -> None:
 def render_decision(decision: Decision) -> RenderableType:
     """Where the request went, when, and what each candidate would have cost."""
     chosen = decision.chosen
-    blocks = len(decision.sequence) // 8
+    blocks = len(decision.sequence_hashes) // 8
     lines = [
         f"{decision.request}: {decision.tokens:,} tokens of {decision.model}, {blocks} full blocks",
         f"  to {chosen.worker} rank {chosen.rank} ({chosen.instance}) by {decision.policy}"

@@ -78,7 +78,7 @@ class Attempt:
             id=self.attempt,
             length=self.tokens,
             local=self.hashes.local,
-            sequence=self.hashes.sequence,
+            sequence_hashes=self.hashes.sequence_hashes,
             tail=b"",
             source=BLANK,
             target=self.generated + 1 if self.decoder else self.target,

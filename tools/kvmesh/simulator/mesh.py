@@ -217,7 +217,7 @@ class Simulation:
         return RouteRequest(
             request=flight.attempt,
             model=MODEL,
-            sequence=flight.hashes.sequence[: tokens // size * HASH],
+            sequence_hashes=flight.hashes.sequence_hashes[: tokens // size * HASH],
             tokens=tokens,
             max_tokens=round_.output_tokens - flight.generated,
             deadline_s=self.options.deadline_s,

@@ -13,7 +13,7 @@ class Hashes:
     """Packed local and sequence hashes of a round, of prompt and answer together."""
 
     local: bytes
-    sequence: bytes
+    sequence_hashes: bytes
 
 
 class SimulatedPrompts:

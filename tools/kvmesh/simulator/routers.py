@@ -96,7 +96,11 @@ class Routers:
         return self.replicas[0].dispatcher.waiting
 
     def _overlaps(self, request: RouteRequest) -> Overlaps | None:
-        return self._find(request.sequence) if self._asks_index and request.sequence else None
+        return (
+            self._find(request.sequence_hashes)
+            if self._asks_index and request.sequence_hashes
+            else None
+        )
 
     def _pump(self) -> None:
         for replica in self.replicas:

@@ -72,7 +72,7 @@ def fitting_block_size(taken: list[CapturedRound]) -> int:
     """
     low, high = 1, 1 << 16
     for each in taken:
-        count, tokens = len(each.decision.sequence) // 8, each.decision.tokens
+        count, tokens = len(each.decision.sequence_hashes) // 8, each.decision.tokens
         low = max(low, tokens // (count + 1) + 1)
         if count:
             high = min(high, tokens // count)
@@ -117,7 +117,7 @@ class _Writer:
         session = self._session(decision)
         if decision.hints.session_final:
             self.sessions[session] = msgspec.structs.replace(self.sessions[session], ends=True)
-        hashes = memoryview(decision.sequence).cast("Q").tolist()
+        hashes = memoryview(decision.sequence_hashes).cast("Q").tolist()
         branch = self._builder.add(hashes)
         before = self._last.get(session)
         follows = before is not None and before[1] <= taken.arrival

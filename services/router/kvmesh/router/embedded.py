@@ -122,7 +122,7 @@ class EmbeddedRouter:
         request = RouteRequest(
             request=request_id or f"unnamed-{secrets.token_hex(8)}",
             model=self._router.model,
-            sequence=self._hashes(token_ids, adapter, tenant),
+            sequence_hashes=self._hashes(token_ids, adapter, tenant),
             salt=self._salt(adapter, tenant),
             tokens=len(token_ids),
             max_tokens=max_tokens,
@@ -135,7 +135,7 @@ class EmbeddedRouter:
         if update and request_id is not None:
             routed = await self._place(request)
             return EmbeddedWorker(routed.instance, routed.rank, sum(routed.overlap))
-        answer = await self._router.overlaps(request.sequence, request.salt)
+        answer = await self._router.overlaps(request.sequence_hashes, request.salt)
         chosen = self._router.core.decide(request, answer.overlaps, monotonic()).chosen
         return EmbeddedWorker(chosen.instance, chosen.rank, sum(chosen.overlap))
 
@@ -146,14 +146,14 @@ class EmbeddedRouter:
         request = RouteRequest(
             request="",
             model=self._router.model,
-            sequence=self._hashes(token_ids, adapter, tenant),
+            sequence_hashes=self._hashes(token_ids, adapter, tenant),
             salt=self._salt(adapter, tenant),
             tokens=len(token_ids),
             max_tokens=0,
             deadline_s=1.0,
             adapter=adapter,
         )
-        answer = await self._router.overlaps(request.sequence, request.salt)
+        answer = await self._router.overlaps(request.sequence_hashes, request.salt)
         view = self._router.core.view(request, answer.overlaps, monotonic())
         new = view.prompt - view.overlap.sum(1)
         tokens = (view.prefill + new) * self._router.core.table.block_size

@@ -52,7 +52,7 @@ Done = Callable[[OverlapAnswer], None]
 class OverlapQuestion(NamedTuple):
     """A prompt, given as its packed sequence hashes, and who wants to know."""
 
-    sequence: bytes
+    sequence_hashes: bytes
     salt: int | None
     done: Done
 
@@ -132,7 +132,8 @@ class IndexClient:
         self._flights[token] = QueryInFlight(started, questions, timer, indexer, tried)
         salts = {question.salt for question in questions}
         query = OverlapQuery(
-            [question.sequence for question in questions], salts.pop() if len(salts) == 1 else None
+            [question.sequence_hashes for question in questions],
+            salts.pop() if len(salts) == 1 else None,
         )
         subject = self._subject if indexer is None else self._bus.subjects.index_at(indexer)
         try:

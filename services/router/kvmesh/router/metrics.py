@@ -76,7 +76,7 @@ class RouterModelMetrics:
         counter.inc()
         held = sum(decision.chosen.overlap)
         self._wait.observe(decision.wait_s)
-        self._prompt.inc(len(decision.sequence) // HASH)
+        self._prompt.inc(len(decision.sequence_hashes) // HASH)
         self._overlap.inc(held)
         best = max((sum(c.overlap) for c in decision.candidates), default=held)
         self._missed.inc(max(best - held, 0))

@@ -133,9 +133,9 @@ class ModelRouter:
     def route(self, call: RouteCall) -> None:
         """Ask the index, then place the call, let it wait or refuse it."""
         request = call.request
-        if self._asks_index and request.sequence:
+        if self._asks_index and request.sequence_hashes:
             self.index.ask(
-                OverlapQuestion(request.sequence, request.salt, partial(self._scored, call))
+                OverlapQuestion(request.sequence_hashes, request.salt, partial(self._scored, call))
             )
         else:
             self._scored(call, OverlapAnswer(None, 0.0))
@@ -228,7 +228,7 @@ class ModelRouter:
             ticket.scored = now
             request = ticket.request
             done = partial(self._rescored, ticket)
-            self.index.ask(OverlapQuestion(request.sequence, request.salt, done))
+            self.index.ask(OverlapQuestion(request.sequence_hashes, request.salt, done))
         self.eased()
 
     def _rescored(self, ticket: Ticket, answer: OverlapAnswer) -> None:

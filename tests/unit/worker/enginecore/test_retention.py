@@ -128,7 +128,7 @@ class KeepingMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, local=LOCALS, ttl=st.sampled_from([2.0, 20.0]))
     def pin(self, name: str, local: list[int], ttl: float) -> None:
-        command = Pin(id=name, sequence=hashes(local).tobytes(), ttl_s=ttl)
+        command = Pin(id=name, sequence_hashes=hashes(local).tobytes(), ttl_s=ttl)
         blocks = self.manager.keeping.pin(command, self.manager.now)
         assert blocks <= self.manager.find(hashes(local)).held
 

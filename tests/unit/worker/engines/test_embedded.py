@@ -280,7 +280,11 @@ async def test_trtllm_is_given_the_ranges_and_others_say_that_they_cannot(run: R
     await run.run(work("a", prompt(40), retention=ranges, decode=decode))
     assert run.info is not None
     assert run.info.retention == ("unsupported" if run.kind == "sglang" else "honoured")
-    for command in (Release(sessions=["s"]), Pin(id="p", sequence=b"", ttl_s=1.0), Unpin("p")):
+    for command in (
+        Release(sessions=["s"]),
+        Pin(id="p", sequence_hashes=b"", ttl_s=1.0),
+        Unpin("p"),
+    ):
         reply = obey(run.engine, run.kind, command)
         assert (
             reply.reason

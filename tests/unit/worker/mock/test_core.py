@@ -37,7 +37,7 @@ def request(
         id=name,
         length=len(tokens),
         local=local,
-        sequence=sequence,
+        sequence_hashes=sequence,
         tail=tail,
         source=Counting(),
         target=target,
@@ -344,9 +344,9 @@ def test_steps_planned_ahead_and_cut_by_arrivals_change_nothing(
 
 def known_answer(r: Request) -> Request:
     """The same request with the hashes of its answer told beforehand, as a simulator does."""
-    local, sequence, tail = r.local, r.sequence, r.tail
+    local, sequence, tail = r.local, r.sequence_hashes, r.tail
     answer = array("I", r.source.slice(0, r.target)).tobytes()
     more_local, more_sequence = block_hashes(
         tail + answer, SIZE, int.from_bytes(sequence[-8:] or r.salt.to_bytes(8, "little"), "little")
     )
-    return replace(r, local=local + more_local, sequence=sequence + more_sequence)
+    return replace(r, local=local + more_local, sequence_hashes=sequence + more_sequence)

@@ -86,7 +86,7 @@ def request(name: str, first: int, length: int = 40, target: int = 1, remote: in
         id=name,
         length=length,
         local=local,
-        sequence=sequence,
+        sequence_hashes=sequence,
         tail=tail,
         source=Counting(),
         target=target,
@@ -175,7 +175,7 @@ def test_a_prefetch_loads_part_by_part_as_fast_as_the_link() -> None:
     engine.submit(of)
     now, _, _ = finish(engine)
     engine.blocks.clear()
-    loading = Loading(engine, array("Q", of.sequence), array("Q", of.local), of.salt, "")
+    loading = Loading(engine, array("Q", of.sequence_hashes), array("Q", of.local), of.salt, "")
     second = (8 << 20) * 4 / 1e5  # for a block; two are a part
     for part in range(1, 5):
         assert loading.ask(now) == pytest.approx(now + 2 * second)
@@ -185,7 +185,7 @@ def test_a_prefetch_loads_part_by_part_as_fast_as_the_link() -> None:
     assert loading.ask(now) is not None
     loading.end()
     assert (engine.blocks.active, engine.blocks.cached) == (0, 8), "the last part has not come"
-    assert replay(engine.dump())[0] == set(array("Q", of.sequence)[:8])
+    assert replay(engine.dump())[0] == set(array("Q", of.sequence_hashes)[:8])
 
 
 def test_a_prefetch_takes_no_more_than_there_is_room_for() -> None:
@@ -195,7 +195,7 @@ def test_a_prefetch_takes_no_more_than_there_is_room_for() -> None:
     now, _, _ = finish(engine)
     engine.submit(request("b", 500, target=20))
     engine.step(now)
-    loading = Loading(engine, array("Q", of.sequence), array("Q", of.local), of.salt, "")
+    loading = Loading(engine, array("Q", of.sequence_hashes), array("Q", of.local), of.salt, "")
     while (ready_at := loading.ask(now)) is not None:
         now = ready_at
         loading.arrive(now)
@@ -223,9 +223,15 @@ def left(prefix: list[int]) -> Sequence:
     tokens = array("I", prefix).tobytes()
     local, hashes, tail = hash_prompt(tokens, 1, 9)
     of = Request(
-        id="a", length=len(prefix), local=local, sequence=hashes, tail=tail, source=Counting(),
-        target=1, salt=9,
-    )  # fmt: skip
+        id="a",
+        length=len(prefix),
+        local=local,
+        sequence_hashes=hashes,
+        tail=tail,
+        source=Counting(),
+        target=1,
+        salt=9,
+    )
     made = Sequence(of, 0, 1)
     made.held = len(prefix)
     return made

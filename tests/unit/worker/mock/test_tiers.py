@@ -157,7 +157,7 @@ async def test_a_pin_holds_below_until_it_is_taken_back(started: Started) -> Non
     tokens = prompt(96)
     await started.run("a", tokens, max_tokens=1)
     await press(started, 6)
-    pin = Pin(id="p", sequence=array("Q", sequence(tokens)).tobytes(), ttl_s=60.0)
+    pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)).tobytes(), ttl_s=60.0)
     assert obey(started.engine, "e", pin).blocks == 6, "none of them in the engine"
     await press(started, 12, first=2000)
     assert where(started, tokens) == [0, 6, 6]

@@ -69,7 +69,7 @@ def _decision(decision: m.Decision) -> str:
     parts = [
         f"{decision.request} → {chosen.worker}#{chosen.rank}",
         f"{decision.policy}: cost {chosen.cost:.1f}",
-        f"overlap {overlap} of {len(decision.sequence) // 8} blocks",
+        f"overlap {overlap} of {len(decision.sequence_hashes) // 8} blocks",
         f"{len(decision.candidates)} candidates",
         f"waited {_milliseconds(decision.wait_s)}, index {_milliseconds(decision.index_s)}",
     ]
@@ -92,7 +92,7 @@ def _seq_batch(batch: m.SeqBatch) -> str:
 
 def _seq_event(event: m.SeqEvent) -> str:
     if isinstance(event, m.SeqAdd):
-        blocks = len(event.sequence) // 8
+        blocks = len(event.sequence_hashes) // 8
         return f"add {event.request} on {event.instance} ({event.overlap} of {blocks} blocks held)"
     if isinstance(event, m.SeqProgress):
         return f"progress {event.request} {event.generated} tokens"
@@ -149,15 +149,16 @@ def _damaged(message: Undecodable) -> str:
 
 
 def _offer(offer: k.Offer) -> str:
-    count = offer.shared + len(offer.sequence) // 8
-    new = offer.sequence[8 * max(0, offer.first - offer.shared) :]
+    count = offer.shared + len(offer.sequence_hashes) // 8
+    new = offer.sequence_hashes[8 * max(0, offer.first - offer.shared) :]
     return f"offer blocks {offer.first} to {count}{_span(new)}"
 
 
 def _fetch(fetch: k.Fetch) -> str:
-    count = fetch.shared + len(fetch.sequence) // 8
+    count = fetch.shared + len(fetch.sequence_hashes) // 8
     waits = f", waits {fetch.wait_s:g} s" if fetch.wait_s else ""
-    return f"fetch {fetch.request} {count} blocks, {fetch.held} held{_span(fetch.sequence)}{waits}"
+    span = _span(fetch.sequence_hashes)
+    return f"fetch {fetch.request} {count} blocks, {fetch.held} held{span}{waits}"
 
 
 def _lend(lend: k.Lend) -> str:

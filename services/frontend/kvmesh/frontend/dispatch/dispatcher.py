@@ -278,7 +278,7 @@ def _route_request(job: SequenceTask, left: float, arrived: float | None) -> Rou
     return RouteRequest(
         request=job.sequence.attempt,
         model=job.model,
-        sequence=job.current.sequence,
+        sequence_hashes=job.current.sequence_hashes,
         tokens=job.current.count,
         max_tokens=job.prepared.max_tokens,
         deadline_s=max(left, LEAST_S),

@@ -45,7 +45,7 @@ class PromptTokens(Struct):
 
     tokens: bytes
     count: int
-    sequence: bytes
+    sequence_hashes: bytes
     salt: int
     retention: list[Retain] = []
 
@@ -118,7 +118,7 @@ class Preprocessor:
         self, request: GenerateRequest, prompt: PromptTokens, block_size: int
     ) -> None:
         tenant = request.cache_salt
-        session = self._sessions.observe(tenant, prompt.sequence, prompt.tokens, block_size)
+        session = self._sessions.observe(tenant, prompt.sequence_hashes, prompt.tokens, block_size)
         if session is not None:
             request.hints = replace(request.hints, session=inferred(tenant, session))
 

@@ -60,11 +60,11 @@ class SessionHooks:
         if session is not None and len(prepared.prompts) == 1:
             last = SessionPrompt(prompt.tokens, prepared.adapter)
             self._sessions.remember(prepared.model.card.name, session, last)
-        made = self._speculations.take(prepared.request.cache_salt, prompt.sequence)
+        made = self._speculations.take(prepared.request.cache_salt, prompt.sequence_hashes)
         if made is None:
             return HookedRequest(prepared)
         self._do(self._holders.ask(made.instance, Cancel(made.id)))
-        if made.fits(prompt.sequence):
+        if made.fits(prompt.sequence_hashes):
             return HookedRequest(prepared, made)
         self._count(made, 0)
         return HookedRequest(prepared)

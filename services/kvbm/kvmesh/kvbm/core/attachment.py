@@ -26,7 +26,7 @@ class AttachedWorker:
 
         Raises ValueError if its parts do not belong together.
         """
-        rest = Names(message.digests, message.sequence, message.local)
+        rest = Names(message.digests, message.sequence_hashes, message.local)
         whole = self.prompts.complete(message.base, message.shared, rest)
         if whole is None:
             return None

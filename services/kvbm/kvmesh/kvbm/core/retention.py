@@ -110,7 +110,7 @@ class TierRetention:
     def pin(self, pin: Pin) -> int:
         """Prefer to keep a prefix; returns how many of its blocks are in some tier."""
         now = self._store.now
-        prompt = array("Q", pin.sequence)
+        prompt = array("Q", pin.sequence_hashes)
         if not prompt:
             return 0
         directive = Directive(pin.tenant, pin.priority, pin.ttl_s)
@@ -139,7 +139,7 @@ class TierRetention:
         return len(blocks)
 
     def _ask_for_pins(self, prompt: PromptBlocks, copies: list[Copy]) -> None:
-        for pinned, count in self._pins.along(prompt.sequence, self._store.now):
+        for pinned, count in self._pins.along(prompt.sequence_hashes, self._store.now):
             self._pin(pinned, [copy for copy in copies if copy.block.index < count])
 
     def _pin(self, pinned: Pinned[int], copies: Iterable[Copy]) -> None:

@@ -78,7 +78,7 @@ class PeerReader:
         first = lookup.first + known
         if not wanted or self._region is None:
             return 0, None
-        sequence = lookup.prompt.sequence[: first + len(wanted)].tobytes()
+        sequence = lookup.prompt.sequence_hashes[: first + len(wanted)].tobytes()
         arena, whole = await self._deepest(lookup, sequence)
         there = wanted[: max(0, arena.end - first)]
         self.note(there, arena.owner)

@@ -154,7 +154,7 @@ class PlacementQueue:
     def stale(self, now: float) -> list[Ticket]:
         """Own waiting tickets whose overlaps should be asked anew."""
         oldest = now - self._settings.rescore_s
-        return [t for t in self.own if t.scored < oldest and t.request.sequence]
+        return [t for t in self.own if t.scored < oldest and t.request.sequence_hashes]
 
     def rescore(self, ticket: Ticket, overlaps: Overlaps | None, now: float) -> QueueActions:
         """Take new overlaps of a waiting ticket, and its new place in the queue if that differs."""
@@ -374,4 +374,4 @@ def _lane(request: RouteRequest) -> str:
     return blake2b(constraints, digest_size=8).hexdigest()
 
 
-_ANY = RouteRequest(request="", model="", sequence=b"", tokens=0, max_tokens=0, deadline_s=0)
+_ANY = RouteRequest(request="", model="", sequence_hashes=b"", tokens=0, max_tokens=0, deadline_s=0)

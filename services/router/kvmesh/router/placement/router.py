@@ -112,7 +112,7 @@ class RouterCore:
         at = min(event.time - self.epoch, now)
         slot = self.active.add(event, at)
         if slot is not None and at + self.settings.sequence_ttl_s > now:
-            self._predicted.add(slot, event.sequence, at)
+            self._predicted.add(slot, event.sequence_hashes, at)
 
     def follow(self, event: RouteEvent, now: float) -> None:
         """Tell the policies of a decision or an outcome, one's own or that of a replica."""
@@ -206,7 +206,7 @@ class RouterCore:
         model = self._model.overridden(request.overrides) if request.overrides else self._model
         choice = self._choose(name, policy, view, model)
         if overlaps is not None and arrived is not None:
-            self.watch.look(request.sequence, bool(overlaps.rows), now)
+            self.watch.look(request.sequence_hashes, bool(overlaps.rows), now)
         prefill = None
         if self.table.splits:
             view, choice, prefill = self._split(name, policy, view, choice)
@@ -222,7 +222,7 @@ class RouterCore:
             eligible=len(view),
             prefill=prefill,
             tokens=request.tokens,
-            sequence=request.sequence,
+            sequence_hashes=request.sequence_hashes,
             max_tokens=request.max_tokens,
             block_size=self.table.block_size,
             hints=request.hints,
@@ -255,7 +255,7 @@ class RouterCore:
             request=name,
             instance=at.instance,
             rank=at.rank,
-            sequence=decision.sequence,
+            sequence_hashes=decision.sequence_hashes,
             tokens=decision.tokens,
             overlap=overlap,
             osl=max(decision.hints.osl or 0, 0),
@@ -276,8 +276,8 @@ class RouterCore:
         _check(request, size)
         if slots is None:
             slots = self.eligible(request, serves)
-        predicted = self._predicted.depths(request.sequence, table.size)
-        shared = self.active.shared(request.sequence)
+        predicted = self._predicted.depths(request.sequence_hashes, table.size)
+        shared = self.active.shared(request.sequence_hashes)
         whole = -(-request.tokens // size)
         overlap, loads, most = gather(table, slots, overlaps, predicted, shared, whole)
         prefer = request.placement.prefer
@@ -381,7 +381,7 @@ _FALLBACK = Kv()
 
 def _check(request: RouteRequest, block_size: int) -> None:
     """Raise InvalidRequest unless the request's numbers make sense."""
-    size, tokens, prefer = len(request.sequence), request.tokens, request.placement.prefer
+    size, tokens, prefer = len(request.sequence_hashes), request.tokens, request.placement.prefer
     if size % HASH:
         raise InvalidRouteRequest("the sequence hashes are not whole 64-bit numbers")
     if not 0 < request.deadline_s < math.inf:

@@ -141,9 +141,9 @@ class ProgramPolicy(Policy):
         program.context, program.tokens = decision.tokens, float(decision.tokens)
         slot = self._table.known(*program.place) if self._table is not None else None
         if slot is not None:
-            end, new = self._held.add(slot, decision.sequence)
+            end, new = self._held.add(slot, decision.sequence_hashes)
             program.held = slot, end
-            shared = len(decision.sequence) // HASH - new
+            shared = len(decision.sequence_hashes) // HASH - new
             program.tokens -= shared * decision.block_size
 
     def _unsettle(self, program: Program) -> None:

@@ -146,7 +146,7 @@ class Thompson(Policy):
         best = pick(cost, model.temperature, rng)
         saturated = self._saturation.look(view.prefill)
         contexts = _contexts(view, model, cost)
-        rank_of, family = partial(_name, view), _family(view.request.sequence)
+        rank_of, family = partial(_name, view), _family(view.request.sequence_hashes)
         trial = ThompsonTrial(contexts[best], rank_of(best), family, view.now)
         self._draft(view.request.request, trial)
         if self.evidence < self._least:

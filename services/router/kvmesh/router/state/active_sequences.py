@@ -96,9 +96,9 @@ class ActiveSequences:
             if known.slot == slot:
                 return None
             self._remove(event.request, known)
-        end, new = self._tree.add(slot, event.sequence)
+        end, new = self._tree.add(slot, event.sequence_hashes)
         size = max(table.block_size, 1)
-        tail = max(-(-event.tokens // size) - len(event.sequence) // HASH, 0)
+        tail = max(-(-event.tokens // size) - len(event.sequence_hashes) // HASH, 0)
         prefill = max(event.tokens - event.overlap * size, 0)
         self._active[event.request] = Active(slot, end, prefill, tail, event.osl, now)
         cells = table.cells

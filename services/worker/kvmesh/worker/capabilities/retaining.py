@@ -45,8 +45,10 @@ class Retaining(Protocol):
 
 def obey(engine: Engine, name: str, command: Clear | Release | Pin | Unpin) -> ControlReply:
     """Do it, or say that this engine cannot."""
-    if isinstance(command, Pin) and len(command.sequence) % HASH_BYTES:
-        return ControlReply(False, f"invalid: {len(command.sequence)} bytes are no block hashes")
+    if isinstance(command, Pin) and len(command.sequence_hashes) % HASH_BYTES:
+        return ControlReply(
+            False, f"invalid: {len(command.sequence_hashes)} bytes are no block hashes"
+        )
     try:
         if isinstance(command, Clear):
             return ControlReply(True, blocks=_clear(engine, name, command))

@@ -242,7 +242,7 @@ class RetentionManager:
     def pin(self, pin: Pin, now: float) -> int:
         """Prefer to keep a prefix; returns how many of its blocks are here and within budget."""
         self.unpin(pin.id, now)
-        prompt = array("Q", pin.sequence)
+        prompt = array("Q", pin.sequence_hashes)
         if not prompt:
             return 0
         self.idle.expire(now)

@@ -30,7 +30,7 @@ class Request:
     id: str
     length: int
     local: bytes
-    sequence: bytes
+    sequence_hashes: bytes
     tail: bytes
     source: TokenSource
     target: int
@@ -98,7 +98,7 @@ class Sequence:
         self.base = request.length - request.generated
         self.generated = request.generated
         self.local = array("Q", request.local)
-        self.sequence = array("Q", request.sequence)
+        self.sequence = array("Q", request.sequence_hashes)
         self.state = SequenceState.WAITING
         self.cached: list[int] | None = None
         self.ready_at = 0.0

@@ -43,14 +43,14 @@ class StoredPin(Struct, frozen=True):
     tenant: str
     model: str
     tokens: int
-    sequence: bytes
+    sequence_hashes: bytes
     priority: int
     created: float
     expires: float
 
     @property
     def head(self) -> PinHead:
-        size = len(self.sequence)
+        size = len(self.sequence_hashes)
         facts = self.tokens, self.priority, self.created, self.expires, size
         return PinHead(self.id, self.model, *facts)
 

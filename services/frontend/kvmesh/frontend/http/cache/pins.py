@@ -41,7 +41,7 @@ class PinEndpoints:
         old = await self._store.get(pin.tenant, pin.id, now)
         if old is None:
             others = await self._store.owned(owner(pin.tenant), now)
-            size = sum(other.bytes for other in others) + len(pin.sequence)
+            size = sum(other.bytes for other in others) + len(pin.sequence_hashes)
             if len(others) >= MAX_PINS or size > MAX_BYTES:
                 reason = f"More than {MAX_PINS} pins, or {MAX_BYTES >> 20} MiB of their hashes."
                 raise ApiError("rate_limit", reason, code="too_many_pins")
@@ -94,7 +94,7 @@ def _pin(parsed: PinBody, target: ResolvedPrompt, now: float) -> StoredPin:
         tenant=target.tenant,
         model=target.model.card.name,
         tokens=target.prompt.count,
-        sequence=target.prompt.sequence,
+        sequence_hashes=target.prompt.sequence_hashes,
         priority=parsed.priority,
         created=now,
         expires=now + parsed.ttl_s(),
@@ -103,13 +103,13 @@ def _pin(parsed: PinBody, target: ResolvedPrompt, now: float) -> StoredPin:
 
 def _id_of(target: ResolvedPrompt) -> str:
     """The same for the same prefix: the hash of its last block stands for all of it."""
-    return f"pin_{target.prompt.sequence[-HASH:].hex()}"
+    return f"pin_{target.prompt.sequence_hashes[-HASH:].hex()}"
 
 
 def _command(pin: StoredPin, now: float) -> Pin:
     return Pin(
         id=scoped(pin.tenant, pin.id),
-        sequence=pin.sequence,
+        sequence_hashes=pin.sequence_hashes,
         ttl_s=pin.expires - now,
         priority=pin.priority,
         tenant=owner(pin.tenant),

@@ -113,7 +113,7 @@ def _route_request(target: ResolvedPrompt, request_id: str, arrived: float | Non
     return RouteRequest(
         request=request_id,
         model=target.model.card.name,
-        sequence=target.prompt.sequence,
+        sequence_hashes=target.prompt.sequence_hashes,
         tokens=target.prompt.count,
         max_tokens=1,
         deadline_s=ROUTE_S,

@@ -108,7 +108,7 @@ def _fetch(message: Prepare) -> Fetch:
         request="",
         held=0,
         digests=message.digests,
-        sequence=b"",
+        sequence_hashes=b"",
         local=b"",
         salt=0,
         compute_tps=message.compute_tps,

@@ -50,7 +50,7 @@ class PromptBlocks:
 
     space: Space
     digests: Digests
-    sequence: "array[int]"
+    sequence_hashes: "array[int]"
     local: "array[int]"
     salt: int
     tenant: str
@@ -61,12 +61,12 @@ class PromptBlocks:
     def of(cls, message: Offer | Fetch, names: Names, space: Space) -> "PromptBlocks":
         """What a message says of all these blocks; ValueError if they are not the same ones."""
         count, rest = divmod(len(names.digests), DIGEST_BYTES)
-        if rest or len(names.sequence) != 8 * count or len(names.local) != 8 * count:
+        if rest or len(names.sequence_hashes) != 8 * count or len(names.local) != 8 * count:
             raise ValueError("digests and hashes are not of the same blocks")
         return cls(
             space,
             Digests(names.digests),
-            array("Q", names.sequence),
+            array("Q", names.sequence_hashes),
             array("Q", names.local),
             message.salt,
             message.tenant,
@@ -85,8 +85,8 @@ class PromptBlocks:
             self.space,
             self.tenant,
             index,
-            self.sequence[index - 1] if index else self.salt,
+            self.sequence_hashes[index - 1] if index else self.salt,
             self.local[index],
-            self.sequence[index],
+            self.sequence_hashes[index],
             self.salt,
         )

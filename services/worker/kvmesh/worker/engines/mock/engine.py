@@ -212,7 +212,7 @@ class MockEngine:
             id=work.request,
             length=len(work.tokens) // 4,
             local=local,
-            sequence=sequence,
+            sequence_hashes=sequence,
             tail=tail,
             source=whole.source,
             target=whole.target,

@@ -139,7 +139,7 @@ class TorchCore:
             id=work.request,
             length=len(job.tokens),
             local=local,
-            sequence=sequence,
+            sequence_hashes=sequence,
             tail=tail,
             source=job,
             target=job.limit,

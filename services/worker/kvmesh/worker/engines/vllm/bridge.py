@@ -138,7 +138,7 @@ class Bridge:
         return KvbmPrompt(
             request=request,
             digests=chain.upto(key, tokens, len(sequence) // 8),
-            sequence=sequence,
+            sequence_hashes=sequence,
             local=local,
             salt=origin.salt,
             tenant=origin.tenant,

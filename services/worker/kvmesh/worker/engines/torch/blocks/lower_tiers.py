@@ -314,7 +314,7 @@ def _prompt(
     return KvbmPrompt(
         request=work.request,
         digests=digests,
-        sequence=hashes.tobytes(),
+        sequence_hashes=hashes.tobytes(),
         local=local.tobytes(),
         salt=work.salt,
         tenant=work.tenant,
