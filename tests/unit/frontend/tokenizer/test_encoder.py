@@ -5,13 +5,14 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from kvmesh.demo import model_dir
 from kvmesh.frontend.tokenizer.encoder import SegmentMemo, TextEncoder
 
 DEMO = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 ENCODER = TextEncoder(DEMO)
+TEXT = 'The "fox" said: jump(over, 12 dogs);\nNext line [a] = {b: c}\n\n  naïve <x>'
 PIECES = ["<|im_start|>", "<|im_end|>", "\n", " ", "  word", "naïve 🦀", "<think>", "12345", "<|"]
 
 
@@ -70,3 +71,20 @@ def test_what_is_larger_than_the_memo_is_not_kept() -> None:
     memo.put(1, "x" * 5000, b"1")
     assert memo.bytes == 0
     assert memo.get(1, "x" * 5000) is None
+
+
+def test_a_text_for_the_library_is_cut_only_between_words() -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    text = "𐌰𐌱 " + TEXT * 3000
+    encoder = TextEncoder(tokenizer)
+    steps = list(encoder.steps(text))
+    assert len(steps) > 2
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    assert b"".join(steps) == array("I", tokens).tobytes()
+
+
+def test_a_tokenizer_whose_words_are_others_is_not_cut() -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    steps = list(TextEncoder(tokenizer).steps(TEXT * 3000))
+    assert len(steps) == 1

@@ -1,0 +1,21 @@
+"""JSON in prompts: long values are written step by step, byte for byte as `json.dumps` does."""
+
+import json
+
+import pytest
+
+from kvmesh.frontend.dialects.templates.prompt_json import MANY, dumps
+
+
+def test_long_json_is_written_in_steps_and_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"é": [[n, {"a": None}] for n in range(MANY)], "b": 'x"'}
+    wanted = json.dumps(value, ensure_ascii=False)
+
+    def never(*_: object, **__: object) -> str:
+        raise AssertionError("in one call")
+
+    monkeypatch.setattr(json, "dumps", never)
+    assert dumps(value) == wanted
+    assert dumps(value, separators=(",", ":")) == wanted.replace(", ", ",").replace(": ", ":")
+    with pytest.raises(AssertionError):
+        dumps([1])

@@ -1,0 +1,30 @@
+"""Long texts in slices: markers are found, and nothing is lost."""
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmesh.frontend.tokenizer import text_slices
+from kvmesh.frontend.tokenizer.text_slices import any_of, composed_apart, cut, find_all
+
+
+@given(st.lists(st.sampled_from(["<a>", "<ab>", "<a", "b>", "<", "x" * 50]), max_size=60))
+def test_markers_are_found_as_in_one_piece(parts: list[str]) -> None:
+    markers = ["<a>", "<ab>", "<a"]
+    text = "".join(parts)
+    longest_first = "|".join(re.escape(m) for m in sorted(markers, key=len, reverse=True))
+    wanted = [(m.start(), m[0]) for m in re.finditer(longest_first, text)]
+    pattern = re.compile(any_of(markers))
+    before, text_slices.SLICE = text_slices.SLICE, 40
+    try:
+        found = [(m.start(), m[0]) for m in find_all(pattern, text, 4)]
+    finally:
+        text_slices.SLICE = before
+    assert found == wanted
+
+
+@given(st.text(alphabet='ab 1"(,\né日\u0301', max_size=200))
+def test_slices_are_the_text(text: str) -> None:
+    assert "".join(cut(text, 5)) == text
+    assert "".join(composed_apart(text)) == text
