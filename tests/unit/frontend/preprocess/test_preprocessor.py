@@ -18,8 +18,8 @@ from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess import preprocessor
-from kvmesh.frontend.preprocess.preprocessor import ANSWER_BYTES, Preprocessor
-from kvmesh.frontend.tokenizer.text_slices import RUN, SLICE
+from kvmesh.frontend.preprocess.preprocessor import MAX_OUTPUT_BYTES, Preprocessor
+from kvmesh.frontend.tokenizer.text_slices import MAX_RUN, SLICE
 
 CONTEXT = 2048
 TEXT = 'The "fox" said: jump(over, 12 dogs);\nNext line [a] = {b: c}\n\n  naïve <x>'
@@ -98,7 +98,7 @@ async def test_a_prompt_of_many_special_tokens_is_not_looked_up(
 @pytest.mark.parametrize("char", ["a", " ", "é", "日", "<"])
 async def test_an_endless_word_is_refused(char: str) -> None:
     with pytest.raises(InvalidRequest) as error:
-        await preparer().count(prompt(char * (2 * RUN + 1)), served(1 << 20))
+        await preparer().count(prompt(char * (2 * MAX_RUN + 1)), served(1 << 20))
     assert error.value.code == "run_too_long"
 
 
@@ -112,7 +112,7 @@ async def test_long_texts_have_the_library_s_tokens() -> None:
 
 
 async def test_the_prompts_of_all_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocessor, "PROMPT_BYTES", 4 * 500)
+    monkeypatch.setattr(preprocessor, "MAX_PROMPT_BYTES", 4 * 500)
     text = "one two three " * 30
     assert (await prepared(chat(messages=[{"role": "user", "content": text}], n=2))).prompts
     with pytest.raises(InvalidRequest) as error:
@@ -126,7 +126,7 @@ async def test_answers_are_bounded_by_their_memory() -> None:
         await prepared(chat(max_tokens=16_000, **many), 1 << 17)
     assert error.value.param == "max_tokens"
     made = await prepared(chat(**many), 1 << 17)
-    assert 0 < made.max_tokens * 128 * 21 * 400 <= ANSWER_BYTES
+    assert 0 < made.max_tokens * 128 * 21 * 400 <= MAX_OUTPUT_BYTES
     assert (await prepared(chat(), 1 << 17)).max_tokens > 100_000
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvmesh.frontend.conversation import CacheControl, GenerateRequest, Message, Sampling, Text
+from kvmesh.bus.messages import Sampling
+from kvmesh.frontend.conversation import CacheControl, GenerateRequest, Message, Text
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
 
 

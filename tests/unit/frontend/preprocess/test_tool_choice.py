@@ -20,7 +20,11 @@ from kvmesh.frontend.dialects.output import OutputGrammar
 from kvmesh.frontend.dialects.structural_tags import CALL_TAGS
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.generation.output import PlainText
-from kvmesh.frontend.preprocess.tool_choice import RequiredToolCall, optional, required_tool_call
+from kvmesh.frontend.preprocess.tool_choice import (
+    RequiredToolCall,
+    required_tool_call,
+    strict_tool_tags,
+)
 
 READ = Tool("read", "", {"type": "object", "properties": {"path": {"type": "string"}}})
 LIST = Tool("list", "", {})
@@ -128,7 +132,7 @@ def may(parser: str | None, *tools: Tool, mode: Literal["auto", "none"] = "auto"
         tools=list(tools),
         tool_choice=ToolChoice(mode),
     )
-    made = optional(request, parser)
+    made = strict_tool_tags(request, parser)
     assert made is None or made.kind == "structural_tag"
     return made and json.loads(made.value)
 

@@ -13,8 +13,8 @@ from kvmesh.demo import model_dir
 from kvmesh.frontend.tokenizer import pretokenizer as pretokenize
 from kvmesh.frontend.tokenizer.byte_level_bpe import WordEncoder, WordMemo
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
-from kvmesh.frontend.tokenizer.pretokenizer import NotUnderstood
-from kvmesh.frontend.tokenizer.text_slices import SLICE, cut
+from kvmesh.frontend.tokenizer.pretokenizer import UnsupportedTokenizer
+from kvmesh.frontend.tokenizer.text_slices import SLICE, split_at_words
 
 TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN = (
@@ -127,7 +127,9 @@ def test_long_texts_are_cut_as_short_ones(
 @example(" \u0301 x \u1680y\x1c z\x85 w \u180e a\u200b b")
 @given(texts)
 def test_a_text_may_be_cut_at_all_its_borders(name: str, text: str) -> None:
-    parts = pipeline(name).encode_batch_fast(list(cut(text, 1)), add_special_tokens=False)
+    parts = pipeline(name).encode_batch_fast(
+        list(split_at_words(text, 1)), add_special_tokens=False
+    )
     whole = pipeline(name).encode(text, add_special_tokens=False).ids
     assert [token for part in parts for token in part.ids] == whole
 
@@ -154,7 +156,7 @@ def test_a_word_in_use_outlives_the_others() -> None:
 
 
 def refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(NotUnderstood):
+    with pytest.raises(UnsupportedTokenizer):
         WordEncoder(tokenizer)
     text = "It's  a test,\n<think>naïve</think> of 12345 words."
     parts = TextEncoder(tokenizer).encode_segments([text])

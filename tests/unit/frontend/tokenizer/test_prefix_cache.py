@@ -26,10 +26,10 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 def encoded(beginnings: PrefixTokenCache, text: str, key: Key = KEY) -> tuple[EncodedPrompt, int]:
     """The tokens of a text, and how many of its characters were known."""
-    known = beginnings.find(key, text, ENCODER.longest_marker)
+    known = beginnings.get(key, text, ENCODER.longest_marker)
     segments = ENCODER.segments(text[known.end :])
     whole = known.extended(text, segments, ENCODER.encode_segments(segments))
-    beginnings.keep(key, whole)
+    beginnings.put(key, whole)
     return whole, known.end
 
 

@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.frontend.tokenizer import text_slices
-from kvmesh.frontend.tokenizer.text_slices import any_of, composed_apart, cut, find_all
+from kvmesh.frontend.tokenizer.text_slices import (
+    alternation,
+    find_all,
+    split_at_words,
+    split_for_nfc,
+)
 
 
 @given(st.lists(st.sampled_from(["<a>", "<ab>", "<a", "b>", "<", "x" * 50]), max_size=60))
@@ -15,7 +20,7 @@ def test_markers_are_found_as_in_one_piece(parts: list[str]) -> None:
     text = "".join(parts)
     longest_first = "|".join(re.escape(m) for m in sorted(markers, key=len, reverse=True))
     wanted = [(m.start(), m[0]) for m in re.finditer(longest_first, text)]
-    pattern = re.compile(any_of(markers))
+    pattern = re.compile(alternation(markers))
     before, text_slices.SLICE = text_slices.SLICE, 40
     try:
         found = [(m.start(), m[0]) for m in find_all(pattern, text, 4)]
@@ -26,5 +31,5 @@ def test_markers_are_found_as_in_one_piece(parts: list[str]) -> None:
 
 @given(st.text(alphabet='ab 1"(,\né日\u0301', max_size=200))
 def test_slices_are_the_text(text: str) -> None:
-    assert "".join(cut(text, 5)) == text
-    assert "".join(composed_apart(text)) == text
+    assert "".join(split_at_words(text, 5)) == text
+    assert "".join(split_for_nfc(text)) == text
