@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kvmesh.frontend.conversation import AnswerEvent, Tool, ToolCallEnd
-from kvmesh.frontend.dialects.output import OutputParser, choose
-from kvmesh.frontend.dialects.preview import joined
+from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
+from kvmesh.frontend.dialects.preview import merge_deltas
 
 Piece = tuple[str, str, Any]
 
@@ -54,7 +54,7 @@ class Case(NamedTuple):
         return f"{self.tool}-{self.reasoning}-{len(self.raw)}"
 
     def parser(self, eager: bool) -> OutputParser:
-        grammar = choose(
+        grammar = choose_grammar(
             "", tool_parser=self.tool or "none", reasoning_parser=self.reasoning or "none"
         )
         return grammar.parser(TOOLS, eager=eager, new_id=lambda: "id")
@@ -93,7 +93,7 @@ def pieces(events: list[AnswerEvent]) -> list[Piece]:
     """The answer with every call's arguments decoded: they must be valid JSON."""
     return [
         (kind, name, json.loads(content) if kind == "call" else content)
-        for kind, name, content in joined(events)
+        for kind, name, content in merge_deltas(events)
     ]
 
 

@@ -275,7 +275,7 @@ def test_an_assistant_message_can_be_left_open() -> None:
         request(user("a"), assistant("Once upon"), template_args=open_end), TODAY
     )
     assert prompt.endswith("<|im_start|>assistant\nOnce upon")
-    with pytest.raises(TemplateError, match="only a message of the assistant"):
+    with pytest.raises(TemplateError, match="only an assistant message"):
         template("chatml").render(request(user("a"), template_args=open_end), TODAY)
 
 

@@ -10,13 +10,13 @@ from unit.frontend.dialects.outputs import Piece, complete_calls, now, pieces, r
 
 from kvmesh.frontend.conversation import Tool, ToolCallEnd, ToolCallStart
 from kvmesh.frontend.dialects.families import TOOL_PARSERS
-from kvmesh.frontend.dialects.output import OutputParser, choose
+from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
 
 
 def parser(
     tool: str, reasoning: str = "none", calls: bool = True, eager: bool = True
 ) -> OutputParser:
-    grammar = choose("", tool_parser=tool, reasoning_parser=reasoning)
+    grammar = choose_grammar("", tool_parser=tool, reasoning_parser=reasoning)
     return grammar.parser([], calls=calls, eager=eager)
 
 
@@ -178,7 +178,7 @@ def test_values_between_tags_take_the_type_of_the_schema() -> None:
     schema = {"properties": kinds, "$defs": {"thing": {"type": "object"}}}
     said = {"s": "42", "i": "42", "n": "None", "b": "True", "o": "{'k': 1}", "e": "1", "u": "7"}
     raw = "".join(f"<parameter={k}>{v}</parameter>" for k, v in said.items())
-    grammar = choose("", tool_parser="qwen3_coder")
+    grammar = choose_grammar("", tool_parser="qwen3_coder")
     found = pieces(read(grammar.parser([Tool("f", "", schema)]), f"<function=f>{raw}</function>"))
     expected = {"s": "42", "i": 42, "n": None, "b": True, "o": {"k": 1}, "e": "1", "u": 7}
     assert found == [call(**expected)]
@@ -187,7 +187,9 @@ def test_values_between_tags_take_the_type_of_the_schema() -> None:
 def test_a_value_that_does_not_fit_its_type_stays_text() -> None:
     schema = {"properties": {"i": {"type": "integer"}}}
     raw = "<function=f><parameter=i>many</parameter></function>"
-    events = read(choose("", tool_parser="qwen3_coder").parser([Tool("f", "", schema)]), raw)
+    events = read(
+        choose_grammar("", tool_parser="qwen3_coder").parser([Tool("f", "", schema)]), raw
+    )
     assert pieces(events) == [call(i="many")]
 
 
@@ -197,7 +199,7 @@ def test_custom_tools_get_their_text_and_namespaces_their_name() -> None:
         '<tool_call>{"name": "patch", "arguments": {"input": "*** \\"x\\"\\n"}}</tool_call>'
         '<tool_call>{"name": "fs__read", "arguments": {"p": 1}}</tool_call>'
     )
-    events = read(choose("", tool_parser="hermes").parser(tools, new_id=lambda: "id"), raw)
+    events = read(choose_grammar("", tool_parser="hermes").parser(tools, new_id=lambda: "id"), raw)
     assert [e for e in events if isinstance(e, ToolCallStart)] == [
         ToolCallStart("id", "patch", custom=True),
         ToolCallStart("id", "read", "fs"),
@@ -243,7 +245,7 @@ def test_much_white_space_is_text(raw: str) -> None:
 def test_the_end_of_the_prompt_tells_whether_thinking_has_begun(
     prompt: str, reasoning: str, expected: list[Piece]
 ) -> None:
-    grammar = choose("", reasoning_parser=reasoning)
+    grammar = choose_grammar("", reasoning_parser=reasoning)
     assert pieces(read(grammar.parser([], prompt), "a</think>b")) == expected
 
 

@@ -9,7 +9,7 @@ from unit.frontend.dialects.outputs import CASES, Case, complete_calls, pieces, 
 
 from kvmesh.frontend.conversation import AnswerEvent, ToolCallEnd, ToolCallStart
 from kvmesh.frontend.dialects.families import REASONING_ALIASES, REASONING_PARSERS, TOOL_PARSERS
-from kvmesh.frontend.dialects.preview import joined
+from kvmesh.frontend.dialects.preview import merge_deltas
 
 cases = pytest.mark.parametrize("case", CASES, ids=[case.title for case in CASES])
 eagerness = pytest.mark.parametrize("eager", [True, False], ids=["eager", "whole"])
@@ -76,11 +76,13 @@ def _unmarked(case: Case, text: str) -> str:
 @cases
 def test_arguments_on_the_way_are_the_beginning_of_the_whole(case: Case) -> None:
     whole = [
-        content for kind, _, content in joined(read(case.parser(True), case.raw)) if kind == "call"
+        content
+        for kind, _, content in merge_deltas(read(case.parser(True), case.raw))
+        if kind == "call"
     ]
     for end in range(len(case.raw)):
         events = read(case.parser(True), case.raw[:end])
-        calls = [content for kind, _, content in joined(events) if kind == "call"]
+        calls = [content for kind, _, content in merge_deltas(events) if kind == "call"]
         assert all(a.startswith(b) for a, b in zip(whole, calls, strict=False)), end
         assert complete_calls(events) in (len(calls), len(calls) - 1)
 

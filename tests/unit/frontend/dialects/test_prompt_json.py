@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from kvmesh.frontend.dialects.templates.prompt_json import MANY, dumps
+from kvmesh.frontend.dialects.templates.prompt_json import MAX_VALUES_AT_ONCE, dumps
 
 
 def test_long_json_is_written_in_steps_and_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    value = {"é": [[n, {"a": None}] for n in range(MANY)], "b": 'x"'}
+    value = {"é": [[n, {"a": None}] for n in range(MAX_VALUES_AT_ONCE)], "b": 'x"'}
     wanted = json.dumps(value, ensure_ascii=False)
 
     def never(*_: object, **__: object) -> str:

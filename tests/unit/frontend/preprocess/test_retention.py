@@ -27,7 +27,7 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_messages import BILLING
+from kvmesh.frontend.dialects.templates.chat_messages import BILLING_HEADER
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
@@ -287,7 +287,9 @@ def test_thinking_is_marked_where_the_template_will_drop_it() -> None:
     assert all(entry.kind != "thinking" for entry in kinds(kept))
 
 
-PIECE = st.sampled_from(["", " ", "ok", "hi\n", LONG, RESULT, "</think>", "<|im_end|>", BILLING])
+PIECE = st.sampled_from(
+    ["", " ", "ok", "hi\n", LONG, RESULT, "</think>", "<|im_end|>", BILLING_HEADER]
+)
 CACHE = st.sampled_from([None, CacheControl(300.0), CacheControl(3600.0)])
 BLOCKS = st.one_of(
     st.builds(Text, PIECE, CACHE),

@@ -24,7 +24,7 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_messages import BILLING, GAP
+from kvmesh.frontend.dialects.templates.chat_messages import BILLING_HEADER, GAP
 
 PROBE = 64  # characters to search for; the rest of a text is compared
 LONG = 64  # characters; shorter texts fill no block of their own
@@ -121,7 +121,7 @@ def _anchors(messages: list[Message], wanted: frozenset[type]) -> Iterator[_Anch
                 continue
             text, kind = _text(block)
             cache: CacheControl | None = getattr(block, "cache", None)
-            if (text and not text.startswith(BILLING)) or cache is not None:
+            if (text and not text.startswith(BILLING_HEADER)) or cache is not None:
                 closes = block is message.blocks[-1]
                 yield _Anchor(text, kind, closes, closes and message is messages[-1], cache)
 
