@@ -1,4 +1,4 @@
-"""Raw outputs in each family's published format, and what they say."""
+"""Raw outputs in each family's published format, and their pieces."""
 
 import json
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ THOUGHT, SAID = "I need\n\nthe weather.", "Let me see."
 
 
 class Case(NamedTuple):
-    """`tool` and `reasoning` name the parsers; `pieces` is what they must find."""
+    """A raw output; parsers `tool` and `reasoning` must split it into `pieces`."""
 
     tool: str | None
     reasoning: str | None
@@ -90,7 +90,7 @@ def read(parser: OutputParser, chunks: Iterable[str]) -> list[AnswerEvent]:
 
 
 def pieces(events: list[AnswerEvent]) -> list[Piece]:
-    """The answer with every call's arguments decoded: they must be valid JSON."""
+    """The pieces of an output, with the arguments of calls decoded from JSON."""
     return [
         (kind, name, json.loads(content) if kind == "call" else content)
         for kind, name, content in merge_deltas(events)
@@ -105,7 +105,7 @@ W, C = dump(WEATHER), dump(CODE)
 
 
 def _tagged_weather(tag: str, pad: str = "") -> str:
-    """The arguments of WEATHER, one tag each; `tag` has places for name and value."""
+    """The arguments of WEATHER, one tag each; `tag` is formatted with name and value."""
     values = {k: v if isinstance(v, str) else dump(v) for k, v in WEATHER.items()}
     return "\n".join(tag.format(k, f"{pad}{v}{pad}") for k, v in values.items())
 

@@ -1,4 +1,4 @@
-"""JSON in prompts: long values are written step by step, byte for byte as `json.dumps` does."""
+"""JSON in prompts: long values are serialized in steps, byte for byte like `json.dumps`."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from kvmesh.frontend.dialects.templates.prompt_json import MAX_VALUES_AT_ONCE, dumps
 
 
-def test_long_json_is_written_in_steps_and_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_json_is_serialized_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     value = {"é": [[n, {"a": None}] for n in range(MAX_VALUES_AT_ONCE)], "b": 'x"'}
     wanted = json.dumps(value, ensure_ascii=False)
 

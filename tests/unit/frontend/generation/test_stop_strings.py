@@ -15,7 +15,7 @@ def match(stops: list[str], parts: list[str]) -> tuple[str, str | None]:
     return shown, matcher.matched
 
 
-def test_text_ends_where_a_stop_string_begins() -> None:
+def test_text_ends_before_a_stop_string() -> None:
     assert match(["END"], ["some text E", "N", "D and more"]) == ("some text ", "END")
     assert match(["END"], ["some EN"]) == ("some EN", None)
     assert match(["b", "abc"], ["xabc"]) == ("x", "abc")
@@ -23,7 +23,7 @@ def test_text_ends_where_a_stop_string_begins() -> None:
     assert match(["\n\n"], ["a\n", "b\n", "\nc"]) == ("a\nb", "\n\n")
 
 
-def test_only_what_may_become_a_stop_string_is_held() -> None:
+def test_only_a_possible_prefix_of_a_stop_string_is_held() -> None:
     matcher = StopMatcher(["<stop>"])
     assert matcher.feed("text <st") == "text "
     assert matcher.feed("ill") == "<still"
@@ -34,7 +34,7 @@ def test_only_what_may_become_a_stop_string_is_held() -> None:
     st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 30), max_size=6),
 )
-def test_the_cut_does_not_depend_on_how_text_arrives(
+def test_the_match_does_not_depend_on_the_chunks(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
@@ -47,7 +47,7 @@ def test_the_cut_does_not_depend_on_how_text_arrives(
         assert text[len(shown) :].startswith(matched)
 
 
-def test_a_long_stop_string_costs_nothing_more_the_more_of_it_was_seen() -> None:
+def test_matching_a_long_stop_string_takes_linear_time() -> None:
     stop = Counted("a" * 4095 + "b")
     matcher = StopMatcher([stop])
     matcher.feed("a" * 4095)

@@ -1,4 +1,4 @@
-"""Limits of a request's prompt and output: refused before, or while, the text is tokenized."""
+"""Limits of prompts and outputs, checked before and during tokenization."""
 
 import tracemalloc
 from array import array
@@ -48,15 +48,17 @@ def prompt(text: str) -> Any:
     return Tokenize().parse(msgspec.json.encode({"model": "m", "prompt": text}), {})
 
 
-def preparer() -> Preprocessor:
+def make_preprocessor() -> Preprocessor:
     return Preprocessor(1 << 20, TenantNamespaces())
 
 
 async def prepared(request: Any, context: int = CONTEXT) -> Any:
-    return await preparer().prepare(request, served(context), None)
+    return await make_preprocessor().prepare(request, served(context), None)
 
 
-async def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_text_too_long_for_the_context_is_not_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def never(*_: object) -> Iterator[bytes]:
         raise AssertionError("tokenized")
 
@@ -67,51 +69,57 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.Monke
     text = "word " * (CONTEXT * longest // 5 + 2)
     for request in (prompt(text), chat(messages=[{"role": "user", "content": text}])):
         with pytest.raises(ContextExceeded):
-            await preparer().count(request, served())
+            await make_preprocessor().count(request, served())
 
 
-async def test_tokenizing_ends_where_the_context_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+async def test_tokenizing_stops_at_the_context_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
     steps = dialect().encoder.text_steps
 
     def counted(text: str) -> Iterator[bytes]:
         for tokens in steps(text):
-            told.append(len(tokens) // 4)
+            counts.append(len(tokens) // 4)
             yield tokens
 
     monkeypatch.setattr(dialect().encoder, "text_steps", counted)
     monkeypatch.setattr(type(dialect().encoder), "longest_token", None)
     with pytest.raises(ContextExceeded) as error:
-        await preparer().count(prompt("one two three " * 300_000), served())
-    assert CONTEXT < error.value.prompt_tokens == sum(told) < 20 * CONTEXT
+        await make_preprocessor().count(prompt("one two three " * 300_000), served())
+    assert CONTEXT < error.value.prompt_tokens == sum(counts) < 20 * CONTEXT
 
 
-async def test_a_prompt_of_many_special_tokens_is_not_looked_up(
+async def test_a_prompt_of_too_many_special_tokens_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(type(dialect().encoder), "longest_token", None)
     text = "<|im_end|>" * (CONTEXT + 1)
     with pytest.raises(ContextExceeded):
-        await preparer().count(chat(messages=[{"role": "user", "content": text}]), served())
+        await make_preprocessor().count(
+            chat(messages=[{"role": "user", "content": text}]), served()
+        )
 
 
 @pytest.mark.parametrize("char", ["a", " ", "é", "日", "<"])
-async def test_an_endless_word_is_refused(char: str) -> None:
+async def test_a_huge_word_is_rejected(char: str) -> None:
     with pytest.raises(InvalidRequest) as error:
-        await preparer().count(prompt(char * (2 * MAX_RUN + 1)), served(1 << 20))
+        await make_preprocessor().count(prompt(char * (2 * MAX_RUN + 1)), served(1 << 20))
     assert error.value.code == "run_too_long"
 
 
-async def test_long_texts_have_the_library_s_tokens() -> None:
+async def test_long_texts_have_the_tokens_of_the_library() -> None:
     text = (TEXT * 3000)[: 3 * SLICE]
     ids = dialect().tokenizer.encode(text).ids
-    assert await preparer().count(prompt(text), served(1 << 20)) == [array("I", ids).tobytes()]
+    assert await make_preprocessor().count(prompt(text), served(1 << 20)) == [
+        array("I", ids).tobytes()
+    ]
     word = "ab" * 10_000
     ids = dialect().tokenizer.encode(word).ids
-    assert await preparer().count(prompt(word), served(1 << 20)) == [array("I", ids).tobytes()]
+    assert await make_preprocessor().count(prompt(word), served(1 << 20)) == [
+        array("I", ids).tobytes()
+    ]
 
 
-async def test_the_prompts_of_all_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_prompts_of_all_choices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preprocessor, "MAX_PROMPT_BYTES", 4 * 500)
     text = "one two three " * 30
     assert (await prepared(chat(messages=[{"role": "user", "content": text}], n=2))).prompts
@@ -120,17 +128,17 @@ async def test_the_prompts_of_all_answers_are_bounded(monkeypatch: pytest.Monkey
     assert error.value.param == "n"
 
 
-async def test_answers_are_bounded_by_their_memory() -> None:
+async def test_the_output_of_all_choices_is_bounded_by_its_memory() -> None:
     many = {"n": 128, "logprobs": True, "top_logprobs": 20}
     with pytest.raises(InvalidRequest) as error:
         await prepared(chat(max_tokens=16_000, **many), 1 << 17)
     assert error.value.param == "max_tokens"
-    made = await prepared(chat(**many), 1 << 17)
-    assert 0 < made.max_tokens * 128 * 21 * 400 <= MAX_OUTPUT_BYTES
+    unlimited = await prepared(chat(**many), 1 << 17)
+    assert 0 < unlimited.max_tokens * 128 * 21 * 400 <= MAX_OUTPUT_BYTES
     assert (await prepared(chat(), 1 << 17)).max_tokens > 100_000
 
 
-async def test_marks_within_a_long_text_hold_no_copies_of_it() -> None:
+async def test_marks_inside_a_long_text_do_not_copy_it() -> None:
     words, mark = "word " * 50_000, CacheControl(300.0)
     marked = [Text(f"y{n} z", cache=mark) for n in range(1000)]
     request = chat()

@@ -1,4 +1,4 @@
-"""Looking for texts in a rendered prompt takes a bounded number of passes."""
+"""The search for texts in a rendered prompt takes a bounded number of scans."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ def run(detokenizer: Detokenizer, ids: list[int], size: int) -> str:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_text_comes_back_however_it_is_cut(make: Make, text: str, size: int) -> None:
+def test_text_is_restored_for_any_chunk_size(make: Make, text: str, size: int) -> None:
     assert run(make(), DEMO.encode(text, add_special_tokens=False).ids, size) == text
 
 
@@ -50,7 +50,7 @@ def test_a_character_waits_for_its_last_byte(make: Make) -> None:
     assert detokenizer.finish() == ""
 
 
-def test_a_character_that_never_ends_is_replaced(make: Make) -> None:
+def test_an_incomplete_character_is_replaced(make: Make) -> None:
     ids = DEMO.encode("ok 🧿", add_special_tokens=False).ids
     detokenizer = make()
     shown = "".join(detokenizer.feed([i]) for i in ids[:-1])
@@ -58,7 +58,7 @@ def test_a_character_that_never_ends_is_replaced(make: Make) -> None:
     assert set(detokenizer.finish()) == {"\ufffd"}
 
 
-def test_special_tokens_do_not_show(make: Make) -> None:
+def test_hidden_tokens_have_no_text(make: Make) -> None:
     assert HIDDEN
     ids = DEMO.encode("seen", add_special_tokens=False).ids
     assert run(make(), [min(HIDDEN), *ids, max(HIDDEN)], 1) == "seen"

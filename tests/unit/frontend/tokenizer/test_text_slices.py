@@ -15,7 +15,7 @@ from kvmesh.frontend.tokenizer.text_slices import (
 
 
 @given(st.lists(st.sampled_from(["<a>", "<ab>", "<a", "b>", "<", "x" * 50]), max_size=60))
-def test_markers_are_found_as_in_one_piece(parts: list[str]) -> None:
+def test_markers_are_found_across_slices(parts: list[str]) -> None:
     markers = ["<a>", "<ab>", "<a"]
     text = "".join(parts)
     longest_first = "|".join(re.escape(m) for m in sorted(markers, key=len, reverse=True))
@@ -30,6 +30,6 @@ def test_markers_are_found_as_in_one_piece(parts: list[str]) -> None:
 
 
 @given(st.text(alphabet='ab 1"(,\né日\u0301', max_size=200))
-def test_slices_are_the_text(text: str) -> None:
+def test_slices_add_up_to_the_text(text: str) -> None:
     assert "".join(split_at_words(text, 5)) == text
     assert "".join(split_for_nfc(text)) == text
