@@ -1,6 +1,6 @@
-"""What every engine must do, whichever one it is: subclass it beside a fixture named `started`.
+"""Tests that every engine must pass: subclass the suite next to a fixture named `started`.
 
-Lengths are in blocks, since engines differ in the sizes that they take.
+Lengths are in blocks, since engines support different block sizes.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Tenants who attack one another, and what they would attack with."""
+"""Tenants that attack one another, and their tools."""
 
 from kvmesh._native import xxh3
 
@@ -11,6 +11,6 @@ FORGED = (
 
 
 def unkeyed(model: str, tenant: str) -> int:
-    """A salt that everybody can compute, and whoever chooses the tenant's name can choose."""
+    """A salt that anyone can compute, who can therefore search for a colliding tenant name."""
     fields = [field.encode() for field in (model, "", tenant)]
     return xxh3(b"".join(len(field).to_bytes(4, "little") + field for field in fields))

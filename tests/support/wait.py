@@ -1,4 +1,4 @@
-"""Waiting on conditions instead of on time."""
+"""Waiting for conditions instead of fixed times."""
 
 import asyncio
 import inspect

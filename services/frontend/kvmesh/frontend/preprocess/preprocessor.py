@@ -173,7 +173,7 @@ class Preprocessor:
     def _conversation(
         self, request: GenerateRequest, text: str, model: ServedModel
     ) -> Steps[EncodedPrompt]:
-        """Tokens of a rendered conversation; only text behind the cached prefix is processed."""
+        """Tokens of a rendered conversation; only text after the cached prefix is processed."""
         check_fits(text, model)
         encoder, tenant = model.dialect.encoder, request.cache_salt
         key = self._memo_key(tenant, model), hash(_conversation_key(request))
@@ -236,7 +236,7 @@ def check_fits(text: str, model: ServedModel) -> None:
 
 
 def _collect(slices: Iterator[bytes], model: ServedModel, count: int = 0) -> Steps[bytes]:
-    """The tokens of a text behind `count` others; raises ContextExceeded once they do not fit."""
+    """The tokens of a text after `count` others; raises ContextExceeded once they do not fit."""
     parts = []
     for tokens in slices:
         parts.append(tokens)

@@ -206,7 +206,7 @@ class _Search:
         return start if start >= self._pos and self._text.startswith(text, start) else -1
 
     def _forward(self, anchor: _Anchor, limit: int) -> int:
-        """Find the anchor unless it is found; return the end of the last anchor found so far."""
+        """Find the anchor unless it is known; return the end of the last anchor found."""
         if anchor.start < 0:
             anchor.start = self._find(anchor.text, self._pos, limit)
         if anchor.start >= 0:
@@ -214,7 +214,7 @@ class _Search:
         return self._pos
 
     def _first_turn(self, text: str, tools: bool) -> int:
-        """Offset of the first turn, preferably behind the segment of system prompt or tools."""
+        """Offset of the first turn, preferably after the segment of system prompt or tools."""
         start, limit = -1, len(self._text)
         if self._pos or tools:
             start = self._find(text, self._after(max(self._pos, 1)), limit)

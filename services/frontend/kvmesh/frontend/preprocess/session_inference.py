@@ -1,7 +1,7 @@
 """Sessions of requests that name none, inferred from prompts that extend an earlier one.
 
 A prompt is stored as the sequence hash of its last full block, which covers everything before it,
-and the tokens behind that block (its tail). A later prompt of the same tenant continues it if it
+and the tokens after that block (its tail). A later prompt of the same tenant continues it if it
 contains that block and continues with those tokens.
 """
 

@@ -1,8 +1,8 @@
 """The last prompt of each conversation with its tokens, so that a turn only encodes what it adds.
 
 The encoder splits a rendered conversation into segments at special tokens. Two texts that agree up
-to an edge and for the length of the longest special token behind it have the same segments up to
-that edge: a special token that begins before the edge lies within the common text.
+to an edge and for the length of the longest special token after it have the same segments up to
+that edge: a special token that begins before the edge is within the common text.
 """
 
 from collections import OrderedDict

@@ -114,7 +114,7 @@ class Emitter:
         return self._attempt_chars > 0
 
     def fail_attempt(self) -> None:
-        """Emit the marker of a failed call as text and rewind the source to behind it.
+        """Emit the marker of a failed call as text and rewind the source to its end.
 
         A call whose start was already emitted stays as it is.
         """

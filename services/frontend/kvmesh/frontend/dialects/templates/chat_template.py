@@ -130,7 +130,7 @@ def _thinking(request: GenerateRequest) -> dict[str, bool]:
 
 
 def _mark_open_end(messages: list[Message]) -> list[Message]:
-    """The conversation with a marker behind its last text, where the prompt must end."""
+    """The conversation with a marker after its last text, where the prompt must end."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant":
         raise TemplateError("only an assistant message can be continued")
