@@ -184,7 +184,7 @@ class ApiServer:
         return {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"}
 
     async def _advance(self, request: Request) -> None:
-        # the KV of a token exists once the next one is computed
+        # the engine computes a token's KV with the next token
         if len(request.tokens) > request.prompt and len(request.tokens) % self.block_size == 0:
             await self._store(request, len(request.held))
         token = next_token(request.tokens)

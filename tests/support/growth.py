@@ -110,7 +110,7 @@ class Visitors:
         async with session.post(url, data=data, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
             if chance.random() < 0.1:
-                self.left += 1  # in the middle of the answer
+                self.left += 1  # leave in the middle of the response
                 return
             await answer.read()
             self.served += 1

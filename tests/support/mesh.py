@@ -60,7 +60,7 @@ class Mesh:
         settings = {
             "KVMESH_NATS_URL": self.nats_url,
             "KVMESH_NATS_NAMESPACE": self.namespace,
-            "KVMESH_STREAMS_LEASE_S": "10",  # which a busy machine renews in time
+            "KVMESH_STREAMS_LEASE_S": "10",  # long enough for a busy machine to renew it
             "KVMESH_FRONTEND_PORT": str(self.port),
             f"KVMESH_{role}_NAME".upper(): name,
         }

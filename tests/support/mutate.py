@@ -186,7 +186,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/tokenize", {"model": MODEL, "prompt": "Hello"}),
     ("/v1/detokenize", {"model": MODEL, "tokens": [1, 2, 3]}),
 ]
-# these make an answer long, not wrong: without a bound the fuzz would only wait for tokens
+# bounded, since large values are valid and only make the fuzz test wait for tokens
 LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
 

@@ -10,7 +10,7 @@ from support.nats import NatsServer, free_port
 from support.proxy import Proxy
 
 SERVERS = 3
-STORE_BYTES = 1 << 30  # whatever the disk has
+STORE_BYTES = 1 << 30  # independent of the disk
 
 
 class Member(NatsServer):
@@ -20,7 +20,7 @@ class Member(NatsServer):
         super().__init__(store)
         self.name = name
         self.route_port = free_port()
-        self.links: list[Proxy] = []  # to the others, and of the others to this one
+        self.links: list[Proxy] = []  # in both directions
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)

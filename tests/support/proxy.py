@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 CHUNK = 64 << 10
-MOST_CHUNKS = 1024  # of each direction of a connection on its way; then the sender has to wait
+MOST_CHUNKS = 1024  # in flight per direction of a connection; then the sender waits
 
 
 class Proxy:
@@ -75,7 +75,7 @@ class Proxy:
     async def _close(self) -> None:
         self._server.close()
         await self._cut()
-        await asyncio.sleep(0)  # in which aborted connections close their sockets
+        await asyncio.sleep(0)  # lets aborted connections close their sockets
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = asyncio.create_task(self._link(reader, writer))

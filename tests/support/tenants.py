@@ -3,7 +3,7 @@
 from kvmesh._native import xxh3
 
 VICTIM, EVIL = "team-a", "evil"
-# With it behind `EVIL`, the unkeyed 64-bit hash of the model and the tenant is that of `VICTIM`.
+# The unkeyed 64-bit hash of model and tenant is equal for `EVIL` followed by this and `VICTIM`.
 FORGED = (
     "aaaaY2KTh9dbfI/R4wggRB1QxDKUcKVl7J634i58YVDBdxYr3Molmy45Ymsckcd6"
     "eo7raaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"

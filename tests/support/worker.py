@@ -64,7 +64,7 @@ class Contents:
         key = (batch.instance, batch.rank)
         expected = self.next_id.setdefault(key, 0)
         if batch.first + len(batch.events) == expected:
-            return  # sent twice because its acknowledgement was lost
+            return  # a duplicate, resent after a lost acknowledgement
         if batch.first != expected:
             assert self.tolerant, f"a hole before {batch.first}: {expected}"
             self.holes += 1

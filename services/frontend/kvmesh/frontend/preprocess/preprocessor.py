@@ -87,7 +87,10 @@ class Preprocessor:
     async def prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
     ) -> PreparedRequest:
-        """Raises ContextExceeded, or InvalidRequest for a prompt that no engine can run."""
+        """Render, tokenize and hash the prompts of a request, and infer its session if unnamed.
+
+        Raises ContextExceeded or InvalidRequest.
+        """
         request.hints = scope_sessions(request.hints, request.cache_salt)
         prepared = await self._run(request, self._prepare(request, model, adapter))
         if request.messages and request.hints.session is None:
@@ -125,7 +128,7 @@ class Preprocessor:
             request.hints = replace(request.hints, session=inferred(tenant, session))
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
-        """Packed tokens of each prompt, as `prepare` makes them, with the same errors."""
+        """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
         return await self._run(request, self._count(request, model))
 
     def _count(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
