@@ -37,14 +37,14 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """The messages in the form that the template supports; `tools`: all tools, even deferred."""
     turns = _join_assistants(_separate(messages))
-    writer = _Writer(tools, capabilities)
-    written = [entry for turn in turns for entry in writer.write(turn)]
+    writer = _MessageWriter(tools, capabilities)
+    entries = [entry for turn in turns for entry in writer.write(turn)]
     if not capabilities.parallel:
-        written = _one_call_each(written)
-    written = _arrange_system(written, capabilities)
+        entries = _one_call_each(entries)
+    entries = _arrange_system(entries, capabilities)
     if not capabilities.repeats or not capabilities.user_after_tool:
-        written = _merge(written, capabilities)
-    return [_as_parts(m) for m in written] if capabilities.parts else written
+        entries = _merge(entries, capabilities)
+    return [_as_parts(m) for m in entries] if capabilities.parts else entries
 
 
 def _separate(messages: Iterable[Message]) -> list[Turn]:
@@ -88,7 +88,7 @@ def _join_assistants(turns: list[Turn]) -> list[Turn]:
     return joined
 
 
-class _Writer:
+class _MessageWriter:
     """Writes turns one by one; the ids of calls depend only on their index."""
 
     def __init__(self, tools: list[Tool], capabilities: TemplateCapabilities) -> None:
@@ -118,12 +118,12 @@ class _Writer:
             return [blocks]
         parts: list[list[Block]] = [[]]
         for block in blocks:
-            if parts[-1] and self._must_cut(parts[-1][-1], block):
+            if parts[-1] and self._must_split(parts[-1][-1], block):
                 parts.append([])
             parts[-1].append(block)
         return parts
 
-    def _must_cut(self, before: Block, after: Block) -> bool:
+    def _must_split(self, before: Block, after: Block) -> bool:
         if (
             not self._capabilities.text_beside_calls
             and isinstance(before, Text)
@@ -145,10 +145,10 @@ class _Writer:
             message["tool_calls"] = calls
             message["content"] = text or self._capabilities.empty
         if thinking:
-            self._think(message, thinking)
+            self._add_thinking(message, thinking)
         return message
 
-    def _think(self, message: dict[str, Any], thinking: str) -> None:
+    def _add_thinking(self, message: dict[str, Any], thinking: str) -> None:
         exclusive = (
             not self._capabilities.thinking_beside_text and self._capabilities.text_beside_calls
         )
@@ -209,14 +209,14 @@ def _plain_call(call: dict[str, Any]) -> str:
 
 
 def _arrange_system(
-    written: list[dict[str, Any]], capabilities: TemplateCapabilities
+    entries: list[dict[str, Any]], capabilities: TemplateCapabilities
 ) -> list[dict[str, Any]]:
     """Join leading system messages; turn later ones into user messages if the template must."""
     lead = 0
-    while lead < len(written) and written[lead]["role"] == "system":
+    while lead < len(entries) and entries[lead]["role"] == "system":
         lead += 1
-    text = GAP.join(m["content"] for m in written[:lead] if m["content"])
-    rest = written[lead:]
+    text = GAP.join(m["content"] for m in entries[:lead] if m["content"])
+    rest = entries[lead:]
     if not capabilities.late_system:
         rest = [m | {"role": "user"} if m["role"] == "system" else m for m in rest]
     if not text:
@@ -226,17 +226,17 @@ def _arrange_system(
     return _merge([{"role": "user", "content": text}, *rest[:1]], capabilities) + rest[1:]
 
 
-def _one_call_each(written: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _one_call_each(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates with one call per message: each call is followed by its own result."""
     separate: list[dict[str, Any]] = []
     moved: set[int] = set()
-    for index, message in enumerate(written):
+    for index, message in enumerate(entries):
         calls = message.get("tool_calls", [])
         if len(calls) < 2:
             if id(message) not in moved:
                 separate.append(message)
             continue
-        after = (written[i] for i in range(index + 1, len(written)))
+        after = (entries[i] for i in range(index + 1, len(entries)))
         following = takewhile(lambda m: m["role"] == "tool", after)
         results = {result["tool_call_id"]: result for result in following}
         for number, call in enumerate(calls):
@@ -249,11 +249,11 @@ def _one_call_each(written: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _merge(
-    written: list[dict[str, Any]], capabilities: TemplateCapabilities
+    entries: list[dict[str, Any]], capabilities: TemplateCapabilities
 ) -> list[dict[str, Any]]:
     """For templates that require alternating roles: join user text to the message before."""
     runs: list[list[dict[str, Any]]] = []
-    for message in written:
+    for message in entries:
         before = runs[-1][0]["role"] if runs else None
         after_tool = before == "tool" and not capabilities.user_after_tool
         if message["role"] == "user" and (before == "user" or after_tool):
