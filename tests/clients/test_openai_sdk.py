@@ -1,5 +1,6 @@
 """The OpenAI SDK on chat completions, completions and responses."""
 
+import json
 import secrets
 from collections.abc import AsyncIterator
 
@@ -10,6 +11,7 @@ from openai import AsyncOpenAI, pydantic_function_tool
 from openai.types.chat import (
     ChatCompletion,
     ChatCompletionMessageParam,
+    ChatCompletionToolChoiceOptionParam,
     ChatCompletionToolParam,
 )
 from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall
@@ -111,6 +113,25 @@ async def test_chat_parses_strict_calls_of_a_free_choice(client: AsyncOpenAI) ->
     calls = answer.choices[0].message.tool_calls
     assert calls is not None
     assert calls[0].function.parsed_arguments == Booking(city="Oslo", days=2)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+async def test_chat_calls_the_required_tool(
+    client: AsyncOpenAI, choice: ChatCompletionToolChoiceOptionParam
+) -> None:
+    async with client.chat.completions.stream(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hello"}],
+        tools=[CHAT_TOOL],
+        tool_choice=choice,
+    ) as stream:
+        answer = await stream.get_final_completion()
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    assert calls[0].function.name == "get_weather"
+    assert isinstance(json.loads(calls[0].function.arguments)["city"], str)
 
 
 async def test_chat_gives_several_choices_with_probabilities(client: AsyncOpenAI) -> None:

@@ -1,7 +1,7 @@
-"""A small inference server: real HTTP, real ZeroMQ events, the published API of vLLM and SGLang.
+"""A small inference server: real HTTP, real ZeroMQ events, the published APIs of vLLM and SGLang.
 
-Its model is a function of the last tokens, so that an answer can be continued anywhere; its cache
-is blocks in order of use, of which running requests hold theirs; its scheduler goes by priority.
+Its model is a function of the last tokens, so that any worker can continue an output. Its cache
+evicts blocks in LRU order and pins those of running requests. Its scheduler orders by priority.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def continuation(tokens: list[int], count: int) -> list[int]:
-    """What the model answers to a prompt."""
+    """The tokens that the model generates for a prompt."""
     whole = list(tokens)
     for _ in range(count):
         whole.append(next_token(whole))
@@ -33,7 +33,7 @@ def continuation(tokens: list[int], count: int) -> list[int]:
 
 @dataclass
 class Request:
-    """One request; `news` gets (token or None, finish or None) after each step."""
+    """One request; `news` receives (token or None, finish or None) after each step."""
 
     body: dict[str, Any]
     tokens: list[int]
@@ -49,7 +49,7 @@ class Request:
 
 
 class EventSink(Protocol):
-    """Where cache events go, as vLLM's maps."""
+    """Receives cache events as vLLM's maps."""
 
     async def send(self, *events: dict[str, Any]) -> None: ...
 
@@ -108,7 +108,7 @@ class ApiServer:
         self.begin()
 
     def begin(self) -> None:
-        """Run the engine alone, for a stand-in that has another front."""
+        """Run the engine without the HTTP server, for a stand-in with its own frontend."""
         self._task = asyncio.create_task(self._run())
 
     def stop(self) -> None:
@@ -184,7 +184,7 @@ class ApiServer:
         return {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"}
 
     async def _advance(self, request: Request) -> None:
-        # the KV of a token exists once the next one is computed
+        # the engine computes a token's KV with the next token
         if len(request.tokens) > request.prompt and len(request.tokens) % self.block_size == 0:
             await self._store(request, len(request.held))
         token = next_token(request.tokens)
@@ -336,7 +336,7 @@ vllm:iteration_tokens_total_sum{{engine="0"}} {self.steps}
         return web.Response()
 
     async def reset(self) -> None:
-        """Drop every block that nobody uses."""
+        """Drop every unused block."""
         gone = [name for name, users in self.held.items() if not users]
         for name in gone:
             del self.held[name]

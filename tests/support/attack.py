@@ -1,4 +1,4 @@
-"""Attacks on a frontend: any request over a raw connection, and what must hold afterwards."""
+"""Attacks on a frontend: any request over a raw connection, and the invariants afterwards."""
 
 import http.client
 import json
@@ -30,7 +30,7 @@ SHORTEST: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole HTTP answer."""
+    """A whole HTTP response."""
 
     status: int
     headers: dict[str, str]
@@ -41,7 +41,7 @@ class Reply:
 
 
 def short(path: str, tokens: int, stream: bool = False) -> bytes:
-    """A valid body for a generating endpoint that asks for `tokens` tokens."""
+    """A valid body for a generating endpoint that requests `tokens` tokens."""
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     return json.dumps({**SHORTEST[path], limit: tokens, "stream": stream}).encode()
 
@@ -49,7 +49,7 @@ def short(path: str, tokens: int, stream: bool = False) -> bytes:
 def send(
     mesh: Mesh, path: str, body: bytes | None, headers: dict[str, str | bytes] | None = None
 ) -> Reply:
-    """POST `body`, or GET where there is none; raises TimeoutError on a hang."""
+    """POST `body`, or GET without one; raises TimeoutError on a hang."""
     connection = http.client.HTTPConnection("127.0.0.1", mesh.port, timeout=PATIENCE_S)
     try:
         connection.putrequest("GET" if body is None else "POST", path)
@@ -66,7 +66,7 @@ def send(
 
 
 def check_error(path: str, reply: Reply) -> None:
-    """An error must have the form that clients of its API parse."""
+    """Assert that an error has the form that clients of its API parse."""
     answer = reply.json()
     error = answer["error"]
     assert isinstance(error, dict), answer
@@ -81,7 +81,7 @@ def check_error(path: str, reply: Reply) -> None:
 
 
 def check_refused_or_served(path: str, reply: Reply) -> None:
-    """What any body may lead to: an answer, or an error that names the caller's fault."""
+    """Assert that the reply is a response, or an error that names the caller's mistake."""
     assert reply.status < 500, (path, reply)
     if reply.status >= 400:
         check_error(path, reply)
@@ -90,7 +90,7 @@ def check_refused_or_served(path: str, reply: Reply) -> None:
 
 
 async def idle(mesh: Mesh, timeout: float = PATIENCE_S) -> None:
-    """Wait until no process of the mesh holds anything of any request."""
+    """Wait until no process of the mesh holds state of any request."""
     for name in (
         "kvmesh_frontend_active_requests",
         "kvmesh_worker_running_requests",
@@ -101,13 +101,13 @@ async def idle(mesh: Mesh, timeout: float = PATIENCE_S) -> None:
 
 @contextmanager
 def raw(mesh: Mesh, timeout: float = PATIENCE_S, receive_buffer: int = 0) -> Iterator[socket]:
-    """A TCP connection; `receive_buffer` bytes at most wait in the kernel on this side."""
+    """A TCP connection with at most `receive_buffer` bytes of kernel buffer on this side."""
     with create_connection(("127.0.0.1", mesh.port), timeout=timeout) as connection:
         yield connection
 
 
 def head(path: str, length: int | None = None, *lines: str) -> bytes:
-    """A POST's request line and headers."""
+    """The request line and headers of a POST."""
     sized = [] if length is None else [f"Content-Length: {length}"]
     text = [
         f"POST {path} HTTP/1.1",
@@ -124,7 +124,7 @@ def whole(path: str, body: bytes, *lines: str) -> bytes:
 
 
 def drain(connection: socket) -> bytes:
-    """Everything until the server closes; raises TimeoutError if it never does."""
+    """Read until the server closes; raises TimeoutError if it never does."""
     parts = []
     try:
         while part := connection.recv(1 << 16):
@@ -140,7 +140,7 @@ def half_close(connection: socket) -> None:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds: open file descriptors, and resident memory in bytes."""
+    """Resources of a process: open file descriptors and resident memory in bytes."""
 
     files: int
     memory: int

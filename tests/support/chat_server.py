@@ -1,4 +1,4 @@
-"""A small OpenAI-shaped server: answers with as many words as asked, caches prompts by prefix."""
+"""A small OpenAI-compatible server: replies with as many words as requested, caches prefixes."""
 
 import asyncio
 import json
@@ -8,10 +8,10 @@ from aiohttp import web
 
 
 class ChatServer:
-    """Counts a token per word and `overhead` more; reports shared leading 16-word blocks as cached.
+    """Counts one token per word plus `overhead`; reports shared leading 16-word blocks as cached.
 
-    `fail` maps the ordinal of a streamed request to a status to refuse it with; `cut` to the
-    ordinals whose stream ends early.
+    `fail` maps the ordinal of a streamed request to an error status; the streams of the ordinals in
+    `cut` end early.
     """
 
     def __init__(self, overhead: int = 8, tokens_per_word: int = 1) -> None:

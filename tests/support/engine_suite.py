@@ -1,6 +1,6 @@
-"""What every engine must do, whichever one it is: subclass it beside a fixture named `started`.
+"""Tests that every engine must pass: subclass the suite next to a fixture named `started`.
 
-Lengths are in blocks, since engines differ in the sizes that they take.
+Lengths are in blocks, since engines support different block sizes.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from support.wait import PATIENCE_S, eventually
 class EngineSuite:
     """An engine of 64 blocks, 4 sequences at once, and a context of 512 tokens."""
 
-    async def test_it_says_what_it_is(self, started: Started) -> None:
+    async def test_its_info_and_load_are_complete(self, started: Started) -> None:
         info = started.info
         assert (info.context, info.capacity.blocks, info.capacity.max_sequences) == (512, 64, 4)
         assert len(started.engine.load("i")) == info.capacity.dp_ranks
@@ -29,12 +29,12 @@ class EngineSuite:
         assert len(started.sink.deltas["a"]) > 2
         assert started.sink.cached("a") == 0
 
-    async def test_the_same_prompt_is_answered_alike(self, started: Started) -> None:
+    async def test_the_same_prompt_has_the_same_output(self, started: Started) -> None:
         await started.run("a", started.prompt(2.5))
         await started.run("b", started.prompt(2.5))
         assert started.sink.tokens("a") == started.sink.tokens("b")
 
-    async def test_a_stop_token_ends_the_answer(self, started: Started) -> None:
+    async def test_a_stop_token_ends_the_output(self, started: Started) -> None:
         await started.run("a", started.prompt(2.5))
         tokens = started.sink.tokens("a")
         sampling = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=[tokens[4]])
@@ -42,14 +42,14 @@ class EngineSuite:
         assert started.sink.finish("b") == "stop"
         assert started.sink.tokens("b") == tokens[: tokens.index(tokens[4]) + 1]
 
-    async def test_what_was_generated_elsewhere_is_continued(self, started: Started) -> None:
+    async def test_output_of_another_worker_is_continued(self, started: Started) -> None:
         await started.run("a", started.prompt(2.5))
         tokens = started.sink.tokens("a")
         longer = started.prompt(2.5) + array("I", tokens[:5]).tobytes()
         await started.run("b", longer, generated=5)
         assert started.sink.tokens("b") == tokens[5:]
 
-    async def test_an_abort_is_the_last_word(self, started: Started) -> None:
+    async def test_an_aborted_request_ends_with_abort(self, started: Started) -> None:
         before = started.load().aborted
         started.submit("a", started.prompt(2.5), max_tokens=400)
         await started.begun("a")
@@ -60,7 +60,7 @@ class EngineSuite:
         assert started.sink.finish("a") == "abort"
         assert (started.load().aborted, started.load().active_blocks) == (before + 1, 0)
 
-    async def test_many_at_once_are_as_good_as_alone(self, started: Started) -> None:
+    async def test_a_batch_has_the_output_of_single_requests(self, started: Started) -> None:
         before = started.load().requests
         await started.run("alone", started.prompt(2.2, first=3))
         names = [f"r{i}" for i in range(10)]
@@ -71,7 +71,7 @@ class EngineSuite:
         assert all(len(started.sink.tokens(name)) == 12 for name in names)
         assert started.load().requests == before + 11
 
-    async def test_higher_priority_overtakes_what_waits(self, started: Started) -> None:
+    async def test_higher_priority_overtakes_waiting_requests(self, started: Started) -> None:
         for i in range(4):
             started.submit(f"busy{i}", started.prompt(1.3, first=i), max_tokens=60)
         await eventually(lambda: len(started.sink.order) == 4)
@@ -113,13 +113,15 @@ class EngineSuite:
         await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
         assert started.sink.cached("again") == 2 * started.size
 
-    async def test_the_blocks_of_an_answer_serve_the_next_turn(self, started: Started) -> None:
+    async def test_the_blocks_of_an_output_serve_the_next_turn(self, started: Started) -> None:
         await started.run("a", started.prompt(2.5), max_tokens=2 * started.size - 2)
         answer = array("I", [*started.sink.tokens("a"), 1, 2, 3]).tobytes()
         await started.run("b", started.prompt(2.5) + answer)
         assert started.sink.cached("b") == 4 * started.size
 
-    async def test_eviction_is_told_and_the_contents_stay_true(self, started: Started) -> None:
+    async def test_eviction_is_published_and_the_contents_stay_exact(
+        self, started: Started
+    ) -> None:
         removed = started.sink.removed
         for i in range(30):
             started.submit(f"r{i}", started.prompt(3.8 + 0.2 * i, first=i % 7))
@@ -132,7 +134,9 @@ class EngineSuite:
         started.engine.dump(0)
         assert started.sink.held[0] == before
 
-    async def test_more_than_fits_is_queued_and_all_of_it_done(self, started: Started) -> None:
+    async def test_requests_beyond_capacity_are_queued_and_completed(
+        self, started: Started
+    ) -> None:
         names = [f"r{i}" for i in range(12)]
         for i, name in enumerate(names):
             started.submit(name, started.prompt(12.5, first=i), max_tokens=100)
@@ -141,14 +145,14 @@ class EngineSuite:
         await started.ended(*names)
         assert all(len(started.sink.tokens(name)) == 100 for name in names)
 
-    async def test_a_drain_waits_for_everything(self, started: Started) -> None:
+    async def test_a_drain_waits_for_all_requests(self, started: Started) -> None:
         for i in range(6):
             started.submit(f"r{i}", started.prompt(3.1, first=i), max_tokens=40)
         await asyncio.wait_for(started.engine.drain(), 60)
         assert all(started.sink.finish(f"r{i}") == "length" for i in range(6))
         assert started.load().running == 0
 
-    async def test_a_rank_that_is_not_there_is_rejected(self, started: Started) -> None:
+    async def test_an_unknown_rank_is_rejected(self, started: Started) -> None:
         with pytest.raises(Rejected, match="rank 9"):
             started.submit("a", started.prompt(1), rank=9)
 

@@ -1,4 +1,4 @@
-"""An engine on its own with a recorder for its sink, made by a factory per engine."""
+"""A started engine with a recorder as its sink, created by one factory per engine."""
 
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -36,7 +36,7 @@ class Started:
 
     @property
     def held(self) -> set[int]:
-        """Sequence hashes that the events say are held."""
+        """Sequence hashes of the blocks that the engine holds according to its events."""
         return self.sink.sequences
 
     def prompt(self, blocks: float, first: int = 0) -> bytes:
@@ -64,7 +64,7 @@ class Started:
         await eventually(lambda: self.sink.tokens(name), what=f"tokens of {name}")
 
     async def settled(self) -> None:
-        """Return once every event so far has arrived."""
+        """Wait until every event so far has arrived."""
 
     def load(self) -> Load:
         return self.engine.load("i")[0]
@@ -104,7 +104,7 @@ ENGINES = sorted(FACTORIES)
 
 @asynccontextmanager
 async def running(name: str) -> AsyncIterator[Started]:
-    """The engine of that name, closed in the end; skips the test if it is not installed."""
+    """The engine of that name, closed at the end; skips the test if it is not installed."""
     if name == "torch":
         pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
     made = await FACTORIES[name]()

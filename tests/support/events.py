@@ -1,4 +1,4 @@
-"""A holder of blocks as the indexer sees it: numbered KV events, dumps, and its true contents."""
+"""A publisher of blocks as the indexer sees it: numbered KV events, dumps, its true contents."""
 
 import struct
 import time
@@ -44,15 +44,15 @@ def prompt(blocks: Iterable[int]) -> bytes:
 
 
 def depths(reply: OverlapReply, place: int = 0) -> dict[str, int]:
-    """Blocks that each instance holds of one prompt, in all tiers."""
+    """Number of leading blocks of a prompt that each instance holds, in all tiers."""
     rows = struct.iter_unpack("<5I", reply.rows[place])
     return {reply.ranks[rank].instance: sum(tiers) for rank, *tiers in rows}
 
 
 class Contents:
-    """What one tier holds: sequence hash of each block to the one before it and its local hash.
+    """Contents of one tier: sequence hash of each block to its parent and its local hash.
 
-    Each change returns the events that tell of it. Engine hashes differ from sequence hashes.
+    Each change returns its events. Engine hashes differ from sequence hashes.
     """
 
     def __init__(self, tier: int = 0) -> None:
@@ -60,12 +60,12 @@ class Contents:
         self.blocks: dict[int, tuple[int | None, int]] = {}
 
     def depth(self, blocks: Iterable[int]) -> int:
-        """Leading blocks of this prompt that are held: the truth that the index must tell."""
+        """Number of leading blocks held of this prompt: the correct answer of the index."""
         hashes = array("Q", prompt(blocks))
         return next((i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes))
 
     def store(self, blocks: Sequence[int]) -> list[KvEvent]:
-        """Hold every block of a prompt; one event for each run that was not held."""
+        """Store every block of a prompt; one event per run of new blocks."""
         hashes = array("Q", prompt(blocks))
         events: list[KvEvent] = []
         run: list[int] = []
@@ -91,12 +91,12 @@ class Contents:
         return Stored(self.tier, parent, engine, local, SALT, before if detached else None)
 
     def drop(self, blocks: Iterable[int], keep: int = 0) -> list[KvEvent]:
-        """Hold no block of this prompt after the first `keep`, whoever shares it."""
+        """Remove the blocks of this prompt after the first `keep`, even if shared."""
         hashes = [h for h in array("Q", prompt(blocks))[keep:] if h in self.blocks]
         return self._remove(hashes)
 
     def evict(self, choose: Callable[[list[int]], int]) -> list[KvEvent]:
-        """Drop one block, wherever in a prompt it is."""
+        """Remove one block at any position of a prompt."""
         return self._remove([choose(list(self.blocks))] if self.blocks else [])
 
     def _remove(self, hashes: list[int]) -> list[KvEvent]:
@@ -114,7 +114,7 @@ class Contents:
 
 
 class Publisher:
-    """One worker instance. `send` carries each batch to the bus; tests replace it to do harm."""
+    """One worker instance. `send` publishes each batch; tests replace it to inject faults."""
 
     rank = 0
     tier = 0
@@ -165,11 +165,11 @@ class Publisher:
         await respond(ControlReply(True))
 
     async def store(self, *blocks: int) -> None:
-        """Hold one whole prompt."""
+        """Store one whole prompt."""
         await self.publish(self.contents.store(blocks))
 
     async def drop(self, *blocks: int) -> None:
-        """Hold nothing of that prompt any more."""
+        """Remove that prompt."""
         await self.publish(self.contents.drop(blocks))
 
     async def publish(self, events: list[KvEvent]) -> None:
@@ -181,12 +181,12 @@ class Publisher:
         return KvBatch(self.name, self.instance, rank, first, time.time(), events)
 
     async def deliver(self, batch: KvBatch) -> None:
-        """Put a batch on the stream; it is not awaited there."""
+        """Publish a batch to the stream without waiting for the acknowledgement."""
         await self.bus.publish(self.bus.subjects.kv(MODEL, self.name), batch)
 
 
 class Kvbm(Publisher):
-    """One kvbm instance with its blocks of MODEL, its second model, in host memory."""
+    """One kvbm instance with blocks of MODEL, its second model, in host memory."""
 
     rank = 1
     tier = 1
@@ -204,4 +204,4 @@ class Kvbm(Publisher):
 
 
 async def swallow(_: KvBatch) -> None:
-    """In place of `send`: the batch never leaves the worker."""
+    """Replaces `send`: the batch never leaves the worker."""

@@ -1,4 +1,4 @@
-"""What the processes of a test have said, shown when it fails."""
+"""Output of a test's processes, shown if the test fails."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ _kept: "weakref.WeakSet[Evidence]" = weakref.WeakSet()
 
 
 class Evidence:
-    """Shown with every test that fails while this is referred to; `tell` gives text by name."""
+    """Shown with every failing test while it is referenced; `tell` returns texts by name."""
 
     def __init__(self, tell: Callable[[], dict[str, str]]) -> None:
         self.tell = tell
@@ -17,12 +17,12 @@ class Evidence:
 
 
 def log_files(folder: Path) -> dict[str, str]:
-    """The text of each log of a folder."""
+    """The text of each log file in a folder."""
     return {file.name: file.read_text(errors="replace") for file in sorted(folder.glob("*.log"))}
 
 
 def sections() -> Iterator[tuple[str, str]]:
-    """All that is kept: headings and the end of each text."""
+    """Headings and the last lines of each text."""
     for evidence in list(_kept):
         for name, text in evidence.tell().items():
             yield f"End of {name}", "\n".join(text.splitlines()[-SHOWN:])

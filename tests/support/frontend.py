@@ -1,4 +1,4 @@
-"""A real frontend process among scripted peers: tests decide what routers and workers do."""
+"""A real frontend process with scripted peers: tests control routers and workers."""
 
 import asyncio
 import io
@@ -44,9 +44,9 @@ PINGS = msgspec.msgpack.Decoder(Ping)
 
 
 class ScriptedRouter:
-    """Sends to the first of `order` that is not excluded; `refusal` overrides.
+    """Routes to the first of `order` that is not excluded; `refusal` overrides it.
 
-    It says that `overlap` blocks are held there, by tier. With `parks` it lets all requests wait.
+    It reports `overlap` blocks per tier. With `parks`, every request waits in the queue.
     """
 
     def __init__(self) -> None:
@@ -71,10 +71,10 @@ class ScriptedRouter:
 
 
 class ScriptedWorker:
-    """Takes work as `status` says and sends exactly what the test tells it to.
+    """Replies to work with `status` and sends exactly the chunks of the test.
 
-    With `keeps` it says that it keeps prompts; it has none of those that build on another. While
-    it is `frozen` it answers nothing; with `hangs` it freezes at the first work.
+    With `keeps` it reports stored prompts, but replies "incomplete" to work with a `base`. While
+    `frozen` it does not reply; with `hangs` it freezes at the first work.
     """
 
     def __init__(self, bus: Bus, name: str) -> None:
@@ -101,7 +101,7 @@ class ScriptedWorker:
         ]
 
     async def deafen(self) -> None:
-        """Stop listening, as a killed process does."""
+        """Unsubscribe, as a killed process does."""
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
 
@@ -186,7 +186,7 @@ async def scripted_router(bus: Bus, limits: StreamLimits) -> AsyncIterator[Scrip
 
 
 def client_session() -> aiohttp.ClientSession:
-    """With a connection per request: the frontend may be closing an idle one just then."""
+    """A session with one connection per request: the frontend may close idle connections."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
 
 
@@ -198,7 +198,7 @@ class Client:
         self.session = session
 
     async def post(self, path: str, body: object, **headers: str) -> tuple[int, Any]:
-        """Status and decoded body; `body` is sent as it is if it is bytes."""
+        """(status, decoded body) of a POST; `body` is sent unchanged if it is bytes."""
         data = io.BytesIO(body if isinstance(body, bytes) else msgspec.json.encode(body))
         async with self.session.post(self.url + path, data=data, headers=headers) as response:
             return response.status, await response.json()
@@ -209,7 +209,7 @@ class Client:
 
 
 async def events(response: aiohttp.ClientResponse) -> list[Any]:
-    """All events of a stream to its end; comments left out, `[DONE]` as a string."""
+    """All events of a stream without comments; `[DONE]` is a string."""
     text = await response.text()
     data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     return [part if part == "[DONE]" else msgspec.json.decode(part) for part in data]

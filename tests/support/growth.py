@@ -1,8 +1,8 @@
-"""Memory of processes over time, and a steady load of clients that come and go.
+"""Memory of processes over time, and a steady load of short-lived clients.
 
-A process is judged by the least that it had in each minute: that is what it cannot do without. Go's
-garbage makes the memory of a NATS server rise and fall by a third within a minute, and a line
-through all samples of some minutes then rises or falls by chance.
+The measure of a process is its minimum in each minute, the memory that it needs. Go's garbage
+collector varies the memory of a NATS server by a third within a minute, so a line through all
+samples of a few minutes rises or falls by chance.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ MODEL = "kvmesh-demo"
 
 
 def resident(pid: int) -> float:
-    """MiB of memory that a process has."""
+    """Resident memory of a process in MiB."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE / MIB
 
 
 class Growth:
-    """Samples of each process's memory, in MiB at minutes."""
+    """Samples of each process's memory: (minute, MiB)."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = pids
@@ -39,7 +39,7 @@ class Growth:
         return {name: _slope(_lows(samples, since)) for name, samples in self.samples.items()}
 
     def table(self, since: int) -> str:
-        """What was measured, a line for each process."""
+        """The measurements, one line per process."""
         slopes = self.slopes(since)
         return "\n".join(
             f"{name:12} {samples[0][1]:6.1f} MiB at first; least in each minute from {since} on: "
@@ -50,7 +50,7 @@ class Growth:
 
 
 def _lows(samples: list[tuple[float, float]], since: int) -> list[tuple[float, float]]:
-    """The least of each whole minute."""
+    """The minimum of each whole minute."""
     lows: dict[int, float] = {}
     for minute, size in samples:
         lows[int(minute)] = min(size, lows.get(int(minute), size))
@@ -67,7 +67,7 @@ def _slope(samples: list[tuple[float, float]]) -> float:
 
 
 class Visitors:
-    """Clients at one mesh: each visits for a few requests, and another comes in its place."""
+    """Clients of one mesh: each makes a few requests, then another takes its place."""
 
     def __init__(self, url: str, count: int, seed: int = 0) -> None:
         self._url = url
@@ -110,7 +110,7 @@ class Visitors:
         async with session.post(url, data=data, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
             if chance.random() < 0.1:
-                self.left += 1  # in the middle of the answer
+                self.left += 1  # leave in the middle of the response
                 return
             await answer.read()
             self.served += 1

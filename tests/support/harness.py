@@ -1,4 +1,4 @@
-"""Real coding agents, run headless, and what they and the mesh tell about it."""
+"""Real coding agents, run headless, and records of their requests and output."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ OWN_HEADERS = {"host", "content-length", "transfer-encoding", "accept-encoding",
 
 @dataclass(frozen=True)
 class Finished:
-    """A client that has ended."""
+    """The result of a client that has ended."""
 
     status: int
     output: str
@@ -29,13 +29,13 @@ class Finished:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What it printed as JSON, one object per line."""
+        """The JSON objects that it printed, one per line."""
         lines = [line for line in self.output.splitlines() if line.startswith("{")]
         return [json.loads(line) for line in lines]
 
 
 class Workspace:
-    """An empty home and an empty git repository, where a client runs with no other settings."""
+    """An empty home and an empty git repository in which a client runs without other settings."""
 
     def __init__(self, folder: Path) -> None:
         self.home = folder / "home"
@@ -49,7 +49,7 @@ class Workspace:
     async def run(
         self, program: str, *arguments: str, env: dict[str, str], timeout: float = 90.0
     ) -> Finished:
-        """Run an installed client to its end; raises TimeoutError, having killed it."""
+        """Run an installed client to its end; raises TimeoutError after killing it."""
         command = INSTALLED / program
         assert command.exists(), f"{command} is missing: run `make agents`"
         process = await asyncio.create_subprocess_exec(
@@ -71,7 +71,7 @@ class Workspace:
 
 
 def _kill_group(pid: int) -> None:
-    """The client and whatever it left running."""
+    """Kill the client and all processes that it started."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -80,7 +80,7 @@ def _kill_group(pid: int) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """A request as the client sent it, and the status and body that it got."""
+    """A request as the client sent it, and the status and body that it received."""
 
     path: str
     headers: dict[str, str]
@@ -93,9 +93,9 @@ Intervene = Callable[[str, dict[str, Any]], web.Response | None]
 
 
 class Recorder:
-    """Stands between a client and the mesh, and remembers what passes.
+    """A proxy between a client and the mesh that records requests and responses.
 
-    `intervene`, if set, may answer a request in the mesh's place; `refused` is set by a 429.
+    `intervene`, if set, may respond in place of the mesh; a response 429 sets `refused`.
     """
 
     def __init__(self, target: str, refused: asyncio.Event | None = None) -> None:
@@ -152,19 +152,19 @@ class Recorder:
             return response
 
     def to(self, path: str) -> list[Seen]:
-        """What went to one path, whatever its query."""
+        """Requests to one path, with any query."""
         return [seen for seen in self.seen if seen.path.partition("?")[0] == path]
 
 
 class Limited:
-    """A mesh whose only key may have one request at a time."""
+    """A mesh with a single key that allows one request at a time."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     @asynccontextmanager
     async def occupied(self) -> AsyncIterator[Recorder]:
-        """Hold the one request until another was refused; what the other is pointed at."""
+        """Hold the one request until another is rejected; yields the recorder for the other."""
         refused = asyncio.Event()
         async with (
             Recorder(self._url, refused).listening() as recorder,

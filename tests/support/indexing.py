@@ -1,4 +1,4 @@
-"""Indexer replicas inside the test's process, and questions to whichever of them answers."""
+"""Indexer replicas inside the test's process, and queries to them."""
 
 import asyncio
 import struct
@@ -19,7 +19,7 @@ from support.wait import eventually
 
 
 class Replica:
-    """One running replica; `stop` may be called at any time."""
+    """One running replica; `stop` may be called repeatedly."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -41,7 +41,7 @@ class Replicas:
         self._stack = stack
 
     async def start(self, settings: IndexerSettings | None = None, ready: bool = True) -> Replica:
-        """One more replica, ready when this returns unless told otherwise."""
+        """Start another replica and wait until it is ready, unless told not to wait."""
         bus = await Bus.connect(self._options, "indexer")
         service = Service(bus, Settings(indexer=settings or IndexerSettings()), "indexer")
         service.limits = self._limits
@@ -54,13 +54,13 @@ class Replicas:
 
 
 async def ask(bus: Bus, *blocks: int) -> dict[str, int]:
-    """How many leading blocks of this prompt each instance holds, according to the mesh."""
+    """Number of leading blocks of a prompt that each instance holds, according to the mesh."""
     query = OverlapQuery([prompt(list(blocks))])
     return depths(await bus.request(bus.subjects.index(MODEL), query, OverlapReply, 10))
 
 
 async def told(bus: Bus, blocks: list[int], expected: dict[str, int]) -> None:
-    """Wait until the mesh gives this answer."""
+    """Wait until the mesh returns this result."""
 
     async def matches() -> bool:
         try:
@@ -74,7 +74,7 @@ async def told(bus: Bus, blocks: list[int], expected: dict[str, int]) -> None:
 
 
 async def overwrite_newest(bus: Bus, harm: bytes | None = None, version: int = 1) -> None:
-    """Damage the newest snapshot in the middle, or give it another format version."""
+    """Corrupt the newest snapshot in the middle, or change its format version."""
     slot = (await SnapshotStore(bus).slots("whole"))[0]
     data = bytearray(await SnapshotStore(bus).read(slot))
     if harm is None:

@@ -12,7 +12,7 @@ LAYERS = 2
 
 
 def make_adapter(folder: Path, seed: int = 1) -> Path:
-    """Write an adapter, in the form of PEFT, that changes what the model says."""
+    """Write a PEFT adapter that changes the model's output."""
     folder.mkdir(parents=True)
     config = {
         "peft_type": "LORA",

@@ -18,7 +18,7 @@ from support.wait import PATIENCE_S, eventually
 
 
 def stream_env(limits: StreamLimits) -> dict[str, str]:
-    """The settings that give processes the streams that a test has made."""
+    """Environment variables that give processes the stream limits of a test."""
     return {
         "KVMESH_STREAMS_LEASE_S": str(limits.lease_s),
         "KVMESH_STREAMS_KV_BYTES": str(limits.kv_bytes),
@@ -29,9 +29,9 @@ def stream_env(limits: StreamLimits) -> dict[str, str]:
 
 @dataclass
 class Mesh:
-    """Processes by name. `env` holds settings for all of them, as KVMESH_… variables.
+    """Processes by name. `env` holds KVMESH_… variables for all of them.
 
-    With API keys the frontend shows its metrics at `metrics_port` only.
+    With API keys, the frontend exposes its metrics only at `metrics_port`.
     """
 
     nats_url: str
@@ -60,7 +60,7 @@ class Mesh:
         settings = {
             "KVMESH_NATS_URL": self.nats_url,
             "KVMESH_NATS_NAMESPACE": self.namespace,
-            "KVMESH_STREAMS_LEASE_S": "10",  # which a busy machine renews in time
+            "KVMESH_STREAMS_LEASE_S": "10",  # long enough for a busy machine to renew it
             "KVMESH_FRONTEND_PORT": str(self.port),
             f"KVMESH_{role}_NAME".upper(): name,
         }
@@ -82,7 +82,7 @@ class Mesh:
         self.start("frontend", "frontend-0")
 
     async def ready(self, timeout: float = 120.0) -> None:
-        """Wait until the frontend says that it can serve, and `frontend-0` shows its metrics."""
+        """Wait until the frontend reports ready and `frontend-0` exposes its metrics."""
         await eventually(self._healthy, timeout=timeout, what="the mesh is ready")
 
     def _healthy(self) -> bool:
@@ -111,7 +111,7 @@ class Mesh:
         process.wait(PATIENCE_S)
 
     def restart(self, name: str) -> None:
-        """Start a killed process again, as a supervisor would."""
+        """Restart a killed process, as a supervisor would."""
         role, env = self.commands[name]
         self.start(role, name, **env)
 

@@ -1,4 +1,4 @@
-"""Bodies that are almost right: valid ones for every endpoint, and ways to spoil them."""
+"""Nearly valid bodies: valid ones for every endpoint, and mutations of them."""
 
 import copy
 import json
@@ -186,12 +186,12 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/tokenize", {"model": MODEL, "prompt": "Hello"}),
     ("/v1/detokenize", {"model": MODEL, "tokens": [1, 2, 3]}),
 ]
-# these make an answer long, not wrong: without a bound the fuzz would only wait for tokens
+# bounded, since large values are valid and only make the fuzz test wait for tokens
 LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
 
 def paths(value: object, at: Path = ()) -> Iterator[Path]:
-    """Where every value inside a JSON value is, the outermost first."""
+    """The paths of all values inside a JSON value, the outermost first."""
     yield at
     items: list[tuple[str | int, object]] = []
     if isinstance(value, dict):
@@ -215,7 +215,7 @@ def replaced(value: Any, at: Path, new: object) -> Any:
 
 
 def without(value: Any, at: Path) -> Any:
-    """A copy that lacks what is at a path."""
+    """A copy without the value at a path."""
     changed = copy.deepcopy(value)
     inner = changed
     for key in at[:-1]:
@@ -248,7 +248,7 @@ def _tokens_bounded(at: Path) -> bool:
 
 @st.composite
 def wrong_values(draw: DrawFn, body: dict[str, Any]) -> bytes:
-    """A body with something else at one or two of its places, or without them."""
+    """A body with one or two values replaced or removed."""
     changed: Any = body
     for _ in range(draw(st.integers(1, 2))):
         at = draw(st.sampled_from([p for p in paths(changed) if p and _tokens_bounded(p)] or [()]))
@@ -278,7 +278,7 @@ JUNK = [
 
 @st.composite
 def broken_bytes(draw: DrawFn, body: dict[str, Any]) -> bytes:
-    """A body that is cut, or has bytes where none belong."""
+    """A truncated body, or one with stray bytes."""
     data = json.dumps(body).encode()
     way = draw(st.sampled_from(WAYS))
     junk = draw(st.sampled_from(JUNK) | st.binary(min_size=1, max_size=8))
@@ -286,7 +286,7 @@ def broken_bytes(draw: DrawFn, body: dict[str, Any]) -> bytes:
 
 
 def doubled(body: dict[str, Any], key: str, second: object) -> bytes:
-    """A body in which a key comes twice."""
+    """A body with a duplicate key."""
     text = json.dumps(body)
     return f"{text[:-1]}, {json.dumps(key)}: {json.dumps(second)}}}".encode()
 

@@ -23,7 +23,7 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port given once, below those that Linux gives to outgoing connections."""
+    """A port not returned before, below Linux's range of ephemeral ports."""
     while True:
         port = _ports.randrange(10_000, 32_768)
         if port not in _given and _is_free(port):
@@ -41,7 +41,7 @@ def _is_free(port: int) -> bool:
 
 
 class NatsServer:
-    """One server process; `restart` keeps its port and store, `wipe` empties the store."""
+    """One server process; `restart` retains its port and store, `wipe` empties the store."""
 
     def __init__(self, store: Path) -> None:
         self.store = store
@@ -104,13 +104,13 @@ class NatsServer:
         self.start()
 
     def keep(self, copy: Path) -> None:
-        """Restart, with a copy of the store as it was in between."""
+        """Restart, and copy the store in between."""
         self.kill()
         shutil.copytree(self.store / "js", copy)
         self.start()
 
     def put_back(self, copy: Path, stream: str = "") -> None:
-        """Stop, and make the store, or one stream, as `keep` copied it: what came later is lost."""
+        """Stop, and restore the store, or one stream, from a copy: later messages are lost."""
         self.kill()
         place = Path("jetstream", "$G", "streams", stream) if stream else Path()
         shutil.rmtree(self.store / "js" / place)
@@ -118,7 +118,7 @@ class NatsServer:
 
     @contextmanager
     def elsewhere(self) -> Iterator[str]:
-        """Run meanwhile at another address, which is given: those who know the old one wait."""
+        """Run temporarily at another address, which it yields; clients of the old one wait."""
         port, self.port = self.port, free_port()
         self.start()
         try:

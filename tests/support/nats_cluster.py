@@ -1,4 +1,4 @@
-"""Three NATS servers in a cluster, each of whose routes to the others passes a proxy."""
+"""Three NATS servers in a cluster whose routes pass through proxies."""
 
 import asyncio
 import signal
@@ -10,7 +10,7 @@ from support.nats import NatsServer, free_port
 from support.proxy import Proxy
 
 SERVERS = 3
-STORE_BYTES = 1 << 30  # whatever the disk has
+STORE_BYTES = 1 << 30  # independent of the disk
 
 
 class Member(NatsServer):
@@ -20,7 +20,7 @@ class Member(NatsServer):
         super().__init__(store)
         self.name = name
         self.route_port = free_port()
-        self.links: list[Proxy] = []  # to the others, and of the others to this one
+        self.links: list[Proxy] = []  # in both directions
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -33,7 +33,7 @@ class Member(NatsServer):
         self._process.send_signal(number)
 
     def isolate(self) -> None:
-        """Nothing passes between this server and the others; clients reach it."""
+        """Partition this server from the others; clients still reach it."""
         for link in self.links:
             link.hold()
 
@@ -43,7 +43,7 @@ class Member(NatsServer):
             link.release()
 
     def blocks(self, stream: str) -> Iterator[Path]:
-        """The files that hold a stream's messages."""
+        """The files with a stream's messages."""
         folder = self.store / "js" / "jetstream" / "$G" / "streams" / stream / "msgs"
         yield from sorted(folder.glob("*.blk"))
 
@@ -96,14 +96,14 @@ class Cluster:
         return next(m for m in self.members if m is not leader)
 
     async def whole(self, bus: Bus, stream: str) -> bool:
-        """Whether the stream has a leader and every copy is current."""
+        """True if the stream has a leader and every replica is current."""
         cluster = (await bus.js.stream_info(stream)).cluster
         replicas = (cluster.replicas or []) if cluster is not None else []
         return len(replicas) == SERVERS - 1 and all(peer.current for peer in replicas)
 
 
 async def settled(cluster: Cluster, bus: Bus, stream: str) -> bool:
-    """As `whole`, while the servers may still be electing."""
+    """Like `whole`, but waits for a running election."""
     try:
         async with asyncio.timeout(5):
             return await cluster.whole(bus, stream)

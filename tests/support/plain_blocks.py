@@ -1,4 +1,4 @@
-"""The block manager's rules block by block, as plainly as possible: what the fast one must do."""
+"""The block manager's rules in their plainest form: the reference for the fast implementation."""
 
 from array import array
 from collections import Counter, OrderedDict
@@ -68,7 +68,7 @@ class PlainBlocks:
 
 
 def changes(events: list[KvEvent]) -> list[Change]:
-    """Events as the changes that they tell of, block by block; a `Cleared` tells of none."""
+    """Events as block-by-block changes; a `Cleared` has none."""
     told: list[Change] = []
     for event in events:
         if isinstance(event, Removed):

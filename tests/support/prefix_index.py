@@ -1,4 +1,4 @@
-"""What the tests of the prefix index share: factories, hash arrays, decoded answers."""
+"""Helpers of the prefix index tests: factories, hash arrays, decoded results."""
 
 from collections.abc import Callable, Iterable
 from struct import iter_unpack, pack
@@ -20,7 +20,7 @@ def hashes(values: Iterable[int]) -> bytes:
 
 
 def rows(answer: bytes) -> dict[int, tuple[int, ...]]:
-    """Return rank -> one number for each tier."""
+    """Rank to one number per tier."""
     decoded = list(iter_unpack("<5I", answer))
     assert len({row[0] for row in decoded}) == len(decoded), "a rank has two rows"
     return {rank: tuple(counts) for rank, *counts in decoded}

@@ -1,4 +1,4 @@
-"""A TCP proxy between one process and a server, which delays, throttles, holds or cuts at will."""
+"""A TCP proxy between a process and a server, which delays, throttles, holds or cuts traffic."""
 
 import asyncio
 import threading
@@ -7,17 +7,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 CHUNK = 64 << 10
-MOST_CHUNKS = 1024  # of each direction of a connection on its way; then the sender has to wait
+MOST_CHUNKS = 1024  # in flight per direction of a connection; then the sender waits
 
 
 class Proxy:
-    """Forwards a port of its own to `port`, from a thread: a test that blocks delays nobody.
+    """Forwards a port (`listen`, or a free one) to `port`, in its own thread.
 
-    `listen` is that port of its own, if it must be a certain one.
-
-    What is set holds for all connections, those that are open and those to come, in both
-    directions. `delay_s` is added to the way of every packet, which stay in order and do not wait
-    for each other; `bytes_per_s` limits each direction of each connection.
+    Settings apply to all present and future connections in both directions. `delay_s` delays every
+    packet; packets stay in order and their delays overlap. `bytes_per_s` limits each direction of
+    each connection.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1", listen: int = 0) -> None:
@@ -33,28 +31,28 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Where a client of NATS connects to."""
+        """The URL for NATS clients."""
         return f"nats://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Listen; from now on `port` is known."""
+        """Listen; `port` is known from now on."""
         self._thread.start()
         self._call(self._listen())
 
     def hold(self) -> None:
-        """A partition: nothing passes, and nobody is told. Connections stay, new ones are taken."""
+        """Start a partition: no data passes, connections stay open, new ones are accepted."""
         self._loop.call_soon_threadsafe(self._open.clear)
 
     def release(self) -> None:
-        """The end of a partition: what was held passes, in order."""
+        """End the partition: the held data passes in order."""
         self._loop.call_soon_threadsafe(self._open.set)
 
     def cut(self) -> None:
-        """Break every connection; what was on its way is lost. New ones are taken."""
+        """Break every connection and lose its data in flight; new ones are accepted."""
         self._call(self._cut())
 
     def stop(self) -> None:
-        """Break every connection and take no more."""
+        """Break every connection and accept no more."""
         self._call(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -77,7 +75,7 @@ class Proxy:
     async def _close(self) -> None:
         self._server.close()
         await self._cut()
-        await asyncio.sleep(0)  # in which aborted connections close their sockets
+        await asyncio.sleep(0)  # lets aborted connections close their sockets
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = asyncio.create_task(self._link(reader, writer))
@@ -85,7 +83,7 @@ class Proxy:
         link.add_done_callback(self._links.discard)
 
     async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection until either side ends it."""
+        """Forward one connection until either side ends it."""
         writers = [writer]
         try:
             far_reader, far_writer = await asyncio.open_connection(*self._target)
@@ -105,7 +103,7 @@ class Proxy:
                 each.transport.abort()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one direction to its end."""
+        """Forward one direction until its end."""
         chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_CHUNKS)
         sending = asyncio.create_task(self._send(chunks, writer))
         try:
@@ -123,7 +121,7 @@ class Proxy:
     async def _send(
         self, chunks: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter
     ) -> None:
-        """Send each chunk when it is due; the empty one is the end."""
+        """Send each chunk when it is due; an empty one is the end."""
         while True:
             due, data = await chunks.get()
             await asyncio.sleep(due - time.monotonic())

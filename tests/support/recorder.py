@@ -1,4 +1,4 @@
-"""A sink for engines that keeps everything and knows what the events say is held."""
+"""An engine's sink that records everything and tracks the blocks held according to the events."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from kvmesh.worker.engine import EngineError, OutputDelta
 
 @dataclass
 class Recorder:
-    """`held` is engine hashes by rank, `sequences` the mesh's hashes of all of them.
+    """`held` are engine hashes by rank, `sequences` the mesh's hashes of all ranks.
 
-    `below` are those of each tier below, of all ranks.
+    `below` are the hashes of each lower tier, of all ranks.
     """
 
     deltas: dict[str, list[OutputDelta]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Recorder:
         return self.deltas[name][-1].finish if self.deltas.get(name) else None
 
     def tiers(self, name: str) -> list[int]:
-        """Prompt tokens that were not computed, by tier."""
+        """Cached prompt tokens, by tier."""
         return next(d.cached for d in self.deltas[name] if d.cached is not None)
 
     def cached(self, name: str) -> int:

@@ -11,7 +11,7 @@ from support.wait import PATIENCE_S
 
 
 def redis_server() -> str:
-    """The machine's own server, else the one that a development dependency brings."""
+    """The system's server, else that of a development dependency."""
     found = shutil.which("redis-server")
     if found is not None:
         return found
@@ -22,7 +22,7 @@ def redis_server() -> str:
 
 
 class RedisServer:
-    """One server process; what it held is gone after `restart`."""
+    """One server process; `restart` loses its data."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()

@@ -1,4 +1,4 @@
-"""Router services in this process over a real bus, with a scripted index and a tail of streams."""
+"""Router services in this process on a real bus, with a scripted index and a tail of streams."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -40,18 +40,18 @@ class RunningRouter:
 
     @property
     def read(self) -> int:
-        """The sequence of the last message about active requests that it knows of."""
+        """Stream sequence of the last message about active requests that it has read."""
         return self.router._sequences.last_seq
 
     async def stop(self) -> None:
-        """As SIGTERM does; raises what made it fail."""
+        """Stop as on SIGTERM; raises the router's error."""
         self.service.stopping.set()
         await self.task
         await self.service.close()
         assert not self.service.failed
 
     async def kill(self) -> None:
-        """As SIGKILL does: the connection goes first, nothing is withdrawn."""
+        """Stop as on SIGKILL: close the connection first and withdraw nothing."""
         await self.service.bus.client.close()
         self.task.cancel()
         await asyncio.wait([self.task])
@@ -65,7 +65,7 @@ async def start_router(options: BusOptions, name: str = "r", **router: Any) -> R
 
 
 async def caught_up(bus: Bus, routers: list[RunningRouter]) -> None:
-    """Wait until they all know what is on the stream of active requests now."""
+    """Wait until all have read the present end of the stream of active requests."""
     last = (await bus.js.stream_info(bus.subjects.seq_stream)).state.last_seq
     await eventually(lambda: all(router.read >= last for router in routers))
 
@@ -85,7 +85,7 @@ async def running_router(
 async def running_workers(
     bus: Bus, limits: StreamLimits, *names: str, **changes: Any
 ) -> AsyncIterator[list[Lease]]:
-    """Worker cards on the mesh; nothing listens for work."""
+    """Worker cards on the mesh; no process accepts work."""
     leases = [Lease(bus, worker(name, **changes), limits) for name in names]
     for lease in leases:
         await lease.open()
@@ -97,7 +97,7 @@ async def running_workers(
 
 
 async def scripted_index(bus: Bus, held: dict[str, tuple[int, ...]]) -> None:
-    """Serve an index that answers every prompt with the same overlaps."""
+    """Serve an index that returns the same overlaps for every prompt."""
     answer = overlaps(held)
 
     async def find(query: OverlapQuery, respond: Respond) -> None:
@@ -109,7 +109,7 @@ async def scripted_index(bus: Bus, held: dict[str, tuple[int, ...]]) -> None:
 async def ask(
     bus: Bus, message: RouteRequest, timeout: float = 5.0, model: str = "m"
 ) -> Routed | Refused:
-    """The answer of a router; asks again while none serves, or one died with the request."""
+    """The reply of a router; retries while none serves or if one dies."""
     subject = bus.subjects.router(model)
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while True:

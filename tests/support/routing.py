@@ -47,7 +47,7 @@ def worker(name: str, **changes: Any) -> Instance:
 
 
 def sequence(*blocks: int) -> bytes:
-    """Packed sequence hashes; as in real ones, a hash stands for everything before it."""
+    """Packed sequence hashes; as in real ones, each hash covers all blocks before it."""
     chained, packed = 0, []
     for block in blocks:
         chained = hash((chained, block)) & (2**64 - 1)
@@ -56,7 +56,7 @@ def sequence(*blocks: int) -> bytes:
 
 
 def request(name: str, blocks: bytes, tokens: int | None = None, **changes: Any) -> RouteRequest:
-    """A route request for model "m"; its prompt is whole blocks unless `tokens` says otherwise."""
+    """A route request for model "m"; its prompt has whole blocks unless `tokens` is given."""
     fields: dict[str, Any] = {
         "request": name,
         "model": "m",
@@ -69,7 +69,7 @@ def request(name: str, blocks: bytes, tokens: int | None = None, **changes: Any)
 
 
 def overlaps(held: Mapping[str, tuple[int, ...]], rank: int = 0) -> Overlaps:
-    """The index's answer when `held[instance]` blocks are in tiers 1, 2, … of its rank."""
+    """The index's reply if `held[instance]` blocks are in tiers 1, 2, … of its rank."""
     ranks = [RankKey(instance, rank) for instance in held]
     rows = b"".join(
         struct.pack("<5I", place, *[*blocks, 0, 0, 0, 0][:4])

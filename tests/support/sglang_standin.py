@@ -27,7 +27,7 @@ def signed(value: int) -> int:
 
 
 class Publisher:
-    """Makes SGLang's arrays of the server's maps."""
+    """Converts the server's maps to SGLang's arrays."""
 
     def __init__(self, server: ApiServer) -> None:
         self._inner = server.publisher
@@ -47,7 +47,7 @@ class Publisher:
 
 
 class Engine:
-    """`server_args` are checked by name, as SGLang's dataclass does."""
+    """Checks `server_args` by name, as SGLang's dataclass does."""
 
     made: ClassVar[list["Engine"]] = []
 

@@ -1,8 +1,8 @@
-"""Conversations in the shapes that coding agents send, each written from what one says of itself.
+"""Conversations in the request shapes of coding agents, each based on the agent's own description.
 
-A shape has a path, headers, and the body of its next request; it takes in the events of an answer
-as its client does, with the result of every tool that was called. Whatever varies in a client
-between requests of one conversation varies here as well.
+A shape has a path, headers, and the body of its next request. It receives the events of a response
+as its client does, and adds a result for every tool call. Fields that vary between the requests of
+a client's conversation vary here as well.
 """
 
 import copy
@@ -58,7 +58,7 @@ class ClaudeCode:
             self._messages.append({"role": "system", "content": [place]})
 
     def change_tools(self, added: str, removed: str) -> None:
-        """A server of tools came and another one went, in the middle of the conversation."""
+        """Add the tools of one server and remove another's in mid-conversation."""
         definition = {"type": "tool_definition", "definition": self._tool(added)}
         reference = {"type": "tool_reference", "name": removed}
         content = [
@@ -98,7 +98,7 @@ class ClaudeCode:
         return {"name": name, "description": f"Does {name}.", "input_schema": CITY}
 
     def _marked(self, mark: Json) -> list[Json]:
-        """The last block is the breakpoint; what was one before becomes a plain text again."""
+        """Mark the last block as the breakpoint; the former breakpoint becomes plain text."""
         messages = copy.deepcopy(self._messages)
         messages[-1]["content"][-1].update(mark)
         for message in messages[:-1]:
@@ -124,13 +124,13 @@ class ClaudeCode:
         }
 
     def _load(self) -> list[Json]:
-        """A search for tools answers with a reference and puts the tool among the others."""
+        """Reply to a tool search with a reference, and add the tool to the others."""
         self._loaded.append({**self._tool("CronList"), "defer_loading": True})
         return [{"type": "tool_reference", "tool_name": "CronList"}]
 
 
 class OpencodeMessages:
-    """Messages, as opencode sends them; marks are on the last two messages."""
+    """Messages as opencode sends them; marks are on the last two messages."""
 
     path = "/v1/messages"
 
@@ -169,7 +169,7 @@ class OpencodeMessages:
 
 
 class OpencodeChat:
-    """Chat completions; arguments come back in a spelling of the client's own."""
+    """Chat completions; the client serializes arguments in its own spelling."""
 
     path = "/v1/chat/completions"
 
@@ -335,7 +335,7 @@ def tool_output(call: Json) -> Json:
 
 
 def message_blocks(events: list[Event]) -> list[Json]:
-    """The content that a stream of messages events adds up to."""
+    """The content blocks of a stream of Messages events."""
     blocks: list[Json] = []
     for event in events:
         if event["type"] == "content_block_start":

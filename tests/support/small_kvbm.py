@@ -1,6 +1,7 @@
-"""A block manager of a few lines for tests of its clients: one tier, nothing evicted, no policy.
+"""A minimal block manager for tests of its clients: one tier, no eviction, no policy.
 
-Tests reach into it: `silent` requests get no answer, and what is in `prompts` can be forgotten.
+Tests change its state: requests of `silent` types get no reply, and entries of `prompts` can be
+removed.
 """
 
 import fcntl
@@ -105,7 +106,7 @@ class SmallKvbm:
         return sum(isinstance(request, kind) for request in self.asked)
 
     def locked(self, attachment: int) -> bool:
-        """Whether the worker still holds the lock that it named."""
+        """True while the worker holds the lock that it named."""
         path = self.folder / self.attached[attachment].lock
         if not path.exists():
             return False

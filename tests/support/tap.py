@@ -1,4 +1,4 @@
-"""What frontends send to workers and routers decide, as anyone on the bus can see it."""
+"""Work that frontends send and decisions of routers, as visible on the bus."""
 
 from array import array
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from support.wait import eventually
 
 
 class Tap:
-    """What frontends send to workers, and the routers' decisions, in order."""
+    """Work of all frontends and decisions of all routers, in order."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -42,7 +42,7 @@ class Tap:
         await bus.close()
 
     def _whole(self, work: Work) -> Work:
-        """With its whole prompt, where only what is new of it was sent."""
+        """The work with its whole prompt, if only a delta was sent."""
         if not work.base:
             return work
         base = next(known for known in reversed(self.works) if known.request == work.base)
@@ -50,12 +50,12 @@ class Tap:
         return msgspec.structs.replace(work, tokens=tokens, base="", shared=0)
 
     async def outcome(self, work: Work) -> Outcome:
-        """What came of it, once that is known."""
+        """The outcome of a request, once known."""
         found = await eventually(lambda: [o for o in self.outcomes if o.request == work.request])
         return found[-1]
 
     def text(self, work: Work) -> str:
-        """The prompt as the engine's tokenizer reads it."""
+        """The prompt as text, special tokens included."""
         ids = array("I", work.tokens).tolist()
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
@@ -65,13 +65,13 @@ class Tap:
 
 
 def shared(before: Work, after: Work) -> int:
-    """How many tokens two prompts begin with alike."""
+    """Length of the common prefix of two prompts, in tokens."""
     pairs = zip(array("I", before.tokens), array("I", after.tokens), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def assert_grows(works: list[Work]) -> None:
-    """Each prompt is the beginning of the next one, token by token."""
+    """Assert that each prompt is a token prefix of the next one."""
     assert len(works) > 1
     for before, after in pairwise(works):
         assert len(after.tokens) > len(before.tokens)

@@ -1,9 +1,9 @@
-"""Tenants who attack one another, and what they would attack with."""
+"""Tenants that attack one another, and their tools."""
 
 from kvmesh._native import xxh3
 
 VICTIM, EVIL = "team-a", "evil"
-# With it behind `EVIL`, the unkeyed 64-bit hash of the model and the tenant is that of `VICTIM`.
+# The unkeyed 64-bit hash of model and tenant is equal for `EVIL` followed by this and `VICTIM`.
 FORGED = (
     "aaaaY2KTh9dbfI/R4wggRB1QxDKUcKVl7J634i58YVDBdxYr3Molmy45Ymsckcd6"
     "eo7raaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
@@ -11,6 +11,6 @@ FORGED = (
 
 
 def unkeyed(model: str, tenant: str) -> int:
-    """A salt that everybody can compute, and whoever chooses the tenant's name can choose."""
+    """A salt that anyone can compute, who can therefore search for a colliding tenant name."""
     fields = [field.encode() for field in (model, "", tenant)]
     return xxh3(b"".join(len(field).to_bytes(4, "little") + field for field in fields))

@@ -9,7 +9,7 @@ _kept: list[TemporaryDirectory[str]] = []
 
 @cache
 def tiny_model(seed: int = 0) -> Path:
-    """The folder of a model; another seed means other weights."""
+    """The folder of a model; another seed gives other weights."""
     from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
     _kept.append(TemporaryDirectory(prefix="kvmesh-tiny-"))

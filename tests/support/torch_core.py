@@ -1,4 +1,4 @@
-"""A torch core driven step by step, with everything that it tells."""
+"""A torch core driven step by step, with a record of its output."""
 
 import itertools
 from array import array
@@ -31,7 +31,7 @@ def load(folder: Path, block_size: int = BLOCK) -> PagedModel:
 
 
 def make_core(model: PagedModel, blocks: int = 64, budget: int = 256, batch: int = 8) -> TorchCore:
-    """A core with a pool of its own."""
+    """A core with its own pool."""
     model.allocate(blocks)
     limits = SchedulerLimits(
         block_size=BLOCK, max_sequences=batch, max_batched_tokens=budget, watermark=0.0
@@ -40,7 +40,7 @@ def make_core(model: PagedModel, blocks: int = 64, budget: int = 256, batch: int
 
 
 def make_work(name: str, tokens: list[int], max_tokens: int = 12, **sampling: object) -> Work:
-    """Greedy, with the two likeliest log probabilities, unless told otherwise."""
+    """Work with greedy sampling and two top log probabilities, by default."""
     base = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
     return Work(
         request=name,
@@ -57,7 +57,7 @@ def hashes(tokens: list[int]) -> tuple[bytes, bytes]:
 
 
 class Taken(NamedTuple):
-    """Blocks outside of an engine."""
+    """Blocks outside an engine."""
 
     layout: KvLayout
     sequence: "array[int]"
@@ -68,7 +68,7 @@ class Taken(NamedTuple):
 
 @dataclass
 class Driver:
-    """Runs a core and keeps what it tells; `held` is what the events say is held."""
+    """Runs a core and records its output; `held` are the blocks held according to the events."""
 
     core: TorchCore
     deltas: dict[str, list[OutputDelta]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Driver:
                 self.deltas[delta.request].append(delta)
 
     def run(self, *works: Work) -> None:
-        """Submit these and step until nothing is left to do."""
+        """Submit works and step until the core is idle."""
         for work in works:
             self.submit(work)
         for _ in range(5000):
@@ -103,7 +103,7 @@ class Driver:
         raise AssertionError("the core does not come to an end")
 
     def answer(self, name: str) -> list[tuple[int, dict[int, float]]]:
-        """Tokens with their log probabilities, to the last bit."""
+        """(token, log probabilities) of each output token, bit-exact."""
         told = self.deltas[name]
         tokens = itertools.chain.from_iterable(delta.tokens for delta in told)
         rows = itertools.chain.from_iterable(delta.logprobs or [] for delta in told)
@@ -127,7 +127,7 @@ class Driver:
                 self.held |= new
 
     def take_out(self, tokens: list[int]) -> "Taken":
-        """Copy what is held of a prompt."""
+        """Copy the blocks held of a prompt."""
         local, sequence = (array("Q", packed) for packed in hashes(tokens))
         prints = self.prints(tokens)
         held, places = exchange.hold(self.core, sequence, prints)
@@ -136,7 +136,7 @@ class Driver:
         return Taken(self.core.model.layout, held, local[: len(held)], tokens, data)
 
     def bring_in(self, taken: "Taken") -> int:
-        """Store what was taken and is not held; how many of its blocks are held then."""
+        """Store copied blocks that are not held; returns how many of them are held then."""
         exchange.check_layout(self.core, taken.layout)
         self.core.slots.release_idle()
         prints = self.prints(taken.tokens)

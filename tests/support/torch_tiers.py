@@ -1,4 +1,4 @@
-"""Torch engines on a node with a block manager: submitted to directly, everything noted."""
+"""Torch engines on a node with a block manager, driven directly, with a record of their output."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ BLOCK = 16
 def make_work(
     name: str, tokens: list[int], max_tokens: int = 8, salt: int = SALT, tenant: str = ""
 ) -> Work:
-    """Greedy, with the two likeliest log probabilities."""
+    """Work with greedy sampling and two top log probabilities."""
     return Work(
         request=name,
         frontend="f",
@@ -92,7 +92,7 @@ class Host:
         return self.engine._lower
 
     async def run(self, *works: Work) -> None:
-        """Submit these together and wait until all have ended."""
+        """Submit works together and wait for their ends."""
         for work in works:
             self.engine.submit(work)
         for work in works:
@@ -106,7 +106,7 @@ class Host:
         return next((d.finish for d in self.told.deltas.get(name, []) if d.finish), None)
 
     def answer(self, name: str) -> Answer:
-        """Tokens with their log probabilities, to the last bit."""
+        """(token, log probabilities) of each output token, bit-exact."""
         told = self.told.deltas[name]
         return [
             (token, row)
@@ -118,7 +118,7 @@ class Host:
         return next(d.cached for d in self.told.deltas[name] if d.cached is not None)
 
     async def check_books(self) -> None:
-        """Soon nothing is referred to any more, and each block has its place."""
+        """Wait until no block is referenced and every block is accounted for."""
         core = self.engine._core
         await eventually(lambda: core.blocks.active == 0, what="all blocks are given back")
         assert core.slots.contents == core.blocks.contents

@@ -1,4 +1,4 @@
-"""Clients of a mesh that know what the answers must be, and notice every pause."""
+"""Clients of a mesh that know the right outputs and measure every pause."""
 
 import asyncio
 import itertools
@@ -14,16 +14,16 @@ TOKENS = 60
 
 
 def questions(each: int = 1, clients: int = CLIENTS) -> list[str]:
-    """Prompts of which every client has `each` to itself."""
+    """Prompts, of which every client has `each` of its own."""
     return [
         f"Question {number}, and what is asked in it. " * 20 for number in range(each * clients)
     ]
 
 
 class Traffic:
-    """Clients that stream answers, each asking its next prompt as soon as it is answered.
+    """Clients that stream outputs and send their next prompt after each.
 
-    `answers` are those that are known to be right, by prompt; `start` learns the others.
+    `answers` are the known right outputs by prompt; `start` learns the others.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Traffic:
         self.longest = 0.0
 
     async def start(self) -> None:
-        """Learn the right answers, unless they are known, then begin."""
+        """Learn unknown right outputs, then start the clients."""
         unknown = [prompt for prompt in self._prompts if prompt not in self._answers]
         answers = await asyncio.gather(*(self.stream(prompt) for prompt in unknown))
         self._answers.update(zip(unknown, answers, strict=True))
@@ -70,7 +70,7 @@ class Traffic:
                 await asyncio.sleep(0.1)
 
     async def stream(self, prompt: str, tokens: int = 0) -> str:
-        """A whole answer; raises OpenAIError, or AssertionError if it broke off."""
+        """A whole output; raises OpenAIError, or AssertionError if it is incomplete."""
         heard = time.monotonic()
         most = tokens or self._tokens
         chunks = await self._client.chat.completions.create(
@@ -92,25 +92,25 @@ class Traffic:
         return text
 
     async def more(self, count: int = 2 * CLIENTS) -> None:
-        """Wait until `count` more answers have arrived whole."""
+        """Wait for `count` more complete outputs."""
         target = self.whole + count
         await eventually(lambda: self.whole >= target, what=f"{self.failed[-5:]}")
 
     async def pass_by(self, seconds: float) -> None:
-        """Let traffic go on for this long at least, and until some answers have come."""
+        """Let traffic run for at least this long, and until some outputs are complete."""
         ends = time.monotonic() + seconds
         await eventually(lambda: time.monotonic() > ends)
         await self.more(self._clients)
 
     async def stop(self) -> None:
-        """Let the running answers end."""
+        """Let the running requests end."""
         self._running = False
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=120)
         await self._client.close()
 
     def check(self, pause: float) -> None:
-        """Nothing failed, and nobody waited for longer than `pause`."""
+        """Assert that no request failed and none paused for longer than `pause`."""
         print(f"{self.whole} answers, longest pause {self.longest:.2f} s")
         assert self.failed == []
         assert self.longest <= pause

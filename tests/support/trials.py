@@ -1,10 +1,10 @@
-"""Processes beside workers, which try constraints."""
+"""Constraint trial processes beside workers."""
 
 from pathlib import Path
 
 
 def trial_process(worker: int) -> int:
-    """Its id; raises AssertionError if that worker has none."""
+    """The pid of a worker's trial process; raises AssertionError if it has none."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
@@ -17,7 +17,7 @@ def trial_process(worker: int) -> int:
 
 
 def there(pid: int) -> bool:
-    """Whether a process has not ended."""
+    """True while a process runs."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

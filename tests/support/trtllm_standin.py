@@ -95,7 +95,7 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """Iterates over itself, its output growing, as TensorRT-LLM's does."""
+    """Iterates over itself with growing output, as TensorRT-LLM's does."""
 
     def __init__(self, server: ApiServer, request: Request, disaggregated: Any) -> None:
         self.outputs = [CompletionOutput([])]

@@ -18,7 +18,7 @@ NAMES = [f"KVMESH_{role}_NAME=" for role in ("FRONTEND", "ROUTER", "INDEXER", "W
 
 
 class Up:
-    """A running `kvmesh up` on ports of its own, with its state below `folder`."""
+    """A running `kvmesh up` on its own ports, with its state below `folder`."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.port = free_port()
@@ -76,13 +76,13 @@ class Up:
             self.lines.extend(line.rstrip("\n") for line in iter(output.readline, ""))
 
     async def ready(self, timeout: float = 120.0) -> None:
-        """Wait for the line to try, which is the last of a good start."""
+        """Wait for the example command, the last line of a successful start."""
         await eventually(lambda: "curl -N" in self.output or self.status is not None, timeout)
         assert self.status is None, self.output
 
     @property
     def status(self) -> int | None:
-        """The exit status, once it has ended."""
+        """The exit status after its end."""
         assert self._process is not None
         return self._process.poll()
 
@@ -106,7 +106,7 @@ class Up:
                 self._process.wait(PATIENCE_S)
 
     def children(self) -> dict[str, int]:
-        """The processes right under it: name to pid."""
+        """Its direct children: name to pid."""
         pids = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return {name: int(pid) for pid in pids if (name := _name(int(pid)))}
 
@@ -130,7 +130,7 @@ class Up:
         return [line[6:] for line in text.splitlines() if line.startswith("data: ")]
 
     def serves(self) -> bool:
-        """Whether a completion comes through, whole."""
+        """True if a completion succeeds completely."""
         try:
             return self.complete()[-1] == "[DONE]"
         except (OSError, http.client.HTTPException) as error:
@@ -138,7 +138,7 @@ class Up:
 
 
 def _name(pid: int) -> str:
-    """The name of a supervised process; empty while it starts or once it is gone."""
+    """The name of a supervised process; "" while it starts or after its end."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         environ = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
@@ -151,7 +151,7 @@ def _name(pid: int) -> str:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie."""
+    """True if a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -36,7 +36,7 @@ def sequence(tokens: bytes, seed: int = PLAIN) -> list[int]:
 
 
 class VllmRun(Started):
-    """A vLLM and what it has told."""
+    """A vLLM and a record of its output."""
 
     def __init__(self, engine: Engine, info: EngineInfo, sink: Recorder) -> None:
         super().__init__(engine, info, sink, salt=PLAIN)
@@ -44,27 +44,27 @@ class VllmRun(Started):
 
     @classmethod
     async def start(cls, model: Path, *more: str, vllm: VllmSettings | None = None) -> "VllmRun":
-        """With more arguments for vLLM; raises EngineError."""
+        """Start vLLM with additional arguments; raises EngineError."""
         vllm = replace(vllm or VllmSettings(), args=[*ARGS, *more])
         settings = Settings(vllm=vllm, worker=WorkerSettings(engine="vllm", block_size=SIZE))
         engine, sink = create_engine(EngineContext(settings, model)), Recorder()
         return cls(engine, await engine.start(sink), sink)
 
     async def do(self, *items: Work) -> None:
-        """Submit these and wait for their ends."""
+        """Submit requests and wait for their ends."""
         for item in items:
             self.engine.submit(item)
         await self.ended(*(item.request for item in items))
 
     async def settled(self) -> None:
-        """Events come in order, so a last one tells."""
+        """Wait until all events so far have arrived, by the event of a marker prompt."""
         self.markers += 1
         tokens = array("I", [4000 + self.markers] * (SIZE + 1)).tobytes()
         await self.do(work(f"marker{self.markers}", tokens, max_tokens=1))
         await eventually(lambda: sequence(tokens)[0] in self.held, what="the marker's event")
 
     def depth(self, tokens: bytes) -> int:
-        """Leading tokens of a prompt that the events say are held, as vLLM would reuse them."""
+        """Leading tokens of a prompt that vLLM could reuse according to its events."""
         hashes, held = sequence(tokens), self.held
         count = next((i for i, hash_ in enumerate(hashes) if hash_ not in held), len(hashes))
         return min(count, (len(tokens) // 4 - 1) // SIZE) * SIZE

@@ -1,4 +1,4 @@
-"""Waiting on conditions instead of on time."""
+"""Waiting for conditions instead of fixed times."""
 
 import asyncio
 import inspect
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar, overload
 
 T = TypeVar("T")
-PATIENCE_S = 60.0  # what does not come on the slowest of machines in this time never will
+PATIENCE_S = 60.0  # longer than any wait on the slowest machine
 
 
 @overload

@@ -1,4 +1,4 @@
-"""A worker in the test's own process, a desk to talk to it, and a reader of its events."""
+"""A worker in the test's process, its peer, and a reader of its events."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ def work(name: str, tokens: bytes, max_tokens: int = 20, **fields: object) -> Wo
 
 @dataclass
 class Contents:
-    """What the KV stream says about each rank; holes in the numbering fail unless `tolerant`."""
+    """Contents of each rank according to the KV stream; fails on gaps unless `tolerant`."""
 
     held: dict[tuple[str, int], set[int]] = field(default_factory=dict)
     next_id: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Contents:
         key = (batch.instance, batch.rank)
         expected = self.next_id.setdefault(key, 0)
         if batch.first + len(batch.events) == expected:
-            return  # sent twice because its acknowledgement was lost
+            return  # a duplicate, resent after a lost acknowledgement
         if batch.first != expected:
             assert self.tolerant, f"a hole before {batch.first}: {expected}"
             self.holes += 1
@@ -85,7 +85,7 @@ class Contents:
 
 
 class Desk:
-    """The frontend's side of the conversation, and a reader of the KV stream."""
+    """The frontend's side of a worker's messages, and a reader of the KV stream."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -140,7 +140,7 @@ class Desk:
 
 @dataclass
 class Started:
-    """A worker in this process, with its own connection."""
+    """A worker in this process with its own connection."""
 
     bus: Bus
     node: WorkerNode

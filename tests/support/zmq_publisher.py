@@ -1,4 +1,4 @@
-"""A publisher of KV events as vLLM and SGLang publish them: numbered messages, with replay."""
+"""A publisher of KV events like vLLM's and SGLang's: numbered messages, with replay."""
 
 import asyncio
 from array import array
@@ -17,7 +17,7 @@ END = b"\xff" * 8
 
 
 class EngineCache:
-    """Block hashes of an engine's own, chained over tokens; `events` are maps as vLLM has them."""
+    """The block hashes of an engine, chained over tokens; `events` are maps in vLLM's form."""
 
     def __init__(self, block_size: int, key: str = "") -> None:
         self.block_size = block_size
@@ -61,7 +61,7 @@ def hash_text(text: str) -> int:
 
 
 class ZmqPublisher:
-    """Publishes on `endpoint`; with `keep`, repeats the newest messages on `replay` when asked."""
+    """Publishes on `endpoint`; with `keep`, repeats the newest messages on `replay` on request."""
 
     def __init__(self, folder: Path, keep: int = 1000) -> None:
         self.endpoint = f"ipc://{folder}/events"
@@ -80,11 +80,11 @@ class ZmqPublisher:
         self._task = asyncio.create_task(self._serve())
 
     async def subscribed(self) -> None:
-        """Return once somebody follows."""
+        """Wait for a subscriber."""
         await asyncio.wait_for(self._pub.recv(), PATIENCE_S)
 
     async def send(self, *events: Any, lose: bool = False) -> None:
-        """Publish one message; `lose` only numbers and keeps it."""
+        """Publish one message; `lose` numbers and stores it without sending."""
         payload = msgspec.msgpack.encode([0.0, list(events), 0])
         await self.send_raw(payload, lose)
 

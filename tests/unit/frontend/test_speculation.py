@@ -134,7 +134,7 @@ async def tokens_ahead(model: ServedModel, surface: Api, body: Any, answer: Any)
     prepared = await preparer.prepare(surface.parse(encode(body), {}).request, model, None)
     following = successor(prepared.request, said.blocks(surface.in_order))
     assert following is not None
-    return await preparer.beginning(following, model, CUT)
+    return await preparer.tokens_before(following, model, CUT)
 
 
 @pytest.mark.parametrize("answer", [SPOKEN, CALLING], ids=["spoken", "calling"])

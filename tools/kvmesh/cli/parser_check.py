@@ -8,10 +8,10 @@ def check_parsers(settings: Settings) -> None:
     tool, reasoning = settings.worker.tool_parser, settings.worker.reasoning_parser
     if not tool and not reasoning:
         return
-    from kvmesh.frontend.dialects import UnknownParser, choose
+    from kvmesh.frontend.dialects import UnknownParser, choose_grammar
 
     try:
-        choose("", tool_parser=tool or None, reasoning_parser=reasoning or None)
+        choose_grammar("", tool_parser=tool or None, reasoning_parser=reasoning or None)
     except UnknownParser as error:
         flag = "tool_parser" if error.name == tool else "reasoning_parser"
         raise SettingsError(f"worker.{flag}", str(error)) from error

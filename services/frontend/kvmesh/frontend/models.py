@@ -18,7 +18,7 @@ from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Instance, ModelCard, Role, encode
 from kvmesh.bus.model_files import fetch_model
 from kvmesh.frontend.dialects.errors import DialectError
-from kvmesh.frontend.dialects.output import choose
+from kvmesh.frontend.dialects.output import choose_grammar
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 from kvmesh.frontend.errors import ModelNotFound, Unavailable
 from kvmesh.frontend.metrics import FrontendModelMetrics
@@ -43,7 +43,7 @@ class Dialect:
         self.encoder = TextEncoder(self.tokenizer)
         self.template = ChatTemplate(files)
         self.end_ids = end_token_ids(files, self.tokenizer)
-        self.grammar = choose(
+        self.grammar = choose_grammar(
             card.name,
             self.template,
             tool_parser=card.tool_parser,
@@ -58,7 +58,7 @@ class Dialect:
         """Ids that never show: special tokens, unless the output parser reads them."""
         added = self.tokenizer.get_added_tokens_decoder()
         special = {i for i, t in added.items() if t.special} | self.end_ids
-        shown = {i for i, t in added.items() if self.grammar.shows(t.content)}
+        shown = {i for i, t in added.items() if self.grammar.uses(t.content)}
         return frozenset(special - shown)
 
 

@@ -1,12 +1,12 @@
-"""Raw outputs in each family's published format, and what they say."""
+"""Raw outputs in each family's published format, and their pieces."""
 
 import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kvmesh.frontend.conversation import AnswerEvent, Tool, ToolCallEnd
-from kvmesh.frontend.dialects.output import OutputParser, choose
-from kvmesh.frontend.dialects.preview import joined
+from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
+from kvmesh.frontend.dialects.preview import merge_deltas
 
 Piece = tuple[str, str, Any]
 
@@ -42,7 +42,7 @@ THOUGHT, SAID = "I need\n\nthe weather.", "Let me see."
 
 
 class Case(NamedTuple):
-    """`tool` and `reasoning` name the parsers; `pieces` is what they must find."""
+    """A raw output; parsers `tool` and `reasoning` must split it into `pieces`."""
 
     tool: str | None
     reasoning: str | None
@@ -54,7 +54,7 @@ class Case(NamedTuple):
         return f"{self.tool}-{self.reasoning}-{len(self.raw)}"
 
     def parser(self, eager: bool) -> OutputParser:
-        grammar = choose(
+        grammar = choose_grammar(
             "", tool_parser=self.tool or "none", reasoning_parser=self.reasoning or "none"
         )
         return grammar.parser(TOOLS, eager=eager, new_id=lambda: "id")
@@ -90,10 +90,10 @@ def read(parser: OutputParser, chunks: Iterable[str]) -> list[AnswerEvent]:
 
 
 def pieces(events: list[AnswerEvent]) -> list[Piece]:
-    """The answer with every call's arguments decoded: they must be valid JSON."""
+    """The pieces of an output, with the arguments of calls decoded from JSON."""
     return [
         (kind, name, json.loads(content) if kind == "call" else content)
-        for kind, name, content in joined(events)
+        for kind, name, content in merge_deltas(events)
     ]
 
 
@@ -105,7 +105,7 @@ W, C = dump(WEATHER), dump(CODE)
 
 
 def _tagged_weather(tag: str, pad: str = "") -> str:
-    """The arguments of WEATHER, one tag each; `tag` has places for name and value."""
+    """The arguments of WEATHER, one tag each; `tag` is formatted with name and value."""
     values = {k: v if isinstance(v, str) else dump(v) for k, v in WEATHER.items()}
     return "\n".join(tag.format(k, f"{pad}{v}{pad}") for k, v in values.items())
 

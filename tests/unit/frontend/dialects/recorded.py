@@ -1,4 +1,4 @@
-"""Requests and templates to try dialects on."""
+"""Requests and templates for tests of dialects."""
 
 import datetime
 import json
@@ -24,7 +24,7 @@ CONFIG = json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"}).enco
 
 
 def template(name: str) -> ChatTemplate:
-    """A template of the test data, or that of the model that comes with kvmesh."""
+    """A template of the test data, or that of the demo model."""
     if name == "demo":
         return ChatTemplate({f.name: f.read_bytes() for f in model_dir().iterdir()})
     source = (TEMPLATES / f"{name}.jinja").read_bytes()

@@ -1,4 +1,4 @@
-"""What is not a call is text, and what is nearly a call is mended or text."""
+"""Outputs that resemble calls: parsers repair them or emit them as text."""
 
 import json
 import re
@@ -10,18 +10,18 @@ from unit.frontend.dialects.outputs import Piece, complete_calls, now, pieces, r
 
 from kvmesh.frontend.conversation import Tool, ToolCallEnd, ToolCallStart
 from kvmesh.frontend.dialects.families import TOOL_PARSERS
-from kvmesh.frontend.dialects.output import OutputParser, choose
+from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
 
 
 def parser(
     tool: str, reasoning: str = "none", calls: bool = True, eager: bool = True
 ) -> OutputParser:
-    grammar = choose("", tool_parser=tool, reasoning_parser=reasoning)
+    grammar = choose_grammar("", tool_parser=tool, reasoning_parser=reasoning)
     return grammar.parser([], calls=calls, eager=eager)
 
 
 def whole(tool: str, raw: str, reasoning: str = "none") -> list[Piece]:
-    """What both ways of parsing find; they must agree on outputs that are not broken off."""
+    """The pieces of a complete output, on which eager and lazy parsing must agree."""
     found = pieces(read(parser(tool, reasoning, eager=False), raw))
     assert pieces(read(parser(tool, reasoning, eager=False), [raw])) == found
     return found
@@ -64,12 +64,12 @@ def whole(tool: str, raw: str, reasoning: str = "none") -> list[Piece]:
         ("harmony", "plain text with a <| in it"),
     ],
 )
-def test_what_is_no_call_is_text(tool: str, raw: str) -> None:
+def test_text_that_resembles_a_call_is_text(tool: str, raw: str) -> None:
     assert whole(tool, raw) == [text(raw)]
 
 
 @pytest.mark.parametrize("tool", TOOL_PARSERS)
-def test_without_calls_all_is_text(tool: str) -> None:
+def test_without_calls_all_output_is_text(tool: str) -> None:
     raw = "".join(TOOL_PARSERS[tool].openers) + '{"name": "f", "arguments": {}}'
     assert pieces(read(parser(tool, calls=False), raw)) == [text(raw)]
 
@@ -81,7 +81,7 @@ def test_a_real_call_behind_a_false_one_is_found() -> None:
     assert whole("hermes", raw) == [now(), text("<tool_call>what?</tool_call> Hm.")]
 
 
-def test_text_behind_calls_is_kept() -> None:
+def test_text_behind_calls_is_emitted() -> None:
     assert whole("mistral", "[TOOL_CALLS]now{} And then?") == [now(), text("And then?")]
     assert whole("llama3_json", '{"name": "now", "parameters": {}} ok; {') == [
         now(),
@@ -111,7 +111,7 @@ def call(**arguments: object) -> Piece:
         ('{"a": "😀\\ud83d\\ude00"}', {"a": "😀😀"}),
     ],
 )
-def test_slips_in_json_are_mended(written: str, meant: dict[str, object] | None) -> None:
+def test_mistakes_in_json_are_repaired(written: str, meant: dict[str, object] | None) -> None:
     raw = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
     assert whole("hermes", raw) == ([call(**meant)] if meant else [text(raw)])
 
@@ -136,9 +136,7 @@ JSON = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(arguments=st.dictionaries(st.text(), JSON, max_size=4), ascii_only=st.booleans())
-def test_valid_json_is_passed_on_as_it_is_meant(
-    arguments: dict[str, object], ascii_only: bool
-) -> None:
+def test_valid_json_keeps_its_value(arguments: dict[str, object], ascii_only: bool) -> None:
     for written in (
         json.dumps(arguments, ensure_ascii=ascii_only),
         json.dumps(arguments, indent=2),
@@ -166,7 +164,7 @@ def test_python_literals_become_json(written: str, meant: dict[str, object]) -> 
     assert whole("pythonic", f"[{written}]") == [call(**meant)]
 
 
-def test_values_between_tags_take_the_type_of_the_schema() -> None:
+def test_values_between_tags_are_typed_by_the_schema() -> None:
     kinds = {
         "s": {"type": "string"},
         "i": {"type": "integer"},
@@ -178,26 +176,28 @@ def test_values_between_tags_take_the_type_of_the_schema() -> None:
     schema = {"properties": kinds, "$defs": {"thing": {"type": "object"}}}
     said = {"s": "42", "i": "42", "n": "None", "b": "True", "o": "{'k': 1}", "e": "1", "u": "7"}
     raw = "".join(f"<parameter={k}>{v}</parameter>" for k, v in said.items())
-    grammar = choose("", tool_parser="qwen3_coder")
+    grammar = choose_grammar("", tool_parser="qwen3_coder")
     found = pieces(read(grammar.parser([Tool("f", "", schema)]), f"<function=f>{raw}</function>"))
     expected = {"s": "42", "i": 42, "n": None, "b": True, "o": {"k": 1}, "e": "1", "u": 7}
     assert found == [call(**expected)]
 
 
-def test_a_value_that_does_not_fit_its_type_stays_text() -> None:
+def test_a_value_that_does_not_match_its_type_stays_text() -> None:
     schema = {"properties": {"i": {"type": "integer"}}}
     raw = "<function=f><parameter=i>many</parameter></function>"
-    events = read(choose("", tool_parser="qwen3_coder").parser([Tool("f", "", schema)]), raw)
+    events = read(
+        choose_grammar("", tool_parser="qwen3_coder").parser([Tool("f", "", schema)]), raw
+    )
     assert pieces(events) == [call(i="many")]
 
 
-def test_custom_tools_get_their_text_and_namespaces_their_name() -> None:
+def test_custom_tools_get_text_and_namespaced_tools_their_name() -> None:
     tools = [Tool("patch", "", {}, custom=True), Tool("read", "", {}, namespace="fs")]
     raw = (
         '<tool_call>{"name": "patch", "arguments": {"input": "*** \\"x\\"\\n"}}</tool_call>'
         '<tool_call>{"name": "fs__read", "arguments": {"p": 1}}</tool_call>'
     )
-    events = read(choose("", tool_parser="hermes").parser(tools, new_id=lambda: "id"), raw)
+    events = read(choose_grammar("", tool_parser="hermes").parser(tools, new_id=lambda: "id"), raw)
     assert [e for e in events if isinstance(e, ToolCallStart)] == [
         ToolCallStart("id", "patch", custom=True),
         ToolCallStart("id", "read", "fs"),
@@ -216,7 +216,7 @@ def test_an_eager_call_that_breaks_off_has_no_end() -> None:
     assert "oops}}</tool_call>" in "".join(getattr(event, "text", "") for event in events)
 
 
-def test_thinking_begins_where_an_answer_begins_only() -> None:
+def test_thinking_begins_only_at_the_start_of_the_output() -> None:
     assert whole("none", "The <think> tag", "basic") == [text("The <think> tag")]
     assert whole("none", " \n<think>a</think>\n\nb", "basic") == [thinking("a"), text("b")]
     raw = '<think>a</think><tool_call>{"name": "now"}</tool_call><think>b</think>c'
@@ -227,7 +227,7 @@ def test_thinking_begins_where_an_answer_begins_only() -> None:
 @pytest.mark.parametrize(
     "raw", [" " * 5000, "x" + "\n" * 5000, " " * 3000 + "x" + " " * 3000 + "y"]
 )
-def test_much_white_space_is_text(raw: str) -> None:
+def test_long_white_space_is_text(raw: str) -> None:
     assert whole("hermes", raw, "basic") == [text(raw)]
 
 
@@ -240,14 +240,14 @@ def test_much_white_space_is_text(raw: str) -> None:
         ("...", "basic", [text("a</think>b")]),
     ],
 )
-def test_the_end_of_the_prompt_tells_whether_thinking_has_begun(
+def test_the_end_of_the_prompt_shows_whether_thinking_has_begun(
     prompt: str, reasoning: str, expected: list[Piece]
 ) -> None:
-    grammar = choose("", reasoning_parser=reasoning)
+    grammar = choose_grammar("", reasoning_parser=reasoning)
     assert pieces(read(grammar.parser([], prompt), "a</think>b")) == expected
 
 
-def test_text_is_not_held_back_without_need() -> None:
+def test_only_possible_markers_are_held_back() -> None:
     fed = parser("hermes", "basic")
     said = [
         "".join(getattr(e, "text", "") for e in fed.feed(c)) for c in ["Hel", "lo <", "b> ", "x"]
@@ -261,8 +261,8 @@ SOUP = ['{"name": "f", "arguments": {', '"a": "', *'"}][()', "f(a=", *" \nx:,1",
 @pytest.mark.parametrize("tool", [*TOOL_PARSERS, "harmony"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_no_soup_of_markers_breaks_a_parser(tool: str, data: st.DataObject) -> None:
-    """Whatever comes: no exception, no dependence on the cuts, valid arguments."""
+def test_no_sequence_of_markers_breaks_a_parser(tool: str, data: st.DataObject) -> None:
+    """No exception, no dependence on the chunks, valid arguments."""
     bits = st.sampled_from([*_markers(tool), *SOUP])
     raw = "".join(data.draw(st.lists(bits, max_size=14)))
     cut = data.draw(st.integers(0, len(raw)))

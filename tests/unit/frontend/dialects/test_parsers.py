@@ -1,4 +1,4 @@
-"""Every parser over its family's published format, cut anywhere, broken off anywhere."""
+"""Every parser on its family's published format, split and truncated anywhere."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from unit.frontend.dialects.outputs import CASES, Case, complete_calls, pieces, 
 
 from kvmesh.frontend.conversation import AnswerEvent, ToolCallEnd, ToolCallStart
 from kvmesh.frontend.dialects.families import REASONING_ALIASES, REASONING_PARSERS, TOOL_PARSERS
-from kvmesh.frontend.dialects.preview import joined
+from kvmesh.frontend.dialects.preview import merge_deltas
 
 cases = pytest.mark.parametrize("case", CASES, ids=[case.title for case in CASES])
 eagerness = pytest.mark.parametrize("eager", [True, False], ids=["eager", "whole"])
@@ -22,7 +22,7 @@ def test_every_parser_has_a_case() -> None:
 
 @cases
 @eagerness
-def test_the_published_format_is_understood(case: Case, eager: bool) -> None:
+def test_the_published_format_is_parsed(case: Case, eager: bool) -> None:
     events = read(case.parser(eager), [case.raw])
     assert pieces(events) == case.pieces
     assert complete_calls(events) == sum(kind == "call" for kind, _, _ in case.pieces)
@@ -30,7 +30,7 @@ def test_the_published_format_is_understood(case: Case, eager: bool) -> None:
 
 @cases
 @eagerness
-def test_where_the_stream_is_cut_does_not_matter(case: Case, eager: bool) -> None:
+def test_the_result_does_not_depend_on_one_split(case: Case, eager: bool) -> None:
     for cut in range(len(case.raw) + 1):
         events = read(case.parser(eager), [case.raw[:cut], case.raw[cut:]])
         assert pieces(events) == case.pieces, cut
@@ -40,7 +40,7 @@ def test_where_the_stream_is_cut_does_not_matter(case: Case, eager: bool) -> Non
 @cases
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_nor_do_many_cuts(case: Case, data: st.DataObject) -> None:
+def test_the_result_does_not_depend_on_many_splits(case: Case, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(case.raw)), max_size=12)))
     edges = [0, *cuts, len(case.raw)]
     chunks = [case.raw[a:b] for a, b in pairwise(edges)]
@@ -48,8 +48,8 @@ def test_nor_do_many_cuts(case: Case, data: st.DataObject) -> None:
 
 
 @cases
-def test_an_output_that_breaks_off_keeps_its_text(case: Case) -> None:
-    """Calls are complete or text; and nothing that was not a complete call is missing."""
+def test_a_truncated_output_keeps_its_text(case: Case) -> None:
+    """Calls are complete or text; all text outside complete calls is emitted."""
     whole = [piece for piece in case.pieces if piece[0] == "call"]
     for end in range(len(case.raw)):
         raw = case.raw[:end]
@@ -74,13 +74,15 @@ def _unmarked(case: Case, text: str) -> str:
 
 
 @cases
-def test_arguments_on_the_way_are_the_beginning_of_the_whole(case: Case) -> None:
+def test_arguments_of_a_truncated_output_are_a_prefix(case: Case) -> None:
     whole = [
-        content for kind, _, content in joined(read(case.parser(True), case.raw)) if kind == "call"
+        content
+        for kind, _, content in merge_deltas(read(case.parser(True), case.raw))
+        if kind == "call"
     ]
     for end in range(len(case.raw)):
         events = read(case.parser(True), case.raw[:end])
-        calls = [content for kind, _, content in joined(events) if kind == "call"]
+        calls = [content for kind, _, content in merge_deltas(events) if kind == "call"]
         assert all(a.startswith(b) for a, b in zip(whole, calls, strict=False)), end
         assert complete_calls(events) in (len(calls), len(calls) - 1)
 
@@ -89,7 +91,7 @@ FIRST = {case.tool: case for case in reversed(CASES) if case.tool}
 
 
 @pytest.mark.parametrize("case", FIRST.values(), ids=list(FIRST))
-def test_calls_are_passed_on_while_they_arrive(case: Case) -> None:
+def test_calls_are_emitted_while_they_arrive(case: Case) -> None:
     """A call with arguments begins well before it ends."""
     parser = case.parser(True)
     starts, ends = [], []

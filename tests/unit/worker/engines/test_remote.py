@@ -111,7 +111,7 @@ async def test_tokens_stream_as_token_ids(start: Start) -> None:
     assert len(sidecar.sink.deltas["a"]) > 2
 
 
-async def test_a_stop_token_ends_the_answer(start: Start) -> None:
+async def test_a_stop_token_ends_the_output(start: Start) -> None:
     sidecar = await start()
     tokens = continuation(unpack(prompt(40)), 12)
     sampling = Sampling(max_tokens=12, stop_token_ids=[tokens[4]])
@@ -120,7 +120,7 @@ async def test_a_stop_token_ends_the_answer(start: Start) -> None:
     assert sidecar.sink.tokens("a") == tokens[: tokens.index(tokens[4]) + 1]
 
 
-async def test_what_was_generated_elsewhere_is_continued(start: Start) -> None:
+async def test_output_of_another_worker_is_continued(start: Start) -> None:
     sidecar = await start()
     tokens = continuation(unpack(prompt(40)), 12)
     longer = prompt(40) + array("I", tokens[:5]).tobytes()

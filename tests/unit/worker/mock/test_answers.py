@@ -109,7 +109,7 @@ def test_an_answer_ends_by_itself_around_its_usual_length() -> None:
     assert max(lengths)[0] <= 76
 
 
-def test_a_stop_token_ends_the_answer() -> None:
+def test_a_stop_token_ends_the_output() -> None:
     tokens = said(AUTHOR.answer(work()))
     at = tokens.index(tokens[7])
     whole = AUTHOR.answer(work(stop_token_ids=[tokens[7]]))

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from kvmesh.frontend.conversation import Tool
-from kvmesh.frontend.dialects import UnknownParser, try_it
-from kvmesh.frontend.dialects.output import names
+from kvmesh.frontend.dialects import UnknownParser, preview_output
+from kvmesh.frontend.dialects.output import parser_names
 from kvmesh.settings import Settings
 
 
@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(
         prog=parser.prog, dest="action", required=True, metavar="ACTION"
     )
-    actions.add_parser("list", help="print the names of all parsers")
+    actions.add_parser("list", help="print the parser_names of all parsers")
     attempt = actions.add_parser("try", help="show the parts of a raw output")
     attempt.add_argument("name", metavar="NAME", help="a parser's name")
     attempt.add_argument("file", metavar="FILE", help="the raw output, - for standard input")
@@ -28,12 +28,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     if arguments.action == "list":
-        tool, reasoning = names()
+        tool, reasoning = parser_names()
         print(f"tool calls: {', '.join(tool)}\nreasoning:  {', '.join(reasoning)}")
         return 0
     try:
         tools = _tools(Path(arguments.tools).read_bytes()) if arguments.tools else []
-        print(try_it(arguments.name, _text(arguments.file), tools))
+        print(preview_output(arguments.name, _text(arguments.file), tools))
     except (UnknownParser, OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         print(f"kvmesh parser: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
-"""How models write: chat templates, tool calls, thinking."""
+"""Model dialects: chat templates in, tool calls and thinking out."""
 
 from kvmesh.frontend.dialects.errors import DialectError, TemplateError, UnknownParser
-from kvmesh.frontend.dialects.output import OutputGrammar, OutputParser, choose
-from kvmesh.frontend.dialects.preview import try_it
+from kvmesh.frontend.dialects.output import OutputGrammar, OutputParser, choose_grammar
+from kvmesh.frontend.dialects.preview import preview_output
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 
 __all__ = [
@@ -12,6 +12,6 @@ __all__ = [
     "OutputParser",
     "TemplateError",
     "UnknownParser",
-    "choose",
-    "try_it",
+    "choose_grammar",
+    "preview_output",
 ]

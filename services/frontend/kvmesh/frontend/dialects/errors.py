@@ -1,4 +1,4 @@
-"""What can go wrong between a request and a model's own way of writing."""
+"""Errors of chat templates and parser selection."""
 
 
 class DialectError(Exception):
@@ -6,11 +6,11 @@ class DialectError(Exception):
 
 
 class TemplateError(DialectError):
-    """The chat template is unusable or refused the conversation; the text is the template's own."""
+    """The chat template is unusable or raised; the message is the template's own if it raised."""
 
 
 class UnknownParser(DialectError):
-    """No parser has this name; `known` lists those there are."""
+    """No parser has this name; `known` lists the valid ones."""
 
     def __init__(self, kind: str, name: str, known: list[str]) -> None:
         super().__init__(f"unknown {kind} parser {name!r}; known: {', '.join(known)}")

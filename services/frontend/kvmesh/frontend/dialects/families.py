@@ -1,18 +1,18 @@
-"""The families of models that kvmesh speaks with, as data: a new one is an entry here.
+"""Grammars of the supported model families, as data: a new family is an entry here.
 
-Formats are those that each model's card, chat template or tool-calling guide publishes.
+The formats are those published in each model's card, chat template or tool-calling guide.
 """
 
 import re
 
 from kvmesh.frontend.dialects.grammar import (
-    Calls,
     JsonObjects,
     KeyedLiterals,
     NamedJson,
     Pythonic,
-    Reasoning,
+    ReasoningGrammar,
     Tagged,
+    ToolCallGrammar,
 )
 
 # --- tool calls --------------------------------------------------------------------------------
@@ -37,20 +37,20 @@ _ARGUMENT_TAGS = Tagged(
 _DEEPSEEK_END = "<｜tool▁call▁end｜>"
 
 
-TOOL_PARSERS: dict[str, Calls] = {
-    "hermes": Calls((JsonObjects(),), ("<tool_call>",), ("</tool_call>",)),
-    "qwen3_coder": Calls((_FUNCTION_TAGS,), ("<tool_call>",), ("</tool_call>",)),
-    "llama3_json": Calls((JsonObjects(bare=True),), ("<|python_tag|>",)),
-    "functionary": Calls(
+TOOL_PARSERS: dict[str, ToolCallGrammar] = {
+    "hermes": ToolCallGrammar((JsonObjects(),), ("<tool_call>",), ("</tool_call>",)),
+    "qwen3_coder": ToolCallGrammar((_FUNCTION_TAGS,), ("<tool_call>",), ("</tool_call>",)),
+    "llama3_json": ToolCallGrammar((JsonObjects(bare=True),), ("<|python_tag|>",)),
+    "functionary": ToolCallGrammar(
         (NamedJson(open=("<function=",), between=(">",), close=("</function>",)),)
     ),
-    "pythonic": Calls((Pythonic(),), ("<|python_start|>",), ("<|python_end|>",)),
-    "mistral": Calls(
+    "pythonic": ToolCallGrammar((Pythonic(),), ("<|python_start|>",), ("<|python_end|>",)),
+    "mistral": ToolCallGrammar(
         (JsonObjects(), NamedJson(between=("[ARGS]",), call_id="[CALL_ID]")),
         ("[TOOL_CALLS]",),
         ("[/TOOL_CALLS]",),
     ),
-    "deepseek_v3": Calls(
+    "deepseek_v3": ToolCallGrammar(
         (
             NamedJson(
                 open=("<｜tool▁call▁begin｜>",),
@@ -62,7 +62,7 @@ TOOL_PARSERS: dict[str, Calls] = {
         ("<｜tool▁calls▁begin｜>",),
         ("<｜tool▁calls▁end｜>",),
     ),
-    "deepseek_v3_1": Calls(
+    "deepseek_v3_1": ToolCallGrammar(
         (
             NamedJson(
                 open=("<｜tool▁call▁begin｜>",),
@@ -73,8 +73,8 @@ TOOL_PARSERS: dict[str, Calls] = {
         ("<｜tool▁calls▁begin｜>",),
         ("<｜tool▁calls▁end｜>",),
     ),
-    # Each parameter says whether it is a string. V4 names the section tool_calls.
-    "deepseek_v3_2": Calls(
+    # Each parameter states whether it is a string. V4 calls the section tool_calls.
+    "deepseek_v3_2": ToolCallGrammar(
         (
             Tagged(
                 open=("<｜DSML｜invoke name=",),
@@ -88,7 +88,7 @@ TOOL_PARSERS: dict[str, Calls] = {
         ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
         ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
     ),
-    "kimi_k2": Calls(
+    "kimi_k2": ToolCallGrammar(
         (
             NamedJson(
                 open=("<|tool_call_begin|>",),
@@ -100,8 +100,8 @@ TOOL_PARSERS: dict[str, Calls] = {
         ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
         ("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
     ),
-    "glm45": Calls((_ARGUMENT_TAGS,), ("<tool_call>",), ("</tool_call>",)),
-    "minimax_m2": Calls(
+    "glm45": ToolCallGrammar((_ARGUMENT_TAGS,), ("<tool_call>",), ("</tool_call>",)),
+    "minimax_m2": ToolCallGrammar(
         (
             Tagged(
                 open=("<invoke name=",),
@@ -115,21 +115,21 @@ TOOL_PARSERS: dict[str, Calls] = {
         ("<minimax:tool_call>",),
         ("</minimax:tool_call>",),
     ),
-    "nemotron_deci": Calls((JsonObjects(),), ("<TOOLCALL>",), ("</TOOLCALL>",)),
-    "gemma4": Calls(
+    "nemotron_deci": ToolCallGrammar((JsonObjects(),), ("<TOOLCALL>",), ("</TOOLCALL>",)),
+    "gemma4": ToolCallGrammar(
         (KeyedLiterals(open=("<|tool_call>call:",), quote='<|"|>'),), end=("<tool_call|>",)
     ),
-    "functiongemma": Calls(
+    "functiongemma": ToolCallGrammar(
         (KeyedLiterals(open=("<start_function_call>call:",), quote="<escape>"),),
         end=("<end_function_call>",),
     ),
-    "gemma3": Calls((Pythonic(),), ("```tool_code\n",), ("```",), separators=(",", "\n")),
-    "phi4": Calls((JsonObjects(),), ("functools",)),
-    "phi4_mini": Calls((JsonObjects(),), ("<|tool_call|>",), ("<|/tool_call|>",)),
-    "granite": Calls(
+    "gemma3": ToolCallGrammar((Pythonic(),), ("```tool_code\n",), ("```",), separators=(",", "\n")),
+    "phi4": ToolCallGrammar((JsonObjects(),), ("functools",)),
+    "phi4_mini": ToolCallGrammar((JsonObjects(),), ("<|tool_call|>",), ("<|/tool_call|>",)),
+    "granite": ToolCallGrammar(
         (JsonObjects(),), ("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>", "</tool_call>")
     ),
-    "step3": Calls(
+    "step3": ToolCallGrammar(
         (
             Tagged(
                 open=("<steptml:invoke name=",),
@@ -145,11 +145,13 @@ TOOL_PARSERS: dict[str, Calls] = {
         ("<｜tool_calls_begin｜>",),
         ("<｜tool_calls_end｜>",),
     ),
-    "jamba": Calls((JsonObjects(),), ("<tool_calls>",), ("</tool_calls>",)),
-    "olmo3": Calls(
+    "jamba": ToolCallGrammar((JsonObjects(),), ("<tool_calls>",), ("</tool_calls>",)),
+    "olmo3": ToolCallGrammar(
         (Pythonic(bare=False),), ("<function_calls>",), ("</function_calls>",), ("\n", ",")
     ),
-    "lfm2": Calls((Pythonic(bare=False),), ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+    "lfm2": ToolCallGrammar(
+        (Pythonic(bare=False),), ("<|tool_call_start|>",), ("<|tool_call_end|>",)
+    ),
 }
 
 TOOL_ALIASES = {
@@ -173,23 +175,23 @@ TOOL_ALIASES = {
 
 # --- thinking ----------------------------------------------------------------------------------
 
-REASONING_PARSERS: dict[str, Reasoning] = {
-    "basic": Reasoning(),
-    "qwen3": Reasoning(calls_end_it=True),
-    "deepseek_r1": Reasoning(forced=True),
-    "kimi": Reasoning(("◁think▷",), ("◁/think▷",)),
-    "kimi_k25": Reasoning(forced=True, calls_end_it=True),
-    "glm45": Reasoning(calls_end_it=True),
-    "minimax_m2": Reasoning(forced=True, calls_end_it=True),
-    "nemotron_nano": Reasoning(forced=True),
-    "step3": Reasoning(forced=True),
-    "mistral": Reasoning(("[THINK]",), ("[/THINK]",)),
-    "granite": Reasoning(
+REASONING_PARSERS: dict[str, ReasoningGrammar] = {
+    "basic": ReasoningGrammar(),
+    "qwen3": ReasoningGrammar(calls_end_it=True),
+    "deepseek_r1": ReasoningGrammar(forced=True),
+    "kimi": ReasoningGrammar(("◁think▷",), ("◁/think▷",)),
+    "kimi_k25": ReasoningGrammar(forced=True, calls_end_it=True),
+    "glm45": ReasoningGrammar(calls_end_it=True),
+    "minimax_m2": ReasoningGrammar(forced=True, calls_end_it=True),
+    "nemotron_nano": ReasoningGrammar(forced=True),
+    "step3": ReasoningGrammar(forced=True),
+    "mistral": ReasoningGrammar(("[THINK]",), ("[/THINK]",)),
+    "granite": ReasoningGrammar(
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response:", "Here's my response:"),
     ),
-    "gemma4": Reasoning(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
-    "phi4": Reasoning(),
+    "gemma4": ReasoningGrammar(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
+    "phi4": ReasoningGrammar(),
 }
 
 REASONING_ALIASES = {
@@ -207,10 +209,10 @@ REASONING_ALIASES = {
     "gemma": "gemma4",
 }
 
-# --- which model is of which family ------------------------------------------------------------
+# --- detection of a model's family -------------------------------------------------------------
 
-# What a chat template contains tells the family more surely than a name: all the strings of an
-# entry. First match wins.
+# A chat template identifies the family more reliably than a name. An entry matches if the template
+# contains all its strings; the first match wins.
 TEMPLATE_SIGNS: list[tuple[tuple[str, ...], str | None, str | None]] = [
     (("<|tool_calls_section_begin|>",), "kimi_k2", "kimi_k25"),
     (("<|channel|>analysis",), "harmony", "harmony"),
@@ -236,7 +238,7 @@ TEMPLATE_SIGNS: list[tuple[tuple[str, ...], str | None, str | None]] = [
     (("<think>",), None, "basic"),
 ]
 
-# Patterns in lower case, searched in a model's name. First match wins.
+# Patterns searched in the lower-case model name; the first match wins.
 NAME_SIGNS: list[tuple[str, str | None, str | None]] = [
     (r"kimi-?k2(\.5|.*thinking)", "kimi_k2", "kimi_k25"),
     (r"kimi-?k2", "kimi_k2", None),
@@ -271,7 +273,7 @@ NAME_SIGNS: list[tuple[str, str | None, str | None]] = [
 
 
 def by_template(source: str) -> tuple[str | None, str | None] | None:
-    """The parsers of the family whose signs the text of a chat template shows."""
+    """Names of the (tool-call, reasoning) parsers of a chat template; None if it is unknown."""
     for signs, tool, reasoning in TEMPLATE_SIGNS:
         if all(sign in source for sign in signs):
             return tool, reasoning if _thinks(source, reasoning) else None
@@ -279,6 +281,7 @@ def by_template(source: str) -> tuple[str | None, str | None] | None:
 
 
 def by_name(model: str) -> tuple[str | None, str | None]:
+    """Names of the (tool-call, reasoning) parsers of a model's name."""
     for pattern, tool, reasoning in NAME_SIGNS:
         if re.search(pattern, model.lower()):
             return tool, reasoning
@@ -286,7 +289,7 @@ def by_name(model: str) -> tuple[str | None, str | None]:
 
 
 def _thinks(source: str, name: str | None) -> bool:
-    """Whether a model that may come with or without thinking has it, by its template."""
+    """False if the parser assumes thinking but the template never mentions its markers."""
     grammar = REASONING_PARSERS.get(name or "")
     if grammar is None or not grammar.forced:
         return True

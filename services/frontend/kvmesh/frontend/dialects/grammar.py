@@ -1,7 +1,7 @@
-"""How a model family marks its thinking and writes its tool calls, as data.
+"""Grammar of a model family's thinking and tool calls, as data.
 
-A call section is opened by one of `Calls.begin` and closed by one of `Calls.end`; inside, calls
-follow each other in one of the forms below. Literals in a tuple are alternatives.
+One of `ToolCallGrammar.begin` opens a section of calls and one of `end` closes it. Inside, calls
+follow each other in one of the forms below. Strings in a tuple are alternatives.
 """
 
 from typing import TypeAlias
@@ -10,9 +10,9 @@ from msgspec import Struct
 
 
 class JsonObjects(Struct, frozen=True):
-    """`{"name": …, "arguments": {…}}`, alone, in a list, or several behind each other.
+    """`{"name": …, "arguments": {…}}`, alone, in a list, or several in sequence.
 
-    With `bare`, a section may also begin without marker, where an answer begins.
+    `bare`: a section may begin without a marker at the start of the output.
     """
 
     names: tuple[str, ...] = ("name",)
@@ -23,7 +23,7 @@ class JsonObjects(Struct, frozen=True):
 class NamedJson(Struct, frozen=True):
     """A name, then the arguments as a JSON object: `open` NAME `between` {…} `close`.
 
-    `open` must be there; whatever of `before` (behind it), `between` and `close` is, is skipped.
+    `open` is required; `before` (between `open` and NAME), `between` and `close` are optional.
     `call_id` introduces an id between name and arguments; `name` is a pattern whose first group
     is the function's name.
     """
@@ -37,11 +37,12 @@ class NamedJson(Struct, frozen=True):
 
 
 class Tagged(Struct, frozen=True):
-    """One tag a call and one an argument: `open` NAME `open_end` (`key` NAME `key_end` VALUE
-    `value_end`)… `close`.
+    """One tag per call and per argument.
 
-    Around a value, one `padding` on each side does not belong to it. `value` is a tag of its own
-    between key and value. Of `before` and `after`, whatever is there is skipped.
+    `open` NAME `open_end` (`key` NAME `key_end` VALUE `value_end`)… `close`
+
+    One `padding` on each side of a value is not part of it. `value` is a separate tag between key
+    and value. `before` and `after` are optional.
     """
 
     open: tuple[str, ...]
@@ -57,52 +58,52 @@ class Tagged(Struct, frozen=True):
 
 
 class Pythonic(Struct, frozen=True):
-    """`[name(key=value, …), …]` in Python's syntax; `bare` as for JSON."""
+    """`[name(key=value, …), …]` in Python's syntax; `bare` as in `JsonObjects`."""
 
     bare: bool = True
 
 
 class KeyedLiterals(Struct, frozen=True):
-    """`open` NAME{key:value,…}, strings between two of `quote`, keys without quotes."""
+    """`open` NAME{key:value,…}, with strings between two `quote` and keys without quotes."""
 
     open: tuple[str, ...]
     quote: str
 
 
-Form: TypeAlias = JsonObjects | NamedJson | Tagged | Pythonic | KeyedLiterals
+CallForm: TypeAlias = JsonObjects | NamedJson | Tagged | Pythonic | KeyedLiterals
 
 
-class Calls(Struct, frozen=True):
-    """The tool-call grammar of a family. The form is the first of `forms` that fits."""
+class ToolCallGrammar(Struct, frozen=True):
+    """The tool-call grammar of a family; a call has the first of `forms` that matches."""
 
-    forms: tuple[Form, ...]
+    forms: tuple[CallForm, ...]
     begin: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
     separators: tuple[str, ...] = (",", ";")
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What may begin a section anywhere in the text; a call's own marker may, too."""
-        own = [o for form in self.forms for o in opening(form) if o]
-        return (*self.begin, *own)
+        """Markers that open a section or a single call, anywhere in the text."""
+        calls = [o for form in self.forms for o in opening(form) if o]
+        return (*self.begin, *calls)
 
     @property
     def bare(self) -> str:
-        """The characters that may begin a section where an answer begins."""
-        marks = ""
+        """The characters that may begin a section at the start of the output."""
+        characters = ""
         for form in self.forms:
             if isinstance(form, JsonObjects) and form.bare:
-                marks += "{["
+                characters += "{["
             if isinstance(form, Pythonic) and form.bare:
-                marks += "["
-        return marks
+                characters += "["
+        return characters
 
 
-class Reasoning(Struct, frozen=True):
+class ReasoningGrammar(Struct, frozen=True):
     """The thinking grammar of a family.
 
-    `forced`: the output begins with thinking unless the prompt says otherwise. `calls_end_it`: a
-    tool call may follow without the thinking having been closed.
+    `forced`: the output begins with thinking unless the prompt has closed it. `calls_end_it`: a
+    tool call ends thinking that was not closed.
     """
 
     begin: tuple[str, ...] = ("<think>",)
@@ -111,6 +112,6 @@ class Reasoning(Struct, frozen=True):
     calls_end_it: bool = False
 
 
-def opening(form: Form) -> tuple[str, ...]:
-    """The markers of a single call."""
+def opening(form: CallForm) -> tuple[str, ...]:
+    """The markers that open a single call; "" if it needs none."""
     return () if isinstance(form, JsonObjects | Pythonic) else form.open

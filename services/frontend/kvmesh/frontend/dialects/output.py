@@ -1,4 +1,4 @@
-"""Which grammar a model's output is in, and the parsers made from it."""
+"""Output grammar of a model: its selection, and the parsers made from it."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from kvmesh.frontend.dialects.families import (
     by_name,
     by_template,
 )
-from kvmesh.frontend.dialects.grammar import Calls, Reasoning
+from kvmesh.frontend.dialects.grammar import ReasoningGrammar, ToolCallGrammar
 from kvmesh.frontend.dialects.parsing import harmony
 from kvmesh.frontend.dialects.parsing.parser import GrammarParser
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
@@ -27,21 +27,22 @@ NONE = "none"
 
 
 class OutputParser(Protocol):
-    """One output's state: text in, typed events out."""
+    """Streaming parser of one output: text in, typed events out."""
 
     def feed(self, text: str) -> list[AnswerEvent]: ...
 
     def finish(self) -> list[AnswerEvent]:
-        """The output is over, complete or not."""
+        """The remaining events at the end of the output, complete or not."""
         ...
 
 
 def call_id() -> str:
+    """A random id of a tool call."""
     return f"call_{uuid4().hex[:24]}"
 
 
 class OutputGrammar(Struct, frozen=True):
-    """How a model writes what it thinks, says and calls; the names are those of the parsers."""
+    """The grammar of a model's output, as names of parsers; None: everything is text."""
 
     tool_parser: str | None = None
     reasoning_parser: str | None = None
@@ -55,10 +56,10 @@ class OutputGrammar(Struct, frozen=True):
         eager: bool = True,
         new_id: Callable[[], str] = call_id,
     ) -> OutputParser:
-        """The parser of one output to `prompt`, whose end tells whether thinking has begun.
+        """The parser of one output; the end of `prompt` shows whether thinking has begun.
 
-        Without `calls` what looks like one is text. `eager` passes arguments on as they come; a
-        call that breaks off then lacks its `ToolCallEnd`. Otherwise calls are whole or text.
+        Without `calls`, tool calls are text. `eager` emits arguments as they arrive, and a call
+        that breaks off lacks its `ToolCallEnd`; otherwise an incomplete call is text.
         """
         if HARMONY in (self.tool_parser, self.reasoning_parser):
             return harmony.HarmonyParser(tools, new_id, eager)
@@ -67,8 +68,8 @@ class OutputGrammar(Struct, frozen=True):
         thinking = reasoning is not None and _begins_thinking(reasoning, prompt)
         return GrammarParser(grammar, reasoning, tools, new_id, eager, thinking)
 
-    def shows(self, token: str) -> bool:
-        """Whether the text of a special token is part of the grammar and must reach the parser."""
+    def uses(self, token: str) -> bool:
+        """True if the special token is part of the grammar and its text must reach the parser."""
         if HARMONY in (self.tool_parser, self.reasoning_parser):
             return token in harmony.MARKERS
         used = (
@@ -78,32 +79,32 @@ class OutputGrammar(Struct, frozen=True):
         return bool(token) and any(token in marker for part in used for marker in _texts(part))
 
 
-def choose(
+def choose_grammar(
     model: str,
     template: ChatTemplate | None = None,
     *,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
 ) -> OutputGrammar:
-    """The grammar of a model: as told, else by its chat template, else by its name.
+    """The grammar of a model: as configured, else by its chat template, else by its name.
 
-    Raises UnknownParser if told a name that there is not. "none" switches a parser off.
+    Raises UnknownParser for an unknown parser name; "none" switches a parser off.
     """
     tool, reasoning = by_name(model)
-    seen = by_template(template.source) if template else None
-    if seen is not None:
-        tool, reasoning = seen[0] or tool, seen[1]
+    detected = by_template(template.source) if template else None
+    if detected is not None:
+        tool, reasoning = detected[0] or tool, detected[1]
     if template is not None and template.plain_parser:
         tool = template.plain_parser
     if tool_parser is not None:
-        tool = _known("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES)
+        tool = _resolve("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES)
     if reasoning_parser is not None:
-        reasoning = _known("reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES)
+        reasoning = _resolve("reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES)
     return OutputGrammar(tool, reasoning)
 
 
-def names() -> tuple[list[str], list[str]]:
-    """The tool-call parsers and the reasoning parsers, with their other names."""
+def parser_names() -> tuple[list[str], list[str]]:
+    """Names of all tool-call parsers and of all reasoning parsers, aliases included."""
     return (
         _all_names(TOOL_PARSERS, TOOL_ALIASES),
         _all_names(REASONING_PARSERS, REASONING_ALIASES),
@@ -114,7 +115,7 @@ def _all_names(parsers: dict[str, Any], aliases: dict[str, str]) -> list[str]:
     return sorted({*parsers, *aliases, HARMONY, NONE})
 
 
-def _known(kind: str, name: str, parsers: dict[str, Any], aliases: dict[str, str]) -> str | None:
+def _resolve(kind: str, name: str, parsers: dict[str, Any], aliases: dict[str, str]) -> str | None:
     found = aliases.get(name, name)
     if found == NONE:
         return None
@@ -123,15 +124,15 @@ def _known(kind: str, name: str, parsers: dict[str, Any], aliases: dict[str, str
     return found
 
 
-def _begins_thinking(reasoning: Reasoning, prompt: str) -> bool:
+def _begins_thinking(reasoning: ReasoningGrammar, prompt: str) -> bool:
     tail = prompt[-64:].rstrip()
     if tail.endswith(tuple(b.rstrip() for b in reasoning.begin)):
         return True
     return reasoning.forced and not tail.endswith(reasoning.end)
 
 
-def _texts(value: Calls | Reasoning | None) -> list[str]:
-    """Every string in a grammar."""
+def _texts(value: ToolCallGrammar | ReasoningGrammar | None) -> list[str]:
+    """All strings in a grammar."""
     if value is None:
         return []
     found: list[str] = []

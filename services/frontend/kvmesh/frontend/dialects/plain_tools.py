@@ -1,7 +1,7 @@
-"""How to tell a model about tools when its chat template cannot.
+"""Tool descriptions for models whose chat template cannot show tools.
 
-The tools are listed in the system message, with the form in which the model is to call them: that
-of its family where the template shows calls in it, else that of Hermes.
+The system message lists the tools and the form in which the model must call them: that of its
+family if the template shows calls in that form, else that of Hermes.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ from kvmesh.frontend.dialects.templates.prompt_json import dumps
 
 HERMES = "hermes"
 
-# How a call is written, by tool-call parser; NAME and ARGUMENTS stand for what the model fills in.
-FORMS = {
+# Syntax of a call, by tool-call parser; the model replaces NAME and ARGUMENTS.
+CALL_FORMS = {
     HERMES: '<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n"
     "```json\nARGUMENTS\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -30,13 +30,13 @@ To call one, write this and nothing behind it, with its NAME and its ARGUMENTS a
 
 
 def plain_parser(source: str, shows_calls: bool) -> str:
-    """The tool-call parser whose form to ask for, under the template whose text is `source`."""
+    """The tool-call parser whose form the model is told to use, given the template's text."""
     found = by_template(source)
     family = found[0] if found and shows_calls else None
-    return family if family in FORMS else HERMES
+    return family if family in CALL_FORMS else HERMES
 
 
 def instructions(tools: list[dict[str, Any]], parser: str) -> str:
     """The section that describes `tools` (OpenAI function objects) in a system message."""
     lines = (dumps(tool["function"]) for tool in tools)
-    return _TEXT.format(tools="\n".join(lines), form=FORMS[parser])
+    return _TEXT.format(tools="\n".join(lines), form=CALL_FORMS[parser])

@@ -1,4 +1,4 @@
-"""What a parser makes of a raw output, for people to read."""
+"""Readable preview of a parser's result for a raw output."""
 
 import json
 
@@ -11,32 +11,32 @@ from kvmesh.frontend.conversation import (
     ToolCallStart,
 )
 from kvmesh.frontend.dialects.errors import UnknownParser
-from kvmesh.frontend.dialects.output import OutputGrammar, choose, names
+from kvmesh.frontend.dialects.output import OutputGrammar, choose_grammar, parser_names
 
 
-def try_it(name: str, text: str, tools: list[Tool] | None = None) -> str:
-    """The output `text` as the parser called `name` sees it: one headed part per piece.
+def preview_output(name: str, text: str, tools: list[Tool] | None = None) -> str:
+    """The output `text` as parser `name` splits it: one part with a heading per piece.
 
-    A tool-call parser and a reasoning parser of one name work together; a tool-call parser alone
-    is joined by `basic` thinking. `tools` give arguments their types. Raises UnknownParser.
+    If a tool-call and a reasoning parser share the name, both apply; a tool-call parser alone is
+    combined with `basic` reasoning. `tools` type the arguments. Raises UnknownParser.
     """
     parser = _grammar(name).parser(tools or [], eager=False, new_id=lambda: "")
-    return "\n\n".join(_part(piece) for piece in joined(parser.feed(text) + parser.finish()))
+    return "\n\n".join(_part(piece) for piece in merge_deltas(parser.feed(text) + parser.finish()))
 
 
 def _grammar(name: str) -> OutputGrammar:
-    tool, reasoning = names()
+    tool, reasoning = parser_names()
     if name not in tool and name not in reasoning:
         raise UnknownParser("output", name, sorted({*tool, *reasoning}))
-    return choose(
+    return choose_grammar(
         "",
         tool_parser=name if name in tool else None,
         reasoning_parser=name if name in reasoning else "basic",
     )
 
 
-def joined(events: list[AnswerEvent]) -> list[tuple[str, str, str]]:
-    """Kind, tool name and whole text of every piece of an answer, in order."""
+def merge_deltas(events: list[AnswerEvent]) -> list[tuple[str, str, str]]:
+    """(kind, tool name, whole text) of every piece of an output, in order."""
     pieces: list[tuple[str, str, str]] = []
     for event in events:
         if isinstance(event, ToolCallStart):

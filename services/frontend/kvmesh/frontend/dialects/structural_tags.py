@@ -1,7 +1,7 @@
-"""Free text in which every tool call fits its schema: structural tags for families of models.
+"""Structural tags: constraints for free text whose tool calls must match their schemas.
 
-The form is xgrammar's (`triggered_tags`). Only families that write the arguments as JSON between
-fixed markers have one.
+The format is xgrammar's `triggered_tags`. Only families that write arguments as JSON between fixed
+markers have one.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ NAME = "NAME"
 
 
 class CallTag(Struct, frozen=True):
-    """`begin`, in which NAME stands for the function's name, the arguments, `end`.
+    """The form of a call: `begin`, with NAME for the function's name, arguments, `end`.
 
-    `begin` starts with `trigger`, which models write for nothing else. With `numbered` the call's
-    number and that text follow `begin`.
+    `begin` starts with `trigger`, which models write for nothing else. If `numbered` is set, the
+    call's number and that text follow `begin`.
     """
 
     trigger: str
@@ -27,7 +27,7 @@ class CallTag(Struct, frozen=True):
     numbered: str | None = None
 
 
-# By tool-call parser: exactly what the models were trained to write.
+# By tool-call parser: exactly the form that the models were trained to write.
 CALL_TAGS = {
     "hermes": CallTag(
         "<tool_call>",
@@ -55,9 +55,9 @@ CALL_TAGS = {
 
 
 def call_tags(parser: str | None, tools: list[Tool]) -> dict[str, Any] | None:
-    """The structural tag for calls of `tools`, as `parser` reads them; None if it has no form.
+    """The structural tag for calls of `tools` in the form of `parser`; None if it has none.
 
-    Strict tools get their own schema, others any object.
+    Strict tools are held to their schema, others to any JSON object.
     """
     form = CALL_TAGS.get(parser or "")
     if form is None:
@@ -68,8 +68,9 @@ def call_tags(parser: str | None, tools: list[Tool]) -> dict[str, Any] | None:
 
 
 def _tag(form: CallTag, name: str, tool: Tool) -> dict[str, Any]:
-    wanted = schema(tool) if tool.strict else {}
-    content: dict[str, Any] = {"type": "json_schema", "json_schema": wanted or {"type": "object"}}
+    arguments = schema(tool) if tool.strict else {}
+    arguments = arguments or {"type": "object"}
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": arguments}
     if form.numbered is not None:
         number = {"type": "regex", "pattern": "[0-9]+"}
         text = {"type": "const_string", "value": form.numbered}

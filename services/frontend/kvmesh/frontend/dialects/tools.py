@@ -1,4 +1,4 @@
-"""Tools as models see them: one flat list of functions, whatever the API that declared them."""
+"""Tools as models see them: one flat list of functions for all APIs."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ SEPARATOR = "__"
 
 
 def model_name(name: str, namespace: str | None) -> str:
-    """The one name by which a model calls a tool that may live in a namespace."""
+    """The name by which a model calls a tool, including its namespace."""
     return f"{namespace}{SEPARATOR}{name}" if namespace else name
 
 
@@ -22,14 +22,14 @@ def schema(tool: Tool) -> dict[str, Any]:
     """The JSON schema of a tool's arguments; a free-text tool takes one string."""
     if not tool.custom:
         return tool.parameters
-    what = "regular expression" if tool.regex else "grammar"
-    about = f"Text that matches this {what}:\n{tool.grammar}" if tool.grammar else "Free text."
-    field = {"type": "string", "description": about}
+    kind = "regular expression" if tool.regex else "grammar"
+    text = f"Text that matches this {kind}:\n{tool.grammar}" if tool.grammar else "Free text."
+    field = {"type": "string", "description": text}
     return {"type": "object", "properties": {CUSTOM_INPUT: field}, "required": [CUSTOM_INPUT]}
 
 
 def function(tool: Tool) -> dict[str, Any]:
-    """The tool in the form of the OpenAI chat API, which templates are written for."""
+    """The tool in the form of the OpenAI chat API, as chat templates expect it."""
     inner = {
         "name": model_name(tool.name, tool.namespace),
         "description": tool.description,
@@ -39,7 +39,7 @@ def function(tool: Tool) -> dict[str, Any]:
 
 
 def arguments(call: ToolCall) -> dict[str, Any]:
-    """A call's arguments as an object, also where a client replays text that is not JSON."""
+    """A call's arguments as an object; text that is not JSON is wrapped in one."""
     if call.custom:
         return {CUSTOM_INPUT: call.arguments}
     if not call.arguments.strip():

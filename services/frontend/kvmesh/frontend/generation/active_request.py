@@ -10,6 +10,7 @@ from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import AnswerSummary, Renderer, Usage
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.auth.accounts import Account
+from kvmesh.frontend.dialects.output import OutputParser
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher, SequenceTask
 from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
@@ -18,7 +19,7 @@ from kvmesh.frontend.dispatch.token_stream import Nobody, TokenStream
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.choice import Choice
 from kvmesh.frontend.generation.nvext import all_outcomes, extras, kept_for
-from kvmesh.frontend.generation.output import OutputPipeline, Parser, PlainText
+from kvmesh.frontend.generation.output import OutputPipeline, PlainText
 from kvmesh.frontend.http.sse import EventStream
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 
@@ -223,7 +224,7 @@ class ActiveRequest:
         meters.output_tokens.inc(count)
 
 
-def _parser(prepared: PreparedRequest) -> Parser:
+def _parser(prepared: PreparedRequest) -> OutputParser:
     request = prepared.request
     if request.prompts and not request.messages:
         return PlainText()

@@ -144,5 +144,5 @@ def _token(token: int, known: dict[int, float], texts: TokenTexts) -> TokenLogpr
 
 
 def _entry(token: int, logprob: float, texts: TokenTexts) -> TokenLogprob:
-    raw = texts.raw(token)
+    raw = texts.token_bytes(token)
     return TokenLogprob(raw.decode(errors="replace"), logprob, list(raw))

@@ -9,7 +9,7 @@ import msgspec
 from kvmesh.bus.messages import Candidate, Retain
 from kvmesh.frontend.dispatch.dispatcher import SequenceTask
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
-from kvmesh.frontend.preprocess.retention import outcomes
+from kvmesh.frontend.preprocess.retention import directive_outcomes
 
 HONOURED = "honoured"
 UNKNOWN = "unknown"
@@ -35,7 +35,7 @@ def extras(
 
 def told(job: SequenceTask) -> list[tuple[Retain, str]]:
     """The directives for a sequence's prompt, each with what came of it."""
-    return outcomes(job.prompt.retention, job.sequence.retention)
+    return directive_outcomes(job.prompt.retention, job.sequence.retention)
 
 
 def answered(job: SequenceTask) -> tuple[Retain, str] | None:

@@ -1,20 +1,9 @@
 """From tokens to answer events: detokenize, cut at stop strings, parse. Pure, one per sequence."""
 
-from typing import Protocol
-
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta
+from kvmesh.frontend.dialects.output import OutputParser
 from kvmesh.frontend.generation.stop_strings import StopMatcher
 from kvmesh.frontend.tokenizer.detokenizer import Detokenizer
-
-
-class Parser(Protocol):
-    """A model family's output grammar: text in, typed events out."""
-
-    def feed(self, text: str) -> list[AnswerEvent]: ...
-
-    def finish(self) -> list[AnswerEvent]:
-        """The output is over, complete or not."""
-        ...
 
 
 class PlainText:
@@ -30,7 +19,7 @@ class PlainText:
 class OutputPipeline:
     """State between one sequence's tokens and its events."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: list[str], parser: Parser) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: list[str], parser: OutputParser) -> None:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
         self._may_stop = bool(stops)

@@ -1,4 +1,4 @@
-"""From a request to tokens and block hashes: template, tokenizer, hashing, limits."""
+"""Preprocessing of a request: chat template, tokenizer, block hashes, limits."""
 
 import datetime
 from array import array
@@ -17,9 +17,13 @@ from kvmesh.frontend.http.json_bounds import check_arguments
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
-from kvmesh.frontend.preprocess.retention import TokenOffsets, directives, retained
+from kvmesh.frontend.preprocess.retention import TokenOffsets, explicit_retention, prompt_retention
 from kvmesh.frontend.preprocess.session_inference import InferredSessions
-from kvmesh.frontend.preprocess.tool_choice import RequiredToolCall, optional, required_tool_call
+from kvmesh.frontend.preprocess.tool_choice import (
+    RequiredToolCall,
+    required_tool_call,
+    strict_tool_tags,
+)
 from kvmesh.frontend.tokenizer.encoder import SegmentMemo
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, PrefixTokenCache
 from kvmesh.frontend.tokenizer.text_slices import check_runs
@@ -27,21 +31,18 @@ from kvmesh.hashing import block_hashes
 
 T = TypeVar("T")
 LONG_TEXT = 8192
-LARGE = 128 << 10  # bytes of a body whose request is prepared in a thread
-MANY = 256  # messages that make a request large, too
+LARGE_BODY = 128 << 10  # bytes; larger requests are preprocessed in a thread
+MANY_MESSAGES = 256  # as are requests with more messages
 SLICE_TOKENS = 4096
-TAIL = 256
-PROMPT_BYTES = 64 << 20  # packed tokens, of all answers of a request
-ANSWER_BYTES = 256 << 20  # of one request, for all of its answers
-TOKEN_BYTES = 64
+TAIL_CHARS = 256
+MAX_PROMPT_BYTES = 64 << 20  # packed tokens of a request, one prompt per choice
+MAX_OUTPUT_BYTES = 256 << 20  # memory for the output of a request, all choices together
+OUTPUT_TOKEN_BYTES = 64
 LOGPROB_BYTES = 400
 
 
 class PromptTokens(Struct):
-    """One sequence's prompt: `count` tokens as packed uint32, and its packed sequence hashes.
-
-    `retention` says how dearly its tokens are kept.
-    """
+    """One prompt: `count` tokens as packed uint32, packed sequence hashes, retention directives."""
 
     tokens: bytes
     count: int
@@ -51,9 +52,9 @@ class PromptTokens(Struct):
 
 
 class PreparedRequest(Struct):
-    """A request that is ready to be placed; `max_tokens` fits every prompt.
+    """A request ready for dispatch; `max_tokens` fits the context after every prompt.
 
-    `tail` is the end of the rendered conversation: it tells whether thinking has begun.
+    `tail` is the end of the rendered prompt, which shows whether the output begins with thinking.
     """
 
     request: GenerateRequest
@@ -71,48 +72,52 @@ class PreparedRequest(Struct):
 
 
 class Preprocessor:
-    """Renders, tokenizes and hashes; what is long in threads, so that other streams go on.
+    """Renders, tokenizes and hashes prompts; long ones run in threads and do not block the loop.
 
-    No more tokens are made than fit the model, by one slice at most.
+    Tokenizing stops at most one slice beyond the model's context.
     """
 
     def __init__(self, memo_bytes: int, tenants: TenantNamespaces) -> None:
         self._tenants = tenants
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
-        self._beginnings = PrefixTokenCache(memo_bytes // 3)
+        self._prefix_cache = PrefixTokenCache(memo_bytes // 3)
         self._sessions = InferredSessions()
         self.threads = FairThreads()
 
     async def prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
     ) -> PreparedRequest:
-        """Raises ContextExceeded, or InvalidRequest if there is nothing to send to an engine."""
-        request.hints = scope_sessions(request.hints, request.cache_salt)
-        made = await self._run(request, self._prepared(request, model, adapter))
-        if request.messages and request.hints.session is None:
-            self._infer_session(request, made.prompts[0], model.card.block_size)
-        return made
+        """Render, tokenize and hash the prompts of a request, and infer its session if unnamed.
 
-    def _prepared(
+        Raises ContextExceeded or InvalidRequest.
+        """
+        request.hints = scope_sessions(request.hints, request.cache_salt)
+        prepared = await self._run(request, self._prepare(request, model, adapter))
+        if request.messages and request.hints.session is None:
+            self._infer_session(request, prepared.prompts[0], model.card.block_size)
+        return prepared
+
+    def _prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
     ) -> Steps[PreparedRequest]:
         if not model.card.images:
-            _refuse_images(request)
-        seed = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
-        must_call = required_tool_call(request)
+            _reject_images(request)
+        salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
+        required = required_tool_call(request)
         text = "" if request.prompts else render(request, model)
         if request.prompts:
-            packed, kept = (yield from self._given(request, model)), directives(request)
+            packed = yield from self._raw_prompts(request, model)
+            retention = explicit_retention(request)
         else:
-            whole = yield from self._conversation(request, text, model)
-            packed = [whole.tokens]
-            kept = yield from self._retained(request, model, whole)
-        _check_copies(packed, request.n)
-        prompts = [prompt_of(tokens, model, seed, kept) for tokens in packed]
+            encoded = yield from self._conversation(request, text, model)
+            packed = [encoded.tokens]
+            retention = yield from self._retention(request, model, encoded)
+        _check_prompt_memory(packed, request.n)
+        prompts = [hash_prompt(tokens, model, salt, retention) for tokens in packed]
         longest = max(prompt.count for prompt in prompts)
         limit = output_limit(request, len(prompts), longest, model.card.context)
-        tail, guided = text[-TAIL:], _guided(request, model, must_call)
-        return PreparedRequest(request, model, adapter, prompts, limit, tail, must_call, guided)
+        tail, guided = text[-TAIL_CHARS:], _guided(request, model, required)
+        return PreparedRequest(request, model, adapter, prompts, limit, tail, required, guided)
 
     def _infer_session(
         self, request: GenerateRequest, prompt: PromptTokens, block_size: int
@@ -123,103 +128,108 @@ class Preprocessor:
             request.hints = replace(request.hints, session=inferred(tenant, session))
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
-        """The tokens that `prepare` would send to an engine, with its errors about the prompt."""
-        return await self._run(request, self._counted(request, model))
+        """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
+        return await self._run(request, self._count(request, model))
 
-    def _counted(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
+    def _count(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
         if not model.card.images:
-            _refuse_images(request)
+            _reject_images(request)
         if request.prompts:
-            return (yield from self._given(request, model))
+            return (yield from self._raw_prompts(request, model))
         text = render(request, model)
         return [(yield from self._conversation(request, text, model)).tokens]
 
-    async def beginning(self, request: GenerateRequest, model: ServedModel, cut: str) -> bytes:
-        """Packed tokens of a conversation, up to the segment in which the text `cut` stands."""
-        return await self._run(request, self._beginning(request, model, cut))
+    async def tokens_before(
+        self, request: GenerateRequest, model: ServedModel, marker: str
+    ) -> bytes:
+        """Packed tokens of a conversation, up to the segment that contains the text `marker`."""
+        return await self._run(request, self._tokens_before(request, model, marker))
 
-    def _beginning(self, request: GenerateRequest, model: ServedModel, cut: str) -> Steps[bytes]:
-        text, found, _ = render(request, model).partition(cut)
+    def _tokens_before(
+        self, request: GenerateRequest, model: ServedModel, marker: str
+    ) -> Steps[bytes]:
+        text, found, _ = render(request, model).partition(marker)
         segments = model.dialect.encoder.segments(text)[:-1] if found else []
-        return b"".join((yield from self._encoded(segments, request.cache_salt, model)))
+        return b"".join((yield from self._encode(segments, request.cache_salt, model)))
 
     async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
-        small = request.size < LARGE and len(request.messages) < MANY
+        small = request.size < LARGE_BODY and len(request.messages) < MANY_MESSAGES
         return await self.threads.finish(request.owner, steps, at_once=small)
 
-    def _given(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
-        """Packed tokens of prompts that need no template."""
-        found = []
+    def _raw_prompts(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
+        """Packed tokens of prompts without a template: texts and token ids."""
+        prompts = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                found.append((yield from self._plain(prompt, model)))
+                prompts.append((yield from self._raw_text(prompt, model)))
             else:
-                found.append(_packed(prompt))
-        return found
+                prompts.append(_pack(prompt))
+        return prompts
 
-    def _plain(self, text: str, model: ServedModel) -> Steps[bytes]:
-        """Packed tokens of a text outside any conversation."""
+    def _raw_text(self, text: str, model: ServedModel) -> Steps[bytes]:
+        """Packed tokens of one text, with the special tokens that the tokenizer adds."""
         check_fits(text, model)
         if len(text) >= LONG_TEXT:
             yield
-        return (yield from _gathered(model.dialect.encoder.text_steps(text), model))
+        return (yield from _collect(model.dialect.encoder.text_steps(text), model))
 
     def _conversation(
         self, request: GenerateRequest, text: str, model: ServedModel
     ) -> Steps[EncodedPrompt]:
-        """The tokens of a rendered conversation, of which only what is new is looked at."""
+        """Tokens of a rendered conversation; only text after the cached prefix is processed."""
         check_fits(text, model)
         encoder, tenant = model.dialect.encoder, request.cache_salt
-        key = self._memo_of(tenant, model), hash(_conversation_name(request))
-        known = self._beginnings.find(key, text, encoder.longest_marker)
-        segments = encoder.segments(text[known.end :])
+        key = self._memo_key(tenant, model), hash(_conversation_key(request))
+        cached = self._prefix_cache.get(key, text, encoder.longest_marker)
+        segments = encoder.segments(text[cached.end :])
         if len(segments) > model.card.context:
             raise ContextExceeded(len(segments), None, model.card.context)
-        tokens = yield from self._encoded(segments, tenant, model)
-        encoded = known.extended(text, segments, tokens)
+        tokens = yield from self._encode(segments, tenant, model)
+        encoded = cached.extended(text, segments, tokens)
         if len(text) >= LONG_TEXT:
-            self._beginnings.keep(key, encoded)
+            self._prefix_cache.put(key, encoded)
         return encoded
 
-    def _encoded(self, segments: list[str], tenant: str, model: ServedModel) -> Steps[list[bytes]]:
-        """Packed tokens of each segment, out of the memo where they are in it."""
-        memo, seed = self._memo, self._memo_of(tenant, model)
-        known = [memo.get(seed, segment) for segment in segments]
-        missing = sum(len(s) for s, t in zip(segments, known, strict=True) if t is None)
+    def _encode(self, segments: list[str], tenant: str, model: ServedModel) -> Steps[list[bytes]]:
+        """Packed tokens of each segment, from the memo where possible."""
+        memo, key = self._memo, self._memo_key(tenant, model)
+        cached = [memo.get(key, segment) for segment in segments]
+        missing = sum(len(s) for s, t in zip(segments, cached, strict=True) if t is None)
         if missing >= LONG_TEXT:
             yield
-        made, count = [], 0
-        for segment, tokens in zip(segments, known, strict=True):
+        encoded, count = [], 0
+        for segment, tokens in zip(segments, cached, strict=True):
             if tokens is None:
-                tokens = yield from _gathered(model.dialect.encoder.steps(segment), model, count)
-                memo.put(seed, segment, tokens)
-            made.append(tokens)
+                tokens = yield from _collect(model.dialect.encoder.steps(segment), model, count)
+                memo.put(key, segment, tokens)
+            encoded.append(tokens)
             count += len(tokens) // 4
-        return made
+        return encoded
 
-    def _memo_of(self, tenant: str, model: ServedModel) -> int:
-        """The key that keeps texts of one tenant and tokenizer apart from those of others."""
+    def _memo_key(self, tenant: str, model: ServedModel) -> int:
+        """A key that separates the cached texts of tenants and of tokenizers."""
         return self._tenants.salt(model.card.files, "", tenant)
 
-    def _retained(
-        self, request: GenerateRequest, model: ServedModel, whole: EncodedPrompt
+    def _retention(
+        self, request: GenerateRequest, model: ServedModel, encoded: EncodedPrompt
     ) -> Steps[list[Retain]]:
-        """What is to be kept of a conversation, and how."""
-        ruler = TokenOffsets(whole)
-        found = locate_spans(
-            request, whole.text, whole.edges, model.dialect.template.drops_thinking
-        )
-        room = LONG_TEXT + len(whole.text)
-        for edge, place in ruler.cuts(found):
-            if (room := room - (place - edge)) < 0:
-                break  # marks further ahead count from the edge before them
-            part = [whole.text[edge:place]]
-            ruler.cut(place, b"".join((yield from self._encoded(part, request.cache_salt, model))))
-        return retained(request, found, ruler, model.card.block_size)
+        """Retention directives of a conversation."""
+        offsets = TokenOffsets(encoded)
+        drops_thinking = model.dialect.template.drops_thinking
+        spans = locate_spans(request, encoded.text, encoded.edges, drops_thinking)
+        budget = LONG_TEXT + len(encoded.text)
+        for edge, offset in offsets.inside_segments(spans):
+            budget -= offset - edge
+            if budget < 0:
+                break  # earlier offsets are rounded down to their edge
+            part = [encoded.text[edge:offset]]
+            tokens = yield from self._encode(part, request.cache_salt, model)
+            offsets.add(offset, b"".join(tokens))
+        return prompt_retention(request, spans, offsets, model.card.block_size)
 
 
 def check_fits(text: str, model: ServedModel) -> None:
-    """Refuse what has too many bytes for the context, whatever its tokens are."""
+    """Raise ContextExceeded for a text with more bytes than a full context of longest tokens."""
     longest, context = model.dialect.encoder.longest_token, model.card.context
     if longest is not None:
         size = len(text) if text.isascii() else len(text.encode())
@@ -228,9 +238,9 @@ def check_fits(text: str, model: ServedModel) -> None:
     check_runs(text)
 
 
-def _gathered(slices: Iterator[bytes], model: ServedModel, before: int = 0) -> Steps[bytes]:
-    """The tokens of a text; ContextExceeded as soon as they and those `before` do not fit."""
-    parts, count = [], before
+def _collect(slices: Iterator[bytes], model: ServedModel, count: int = 0) -> Steps[bytes]:
+    """The tokens of a text after `count` others; raises ContextExceeded once they do not fit."""
+    parts = []
     for tokens in slices:
         parts.append(tokens)
         count += len(tokens) // 4
@@ -241,55 +251,56 @@ def _gathered(slices: Iterator[bytes], model: ServedModel, before: int = 0) -> S
     return b"".join(parts)
 
 
-def _conversation_name(request: GenerateRequest) -> str:
-    """What turns of a conversation have in common, and most others have not."""
+def _conversation_key(request: GenerateRequest) -> str:
+    """A text shared by the turns of a conversation: session name or first user message."""
     if request.hints.session is not None:
         return request.hints.session
-    asked = next((m.blocks[-1] for m in request.messages if m.role == "user" and m.blocks), None)
-    return asked.text if isinstance(asked, Text) else ""
+    first = next((m.blocks[-1] for m in request.messages if m.role == "user" and m.blocks), None)
+    return first.text if isinstance(first, Text) else ""
 
 
 def _guided(
-    request: GenerateRequest, model: ServedModel, must_call: RequiredToolCall | None
+    request: GenerateRequest, model: ServedModel, required: RequiredToolCall | None
 ) -> Guided | None:
-    if must_call is not None:
-        return must_call.guided
+    if required is not None:
+        return required.guided
     if request.guided is not None or not model.card.structural_tags:
         return request.guided
-    return optional(request, model.dialect.grammar.tool_parser)
+    return strict_tool_tags(request, model.dialect.grammar.tool_parser)
 
 
-def _check_copies(packed: list[bytes], n: int) -> None:
-    """Each answer is placed by itself, with the whole prompt."""
-    if n * sum(map(len, packed)) > PROMPT_BYTES:
-        most = PROMPT_BYTES // 4
+def _check_prompt_memory(packed: list[bytes], n: int) -> None:
+    """Bound the prompts of a request: each choice is dispatched with the whole prompt."""
+    if n * sum(map(len, packed)) > MAX_PROMPT_BYTES:
+        limit = MAX_PROMPT_BYTES // 4
         raise InvalidRequest(
-            f"The prompts of all answers together have more than {most} tokens.", "n"
+            f"The prompts of all choices together have more than {limit} tokens.", "n"
         )
 
 
 def output_limit(request: GenerateRequest, prompts: int, longest: int, context: int) -> int:
-    """The tokens that each of the answers may have: those asked for, or as many as fit.
+    """Output tokens allowed per choice: `max_tokens`, or as many as fit if it is 0.
 
-    All answers together are held until the last one ends, so that memory bounds them, too.
+    The frontend holds all choices until the last one ends, so their memory is bounded as well.
+    Raises ContextExceeded or InvalidRequest.
     """
-    asked = request.sampling.max_tokens
+    wanted = request.sampling.max_tokens
     if longest >= context:
         raise ContextExceeded(longest, None, context)
-    if longest + asked > context:
-        raise ContextExceeded(longest, asked, context)
+    if longest + wanted > context:
+        raise ContextExceeded(longest, wanted, context)
     logprobs = request.sampling.logprobs
-    size = TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES * (1 + logprobs))
-    most = ANSWER_BYTES // (size * prompts * request.n)
-    if asked > most:
-        reason = f"{prompts * request.n} answers with what is asked of them may have {most} tokens"
-        raise InvalidRequest(f"`max_tokens`: {reason} each, not {asked}.", "max_tokens")
-    return min(asked or context - longest, most)
+    size = OUTPUT_TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES * (1 + logprobs))
+    limit = MAX_OUTPUT_BYTES // (size * prompts * request.n)
+    if wanted > limit:
+        reason = f"with these options {prompts * request.n} choices may have {limit} tokens each"
+        raise InvalidRequest(f"`max_tokens`: {reason}, not {wanted}.", "max_tokens")
+    return min(wanted or context - longest, limit)
 
 
 def render(request: GenerateRequest, model: ServedModel) -> str:
-    """The prompt's text; a conversation that the template refuses is the caller's error."""
-    if request.size >= LARGE:
+    """The prompt's text; raises InvalidRequest if the template refuses the conversation."""
+    if request.size >= LARGE_BODY:
         check_arguments(request.messages)
     try:
         return model.dialect.template.render(request, datetime.date.today())
@@ -299,25 +310,27 @@ def render(request: GenerateRequest, model: ServedModel) -> str:
         ) from error
 
 
-def _packed(ids: list[int]) -> bytes:
+def _pack(ids: list[int]) -> bytes:
     try:
         return array("I", ids).tobytes()
     except OverflowError as error:
         raise InvalidRequest("A token id is negative or too large.", "prompt") from error
 
 
-def prompt_of(tokens: bytes, model: ServedModel, seed: int, kept: list[Retain]) -> PromptTokens:
+def hash_prompt(
+    tokens: bytes, model: ServedModel, salt: int, retention: list[Retain]
+) -> PromptTokens:
     """Raises InvalidRequest for a prompt without tokens."""
     if not tokens:
         raise InvalidRequest("The prompt has no tokens.", "prompt")
-    _, sequence = block_hashes(tokens, model.card.block_size, seed)
-    return PromptTokens(tokens, len(tokens) // 4, sequence, seed, kept)
+    _, sequence_hashes = block_hashes(tokens, model.card.block_size, salt)
+    return PromptTokens(tokens, len(tokens) // 4, sequence_hashes, salt, retention)
 
 
-def _refuse_images(request: GenerateRequest) -> None:
+def _reject_images(request: GenerateRequest) -> None:
     for index, message in enumerate(request.messages):
         for block in message.blocks:
-            held = type(block) is ToolResult and any(type(part) is Image for part in block.content)
-            if held or type(block) is Image:
+            nested = type(block) is ToolResult and any(type(p) is Image for p in block.content)
+            if nested or type(block) is Image:
                 where = f"messages[{index}].content"
                 raise InvalidRequest(f"`{where}`: this model does not read images.", where)

@@ -1,11 +1,11 @@
-"""Where the blocks of a conversation stand in its rendered prompt. Pure.
+"""Character offsets of a conversation's blocks in its rendered prompt. Pure.
 
-Templates write texts as they are and in their order. Long texts are looked for from the end of
-the prompt backwards, each before the one after it; short ones between their long neighbours, the
-first match being the earliest place that they can have. Only the newest turns and what is marked
-are looked for: blocks of older ones got their kinds when they were new. Texts that are not there
-cost a few looks through the prompt, and no more however many they are. What a template hides
-ends with what stands before it, or with the prompt if nothing follows.
+Templates copy texts verbatim and in order. The search finds long texts backwards from the end of
+the prompt, each before the one after it, then short ones forwards between their long neighbours,
+where the first match is the earliest possible offset. It covers only the newest turns and marked
+blocks, since older blocks got their kinds when they were new. Absent texts cost a bounded number
+of scans of the prompt, however many they are. The mark of a block that the template hides ends
+with the text before it, or with the prompt if nothing follows.
 """
 
 from bisect import bisect_left, bisect_right
@@ -24,20 +24,20 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_messages import BILLING, GAP
+from kvmesh.frontend.dialects.templates.chat_messages import BILLING_HEADER, GAP
 
-PART = 64  # characters that find a text; the rest is compared
-LONG = 64  # shorter texts hold no block of their own
-SLACK = 64  # characters that a template puts around a text
-RECENT = 2  # answers
-REACH = 1 << 17  # characters between neighbours
+PROBE = 64  # characters to search for; the rest of a text is compared
+LONG = 64  # characters; shorter texts fill no block of their own
+SLACK = 64  # characters that a template may add around a text
+RECENT = 2  # newest assistant messages to search
+REACH = 1 << 17  # characters to search between two texts
 MAX_MISSES = 8
 _MARKABLE: frozenset[type] = frozenset((Text, ToolResult, ToolCall, Image))
 _RESULTS: frozenset[type] = frozenset((ToolResult,))
 
 
 class PromptSpan(Struct, frozen=True):
-    """Characters `start` to `end`, and what they are."""
+    """The kind of the characters from `start` up to `end`."""
 
     start: int
     end: int
@@ -45,10 +45,11 @@ class PromptSpan(Struct, frozen=True):
 
 
 class PromptSpans(Struct):
-    """In characters: the end of the system prompt and tools, spans of other kinds in order, and
+    """Character offsets found in a prompt.
 
-    marks, as the end of what they keep and for how many seconds. The head and tool results are
-    whole segments; the rest lies at an edge if only the template's own text is in between.
+    `head`: end of the system prompt and tools; `spans`: parts of other kinds, in order; `marks`:
+    (end, TTL in seconds) of each cache mark. The head and tool results are whole segments. Other
+    ends move to a segment's edge if only text of the template lies between.
     """
 
     head: int = 0
@@ -57,9 +58,9 @@ class PromptSpans(Struct):
 
 
 class _Anchor(Struct):
-    """A text to be found; it `closes` its message, or even all. `start` is -1 until found.
+    """A text to find; `start` is -1 until found. `text` is "" for blocks without verbatim text.
 
-    No text stands for a marked block that a template writes in its own way.
+    `closes`: it is the last block of its message; `last`: of the whole conversation.
     """
 
     text: str
@@ -73,43 +74,43 @@ class _Anchor(Struct):
 def locate_spans(
     request: GenerateRequest, text: str, edges: Sequence[int], drops_thinking: bool
 ) -> PromptSpans:
-    """The places in the rendered `text` of `request`; `edges` are those of its segments.
+    """Find the blocks of `request` in its rendered `text`, whose segments have these `edges`.
 
-    Thinking counts as such only if the template drops it from later prompts.
+    Thinking gets spans only if the template drops it from later prompts.
     """
     messages = request.messages
     lead = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
-    marked = _marked(messages, lead)
-    first = max(lead, min(marked, _recent(messages)))
+    marked = _first_marked(messages, lead)
+    first = max(lead, min(marked, _first_recent(messages)))
     wanted = _MARKABLE if marked < len(messages) else _RESULTS
     search = _Search(text, edges)
     head = list(_anchors(messages[:lead], _MARKABLE))
-    begin = next(_anchors(messages[lead:], _MARKABLE), None)
-    shown = any(not tool.deferred for tool in request.tools)
+    following = next(_anchors(messages[lead:], _MARKABLE), None)
+    has_tools = any(not tool.deferred for tool in request.tools)
     ttls = [tool.cache.ttl_s for tool in request.tools if tool.cache is not None]
-    search.head(head, begin, shown, max(ttls, default=0.0))
+    search.head(head, following, has_tools, max(ttls, default=0.0))
     if drops_thinking:
         wanted |= {Thinking}
     search.turns(list(_anchors(messages[first:], wanted)))
     return search.found
 
 
-def _marked(messages: list[Message], lead: int) -> int:
-    """The first message with a mark, from number `lead` on."""
-    for place in range(lead, len(messages)):
-        for block in messages[place].blocks:
+def _first_marked(messages: list[Message], lead: int) -> int:
+    """Index of the first message with a mark, from `lead` on."""
+    for index in range(lead, len(messages)):
+        for block in messages[index].blocks:
             if type(block) in _MARKABLE and block.cache is not None:  # type: ignore[union-attr]
-                return place
+                return index
     return len(messages)
 
 
-def _recent(messages: list[Message]) -> int:
-    """Where the newest answers begin."""
-    answers = 0
-    for place in range(len(messages) - 1, -1, -1):
-        answers += messages[place].role == "assistant"
-        if answers == RECENT:
-            return place
+def _first_recent(messages: list[Message]) -> int:
+    """Index of the first of the RECENT newest assistant messages."""
+    count = 0
+    for index in range(len(messages) - 1, -1, -1):
+        count += messages[index].role == "assistant"
+        if count == RECENT:
+            return index
     return 0
 
 
@@ -120,13 +121,13 @@ def _anchors(messages: list[Message], wanted: frozenset[type]) -> Iterator[_Anch
                 continue
             text, kind = _text(block)
             cache: CacheControl | None = getattr(block, "cache", None)
-            if (text and not text.startswith(BILLING)) or cache is not None:
+            if (text and not text.startswith(BILLING_HEADER)) or cache is not None:
                 closes = block is message.blocks[-1]
                 yield _Anchor(text, kind, closes, closes and message is messages[-1], cache)
 
 
 def _text(block: Block) -> tuple[str, str]:
-    """No text for blocks that templates write in their own way."""
+    """Text and kind of a block; no text for blocks that templates do not write verbatim."""
     if isinstance(block, Text):
         return block.text.strip(), "conversation"
     if isinstance(block, ToolResult):
@@ -137,43 +138,47 @@ def _text(block: Block) -> tuple[str, str]:
 
 
 class _Search:
-    """Looks for anchors in one text."""
+    """A search for anchors in one text; `found` is its result."""
 
     def __init__(self, text: str, edges: Sequence[int]) -> None:
         self._text = text
         self._edges = edges
-        self._at = 0
-        self._room = MAX_MISSES * len(text)
+        self._pos = 0
+        self._scan_budget = MAX_MISSES * len(text)
         self.found = PromptSpans()
 
     def head(
-        self, anchors: list[_Anchor], begin: _Anchor | None, tools: bool, tools_ttl: float
+        self, anchors: list[_Anchor], following: _Anchor | None, tools: bool, tools_ttl: float
     ) -> None:
-        """The system prompt, up to the segment of the first turn; tools are anywhere in it."""
+        """Find the head: everything before the segment of `following`, the first turn.
+
+        The head contains the system prompt's `anchors`, and tools at any offset.
+        """
         marks: list[tuple[int, float]] = []
         for anchor in anchors:
             self._forward(anchor, len(self._text))
             if anchor.cache is not None:
-                marks.append((self._at, anchor.cache.ttl_s))
-        if begin is not None and (start := self._first(begin.text, tools)) >= 0:
+                marks.append((self._pos, anchor.cache.ttl_s))
+        if following is not None and (start := self._first_turn(following.text, tools)) >= 0:
             self.found.head = self._before(start)
         for end, ttl in marks:
-            place = max(self.found.head, end) if end == self._at else end
-            self.found.marks.append((place, ttl))
+            end = max(self.found.head, end) if end == self._pos else end
+            self.found.marks.append((end, ttl))
         if tools_ttl:
             self.found.marks.append((self.found.head, tools_ttl))
 
     def turns(self, anchors: list[_Anchor]) -> None:
+        """Find the spans and marks of `anchors`, which follow the head."""
         limits = self._backward(anchors)
-        self._at = max(self._at, self.found.head)
-        ends = [self._forward(*found) for found in zip(anchors, limits, strict=True)]
+        self._pos = max(self._pos, self.found.head)
+        ends = [self._forward(*pair) for pair in zip(anchors, limits, strict=True)]
         followings = [*(anchor.start for anchor in anchors[1:]), len(self._text)]
         for anchor, end, following in zip(anchors, ends, followings, strict=False):
             if anchor.cache is not None:
                 hidden = anchor.start < 0 or not anchor.text
                 whole = hidden and anchor.last
-                place = len(self._text) if whole else self._end(anchor, end, following)
-                self.found.marks.append((place, anchor.cache.ttl_s))
+                mark = len(self._text) if whole else self._end(anchor, end, following)
+                self.found.marks.append((mark, anchor.cache.ttl_s))
             if anchor.start < 0 or not anchor.text:
                 continue
             if anchor.kind == "tool":
@@ -182,7 +187,7 @@ class _Search:
                 self._span(anchor.start, end, "thinking")
 
     def _backward(self, anchors: list[_Anchor]) -> list[int]:
-        """Find long texts; where each anchor must end at the latest."""
+        """Find long texts; return the offset by which each anchor must end."""
         limits = []
         limit, misses = len(self._text), 0
         for anchor in reversed(anchors):
@@ -194,42 +199,42 @@ class _Search:
         return limits[::-1]
 
     def _last(self, text: str, limit: int) -> int:
-        """The last place before `limit`, if a text with this end has it there at all."""
-        begin = max(limit - REACH, self._at)
-        end = self._text.rfind(text[-PART:], begin, limit) + PART
+        """Offset of `text` where its last PROBE characters last occur before `limit`; else -1."""
+        begin = max(limit - REACH, self._pos)
+        end = self._text.rfind(text[-PROBE:], begin, limit) + PROBE
         start = end - len(text)
-        return start if start >= self._at and self._text.startswith(text, start) else -1
+        return start if start >= self._pos and self._text.startswith(text, start) else -1
 
     def _forward(self, anchor: _Anchor, limit: int) -> int:
-        """Find what is not found yet; the end of what was found last."""
+        """Find the anchor unless it is known; return the end of the last anchor found."""
         if anchor.start < 0:
-            anchor.start = self._find(anchor.text, self._at, limit)
+            anchor.start = self._find(anchor.text, self._pos, limit)
         if anchor.start >= 0:
-            self._at = anchor.start + len(anchor.text)
-        return self._at
+            self._pos = anchor.start + len(anchor.text)
+        return self._pos
 
-    def _first(self, text: str, tools: bool) -> int:
-        """The first turn, which is not in the segment of the system prompt or of the tools."""
+    def _first_turn(self, text: str, tools: bool) -> int:
+        """Offset of the first turn, preferably after the segment of system prompt or tools."""
         start, limit = -1, len(self._text)
-        if self._at or tools:
-            start = self._find(text, self._after(max(self._at, 1)), limit)
-        return start if start >= 0 else self._find(text, self._at, limit)
+        if self._pos or tools:
+            start = self._find(text, self._after(max(self._pos, 1)), limit)
+        return start if start >= 0 else self._find(text, self._pos, limit)
 
     def _find(self, text: str, at: int, limit: int) -> int:
-        """The first place, if what may still be looked at holds it."""
-        start = self._seek(text[:PART], at, limit)
+        """First offset of `text` from `at` on, -1 if it is not there or the budget is used up."""
+        start = self._scan(text[:PROBE], at, limit)
         if start < 0 or self._text.startswith(text, start):
             return start
-        return self._seek(text, start, limit)
+        return self._scan(text, start, limit)
 
-    def _seek(self, text: str, at: int, limit: int) -> int:
-        end = max(at, min(limit, at + self._room))
+    def _scan(self, text: str, at: int, limit: int) -> int:
+        end = max(at, min(limit, at + self._scan_budget))
         start = self._text.find(text, at, end)
-        self._room -= (start if start >= 0 else end) - at
+        self._scan_budget -= (start if start >= 0 else end) - at
         return start
 
     def _end(self, anchor: _Anchor, end: int, following: int) -> int:
-        """The edge behind a text that ends its message, if nothing else is in between."""
+        """The edge after a text that closes its message if only template text lies between."""
         after = self._after(end)
         near = after - end <= SLACK and after <= following
         return after if anchor.closes and near else end
@@ -239,15 +244,15 @@ class _Search:
             self.found.spans.append(PromptSpan(start, end, kind))
 
     def _segments(self, start: int, end: int) -> tuple[int, int]:
-        """The edges around a text, or those within if more than the template's own is between."""
+        """The edges around a text; inner ones where more than template text lies between."""
         before, after = self._before(start), self._after(end)
         return (
             before if start - before <= SLACK else self._after(start),
             after if after - end <= SLACK else self._before(end),
         )
 
-    def _before(self, place: int) -> int:
-        return self._edges[bisect_right(self._edges, place) - 1]
+    def _before(self, offset: int) -> int:
+        return self._edges[bisect_right(self._edges, offset) - 1]
 
-    def _after(self, place: int) -> int:
-        return self._edges[min(bisect_left(self._edges, place), len(self._edges) - 1)]
+    def _after(self, offset: int) -> int:
+        return self._edges[min(bisect_left(self._edges, offset), len(self._edges) - 1)]

@@ -1,4 +1,4 @@
-"""What a request asks for the blocks of its prompt, in tokens, for engine and block manager."""
+"""Retention directives of a prompt, in tokens, for engines and the kvbm."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -8,83 +8,87 @@ from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.preprocess.prompt_spans import PromptSpans
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
 
-KEEP = 75  # priority of what a caller asks to keep for a time
+KEEP_PRIORITY = 75  # of tokens that a caller asks to keep for a time
 MAX_KINDS = 64
 UNSUPPORTED = "unsupported"
 
 
 class TokenOffsets:
-    """Measures a rendered prompt in tokens: exact at the edges of its segments.
+    """Converts character offsets of a rendered prompt to token offsets, exactly at segment edges.
 
-    Within one it needs the tokens of the segment's beginning, which `cuts` lists.
+    An offset inside a segment is rounded down to the segment's edge unless `add` has given the
+    tokens between them.
     """
 
-    def __init__(self, whole: EncodedPrompt) -> None:
-        self._whole = whole
-        self._known: dict[int, int] = {}
+    def __init__(self, prompt: EncodedPrompt) -> None:
+        self._prompt = prompt
+        self._added: dict[int, int] = {}
 
-    def cuts(self, survey: PromptSpans) -> list[tuple[int, int]]:
-        """Places of a survey that are not at an edge, the last one first, after their edges."""
-        thinking = [span for span in survey.spans if span.kind == "thinking"]
-        places = {end for end, _ in survey.marks}
-        places.update(place for span in thinking for place in (span.start, span.end))
-        found = ((self._edge(place), place) for place in sorted(places, reverse=True))
-        return [(edge, place) for edge, place in found if edge != place]
+    def inside_segments(self, spans: PromptSpans) -> list[tuple[int, int]]:
+        """(edge, offset) of all offsets in `spans` that are not at an edge, the last one first."""
+        thinking = [span for span in spans.spans if span.kind == "thinking"]
+        offsets = {end for end, _ in spans.marks}
+        offsets.update(offset for span in thinking for offset in (span.start, span.end))
+        pairs = ((self._edge(offset), offset) for offset in sorted(offsets, reverse=True))
+        return [(edge, offset) for edge, offset in pairs if edge != offset]
 
-    def cut(self, place: int, tokens: bytes) -> None:
-        self._known[place] = len(tokens) // 4
+    def add(self, offset: int, tokens: bytes) -> None:
+        """Set the packed tokens between the last edge before `offset` and `offset`."""
+        self._added[offset] = len(tokens) // 4
 
-    def at(self, place: int) -> int:
-        """How many tokens are before a character."""
-        segment = bisect_right(self._whole.edges, place) - 1
-        return self._whole.sizes[segment] // 4 + self._known.get(place, 0)
+    def at(self, offset: int) -> int:
+        """Tokens before the character at `offset`."""
+        segment = bisect_right(self._prompt.edges, offset) - 1
+        return self._prompt.sizes[segment] // 4 + self._added.get(offset, 0)
 
-    def _edge(self, place: int) -> int:
-        """The last edge that is not behind it."""
-        edges = self._whole.edges
-        return edges[bisect_right(edges, place) - 1]
+    def _edge(self, offset: int) -> int:
+        """The last edge at or before `offset`."""
+        edges = self._prompt.edges
+        return edges[bisect_right(edges, offset) - 1]
 
 
-def directives(request: GenerateRequest) -> list[Retain]:
-    """What the caller said outright of the whole prompt or of its tokens."""
+def explicit_retention(request: GenerateRequest) -> list[Retain]:
+    """Directives that the caller gave for the whole prompt or for token ranges."""
     whole = [] if request.keep_s is None else [_keep(None, request.keep_s)]
     return [*whole, *request.retention]
 
 
-def retained(
-    request: GenerateRequest, survey: PromptSpans, ruler: TokenOffsets, block_size: int
+def prompt_retention(
+    request: GenerateRequest, spans: PromptSpans, offsets: TokenOffsets, block_size: int
 ) -> list[Retain]:
-    """Kinds of the prompt's parts, then what the caller asked for: later entries win."""
-    kept = [*kinds(survey, ruler, block_size), *_marks(request, survey, ruler)]
-    return [*kept, *request.retention]
+    """Kinds of the prompt's parts, then the caller's directives: later entries win."""
+    entries = [*_kinds(spans, offsets, block_size), *_marks(request, spans, offsets)]
+    return [*entries, *request.retention]
 
 
-def kinds(survey: PromptSpans, ruler: TokenOffsets, block_size: int) -> Iterator[Retain]:
-    """The head, and the newest of the other parts that fill a block; inner blocks only."""
-    head = ruler.at(survey.head) // block_size * block_size
+def _kinds(spans: PromptSpans, offsets: TokenOffsets, block_size: int) -> Iterator[Retain]:
+    """The head and the newest MAX_KINDS spans, each shrunk to whole blocks."""
+    head = offsets.at(spans.head) // block_size * block_size
     if head:
         yield Retain(0, head, kind="system")
-    for span in survey.spans[-MAX_KINDS:]:
-        start = -(-ruler.at(span.start) // block_size) * block_size
-        end = ruler.at(span.end) // block_size * block_size
+    for span in spans.spans[-MAX_KINDS:]:
+        start = -(-offsets.at(span.start) // block_size) * block_size
+        end = offsets.at(span.end) // block_size * block_size
         if start < end:
             yield Retain(start, end, kind=span.kind)
 
 
-def outcomes(kept: Sequence[Retain], told: Sequence[str]) -> list[tuple[Retain, str]]:
-    """What came of each directive, as an engine has told in the order in which it got them."""
-    asked = [entry for entry in kept if entry.explicit]
+def directive_outcomes(
+    retention: Sequence[Retain], reported: Sequence[str]
+) -> list[tuple[Retain, str]]:
+    """Each explicit directive with its outcome; `reported` are the engine's, in their order."""
+    explicit = [entry for entry in retention if entry.explicit]
     return [
-        (entry, told[place] if place < len(told) else UNSUPPORTED)
-        for place, entry in enumerate(asked)
+        (entry, reported[index] if index < len(reported) else UNSUPPORTED)
+        for index, entry in enumerate(explicit)
     ]
 
 
-def _marks(request: GenerateRequest, survey: PromptSpans, ruler: TokenOffsets) -> Iterator[Retain]:
-    """One entry for each time to live, up to the last mark that has it, the longest time last."""
+def _marks(request: GenerateRequest, spans: PromptSpans, offsets: TokenOffsets) -> Iterator[Retain]:
+    """One entry per TTL, from 0 to the last mark with that TTL; the longest TTL comes last."""
     ends: dict[float, int | None] = {}
-    for place, ttl in survey.marks:
-        if end := ruler.at(place):
+    for offset, ttl in spans.marks:
+        if end := offsets.at(offset):
             ends[ttl] = max(end, ends.get(ttl) or 0)
     if request.keep_s is not None:
         ends[request.keep_s] = None
@@ -93,4 +97,4 @@ def _marks(request: GenerateRequest, survey: PromptSpans, ruler: TokenOffsets) -
 
 
 def _keep(end: int | None, ttl_s: float) -> Retain:
-    return Retain(0, end, KEEP, ttl_s, explicit=True)
+    return Retain(0, end, KEEP_PRIORITY, ttl_s, explicit=True)

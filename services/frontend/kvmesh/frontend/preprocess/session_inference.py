@@ -1,8 +1,8 @@
-"""Sessions that nobody named, inferred from growth: a prompt that extends an earlier one whole.
+"""Sessions of requests that name none, inferred from prompts that extend an earlier one.
 
-A prompt is remembered by the sequence hash of its last full block, which stands for everything
-before it, and by the tokens behind that block. A later prompt continues it if it holds that block
-at the same place and goes on with those tokens, for the same tenant.
+A prompt is stored as the sequence hash of its last full block, which covers everything before it,
+and the tokens after that block (its tail). A later prompt of the same tenant continues it if it
+contains that block and continues with those tokens.
 """
 
 from collections import OrderedDict
@@ -16,39 +16,44 @@ Tails = dict[bytes, str]
 
 
 class InferredSessions:
-    """The last `limit` prompts' ends. Pure; one per frontend."""
+    """The ends of the last `limit` prompts. Pure; one per frontend process."""
 
     def __init__(self, limit: int = 10_000) -> None:
         self._limit = limit
-        self._begun = 0
+        self._started = 0
         self._ends: OrderedDict[tuple[str, bytes], Tails] = OrderedDict()
 
-    def observe(self, tenant: str, sequence: bytes, tokens: bytes, block_size: int) -> str | None:
-        """Remember a prompt; the session that it continues, or None if it begins one.
+    def observe(
+        self, tenant: str, sequence_hashes: bytes, tokens: bytes, block_size: int
+    ) -> str | None:
+        """Store a prompt; return the session that it continues, or None if it starts one.
 
-        `sequence` are its packed sequence hashes, `tokens` its packed tokens.
+        `sequence_hashes` and `tokens` are packed.
         """
-        blocks = len(sequence) // HASH
+        blocks = len(sequence_hashes) // HASH
         if not blocks:
             return None
-        found = self._find(tenant, sequence, tokens, block_size)
-        last = sequence[-HASH:]
-        self._begun += found is None
-        session = found or f"auto-{last.hex()}-{self._begun}"
-        self._remember((tenant, last), tokens[blocks * block_size * TOKEN :], session)
+        found = self._find(tenant, sequence_hashes, tokens, block_size)
+        last = sequence_hashes[-HASH:]
+        self._started += found is None
+        session = found or f"auto-{last.hex()}-{self._started}"
+        self._store((tenant, last), tokens[blocks * block_size * TOKEN :], session)
         return found
 
-    def _find(self, tenant: str, sequence: bytes, tokens: bytes, block_size: int) -> str | None:
-        blocks = len(sequence) // HASH
+    def _find(
+        self, tenant: str, sequence_hashes: bytes, tokens: bytes, block_size: int
+    ) -> str | None:
+        blocks = len(sequence_hashes) // HASH
         for count in range(blocks, max(blocks - MAX_BLOCKS_BACK, 0), -1):
-            tails = self._ends.get((tenant, sequence[(count - 1) * HASH : count * HASH]))
+            last = sequence_hashes[(count - 1) * HASH : count * HASH]
+            tails = self._ends.get((tenant, last))
             if tails is not None:
                 session = _longest(tails, tokens[count * block_size * TOKEN :])
                 if session is not None:
                     return session
         return None
 
-    def _remember(self, end: tuple[str, bytes], tail: bytes, session: str) -> None:
+    def _store(self, end: tuple[str, bytes], tail: bytes, session: str) -> None:
         tails = self._ends.setdefault(end, {})
         self._ends.move_to_end(end)
         tails.pop(tail, None)
@@ -60,6 +65,6 @@ class InferredSessions:
 
 
 def _longest(tails: Tails, rest: bytes) -> str | None:
-    """The session whose tail `rest` goes on from, by at least one token."""
-    fitting = [tail for tail in tails if len(tail) < len(rest) and rest.startswith(tail)]
-    return tails[max(fitting, key=len)] if fitting else None
+    """The session with the longest tail that `rest` extends by at least one token."""
+    extended = [tail for tail in tails if len(tail) < len(rest) and rest.startswith(tail)]
+    return tails[max(extended, key=len)] if extended else None

@@ -1,9 +1,8 @@
-"""Tool calls that the caller insists on: constrain the engine, and read what it then writes.
+"""Constraints that `tool_choice` puts on an engine, and the parsers of constrained output.
 
-A choice left to the model constrains the calls of strict tools only, in the model's own form.
-
-With `tool_choice` "required" or a named tool the engine is guided to write nothing but the
-arguments (one tool possible) or a list of `{"name", "parameters"}` objects (several).
+With `tool_choice` "required" or a named tool, a constraint makes the engine write nothing but the
+arguments (one tool possible) or a list of `{"name", "parameters"}` objects (several). With "auto",
+structural tags constrain calls of strict tools, in the model's own call syntax.
 """
 
 import json
@@ -22,20 +21,20 @@ from kvmesh.frontend.conversation import (
     ToolCallEnd,
     ToolCallStart,
 )
-from kvmesh.frontend.dialects.output import call_id
+from kvmesh.frontend.dialects.output import OutputParser, call_id
 from kvmesh.frontend.dialects.structural_tags import call_tags
 from kvmesh.frontend.errors import InvalidRequest
-from kvmesh.frontend.generation.output import Parser
 
 
 class RequiredToolCall(Struct, frozen=True):
-    """The tools of which at least one must be called."""
+    """The tools of which the model must call at least one."""
 
     tools: list[Tool]
     parallel: bool
 
     @property
     def guided(self) -> Guided:
+        """The constraint under which the engine writes nothing but calls."""
         if len(self.tools) > 1:
             return Guided(kind="json_schema", value=_json(self._list_schema()))
         tool = self.tools[0]
@@ -47,29 +46,33 @@ class RequiredToolCall(Struct, frozen=True):
 
     def _list_schema(self) -> dict[str, Any]:
         items = {"anyOf": [_call_schema(tool) for tool in self.tools]}
-        most = {} if self.parallel else {"maxItems": 1}
-        return {"type": "array", "minItems": 1, **most, "items": items}
+        limit = {} if self.parallel else {"maxItems": 1}
+        return {"type": "array", "minItems": 1, **limit, "items": items}
 
-    def parser(self, inner: Parser) -> Parser:
-        """Reads calls from what `inner` takes for text; its thinking passes."""
-        reader = _OneCall(self.tools[0]) if len(self.tools) == 1 else _Calls(self.tools)
-        return _ForcedParser(inner, reader)
+    def parser(self, inner: OutputParser) -> OutputParser:
+        """A parser that reads the text events of `inner` as calls and passes on its thinking."""
+        several = len(self.tools) > 1
+        reader = _CallListReader(self.tools) if several else _ArgumentsReader(self.tools[0])
+        return _RequiredCallParser(inner, reader)
 
 
 def required_tool_call(request: GenerateRequest) -> RequiredToolCall | None:
-    """Raises InvalidRequest when the choice names no tool of the request."""
+    """None for "auto" and "none"; raises InvalidRequest if no tool of the request qualifies."""
     choice = request.tool_choice
     if choice.mode in ("auto", "none"):
         return None
     tools = [t for t in request.tools if choice.mode == "required" or t.name == choice.name]
     if not tools:
-        what = f"no tool is called `{choice.name}`" if choice.name else "there are no tools"
-        raise InvalidRequest(f"`tool_choice` cannot be met: {what}.", "tool_choice")
+        reason = f"no tool is named `{choice.name}`" if choice.name else "the request has no tools"
+        raise InvalidRequest(f"`tool_choice` cannot be satisfied: {reason}.", "tool_choice")
     return RequiredToolCall(tools, request.parallel_tool_calls)
 
 
-def optional(request: GenerateRequest, parser: str | None) -> Guided | None:
-    """What holds the calls that the model may make, as `parser` reads them, to strict schemas."""
+def strict_tool_tags(request: GenerateRequest, parser: str | None) -> Guided | None:
+    """The constraint that holds optional calls, in the syntax of `parser`, to strict schemas.
+
+    None if no tool is strict or the syntax has no structural tags.
+    """
     if request.tool_choice.mode != "auto" or not any(tool.strict for tool in request.tools):
         return None
     tags = call_tags(parser, request.tools)
@@ -95,8 +98,8 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-class _OneCall:
-    """All text is the arguments of the one tool."""
+class _ArgumentsReader:
+    """Reads all text as the arguments of one tool."""
 
     def __init__(self, tool: Tool) -> None:
         self._tool = tool
@@ -116,8 +119,8 @@ class _OneCall:
         return [ToolCallEnd()] if self._started else []
 
 
-class _Calls:
-    """The text is a list of calls; each is passed on when it is complete."""
+class _CallListReader:
+    """Reads text as a list of calls; emits each call once it is complete."""
 
     def __init__(self, tools: list[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -128,11 +131,11 @@ class _Calls:
         self._text += text
         events: list[AnswerEvent] = []
         while "}" in text:
-            at = self._text.find("{")
-            if at < 0:
+            start = self._text.find("{")
+            if start < 0:
                 break
             try:
-                value, end = self._decoder.raw_decode(self._text, at)
+                value, end = self._decoder.raw_decode(self._text, start)
             except ValueError:
                 break
             self._text = self._text[end:]
@@ -143,8 +146,9 @@ class _Calls:
         tool = self._tools.get(str(value.get("name")))
         if tool is None:
             return [TextDelta(_json(value))]
-        given = value.get("parameters", {})
-        arguments = given if tool.custom and isinstance(given, str) else _json(given)
+        parameters = value.get("parameters", {})
+        plain = tool.custom and isinstance(parameters, str)
+        arguments = parameters if plain else _json(parameters)
         return [_start(tool), ToolCallDelta(arguments), ToolCallEnd()]
 
     def finish(self) -> list[AnswerEvent]:
@@ -156,10 +160,10 @@ def _start(tool: Tool) -> ToolCallStart:
     return ToolCallStart(call_id(), tool.name, tool.namespace, tool.custom)
 
 
-class _ForcedParser:
-    """Sends the text that one parser finds through another."""
+class _RequiredCallParser:
+    """Sends the text events of one parser through a reader of calls."""
 
-    def __init__(self, inner: Parser, reader: "_OneCall | _Calls") -> None:
+    def __init__(self, inner: OutputParser, reader: "_ArgumentsReader | _CallListReader") -> None:
         self._inner = inner
         self._reader = reader
 
@@ -170,7 +174,7 @@ class _ForcedParser:
         return self._read(self._inner.finish()) + self._reader.finish()
 
     def _read(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
-        found: list[AnswerEvent] = []
+        read: list[AnswerEvent] = []
         for event in events:
-            found += self._reader.feed(event.text) if isinstance(event, TextDelta) else [event]
-        return found
+            read += self._reader.feed(event.text) if isinstance(event, TextDelta) else [event]
+        return read

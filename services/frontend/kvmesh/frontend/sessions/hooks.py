@@ -102,7 +102,7 @@ class SessionHooks:
     async def _speculate(self, exchange: ActiveRequest, following: GenerateRequest) -> None:
         prepared, job = exchange.prepared, exchange.jobs[0]
         try:
-            tokens = await self._preparer.beginning(following, prepared.model, CUT)
+            tokens = await self._preparer.tokens_before(following, prepared.model, CUT)
         except ApiError as error:
             log.info("cannot predict what follows %s: %s", following.id, error)
             return

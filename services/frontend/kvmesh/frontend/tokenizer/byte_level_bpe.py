@@ -1,8 +1,8 @@
-"""Byte-level BPE word by word: what a word becomes does not depend on what stands around it.
+"""Byte-level BPE with a memo of words: a word's tokens do not depend on its context.
 
-The library finds its words anew in every text, which costs more than all else about a prompt.
-Here words are found by a pattern of Python's and looked up; only a word that was not seen lately
-is given to the library's model.
+The `tokenizers` library splits every text anew, which is the largest cost of preprocessing a
+prompt. Here a Python pattern finds the words and a memo holds their tokens; only words that were
+not seen lately reach the library's model.
 """
 
 import re
@@ -13,68 +13,69 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from kvmesh.frontend.tokenizer.detokenizer import CHAR_OF_BYTE
-from kvmesh.frontend.tokenizer.pretokenizer import NotUnderstood, Splitter
-from kvmesh.frontend.tokenizer.text_slices import SLICE, any_of, composed_apart, find_all
+from kvmesh.frontend.tokenizer.pretokenizer import Splitter, UnsupportedTokenizer
+from kvmesh.frontend.tokenizer.text_slices import SLICE, alternation, find_all, split_for_nfc
 
 LONGEST_WORD = 48
 WORDS = 32_768
-HUGE_WORD = 4096  # others wait while the library has one of fewer characters
-COMPOSES = 3  # bytes of a text that may become one by NFC
+HUGE_WORD = 4096  # characters; longer words are tokenized without holding the GIL
+NFC_SHRINK = 3  # bytes of a text that NFC may turn into one
 
 
-class Unknown(Exception):
-    """A text that must be left to the library."""
+class UnsupportedText(Exception):
+    """Only the library can tokenize this text."""
 
 
 class WordMemo(dict[str, bytes]):
-    """Packed tokens of words; those not asked for since `limit` others came are forgotten.
+    """Packed tokens of words, in two generations: words unused while `limit` others came go.
 
-    Words are no secret of a tenant's as texts are: it holds no two of them together.
+    Tenants share it: single words, unlike texts, reveal nothing about a tenant's prompts.
     """
 
     def __init__(self, model: BPE, limit: int = WORDS) -> None:
         super().__init__()
         self._model = model
-        self._alone = Tokenizer(model)
+        self._tokenizer = Tokenizer(model)
         self._limit = limit
-        self._before: dict[str, bytes] = {}
+        self._previous: dict[str, bytes] = {}
 
     def __missing__(self, word: str) -> bytes:
-        tokens = self._before.get(word)
+        tokens = self._previous.get(word)
         if tokens is None:
             tokens = self._tokenize(word)
             if len(word) > LONGEST_WORD:
                 return tokens
         if len(self) >= self._limit:
-            self._before = dict(self)
+            self._previous = dict(self)
             self.clear()
         self[word] = tokens
         return tokens
 
     def _tokenize(self, word: str) -> bytes:
         letters = "".join([CHAR_OF_BYTE[byte] for byte in word.encode()])
-        if len(letters) > HUGE_WORD:  # a batch lets other threads go on
-            return packed(self._alone.encode_batch_fast([letters], add_special_tokens=False)[0].ids)
+        if len(letters) > HUGE_WORD:  # a batch call releases the GIL
+            encodings = self._tokenizer.encode_batch_fast([letters], add_special_tokens=False)
+            return packed(encodings[0].ids)
         return packed([token.id for token in self._model.tokenize(letters)])
 
 
 class WordEncoder:
-    """Tokens of text as the whole tokenizer makes them, with no special tokens added.
+    """Encodes text exactly as the tokenizer does without adding special tokens.
 
-    Raises NotUnderstood for a tokenizer that is anything but byte-level BPE in its usual form.
+    Raises UnsupportedTokenizer unless the tokenizer is byte-level BPE in its usual form.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         model = tokenizer.model
         if not isinstance(model, BPE) or model.dropout:
-            raise NotUnderstood("the model is not a fixed byte-pair encoding")
-        if tokenizer.normalizer is not None and not _composes(tokenizer):
-            raise NotUnderstood("the text is rewritten first")
+            raise UnsupportedTokenizer("the model is not a deterministic byte-pair encoding")
+        if tokenizer.normalizer is not None and not _is_nfc(tokenizer):
+            raise UnsupportedTokenizer("a normalizer other than NFC")
         self._splitter = Splitter(tokenizer)
         self._normalizer = tokenizer.normalizer
         self._memo = WordMemo(model)
         added = tokenizer.get_added_tokens_decoder()
-        self._added = {token.content: packed([place]) for place, token in added.items()}
+        self._added = {token.content: packed([token_id]) for token_id, token in added.items()}
         self._longest_added = max(map(len, self._added), default=0)
         self._marker = _marker(added.values())
         self.longest_token = self._longest_token(tokenizer)
@@ -82,49 +83,49 @@ class WordEncoder:
     def _longest_token(self, tokenizer: Tokenizer) -> int | None:
         vocabulary = tokenizer.get_vocab()
         if any(letter not in vocabulary for letter in CHAR_OF_BYTE.values()):
-            return None  # such bytes leave no tokens at all
-        longest = max(map(len, vocabulary))  # a letter stands for a byte, but not in added tokens
+            return None  # some bytes yield no token, so that no length is certain
+        longest = max(map(len, vocabulary))  # a letter is a byte, except in added tokens
         longest = max([longest, *(len(text.encode()) for text in self._added)])
-        return longest if self._normalizer is None else longest * COMPOSES
+        return longest if self._normalizer is None else longest * NFC_SHRINK
 
     def encode(self, text: str) -> bytes | None:
-        """Packed tokens; None for a text that must be left to the library."""
+        """Packed tokens; None for a text that only the library can tokenize."""
         try:
             return b"".join(self.steps(text))
-        except Unknown:
+        except UnsupportedText:
             return None
 
     def steps(self, text: str) -> Iterator[bytes]:
-        """Packed tokens a slice at a time, some of them empty; raises Unknown before any token."""
+        """Packed tokens in slices, some empty; raises UnsupportedText before the first slice."""
         pieces = list(self._pieces(text))
-        for place in range(0, len(pieces), 2):
+        for index in range(0, len(pieces), 2):
             parts = []
-            for part in composed_apart(pieces[place]):
-                parts.append(self._composed(part))
+            for part in split_for_nfc(pieces[index]):
+                parts.append(self._normalize(part))
                 if len(part) >= SLICE:
                     yield b""
-            pieces[place] = "".join(parts)
-        for place, piece in enumerate(pieces):
-            if place % 2:
+            pieces[index] = "".join(parts)
+        for index, piece in enumerate(pieces):
+            if index % 2:
                 yield self._added[piece]
             elif piece:
                 yield from self._plain(piece)
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Plain texts and added tokens by turns."""
-        place = 0
+        """Alternating plain texts and added tokens, beginning and ending with a text."""
+        start = 0
         if self._marker is not None:
             for match in find_all(self._marker, text, self._longest_added):
-                yield text[place : match.start()]
+                yield text[start : match.start()]
                 yield match[0]
-                place = match.end()
-        yield text[place:]
+                start = match.end()
+        yield text[start:]
 
-    def _composed(self, text: str) -> str:
+    def _normalize(self, text: str) -> str:
         if self._normalizer is not None and not text.isascii():
             text = self._normalizer.normalize_str(text)
-        if not self._splitter.knows(text):
-            raise Unknown
+        if not self._splitter.supports(text):
+            raise UnsupportedText
         return text
 
     def _plain(self, text: str) -> Iterator[bytes]:
@@ -138,14 +139,14 @@ def packed(ids: list[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def _composes(tokenizer: Tokenizer) -> bool:
-    """Whether the normalizer is NFC, which leaves ASCII alone."""
+def _is_nfc(tokenizer: Tokenizer) -> bool:
+    """True if the normalizer is NFC, which does not change ASCII."""
     return bool(tokenizer.normalizer.__getstate__() == b'{"type":"NFC"}')
 
 
 def _marker(added: Iterable[AddedToken]) -> "re.Pattern[str] | None":
-    """Finds added tokens; where several begin at one place the longest is meant."""
+    """A pattern that finds added tokens, the longest first; None if there are none."""
     tokens = list(added)
     if any(t.normalized or t.lstrip or t.rstrip or t.single_word for t in tokens):
-        raise NotUnderstood("an added token takes in what stands beside it")
-    return re.compile(any_of(t.content for t in tokens)) if tokens else None
+        raise UnsupportedTokenizer("an added token depends on the text around it")
+    return re.compile(alternation(t.content for t in tokens)) if tokens else None

@@ -1,7 +1,7 @@
-"""Token ids back to text, a few at a time, never splitting a character.
+"""Incremental detokenizers, which never split a character.
 
-Two implementations of `Detokenizer`: a table of bytes for byte-level BPE (what nearly every agent
-model uses), and the tokenizer's own decoder for all others.
+`ByteDetokenizer` looks up the bytes of byte-level BPE tokens, which most models use;
+`StreamDetokenizer` uses the decoder of any other tokenizer.
 """
 
 import codecs
@@ -13,19 +13,19 @@ from tokenizers.decoders import DecodeStream
 
 
 class Detokenizer(Protocol):
-    """State of one sequence."""
+    """Incremental detokenizer of one sequence."""
 
     def feed(self, ids: list[int]) -> str:
-        """The text that `ids` complete; bytes of an unfinished character wait for the next call."""
+        """The text that `ids` complete; bytes of an incomplete character wait for the next call."""
         ...
 
     def finish(self) -> str:
-        """What is left, with U+FFFD for a character that never came."""
+        """The rest of the text; U+FFFD stands for an incomplete character."""
         ...
 
 
 class ByteTable:
-    """The bytes of every token id of a byte-level tokenizer; ids in `hidden` render as nothing."""
+    """The bytes of every token id of a byte-level tokenizer; `hidden` ids have none."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         added = tokenizer.get_added_tokens_decoder()
@@ -34,8 +34,8 @@ class ByteTable:
         for text, token_id in tokenizer.get_vocab().items():
             if token_id in hidden:
                 continue
-            raw = token_id not in added and all(c in byte_of for c in text)
-            table[token_id] = bytes(byte_of[c] for c in text) if raw else text.encode()
+            mapped = token_id not in added and all(c in byte_of for c in text)
+            table[token_id] = bytes(byte_of[c] for c in text) if mapped else text.encode()
         self.table = table
 
 
@@ -60,13 +60,13 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """The `tokenizers` library's own incremental decoder, for any kind of tokenizer."""
+    """Uses the `tokenizers` library's incremental decoder; works for any tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._stream = DecodeStream(skip_special_tokens=False)
-        self._unshown: list[int] = []
+        self._pending: list[int] = []
 
     def feed(self, ids: list[int]) -> str:
         parts: list[str] = []
@@ -74,14 +74,14 @@ class StreamDetokenizer:
             if token_id in self._hidden:
                 continue
             part = self._stream.step(self._tokenizer, token_id)
-            self._unshown.append(token_id)
+            self._pending.append(token_id)
             if part is not None:
-                self._unshown.clear()
+                self._pending.clear()
                 parts.append(part)
         return "".join(parts)
 
     def finish(self) -> str:
-        rest = self._tokenizer.decode(self._unshown, skip_special_tokens=False)
+        rest = self._tokenizer.decode(self._pending, skip_special_tokens=False)
         return "\ufffd" if "\ufffd" in rest else ""
 
 
@@ -91,7 +91,8 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def raw(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 bytes of a token, perhaps of an incomplete character."""
         text = self._tokenizer.id_to_token(token) or ""
         if token in self._tokenizer.get_added_tokens_decoder():
             return text.encode()
@@ -101,7 +102,7 @@ class TokenTexts:
 
 
 class DetokenizerFactory:
-    """Makes detokenizers of one tokenizer; `hidden` ids (end of turn and the like) never show."""
+    """Creates detokenizers of one tokenizer; `hidden` ids, such as end of turn, have no text."""
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -119,7 +120,7 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def is_byte_level(tokenizer_json: bytes) -> bool:
-    """Whether the tokenizer's decoder is exactly the inverse of GPT-2's byte-to-character map."""
+    """True if the tokenizer's decoder is exactly the inverse of GPT-2's byte-to-character map."""
     decoder = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).decoder or {}
     if decoder.get("type") == "Sequence":
         steps = decoder.get("decoders", [])
@@ -128,10 +129,10 @@ def is_byte_level(tokenizer_json: bytes) -> bool:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's reversible map: printable bytes stand for themselves, the others for U+0100 on."""
-    keep = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in keep]
-    table = {chr(b): b for b in keep}
+    """Inverse of GPT-2's map: printable bytes map to themselves, the others to U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    table = {chr(b): b for b in printable}
     table.update({chr(0x100 + n): b for n, b in enumerate(others)})
     return table
 

@@ -1,8 +1,8 @@
-"""Text to tokens, reusing the tokens of every part of a conversation that was seen before.
+"""Text encoder that reuses the tokens of segments seen before.
 
-A tokenizer splits text at special tokens before anything else, so what stands between two of them
-is tokenized by itself, whatever surrounds it. In a rendered conversation special tokens mark the
-messages: a turn repeats the parts of the turn before it, and only new ones need the tokenizer.
+A tokenizer splits text at special tokens first, so the tokens of a segment between two of them do
+not depend on the text around it. In a rendered conversation special tokens delimit the messages:
+a turn repeats the segments of the turn before, and only new ones need the tokenizer.
 """
 
 import logging
@@ -14,9 +14,15 @@ from threading import Lock
 
 from tokenizers import AddedToken, Tokenizer
 
-from kvmesh.frontend.tokenizer.byte_level_bpe import Unknown, WordEncoder, packed
-from kvmesh.frontend.tokenizer.pretokenizer import NotUnderstood
-from kvmesh.frontend.tokenizer.text_slices import PROSE, SLICE, any_of, cut, find_all
+from kvmesh.frontend.tokenizer.byte_level_bpe import UnsupportedText, WordEncoder, packed
+from kvmesh.frontend.tokenizer.pretokenizer import UnsupportedTokenizer
+from kvmesh.frontend.tokenizer.text_slices import (
+    SAMPLE_TEXT,
+    SLICE,
+    alternation,
+    find_all,
+    split_at_words,
+)
 
 log = logging.getLogger(__name__)
 ENTRY_BYTES = 300
@@ -24,35 +30,32 @@ _PROBE = "  Hello there,\n\n the 12345 quick  foxes'll jump — naïve 日本 �
 
 
 class SegmentMemo:
-    """Tokens by (tenant, text), least recently used out first; `limit` in bytes bounds it.
-
-    Any thread may ask it.
-    """
+    """LRU cache of packed tokens by (tenant, text), bounded by `limit` bytes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._held: OrderedDict[tuple[int, str], bytes] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, str], bytes] = OrderedDict()
         self._lock = Lock()
         self.bytes = 0
 
     def get(self, tenant: int, text: str) -> bytes | None:
         key = (tenant, text)
         with self._lock:
-            tokens = self._held.get(key)
+            tokens = self._entries.get(key)
             if tokens is not None:
-                self._held.move_to_end(key)
+                self._entries.move_to_end(key)
             return tokens
 
     def put(self, tenant: int, text: str, tokens: bytes) -> None:
         size = _size(text, tokens)
         key = (tenant, text)
         with self._lock:
-            if size > self._limit or key in self._held:
+            if size > self._limit or key in self._entries:
                 return
-            self._held[key] = tokens
+            self._entries[key] = tokens
             self.bytes += size
             while self.bytes > self._limit:
-                (_, old_text), old_tokens = self._held.popitem(last=False)
+                (_, old_text), old_tokens = self._entries.popitem(last=False)
                 self.bytes -= _size(old_text, old_tokens)
 
 
@@ -63,30 +66,34 @@ def _size(text: str, tokens: bytes) -> int:
 
 
 class TextEncoder:
-    """Splits text at special tokens; `steps` are slow and may be taken in any thread."""
+    """Encoder of one tokenizer. `steps` and `text_steps` are slow and may run in any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        markers = [t.content for t in tokenizer.get_added_tokens_decoder().values() if _hard(t)]
+        markers = [
+            t.content for t in tokenizer.get_added_tokens_decoder().values() if _is_border(t)
+        ]
         self.longest_marker = max(map(len, markers), default=0)
-        self._marker = re.compile(any_of(markers)) if markers else None
-        self._words: WordEncoder | None = None
-        self._cuts = False
+        self._marker = re.compile(alternation(markers)) if markers else None
+        self._bpe: WordEncoder | None = None
+        self._splittable = False
         if not self._is_faithful(markers):
             self._marker = None
-        self._cuts = self._cuts_are_words()
-        self._words = self._word_encoder()
-        if self._words is not None and not self._is_faithful(markers):
-            log.warning("this tokenizer is not what its file says: its texts are not cut here")
-            self._words = None
+        self._splittable = self._splits_between_words()
+        self._bpe = self._word_encoder()
+        if self._bpe is not None and not self._is_faithful(markers):
+            log.warning(
+                "the tokenizer does not match its file; using the tokenizers library instead"
+            )
+            self._bpe = None
 
     @property
     def longest_token(self) -> int | None:
-        """Most bytes of text in a token; None where a token may stand for any text."""
-        return self._words.longest_token if self._words is not None else None
+        """Most bytes of text that one token can represent; None if unbounded."""
+        return self._bpe.longest_token if self._bpe is not None else None
 
     def segments(self, text: str) -> list[str]:
-        """Parts whose tokens, one after the other, are the tokens of the whole."""
+        """Parts of `text` whose tokens, concatenated, are the tokens of `text`."""
         if self._marker is None:
             return [text]
         starts = [m.start() for m in find_all(self._marker, text, self.longest_marker)]
@@ -94,62 +101,62 @@ class TextEncoder:
         return [text[a:b] for a, b in pairwise(edges) if a < b]
 
     def steps(self, segment: str) -> Iterator[bytes]:
-        """Packed tokens of a segment, a slice at a time; adds no special tokens."""
-        if self._words is not None:
+        """Packed tokens of a segment, in slices; adds no special tokens."""
+        if self._bpe is not None:
             try:
-                yield from self._words.steps(segment)
+                yield from self._bpe.steps(segment)
                 return
-            except Unknown:
-                pass  # nothing has been told of it yet
-        for part in cut(segment) if self._cuts else (segment,):
-            yield self._by_library([part])[0]
+            except UnsupportedText:
+                pass  # raised before the first slice
+        for part in split_at_words(segment) if self._splittable else (segment,):
+            yield self._tokenize([part])[0]
 
     def encode_segments(self, segments: list[str]) -> list[bytes]:
-        """Packed tokens of each."""
+        """Packed tokens of each segment."""
         return [b"".join(self.steps(segment)) for segment in segments]
 
     def text_steps(self, text: str) -> Iterator[bytes]:
-        """Packed tokens of a plain text with what the tokenizer puts around one."""
+        """Packed tokens of a text and of the special tokens that the tokenizer adds around it."""
         if len(text) < SLICE:
-            yield packed(self._around(text))
+            yield packed(self._with_special(text))
             return
-        whole, bare = self._around("x"), self._by_library(["x"])[0]
-        before, found, after = packed(whole).partition(bare)
+        sample, bare = self._with_special("x"), self._tokenize(["x"])[0]
+        before, found, after = packed(sample).partition(bare)
         yield before
         for segment in self.segments(text):
             yield from self.steps(segment)
         yield after if found else b""
 
-    def _around(self, text: str) -> list[int]:
+    def _with_special(self, text: str) -> list[int]:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids
 
-    def _by_library(self, segments: list[str]) -> list[bytes]:
+    def _tokenize(self, segments: list[str]) -> list[bytes]:
         encodings = self._tokenizer.encode_batch_fast(segments, add_special_tokens=False)
         return [packed(encoding.ids) for encoding in encodings]
 
-    def _cuts_are_words(self) -> bool:
-        """Whether texts may be cut between words: tried, since no file promises it."""
+    def _splits_between_words(self) -> bool:
+        """Test whether texts may be split between words; no tokenizer file states it."""
         added = self._tokenizer.get_added_tokens_decoder().values()
-        if any(list(cut(token.content, 1)) != [token.content] for token in added):
+        if any(list(split_at_words(token.content, 1)) != [token.content] for token in added):
             return False
-        parts = list(cut(PROSE, 1))
-        return b"".join(self._by_library(parts)) == self._by_library([PROSE])[0]
+        parts = list(split_at_words(SAMPLE_TEXT, 1))
+        return b"".join(self._tokenize(parts)) == self._tokenize([SAMPLE_TEXT])[0]
 
     def _word_encoder(self) -> WordEncoder | None:
         try:
             return WordEncoder(self._tokenizer)
-        except NotUnderstood as reason:
-            log.info("the tokenizers library cuts all texts of this model: %s", reason)
+        except UnsupportedTokenizer as reason:
+            log.info("the tokenizers library encodes all texts of this model: %s", reason)
             return None
 
     def _is_faithful(self, markers: Iterable[str]) -> bool:
-        """Whether parts really tokenize as in the whole: tried, since no file promises it."""
+        """Test whether segments have the tokens of the whole text; no tokenizer file states it."""
         text = _PROBE + "".join(f"{marker}{_PROBE} x {marker}\n" for marker in markers)
-        whole = self._by_library([text])
+        whole = self._tokenize([text])
         return b"".join(self.encode_segments(self.segments(text))) == b"".join(whole)
 
 
-def _hard(token: AddedToken) -> bool:
+def _is_border(token: AddedToken) -> bool:
     return bool(token.special) and not (
         token.normalized or token.lstrip or token.rstrip or token.single_word
     )

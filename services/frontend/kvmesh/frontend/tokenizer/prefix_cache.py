@@ -1,8 +1,8 @@
-"""The last prompt of each conversation, cut and tokenized, so that a turn costs what it adds.
+"""The last prompt of each conversation with its tokens, so that a turn only encodes what it adds.
 
-A rendered conversation is cut at special tokens. Where two texts agree up to a cut, and as far
-behind it as the longest special token, they are cut alike up to there: whatever begins before
-that place ends before it, or is seen whole.
+The encoder splits a rendered conversation into segments at special tokens. Two texts that agree up
+to an edge and for the length of the longest special token after it have the same segments up to
+that edge: a special token that begins before the edge is within the common text.
 """
 
 from collections import OrderedDict
@@ -18,9 +18,10 @@ Key = tuple[int, int]
 
 
 class EncodedPrompt(NamedTuple):
-    """A text with its packed tokens; `sizes` are the bytes of tokens before each of its `edges`.
+    """A text and its packed tokens.
 
-    Edges are where its segments begin, and its end.
+    `edges`: character offsets of its segments' starts and of the end covered by `tokens`;
+    `sizes`: bytes of packed tokens before each edge.
     """
 
     text: str = ""
@@ -30,53 +31,54 @@ class EncodedPrompt(NamedTuple):
 
     @property
     def end(self) -> int:
+        """Character offset up to which the text is encoded."""
         return self.edges[-1]
 
-    def before(self, place: int) -> "EncodedPrompt":
-        """Its first `place` segments; of the text nothing is cut off."""
-        edges, sizes = self.edges[: place + 1], self.sizes[: place + 1]
+    def first(self, count: int) -> "EncodedPrompt":
+        """The tokens of the first `count` segments; `text` stays whole."""
+        edges, sizes = self.edges[: count + 1], self.sizes[: count + 1]
         return EncodedPrompt(self.text, edges, sizes, self.tokens[: sizes[-1]])
 
     def extended(self, text: str, segments: list[str], tokens: list[bytes]) -> "EncodedPrompt":
-        """What is here as the beginning of `text`, with the segments behind it."""
+        """`text`, which starts with the segments encoded here, continued by `segments`."""
         edges = [*self.edges[:-1], *accumulate(map(len, segments), initial=self.edges[-1])]
         sizes = [*self.sizes[:-1], *accumulate(map(len, tokens), initial=self.sizes[-1])]
         return EncodedPrompt(text, edges, sizes, b"".join([self.tokens, *tokens]))
 
 
 class PrefixTokenCache:
-    """The longest unused first out; `limit` in bytes bounds them. Any thread may ask."""
+    """LRU cache of encoded prompts, bounded by `limit` bytes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._held: OrderedDict[Key, EncodedPrompt] = OrderedDict()
+        self._entries: OrderedDict[Key, EncodedPrompt] = OrderedDict()
         self._lock = Lock()
         self.bytes = 0
 
-    def find(self, key: Key, text: str, margin: int) -> EncodedPrompt:
-        """What is known of the beginning of `text`; no special token is longer than `margin`."""
-        known = self._held.get(key)
+    def get(self, key: Key, text: str, margin: int) -> EncodedPrompt:
+        """The known prefix of `text`; no special token is longer than `margin` characters."""
+        known = self._entries.get(key)
         if known is None:
             return EncodedPrompt()
-        place, step = len(known.edges) - 1, 1
-        while place > step:
-            place -= step
+        index, step = len(known.edges) - 1, 1
+        while index > step:
+            index -= step
             step *= 2
-            end = known.edges[place] + margin
+            end = known.edges[index] + margin
             if end <= len(known.text) and text.startswith(known.text[:end]):
-                return known.before(place)
+                return known.first(index)
         return EncodedPrompt()
 
-    def keep(self, key: Key, encoded: EncodedPrompt) -> None:
-        """In place of what is kept there."""
+    def put(self, key: Key, encoded: EncodedPrompt) -> None:
+        """Replace the entry of `key`."""
         with self._lock:
-            self.bytes -= _size(self._held.pop(key, None))
+            self.bytes -= _size(self._entries.pop(key, None))
             if _size(encoded) > self._limit:
                 return
-            self._held[key] = encoded
+            self._entries[key] = encoded
             self.bytes += _size(encoded)
             while self.bytes > self._limit:
-                self.bytes -= _size(self._held.popitem(last=False)[1])
+                self.bytes -= _size(self._entries.popitem(last=False)[1])
 
 
 def _size(encoded: EncodedPrompt | None) -> int:

@@ -1,9 +1,9 @@
-"""How a byte-level tokenizer cuts text into words, as patterns of Python.
+"""Pre-tokenization of byte-level tokenizers with Python's `re`.
 
-Tokenizers describe the cut by regular expressions for the Oniguruma engine. Those written in the
-few forms that nearly all use are put into Python's; what a class of characters holds is asked of
-the `tokenizers` library itself, so that no two versions of Unicode can disagree. Everything else
-is refused: the library then cuts such a tokenizer's texts.
+Tokenizer files split text into words by Oniguruma regular expressions. This module translates the
+few forms that nearly all of them use. It asks the `tokenizers` library for the members of each
+character class, so that two versions of Unicode cannot disagree. Any other tokenizer raises
+UnsupportedTokenizer, and the library then pre-tokenizes its texts.
 """
 
 import re
@@ -17,18 +17,18 @@ import msgspec
 from tokenizers import Regex, Tokenizer
 from tokenizers.pre_tokenizers import Split
 
-from kvmesh.frontend.tokenizer.text_slices import PROSE, SLICE, cut
+from kvmesh.frontend.tokenizer.text_slices import SAMPLE_TEXT, SLICE, split_at_words
 
 BATCH = 2048
-FEW = 4  # words found at once, with all other threads waiting, where some may be endless
+SMALL_BATCH = 4  # words found while holding the GIL in long texts, where words may be long
 SHORT = 2 * SLICE
-# The BMP and emoji. More would make Python's classes slow: texts with more are the library's.
-_KNOWN = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000), *range(0x1F000, 0x1FB00)]))
-_BEYOND = re.compile("[\U00010000-\U0001efff\U0001fb00-\U0010ffff]")
+# The BMP and emoji: more would slow down Python's classes. The library handles other texts.
+_SUPPORTED = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000), *range(0x1F000, 0x1FB00)]))
+_UNSUPPORTED = re.compile("[\U00010000-\U0001efff\U0001fb00-\U0010ffff]")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CLASS = r"\\[pP]\{\^?\w+\}|\\[sdw]"
 _ESCAPE = r"\\(?:[^A-Za-z0-9]|[rnt])"
-_FORM = re.compile(
+_ELEMENT = re.compile(
     rf"(?P<set>\[\^?(?:{_CLASS}|{_ESCAPE}|[^\[\]\\&]|&(?!&))+\])"
     rf"|(?P<class>{_CLASS})|(?P<complement>\\[SDW])|(?P<escape>{_ESCAPE})"
     r"|(?P<open>\((?:\?(?:i?:|[!=])|(?!\?)))|(?P<close>\))|(?P<bar>\|)"
@@ -38,47 +38,47 @@ _FORM = re.compile(
 )
 
 
-class NotUnderstood(Exception):
-    """The tokenizer cuts text in a way that is not known here."""
+class UnsupportedTokenizer(Exception):
+    """The tokenizer splits text in a way that this package does not implement."""
 
 
 class Splitter:
-    """Cuts text into the words that the tokenizer would make; raises NotUnderstood if it cannot."""
+    """Splits text into the tokenizer's words; raises UnsupportedTokenizer if it cannot."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
-            self._patterns = [re.compile(translate(form)) for form in _forms(tokenizer)]
+            self._patterns = [re.compile(translate(e)) for e in _expressions(tokenizer)]
         except re.error as error:
-            raise NotUnderstood(f"Python cannot read a pattern: {error}") from error
+            raise UnsupportedTokenizer(f"Python cannot read a pattern: {error}") from error
         if any(pattern.match("") for pattern in self._patterns):
-            raise NotUnderstood("a word may be empty")
-        apart = (words for part in cut(PROSE, 1) for words in self._words(part))
-        self._cuts = [*chain(*apart)] == [*chain(*self._words(PROSE))]
+            raise UnsupportedTokenizer("a word may be empty")
+        parts = (words for part in split_at_words(SAMPLE_TEXT, 1) for words in self._words(part))
+        self._splittable = [*chain(*parts)] == [*chain(*self._words(SAMPLE_TEXT))]
 
-    def knows(self, text: str) -> bool:
-        """Whether all characters of `text` are among those whose classes are known."""
-        return text.isascii() or _BEYOND.search(text) is None
+    def supports(self, text: str) -> bool:
+        """True if the classes of all characters of `text` are known."""
+        return text.isascii() or _UNSUPPORTED.search(text) is None
 
     def words(self, text: str) -> Iterator[list[str]]:
-        """All words, some at a time; `text` must be known."""
-        for part in cut(text) if self._cuts else (text,):
+        """All words of a supported text, in batches."""
+        for part in split_at_words(text) if self._splittable else (text,):
             yield from self._words(part)
 
     def _words(self, text: str) -> Iterator[list[str]]:
         batches: Iterable[list[str]] = [[text]]
         for pattern in self._patterns:
-            batches = _cut(pattern, batches)
+            batches = _split_all(pattern, batches)
         yield from batches
 
 
-def _cut(pattern: "re.Pattern[str]", batches: Iterable[list[str]]) -> Iterator[list[str]]:
+def _split_all(pattern: "re.Pattern[str]", batches: Iterable[list[str]]) -> Iterator[list[str]]:
     for batch in batches:
         for piece in batch:
-            yield from _parts(pattern, piece)
+            yield from _split(pattern, piece)
 
 
-def _parts(pattern: "re.Pattern[str]", text: str) -> Iterator[list[str]]:
-    """What matches and what lies between matches, in order."""
+def _split(pattern: "re.Pattern[str]", text: str) -> Iterator[list[str]]:
+    """Matches and the texts between them, in order."""
     short = len(text) <= SHORT
     if short:
         whole = pattern.findall(text)
@@ -87,7 +87,7 @@ def _parts(pattern: "re.Pattern[str]", text: str) -> Iterator[list[str]]:
             return
     end = 0
     matches = pattern.finditer(text)
-    while found := list(islice(matches, BATCH if short else FEW)):
+    while found := list(islice(matches, BATCH if short else SMALL_BATCH)):
         parts = list(map(itemgetter(0), found))
         start, end = end, found[-1].end()
         yield parts if sum(map(len, parts)) == end - start else _with_gaps(text, start, found)
@@ -117,46 +117,46 @@ class _Step(msgspec.Struct):
     use_regex: bool = True
 
 
-def _forms(tokenizer: Tokenizer) -> list[str]:
-    """Regular expressions, each to be applied to what the one before it leaves."""
-    held: Any = tokenizer.pre_tokenizer
-    if held is None:
-        raise NotUnderstood("there is no pre-tokenizer")
-    whole = msgspec.json.decode(held.__getstate__(), type=_Step)
-    steps = whole.pretokenizers if whole.type == "Sequence" else [whole]
+def _expressions(tokenizer: Tokenizer) -> list[str]:
+    """Regular expressions, each of which splits the words of the one before."""
+    pre_tokenizer: Any = tokenizer.pre_tokenizer
+    if pre_tokenizer is None:
+        raise UnsupportedTokenizer("there is no pre-tokenizer")
+    step = msgspec.json.decode(pre_tokenizer.__getstate__(), type=_Step)
+    steps = step.pretokenizers if step.type == "Sequence" else [step]
     if not steps or steps[-1].type != "ByteLevel" or steps[-1].add_prefix_space:
-        raise NotUnderstood("words do not become bytes at the end")
-    forms = [_form(step) for step in steps[:-1]]
-    return [*forms, _GPT2] if steps[-1].use_regex else forms
+        raise UnsupportedTokenizer("the last step does not map words to bytes")
+    expressions = [_expression(step) for step in steps[:-1]]
+    return [*expressions, _GPT2] if steps[-1].use_regex else expressions
 
 
-def _form(step: _Step) -> str:
+def _expression(step: _Step) -> str:
     if step.type != "Split" or step.behavior != "Isolated" or step.invert:
-        raise NotUnderstood(f"a step is {step.type} {step.behavior}")
+        raise UnsupportedTokenizer(f"step {step.type} {step.behavior}")
     if "String" in step.pattern:
         return re.sub(r"(\W)", r"\\\1", step.pattern["String"])
     return step.pattern["Regex"]
 
 
-def translate(form: str) -> str:
-    """Oniguruma's regular expression as one of Python's that matches the same in known texts."""
+def translate(expression: str) -> str:
+    """Translate Oniguruma's regular expression to Python's, equivalent for supported texts."""
     parts: list[str] = []
     folding: list[bool] = [False]
-    place = 0
-    while place < len(form):
-        found = _FORM.match(form, place)
+    pos = 0
+    while pos < len(expression):
+        found = _ELEMENT.match(expression, pos)
         if found is None:
-            raise NotUnderstood(f"{form[place:]!r} in {form!r}")
-        place = found.end()
+            raise UnsupportedTokenizer(f"{expression[pos:]!r} in {expression!r}")
+        pos = found.end()
         if found["open"] is not None:
             folding.append(folding[-1] or found["open"] == "(?i:")
         elif found["close"] is not None and len(folding) > 1:
             folding.pop()
-        parts.append(_translated(found, folding[-1]))
+        parts.append(_translate_element(found, folding[-1]))
     return "".join(parts)
 
 
-def _translated(found: "re.Match[str]", fold: bool) -> str:
+def _translate_element(found: "re.Match[str]", fold: bool) -> str:
     text = found[0]
     match found.lastgroup:
         case "set" if not fold:
@@ -171,18 +171,18 @@ def _translated(found: "re.Match[str]", fold: bool) -> str:
             return f"[{_members(f'(?i:{text})')}]" if fold and text.isalpha() else re.escape(text)
         case "escape" | "close" | "bar" | "repeat":
             return text
-    raise NotUnderstood(f"a set that ignores case: {text}")
+    raise UnsupportedTokenizer(f"case-insensitive set {text}")
 
 
 @cache
 def _members(expression: str) -> str:
-    """The known characters that match `expression`, as ranges within a set of Python's."""
+    """Supported characters that match `expression`, as ranges of a Python character set."""
     try:
-        gaps = Split(Regex(expression), "removed").pre_tokenize_str(_KNOWN)
+        gaps = Split(Regex(expression), "removed").pre_tokenize_str(_SUPPORTED)
     except Exception as error:  # the library raises nothing narrower
-        raise NotUnderstood(f"{expression}: {error}") from error
-    edges = [0, *(edge for _, span in gaps for edge in span), len(_KNOWN)]
-    held = [(a, b - 1) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-    if not held:
-        raise NotUnderstood(f"nothing is {expression}")
-    return "".join(f"\\U{ord(_KNOWN[a]):08x}-\\U{ord(_KNOWN[b]):08x}" for a, b in held)
+        raise UnsupportedTokenizer(f"{expression}: {error}") from error
+    edges = [0, *(edge for _, span in gaps for edge in span), len(_SUPPORTED)]
+    ranges = [(a, b - 1) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+    if not ranges:
+        raise UnsupportedTokenizer(f"no character matches {expression}")
+    return "".join(f"\\U{ord(_SUPPORTED[a]):08x}-\\U{ord(_SUPPORTED[b]):08x}" for a, b in ranges)

@@ -1,6 +1,6 @@
-"""Long texts a slice at a time: where markers stand in them, and where they may be cut. Pure.
+"""Search and split of long texts slice by slice. Pure.
 
-One call of a C library keeps every other thread waiting, so none may get more than a slice.
+A call of `re` holds the GIL, so no call gets more than a slice of text.
 """
 
 import re
@@ -8,25 +8,25 @@ from collections.abc import Iterable, Iterator
 
 from kvmesh.frontend.errors import InvalidRequest
 
-SLICE = 1 << 16
-RUN = 1 << 18
-# Pre-tokenizers begin a word at all of these; whether a tokenizer does is tried, not believed.
-_PLACE = re.compile(
+SLICE = 1 << 16  # characters
+MAX_RUN = 1 << 18  # characters
+# Most pre-tokenizers begin a word at each of these; the encoder tests every tokenizer.
+_WORD_BORDER = re.compile(
     r"""(?<=\S)(?= \S)|(?<=[A-Za-z0-9])(?=[\"(,:;<=\[{])|(?<=\S\n)(?=[A-Za-z0-9])"""
 )
-_AROUND = 2  # characters on either side of a border that tell that it is one
-PROSE = """The fox's "quick", (brown) {jump: [12, a3]} = <it>;
+_CONTEXT = 2  # characters on either side of a border that its pattern looks at
+SAMPLE_TEXT = """The fox's "quick", (brown) {jump: [12, a3]} = <it>;
 Next Line says 'so', it's x=1,y;z:w\n\n  Again<b>bold</b>[0]{1}(2) 4 5 a 7
 café naïve (yes) "no", f(x)(y)[z]: {"key": "value", "n": 10}
 日本 語です, 🦀 🦀! ?! 12 345 ' s 's — é 𐌰𐌱 𐌰 ́ ئە\t x  y \u3000 z\xa0 w
 """
-_COMPOSED = re.compile("[\x00-\x7f\u4e00-\u9fff]")
+_NFC_BORDER = re.compile("[\x00-\x7f\u4e00-\u9fff]")
 
 
-def any_of(texts: Iterable[str]) -> str:
-    """A pattern of the longest of `texts` that stands at a place.
+def alternation(texts: Iterable[str]) -> str:
+    """A pattern that matches the longest of `texts` at a position.
 
-    Each character is looked at once, however many texts begin with it.
+    It is a prefix tree, so matching reads each character once however many texts share a prefix.
     """
     tree: dict[str, dict[str, object]] = {}
     for text in texts:
@@ -44,35 +44,38 @@ def _pattern(node: dict[str, object]) -> str:
         chain += re.escape(char)
     if set(node) == {""}:
         return chain
-    ways = "|".join(re.escape(c) + _pattern(n) for c, n in node.items() if c)  # type: ignore[arg-type]
-    return f"{chain}(?:{ways}){'?' if '' in node else ''}"
+    branches = "|".join(re.escape(c) + _pattern(n) for c, n in node.items() if c)  # type: ignore[arg-type]
+    return f"{chain}(?:{branches}){'?' if '' in node else ''}"
 
 
 def find_all(pattern: "re.Pattern[str]", text: str, longest: int) -> Iterator["re.Match[str]"]:
-    """The matches of `pattern.finditer`, where none is longer than `longest`."""
-    place = 0
-    while place < len(text):
-        edge = place + SLICE
-        for match in pattern.finditer(text, place, edge + longest):
+    """The matches of `pattern.finditer`, none longer than `longest`, found slice by slice."""
+    pos = 0
+    while pos < len(text):
+        edge = pos + SLICE
+        for match in pattern.finditer(text, pos, edge + longest):
             if match.start() >= edge:
                 break
             yield match
-            place = match.end()
-        place = max(place, edge)
+            pos = match.end()
+        pos = max(pos, edge)
 
 
-def cut(text: str, size: int = SLICE) -> Iterator[str]:
-    """Parts of about `size` characters whose words are those of the whole, if they are of PROSE."""
-    return _parts(_PLACE, text, size)
+def split_at_words(text: str, size: int = SLICE) -> Iterator[str]:
+    """Parts of about `size` characters, split where most pre-tokenizers begin a word.
+
+    Callers test with SAMPLE_TEXT that their tokenizer does.
+    """
+    return _split(_WORD_BORDER, text, size)
 
 
-def composed_apart(text: str) -> Iterator[str]:
-    """Parts that become NFC each by itself: nothing composes with a character before these."""
-    return _parts(_COMPOSED, text, SLICE)
+def split_for_nfc(text: str) -> Iterator[str]:
+    """Parts that can be normalized to NFC one by one: no border composes with the text before."""
+    return _split(_NFC_BORDER, text, SLICE)
 
 
-def _parts(border: "re.Pattern[str]", text: str, size: int) -> Iterator[str]:
-    """Each part but the first begins at the first border behind `size` characters."""
+def _split(border: "re.Pattern[str]", text: str, size: int) -> Iterator[str]:
+    """Parts that end at the first border at least `size` characters after their start."""
     start = 0
     while len(text) - start > size:
         end = _border(border, text, start + size)
@@ -83,18 +86,18 @@ def _parts(border: "re.Pattern[str]", text: str, size: int) -> Iterator[str]:
 
 
 def _border(border: "re.Pattern[str]", text: str, start: int) -> int:
-    """Where the first border from `start` on is, or the end of the text."""
-    for place in range(start, len(text), SLICE):
-        found = border.search(text, place, place + SLICE + _AROUND)
+    """Offset of the first border from `start` on, or of the end of the text."""
+    for pos in range(start, len(text), SLICE):
+        found = border.search(text, pos, pos + SLICE + _CONTEXT)
         if found is not None:
             return found.start()
     return len(text)
 
 
 def check_runs(text: str) -> None:
-    """Raise InvalidRequest for a run without spaces, or of spaces, that may be one endless word."""
-    for start in range(0, len(text) - RUN, RUN):
-        words = text[start : start + RUN].split(None, 1)
-        if not words or len(words[0]) == RUN:
-            reason = f"The prompt has more than {RUN} characters in a row without any space"
-            raise InvalidRequest(f"{reason}, or of spaces alone.", code="run_too_long")
+    """Raise InvalidRequest for MAX_RUN characters without a space, or of spaces: one huge word."""
+    for start in range(0, len(text) - MAX_RUN, MAX_RUN):
+        words = text[start : start + MAX_RUN].split(None, 1)
+        if not words or len(words[0]) == MAX_RUN:
+            reason = f"The prompt contains a run of more than {MAX_RUN} characters"
+            raise InvalidRequest(f"{reason} without a space, or of spaces.", code="run_too_long")

@@ -1,6 +1,6 @@
-"""Which reader reads a form of tool calls."""
+"""Factory of the reader for a form of tool calls."""
 
-from kvmesh.frontend.dialects.grammar import Form, JsonObjects, NamedJson, Pythonic, Tagged
+from kvmesh.frontend.dialects.grammar import CallForm, JsonObjects, NamedJson, Pythonic, Tagged
 from kvmesh.frontend.dialects.parsing.call_sink import CallReader, CallSink
 from kvmesh.frontend.dialects.parsing.json_calls import JsonReader, NamedReader
 from kvmesh.frontend.dialects.parsing.pythonic import KeyedReader, PythonReader
@@ -9,9 +9,9 @@ from kvmesh.frontend.dialects.parsing.tagged import TaggedReader
 
 
 def call_reader(
-    form: Form, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
+    form: CallForm, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
 ) -> CallReader:
-    """`ends` close the section that the calls stand in."""
+    """The reader of `form`; `ends` are the markers that close a section of calls."""
     if isinstance(form, JsonObjects):
         return JsonReader(form, source, sink, ends)
     if isinstance(form, NamedJson):

@@ -1,4 +1,4 @@
-"""What the readers of tool calls have in common: where calls go, and how they begin and end."""
+"""Interfaces and helpers shared by the readers of tool calls."""
 
 import re
 from typing import Protocol
@@ -11,20 +11,22 @@ NAME = re.compile(r"[\w.:/\-]+")
 
 
 class CallSink(Protocol):
-    """Where calls go. A call begins with the first of its `arguments`, which are JSON text."""
+    """Receives calls piece by piece: a name, then its arguments, then the end."""
 
     def name(self, name: str) -> None: ...
 
-    def arguments(self, text: str) -> None: ...
+    def arguments(self, text: str) -> None:
+        """Append JSON text to the arguments; the first one starts the call."""
+        ...
 
     def end(self) -> None: ...
 
     def schema(self) -> Schema:
-        """Of the arguments of the call whose name is known."""
+        """The schema of the named tool's arguments, {} if the tool is unknown."""
         ...
 
     def known(self, name: str) -> bool:
-        """Whether there is such a tool, or no way to tell."""
+        """True if the request has this tool, or no tools at all."""
         ...
 
 
@@ -32,19 +34,19 @@ class CallReader(Protocol):
     """Reads calls of one form."""
 
     def call(self) -> Steps[bool]:
-        """Reads one call; False if none begins here. Raises Malformed."""
+        """Read one call; False if none begins here. Raises MalformedOutput."""
         ...
 
 
 def skip(source: OutputSource, options: tuple[str, ...]) -> Steps[None]:
-    """Skips any of `options`, in any order, and white space around them."""
+    """Skip any of `options`, in any order, and white space around them."""
     while options and (yield from source.skip_space()):
         if not (yield from source.literal(*options)):
             break
 
 
 def opened(source: OutputSource, options: tuple[str, ...]) -> Steps[bool]:
-    """Reads a call's own marker, if one is here; a form without any begins anywhere."""
+    """Read one of `options`; True if it is there or if one of them is empty."""
     found = yield from source.literal(*options)
     return found is not None or "" in options
 

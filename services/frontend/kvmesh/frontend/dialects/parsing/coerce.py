@@ -1,4 +1,4 @@
-"""Values that models write as bare text, typed by the schema of their tool."""
+"""Types bare-text arguments by the schema of their tool."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ _OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", t
 
 
 def property_kinds(schema: Schema, name: str) -> frozenset[str]:
-    """The JSON types that the schema allows for a property; none if it does not say."""
+    """The JSON types that the schema allows for a property; empty if it states none."""
     properties = schema.get("properties")
     found = properties.get(name) if isinstance(properties, dict) else None
     return _kinds(found, schema, 8)
@@ -42,7 +42,7 @@ def _resolve(reference: str, root: Schema) -> Any:
 
 
 def coerce(text: str, kinds: frozenset[str]) -> str:
-    """`text` as JSON of one of the `kinds`; as a string if it fits none. Without kinds, guesses."""
+    """`text` as JSON of one of `kinds`, as a string if none fits; without kinds, of any type."""
     trimmed = text.strip()
     if kinds == {"string"}:
         return _dump(text)
@@ -73,9 +73,9 @@ def _of_kind(text: str, kind: str) -> str | None:
 
 
 def _literal(text: str) -> Any:
-    """What the text says in JSON, or else in Python's literals; None if in neither."""
+    """The value of a JSON text or a Python literal; None if the text is neither."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_reject)
     except (ValueError, RecursionError):
         pass
     try:
@@ -86,7 +86,7 @@ def _literal(text: str) -> Any:
     return value
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 

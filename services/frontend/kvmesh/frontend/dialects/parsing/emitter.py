@@ -1,4 +1,4 @@
-"""From what a grammar finds to answer events: trims, joins deltas, holds calls that may fail."""
+"""Event emitter of a parser: trims white space, joins deltas, holds back uncertain calls."""
 
 import json
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from kvmesh.frontend.dialects.parsing.coerce import Schema
 from kvmesh.frontend.dialects.parsing.source import SPACE, OutputSource
 from kvmesh.frontend.dialects.tools import CUSTOM_INPUT, by_model_name, schema
 
-# White space may belong to the marker behind it; so much of it is text.
+# The emitter holds back white space that may belong to a marker; longer white space is text.
 MAX_SPACE = 1024
 Delta = type[TextDelta] | type[ThinkingDelta] | type[ToolCallDelta]
 
 
 class Emitter:
-    """Collects the events of one output; `take` hands over those that are certain.
+    """Collects the events of one output; `drain` returns those that are certain.
 
-    A call is certain from its first arguments on if `eager`, else when it is complete. White
-    space next to thinking and calls belongs to the format, not to the text.
+    A call is certain from its first arguments on if `eager`, else once it is complete. White
+    space next to thinking and calls belongs to the format and is dropped.
     """
 
     def __init__(
@@ -39,51 +39,51 @@ class Emitter:
         self._parts: list[str] = []
         self._kind: Delta = TextDelta
         self._space = ""
-        self._trim = False
-        self.spoken = False
-        self._forced = 0
+        self._trim_start = False
+        self.has_text = False
+        self._attempt_chars = 0
         self._name: str | None = None
         self._arguments: list[str] = []
         self._started = False
 
-    def take(self) -> list[AnswerEvent]:
+    def drain(self) -> list[AnswerEvent]:
         self._flush()
         events, self._events = self._events, []
         return events
 
-    def pass_on(self, text: str, kind: Delta) -> list[AnswerEvent]:
-        """`say` and `take` in one, within text or thinking that has begun and was taken."""
+    def continue_delta(self, text: str, kind: Delta) -> list[AnswerEvent]:
+        """`write` and `drain` in one, for text or thinking that continues a drained delta."""
         text = self._space + text
-        kept = text.rstrip(SPACE)
-        self._space = text[len(kept) :]
+        body = text.rstrip(SPACE)
+        self._space = text[len(body) :]
         if len(self._space) > MAX_SPACE:
-            kept, self._space = text, ""
+            body, self._space = text, ""
         self._kind = kind
-        return [kind(kept)] if kept else []
+        return [kind(body)] if body else []
 
     # --- text and thinking ---
 
-    def say(self, text: str, kind: Delta = TextDelta) -> None:
+    def write(self, text: str, kind: Delta = TextDelta) -> None:
         whole = self._space + text
-        kept = whole.rstrip(SPACE)
-        self._space = whole[len(kept) :]
-        if not self.spoken and self._trim:
-            kept = kept.lstrip(SPACE)
-            self._space = self._space if kept else ""
+        body = whole.rstrip(SPACE)
+        self._space = whole[len(body) :]
+        if not self.has_text and self._trim_start:
+            body = body.lstrip(SPACE)
+            self._space = self._space if body else ""
         elif len(self._space) > MAX_SPACE:
-            kept, self._space = whole, ""
-        if kept:
-            self.spoken = True
-            self._add(kind, kept)
+            body, self._space = whole, ""
+        if body:
+            self.has_text = True
+            self._add(kind, body)
 
-    def turn(self) -> None:
+    def boundary(self) -> None:
         """Thinking or a call begins or ends here."""
         self._space = ""
-        self._trim = True
-        self.spoken = False
+        self._trim_start = True
+        self.has_text = False
 
     def finish(self) -> None:
-        """The output is over; white space at the end of a text is part of it."""
+        """Flush at the end of the output, where trailing white space is part of the text."""
         if self._space and self._kind is TextDelta:
             self._add(TextDelta, self._space)
 
@@ -101,33 +101,36 @@ class Emitter:
 
     # --- calls ---
 
-    def attempt(self, back: int) -> None:
-        """A call may begin here, or have begun with a marker of `back` characters."""
-        self._source.keep(back)
-        self._forced = max(back, 1)
+    def begin_attempt(self, back: int) -> None:
+        """Set the point to return to if the call fails: before a marker of `back` characters."""
+        self._source.mark(back)
+        self._attempt_chars = max(back, 1)
         self._name = None
         self._arguments.clear()
         self._started = False
 
     @property
     def attempting(self) -> bool:
-        return self._forced > 0
+        return self._attempt_chars > 0
 
-    def fail(self) -> None:
-        """It was no call: what looked like its beginning is text, what follows is read again."""
+    def fail_attempt(self) -> None:
+        """Emit the marker of a failed call as text and rewind the source to its end.
+
+        A call whose start was already emitted stays as it is.
+        """
         if not self.attempting:
-            self.turn()
+            self.boundary()
             return
-        source, forced = self._source, self._forced
+        source, length = self._source, self._attempt_chars
         source.rewind()
-        self._forced = 0
-        text, source.pos = source.text[:forced], forced
-        self.say(text)
+        self._attempt_chars = 0
+        text, source.pos = source.text[:length], length
+        self.write(text)
 
-    def drop_attempt(self) -> None:
-        """There is nothing to be rewound to."""
+    def end_attempt(self) -> None:
+        """Forget the point to return to."""
         self._source.release()
-        self._forced = 0
+        self._attempt_chars = 0
 
     def name(self, name: str) -> None:
         self._name = name
@@ -137,12 +140,12 @@ class Emitter:
         if self._eager and not self._started:
             self._start()
         if self._started and not self._is_custom():
-            self._pass_on()
+            self._emit_arguments()
 
     def end(self) -> None:
         if not self._started:
             self._start()
-        self._pass_on()
+        self._emit_arguments()
         self._flush()
         self._events.append(ToolCallEnd())
         self._started = False
@@ -155,8 +158,8 @@ class Emitter:
         return not self._tools or name in self._tools
 
     def _start(self) -> None:
-        self.drop_attempt()
-        self.turn()
+        self.end_attempt()
+        self.boundary()
         self._flush()
         name = self._name or ""
         tool = self._tools.get(name)
@@ -170,14 +173,14 @@ class Emitter:
         tool = self._tools.get(self._name or "")
         return tool is not None and tool.custom
 
-    def _pass_on(self) -> None:
+    def _emit_arguments(self) -> None:
         text = "".join(self._arguments)
         self._arguments.clear()
         self._add(ToolCallDelta, free_text(text) if self._is_custom() else text)
 
 
 def free_text(arguments: str) -> str:
-    """The input of a free-text tool, from the object that the model wraps it in."""
+    """The input of a free-text tool, taken from the object in which the model wraps it."""
     fields = json.loads(arguments)
     if isinstance(fields.get(CUSTOM_INPUT), str):
         return str(fields[CUSTOM_INPUT])

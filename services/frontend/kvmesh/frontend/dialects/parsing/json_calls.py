@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are JSON: as an object with a name inside, or behind a name."""
+"""Readers of tool calls with JSON arguments: `JsonReader` and `NamedReader`."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from kvmesh.frontend.dialects.parsing.source import MalformedOutput, OutputSourc
 
 
 class JsonReader:
-    """Objects with a name and arguments among their members, in whichever order."""
+    """Reads objects with a name and arguments among their members, in any order."""
 
     def __init__(
         self, form: JsonObjects, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
@@ -27,7 +27,7 @@ class JsonReader:
             yield from source.skip_space()
         if not (yield from source.literal("{")):
             return False
-        named, written, held = False, False, "{}"
+        named, written, pending = False, False, "{}"
         while not (yield from self._closed(written)):
             key = yield from self._string(":")
             yield from self._colon()
@@ -35,7 +35,7 @@ class JsonReader:
                 self._sink.name((yield from self._string("{")))
                 named = True
             elif key in self._form.arguments and not written:
-                written, held = yield from self._arguments(named)
+                written, pending = yield from self._arguments(named)
             elif self._form.bare and key not in ("type", "id", *self._form.names):
                 raise MalformedOutput
             else:
@@ -44,7 +44,7 @@ class JsonReader:
         if not named:
             raise MalformedOutput
         if not written:
-            self._sink.arguments(held)
+            self._sink.arguments(pending)
             self._sink.end()
         yield from skip(source, ("]",))
         return True
@@ -56,7 +56,7 @@ class JsonReader:
             raise Unfinished
         if (yield from self._source.literal("}")):
             return True
-        return bool(self._ends) and (yield from self._source.ahead(self._ends))
+        return bool(self._ends) and (yield from self._source.follows(self._ends))
 
     def _colon(self) -> Steps[None]:
         yield from self._source.skip_space()
@@ -81,23 +81,23 @@ class JsonReader:
         return "".join(parts)
 
     def _arguments(self, named: bool) -> Steps[tuple[bool, str]]:
-        """Whether the arguments have gone out; otherwise they wait for the name."""
+        """(True, "") if the sink has the arguments, (False, arguments) if they await a name."""
         char = yield from self._source.peek()
         if char == "{" and named:
             coder = Transcoder(self._source, self._sink.arguments, JSON, self._ends)
             yield from coder.object(1)
             self._sink.end()
             return True, ""
-        held = _unwrapped((yield from self._value()))
+        arguments = _unwrap((yield from self._value()))
         if not named:
-            return False, held
-        self._sink.arguments(held)
+            return False, arguments
+        self._sink.arguments(arguments)
         self._sink.end()
         return True, ""
 
 
-def _unwrapped(text: str) -> str:
-    """Arguments that may be an object, an object written as a string, or nothing at all."""
+def _unwrap(text: str) -> str:
+    """Arguments as a JSON object, from an object, an object in a string, or null."""
     value = json.loads(text)
     if isinstance(value, str):
         try:
@@ -112,7 +112,7 @@ def _unwrapped(text: str) -> str:
 
 
 class NamedReader:
-    """A name with markers around it, then a JSON object."""
+    """Reads a name between markers, then a JSON object."""
 
     def __init__(
         self, form: NamedJson, source: OutputSource, sink: CallSink, ends: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Values as models write them (JSON, nearly JSON, Python, Gemma), rewritten as JSON on the way.
+"""Streaming transcoder of model-written values (JSON, near-JSON, Python, Gemma) to JSON.
 
-What is written is at any time the beginning of a valid JSON text in the form of `json.dumps`.
-Slips that models make in JSON are mended: raw control characters, quotes without a backslash
-inside strings, stray backslashes, trailing commas, Python's constants, missing closing braces.
+The output is at any time a prefix of a valid JSON text in the form of `json.dumps`. The transcoder
+repairs mistakes that models make in JSON: raw control characters, unescaped quotes inside strings,
+stray backslashes, trailing commas, Python's constants, missing closing braces.
 """
 
 import json
@@ -15,9 +15,9 @@ from msgspec import Struct
 from kvmesh.frontend.dialects.parsing.source import (
     SPACE,
     MalformedOutput,
+    MarkerSet,
     OutputSource,
     Steps,
-    Stops,
     Unfinished,
 )
 
@@ -36,7 +36,7 @@ _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 
 
 class Style(Struct, frozen=True):
-    """How values are written. `quote` is a delimiter other than the usual quotes, if any."""
+    """The notation of values. `quote`: a string delimiter besides the usual quotes, if any."""
 
     escapes: Literal["json", "python"] = "json"
     quote: str | None = None
@@ -48,14 +48,14 @@ PYTHON = Style(escapes="python")
 
 
 def quoted(text: str) -> str:
-    """The text as the inside of a JSON string."""
+    """`text` escaped for a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class Transcoder:
     """Reads values from `source` and writes them as JSON to `sink`.
 
-    Where one of `ends` stands in place of a closing brace, the value is taken to be complete.
+    One of `ends` in place of a closing bracket completes the value.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Transcoder:
         self._sink = sink
         self._style = style
         self._ends = ends
-        self._quote = Stops([style.quote]) if style.quote else None
+        self._quote = MarkerSet([style.quote]) if style.quote else None
 
     def value(self, depth: int = 0, inside: str = "") -> Steps[None]:
         char = yield from self._source.skip_space()
@@ -109,14 +109,14 @@ class Transcoder:
         self._sink("]")
 
     def _closed(self, closer: str) -> Steps[bool]:
-        """Reads the closing bracket; an end marker stands for all that are missing."""
+        """Read the closing bracket; an end marker replaces all missing ones and stays unread."""
         char = yield from self._source.skip_space()
         if char == closer:
             self._source.pos += 1
             return True
         if not char:
             raise Unfinished
-        return bool(self._ends) and (yield from self._source.ahead(self._ends))
+        return bool(self._ends) and (yield from self._source.follows(self._ends))
 
     def _comma(self, closer: str) -> Steps[None]:
         char = yield from self._source.skip_space()
@@ -126,7 +126,7 @@ class Transcoder:
             raise MalformedOutput
 
     def _at_end(self) -> Steps[bool]:
-        return bool(self._ends) and (yield from self._source.ahead(self._ends))
+        return bool(self._ends) and (yield from self._source.follows(self._ends))
 
     def _key(self) -> Steps[None]:
         if (yield from self.string(":")):
@@ -153,7 +153,10 @@ class Transcoder:
     # --- strings ---
 
     def string(self, inside: str = "") -> Steps[bool]:
-        """Reads a string if one begins here; `inside` is what it stands in, ":" for a key."""
+        """Read a string if one begins here.
+
+        `inside` is the bracket that encloses it, ":" for a key.
+        """
         if self._quote and (yield from self._source.literal(*self._quote.markers)):
             yield from self._delimited(self._quote)
             return True
@@ -172,12 +175,12 @@ class Transcoder:
             yield from self._json(inside)
         return True
 
-    def _delimited(self, stops: Stops) -> Steps[None]:
-        """Up to the delimiter, as it stands."""
+    def _delimited(self, markers: MarkerSet) -> Steps[None]:
+        """Read up to the delimiter, without escapes."""
         self._sink('"')
         stop = None
         while stop is None:
-            text, stop = yield from self._source.until(stops)
+            text, stop = yield from self._source.until(markers)
             if stop is None and self._source.closed:
                 raise Unfinished
             self._sink(quoted(text))
@@ -194,7 +197,7 @@ class Transcoder:
             if char == "\\":
                 yield from self._json_escape()
             elif char == '"':
-                if (yield from self._really_ends(inside)):
+                if (yield from self._closes_string(inside)):
                     break
                 source.pos += 1
                 sink('\\"')
@@ -205,7 +208,7 @@ class Transcoder:
         sink('"')
 
     def _copy_plain(self, quote: str) -> None:
-        """Copies what needs no care; the loop around it asks for more text."""
+        """Copy characters that need no escaping."""
         source = self._source
         found = _PLAIN[quote].match(source.text, source.pos)
         if found:
@@ -238,23 +241,23 @@ class Transcoder:
         else:
             self._sink("\\\\")
 
-    def _really_ends(self, inside: str) -> Steps[bool]:
-        """Whether the quote here closes its string, by what follows; reads nothing.
+    def _closes_string(self, inside: str) -> Steps[bool]:
+        """True if the quote here closes its string, judging by the text after it; reads nothing.
 
-        In valid JSON the answer is always yes.
+        Always true in valid JSON.
         """
-        char, offset = yield from self._beyond(1)
+        char, offset = yield from self._next_character(1)
         if inside == ":":
             return char in ("", ":")
         if char == ",":
-            char, _ = yield from self._beyond(offset + 1)
+            char, _ = yield from self._next_character(offset + 1)
             return not char or char in ('"}' if inside == "{" else _VALUE_STARTS)
         if not char or char == _CLOSERS.get(inside):
             return True
-        return bool(self._ends) and (yield from self._source.ahead(self._ends, offset))
+        return bool(self._ends) and (yield from self._source.follows(self._ends, offset))
 
-    def _beyond(self, offset: int) -> Steps[tuple[str, int]]:
-        """The first character from `offset` on that is no white space, and its offset."""
+    def _next_character(self, offset: int) -> Steps[tuple[str, int]]:
+        """The first character from `offset` on that is not white space, and its offset."""
         source = self._source
         while True:
             while source.pos + offset < len(source.text):
@@ -283,10 +286,10 @@ class Transcoder:
                 self._sink(quoted(char))
 
     def _python_long(self, quote: str) -> Steps[None]:
-        stops = Stops([quote, "\\"])
+        markers = MarkerSet([quote, "\\"])
         self._sink('"')
         while True:
-            text, stop = yield from self._source.until(stops)
+            text, stop = yield from self._source.until(markers)
             self._sink(quoted(text))
             if stop == quote:
                 break

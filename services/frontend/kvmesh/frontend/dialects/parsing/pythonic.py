@@ -1,4 +1,4 @@
-"""Tool calls in Python's syntax, or in one close to it."""
+"""Readers of tool calls in Python's syntax (`PythonReader`) and a similar one (`KeyedReader`)."""
 
 import re
 
@@ -12,7 +12,7 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", 
 
 
 class PythonReader:
-    """Calls as Python writes them, with or without a list around them."""
+    """Reads Python calls, with or without a list around them."""
 
     def __init__(self, source: OutputSource, sink: CallSink) -> None:
         self._source = source
@@ -24,14 +24,14 @@ class PythonReader:
         char = yield from source.peek()
         if not (char.isalpha() or char == "_"):
             return False
-        called = yield from read_name(source, _IDENTIFIER)
-        if not (yield from source.literal("(")) or not sink.known(called):
+        name = yield from read_name(source, _IDENTIFIER)
+        if not (yield from source.literal("(")) or not sink.known(name):
             raise MalformedOutput
-        sink.name(called)
-        places = list(sink.schema().get("properties") or ())
+        sink.name(name)
+        properties = list(sink.schema().get("properties") or ())
         count = 0
         while (yield from source.skip_space()) != ")":
-            yield from self._argument("{" if count == 0 else ", ", places[count : count + 1])
+            yield from self._argument("{" if count == 0 else ", ", properties[count : count + 1])
             count += 1
             if (yield from source.skip_space()) != ")" and not (yield from source.literal(",")):
                 raise MalformedOutput
@@ -41,15 +41,15 @@ class PythonReader:
         yield from skip(source, ("]",))
         return True
 
-    def _argument(self, separator: str, place: list[str]) -> Steps[None]:
-        """One argument: by keyword, or by its place among the schema's properties."""
+    def _argument(self, separator: str, positional: list[str]) -> Steps[None]:
+        """Read one argument: by keyword, or by position among the schema's properties."""
         word = yield from self._source.match(_IDENTIFIER, 256)
         yield from self._source.skip_space()
         if word and (yield from self._source.literal("=")):
             self._sink.arguments(f'{separator}"{quoted(word)}": ')
             yield from self._value()
-        elif place and (not word or word in _CONSTANTS):
-            self._sink.arguments(f'{separator}"{quoted(place[0])}": ')
+        elif positional and (not word or word in _CONSTANTS):
+            self._sink.arguments(f'{separator}"{quoted(positional[0])}": ')
             if word:
                 self._sink.arguments(_CONSTANTS[word])
             else:
@@ -62,7 +62,7 @@ class PythonReader:
 
 
 class KeyedReader:
-    """A name and Python-like arguments with quotes of their own."""
+    """Reads a name and Python-like arguments with their own quotes."""
 
     def __init__(self, form: KeyedLiterals, source: OutputSource, sink: CallSink) -> None:
         self._form = form

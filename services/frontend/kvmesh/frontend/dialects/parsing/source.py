@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, read by grammars written as generators.
+"""Text source of the parsers, which are generators that yield when they need more text.
 
-A grammar yields whenever it needs more text than has arrived; `OutputSource` holds what it
-has not read yet, and, while an attempt may still fail, what it has read since the attempt began.
+`OutputSource` holds the unread text and, while an attempt may still fail, the text read since the
+attempt began.
 """
 
 import re
@@ -17,15 +17,15 @@ _SPACES = frozenset(SPACE)
 
 
 class MalformedOutput(Exception):
-    """What was read is not what the grammar asks for."""
+    """The text does not match the grammar."""
 
 
 class Unfinished(MalformedOutput):
-    """The output ended inside of it."""
+    """The output ended before the construct was complete."""
 
 
-class Stops:
-    """Markers to look for, the longest first where several begin at one place."""
+class MarkerSet:
+    """Markers to search for; at one position the longest wins."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         self.markers = sorted({m for m in markers if m}, key=len, reverse=True)
@@ -37,71 +37,72 @@ class Stops:
     def find(self, text: str, start: int) -> re.Match[str] | None:
         return self._pattern.search(text, start)
 
-    def held(self, text: str, start: int) -> int:
-        """Where at the end of `text` a marker may have begun; its length if none has."""
-        place = max(start, len(text) - self.longest + 1)
-        while match := self._head.search(text, place):
-            place = match.start()
-            rest = text[place:]
+    def partial_start(self, text: str, start: int) -> int:
+        """Offset of a marker's prefix at the end of `text`; the text's length if there is none."""
+        pos = max(start, len(text) - self.longest + 1)
+        while match := self._head.search(text, pos):
+            pos = match.start()
+            rest = text[pos:]
             if any(m.startswith(rest) for m in self.markers):
-                return place
-            place += 1
+                return pos
+            pos += 1
         return len(text)
 
     def none_begins_in(self, text: str) -> bool:
         return self._head.search(text) is None
 
     def may_grow(self, marker: str) -> bool:
+        """True if `marker` is a prefix of a longer one."""
         return any(m != marker and m.startswith(marker) for m in self.markers)
 
 
 @cache
-def stops(markers: tuple[str, ...]) -> Stops:
-    """Made once per grammar: they hold no state."""
-    return Stops(markers)
+def marker_set(markers: tuple[str, ...]) -> MarkerSet:
+    """A shared set of these markers; sets hold no state."""
+    return MarkerSet(markers)
 
 
 class OutputSource:
-    """The unread rest of the output so far; `closed` once there will be no more of it."""
+    """The unread text of one output; `closed` at its end."""
 
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0
         self.closed = False
-        self._kept: list[str] | None = None
+        self._marked: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        if self._kept is not None:
-            self._kept.append(self.text[: self.pos])
+        if self._marked is not None:
+            self._marked.append(self.text[: self.pos])
         self.text = self.text[self.pos :] + text
         self.pos = 0
 
     @property
-    def is_read(self) -> bool:
-        """Nothing is left to read, and nothing kept that might be read again."""
-        return self.pos == len(self.text) and self._kept is None
+    def exhausted(self) -> bool:
+        """All text is read and no attempt can rewind."""
+        return self.pos == len(self.text) and self._marked is None
 
     # --- attempts ---
 
-    def keep(self, back: int = 0) -> None:
-        """From `back` characters ago on, what is read can be had again with `rewind`."""
-        self._kept = []
+    def mark(self, back: int = 0) -> None:
+        """Set the position for `rewind` to `back` characters before this one."""
+        self._marked = []
         self.text = self.text[self.pos - back :]
         self.pos = back
 
     def rewind(self) -> None:
-        if self._kept is not None:
-            self.text = "".join(self._kept) + self.text
+        if self._marked is not None:
+            self.text = "".join(self._marked) + self.text
             self.pos = 0
-            self._kept = None
+            self._marked = None
 
     def release(self) -> None:
-        self._kept = None
+        self._marked = None
 
     # --- reading ---
 
     def peek(self) -> Steps[str]:
-        """The next character, unread; nothing at the end."""
+        """The next character, left unread; "" at the end of the output."""
         while self.pos >= len(self.text):
             if self.closed:
                 return ""
@@ -109,7 +110,7 @@ class OutputSource:
         return self.text[self.pos]
 
     def skip_space(self) -> Steps[str]:
-        """Skips white space; the next character, unread."""
+        """Skip white space; return the next character, left unread."""
         while True:
             char = yield from self.peek()
             if not char or char not in SPACE:
@@ -117,7 +118,7 @@ class OutputSource:
             self.pos += 1
 
     def literal(self, *options: str) -> Steps[str | None]:
-        """Reads the longest of `options` that stands here; None if none does."""
+        """Read the longest of `options` that is here; None if there is none."""
         end = self.pos + max(map(len, options), default=0)
         while True:
             rest = self.text[self.pos : end]
@@ -125,15 +126,18 @@ class OutputSource:
             if not unsettled or self.closed:
                 break
             yield
-        fits = [o for o in options if o and rest.startswith(o)]
-        if not fits:
+        found = [o for o in options if o and rest.startswith(o)]
+        if not found:
             return None
-        best = max(fits, key=len)
+        best = max(found, key=len)
         self.pos += len(best)
         return best
 
     def match(self, pattern: re.Pattern[str], limit: int) -> Steps[str]:
-        """Reads what matches here, all of it even if it comes in pieces; perhaps nothing."""
+        """Read the whole match of `pattern` here, perhaps "".
+
+        Raises MalformedOutput beyond `limit` characters.
+        """
         while True:
             found = pattern.match(self.text, self.pos)
             end = found.end() if found else self.pos
@@ -145,29 +149,29 @@ class OutputSource:
         read, self.pos = self.text[self.pos : end], end
         return read
 
-    def until(self, stops: Stops) -> Steps[tuple[str, str | None]]:
-        """Some text, and the marker behind it (read as well) unless more text may follow first."""
+    def until(self, markers: MarkerSet) -> Steps[tuple[str, str | None]]:
+        """Read text up to a marker: (text, marker), or (text, None) if more text may follow."""
         while True:
-            found = stops.find(self.text, self.pos)
+            found = markers.find(self.text, self.pos)
             if found and (
-                found.end() < len(self.text) or self.closed or not stops.may_grow(found[0])
+                found.end() < len(self.text) or self.closed or not markers.may_grow(found[0])
             ):
                 text, self.pos = self.text[self.pos : found.start()], found.end()
                 return text, found[0]
-            held = found.start() if found else len(self.text)
+            end = found.start() if found else len(self.text)
             if not self.closed and not found:
-                held = stops.held(self.text, self.pos)
-            if held > self.pos:
-                text, self.pos = self.text[self.pos : held], held
+                end = markers.partial_start(self.text, self.pos)
+            if end > self.pos:
+                text, self.pos = self.text[self.pos : end], end
                 return text, None
             if self.closed:
                 raise Unfinished
             yield
 
-    def ahead(self, options: tuple[str, ...], offset: int = 0) -> Steps[bool]:
-        """Whether one of `options` follows `offset` characters from here.
+    def follows(self, options: tuple[str, ...], offset: int = 0) -> Steps[bool]:
+        """True if one of `options` follows `offset` characters from here; reads nothing.
 
-        White space before it does not count. Reads nothing. Unfinished if too little follows.
+        Ignores white space before it. Raises Unfinished if the output ends too early.
         """
         longest = max(map(len, options))
         while True:

@@ -1,4 +1,4 @@
-"""Tool calls with one tag an argument, whose text the tool's schema gives a type."""
+"""Reader of tool calls with one tag per argument, typed by the tool's schema."""
 
 import re
 
@@ -8,9 +8,9 @@ from kvmesh.frontend.dialects.parsing.coerce import coerce, property_kinds
 from kvmesh.frontend.dialects.parsing.literals import Sink, quoted
 from kvmesh.frontend.dialects.parsing.source import (
     MalformedOutput,
+    MarkerSet,
     OutputSource,
     Steps,
-    Stops,
     Unfinished,
 )
 
@@ -21,7 +21,7 @@ _KEY = re.compile(
 
 
 class TaggedReader:
-    """Arguments one by one, as text between tags; the schema says what the text means."""
+    """Reads arguments as text between tags and types them by the schema."""
 
     def __init__(
         self, form: Tagged, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
@@ -31,8 +31,8 @@ class TaggedReader:
         self._sink = sink
         self._after_call = (*form.close, *form.after, *ends)
         self._after_value = (form.key, *self._after_call)
-        self._value_end = Stops([form.value_end])
-        self._key_end = Stops([form.key_end])
+        self._value_end = MarkerSet([form.value_end])
+        self._key_end = MarkerSet([form.key_end])
 
     def call(self) -> Steps[bool]:
         form, source, sink = self._form, self._source, self._sink
@@ -46,7 +46,7 @@ class TaggedReader:
             sink.arguments(f'{separator}"{quoted(key)}": ')
             separator = ", "
             yield from self._value(key, is_string)
-        if not (yield from source.ahead(self._after_call)):
+        if not (yield from source.follows(self._after_call)):
             raise MalformedOutput
         sink.arguments("{}" if separator == "{" else "}")
         sink.end()
@@ -71,7 +71,7 @@ class TaggedReader:
         return (yield from self._source.literal(self._form.key)) is not None
 
     def _key(self) -> Steps[tuple[str, bool | None]]:
-        """The argument's name, and whether it is said to be a string."""
+        """The argument's name, and whether it is a string; None if the tag does not state it."""
         text, stop = "", None
         while stop is None:
             part, stop = yield from self._source.until(self._key_end)
@@ -85,8 +85,8 @@ class TaggedReader:
             yield from self._source.skip_space()
             if not (yield from self._source.literal(self._form.value)):
                 raise MalformedOutput
-        said = found["string"]
-        return found["quoted"] or found["plain"], None if said is None else said == "true"
+        is_string = None if found["string"] is None else found["string"] == "true"
+        return found["quoted"] or found["plain"], is_string
 
     def _value(self, key: str, is_string: bool | None) -> Steps[None]:
         kinds = property_kinds(self._sink.schema(), key)
@@ -102,7 +102,7 @@ class TaggedReader:
             self._sink.arguments(coerce("".join(parts), kinds))
 
     def _text(self, sink: Sink) -> Steps[None]:
-        """The value, without its padding, up to an end tag that ends it."""
+        """Read the value without its padding, up to an end tag that really closes it."""
         padding, source = self._form.padding, self._source
         if padding:
             yield from source.literal(padding)
@@ -112,7 +112,7 @@ class TaggedReader:
             if stop is None and source.closed:
                 raise Unfinished
             text = held + text
-            if stop and (yield from source.ahead(self._after_value)):
+            if stop and (yield from source.follows(self._after_value)):
                 sink(text.removesuffix(padding))
                 return
             text += stop or ""

@@ -1,7 +1,7 @@
-"""From the internal conversation to the messages that chat templates expect.
+"""Conversion of a conversation to the messages that chat templates expect.
 
-Everything here keeps the prompt of one turn a prefix of the next turn's: what varies between
-turns or sessions (ids, billing headers, the form of content) never reaches the template.
+The conversion keeps each turn's prompt a prefix of the next turn's: data that varies between turns
+or sessions (ids, billing headers, the form of content) never reaches the template.
 """
 
 import re
@@ -25,30 +25,30 @@ from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 
 GAP = "\n\n"
-# Differs between conversations and between an agent and its subagents, and stands first.
-BILLING = "x-anthropic-billing-header:"
-_BILLING = re.compile(rf"\A{BILLING}[^\n]*\n*")
+# Differs between conversations and between an agent and its subagents, at the prompt's start.
+BILLING_HEADER = "x-anthropic-billing-header:"
+_BILLING = re.compile(rf"\A{BILLING_HEADER}[^\n]*\n*")
 
 Turn = tuple[str, list[Block]]
 
 
-def normalise(
-    messages: Iterable[Message], declared: list[Tool], habits: TemplateCapabilities
+def template_messages(
+    messages: Iterable[Message], tools: list[Tool], capabilities: TemplateCapabilities
 ) -> list[dict[str, Any]]:
-    """The conversation as the template wants it; `declared` are all tools, deferred ones too."""
+    """The messages in the form that the template supports; `tools`: all tools, even deferred."""
     turns = _join_assistants(_separate(messages))
-    writer = _Writer(declared, habits)
-    written = [entry for turn in turns for entry in writer.write(turn)]
-    if not habits.parallel:
-        written = _one_call_each(written)
-    written = _place_system(written, habits)
-    if not habits.repeats or not habits.user_after_tool:
-        written = _merge(written, habits)
-    return [_as_parts(m) for m in written] if habits.parts else written
+    writer = _MessageWriter(tools, capabilities)
+    entries = [entry for turn in turns for entry in writer.write(turn)]
+    if not capabilities.parallel:
+        entries = _one_call_each(entries)
+    entries = _arrange_system(entries, capabilities)
+    if not capabilities.repeats or not capabilities.user_after_tool:
+        entries = _merge(entries, capabilities)
+    return [_as_parts(m) for m in entries] if capabilities.parts else entries
 
 
 def _separate(messages: Iterable[Message]) -> list[Turn]:
-    """One turn per tool result, and one per run of other blocks."""
+    """One turn per tool result and one per run of other blocks."""
     turns: list[Turn] = []
     for message in messages:
         blocks = _without_billing(message) if message.role == "system" else message.blocks
@@ -75,7 +75,7 @@ def _without_billing(message: Message) -> list[Block]:
 
 
 def _join_assistants(turns: list[Turn]) -> list[Turn]:
-    """Neighbouring assistant turns as one: APIs cut a turn into items in different ways."""
+    """Join neighbouring assistant turns: APIs split a turn into items in different ways."""
     joined: list[Turn] = []
     for role, blocks in turns:
         if role == "assistant" and joined and joined[-1][0] == "assistant":
@@ -88,13 +88,13 @@ def _join_assistants(turns: list[Turn]) -> list[Turn]:
     return joined
 
 
-class _Writer:
-    """Writes turns one by one, giving calls ids that depend on their place alone."""
+class _MessageWriter:
+    """Writes turns one by one; the ids of calls depend only on their index."""
 
-    def __init__(self, declared: list[Tool], habits: TemplateCapabilities) -> None:
-        self._tools = tool_forms.by_model_name(declared)
-        self._deferred = {t.name: t for t in declared if t.deferred}
-        self._habits = habits
+    def __init__(self, tools: list[Tool], capabilities: TemplateCapabilities) -> None:
+        self._tools = tool_forms.by_model_name(tools)
+        self._deferred = {t.name: t for t in tools if t.deferred}
+        self._capabilities = capabilities
         self._calls: dict[str, tuple[str, str]] = {}
         self._count = 0
 
@@ -104,28 +104,31 @@ class _Writer:
             return [self._assistant(part) for part in self._ordered(blocks)]
         if role == "tool":
             return [self._result(b) for b in blocks if isinstance(b, ToolResult)]
-        told: list[Block] = [self._notice(b) if isinstance(b, ToolNotice) else b for b in blocks]
-        return [{"role": role, "content": _content(told)}]
+        shown: list[Block] = [self._notice(b) if isinstance(b, ToolNotice) else b for b in blocks]
+        return [{"role": role, "content": _content(shown)}]
 
     def _notice(self, notice: ToolNotice) -> Text:
         if notice.removed:
             return Text(f"Tool {notice.name} is no longer available.")
-        return self._known(notice.name)
+        return self._definition(notice.name)
 
     def _ordered(self, blocks: list[Block]) -> list[list[Block]]:
-        """Cuts where a template, which writes thinking, text and calls, would reorder."""
-        if not self._habits.repeats:
+        """Split where a template would reorder: templates write thinking, then text, then calls."""
+        if not self._capabilities.repeats:
             return [blocks]
         parts: list[list[Block]] = [[]]
         for block in blocks:
-            if parts[-1] and self._must_cut(parts[-1][-1], block):
+            if parts[-1] and self._must_split(parts[-1][-1], block):
                 parts.append([])
             parts[-1].append(block)
         return parts
 
-    def _must_cut(self, before: Block, after: Block) -> bool:
-        apart = not self._habits.text_beside_calls
-        if apart and isinstance(before, Text) and isinstance(after, ToolCall):
+    def _must_split(self, before: Block, after: Block) -> bool:
+        if (
+            not self._capabilities.text_beside_calls
+            and isinstance(before, Text)
+            and isinstance(after, ToolCall)
+        ):
             return True
         return _rank(after) < _rank(before)
 
@@ -136,44 +139,46 @@ class _Writer:
         text = "".join(b.text for b in blocks if isinstance(b, Text))
         calls = [self._call(b) for b in blocks if isinstance(b, ToolCall)]
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls and self._habits.calls is None:
+        if calls and self._capabilities.calls is None:
             message["content"] = "\n".join(filter(None, [text, *map(_plain_call, calls)]))
         elif calls:
             message["tool_calls"] = calls
-            message["content"] = text or self._habits.empty
+            message["content"] = text or self._capabilities.empty
         if thinking:
-            self._think(message, thinking)
+            self._add_thinking(message, thinking)
         return message
 
-    def _think(self, message: dict[str, Any], thinking: str) -> None:
-        apart = not self._habits.thinking_beside_text and self._habits.text_beside_calls
-        if apart and "tool_calls" in message and message["content"]:
+    def _add_thinking(self, message: dict[str, Any], thinking: str) -> None:
+        exclusive = (
+            not self._capabilities.thinking_beside_text and self._capabilities.text_beside_calls
+        )
+        if exclusive and "tool_calls" in message and message["content"]:
             thinking = f"{thinking}{GAP}{message['content']}"
-            message["content"] = self._habits.empty
-        message[self._habits.thinking_key] = thinking
+            message["content"] = self._capabilities.empty
+        message[self._capabilities.thinking_key] = thinking
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         name = tool_forms.model_name(call.name, call.namespace)
-        place_id = call_id(self._habits.call_ids, name, self._count)
+        stable_id = call_id(self._capabilities.call_ids, name, self._count)
         self._count += 1
-        self._calls[call.id] = (place_id, name)
+        self._calls[call.id] = (stable_id, name)
         arguments: Any = tool_forms.arguments(call)
-        if self._habits.calls == "text":
+        if self._capabilities.calls == "text":
             arguments = dumps(arguments)
         function = {"name": name, "arguments": arguments}
-        return {"id": place_id, "type": "function", "function": function}
+        return {"id": stable_id, "type": "function", "function": function}
 
     def _result(self, result: ToolResult) -> dict[str, Any]:
-        unknown = (call_id(self._habits.call_ids, "unknown", self._count), "unknown")
-        place_id, name = self._calls.get(result.call_id, unknown)
-        blocks: list[Block] = [*result.content, *map(self._known, result.references)]
+        unknown = (call_id(self._capabilities.call_ids, "unknown", self._count), "unknown")
+        stable_id, name = self._calls.get(result.call_id, unknown)
+        blocks: list[Block] = [*result.content, *map(self._definition, result.references)]
         content = _content(blocks)
-        if self._habits.calls is None:
+        if self._capabilities.calls is None:
             return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        return {"role": "tool", "tool_call_id": place_id, "name": name, "content": content}
+        return {"role": "tool", "tool_call_id": stable_id, "name": name, "content": content}
 
-    def _known(self, reference: str) -> Text:
-        """What a reference makes known: the tool's definition, which the tool section lacks."""
+    def _definition(self, reference: str) -> Text:
+        """The definition of a referenced deferred tool, which the tools section lacks."""
         tool = self._deferred.get(reference) or self._tools.get(reference)
         if tool is None or not tool.deferred:
             return Text(f"Tool {reference} is available.")
@@ -186,7 +191,7 @@ def _rank(block: Block) -> int:
 
 
 def _content(blocks: list[Block]) -> Any:
-    """Text as one string; a list of parts only where there is an image to place."""
+    """Text as one string, or a list of parts if there is an image."""
     if len(blocks) == 1 and type(blocks[0]) is Text:
         return blocks[0].text
     if not any(isinstance(b, Image) for b in blocks):
@@ -199,56 +204,58 @@ def _content(blocks: list[Block]) -> Any:
 
 
 def _plain_call(call: dict[str, Any]) -> str:
-    """A call for templates without tools, in the form that the tool instructions ask for."""
+    """A call for templates without tools, in the form of the tool instructions."""
     return f"<tool_call>\n{dumps(call['function'])}\n</tool_call>"
 
 
-def _place_system(
-    written: list[dict[str, Any]], habits: TemplateCapabilities
+def _arrange_system(
+    entries: list[dict[str, Any]], capabilities: TemplateCapabilities
 ) -> list[dict[str, Any]]:
-    """Leading system messages as one; later ones as user messages if the template asks for it."""
+    """Join leading system messages; turn later ones into user messages if the template must."""
     lead = 0
-    while lead < len(written) and written[lead]["role"] == "system":
+    while lead < len(entries) and entries[lead]["role"] == "system":
         lead += 1
-    text = GAP.join(m["content"] for m in written[:lead] if m["content"])
-    rest = written[lead:]
-    if not habits.late_system:
+    text = GAP.join(m["content"] for m in entries[:lead] if m["content"])
+    rest = entries[lead:]
+    if not capabilities.late_system:
         rest = [m | {"role": "user"} if m["role"] == "system" else m for m in rest]
     if not text:
         return rest
-    if habits.system:
+    if capabilities.system:
         return [{"role": "system", "content": text}, *rest]
-    return _merge([{"role": "user", "content": text}, *rest[:1]], habits) + rest[1:]
+    return _merge([{"role": "user", "content": text}, *rest[:1]], capabilities) + rest[1:]
 
 
-def _one_call_each(written: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that take one call a message: each is followed by its own result."""
-    apart: list[dict[str, Any]] = []
+def _one_call_each(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates with one call per message: each call is followed by its own result."""
+    separate: list[dict[str, Any]] = []
     moved: set[int] = set()
-    for place, message in enumerate(written):
+    for index, message in enumerate(entries):
         calls = message.get("tool_calls", [])
         if len(calls) < 2:
             if id(message) not in moved:
-                apart.append(message)
+                separate.append(message)
             continue
-        after = (written[at] for at in range(place + 1, len(written)))
+        after = (entries[i] for i in range(index + 1, len(entries)))
         following = takewhile(lambda m: m["role"] == "tool", after)
         results = {result["tool_call_id"]: result for result in following}
         for number, call in enumerate(calls):
-            said = message if number == 0 else {"role": "assistant", "content": ""}
-            apart.append(said | {"tool_calls": [call]})
+            holder = message if number == 0 else {"role": "assistant", "content": ""}
+            separate.append(holder | {"tool_calls": [call]})
             if call["id"] in results:
-                apart.append(results[call["id"]])
+                separate.append(results[call["id"]])
                 moved.add(id(results[call["id"]]))
-    return apart
+    return separate
 
 
-def _merge(written: list[dict[str, Any]], habits: TemplateCapabilities) -> list[dict[str, Any]]:
-    """For templates that insist on turns: user text joins what it would otherwise follow."""
+def _merge(
+    entries: list[dict[str, Any]], capabilities: TemplateCapabilities
+) -> list[dict[str, Any]]:
+    """For templates that require alternating roles: join user text to the message before."""
     runs: list[list[dict[str, Any]]] = []
-    for message in written:
+    for message in entries:
         before = runs[-1][0]["role"] if runs else None
-        after_tool = before == "tool" and not habits.user_after_tool
+        after_tool = before == "tool" and not capabilities.user_after_tool
         if message["role"] == "user" and (before == "user" or after_tool):
             runs[-1].append(message)
         else:
@@ -257,7 +264,7 @@ def _merge(written: list[dict[str, Any]], habits: TemplateCapabilities) -> list[
 
 
 def _joined(run: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first one with what all say: as one text, or as parts from the first that has parts."""
+    """The first message with all contents: one text, or parts from the first list of parts on."""
     contents = [message["content"] for message in run]
     texts = list(takewhile(lambda content: isinstance(content, str), contents))
     text, rest = GAP.join(texts), contents[len(texts) :]

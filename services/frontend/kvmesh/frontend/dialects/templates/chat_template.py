@@ -1,4 +1,4 @@
-"""The chat template of one model: from a request to the text of its prompt."""
+"""Chat template of one model: renders requests to prompts."""
 
 import datetime
 from collections.abc import Mapping
@@ -11,105 +11,109 @@ from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.plain_tools import instructions, plain_parser
 from kvmesh.frontend.dialects.templates import model_files, sandbox
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
-from kvmesh.frontend.dialects.templates.chat_messages import normalise
+from kvmesh.frontend.dialects.templates.chat_messages import template_messages
 from kvmesh.frontend.dialects.tools import function
 
 CONTINUE = "continue_final_message"
-_CUT = "\ue000kvmesh-continue\ue000"
-# Templates that can keep or drop earlier thinking keep it: dropping it would change the prompt's
-# beginning with every user message. Callers may say otherwise.
+_OPEN_END = "\ue000kvmesh-continue\ue000"
+# Templates with the choice keep earlier thinking: dropping it would change the prompt's prefix with
+# every user message. Callers may override it.
 _KEEP_THINKING = {"preserve_thinking": True, "clear_thinking": False}
 _PROBE_DAY = datetime.date(2026, 1, 1)
 
 
 class ChatTemplate:
-    """Renders requests with the template found in a model folder's files.
+    """Renders requests with the template in a model folder's files.
 
-    Special tokens are part of the text: tokenize it without adding any. `source` is the text of
-    all its templates, "" if there is none.
+    The rendered text contains its special tokens, so tokenize it without adding any. `source` is
+    the text of all templates, "" if there is none.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         """Raises TemplateError if a file is unreadable or the template does not compile."""
-        held = dict(files)
-        self._tokens = model_files.special_tokens(held)
+        contents = dict(files)
+        self._tokens = model_files.special_tokens(contents)
         environment = sandbox.Environment()
         self._templates: dict[str, tuple[jinja2.Template, TemplateCapabilities]] = {}
-        sources = model_files.sources(held)
+        sources = model_files.sources(contents)
         self.source = "\n".join(sources.values())
         for name, source in sources.items():
-            template = _compiled(environment, name, source)
-            self._templates[name] = (template, probe(self._prober(template), source))
+            template = _compile(environment, name, source)
+            self._templates[name] = (template, probe(self._probe_renderer(template), source))
 
     def render(self, request: GenerateRequest, today: datetime.date) -> str:
-        """The prompt. `today` is what the template takes for the date; raises TemplateError.
+        """The prompt; `today` is the template's date. Raises TemplateError.
 
-        `template_args` reach the template as variables. With `continue_final_message` among
-        them the last message, the assistant's, is left open for the model to go on with.
+        The request's `template_args` are variables of the template. With
+        `continue_final_message` among them, the model continues the last assistant message.
         """
         visible = [function(tool) for tool in request.tools if not tool.deferred]
-        template, habits = self._choose(bool(visible))
-        carry_on = bool(request.template_args.get(CONTINUE))
-        conversation = _left_open(request.messages) if carry_on else request.messages
-        messages = normalise(conversation, request.tools, habits)
+        template, capabilities = self._select(bool(visible))
+        continues = bool(request.template_args.get(CONTINUE))
+        conversation = _mark_open_end(request.messages) if continues else request.messages
+        messages = template_messages(conversation, request.tools, capabilities)
         if visible and self.plain_parser:
-            messages = _told(messages, instructions(visible, self.plain_parser), habits)
+            messages = _with_instructions(
+                messages, instructions(visible, self.plain_parser), capabilities
+            )
         prompt = sandbox.render(
             template,
             {
                 **self._tokens,
                 **_KEEP_THINKING,
                 **_thinking(request),
-                "add_generation_prompt": not carry_on,
+                "add_generation_prompt": not continues,
                 **request.template_args,
-                **_core(messages, visible or None, today),
+                **_fixed_variables(messages, visible or None, today),
             },
         )
-        return _cut(prompt) if carry_on else prompt
+        return _cut_at_open_end(prompt) if continues else prompt
 
     @property
     def drops_thinking(self) -> bool:
-        """Whether thinking that is shown in its own turn is missing from later prompts."""
-        return any(habits.drops_thinking for _, habits in self._templates.values())
+        """True if prompts of later turns lack thinking that the current turn shows."""
+        return any(capabilities.drops_thinking for _, capabilities in self._templates.values())
 
     @property
     def plain_parser(self) -> str | None:
-        """The tool-call parser whose form tools are described in; None if the template can."""
-        if not self._templates or (habits := self._choose(True)[1]).tools:
+        """The parser of the tool instructions' call form; None if the template shows tools."""
+        if not self._templates or (capabilities := self._select(True)[1]).tools:
             return None
-        return plain_parser(self.source, habits.calls is not None)
+        return plain_parser(self.source, capabilities.calls is not None)
 
-    def _choose(self, with_tools: bool) -> tuple[jinja2.Template, TemplateCapabilities]:
+    def _select(self, with_tools: bool) -> tuple[jinja2.Template, TemplateCapabilities]:
         if with_tools and model_files.TOOL_USE in self._templates:
             return self._templates[model_files.TOOL_USE]
         if self._templates:
             first = next(iter(self._templates))
             return self._templates.get(model_files.DEFAULT, self._templates[first])
-        raise TemplateError("this model has no chat template: it serves plain completions only")
+        raise TemplateError("the model has no chat template: it serves plain completions only")
 
-    def _prober(self, template: jinja2.Template) -> Any:
+    def _probe_renderer(self, template: jinja2.Template) -> Any:
         def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
             variables = {**self._tokens, **_KEEP_THINKING, "add_generation_prompt": True}
             return sandbox.render(
-                template, variables | _core(messages, tools, _PROBE_DAY), sandbox.PROBE_STEPS
+                template,
+                variables | _fixed_variables(messages, tools, _PROBE_DAY),
+                sandbox.PROBE_STEPS,
             )
 
         return render
 
 
-def _compiled(environment: sandbox.Environment, name: str, source: str) -> jinja2.Template:
+def _compile(environment: sandbox.Environment, name: str, source: str) -> jinja2.Template:
     try:
         template = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(f"chat template {name!r}, line {error.lineno}: {error}") from error
-    template.globals = dict(template.globals)  # copied for every rendering, and slowly as it was
+    template.globals = dict(template.globals)  # every rendering copies it; a dict copies faster
     return template
 
 
-def _core(
+def _fixed_variables(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, today: datetime.date
 ) -> dict[str, Any]:
-    """The variables that no caller may replace."""
+    """The variables that callers cannot replace."""
     return {
         "messages": messages,
         "tools": tools,
@@ -119,38 +123,38 @@ def _core(
 
 
 def _thinking(request: GenerateRequest) -> dict[str, bool]:
-    """The two names that templates give to the switch."""
+    """The thinking switch under both names that templates use."""
     if request.thinking is None:
         return {}
     return {"enable_thinking": request.thinking, "thinking": request.thinking}
 
 
-def _left_open(messages: list[Message]) -> list[Message]:
-    """The conversation with a mark behind its last text, where the prompt is to be cut."""
+def _mark_open_end(messages: list[Message]) -> list[Message]:
+    """The conversation with a marker after its last text, where the prompt must end."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant":
-        raise TemplateError("only a message of the assistant can be continued")
+        raise TemplateError("only an assistant message can be continued")
     if not last.blocks or not isinstance(last.blocks[-1], Text):
         raise TemplateError("only text can be continued")
-    open_end = Text(last.blocks[-1].text + _CUT)
+    open_end = Text(last.blocks[-1].text + _OPEN_END)
     return [*messages[:-1], Message(role="assistant", blocks=[*last.blocks[:-1], open_end])]
 
 
-def _cut(prompt: str) -> str:
-    end = prompt.rfind(_CUT)
+def _cut_at_open_end(prompt: str) -> str:
+    end = prompt.rfind(_OPEN_END)
     if end < 0:
         raise TemplateError("the chat template does not show the message to be continued")
     return prompt[:end]
 
 
-def _told(
-    messages: list[dict[str, Any]], text: str, habits: TemplateCapabilities
+def _with_instructions(
+    messages: list[dict[str, Any]], text: str, capabilities: TemplateCapabilities
 ) -> list[dict[str, Any]]:
-    """The conversation with the tools described at its head, for templates without tools."""
-    role = "system" if habits.system else "user"
+    """The messages with tool instructions at their head, for templates without tools."""
+    role = "system" if capabilities.system else "user"
     part = {"type": "text", "text": text}
     if not messages or messages[0]["role"] != role:
-        return [{"role": role, "content": [part] if habits.parts else text}, *messages]
+        return [{"role": role, "content": [part] if capabilities.parts else text}, *messages]
     content = messages[0]["content"]
     joined = [*content, part] if isinstance(content, list) else f"{content}\n\n{text}"
     return [messages[0] | {"content": joined}, *messages[1:]]

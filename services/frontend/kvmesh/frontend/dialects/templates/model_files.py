@@ -1,4 +1,4 @@
-"""What a model folder says about its chat template and special tokens."""
+"""Chat templates and special tokens in the files of a model folder."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ TOOL_USE = "tool_use"
 
 
 def sources(files: dict[str, bytes]) -> dict[str, str]:
-    """Template name to source. A `chat_template.jinja` wins over the older places."""
+    """Templates by name; `chat_template.jinja` takes precedence over the older files."""
     if "chat_template.jinja" in files:
         return {DEFAULT: _text(files, "chat_template.jinja")}
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -28,7 +28,7 @@ def special_tokens(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def read_json(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    """The object in a file, or an empty one if the folder lacks it."""
+    """The JSON object in a file, {} if the folder lacks the file; raises TemplateError."""
     if name not in files:
         return {}
     try:

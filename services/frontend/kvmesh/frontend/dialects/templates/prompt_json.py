@@ -1,13 +1,13 @@
-"""Writing JSON into prompts without making other threads wait."""
+"""JSON serialization for prompts that does not hold the GIL for long."""
 
 import json
 from typing import Any
 
-MANY = 8192  # values that are written in one call, which no other thread interrupts
+MAX_VALUES_AT_ONCE = 8192  # values serialized in one call, which holds the GIL
 
 
 def dumps(value: Any, **form: Any) -> str:
-    """As `json.dumps` writes it, and without ASCII escapes unless they are asked for."""
+    """Like `json.dumps`, by default without ASCII escapes."""
     form.setdefault("ensure_ascii", False)
     if form.get("indent") is not None or _few(value):
         return json.dumps(value, **form)
@@ -15,12 +15,12 @@ def dumps(value: Any, **form: Any) -> str:
 
 
 def _few(value: Any) -> bool:
-    left, waiting = MANY, [value]
+    left, waiting = MAX_VALUES_AT_ONCE, [value]
     while waiting:
-        held = waiting.pop()
-        if isinstance(held, dict | list | tuple):
-            left -= len(held)
+        item = waiting.pop()
+        if isinstance(item, dict | list | tuple):
+            left -= len(item)
             if left < 0:
                 return False
-            waiting += held.values() if isinstance(held, dict) else held
+            waiting += item.values() if isinstance(item, dict) else item
     return True

@@ -13,8 +13,8 @@ from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.http.bodies import LARGE
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scoped
-from kvmesh.frontend.preprocess.preprocessor import Preprocessor, PromptTokens, prompt_of
-from kvmesh.frontend.preprocess.retention import directives
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor, PromptTokens, hash_prompt
+from kvmesh.frontend.preprocess.retention import explicit_retention
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 
 
@@ -93,4 +93,4 @@ class PromptResolver:
         self, known: SessionPrompt, request: GenerateRequest, model: ServedModel
     ) -> PromptTokens:
         seed = self._tenants.salt(model.card.name, known.adapter or "", request.cache_salt)
-        return prompt_of(known.tokens, model, seed, directives(request))
+        return hash_prompt(known.tokens, model, seed, explicit_retention(request))

@@ -27,7 +27,7 @@ from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 SHOW = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
 
 
-def test_a_conversation_with_tools_is_written_as_the_model_knows_it() -> None:
+def test_a_conversation_with_tools_renders_in_the_model_s_format() -> None:
     prompt = template("chatml").render(
         request(
             system("Be brief."),
@@ -71,7 +71,7 @@ def test_a_conversation_with_tools_is_written_as_the_model_knows_it() -> None:
         },
     ],
 )
-def test_every_place_where_folders_keep_a_template(files: dict[str, bytes]) -> None:
+def test_templates_are_found_in_every_file(files: dict[str, bytes]) -> None:
     assert ChatTemplate(files).render(request(user("hi")), TODAY) == "[user:hi]"
 
 
@@ -82,19 +82,19 @@ def test_a_tool_use_template_serves_requests_with_tools() -> None:
     assert chat.render(request(user("hi"), tools=[tool("x")]), TODAY) == "t"
 
 
-def test_a_folder_without_template_says_so_when_a_chat_comes() -> None:
+def test_a_chat_without_a_template_is_an_error() -> None:
     with pytest.raises(TemplateError, match="no chat template"):
         ChatTemplate({"tokenizer_config.json": CONFIG}).render(request(user("hi")), TODAY)
 
 
-def test_broken_files_and_templates_are_refused_at_load() -> None:
+def test_broken_files_and_templates_fail_at_load() -> None:
     with pytest.raises(TemplateError, match=r"tokenizer_config\.json is not JSON"):
         ChatTemplate({"tokenizer_config.json": b"{"})
     with pytest.raises(TemplateError, match="line 2"):
         from_source("{% if x %}\n{% endfor %}")
 
 
-def test_the_templates_own_complaint_is_the_error() -> None:
+def test_the_template_s_exception_is_the_error() -> None:
     with pytest.raises(TemplateError, match=r"^Conversation roles must alternate user"):
         template("mistral").render(request(assistant("hi")), TODAY)
 
@@ -116,7 +116,7 @@ def test_the_templates_own_complaint_is_the_error() -> None:
         "{{ 1 // 0 }}",
     ],
 )
-def test_no_template_escapes_or_runs_away(source: str) -> None:
+def test_no_template_escapes_the_sandbox_or_its_limits(source: str) -> None:
     with pytest.raises(TemplateError):
         from_source(source).render(request(user("hi")), TODAY)
 
@@ -136,7 +136,7 @@ def test_no_template_escapes_or_runs_away(source: str) -> None:
         "{{ ns.f(1) }} {{ ns.none }} {{ ns.other is defined }} {{ ns.__class__ }}",
     ],
 )
-def test_short_cuts_through_the_sandbox_lead_where_it_leads(source: str) -> None:
+def test_fast_paths_of_the_sandbox_give_its_results(source: str) -> None:
     def rendered(environment: ImmutableSandboxedEnvironment) -> str:
         try:
             return environment.from_string(source).render(m={"role": "user", "content": "hi"})
@@ -173,7 +173,7 @@ def test_a_deferred_tool_is_shown_where_it_is_referenced() -> None:
     assert "Tool gone is available." in tail
 
 
-def test_ids_depend_on_the_place_of_a_call_alone() -> None:
+def test_ids_depend_only_on_the_index_of_a_call() -> None:
     def prompt(one: str, two: str) -> str:
         said = assistant(call("a", one), call("b", two))
         back = [result("1", one), result("2", two)]
@@ -183,7 +183,7 @@ def test_ids_depend_on_the_place_of_a_call_alone() -> None:
     assert "[CALL_ID]call00001[ARGS]" in prompt("x", "y")
 
 
-def test_strict_templates_get_their_alternation() -> None:
+def test_strict_templates_get_alternating_roles() -> None:
     prompt = template("mistral").render(
         request(
             system("S"),
@@ -226,14 +226,14 @@ def test_a_template_without_system_or_tools_gets_both_as_text() -> None:
     )
 
 
-def test_templates_that_want_text_arguments_and_no_content() -> None:
+def test_templates_with_text_arguments_and_no_content() -> None:
     prompt = template("deepseek").render(
         request(user("a"), assistant(call("f", x=1)), result("r")), TODAY
     )
     assert '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>' in prompt
 
 
-def test_templates_that_want_parts_and_images() -> None:
+def test_templates_with_parts_and_images() -> None:
     image = Message(role="user", blocks=[Text("see"), Image("data:x"), Text("?")])
     assert template("parts").render(request(image), TODAY) == "<user>see<image>?"
     assert template("parts").render(request(user("hi")), TODAY) == "<user>hi"
@@ -269,13 +269,13 @@ def test_the_date_is_the_one_given() -> None:
     assert chat.render(request(user("a")), datetime.date(2025, 2, 3)) == "2025-02-03 00:00"
 
 
-def test_an_assistant_message_can_be_left_open() -> None:
+def test_the_last_assistant_message_can_be_continued() -> None:
     open_end = {"continue_final_message": True}
     prompt = template("chatml").render(
         request(user("a"), assistant("Once upon"), template_args=open_end), TODAY
     )
     assert prompt.endswith("<|im_start|>assistant\nOnce upon")
-    with pytest.raises(TemplateError, match="only a message of the assistant"):
+    with pytest.raises(TemplateError, match="only an assistant message"):
         template("chatml").render(request(user("a"), template_args=open_end), TODAY)
 
 
@@ -294,7 +294,7 @@ def test_namespaced_and_free_text_tools_are_functions_to_the_model() -> None:
     assert "start: line+" in prompt
 
 
-def test_a_template_that_shows_calls_but_no_tools_tells_them_in_its_own_form() -> None:
+def test_tool_instructions_use_the_template_s_call_form() -> None:
     source = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
         "<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
@@ -307,7 +307,7 @@ def test_a_template_that_shows_calls_but_no_tools_tells_them_in_its_own_form() -
     assert "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS" in prompt
 
 
-def test_a_template_with_one_call_a_message_gets_each_with_its_result() -> None:
+def test_a_template_with_one_call_per_message_gets_each_with_its_result() -> None:
     source = (
         "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
         "{{ raise_exception('one call only') }}{% endif %}"
@@ -320,7 +320,7 @@ def test_a_template_with_one_call_a_message_gets_each_with_its_result() -> None:
     assert prompt == "[a][Look.](f {})[r](g {})[s][b]"
 
 
-def test_a_template_that_takes_thinking_or_text_gets_both_as_thinking() -> None:
+def test_a_template_with_either_thinking_or_text_gets_both_as_thinking() -> None:
     source = (
         "{% for m in messages %}{% if m.thinking and m.content and m.tool_calls %}"
         "{{ raise_exception('not both') }}{% endif %}<{{ m.thinking }}>[{{ m.content }}]"
@@ -332,7 +332,7 @@ def test_a_template_that_takes_thinking_or_text_gets_both_as_thinking() -> None:
     assert prompt == "<>[a]<t\n\nLook.>[](f {})<>[r]"
 
 
-def test_a_rendering_leaves_nothing_to_the_garbage_collector() -> None:
+def test_a_rendering_leaves_no_reference_cycles() -> None:
     macro = "{% macro show(m) %}[{{ m.content.strip() }}]{% endmacro %}"
     chat = from_source(macro + "{% for m in messages %}{{ show(m) }}{% endfor %}")
     conversation = request(user("hi"))

@@ -1,4 +1,4 @@
-"""Tokens word by word are the library's; pipelines that are not understood are refused."""
+"""The word encoder equals the library; unsupported tokenizers are rejected."""
 
 from array import array
 from functools import cache
@@ -10,11 +10,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 
 from kvmesh.demo import model_dir
-from kvmesh.frontend.tokenizer import pretokenizer as pretokenize
+from kvmesh.frontend.tokenizer import pretokenizer
 from kvmesh.frontend.tokenizer.byte_level_bpe import WordEncoder, WordMemo
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
-from kvmesh.frontend.tokenizer.pretokenizer import NotUnderstood
-from kvmesh.frontend.tokenizer.text_slices import SLICE, cut
+from kvmesh.frontend.tokenizer.pretokenizer import UnsupportedTokenizer
+from kvmesh.frontend.tokenizer.text_slices import SLICE, split_at_words
 
 TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN = (
@@ -98,7 +98,7 @@ texts = st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=20).map(
 @settings(max_examples=60)
 @example("".join(PIECES))
 @given(texts)
-def test_words_become_what_the_library_makes_of_them(name: str, text: str) -> None:
+def test_tokens_equal_those_of_the_library(name: str, text: str) -> None:
     found = encoder(name).encode(text)
     whole = pipeline(name).encode(text, add_special_tokens=False).ids
     if found is None:
@@ -108,14 +108,14 @@ def test_words_become_what_the_library_makes_of_them(name: str, text: str) -> No
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-@pytest.mark.parametrize("endless", ["", " " * 3 * SLICE, "\n" * 3 * SLICE, "x" * 3 * SLICE])
-def test_long_texts_are_cut_as_short_ones(
-    name: str, endless: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("huge", ["", " " * 3 * SLICE, "\n" * 3 * SLICE, "x" * 3 * SLICE])
+def test_long_texts_have_the_tokens_of_the_library(
+    name: str, huge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(piece for piece in PIECES if piece < "\uf000") * 400
-    text = f"{text}{endless}{text}"
+    text = f"{text}{huge}{text}"
     whole = pipeline(name).encode(text, add_special_tokens=False).ids
-    monkeypatch.setattr(pretokenize, "BATCH", 7)
+    monkeypatch.setattr(pretokenizer, "BATCH", 7)
     found = encoder(name).encode(text)
     assert found is not None
     assert array("I", found).tolist() == whole
@@ -126,14 +126,16 @@ def test_long_texts_are_cut_as_short_ones(
 @example("".join(PIECES))
 @example(" \u0301 x \u1680y\x1c z\x85 w \u180e a\u200b b")
 @given(texts)
-def test_a_text_may_be_cut_at_all_its_borders(name: str, text: str) -> None:
-    parts = pipeline(name).encode_batch_fast(list(cut(text, 1)), add_special_tokens=False)
+def test_a_text_may_be_split_at_all_its_word_borders(name: str, text: str) -> None:
+    parts = pipeline(name).encode_batch_fast(
+        list(split_at_words(text, 1)), add_special_tokens=False
+    )
     whole = pipeline(name).encode(text, add_special_tokens=False).ids
     assert [token for part in parts for token in part.ids] == whole
 
 
 @given(st.lists(st.sampled_from([" a", "b", " word", "longer", "x" * 60]), max_size=40))
-def test_the_memo_is_bounded_and_exact_when_it_forgets(words: list[str]) -> None:
+def test_the_memo_is_bounded_and_stays_exact(words: list[str]) -> None:
     model = demo().model
     assert isinstance(model, models.BPE)
     small, fresh = WordMemo(model, limit=2), WordMemo(model)
@@ -143,7 +145,7 @@ def test_the_memo_is_bounded_and_exact_when_it_forgets(words: list[str]) -> None
     assert "x" * 60 not in fresh
 
 
-def test_a_word_in_use_outlives_the_others() -> None:
+def test_a_word_in_use_is_not_evicted() -> None:
     model = demo().model
     assert isinstance(model, models.BPE)
     memo = WordMemo(model, limit=2)
@@ -153,8 +155,8 @@ def test_a_word_in_use_outlives_the_others() -> None:
         assert memo["kept"] is kept
 
 
-def refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(NotUnderstood):
+def check_unsupported(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UnsupportedTokenizer):
         WordEncoder(tokenizer)
     text = "It's  a test,\n<think>naïve</think> of 12345 words."
     parts = TextEncoder(tokenizer).encode_segments([text])
@@ -177,26 +179,26 @@ def refused(tokenizer: Tokenizer) -> None:
         Sequence([Split(" ", "removed"), ByteLevel(add_prefix_space=False)]),
     ],
 )
-def test_other_ways_to_cut_text_are_refused(step: PreTokenizer) -> None:
+def test_other_pre_tokenizers_are_unsupported(step: PreTokenizer) -> None:
     tokenizer = demo()
     tokenizer.pre_tokenizer = step
-    refused(tokenizer)
+    check_unsupported(tokenizer)
 
 
-def test_a_normalizer_that_rewrites_ascii_is_refused() -> None:
+def test_a_normalizer_that_rewrites_ascii_is_unsupported() -> None:
     tokenizer = demo()
     tokenizer.normalizer = normalizers.Lowercase()
-    refused(tokenizer)
+    check_unsupported(tokenizer)
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
-def test_added_tokens_that_look_around_are_refused(flag: str) -> None:
+def test_added_tokens_that_depend_on_context_are_unsupported(flag: str) -> None:
     tokenizer = demo()
     tokenizer.add_tokens([AddedToken("<eats>", **{"normalized": False, flag: True})])
-    refused(tokenizer)
+    check_unsupported(tokenizer)
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_are_unsupported() -> None:
     tokenizer = demo()
     tokenizer.model = models.WordPiece({"[UNK]": 0, "It": 1}, unk_token="[UNK]")
-    refused(tokenizer)
+    check_unsupported(tokenizer)

@@ -1,4 +1,4 @@
-"""The prompt of one turn is the beginning of the next turn's prompt."""
+"""The prompt of each turn is a prefix of the next turn's prompt."""
 
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,7 @@ TEXT = st.builds(Text, WORDS)
 
 @st.composite
 def answers(draw: st.DrawFn, number: int) -> list[Message]:
-    """An assistant's turn and what comes back, as any of the APIs would hand them over."""
+    """An assistant's turn and the results of its calls, in the form of any API."""
     thinking: list[Block] = draw(st.lists(st.builds(Thinking, WORDS), max_size=1))
     text: list[Block] = list(draw(st.lists(TEXT, max_size=1)))
     names = draw(st.lists(st.sampled_from(["read", "search"]), max_size=2))
@@ -45,7 +45,7 @@ def answers(draw: st.DrawFn, number: int) -> list[Message]:
 
 @st.composite
 def _back(draw: st.DrawFn, results: list[Block]) -> list[Message]:
-    """Results and perhaps a remark, in one user message (Anthropic) or apart (OpenAI)."""
+    """Results and perhaps a user text, in one message (Anthropic) or several (OpenAI)."""
     remark: list[Block] = list(draw(st.lists(TEXT, min_size=0 if results else 1, max_size=2)))
     if draw(st.booleans()):
         return [Message(role="user", blocks=results + remark)]
@@ -57,7 +57,7 @@ def _back(draw: st.DrawFn, results: list[Block]) -> list[Message]:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[list[Message]]:
-    """What each of a session's requests holds."""
+    """The messages of each request of a session."""
     system = Message(role="system", blocks=[Text("Be brief."), Text("You are an agent.")])
     held = [*draw(st.sampled_from([[], [system]])), Message(role="user", blocks=[Text("hi")])]
     turns = [held]
@@ -68,7 +68,7 @@ def conversations(draw: st.DrawFn) -> list[list[Message]]:
 
 
 def breakpoint_at_end(messages: list[Message], turn: int) -> list[Message]:
-    """The same messages as the next request of a harness would dress them."""
+    """The messages with the cache breakpoint that a harness sets in request `turn`."""
     billing = Text(f"x-anthropic-billing-header: cc_version=2; cch={turn};")
     *before, last = messages
     marked = [_marked(b) if b is last.blocks[-1] else b for b in last.blocks]
@@ -95,12 +95,12 @@ def test_a_turn_extends_the_one_before(
 
 
 def _tools(turn: int) -> list[Tool]:
-    """A deferred tool turns up in the middle of the list from the second request on."""
+    """The tools of request `turn`: from the second on, with a deferred tool in the middle."""
     return [TOOLS[0], LATER, TOOLS[1]] if turn else TOOLS
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_way_content_is_cut_into_blocks_by_the_api_does_not_show(name: str) -> None:
+def test_the_division_of_content_into_blocks_has_no_effect(name: str) -> None:
     def prompt(*blocks: Any) -> str:
         message = Message(role="user", blocks=list(blocks))
         return RENDERERS[name].render(request(message), TODAY)

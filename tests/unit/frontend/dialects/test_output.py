@@ -1,9 +1,9 @@
-"""Which parsers serve a model."""
+"""Selection of a model's parsers."""
 
 import pytest
 from unit.frontend.dialects.recorded import from_source, template
 
-from kvmesh.frontend.dialects import UnknownParser, choose, try_it
+from kvmesh.frontend.dialects import UnknownParser, choose_grammar, preview_output
 from kvmesh.frontend.dialects.families import (
     NAME_SIGNS,
     REASONING_PARSERS,
@@ -11,7 +11,7 @@ from kvmesh.frontend.dialects.families import (
     TOOL_ALIASES,
     TOOL_PARSERS,
 )
-from kvmesh.frontend.dialects.output import HARMONY, names
+from kvmesh.frontend.dialects.output import HARMONY, parser_names
 
 
 @pytest.mark.parametrize(
@@ -39,65 +39,67 @@ from kvmesh.frontend.dialects.output import HARMONY, names
         ("somebody/novel-7b", None, None),
     ],
 )
-def test_a_name_tells_the_family(model: str, tool: str | None, reasoning: str | None) -> None:
-    grammar = choose(model)
+def test_a_name_identifies_the_family(model: str, tool: str | None, reasoning: str | None) -> None:
+    grammar = choose_grammar(model)
     assert (grammar.tool_parser, grammar.reasoning_parser) == (tool, reasoning)
 
 
-def test_the_template_outweighs_the_name_and_the_card_both() -> None:
+def test_the_card_overrides_the_template_and_the_template_the_name() -> None:
     chatml = template("chatml")
-    assert choose("mistral-small", chatml).tool_parser == "hermes"
-    told = choose("mistral-small", chatml, tool_parser="glm47", reasoning_parser="none")
+    assert choose_grammar("mistral-small", chatml).tool_parser == "hermes"
+    told = choose_grammar("mistral-small", chatml, tool_parser="glm47", reasoning_parser="none")
     assert (told.tool_parser, told.reasoning_parser) == ("glm45", None)
 
 
-def test_the_model_that_comes_with_kvmesh_is_understood() -> None:
-    grammar = choose("kvmesh-demo", template("demo"))
+def test_the_demo_model_has_its_parsers() -> None:
+    grammar = choose_grammar("kvmesh-demo", template("demo"))
     assert (grammar.tool_parser, grammar.reasoning_parser) == ("hermes", "qwen3")
 
 
-def test_a_template_that_cannot_tell_tools_gets_the_form_it_is_told_them_in() -> None:
-    assert choose("gemma-3-27b", template("gemma")).tool_parser == "hermes"
+def test_a_template_without_tools_gets_the_parser_of_its_instructions() -> None:
+    assert choose_grammar("gemma-3-27b", template("gemma")).tool_parser == "hermes"
 
 
-def test_thinking_that_begins_every_output_is_expected_of_models_that_think_only() -> None:
+def test_forced_thinking_needs_a_template_that_thinks() -> None:
     calls = "<|tool_calls_section_begin|>"
-    assert choose("kimi", from_source(calls)).reasoning_parser is None
-    assert choose("kimi", from_source(f"{calls}<think>")).reasoning_parser == "kimi_k25"
+    assert choose_grammar("kimi", from_source(calls)).reasoning_parser is None
+    assert choose_grammar("kimi", from_source(f"{calls}<think>")).reasoning_parser == "kimi_k25"
 
 
-def test_unknown_names_are_refused_with_those_that_there_are() -> None:
+def test_unknown_names_are_rejected_with_the_known_ones() -> None:
     with pytest.raises(UnknownParser, match=r"unknown tool-call parser 'hermés'.*hermes") as error:
-        choose("m", tool_parser="hermés")
+        choose_grammar("m", tool_parser="hermés")
     assert "qwen3_coder" in error.value.known
     with pytest.raises(UnknownParser, match="unknown reasoning parser"):
-        choose("m", reasoning_parser="hermes")
+        choose_grammar("m", reasoning_parser="hermes")
 
 
-def test_every_name_in_the_tables_leads_somewhere() -> None:
+def test_every_name_in_the_tables_is_defined() -> None:
     tools = {*TOOL_PARSERS, HARMONY, None}
     reasonings = {*REASONING_PARSERS, HARMONY, None}
     for _, tool, reasoning in [*TEMPLATE_SIGNS, *NAME_SIGNS]:
         assert tool in tools
         assert reasoning in reasonings
     assert set(TOOL_ALIASES.values()) <= tools
-    assert {"qwen", "glm47", "harmony", "none"} <= set(names()[0])
+    assert {"qwen", "glm47", "harmony", "none"} <= set(parser_names()[0])
 
 
-def test_special_tokens_of_the_grammar_are_to_be_shown() -> None:
-    kimi = choose("kimi-k2")
-    assert kimi.shows("<|tool_call_begin|>")
-    assert not kimi.shows("<|im_end|>")
-    assert choose("deepseek-v3").shows("<｜tool▁sep｜>")
-    assert choose("gpt-oss").shows("<|channel|>")
-    assert not choose("novel").shows("<tool_call>")
+def test_the_grammar_uses_its_special_tokens() -> None:
+    kimi = choose_grammar("kimi-k2")
+    assert kimi.uses("<|tool_call_begin|>")
+    assert not kimi.uses("<|im_end|>")
+    assert choose_grammar("deepseek-v3").uses("<｜tool▁sep｜>")
+    assert choose_grammar("gpt-oss").uses("<|channel|>")
+    assert not choose_grammar("novel").uses("<tool_call>")
 
 
-def test_trying_a_parser_shows_the_parts() -> None:
+def test_the_preview_shows_the_parts() -> None:
     raw = '<think>hm</think>Hi.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    assert try_it("hermes", raw) == '[thinking]\nhm\n\n[text]\nHi.\n\n[call f]\n{\n  "a": 1\n}'
-    assert try_it("granite", "Here is my thought process:\nx\nHere is my response:\ny") == (
+    assert (
+        preview_output("hermes", raw) == '[thinking]\nhm\n\n[text]\nHi.\n\n[call f]\n{\n  "a": 1\n}'
+    )
+    assert preview_output("granite", "Here is my thought process:\nx\nHere is my response:\ny") == (
         "[thinking]\nx\n\n[text]\ny"
     )
     with pytest.raises(UnknownParser):
-        try_it("nothing", raw)
+        preview_output("nothing", raw)

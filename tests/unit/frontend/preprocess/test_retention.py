@@ -1,4 +1,4 @@
-"""What requests ask to keep: the words of every API, and the tokens that they mean."""
+"""Retention directives in the fields of every API, and their token ranges."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_messages import BILLING
+from kvmesh.frontend.dialects.templates.chat_messages import BILLING_HEADER
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
@@ -55,7 +55,7 @@ DEMO = served()
 
 
 def prepared(surface: Api, model: ServedModel = DEMO, **body: Any) -> tuple[PromptTokens, Any]:
-    """The prompt of a request, and the request."""
+    """(prompt, request) of a body."""
     call = surface.parse(json.dumps({"model": "m", **body}).encode(), {})
     made = asyncio.run(Preprocessor(1 << 20, TenantNamespaces()).prepare(call.request, model, None))
     return made.prompts[0], made.request
@@ -91,7 +91,7 @@ def conversation(turns: int, **mark: Any) -> list[dict[str, Any]]:
 # --- cache_control of the Messages API ---
 
 
-def test_a_mark_keeps_the_prompt_up_to_and_including_its_block() -> None:
+def test_a_mark_retains_the_prompt_through_its_block() -> None:
     prompt, _ = prepared(Messages(), max_tokens=1, messages=conversation(3, **MARK))
     (kept,) = explicit(prompt)
     assert (kept.start, kept.ttl_s) == (0, 300.0)
@@ -107,7 +107,7 @@ def test_a_mark_in_the_middle_of_the_system_prompt_is_exact() -> None:
     assert text(prompt, 0, kept.end).endswith(LONG.strip())
 
 
-def test_a_mark_on_the_whole_system_prompt_or_on_tools_keeps_both() -> None:
+def test_a_mark_on_the_system_prompt_or_on_tools_retains_both() -> None:
     hello = [{"role": "user", "content": "hi"}]
     for system, tool in ((block(LONG, **MARK), TOOL), (block(LONG), {**TOOL, **MARK})):
         prompt, _ = prepared(
@@ -120,7 +120,7 @@ def test_a_mark_on_the_whole_system_prompt_or_on_tools_keeps_both() -> None:
         assert text(prompt, kept.end or 0, None).startswith("<|im_start|>user\nhi")
 
 
-def test_marks_of_one_lifetime_are_one_and_the_longer_lifetime_wins() -> None:
+def test_marks_of_one_ttl_are_merged_and_the_longer_ttl_wins() -> None:
     system = [block(LONG, **HOUR)]
     first, second = conversation(1, **MARK), exchange(7, **MARK)
     prompt, _ = prepared(Messages(), max_tokens=1, system=system, messages=first + second)
@@ -130,7 +130,7 @@ def test_marks_of_one_lifetime_are_one_and_the_longer_lifetime_wins() -> None:
     assert text(prompt, 0, short.end).endswith("</tool_response>")
 
 
-def test_a_mark_on_a_short_text_keeps_no_more_than_asked_for() -> None:
+def test_a_mark_on_a_short_text_retains_only_that_text() -> None:
     said = [block("ok", **MARK), *exchange(0)[0]["content"]]
     messages = [*conversation(1), {"role": "assistant", "content": said}, *conversation(1)]
     prompt, _ = prepared(Messages(), max_tokens=1, messages=messages)
@@ -138,7 +138,7 @@ def test_a_mark_on_a_short_text_keeps_no_more_than_asked_for() -> None:
     assert text(prompt, 0, kept.end).endswith("<|im_start|>assistant\nok")
 
 
-def test_a_mark_on_what_a_template_writes_its_own_way_ends_before_it_or_with_it() -> None:
+def test_a_mark_on_a_rewritten_block_ends_before_or_with_it() -> None:
     call = {"type": "tool_use", "id": "c", "name": "read", "input": {"path": LONG}, **MARK}
     said = {"role": "assistant", "content": [block("Let me see."), call, call]}
     result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "c"}
@@ -152,7 +152,7 @@ def test_a_mark_on_what_a_template_writes_its_own_way_ends_before_it_or_with_it(
     assert kept.end == prompt.count
 
 
-def test_the_whole_request_may_be_marked() -> None:
+def test_a_request_may_be_marked_as_a_whole() -> None:
     prompt, _ = prepared(Messages(), max_tokens=1, messages=conversation(1), **MARK)
     assert explicit(prompt) == [Retain(0, None, 75, 300.0, explicit=True)]
 
@@ -170,14 +170,14 @@ def test_marks_are_found_under_every_template(name: str) -> None:
     assert "59: some text of a file" in beginning[-100:]
 
 
-# --- the other words ---
+# --- nvext and the OpenAI fields ---
 
 
 SPAN = {"start": 16, "end": 64, "priority": 90, "duration_s": 30}
 
 
 @pytest.mark.parametrize("surface", [Chat(), Completions(), Messages(), Responses()])
-def test_nvext_speaks_of_tokens_on_every_endpoint(surface: Api) -> None:
+def test_nvext_takes_token_ranges_on_every_endpoint(surface: Api) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "chat": {"messages": [{"role": "user", "content": LONG}]},
         "completions": {"prompt": LONG},
@@ -207,7 +207,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize(("fields", "ttl"), WORDS)
-def test_openai_s_words_keep_the_whole_prompt(fields: dict[str, Any], ttl: float | None) -> None:
+def test_openai_s_fields_retain_the_whole_prompt(fields: dict[str, Any], ttl: float | None) -> None:
     surfaces: list[tuple[Api, str]] = [(Responses(), "input"), (Completions(), "prompt")]
     for surface, name in surfaces:
         made, _ = prepared(surface, **{name: LONG, **fields})
@@ -233,7 +233,7 @@ WRONG: list[tuple[Api, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("surface", "fields", "where"), WRONG)
-def test_a_wrong_directive_is_named(surface: Api, fields: dict[str, Any], where: str) -> None:
+def test_an_invalid_directive_is_named(surface: Api, fields: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         prepared(surface, messages=[{"role": "user", "content": "hi"}], max_tokens=1, **fields)
     assert (error.value.param or "").startswith(where)
@@ -274,7 +274,7 @@ DROPPING = (
 )
 
 
-def test_thinking_is_marked_where_the_template_will_drop_it() -> None:
+def test_thinking_has_a_kind_if_the_template_drops_it() -> None:
     thought = "The file has to be read before anything else. " * 10
     messages = conversation(1)
     messages[1]["content"].insert(0, {"type": "thinking", "thinking": thought})
@@ -287,7 +287,9 @@ def test_thinking_is_marked_where_the_template_will_drop_it() -> None:
     assert all(entry.kind != "thinking" for entry in kinds(kept))
 
 
-PIECE = st.sampled_from(["", " ", "ok", "hi\n", LONG, RESULT, "</think>", "<|im_end|>", BILLING])
+PIECE = st.sampled_from(
+    ["", " ", "ok", "hi\n", LONG, RESULT, "</think>", "<|im_end|>", BILLING_HEADER]
+)
 CACHE = st.sampled_from([None, CacheControl(300.0), CacheControl(3600.0)])
 BLOCKS = st.one_of(
     st.builds(Text, PIECE, CACHE),
@@ -304,7 +306,7 @@ MODELS = [DEMO, served(DROPPING)]
 
 
 @given(MESSAGES, TOOLS, st.sampled_from(MODELS))
-def test_whatever_is_said_what_is_kept_lies_in_the_prompt(
+def test_directives_are_always_inside_the_prompt(
     messages: list[Message], tools: list[Tool], model: ServedModel
 ) -> None:
     request = GenerateRequest(id="r", model="m", sampling=Sampling(max_tokens=0))
@@ -314,7 +316,7 @@ def test_whatever_is_said_what_is_kept_lies_in_the_prompt(
             Preprocessor(1 << 20, TenantNamespaces()).prepare(request, model, None)
         ).prompts[0]
     except InvalidRequest:
-        return  # the template refused it, or rendered nothing
+        return  # the template raised, or rendered nothing
     for entry in made.retention:
         assert entry.end is not None
         assert 0 <= entry.start < entry.end <= made.count

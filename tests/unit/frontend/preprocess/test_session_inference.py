@@ -1,4 +1,4 @@
-"""Sessions inferred from prompts that grow."""
+"""Sessions inferred from growing prompts."""
 
 from array import array
 
@@ -22,7 +22,7 @@ def observe(
     return sessions.observe(tenant, block_hashes(packed, BLOCK, salt)[1], packed, BLOCK)
 
 
-def test_a_prompt_that_grows_stays_in_one_session(sessions: InferredSessions) -> None:
+def test_a_growing_prompt_stays_in_one_session(sessions: InferredSessions) -> None:
     prompt = list(range(10))
     assert observe(sessions, prompt) is None
     first = observe(sessions, prompt + [50] * 9)
@@ -31,13 +31,13 @@ def test_a_prompt_that_grows_stays_in_one_session(sessions: InferredSessions) ->
 
 
 @pytest.mark.parametrize("shared", [8, 9, 10, 11])
-def test_a_common_beginning_is_not_enough(sessions: InferredSessions, shared: int) -> None:
+def test_a_common_prefix_is_not_enough(sessions: InferredSessions, shared: int) -> None:
     common = list(range(shared))
     assert observe(sessions, [*common, 100, 101]) is None
     assert observe(sessions, [*common, 200, 201, 202, 203, 204]) is None
 
 
-def test_conversations_with_one_beginning_are_told_apart(sessions: InferredSessions) -> None:
+def test_conversations_with_a_common_prefix_are_distinct(sessions: InferredSessions) -> None:
     common = list(range(8))
     observe(sessions, [*common, 100])
     observe(sessions, [*common, 200])
@@ -49,27 +49,27 @@ def test_conversations_with_one_beginning_are_told_apart(sessions: InferredSessi
     assert observe(sessions, [*common, 100, 7, 7, 7, 7, 9]) == a
 
 
-def test_the_same_prompt_again_begins_anew(sessions: InferredSessions) -> None:
+def test_a_repeated_prompt_starts_a_new_session(sessions: InferredSessions) -> None:
     prompt = list(range(12))
     assert observe(sessions, prompt) is None
     assert observe(sessions, prompt) is None
 
 
-def test_salts_do_not_meet(sessions: InferredSessions) -> None:
+def test_prompts_with_different_salts_do_not_match(sessions: InferredSessions) -> None:
     prompt = list(range(12))
     observe(sessions, prompt, salt=1)
     assert observe(sessions, [*prompt, 1, 2], salt=2) is None
     assert observe(sessions, [*prompt, 1, 2], salt=1) is not None
 
 
-def test_tenants_do_not_meet_whatever_their_hashes_are(sessions: InferredSessions) -> None:
+def test_prompts_of_different_tenants_do_not_match(sessions: InferredSessions) -> None:
     prompt = list(range(12))
     observe(sessions, prompt, tenant="a")
     assert observe(sessions, [*prompt, 1, 2], tenant="b") is None
     assert observe(sessions, [*prompt, 1, 2], tenant="a") is not None
 
 
-def test_less_than_a_block_is_no_session(sessions: InferredSessions) -> None:
+def test_less_than_a_block_has_no_session(sessions: InferredSessions) -> None:
     assert observe(sessions, [1, 2]) is None
     assert observe(sessions, [1, 2, 3]) is None
 

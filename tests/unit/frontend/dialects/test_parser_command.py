@@ -27,7 +27,7 @@ def test_try_shows_how_a_file_parses(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("name", "content", "said"),
     [("nothing", b"x", "unknown output parser 'nothing'; known: "), ("hermes", b"\xff", "utf-8")],
 )
-def test_mistakes_are_named(
+def test_errors_name_their_cause(
     name: str, content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "raw.txt"
@@ -36,12 +36,12 @@ def test_mistakes_are_named(
     assert said in capsys.readouterr().err
 
 
-def test_list_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_prints_all_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["parser", "list"]) == 0
     assert "qwen3_coder" in capsys.readouterr().out
 
 
-def test_a_worker_that_is_told_an_unknown_parser_does_not_start(
+def test_a_worker_with_an_unknown_parser_does_not_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for flags in (["worker", "--tool-parser", "x"], ["up", "--worker-reasoning-parser", "x"]):

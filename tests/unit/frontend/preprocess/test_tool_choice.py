@@ -1,4 +1,4 @@
-"""Calls that the caller insists on: what the engine is asked for, and how its answer reads."""
+"""Constraints of `tool_choice`, and the parsing of constrained output."""
 
 import json
 from typing import Any, Literal
@@ -20,14 +20,18 @@ from kvmesh.frontend.dialects.output import OutputGrammar
 from kvmesh.frontend.dialects.structural_tags import CALL_TAGS
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.generation.output import PlainText
-from kvmesh.frontend.preprocess.tool_choice import RequiredToolCall, optional, required_tool_call
+from kvmesh.frontend.preprocess.tool_choice import (
+    RequiredToolCall,
+    required_tool_call,
+    strict_tool_tags,
+)
 
 READ = Tool("read", "", {"type": "object", "properties": {"path": {"type": "string"}}})
 LIST = Tool("list", "", {})
 PATCH = Tool("patch", "", {}, custom=True, grammar="start: /.+/")
 
 
-def must(choice: ToolChoice, *tools: Tool, parallel: bool = True) -> RequiredToolCall | None:
+def required(choice: ToolChoice, *tools: Tool, parallel: bool = True) -> RequiredToolCall | None:
     return required_tool_call(
         GenerateRequest(
             id="r",
@@ -40,15 +44,15 @@ def must(choice: ToolChoice, *tools: Tool, parallel: bool = True) -> RequiredToo
     )
 
 
-def found(choice: ToolChoice, *tools: Tool) -> RequiredToolCall:
-    made = must(choice, *tools)
-    assert made is not None
-    return made
+def required_call(choice: ToolChoice, *tools: Tool) -> RequiredToolCall:
+    constraint = required(choice, *tools)
+    assert constraint is not None
+    return constraint
 
 
-def read(made: RequiredToolCall, text: str, size: int) -> list[tuple[str, str]]:
-    """Name and arguments of every call that `text` makes, however it is cut."""
-    parser = made.parser(PlainText())
+def read(constraint: RequiredToolCall, text: str, size: int) -> list[tuple[str, str]]:
+    """(name, arguments) of every call in `text`, fed in pieces of `size` characters."""
+    parser = constraint.parser(PlainText())
     events: list[AnswerEvent] = []
     for at in range(0, len(text), size):
         events += parser.feed(text[at : at + size])
@@ -64,55 +68,55 @@ def read(made: RequiredToolCall, text: str, size: int) -> list[tuple[str, str]]:
     return calls
 
 
-def test_nothing_is_forced_where_the_model_may_choose() -> None:
-    assert must(ToolChoice(), READ) is None
-    assert must(ToolChoice("none"), READ) is None
+def test_auto_and_none_require_no_call() -> None:
+    assert required(ToolChoice(), READ) is None
+    assert required(ToolChoice("none"), READ) is None
 
 
-def test_a_choice_that_cannot_be_met_is_refused() -> None:
+def test_a_choice_without_a_matching_tool_is_rejected() -> None:
     for choice, tools in ((ToolChoice("named", "x"), [READ]), (ToolChoice("required"), [])):
         with pytest.raises(InvalidRequest) as error:
-            must(choice, *tools)
+            required(choice, *tools)
         assert error.value.param == "tool_choice"
 
 
-def test_one_tool_is_guided_by_its_own_schema() -> None:
-    made = found(ToolChoice("named", "read"), READ, LIST)
-    assert made.guided.kind == "json_schema"
-    assert json.loads(made.guided.value) == READ.parameters
-    custom = found(ToolChoice("named", "patch"), PATCH)
+def test_one_tool_is_constrained_by_its_schema() -> None:
+    constraint = required_call(ToolChoice("named", "read"), READ, LIST)
+    assert constraint.guided.kind == "json_schema"
+    assert json.loads(constraint.guided.value) == READ.parameters
+    custom = required_call(ToolChoice("named", "patch"), PATCH)
     assert (custom.guided.kind, custom.guided.value) == ("grammar", "start: /.+/")
     pattern = Tool("date", "", {}, custom=True, grammar="[0-9]+", regex=True)
-    dated = found(ToolChoice("named", "date"), pattern)
+    dated = required_call(ToolChoice("named", "date"), pattern)
     assert (dated.guided.kind, dated.guided.value) == ("regex", "[0-9]+")
 
 
-def test_several_tools_are_guided_by_a_list_of_calls() -> None:
-    schema: Any = json.loads(found(ToolChoice("required"), READ, LIST).guided.value)
+def test_several_tools_are_constrained_by_a_list_of_calls() -> None:
+    schema: Any = json.loads(required_call(ToolChoice("required"), READ, LIST).guided.value)
     assert schema["type"] == "array"
     assert schema["minItems"] == 1
     names = [entry["properties"]["name"]["enum"] for entry in schema["items"]["anyOf"]]
     assert names == [["read"], ["list"]]
-    single = must(ToolChoice("required"), READ, LIST, parallel=False)
+    single = required(ToolChoice("required"), READ, LIST, parallel=False)
     assert single is not None
     assert json.loads(single.guided.value)["maxItems"] == 1
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_arguments_pass_as_they_come(size: int) -> None:
-    made = found(ToolChoice("named", "read"), READ)
-    assert read(made, '\n{"path": "a}b"}', size) == [("read", '{"path": "a}b"}')]
+def test_arguments_are_emitted_as_they_arrive(size: int) -> None:
+    constraint = required_call(ToolChoice("named", "read"), READ)
+    assert read(constraint, '\n{"path": "a}b"}', size) == [("read", '{"path": "a}b"}')]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_list_of_calls_is_read_call_by_call(size: int) -> None:
     text = '[{"name": "read", "parameters": {"path": "}{"}},\n {"name": "list", "parameters": {}}]'
-    made = found(ToolChoice("required"), READ, LIST)
-    assert read(made, text, size) == [("read", '{"path":"}{"}'), ("list", "{}")]
+    constraint = required_call(ToolChoice("required"), READ, LIST)
+    assert read(constraint, text, size) == [("read", '{"path":"}{"}'), ("list", "{}")]
 
 
-def test_what_breaks_off_is_text() -> None:
-    parser = found(ToolChoice("required"), READ, LIST).parser(PlainText())
+def test_an_incomplete_call_is_text() -> None:
+    parser = required_call(ToolChoice("required"), READ, LIST).parser(PlainText())
     events = [*parser.feed('[{"name": "re'), *parser.finish()]
     assert events == [TextDelta('{"name": "re')]
 
@@ -120,7 +124,7 @@ def test_what_breaks_off_is_text() -> None:
 STRICT = Tool("book", "", {"type": "object", "required": ["day"]}, namespace="trip", strict=True)
 
 
-def may(parser: str | None, *tools: Tool, mode: Literal["auto", "none"] = "auto") -> Any:
+def structural_tag(parser: str | None, *tools: Tool, mode: Literal["auto", "none"] = "auto") -> Any:
     request = GenerateRequest(
         id="r",
         model="m",
@@ -128,23 +132,23 @@ def may(parser: str | None, *tools: Tool, mode: Literal["auto", "none"] = "auto"
         tools=list(tools),
         tool_choice=ToolChoice(mode),
     )
-    made = optional(request, parser)
-    assert made is None or made.kind == "structural_tag"
-    return made and json.loads(made.value)
+    constraint = strict_tool_tags(request, parser)
+    assert constraint is None or constraint.kind == "structural_tag"
+    return constraint and json.loads(constraint.value)
 
 
-def test_only_strict_tools_constrain_a_free_choice() -> None:
-    assert may("hermes", READ, LIST, PATCH) is None
-    assert may("hermes", STRICT, mode="none") is None
+def test_only_strict_tools_constrain_the_choice_auto() -> None:
+    assert structural_tag("hermes", READ, LIST, PATCH) is None
+    assert structural_tag("hermes", STRICT, mode="none") is None
     for parser in ("qwen3_coder", "pythonic", "harmony", "mistral", None):
-        assert may(parser, STRICT) is None
+        assert structural_tag(parser, STRICT) is None
 
 
 def test_each_tool_has_its_tag() -> None:
-    made = may("hermes", READ, STRICT)
-    assert made["type"] == "structural_tag"
-    assert made["format"]["triggers"] == ["<tool_call>"]
-    read, book = made["format"]["tags"]
+    constraint = structural_tag("hermes", READ, STRICT)
+    assert constraint["type"] == "structural_tag"
+    assert constraint["format"]["triggers"] == ["<tool_call>"]
+    read, book = constraint["format"]["tags"]
     assert read["begin"] == '<tool_call>\n{"name": "read", "arguments": '
     assert read["content"]["json_schema"] == {"type": "object"}
     assert book["begin"] == '<tool_call>\n{"name": "trip__book", "arguments": '
@@ -153,7 +157,7 @@ def test_each_tool_has_its_tag() -> None:
 
 
 def written(node: Any) -> str:
-    """What a model may write under a tag."""
+    """A text that the tag permits."""
     match node["type"]:
         case "tag":
             return f"{node['begin']}{written(node['content'])}{node['end']}"
@@ -167,12 +171,12 @@ def written(node: Any) -> str:
 
 
 @pytest.mark.parametrize("parser", sorted(CALL_TAGS))
-def test_the_parser_reads_what_the_tag_allows(parser: str) -> None:
-    made = may(parser, STRICT, READ)["format"]
-    for tag, name in zip(made["tags"], ("book", "read"), strict=True):
-        assert tag["begin"].startswith(made["triggers"][0])
+def test_the_parser_reads_output_that_a_tag_permits(parser: str) -> None:
+    constraint = structural_tag(parser, STRICT, READ)["format"]
+    for tag, name in zip(constraint["tags"], ("book", "read"), strict=True):
+        assert tag["begin"].startswith(constraint["triggers"][0])
         events = OutputGrammar(parser).parser([STRICT, READ]).feed(f"I look.\n{written(tag)}")
         assert [e.name for e in events if isinstance(e, ToolCallStart)] == [name]
-        told = "".join(e.arguments for e in events if isinstance(e, ToolCallDelta))
-        assert json.loads(told) == {"day": 1}
+        arguments = "".join(e.arguments for e in events if isinstance(e, ToolCallDelta))
+        assert json.loads(arguments) == {"day": 1}
         assert any(isinstance(e, ToolCallEnd) for e in events)
