@@ -172,7 +172,7 @@ async def test_the_parts_of_a_tenant_share_its_budget(node: Node) -> None:
     async def keep(tenant: str, seed: int) -> float:
         names = worker.names(tokens(100, seed), tenant)
         assert await worker.put(names, tenant=tenant, retention=retention) == 100
-        return node.metric("kept_bytes", 'tier="1"')
+        return node.metric("retained_bytes", 'tier="1"')
 
     asked = 100 * layout().block_bytes
     assert await keep("a/one", 1) == asked
@@ -217,12 +217,12 @@ async def test_a_dead_workers_tickets_are_reclaimed(node: Node, act: str) -> Non
     with process:
         assert await ticket_of(process)
         await node.reaches("workers", 2)
-        held = node.metric("writing_tickets") + node.metric("reading_tickets")
+        held = node.metric("write_tickets") + node.metric("read_tickets")
         process.send_signal(signal.SIGKILL)
     assert held == 1
     await node.reaches("workers", 1)
-    await node.reaches("writing_tickets", 0)
-    await node.reaches("reading_tickets", 0)
+    await node.reaches("write_tickets", 0)
+    await node.reaches("read_tickets", 0)
     await node.control(Clear())
     assert node.metric("used_bytes") == 0
     assert await worker.put(worker.names(tokens(8, 77))) == 8
@@ -339,7 +339,7 @@ async def test_a_worker_without_a_lock_is_refused(node: Node) -> None:
     card = await node.start()
     worker = TestWorker(node.bus, card, layout())
     worker.close()
-    with pytest.raises(AssertionError, match="no locked file"):
+    with pytest.raises(AssertionError, match="not a locked file"):
         await worker.attach()
 
 

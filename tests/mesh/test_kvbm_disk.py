@@ -11,7 +11,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.kvbm import Await, Declined, Done, Finish
 from kvmesh.bus.messages import Clear
-from kvmesh.kvbm.core.blocks.journal_record import Kept
+from kvmesh.kvbm.core.blocks.journal_record import BlockWritten
 from kvmesh.kvbm.tiers.disk_journal import records_in
 
 # use
@@ -119,7 +119,7 @@ async def journaled(tmp_path: Path, blocks: int) -> None:
 
     def written() -> bool:
         records = records_in(journal.read_bytes())
-        return sum(isinstance(record, Kept) for record in records) >= blocks
+        return sum(isinstance(record, BlockWritten) for record in records) >= blocks
 
     await eventually(written, what="the journal is written")
 
@@ -223,7 +223,7 @@ async def test_a_disk_that_others_need_is_given_back(node: Node, tmp_path: Path)
     await node.reaches("blocks", 0, 'tier="2"')
     blocks = tmp_path / "disk" / "blocks"
     await eventually(lambda: blocks.stat().st_size == 0, what="the file is cut")
-    assert "100 blocks are dropped" in node.log
+    assert "100 blocks dropped" in node.log
     again = await node.worker()
     assert await again.put(names) == 100
     assert (await again.get(names)).tiers == [1] * 100

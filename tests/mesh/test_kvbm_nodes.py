@@ -179,12 +179,12 @@ async def test_without_its_store_a_node_goes_on(nodes: Nodes, redis: RedisServer
     assert len((await east.get(names)).blocks) == 10
     log = nodes.mesh.folder / "east.log"
     seeds = count(2)
-    assert log.read_text().count("going on without the remote tier") == 1
+    assert log.read_text().count("continuing without the remote tier") == 1
     redis.start()
 
     async def again() -> bool:
         await east.get(east.names(tokens(4, next(seeds))))
-        return "the remote tier answers again" in log.read_text()
+        return "the remote tier works again" in log.read_text()
 
     await eventually(again)
 
@@ -239,7 +239,7 @@ async def test_a_node_reads_anothers_memory(nodes: Nodes) -> None:
 async def compute(nodes: Nodes, east: TestWorker, names: Names) -> None:
     """Begin to compute a prompt in the east, and have the west know."""
     assert not (await east.get(names, request="r", wait_s=1.0)).blocks
-    await nodes.reaches("west", "heard_claims", 1)
+    await nodes.reaches("west", "peer_claims", 1)
 
 
 @pytest.mark.parametrize("url", ["none", "folder"], indirect=True)
@@ -256,9 +256,9 @@ async def test_what_another_node_computes_is_waited_for(nodes: Nodes, url: str) 
     await east.computed("r")
     taken = await waiting
     assert (taken.tiers, taken.bad) == ([3] * 20, 0)
-    await nodes.reaches("west", "heard_claims", 0)
+    await nodes.reaches("west", "peer_claims", 0)
     assert nodes.metric("east", "prepared_blocks_total") == 20
-    await nodes.reaches("west", "announced_blocks", 0)
+    await nodes.reaches("west", "in_progress_blocks", 0)
 
 
 @pytest.mark.parametrize("url", ["none"], indirect=True)
@@ -268,13 +268,13 @@ async def test_who_joins_late_hears_what_is_computed(nodes: Nodes) -> None:
     names = east.names(tokens(20))
     assert not (await east.get(names, request="r")).blocks
     west = await nodes.start("west", **env)
-    await nodes.reaches("west", "heard_claims", 1)
+    await nodes.reaches("west", "peer_claims", 1)
     waiting = asyncio.create_task(west.get(names, wait_s=60.0))
     await nodes.reaches("west", "peer_waits_total", 1)
     assert await east.put(names) == 20
     await east.computed("r")
     assert (await waiting).tiers == [3] * 20
-    await nodes.reaches("west", "heard_claims", 0)
+    await nodes.reaches("west", "peer_claims", 0)
 
 
 @pytest.mark.parametrize("url", ["none"], indirect=True)
@@ -291,7 +291,7 @@ async def test_who_does_not_compute_it_in_the_end_is_left(nodes: Nodes, end: str
         await east.computed("r")
     async with asyncio.timeout(30):
         assert not (await waiting).blocks
-    assert nodes.metric("west", "announced_blocks") == 20
+    assert nodes.metric("west", "in_progress_blocks") == 20
     assert await west.put(names) == 20
 
 
@@ -324,7 +324,7 @@ async def test_a_node_reads_anothers_disk(nodes: Nodes) -> None:
 async def test_nodes_of_other_layouts_share_nothing_and_it_is_said(nodes: Nodes) -> None:
     east = await nodes.start("east")
     west = await nodes.start("west", layout(weights="other"))
-    sample = 'divided_nodes{model="m"}'
+    sample = 'incompatible_layout_nodes{model="m"}'
     for node in ("east", "west"):
         await nodes.reaches(node, sample, 1)
     await east.put(east.names(tokens(10)))
@@ -371,7 +371,7 @@ async def test_nodes_of_other_keys_share_nothing_and_it_is_said(nodes: Nodes) ->
     east = await nodes.start("east", KVMESH_KVBM_KEY=keys[0].hex())
     west = await nodes.start("west", KVMESH_KVBM_KEY=keys[1].hex())
     for node in ("east", "west"):
-        await nodes.reaches(node, "strange_nodes", 1)
+        await nodes.reaches(node, "incompatible_key_nodes", 1)
     await east.put(east.names(tokens(10)))
     await nodes.shared("east", 10)
     assert not (await west.get(west.names(tokens(10)))).blocks
@@ -381,7 +381,7 @@ async def test_nodes_of_other_keys_share_nothing_and_it_is_said(nodes: Nodes) ->
     assert not any(key.hex() in log for key in keys)
     nodes.mesh.kill("west")
     await nodes.start("west-again", KVMESH_KVBM_KEY=keys[0].hex())
-    await nodes.reaches("west-again", "strange_nodes", 0)
+    await nodes.reaches("west-again", "incompatible_key_nodes", 0)
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
