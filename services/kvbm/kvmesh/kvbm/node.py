@@ -253,7 +253,7 @@ def _not_understood(reason: str) -> ControlReply:
 
 
 async def _within(seconds: float, done: Callable[[], bool]) -> bool:
-    """Whether `done` becomes true within `seconds`."""
+    """True if `done` becomes true within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             while not done():

@@ -62,7 +62,7 @@ class Presence:
 
     @property
     def outdated(self) -> bool:
-        """Whether layouts or workers have changed since the last `introduce`."""
+        """True if layouts or workers have changed since the last `introduce`."""
         return self._state != self._introduced
 
     @property

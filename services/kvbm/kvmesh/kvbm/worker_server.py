@@ -23,7 +23,7 @@ from kvmesh.kvbm.tiers.node_directory import NodeDirectory
 log = logging.getLogger(__name__)
 ATTACHMENT_BITS = 62
 ENDED = Declined("invalid", "the ticket has ended")
-REPLACED = Declined("invalid", "a newer request about the ticket has taken its place")
+REPLACED = Declined("invalid", "a newer request for the ticket has replaced this one")
 _decoder: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
 
 
@@ -84,7 +84,7 @@ class WorkerServer:
             if not self._directory.is_held(worker.lock):
                 tickets = self._manager.detach(worker, self._clock())
                 reattached = any(w.instance == worker.instance for w in workers.values())
-                state = "has attached anew" if reattached else "is gone"
+                state = "has reattached" if reattached else "is gone"
                 log.warning("%s %s; %d tickets reclaimed", worker.instance, state, tickets)
         self._settle()
 

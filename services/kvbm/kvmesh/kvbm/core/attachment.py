@@ -7,9 +7,9 @@ from kvmesh.blocks.prompt_delta import KnownPrompts, Names
 from kvmesh.bus.kvbm import Attach, Fetch, Offer
 from kvmesh.bus.messages import encode
 from kvmesh.kvbm.core.blocks.block import ARENA, Space
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.slab_allocator import PAGE
 from kvmesh.kvbm.core.blocks.store import Store
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 
 MAX_PROMPT_BLOCKS = 1 << 19  # of 32 bytes each
 

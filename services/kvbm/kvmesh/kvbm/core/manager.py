@@ -31,6 +31,7 @@ from kvmesh.bus.messages import Clear, KvEvent, Pin
 from kvmesh.kvbm.core.attachment import AttachedWorker, Attachments
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Space
 from kvmesh.kvbm.core.blocks.events import dump
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, Store
 from kvmesh.kvbm.core.clearing import clear
 from kvmesh.kvbm.core.config import KvbmConfig
@@ -42,7 +43,6 @@ from kvmesh.kvbm.core.transfers.lending import Lending
 from kvmesh.kvbm.core.transfers.mesh_claims import Claims, PeerClaims, PeerSource
 from kvmesh.kvbm.core.transfers.offload import Offload
 from kvmesh.kvbm.core.transfers.onboarding import Lookup, Onboarding
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 from kvmesh.kvbm.core.transfers.write_through import OfferedBlocks
 
@@ -120,7 +120,7 @@ class Manager:
         return len(worker.tickets)
 
     def answer(self, message: WorkerRequest, now: float) -> Reply | ParkedFetch:
-        """The reply to any message but `Attach`; a parked one comes from `drain_replies`."""
+        """The reply to any message but `Attach`; `drain_replies` returns parked replies."""
         worker = self.attachments.workers.get(message.attachment)
         if worker is None:
             return UNKNOWN
@@ -292,7 +292,7 @@ class Manager:
     # other nodes
 
     def prepare(self, message: Prepare, now: float) -> Prepared | ParkedFetch:
-        """The reply to another kvbm; a parked one comes from `drain_replies`."""
+        """The reply to another kvbm; `drain_replies` returns parked replies."""
         space = self.attachments.space(message.model, message.layout)
         reply = self.lending.prepare(message, space, now)
         return reply if isinstance(reply, Prepared) else ParkedFetch(reply.number)

@@ -7,8 +7,8 @@ from math import inf
 
 from kvmesh.bus.messages import Pin, Retain, owner
 from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import PLAIN_LEVEL, BlockRetention, RetentionWish
 from kvmesh.retention.outcomes import Directive
@@ -48,7 +48,7 @@ class TierRetention:
         }
 
     def is_closed(self, session: str | None) -> bool:
-        """Whether the session was released and has fetched no prompt since."""
+        """True if the session was released and has fetched no prompt since."""
         return session in self._closed
 
     def reopen(self, session: str | None) -> None:
@@ -190,7 +190,7 @@ def _directive(known: dict[int, Directive], wish: RetentionWish, tenant: str) ->
 
 
 def _is_used(block: Block) -> bool:
-    """Whether a copy of the block has a user or a pin."""
+    """True if a copy of the block has a user or a pin."""
     copies = block.copies.values()
     return any(
         copy.users or (copy.retention is not None and copy.retention.pins) for copy in copies

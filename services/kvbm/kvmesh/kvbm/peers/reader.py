@@ -120,7 +120,7 @@ class PeerReader:
     # reading
 
     def has_holder(self, digest: bytes) -> bool:
-        """Whether a peer without a recent failure had the block at the last lookup."""
+        """True if a peer without a recent failure had the block at the last lookup."""
         peer = self._holders.get(digest)
         return peer is not None and not self._exchange.failed_recently(peer)
 
@@ -200,7 +200,7 @@ class PeerReader:
 
     @property
     def opening(self) -> bool:
-        """Whether the transport was not opened yet, or is being opened."""
+        """True if the transport was not opened yet, or is being opened."""
         return self._opening is None or not self._opening.done()
 
     async def _open_transport(self) -> None:

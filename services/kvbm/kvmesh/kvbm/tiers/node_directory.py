@@ -53,7 +53,7 @@ class NodeDirectory:
         self.recovered = bool(_clear(path))
 
     def is_held(self, lock: str) -> bool:
-        """Whether the worker with this lock file is alive; the file of a dead one is removed."""
+        """True if the worker with this lock file is alive; the file of a dead one is removed."""
         return _is_held(self.path / lock)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ def _lock_within_patience(path: Path) -> int:
 def _locked(path: Path) -> int:
     """Lock a directory; raises DirectoryTaken if it is locked or was just removed."""
     try:
-        owner = path.lstat().st_uid  # of a link itself: another user may have put it there
+        owner = path.lstat().st_uid  # of a link itself: another user may have created it
         if owner != os.getuid():
             raise DirectoryError(f"{path} belongs to user {owner}; set kvbm.directory")
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -146,7 +146,7 @@ def _clear(path: Path) -> list[Path]:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether the holder of a lock is alive; the file of a dead one is removed.
+    """True if the holder of a lock is alive; the file of a dead one is removed.
 
     True also if no descriptor or memory is left to find out: the holder may write to the arena.
     """

@@ -24,6 +24,7 @@ from kvmesh.bus.kvbm import (
 from kvmesh.bus.messages import Clear
 from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Space
+from kvmesh.kvbm.core.blocks.prompt_blocks import Digests, PromptBlocks
 from kvmesh.kvbm.core.blocks.store import MoveEnd, RemoteTierConfig
 from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.manager import Manager, ParkedFetch
@@ -35,7 +36,6 @@ from kvmesh.kvbm.core.transfers.mesh_claims import (
     PeerSource,
 )
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
-from kvmesh.kvbm.core.transfers.prompt_blocks import Digests, PromptBlocks
 
 SIZE = 4
 LAYOUT = KvLayout(

@@ -48,7 +48,7 @@ class SlabAllocator:
         self.used = 0
 
     def supports_extent(self, extent: int) -> bool:
-        """Whether the capacity can be divided into extents of `extent` bytes."""
+        """True if the capacity can be divided into extents of `extent` bytes."""
         return LEAST_EXTENTS <= self.capacity // extent <= MAX_EXTENTS
 
     @property

@@ -55,7 +55,7 @@ class Tier:
         self.slots.order(size)
 
     def fits(self, size: int) -> bool:
-        """Whether the tier can have slots of `size` bytes."""
+        """True if the tier can have slots of `size` bytes."""
         fits = self._fitting.get(size)
         if fits is None:
             try:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from kvmesh.blocks.digests import DIGEST_BYTES
 from kvmesh.bus.kvbm import Fetch, Prepare, Prepared
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
+from kvmesh.kvbm.core.blocks.prompt_blocks import Digests, PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.transfers.onboarding import Onboarding
-from kvmesh.kvbm.core.transfers.prompt_blocks import Digests, PromptBlocks
 from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 
 MAX_LENT = 256
@@ -46,7 +46,7 @@ class Lending:
         return ticket.number in self._preparing
 
     def lend(self, digests: list[bytes], block_bytes: int, now: float) -> list[Copy]:
-        """Arena copies of the leading blocks that are there, held until `take_back`."""
+        """Arena copies of the leading blocks, up to the first missing one, held until `take_back`."""
         self._store.begin(now)
         lent: list[Copy] = []
         for digest in digests[:MAX_LENT]:

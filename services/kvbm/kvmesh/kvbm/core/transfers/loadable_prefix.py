@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block
 from kvmesh.kvbm.core.blocks.load_cost import CostStep, EngineSpeed, blocks_worth_loading
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.transfers.in_progress import BlocksInProgress, RequestKey
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 
 Found: TypeAlias = Sequence[Block | None]
@@ -30,7 +30,7 @@ class LoadablePrefix:
         return count
 
     def is_lookup_worthwhile(self, ticket: ReadTicket) -> bool:
-        """Whether the rest of a prompt would be loaded if the remote tier had it."""
+        """True if the rest of a prompt would be loaded if the remote tier had it."""
         prompt, left = ticket.prompt, len(ticket.prompt) - ticket.end
         if self._store.remote is None or not left:
             return False

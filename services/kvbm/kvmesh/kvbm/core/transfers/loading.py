@@ -109,7 +109,7 @@ class BlockLoader:
         return target
 
     def _is_computed_elsewhere(self, ticket: ReadTicket, index: int) -> bool:
-        """Whether another request computes this block and the ticket still waits for it."""
+        """True if another request computes this block and the ticket still waits for it."""
         request = self._in_progress.request_of(ticket.prompt.digests[index])
         if request is None or request == ticket.request:
             return False

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.transfers.in_progress import RequestKey
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 
 MAX_CLAIM_DIGESTS = 256
 MAX_PEER_DIGESTS = 1 << 17

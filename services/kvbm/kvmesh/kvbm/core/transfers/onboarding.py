@@ -7,13 +7,13 @@ from typing import NamedTuple
 from kvmesh.bus.kvbm import Fetch, Fetched
 from kvmesh.kvbm.core.blocks.block import ARENA
 from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.transfers.announcing import ComputeAnnouncer
 from kvmesh.kvbm.core.transfers.in_progress import BlocksInProgress
 from kvmesh.kvbm.core.transfers.loadable_prefix import Found, LoadablePrefix
 from kvmesh.kvbm.core.transfers.loading import BlockLoader
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 
 LOOKUP_BLOCKS = 4096

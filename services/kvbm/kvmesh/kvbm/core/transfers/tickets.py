@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.transfers.in_progress import RequestKey
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +23,11 @@ class WriteTicket:
 class ReadTicket:
     """Blocks of a prompt, up to `end`, on their way to a worker.
 
-    The worker has the blocks before `next_index`. Then come those in `ready`, then those that
-    are `loading` into the arena. `awaited` is the digest of the first block that is not ready;
-    the ticket waits at most `wait_s` after its `last_progress` for blocks that others compute.
-    While a lookup beyond this node is pending, `peer` is the node that it queries, if it is one.
-    `request` is set if the worker computes the blocks that nobody has. A worker knows the number
-    of an `issued` ticket.
+    The worker has the blocks before `next_index`; those in `ready` follow, then those that are
+    `loading` into the arena. `awaited` is the digest of the first block that is not ready. The
+    ticket waits for blocks that others compute until `wait_s` after its `last_progress`. During a
+    lookup beyond this node, `peer` is the node that the lookup queries, if any. `request` is set
+    if the worker computes the missing blocks. The worker knows the number of an `issued` ticket.
     """
 
     number: int
@@ -62,11 +61,11 @@ class ReadTicket:
         return self.end - self.next_index - len(self.ready) + self.lookup_pending
 
     def timed_out(self, now: float) -> bool:
-        """Whether it has waited long enough for blocks that others compute."""
+        """True if it has waited long enough for blocks that others compute."""
         return now - self.last_progress > self.wait_s
 
     def due(self, now: float) -> bool:
-        """Whether a parked request for more blocks is to be answered."""
+        """True if a parked request for more blocks is to be answered."""
         if self.parked_until is None:
             return False
         return bool(self.ready) or not self.pending or now >= self.parked_until

@@ -4,9 +4,9 @@ from array import array
 
 from kvmesh.bus.kvbm import Offer, Wanted
 from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, CopyState
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.retention import TierRetention
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.transfers.tickets import WriteTicket
 from kvmesh.retention.claims import THINKING_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import PLAIN_WISH

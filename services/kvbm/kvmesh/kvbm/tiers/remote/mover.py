@@ -64,7 +64,7 @@ class RemoteMover:
 
     @property
     def paused(self) -> bool:
-        """Whether the store has failed recently and is not used."""
+        """True if the store has failed recently and is not used."""
         return self._clock() < self._paused_until
 
     def start(self, moves: Iterable[Move]) -> None:
