@@ -189,7 +189,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.kinds)
     @rule(data=st.data(), path=paths)
     def load(self, data: st.DataObject, path: tuple[int, ...]) -> None:
-        """Fetch a whole prompt, wherever it is."""
+        """Fetch a whole prompt from any tier."""
         worker, prompt = self.worker(data, path)
         message = Fetch(worker, "l", 0, *prompt.fields(), 3, 0.0, 0.0, 0.0, False, "t")
         self.receive_reply(Use(worker, prompt, 0, 0), self.manager.answer(message, self.now))
@@ -260,17 +260,17 @@ class ManagerMachine(RuleBasedStateMachine):
     )
     def clear(self, salt: int | None, tenant: str, tiers: list[int], model: str | None) -> None:
         before = self.unused()
-        gone = self.manager.clear(Clear(salt, tiers, model, tenant), self.now)
-        whole = salt is None or (salt, tenant) == (3, "t")
+        dropped = self.manager.clear(Clear(salt, tiers, model, tenant), self.now)
+        in_namespace = salt is None or (salt, tenant) == (3, "t")
         self.collect()
         left = self.unused()
-        meant = {
+        selected = {
             (name, tier, digest)
             for name, tier, digest in before
-            if model in (None, name) and (not tiers or tier in tiers) and whole
+            if model in (None, name) and (not tiers or tier in tiers) and in_namespace
         }
-        assert not left & meant
-        assert gone == len({digest for *_, digest in meant})
+        assert not left & selected
+        assert dropped == len({digest for *_, digest in selected})
 
     def unused(self) -> set[tuple[str, int, bytes]]:
         """Copies without users, as (model, tier, digest)."""
@@ -337,8 +337,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def end_lookup(self, answers: bool, instance: str) -> None:
         """The store answers, or a peer that may have more."""
         lookup = self.lookups.pop(0)
-        there = [digest in self.shared for digest in lookup.digests]
-        count = (*there, False).index(False) if answers else 0
+        found = [digest in self.shared for digest in lookup.digests]
+        count = (*found, False).index(False) if answers else 0
         peer = PeerSource(instance, len(lookup.prompt)) if instance else None
         self.manager.end_lookup(lookup, count, self.now, peer)
         self.collect()
@@ -347,8 +347,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def another_node_computes(
         self, path: tuple[int, ...], instance: str, number: int, ends: bool
     ) -> None:
-        marks = [] if ends else Prompt(0, path).digests()[::2]
-        self.manager.peer_claims.receive(instance, number, marks, self.now + 3.0)
+        digests = [] if ends else Prompt(0, path).digests()[::2]
+        self.manager.peer_claims.receive(instance, number, digests, self.now + 3.0)
 
     @rule(path=paths, stored=st.booleans())
     def prepare(self, path: tuple[int, ...], stored: bool) -> None:

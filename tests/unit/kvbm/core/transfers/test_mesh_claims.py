@@ -76,7 +76,7 @@ class Node:
         assert isinstance(worker, AttachedWorker)
         self.worker = worker.number
         self.answers: dict[int, Fetched | Prepared] = {}
-        self.asked: dict[int, tuple[Node, Lookup]] = {}
+        self.preparing: dict[int, tuple[Node, Lookup]] = {}
 
     def got(self, ticket: Fetched | int) -> tuple[int, bool] | None:
         """Blocks in the reply and whether more are pending; None while it is parked."""
@@ -138,32 +138,32 @@ class Mesh:
         moves, lookups = manager.store.drain_moves(), manager.onboarding.drain_lookups()
         messages, answers = manager.claims.drain(), manager.drain_replies(self.now)
         manager.end_moves([(move, MoveEnd.DONE) for move in moves], self.now)
-        for _, number, marks in messages:
+        for _, number, digests in messages:
             self.sent += 1
             for other in self.nodes.values():
                 if other is not node:
-                    other.manager.peer_claims.receive(node.name, number, marks, self.now + 30.0)
+                    other.manager.peer_claims.receive(node.name, number, digests, self.now + 30.0)
         for lookup in lookups:
             self._look_up(node, lookup)
         for number, answer in answers.items():
-            if number in node.asked:
-                asker, lookup = node.asked.pop(number)
+            if number in node.preparing:
+                requester, lookup = node.preparing.pop(number)
                 assert isinstance(answer, Prepared)
-                self._found(asker, lookup, answer)
+                self._found(requester, lookup, answer)
             node.answers[number] = answer
         return bool(moves or lookups or messages or answers)
 
     def _look_up(self, node: Node, lookup: Lookup) -> None:
-        owner = self.nodes.get(lookup.peer.instance) if lookup.peer is not None else None
-        if owner is None:
+        peer = self.nodes.get(lookup.peer.instance) if lookup.peer is not None else None
+        if peer is None:
             node.manager.end_lookup(lookup, 0, self.now)
             return
         digests = b"".join(lookup.digests)
         tps, bps = lookup.engine.compute_tps, lookup.engine.load_bps
         message = Prepare("m", LAYOUT, digests, tps, bps, 0.25)
-        answer = owner.manager.prepare(message, self.now)
+        answer = peer.manager.prepare(message, self.now)
         if isinstance(answer, ParkedFetch):
-            owner.asked[answer.ticket] = (node, lookup)
+            peer.preparing[answer.ticket] = (node, lookup)
         else:
             self._found(node, lookup, answer)
 
@@ -221,7 +221,9 @@ def test_waiting_is_bounded_and_answered_meanwhile(mesh: Mesh) -> None:
     tickets = [mesh.fetch(b, digests, request) for request in ("first", "second")]
     for _ in range(5):
         mesh.pass_time(0.1)
-    assert [b.got(ticket) for ticket in tickets] == [(0, True)] * 2, "they are told to ask again"
+    assert [b.got(ticket) for ticket in tickets] == [(0, True)] * 2, (
+        "each is answered and waits again"
+    )
     readings = b.manager.onboarding.tickets.values()
     for _ in range(43):
         mesh.pass_time(0.1)
@@ -234,14 +236,14 @@ def test_waiting_is_bounded_and_answered_meanwhile(mesh: Mesh) -> None:
     assert b.on(ARENA) == 0
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_waiting_for_a_dead_node_ends(mesh: Mesh, told: bool) -> None:
+@pytest.mark.parametrize("detected", [True, False])
+def test_waiting_for_a_dead_node_ends(mesh: Mesh, detected: bool) -> None:
     a, b, _ = mesh.nodes.values()
     digests = named(20)
     mesh.fetch(a, digests)
     mesh.settle()
     del mesh.nodes["a"]
-    if told:
+    if detected:
         b.manager.peer_claims.drop_peer("a")
     waiting = mesh.fetch(b, digests)
     mesh.settle()
@@ -304,12 +306,12 @@ def test_claims_are_renewed_and_expire() -> None:
     claims = Claims(30.0)
     claims.start((1, "r"), prompt_of(named(8)), 2, 0.0)
     claims.start((1, "r"), prompt_of(named(8)), 4, 0.0)
-    told = claims.drain()
-    assert [(t.model, len(t.digests)) for t in told] == [("m", 6)]
+    sent = claims.drain()
+    assert [(t.model, len(t.digests)) for t in sent] == [("m", 6)]
     claims.renew([(1, "r")], 10.0)
     assert claims.drain() == []
     claims.renew([(1, "r")], 16.0)
-    assert claims.drain() == told
+    assert claims.drain() == sent
     claims.renew([], 40.0)
     claims.renew([], 47.0)
     assert (len(claims), claims.drain()) == (0, [])
@@ -320,45 +322,45 @@ def test_current_claims_are_the_newest_of_a_model() -> None:
     prompts = [prompt_of(named(8, seed)) for seed in range(MAX_REPEATED + 3)]
     for number, prompt in enumerate(prompts):
         claims.start((1, str(number)), prompt, 0, 0.0)
-    told = claims.drain()
-    assert claims.current("m") == told[-MAX_REPEATED:]
+    sent = claims.drain()
+    assert claims.current("m") == sent[-MAX_REPEATED:]
     for number in range(1, len(prompts)):
         claims.end((1, str(number)))
-    assert claims.current("m") == told[:1]
+    assert claims.current("m") == sent[:1]
     assert claims.current("n") == []
 
 
 def test_a_long_prompt_is_claimed_by_few_digests() -> None:
-    claims, others = Claims(30.0), PeerClaims()
+    claims, peer_claims = Claims(30.0), PeerClaims()
     whole = prompt_of(named(10_000))
     claims.start((1, "r"), whole, 100, 0.0)
-    (told,) = claims.drain()
-    assert len(told.digests) <= MAX_CLAIM_DIGESTS
-    others.receive("a", told.number, told.digests, 30.0)
-    assert others.find(whole, 0) == PeerSource("a", 10_000)
-    found = others.find(prompt_of(named(9_000, fork=5_000)), 200)
+    (sent,) = claims.drain()
+    assert len(sent.digests) <= MAX_CLAIM_DIGESTS
+    peer_claims.receive("a", sent.number, sent.digests, 30.0)
+    assert peer_claims.find(whole, 0) == PeerSource("a", 10_000)
+    found = peer_claims.find(prompt_of(named(9_000, fork=5_000)), 200)
     assert found is not None
     assert 5_000 - 10_000 / MAX_CLAIM_DIGESTS - 1 <= found.end <= 5_000
-    assert others.find(prompt_of(named(50, seed=3)), 0) is None
+    assert peer_claims.find(prompt_of(named(50, seed=3)), 0) is None
 
 
 def test_peer_claims_end() -> None:
-    others, prompt = PeerClaims(), prompt_of(named(10))
-    marks = split_digests(named(10))
-    others.receive("b", 1, marks, 5.0)
-    others.receive("a", 7, marks[:4], 9.0)
-    assert others.find(prompt, 0) == PeerSource("a", 4)
-    others.drop("a", prompt, 2)
-    assert others.find(prompt, 0) == PeerSource("b", 10)
-    others.receive("b", 1, marks[:3], 5.0)
-    assert others.find(prompt, 3) is None
-    others.expire(6.0)
-    assert len(others) == 0
+    peer_claims, prompt = PeerClaims(), prompt_of(named(10))
+    digests = split_digests(named(10))
+    peer_claims.receive("b", 1, digests, 5.0)
+    peer_claims.receive("a", 7, digests[:4], 9.0)
+    assert peer_claims.find(prompt, 0) == PeerSource("a", 4)
+    peer_claims.drop("a", prompt, 2)
+    assert peer_claims.find(prompt, 0) == PeerSource("b", 10)
+    peer_claims.receive("b", 1, digests[:3], 5.0)
+    assert peer_claims.find(prompt, 3) is None
+    peer_claims.expire(6.0)
+    assert len(peer_claims) == 0
     for number in range(2000):
-        others.receive("c", number, split_digests(named(100, seed=number)), 9.0)
-    assert len(others) * 100 <= 1 << 17
-    others.drop_peer("c")
-    assert (len(others), others._by_digest) == (0, {})
+        peer_claims.receive("c", number, split_digests(named(100, seed=number)), 9.0)
+    assert len(peer_claims) * 100 <= 1 << 17
+    peer_claims.drop_peer("c")
+    assert (len(peer_claims), peer_claims._by_digest) == (0, {})
 
 
 # preparation for other nodes

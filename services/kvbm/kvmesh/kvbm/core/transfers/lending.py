@@ -46,7 +46,7 @@ class Lending:
         return ticket.number in self._preparing
 
     def lend(self, digests: list[bytes], block_bytes: int, now: float) -> list[Copy]:
-        """Arena copies of the leading blocks, up to the first missing one, held until `take_back`."""
+        """Arena copies of the leading blocks up to a missing one, held until `take_back`."""
         self._store.begin(now)
         lent: list[Copy] = []
         for digest in digests[:MAX_LENT]:
