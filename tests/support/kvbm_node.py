@@ -35,7 +35,7 @@ class Node:
         return await self.found()
 
     async def restart(self, **env: str) -> Instance:
-        """Kill it and start it again, with other settings if told."""
+        """Kill and restart the kvbm, optionally with other settings."""
         self.mesh.kill("kv")
         return await self.start(**{**self.mesh.commands["kv"][1], **env})
 
@@ -76,7 +76,7 @@ class Node:
         )
 
     async def on_disk(self, count: int) -> None:
-        """Wait until so many blocks are on disk and nothing else is under way there."""
+        """Wait until `count` blocks are on disk and no move runs."""
         await self.reaches("blocks", count, 'tier="2"')
         await self.reaches("moving_blocks", 0)
 

@@ -53,7 +53,7 @@ class DiskTier:
         self._manager.store.drain_disk_changes()
         await self._rewrite()
         if written:
-            log.info("%d of %d blocks on disk are used again", restored, len(written))
+            log.info("restored %d of %d blocks on disk", restored, len(written))
 
     async def _read(self) -> list[Record]:
         """The journal's records; none if the tier's size does not suit their extent size."""
