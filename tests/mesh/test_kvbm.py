@@ -1,4 +1,4 @@
-"""The block manager as a process: shared by workers, through deaths, bad disks and bad settings."""
+"""The kvbm process with its workers: sharing, deaths, bad disks and bad settings."""
 
 import asyncio
 import signal
@@ -33,7 +33,7 @@ from kvmesh.bus.messages import (
 # sharing
 
 
-async def test_what_one_worker_writes_all_load(node: Node) -> None:
+async def test_other_workers_load_what_one_writes(node: Node) -> None:
     await node.start()
     one, other = await node.worker(), await node.worker()
     names = one.names(tokens(40))
@@ -47,7 +47,7 @@ async def test_what_one_worker_writes_all_load(node: Node) -> None:
     assert not (await other.get(other.names(tokens(40), tenant="t"))).blocks
 
 
-async def test_a_prompt_may_be_told_as_what_follows_another(node: Node) -> None:
+async def test_a_prompt_may_be_sent_as_a_delta(node: Node) -> None:
     card = await node.start()
     one, other = await node.worker(), await node.worker()
     names = one.names(tokens(80))
@@ -73,7 +73,7 @@ async def test_a_prefix_is_computed_once(node: Node) -> None:
     assert len((await waiting).blocks) == 20
 
 
-async def test_who_computes_nothing_more_is_not_waited_for(node: Node) -> None:
+async def test_waiting_ends_when_a_worker_stops_computing(node: Node) -> None:
     await node.start()
     one, other, third = await node.worker(), await node.worker(), await node.worker()
     names = one.names(tokens(20))
@@ -88,7 +88,7 @@ async def test_who_computes_nothing_more_is_not_waited_for(node: Node) -> None:
     assert len((await queued).blocks) == 20
 
 
-async def test_who_gives_up_while_it_waits_is_answered(node: Node) -> None:
+async def test_a_parked_fetch_is_answered_when_its_ticket_ends(node: Node) -> None:
     await node.start()
     first, second = await node.worker(), await node.worker()
     names = first.names(tokens(8))
@@ -104,7 +104,7 @@ async def test_who_gives_up_while_it_waits_is_answered(node: Node) -> None:
         await waiting
 
 
-async def test_the_index_hears_of_every_tier(node: Node) -> None:
+async def test_the_index_receives_events_of_every_tier(node: Node) -> None:
     node.mesh.start("indexer", "indexer-0")
     card = await node.start(**ALL_TO_DISK)
     worker = await node.worker()
@@ -132,7 +132,7 @@ async def test_the_index_hears_of_every_tier(node: Node) -> None:
 
 
 async def overlap(bus: Bus, names: Names) -> dict[str, tuple[int, ...]]:
-    """What each instance has of a prompt, tier by tier; nothing before the index answers."""
+    """Overlap of each instance with a prompt, by tier; empty until the index answers."""
     query = OverlapQuery([names.sequence])
     try:
         reply = await bus.request(bus.subjects.index("m"), query, OverlapReply, PATIENCE_S)
@@ -164,7 +164,7 @@ async def test_commands(node: Node) -> None:
     assert "cleared 4 blocks: everything of m, tiers: all" in node.log
 
 
-async def test_the_parts_of_a_tenant_share_its_budget(node: Node) -> None:
+async def test_sub_tenants_share_the_budget_of_their_tenant(node: Node) -> None:
     await node.start(KVMESH_KVBM_TENANT_SHARE="0.25")
     worker = await node.worker()
     share, retention = HOST_BYTES // 4, [Retain(0, 100 * SIZE, 80, explicit=True)]
@@ -172,7 +172,7 @@ async def test_the_parts_of_a_tenant_share_its_budget(node: Node) -> None:
     async def keep(tenant: str, seed: int) -> float:
         names = worker.names(tokens(100, seed), tenant)
         assert await worker.put(names, tenant=tenant, retention=retention) == 100
-        return node.metric("kept_bytes", 'tier="1"')
+        return node.metric("retained_bytes", 'tier="1"')
 
     asked = 100 * layout().block_bytes
     assert await keep("a/one", 1) == asked
@@ -197,7 +197,7 @@ async def test_retention_is_inherited(node: Node) -> None:
 
 
 def victim(node: Node, act: str) -> "subprocess.Popen[bytes]":
-    """A worker in a process of its own that holds a ticket."""
+    """A worker in its own process that holds a ticket."""
     command = [sys.executable, "-m", "support.kvbm", node.mesh.nats_url, node.mesh.namespace, act]
     tests = Path(__file__).parents[1]
     return subprocess.Popen(command, cwd=tests, stdout=subprocess.PIPE)
@@ -217,18 +217,18 @@ async def test_a_dead_workers_tickets_are_reclaimed(node: Node, act: str) -> Non
     with process:
         assert await ticket_of(process)
         await node.reaches("workers", 2)
-        held = node.metric("writing_tickets") + node.metric("reading_tickets")
+        held = node.metric("write_tickets") + node.metric("read_tickets")
         process.send_signal(signal.SIGKILL)
     assert held == 1
     await node.reaches("workers", 1)
-    await node.reaches("writing_tickets", 0)
-    await node.reaches("reading_tickets", 0)
+    await node.reaches("write_tickets", 0)
+    await node.reaches("read_tickets", 0)
     await node.control(Clear())
     assert node.metric("used_bytes") == 0
     assert await worker.put(worker.names(tokens(8, 77))) == 8
 
 
-async def test_on_leaving_it_takes_nothing_new(node: Node, tmp_path: Path) -> None:
+async def test_a_leaving_kvbm_refuses_new_work(node: Node, tmp_path: Path) -> None:
     await node.start()
     worker = await node.worker()
     names = worker.names(tokens(8))
@@ -272,9 +272,7 @@ async def test_blocks_without_bytes_are_refused(node: Node) -> None:
 
 
 @pytest.mark.parametrize("shape", [layout(weights="v"), layout(16384)], ids=["weights", "size"])
-async def test_workers_of_other_layouts_share_nothing_and_it_is_said(
-    node: Node, shape: KvLayout
-) -> None:
+async def test_differing_layouts_share_nothing_and_are_logged(node: Node, shape: KvLayout) -> None:
     await node.start()
     one = await node.worker()
     assert await one.put(one.names(tokens(8))) == 8
@@ -287,7 +285,7 @@ async def test_workers_of_other_layouts_share_nothing_and_it_is_said(
     assert all(known.summary in line for known in (shape, layout()))
 
 
-async def test_the_card_says_how_many_blocks_there_can_be(node: Node) -> None:
+async def test_the_card_has_the_capacity_in_blocks(node: Node) -> None:
     await node.start()
     for block_bytes in (8192, 4096):
         await node.worker(layout(block_bytes))
@@ -300,7 +298,7 @@ async def test_the_card_says_how_many_blocks_there_can_be(node: Node) -> None:
         await eventually(said, what="the card has changed")
 
 
-async def test_a_disk_that_is_too_small_is_not_used_and_it_is_said(node: Node) -> None:
+async def test_a_disk_that_is_too_small_is_not_used_and_logged(node: Node) -> None:
     await node.start(KVMESH_KVBM_DISK_BYTES=str(1 << 20), **ALL_TO_DISK)
     for _ in range(2):
         worker = await node.worker(layout(2 << 20))
@@ -339,11 +337,11 @@ async def test_a_worker_without_a_lock_is_refused(node: Node) -> None:
     card = await node.start()
     worker = TestWorker(node.bus, card, layout())
     worker.close()
-    with pytest.raises(AssertionError, match="no locked file"):
+    with pytest.raises(AssertionError, match="not a locked file"):
         await worker.attach()
 
 
-async def test_only_who_was_told_it_can_name_an_attachment(node: Node) -> None:
+async def test_attachment_numbers_cannot_be_guessed(node: Node) -> None:
     card = await node.start()
     worker = await node.worker()
     stranger = TestWorker(node.bus, card, layout())
@@ -356,7 +354,7 @@ async def test_only_who_was_told_it_can_name_an_attachment(node: Node) -> None:
     assert (await worker.fetch(worker.names(tokens(4)))).ticket == 0
 
 
-async def test_messages_that_make_no_sense_are_declined(node: Node) -> None:
+async def test_invalid_messages_are_declined(node: Node) -> None:
     await node.start()
     worker = await node.worker()
     names = worker.names(tokens(4))

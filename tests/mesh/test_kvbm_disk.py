@@ -11,13 +11,13 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.kvbm import Await, Declined, Done, Finish
 from kvmesh.bus.messages import Clear
-from kvmesh.kvbm.core.blocks.journal_record import Kept
+from kvmesh.kvbm.core.blocks.journal_record import BlockWritten
 from kvmesh.kvbm.tiers.disk_journal import records_in
 
 # use
 
 
-async def test_a_prompt_comes_back_from_disk(node: Node) -> None:
+async def test_a_prompt_is_loaded_from_disk(node: Node) -> None:
     await node.start(**ALL_TO_DISK)
     worker = await node.worker()
     names = worker.names(tokens(100))
@@ -42,7 +42,7 @@ async def test_more_than_memory_holds_goes_to_disk_and_back(node: Node) -> None:
     assert node.metric("used_bytes", 'tier="1"') <= HOST_BYTES
 
 
-async def test_only_what_is_asked_for_again_goes_to_disk(node: Node) -> None:
+async def test_only_reused_blocks_are_offloaded_to_disk(node: Node) -> None:
     await node.start()
     worker = await node.worker()
     once, twice = worker.names(tokens(8, 1)), worker.names(tokens(8, 2))
@@ -55,7 +55,7 @@ async def test_only_what_is_asked_for_again_goes_to_disk(node: Node) -> None:
     assert len((await worker.get(twice)).blocks) == 8
 
 
-async def test_a_block_that_rots_is_dropped(node: Node, tmp_path: Path) -> None:
+async def test_a_corrupt_block_is_dropped(node: Node, tmp_path: Path) -> None:
     await node.start(**ALL_TO_DISK)
     worker = await node.worker()
     names = worker.names(tokens(10))
@@ -78,7 +78,7 @@ def rot(file: Path, digest: bytes) -> None:
         os.fsync(opened.fileno())
 
 
-async def test_a_worker_tells_of_a_bad_block(node: Node) -> None:
+async def test_a_worker_reports_a_corrupt_block(node: Node) -> None:
     await node.start()
     worker = await node.worker()
     names = worker.names(tokens(10))
@@ -90,7 +90,7 @@ async def test_a_worker_tells_of_a_bad_block(node: Node) -> None:
     await node.reaches("corrupt_blocks", 1)
 
 
-async def test_a_disk_that_fills_up_keeps_what_it_has(node: Node) -> None:
+async def test_a_full_disk_keeps_its_blocks(node: Node) -> None:
     await node.start(**ALL_TO_DISK)
     worker = await node.worker()
     first = worker.names(tokens(100, 1))
@@ -114,17 +114,17 @@ async def test_a_disk_that_fills_up_keeps_what_it_has(node: Node) -> None:
 
 
 async def journaled(tmp_path: Path, blocks: int) -> None:
-    """Wait until so many blocks on disk are written down."""
+    """Wait until the journal records this many blocks."""
     journal = tmp_path / "disk" / "journal"
 
     def written() -> bool:
         records = records_in(journal.read_bytes())
-        return sum(isinstance(record, Kept) for record in records) >= blocks
+        return sum(isinstance(record, BlockWritten) for record in records) >= blocks
 
     await eventually(written, what="the journal is written")
 
 
-async def test_a_killed_kvbm_comes_back_with_its_disk(node: Node, tmp_path: Path) -> None:
+async def test_a_killed_kvbm_restores_its_disk(node: Node, tmp_path: Path) -> None:
     first = await node.start(**ALL_TO_DISK)
     worker = await node.worker()
     names = worker.names(tokens(30))
@@ -149,7 +149,7 @@ async def test_a_killed_kvbm_comes_back_with_its_disk(node: Node, tmp_path: Path
     assert declined.code == "unknown"
 
 
-async def test_leaving_while_blocks_move_is_quiet(node: Node) -> None:
+async def test_leaving_during_moves_logs_no_errors(node: Node) -> None:
     await node.start(**ALL_TO_DISK)
     worker = await node.worker()
     process = node.mesh.processes["kv"]
@@ -160,7 +160,7 @@ async def test_leaving_while_blocks_move_is_quiet(node: Node) -> None:
     assert not [word for word in ("Traceback", "failed") if word in node.log]
 
 
-def test_a_journal_that_cannot_be_read_is_told(node: Node, tmp_path: Path) -> None:
+def test_an_unreadable_journal_is_reported(node: Node, tmp_path: Path) -> None:
     (tmp_path / "disk" / "journal").mkdir(parents=True)
     node.mesh.start("kvbm", "kv")
     assert node.mesh.processes["kv"].wait(PATIENCE_S) == 2
@@ -168,7 +168,7 @@ def test_a_journal_that_cannot_be_read_is_told(node: Node, tmp_path: Path) -> No
     assert "Traceback" not in node.log
 
 
-async def test_a_journal_that_lies_harms_nobody(node: Node, tmp_path: Path) -> None:
+async def test_a_false_journal_is_harmless(node: Node, tmp_path: Path) -> None:
     await node.start(**ALL_TO_DISK)
     worker = await node.worker()
     names = worker.names(tokens(30))
@@ -190,7 +190,7 @@ async def test_a_journal_that_lies_harms_nobody(node: Node, tmp_path: Path) -> N
 # sizes
 
 
-async def test_a_smaller_tier_keeps_what_still_fits(node: Node, tmp_path: Path) -> None:
+async def test_a_smaller_tier_keeps_blocks_that_fit(node: Node, tmp_path: Path) -> None:
     await node.start(KVMESH_KVBM_DISK_BYTES=str(256 << 20), **ALL_TO_DISK)
     worker = await node.worker()
     first, last = worker.names(tokens(500, 1)), worker.names(tokens(500, 2))
@@ -212,7 +212,7 @@ async def test_a_smaller_tier_keeps_what_still_fits(node: Node, tmp_path: Path) 
     assert node.metric("used_bytes", 'tier="2"') <= 6 << 20
 
 
-async def test_a_disk_that_others_need_is_given_back(node: Node, tmp_path: Path) -> None:
+async def test_disk_space_that_others_need_is_freed(node: Node, tmp_path: Path) -> None:
     await node.start(**ALL_TO_DISK)
     worker = await node.worker()
     names = worker.names(tokens(100))
@@ -223,7 +223,7 @@ async def test_a_disk_that_others_need_is_given_back(node: Node, tmp_path: Path)
     await node.reaches("blocks", 0, 'tier="2"')
     blocks = tmp_path / "disk" / "blocks"
     await eventually(lambda: blocks.stat().st_size == 0, what="the file is cut")
-    assert "100 blocks are dropped" in node.log
+    assert "100 blocks dropped" in node.log
     again = await node.worker()
     assert await again.put(names) == 100
     assert (await again.get(names)).tiers == [1] * 100

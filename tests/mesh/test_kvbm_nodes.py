@@ -1,4 +1,4 @@
-"""Block managers of two nodes that share a store or memory: what one computes the other loads."""
+"""Block managers of two nodes that share a store or memory: one loads what the other computes."""
 
 import asyncio
 import struct
@@ -27,7 +27,7 @@ from kvmesh.bus.streams import StreamLimits
 
 @pytest.fixture
 def limits(limits: StreamLimits) -> StreamLimits:
-    """With leases that a busy machine renews in time."""
+    """Limits with leases that a busy machine renews in time."""
     return replace(limits, lease_s=10.0)
 
 
@@ -137,7 +137,7 @@ async def nodes(
     nodes.mesh.stop()
 
 
-async def test_what_one_node_computes_the_other_loads(nodes: Nodes) -> None:
+async def test_a_node_loads_blocks_of_another(nodes: Nodes) -> None:
     east = await nodes.start("east")
     names = east.names(tokens(50))
     await east.put(names)
@@ -167,7 +167,7 @@ async def test_cleared_blocks_are_gone_everywhere(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize("url", ["redis"], indirect=True)
-async def test_without_its_store_a_node_goes_on(nodes: Nodes, redis: RedisServer) -> None:
+async def test_a_node_continues_without_its_store(nodes: Nodes, redis: RedisServer) -> None:
     east = await nodes.start("east")
     names = east.names(tokens(10))
     await east.put(names)
@@ -179,19 +179,19 @@ async def test_without_its_store_a_node_goes_on(nodes: Nodes, redis: RedisServer
     assert len((await east.get(names)).blocks) == 10
     log = nodes.mesh.folder / "east.log"
     seeds = count(2)
-    assert log.read_text().count("going on without the remote tier") == 1
+    assert log.read_text().count("continuing without the remote tier") == 1
     redis.start()
 
     async def again() -> bool:
         await east.get(east.names(tokens(4, next(seeds))))
-        return "the remote tier answers again" in log.read_text()
+        return "the remote tier works again" in log.read_text()
 
     await eventually(again)
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
 @pytest.mark.parametrize("forged", [False, True])
-async def test_a_block_that_rots_in_the_store_or_is_not_of_its_digest_is_dropped(
+async def test_a_corrupt_or_forged_block_in_the_store_is_dropped(
     nodes: Nodes, forged: bool
 ) -> None:
     east = await nodes.start("east")
@@ -200,7 +200,7 @@ async def test_a_block_that_rots_in_the_store_or_is_not_of_its_digest_is_dropped
     await nodes.shared("east", 10)
     await nodes.clear(east, 1)
     (file,) = nodes.mesh.folder.glob(f"shared/*/??/{names.digest(6).hex()}")
-    if forged:  # another block, whole, with a checksum of its own
+    if forged:  # another intact block, with its own checksum
         (other,) = nodes.mesh.folder.glob(f"shared/*/??/{names.digest(3).hex()}")
         content = bytearray(other.read_bytes())
     else:
@@ -237,13 +237,13 @@ async def test_a_node_reads_anothers_memory(nodes: Nodes) -> None:
 
 
 async def compute(nodes: Nodes, east: TestWorker, names: Names) -> None:
-    """Begin to compute a prompt in the east, and have the west know."""
+    """Start computing a prompt in the east; wait until the west has its claim."""
     assert not (await east.get(names, request="r", wait_s=1.0)).blocks
-    await nodes.reaches("west", "heard_claims", 1)
+    await nodes.reaches("west", "peer_claims", 1)
 
 
 @pytest.mark.parametrize("url", ["none", "folder"], indirect=True)
-async def test_what_another_node_computes_is_waited_for(nodes: Nodes, url: str) -> None:
+async def test_a_node_waits_for_blocks_that_another_computes(nodes: Nodes, url: str) -> None:
     env = {"KVMESH_KVBM_REMOTE_FREQUENCY": "2"} if url else PEERS
     east, west = await nodes.start("east", **env), await nodes.start("west", **env)
     names = east.names(tokens(20))
@@ -256,30 +256,30 @@ async def test_what_another_node_computes_is_waited_for(nodes: Nodes, url: str) 
     await east.computed("r")
     taken = await waiting
     assert (taken.tiers, taken.bad) == ([3] * 20, 0)
-    await nodes.reaches("west", "heard_claims", 0)
+    await nodes.reaches("west", "peer_claims", 0)
     assert nodes.metric("east", "prepared_blocks_total") == 20
-    await nodes.reaches("west", "announced_blocks", 0)
+    await nodes.reaches("west", "in_progress_blocks", 0)
 
 
 @pytest.mark.parametrize("url", ["none"], indirect=True)
-async def test_who_joins_late_hears_what_is_computed(nodes: Nodes) -> None:
-    env = {**PEERS, "KVMESH_KVBM_COMPUTE_PATIENCE_S": "3600"}  # nothing is told again by itself
+async def test_a_late_node_receives_current_claims(nodes: Nodes) -> None:
+    env = {**PEERS, "KVMESH_KVBM_COMPUTE_PATIENCE_S": "3600"}  # claims are not renewed
     east = await nodes.start("east", **env)
     names = east.names(tokens(20))
     assert not (await east.get(names, request="r")).blocks
     west = await nodes.start("west", **env)
-    await nodes.reaches("west", "heard_claims", 1)
+    await nodes.reaches("west", "peer_claims", 1)
     waiting = asyncio.create_task(west.get(names, wait_s=60.0))
     await nodes.reaches("west", "peer_waits_total", 1)
     assert await east.put(names) == 20
     await east.computed("r")
     assert (await waiting).tiers == [3] * 20
-    await nodes.reaches("west", "heard_claims", 0)
+    await nodes.reaches("west", "peer_claims", 0)
 
 
 @pytest.mark.parametrize("url", ["none"], indirect=True)
 @pytest.mark.parametrize("end", ["gives up", "dies"])
-async def test_who_does_not_compute_it_in_the_end_is_left(nodes: Nodes, end: str) -> None:
+async def test_waiting_ends_when_the_claimant_stops(nodes: Nodes, end: str) -> None:
     east, west = await nodes.start("east", **PEERS), await nodes.start("west", **PEERS)
     names = east.names(tokens(20))
     await compute(nodes, east, names)
@@ -291,7 +291,7 @@ async def test_who_does_not_compute_it_in_the_end_is_left(nodes: Nodes, end: str
         await east.computed("r")
     async with asyncio.timeout(30):
         assert not (await waiting).blocks
-    assert nodes.metric("west", "announced_blocks") == 20
+    assert nodes.metric("west", "in_progress_blocks") == 20
     assert await west.put(names) == 20
 
 
@@ -321,10 +321,10 @@ async def test_a_node_reads_anothers_disk(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
-async def test_nodes_of_other_layouts_share_nothing_and_it_is_said(nodes: Nodes) -> None:
+async def test_nodes_of_other_layouts_share_nothing_and_are_logged(nodes: Nodes) -> None:
     east = await nodes.start("east")
     west = await nodes.start("west", layout(weights="other"))
-    sample = 'divided_nodes{model="m"}'
+    sample = 'incompatible_layout_nodes{model="m"}'
     for node in ("east", "west"):
         await nodes.reaches(node, sample, 1)
     await east.put(east.names(tokens(10)))
@@ -342,7 +342,7 @@ async def test_nodes_of_other_layouts_share_nothing_and_it_is_said(nodes: Nodes)
 
 
 @pytest.mark.parametrize("url", ["none"], indirect=True)
-async def test_a_node_of_another_layout_is_not_asked_for_blocks(nodes: Nodes) -> None:
+async def test_a_node_of_another_layout_is_not_queried(nodes: Nodes) -> None:
     nodes.mesh.start("indexer", "indexer-0")
     other = await nodes.start("other", layout(weights="other"), **PEERS)
     alike, west = await nodes.start("alike", **PEERS), await nodes.start("west", **PEERS)
@@ -366,12 +366,12 @@ async def test_a_node_of_another_layout_is_not_asked_for_blocks(nodes: Nodes) ->
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
-async def test_nodes_of_other_keys_share_nothing_and_it_is_said(nodes: Nodes) -> None:
+async def test_nodes_of_other_keys_share_nothing_and_are_logged(nodes: Nodes) -> None:
     keys = [bytes([n]) * KEY_BYTES for n in (1, 2)]
     east = await nodes.start("east", KVMESH_KVBM_KEY=keys[0].hex())
     west = await nodes.start("west", KVMESH_KVBM_KEY=keys[1].hex())
     for node in ("east", "west"):
-        await nodes.reaches(node, "strange_nodes", 1)
+        await nodes.reaches(node, "incompatible_key_nodes", 1)
     await east.put(east.names(tokens(10)))
     await nodes.shared("east", 10)
     assert not (await west.get(west.names(tokens(10)))).blocks
@@ -381,7 +381,7 @@ async def test_nodes_of_other_keys_share_nothing_and_it_is_said(nodes: Nodes) ->
     assert not any(key.hex() in log for key in keys)
     nodes.mesh.kill("west")
     await nodes.start("west-again", KVMESH_KVBM_KEY=keys[0].hex())
-    await nodes.reaches("west-again", "strange_nodes", 0)
+    await nodes.reaches("west-again", "incompatible_key_nodes", 0)
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)

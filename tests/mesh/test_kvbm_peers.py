@@ -1,4 +1,4 @@
-"""Reading from another node that lies or fails: every move ends, and nothing stays in use."""
+"""Reads from a peer that lies or fails: every move ends, and no copy stays in use."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -26,21 +26,21 @@ ODD = Lent(b"", b"odd", b"odd")
 NOWHERE = Lent(b"", bytes(8), bytes(8))
 
 
-class Reader:
+class ReadingNode:
     """A node that reads one block from the node `liar`."""
 
     def __init__(self, bus: Bus, limits: StreamLimits, arena: Arena) -> None:
         self.ends: Ends = []
-        self.neighbours = ClaimsExchange(
+        self.exchange = ClaimsExchange(
             bus, limits, "me", "", Claims(1.0), PeerClaims(), lambda _: None, lambda _: None
         )
         options = TransferSettings(via="tcp")
-        self.peers = PeerReader(bus, self.neighbours, arena, options, self.ends.extend, print)
+        self.reader = PeerReader(bus, self.exchange, arena, options, self.ends.extend, print)
 
     def read(self) -> None:
         block = Block(NAME, None, Space(0, "m", layout()), "", 0, 0, 0, 0, 0)
-        self.peers.note([NAME], "liar")
-        self.peers.start([Move(Copy(block, REMOTE, 0), Copy(block, ARENA, 0))])
+        self.reader.add_holder([NAME], "liar")
+        self.reader.start([Move(Copy(block, REMOTE, 0), Copy(block, ARENA, 0))])
 
 
 @pytest.fixture
@@ -51,50 +51,50 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
 
 
 @pytest_asyncio.fixture
-async def reader(bus: Bus, limits: StreamLimits, arena: Arena) -> AsyncIterator[Reader]:
-    reader = Reader(bus, limits, arena)
-    yield reader
-    await reader.peers.close()
+async def node(bus: Bus, limits: StreamLimits, arena: Arena) -> AsyncIterator[ReadingNode]:
+    node = ReadingNode(bus, limits, arena)
+    yield node
+    await node.reader.close()
 
 
 @pytest.mark.parametrize("lent", [ODD, NOWHERE, Lent(b"", b"", b"")], ids=["odd", "lost", "none"])
-async def test_what_a_peer_says_ends_in_a_block_or_in_none(
-    bus: Bus, reader: Reader, lent: Lent
+async def test_a_move_ends_whatever_the_peer_replies(
+    bus: Bus, node: ReadingNode, lent: Lent
 ) -> None:
     async def lend(_: Lend, respond: Respond) -> None:
         await respond(lent)
 
     decoder = msgspec.msgpack.Decoder(Lend)
     serving = await bus.serve(bus.subjects.kvbm("liar"), decoder, lend)
-    reader.peers.begin()
-    await eventually(lambda: reader.peers.region is not None)
-    reader.read()
-    await eventually(lambda: reader.ends, what="the move has ended")
-    assert [end for _, end in reader.ends] == [MoveEnd.UNREADABLE]
+    node.reader.open_transport()
+    await eventually(lambda: node.reader.region is not None)
+    node.read()
+    await eventually(lambda: node.ends, what="the move has ended")
+    assert [end for _, end in node.ends] == [MoveEnd.UNREADABLE]
     await serving.unsubscribe()
 
 
-async def test_a_peer_that_has_failed_is_not_asked_for_what_it_was_known_to_have(
-    reader: Reader, caplog: pytest.LogCaptureFixture
+async def test_a_failed_peer_does_not_count_as_holder(
+    node: ReadingNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader.peers.note([NAME], "liar")
-    assert reader.peers.knows(NAME)
+    node.reader.add_holder([NAME], "liar")
+    assert node.reader.has_holder(NAME)
     for _ in range(2):
-        reader.neighbours.rest("liar", TimeoutError("no answer"))
-    assert not reader.peers.knows(NAME)
+        node.exchange.report_failure("liar", TimeoutError("no answer"))
+    assert not node.reader.has_holder(NAME)
     assert ["no answer" in record.message for record in caplog.records] == [True]
 
 
-async def test_memory_that_cannot_be_lent_is_told(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_memory_that_cannot_be_registered_is_logged(
+    node: ReadingNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise TransferError("unavailable", "", "too much memory to be locked")
 
     monkeypatch.setattr(Transport, "register", fail)
-    reader.peers.begin()
-    await eventually(lambda: not reader.peers.opening)
-    assert reader.peers.region is None
+    node.reader.open_transport()
+    await eventually(lambda: not node.reader.opening)
+    assert node.reader.region is None
     (record,) = caplog.records
-    assert "no blocks are read from other nodes" in record.message
+    assert "cannot read blocks from other nodes" in record.message
     assert "too much memory to be locked" in record.message

@@ -1,4 +1,4 @@
-"""What every store of tier 3 does, and what each does when its server or disk fails."""
+"""Stores of tier 3: common behaviour, and failures of server or disk."""
 
 import gc
 import os
@@ -75,7 +75,7 @@ def buffers(count: int, size: int = 100) -> list[memoryview]:
     return [memoryview(bytearray(size)) for _ in range(count)]
 
 
-async def test_what_was_put_comes_back_with_its_note(store: RemoteStore) -> None:
+async def test_a_block_is_returned_with_its_note(store: RemoteStore) -> None:
     await store.put([block(1), block(2)])
     into = buffers(3)
     assert await store.get(names(1, 3, 2), into) == [b"note 1", None, b"note 2"]
@@ -91,7 +91,7 @@ async def test_only_leading_blocks_are_found(store: RemoteStore) -> None:
 
 @pytest.mark.parametrize("missing", [0, 63, 64, 200, 255])
 async def test_a_long_prefix_is_found_to_its_end(store: RemoteStore, missing: int) -> None:
-    """It is looked up in parts."""
+    """The store looks a long prefix up in parts."""
     await store.put([block(number) for number in range(256) if number != missing])
     assert await store.find(names(*range(256))) == missing
     await store.put([block(missing)])
@@ -105,13 +105,13 @@ async def test_a_block_is_never_changed(store: RemoteStore) -> None:
     assert await store.get(names(1), buffers(1)) == [b"note 1"]
 
 
-async def test_a_block_of_another_size_is_not_there(store: RemoteStore) -> None:
+async def test_a_block_of_another_size_counts_as_missing(store: RemoteStore) -> None:
     await store.put([block(1)])
     assert await store.get(names(1), buffers(1, size=99)) == [None]
     assert await store.get(names(1), buffers(1, size=101)) == [None]
 
 
-async def test_what_was_dropped_is_gone(store: RemoteStore) -> None:
+async def test_dropped_blocks_are_gone(store: RemoteStore) -> None:
     await store.put([block(1), block(2)])
     await store.drop(names(1, 3))
     assert await store.get(names(1, 2), buffers(2)) == [None, b"note 2"]
@@ -152,7 +152,7 @@ def test_batches_hold_a_block_at_least() -> None:
     assert batches([BATCH_BYTES // 2] * 3 + [BATCH_BYTES]) == [0, 2, 3, 4]
 
 
-async def test_a_dead_server_is_an_error_and_its_return_is_seen(redis: RedisServer) -> None:
+async def test_a_dead_server_raises_until_it_returns(redis: RedisServer) -> None:
     await answering(redis)
     store = opened(redis.url)
     await store.put([block(1)])
@@ -168,7 +168,7 @@ async def test_a_dead_server_is_an_error_and_its_return_is_seen(redis: RedisServ
     await store.close()
 
 
-async def test_the_oldest_files_go_when_the_folder_is_full(tmp_path: Path) -> None:
+async def test_a_full_folder_drops_its_oldest_files(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, LEASE_S, 5.0, capacity=1000)
     await store.put([block(n, 200) for n in range(8)])
     for age, path in enumerate(files(tmp_path)[::-1]):
@@ -188,9 +188,7 @@ async def test_an_unfinished_write_is_not_a_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("group", "mode"), [(False, 0o700), (True, 0o770)])
-async def test_only_those_who_share_a_folder_can_read_it(
-    tmp_path: Path, group: bool, mode: int
-) -> None:
+async def test_file_modes_follow_the_group_setting(tmp_path: Path, group: bool, mode: int) -> None:
     folder = tmp_path / "shared"
     before = os.umask(0o022)
     try:
@@ -224,7 +222,7 @@ def test_a_bad_url_is_refused(url: str) -> None:
         opened(url)
 
 
-async def test_a_frozen_folder_holds_up_nothing_but_its_threads(tmp_path: Path) -> None:
+async def test_a_frozen_folder_blocks_only_its_threads(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, LEASE_S, 0.2, CAPACITY)
     pipe = tmp_path / block(1).digest.hex()[:2] / block(1).digest.hex()
     pipe.parent.mkdir()

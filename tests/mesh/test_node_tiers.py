@@ -48,7 +48,7 @@ async def credited(bus: Bus, blocks: list[int], expected: dict[str, list[int]]) 
     await eventually(matches, what=f"overlaps {expected}")
 
 
-async def test_workers_are_credited_with_what_their_node_holds(
+async def test_workers_are_credited_with_blocks_of_their_node(
     bus: Bus, options: BusOptions, replicas: Replicas, holders: dict[str, Publisher]
 ) -> None:
     await replicas.start()
@@ -62,7 +62,7 @@ async def test_workers_are_credited_with_what_their_node_holds(
         assert await ask(bus, 1, 2, 3) == {"a-1": 2}
 
 
-async def test_a_kvbm_is_asked_for_what_was_lost_and_survives_in_snapshots(
+async def test_gaps_are_healed_by_a_dump_and_snapshots_survive(
     bus: Bus, options: BusOptions, replicas: Replicas, holders: dict[str, Publisher]
 ) -> None:
     first = await replicas.start(Settings(snapshot_threshold=10))

@@ -1,6 +1,6 @@
-"""A worker as its kvbm sees it: a lock, a mapping of the arena, and their messages.
+"""A worker for tests of a kvbm: a lock, a mapping of the arena, and the protocol's messages.
 
-`python -m support.kvbm` runs one as a process that performs one action and waits to be killed.
+`python -m support.kvbm` runs one as a process that opens a ticket and then waits to be killed.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ SALT = 5
 
 
 def layout(block_bytes: int = 8192, weights: str = "w") -> KvLayout:
-    """A KV layout with blocks of this many bytes."""
+    """A layout whose blocks have this many bytes."""
     item = block_bytes // (2 * SIZE)
     return KvLayout(
         weights=weights,
@@ -61,7 +61,7 @@ def layout(block_bytes: int = 8192, weights: str = "w") -> KvLayout:
 
 
 def tokens(blocks: int, seed: int = 0) -> bytes:
-    """A prompt of full blocks; prompts of equal seeds share their prefix."""
+    """A prompt of full blocks; prompts with equal seeds share their prefixes."""
     return array("I", [seed * 100_000 + n for n in range(blocks * SIZE)]).tobytes()
 
 
@@ -91,7 +91,7 @@ class Names:
         )
 
     def after(self, shared: int, of: int) -> dict[str, Any]:
-        """The fields of a prompt delta: `shared` blocks of a base prompt of `of` blocks."""
+        """Fields of a delta after the first `shared` blocks, based on the first `of`."""
         return {
             "digests": self.digests[16 * shared :],
             "sequence_hashes": self.sequence[8 * shared :],
@@ -108,7 +108,7 @@ def content(digest: bytes, size: int) -> bytes:
 
 @dataclass
 class Taken:
-    """The result of a fetch: bytes and tiers of all its blocks, and its ticket."""
+    """Result of a fetch: bytes and source tiers of all its blocks, and its ticket."""
 
     ticket: int
     blocks: list[bytes] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Taken:
 
 
 class TestWorker:
-    """One attached worker in this process, with its own lock."""
+    """An attached worker in this process, with its own lock."""
 
     __test__ = False
     _numbers = count()
@@ -164,7 +164,7 @@ class TestWorker:
         return await self.ask(msgspec.structs.replace(message, **more), Wanted)
 
     def write(self, names: Names, wanted: Wanted) -> bytes:
-        """Copy blocks into the arena; returns the checksums."""
+        """Copy blocks into the arena; return their checksums."""
         assert self._map is not None
         sums = array("Q")
         for index, offset in zip(
@@ -176,7 +176,7 @@ class TestWorker:
         return sums.tobytes()
 
     async def put(self, names: Names, first: int = 0, **more: object) -> int:
-        """Offer, write and commit; returns the number of accepted blocks."""
+        """Offer, write and commit; return the number of written blocks."""
         wanted = await self.offer(names, first, **more)
         if not wanted.ticket:
             return 0
@@ -194,16 +194,16 @@ class TestWorker:
         """Read and verify the blocks of a reply."""
         assert self._map is not None
         offsets, sums = array("Q", fetched.offsets), array("Q", fetched.checksums)
-        for place, (offset, checksum) in enumerate(zip(offsets, sums, strict=True)):
+        for index, (offset, checksum) in enumerate(zip(offsets, sums, strict=True)):
             data = self._map[offset : offset + self.shape.block_bytes]
             if xxh3(data) != checksum:
                 taken.bad += 1
-            assert taken.bad or data == content(names.digest(first + place), len(data))
+            assert taken.bad or data == content(names.digest(first + index), len(data))
             taken.blocks.append(data)
         taken.tiers += fetched.tiers
 
     async def get(self, names: Names, held: int = 0, **more: object) -> Taken:
-        """Fetch all available blocks, to the end of the ticket."""
+        """Fetch all available blocks and finish the ticket."""
         fetched = await self.fetch(names, held, **more)
         taken = Taken(fetched.ticket)
         while True:
@@ -231,7 +231,7 @@ class TestWorker:
 
 
 async def find_kvbm(bus: Bus, limits: StreamLimits, but: Collection[str] = ()) -> Instance:
-    """The card of a running kvbm that is not one of these instances."""
+    """The card of a kvbm other than these instances."""
     directory = Directory(bus, limits)
     await directory.open()
 
@@ -248,7 +248,7 @@ async def find_kvbm(bus: Bus, limits: StreamLimits, but: Collection[str] = ()) -
 
 
 async def stand_still(url: str, namespace: str, act: str) -> None:
-    """Attach, begin to write (`offer`) or read (`fetch`) a prompt, print its ticket, and wait."""
+    """Attach, open a write (`offer`) or read (`fetch`) ticket, print it, and wait."""
     bus = await Bus.connect(BusOptions(url=url, namespace=namespace), "victim")
     worker = TestWorker(bus, await find_kvbm(bus, StreamLimits()), layout())
     await worker.attach()

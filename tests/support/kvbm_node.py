@@ -76,7 +76,7 @@ class Node:
         )
 
     async def on_disk(self, count: int) -> None:
-        """Wait until this many blocks are on disk and no disk operation is in progress."""
+        """Wait until `count` blocks are on disk and no move runs."""
         await self.reaches("blocks", count, 'tier="2"')
         await self.reaches("moving_blocks", 0)
 

@@ -1,4 +1,4 @@
-"""What the mesh asks of a kvbm: commands, and what it holds."""
+"""Server for control commands and dump requests of the mesh."""
 
 import logging
 from collections.abc import Callable
@@ -23,7 +23,7 @@ dumps = msgspec.msgpack.Decoder(Dump)
 
 
 class ControlServer:
-    """Obeys commands. `dump` publishes a rank's contents, `leave` ends the process."""
+    """Executes commands. `dump` publishes a rank's contents, `leave` ends the process."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class ControlServer:
 
     def _clear(self, command: Clear, now: float) -> int:
         blocks = self._manager.clear(command, now)
-        models = command.model or ", ".join(self._manager.models) or "no model"
-        whose = "everything" if command.salt is None else f"namespace {command.salt:016x}"
+        models = command.model or ", ".join(self._manager.attachments.models) or "no model"
+        scope = "everything" if command.salt is None else f"namespace {command.salt:016x}"
         tiers = ", ".join(map(str, command.tiers)) or "all"
-        log.info("cleared %d blocks: %s of %s, tiers: %s", blocks, whose, models, tiers)
+        log.info("cleared %d blocks: %s of %s, tiers: %s", blocks, scope, models, tiers)
         return blocks
 
-    def dump(self, asked: Dump) -> ControlReply:
-        if not 0 <= asked.rank < len(self._manager.models):
-            return ControlReply(False, f"there is no rank {asked.rank}")
-        self._dump(asked.rank)
+    def dump(self, request: Dump) -> ControlReply:
+        if not 0 <= request.rank < len(self._manager.attachments.models):
+            return ControlReply(False, f"there is no rank {request.rank}")
+        self._dump(request.rank)
         return ControlReply(True)
 
 

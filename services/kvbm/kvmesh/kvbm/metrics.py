@@ -1,4 +1,4 @@
-"""The metrics of a kvbm, read from its state when scraped: requests count plain integers."""
+"""Prometheus metrics of a kvbm, read from its plain counters when scraped."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,12 +14,14 @@ PREFIX = "kvmesh_kvbm_"
 
 
 class ManagerCollector(Collector):
-    """Exports what a manager and its desk know, and how the nodes are divided."""
+    """Exports the counters of the manager and its server, and the peers' compatibility."""
 
-    def __init__(self, manager: Manager, desk: WorkerServer, divisions: PeerCompatibility) -> None:
+    def __init__(
+        self, manager: Manager, server: WorkerServer, compatibility: PeerCompatibility
+    ) -> None:
         self._manager = manager
-        self._desk = desk
-        self._divisions = divisions
+        self._server = server
+        self._compatibility = compatibility
 
     def collect(self) -> Iterable[Metric]:
         yield from self._tiers()
@@ -32,20 +34,20 @@ class ManagerCollector(Collector):
         blocks = _gauge("blocks", "Blocks in a tier", "tier")
         used = _gauge("used_bytes", "Bytes of blocks in a tier", "tier")
         size = _gauge("capacity_bytes", "Size of a tier", "tier")
-        kept = _gauge("kept_bytes", "Bytes kept longer because it was asked for", "tier")
-        evicted = _counter("evicted_blocks", "Blocks evicted to make room", "tier")
+        retained = _gauge("retained_bytes", "Bytes with explicit retention", "tier")
+        evicted = _counter("evicted_blocks", "Blocks evicted to free space", "tier")
         for number, tier in store.tiers.items():
             label = [str(number)]
             blocks.add_metric(label, len(tier.copies))
             used.add_metric(label, tier.slots.used)
             size.add_metric(label, tier.slots.capacity)
-            kept.add_metric(label, sum(tier.promises.charged.values()))
+            retained.add_metric(label, sum(tier.budget.charged.values()))
             evicted.add_metric(label, tier.evicted)
-        if store.far is not None:
-            blocks.add_metric([str(REMOTE)], len(store.far))
-        yield from (blocks, used, size, kept, evicted)
-        hits = _counter("hit_blocks", "Blocks asked for that a tier had", "tier")
-        onboarded = _counter("onboarded_blocks", "Blocks given to workers", "tier")
+        if store.remote is not None:
+            blocks.add_metric([str(REMOTE)], len(store.remote))
+        yield from (blocks, used, size, retained, evicted)
+        hits = _counter("hit_blocks", "Fetched blocks that a tier had", "tier")
+        onboarded = _counter("onboarded_blocks", "Blocks loaded by workers, by source tier", "tier")
         for number in TIERS:
             hits.add_metric([str(number)], store.counts.hits[number])
             onboarded.add_metric([str(number)], store.counts.onboarded[number])
@@ -68,54 +70,63 @@ class ManagerCollector(Collector):
 
     def _plain(self) -> Iterator[Metric]:
         manager, counts = self._manager, self._manager.store.counts
-        fetches, offers = manager.fetches, manager.offers
+        onboarding, write_through = manager.onboarding, manager.write_through
         for name, text, value in (
-            ("requests", "Requests of workers", self._desk.requests),
-            ("malformed_requests", "Requests that could not be read", self._desk.malformed),
-            ("offered_blocks", "Blocks offered that the arena did not have", counts.offered),
+            ("requests", "Requests of workers and peers", self._server.requests),
+            ("malformed_requests", "Requests that could not be decoded", self._server.malformed),
+            ("offered_blocks", "Offered blocks that the arena did not have", counts.offered),
             ("written_blocks", "Blocks written by workers", counts.written),
-            ("corrupt_blocks", "Blocks dropped because of their checksum", counts.corrupt),
-            ("declined_blocks", "Blocks not loaded because computing is faster", counts.declined),
-            ("lent_blocks", "Blocks that other nodes could read", counts.lent),
+            ("corrupt_blocks", "Blocks dropped for a wrong checksum", counts.corrupt),
+            ("declined_blocks", "Blocks not loaded as computing them is faster", counts.declined),
+            ("lent_blocks", "Blocks lent to other nodes", counts.lent),
             ("prepared_blocks", "Blocks made ready for other nodes", counts.prepared),
             ("waits", "Fetches that waited for another worker of the node", counts.waits),
-            ("peer_waits", "Fetches that waited for another node", counts.further),
+            ("peer_waits", "Fetches that waited for another node", counts.peer_waits),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
         for name, text, value in (
-            ("lookups_pending", "Fetches that wait for the remote store", fetches.looking),
-            ("workers", "Workers attached", len(manager.guests)),
-            ("sessions", "Sessions followed", manager.keeping.sessions),
-            ("reading_tickets", "Tickets of workers that read", len(fetches.readings)),
-            ("writing_tickets", "Tickets of workers that write", len(offers.writings)),
-            ("staged_bytes", "Bytes that workers are writing", offers.staged),
             (
-                "announced_blocks",
-                "Blocks that workers have said they compute",
-                len(manager.announced),
+                "lookups_pending",
+                "Fetches with a pending lookup beyond the node",
+                onboarding.pending_lookups,
             ),
-            ("claims", "Prompts that other nodes are told this one computes", len(manager.claims)),
-            ("heard_claims", "Prompts that other nodes say they compute", len(manager.others)),
+            ("workers", "Workers attached", len(manager.attachments.workers)),
+            ("sessions", "Sessions with recorded prompts", manager.retention.sessions),
+            ("read_tickets", "Tickets of workers that read", len(onboarding.tickets)),
+            ("write_tickets", "Tickets of workers that write", len(write_through.tickets)),
+            ("staged_bytes", "Bytes that workers are writing", write_through.staged),
+            (
+                "in_progress_blocks",
+                "Blocks that workers compute now",
+                len(manager.in_progress),
+            ),
+            ("claims", "Published claims of prompts that this node computes", len(manager.claims)),
+            (
+                "peer_claims",
+                "Received claims of prompts that peers compute",
+                len(manager.peer_claims),
+            ),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
 
     def _reasons(self) -> Iterator[Metric]:
-        refused = _counter("refused_blocks", "Blocks offered and not wanted", "reason")
-        for reason, count in self._manager.store.counts.skipped.items():
+        refused = _counter("refused_blocks", "Offered blocks that the kvbm refused", "reason")
+        for reason, count in self._manager.store.counts.refused.items():
             refused.add_metric([reason], count)
         outcomes = _counter(
-            "retention_outcomes", "What came of explicit retention", "tier", "outcome"
+            "retention_outcomes", "Outcomes of explicit retention", "tier", "outcome"
         )
         for number, tier in self._manager.store.tiers.items():
-            for outcome, count in tier.promises.outcomes.counts.items():
+            for outcome, count in tier.budget.outcomes.counts.items():
                 outcomes.add_metric([str(number), outcome], count)
-        text = "Other nodes with which no blocks of a model are shared: they differ in layout"
-        divided = _gauge("divided_nodes", text, "model")
-        for model, nodes in self._divisions.nodes.items():
-            divided.add_metric([model], nodes)
-        yield from (refused, outcomes, divided)
-        text = "Other nodes with which no blocks at all are shared: their key is another"
-        yield GaugeMetricFamily(PREFIX + "strange_nodes", text, value=self._divisions.strangers)
+        text = "Other nodes that share no blocks of a model as their layouts differ"
+        incompatible = _gauge("incompatible_layout_nodes", text, "model")
+        for model, nodes in self._compatibility.incompatible_layouts.items():
+            incompatible.add_metric([model], nodes)
+        yield from (refused, outcomes, incompatible)
+        text = "Other nodes that share no blocks at all as their keys differ"
+        nodes = self._compatibility.incompatible_keys
+        yield GaugeMetricFamily(PREFIX + "incompatible_key_nodes", text, value=nodes)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

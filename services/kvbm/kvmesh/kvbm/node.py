@@ -1,44 +1,35 @@
-"""One kvbm on the mesh: its lease, the subjects on which it answers, and the loops of its tiers."""
+"""One kvbm on the mesh: composes servers, tiers and peers around the block manager."""
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable
 
-from msgspec.structs import replace
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
 
 from kvmesh.blocks.digests import fingerprint
-from kvmesh.bus.discovery import Lease
-from kvmesh.bus.messages import ControlReply, Instance, NodeStore, Role
-from kvmesh.bus.publisher import KvPublisher
+from kvmesh.bus.messages import ControlReply, Instance
 from kvmesh.kvbm import control_server as control
-from kvmesh.kvbm.core.blocks.block import REMOTE, TIERS
+from kvmesh.kvbm.core.blocks.block import REMOTE
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
-from kvmesh.kvbm.peers.beyond_node import RemoteSources
-from kvmesh.kvbm.peers.claims_exchange import ClaimsExchange
+from kvmesh.kvbm.peers.claims_exchange import ClaimsExchange, NoClaimsExchange
 from kvmesh.kvbm.peers.compatibility import PeerCompatibility
 from kvmesh.kvbm.peers.lender import Lender
-from kvmesh.kvbm.peers.reader import PeerReader
-from kvmesh.kvbm.tiers.disk_mover import DiskMover
-from kvmesh.kvbm.tiers.disk_tier import DiskTier
-from kvmesh.kvbm.tiers.remote.mover import RemoteMover
+from kvmesh.kvbm.peers.reader import NoPeerReader, PeerReader
+from kvmesh.kvbm.presence import Presence
+from kvmesh.kvbm.remote_sources import RemoteSources
+from kvmesh.kvbm.tiers.disk import LocalDisk, NoDisk
+from kvmesh.kvbm.tiers.remote.mover import NoRemote, RemoteMover
 from kvmesh.kvbm.tiers.remote.seal import Seal
-from kvmesh.kvbm.tiers.storage import Storage, node_name
+from kvmesh.kvbm.tiers.storage import Storage
 from kvmesh.kvbm.worker_server import WorkerServer
-from kvmesh.runtime.service import VERSION, Service
+from kvmesh.runtime.service import Service
 
 log = logging.getLogger(__name__)
 TICK_S = 0.05
 RECLAIM_S = 0.5
-SAVE_S = 0.1
-FIT_S = 2.0
-EVENTS_S = 0.003
 LEAVE_S = 2.0
 DETACH_S = 0.5
 
@@ -51,75 +42,87 @@ class KvbmNode:
         self._bus = service.bus
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
         self._storage = storage
-        self._publishers: list[KvPublisher] = []
-        self._introduced: tuple[int, frozenset[int]] = (0, frozenset())
         self._subscriptions: list[Subscription] = []
-        self._mover: DiskMover | None = None
-        self._shelf: DiskTier | None = None
-        self._sending = asyncio.Event()
-        self._settled = False
+        self._replies_due = asyncio.Event()
+        self._tiers_closed = False
         self.manager = manager
-        if storage.disk is not None:
-            self._shelf = DiskTier(storage.disk, manager, key, self._clock)
-            self._mover = DiskMover(
-                storage.arena,
-                storage.disk,
-                service.settings.kvbm.disk_threads,
-                self._moved,
-                self._shelf.shrink,
-                manager.give_up_disk,
-            )
-        self._key = fingerprint(key)
-        self.divisions = PeerCompatibility(self._key)
-        self._neighbours: ClaimsExchange | None = None
-        self._peers: PeerReader | None = None
-        if manager.store.far is not None:
-            self._neighbours = ClaimsExchange(
-                service.bus,
-                service.limits,
-                service.instance,
-                self._key,
-                manager.claims,
-                manager.others,
-                self._on_neighbour,
-                self._on_leave,
-            )
-        if service.settings.kvbm.peers and self._neighbours is not None:
-            self._peers = self._make_peers(self._neighbours)
-        courier = None
-        if storage.remote is not None:
-            courier = RemoteMover(
-                storage.remote, storage.arena, Seal(key), self._moved, self._clock
-            )
-        self._outside = RemoteSources(
-            courier, self._peers, self._neighbours, self._found, self._moved
+        self.compatibility = PeerCompatibility(fingerprint(key))
+        self._disk = self._make_disk(key)
+        self._exchange = self._make_exchange(key)
+        self._reader = self._make_reader(self._exchange)
+        self._sources = RemoteSources(
+            self._make_remote(key), self._reader, self._exchange, self._on_found
         )
-        lender = Lender(manager, self._peers, service.settings.transfer.lend_s, self._clock)
-        self.desk = WorkerServer(
+        self._presence = Presence(service, manager, storage, self._exchange.key, self._dump)
+        self.worker_server = WorkerServer(
             service.bus,
             manager,
             storage.directory,
             storage.arena,
             key,
             self._settle,
-            lender,
+            Lender(manager, self._reader, service.settings.transfer.lend_s, self._clock),
             self._clock,
         )
         self._control = control.ControlServer(
             manager, self._settle, self._clock, self._dump, service.stopping.set
         )
-        self._lease = Lease(service.bus, self._card(), service.limits)
+
+    # optional parts
+
+    def _make_disk(self, key: bytes) -> LocalDisk | NoDisk:
+        storage, threads = self._storage, self._service.settings.kvbm.disk_threads
+        if storage.disk is None:
+            return NoDisk()
+        return LocalDisk(
+            storage.disk, storage.arena, self.manager, key, threads, self._clock, self._on_moved
+        )
+
+    def _make_remote(self, key: bytes) -> RemoteMover | NoRemote:
+        storage = self._storage
+        if storage.remote is None:
+            return NoRemote(self._on_moved)
+        return RemoteMover(storage.remote, storage.arena, Seal(key), self._on_moved, self._clock)
+
+    def _make_exchange(self, key: bytes) -> ClaimsExchange | NoClaimsExchange:
+        if self.manager.store.remote is None:
+            return NoClaimsExchange()
+        return ClaimsExchange(
+            self._bus,
+            self._service.limits,
+            self._service.instance,
+            fingerprint(key),
+            self.manager.claims,
+            self.manager.peer_claims,
+            self._on_peer_card,
+            self._on_peer_leave,
+        )
+
+    def _make_reader(
+        self, exchange: ClaimsExchange | NoClaimsExchange
+    ) -> PeerReader | NoPeerReader:
+        if isinstance(exchange, NoClaimsExchange) or not self._service.settings.kvbm.peers:
+            return NoPeerReader()
+        return PeerReader(
+            self._bus,
+            exchange,
+            self._storage.arena,
+            self._service.settings.transfer,
+            self._on_moved,
+            self.manager.store.hold,
+        )
+
+    # start and stop
 
     @property
     def ready(self) -> bool:
         return bool(self._subscriptions) and not self.manager.closing
 
     async def open(self) -> None:
-        """Take in what the disk has, then serve. Raises DiskError or a bus error."""
-        if self._shelf is not None:
-            await self._shelf.open()
+        """Restore the disk tier, then serve. Raises DiskError or a bus error."""
+        await self._disk.open()
         subjects, instance = self._bus.subjects, self._service.instance
-        await self.desk.open(subjects.kvbm(instance))
+        await self.worker_server.open(subjects.kvbm(instance))
         self._subscriptions = [
             await self._bus.answer(
                 subjects.ctl(instance), control.decoder, self._control.obey, _not_understood
@@ -128,113 +131,77 @@ class KvbmNode:
                 subjects.dump(instance), control.dumps, self._control.dump, _not_understood
             ),
         ]
-        await self._outside.open()
-        self._lease.card = self._card()
-        await self._lease.open()
+        await self._sources.open()
+        await self._presence.open()
         self._settle()
-        for loop in (self._tick, self._reclaim, self._save, self._fit, self._send):
-            self._service.spawn(loop(), loop.__name__.strip("_"))
-        card = self._lease.card
-        log.info("keeping blocks of node %s in %s", card.node, self._storage.directory.path)
+        spawn = self._service.spawn
+        spawn(self._tick(), "tick")
+        spawn(self._reclaim(), "reclaim")
+        spawn(self._disk.save_periodically(), "save")
+        spawn(self._disk.fit_periodically(self._on_resized), "fit")
+        spawn(self._send_replies(), "send")
+        card = self._presence.card
+        log.info("serving blocks of node %s in %s", card.node, self._storage.directory.path)
 
     async def close(self) -> None:
-        """Take nothing new, let workers end what they do, for a while, then go."""
+        """Refuse new work, wait a limited time for workers to finish, and leave."""
         self.manager.closing = True
-        await self._lease.close()
-        guests = self.manager.guests
-        if not await _within(LEAVE_S, lambda: not any(g.tickets for g in guests.values())):
+        await self._presence.leave()
+        workers = self.manager.attachments.workers
+        if not await _within(LEAVE_S, lambda: not any(w.tickets for w in workers.values())):
             log.warning("leaving while workers use blocks")
-        await _within(DETACH_S, lambda: not guests)
-        await self.desk.close()
+        await _within(DETACH_S, lambda: not workers)
+        await self.worker_server.close()
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
-        for publisher in self._publishers:
-            await publisher.close()
+        await self._presence.close()
 
-    async def settle_tiers(self) -> None:
-        """Return once nothing is under way between tiers, and the journal is whole."""
-        self._settled = True
-        await self._outside.close()
-        if self._mover is not None:
-            await self._mover.close()
-        shelf, self._shelf = self._shelf, None
-        if shelf is not None:
-            await shelf.close()
+    async def close_tiers(self) -> None:
+        """Return once no move runs between tiers and the journal is complete."""
+        self._tiers_closed = True
+        await self._sources.close()
+        await self._disk.close()
 
-    # what comes of requests
+    # results of the manager
 
     def _settle(self) -> None:
-        """Tell what has changed, do what is to be done, unless that is over."""
-        if self._settled:
+        """Carry out what the manager decided: moves, lookups, claims, events and the card."""
+        if self._tiers_closed:
             return
         store = self.manager.store
-        if self._known != self._introduced:
+        if self._presence.outdated:
             self._introduce()
-        moves = store.take_moves()
+        moves = store.drain_moves()
         if moves:
-            self._begin(moves)
-        self._outside.drop(store.take_unwanted())
-        self._outside.look_up(self.manager.fetches.take_lookups())
-        if self._neighbours is not None:
-            self._neighbours.tell(self.manager.claims.take())
-        for rank, events in store.take_events().items():
-            self._publishers[rank].add(rank, events)
+            remote, local = partition(moves)
+            self._sources.start(remote)
+            self._disk.start(local)
+        self._sources.drop(store.drain_remote_drops())
+        self._sources.look_up(self.manager.onboarding.drain_lookups())
+        self._exchange.publish(self.manager.claims.drain())
+        for rank, events in store.drain_events().items():
+            self._presence.publish(rank, events)
 
-    def _begin(self, moves: list[Move]) -> None:
-        far, near = partition(moves)
-        self._outside.start(far)
-        if self._mover is not None:
-            self._mover.start(near)
-
-    def _found(self, lookup: Lookup, count: int, further: PeerSource | None) -> None:
-        self.manager.found(lookup, count, self._clock(), further)
+    def _on_found(self, lookup: Lookup, count: int, peer: PeerSource | None) -> None:
+        self.manager.end_lookup(lookup, count, self._clock(), peer)
         self._settle()
-        self._sending.set()
+        self._replies_due.set()
 
-    def _moved(self, ends: list[tuple[Move, MoveEnd]]) -> None:
-        bad = sum(end is MoveEnd.CORRUPT for _, end in ends)
-        if bad:
-            log.warning("dropped %d blocks that did not match their checksums", bad)
-        self.manager.moved(ends, self._clock())
+    def _on_moved(self, ends: list[tuple[Move, MoveEnd]]) -> None:
+        corrupt = sum(end is MoveEnd.CORRUPT for _, end in ends)
+        if corrupt:
+            log.warning("dropped %d blocks that did not match their checksums", corrupt)
+        self.manager.end_moves(ends, self._clock())
         self._settle()
-        self._sending.set()
+        self._replies_due.set()
 
-    def _introduce(self) -> None:
-        """New layouts and workers change the card; new models also get a publisher."""
-        self._introduced = self._known
-        models = self.manager.models[len(self._publishers) :]
-        for model in models:
-            publisher = KvPublisher(
-                self._bus,
-                self._bus.subjects.kv(model, self._service.name),
-                self._service.name,
-                self._service.instance,
-                EVENTS_S,
-                self._dump,
-            )
-            publisher.start()
-            self._publishers.append(publisher)
-        self._service.spawn(self._show(models), "card")
-        if self._neighbours is not None:
-            for card in self._neighbours.cards:
-                self.divisions.compare(self.manager.in_use, card)
-
-    async def _show(self, models: list[str]) -> None:
-        """Follow new models first: who sees on the card that there are workers tells of them."""
-        if self._neighbours is not None:
-            for model in models:
-                await self._neighbours.follow(model)
-        if self.ready:
-            await self._renew_card()
-
-    @property
-    def _known(self) -> tuple[int, frozenset[int]]:
-        """What the card tells of: how many layouts there are blocks of, and the workers."""
-        return self.manager.layouts, frozenset(self.manager.guests)
+    async def _on_resized(self) -> None:
+        self._settle()
+        await self._presence.renew_card()
 
     def _dump(self, rank: int) -> None:
         self._settle()
-        self._publishers[rank].add(rank, self.manager.dump(rank))
+        self._presence.publish(rank, self.manager.dump(rank))
 
     # loops
 
@@ -243,87 +210,42 @@ class KvbmNode:
             await asyncio.sleep(TICK_S)
             self.manager.tick(self._clock())
             self._settle()
-            self._sending.set()
+            self._replies_due.set()
 
-    async def _send(self) -> None:
-        """Answer workers whose blocks have come."""
+    async def _send_replies(self) -> None:
         while True:
-            await self._sending.wait()
-            self._sending.clear()
-            await self.desk.send_due()
+            await self._replies_due.wait()
+            self._replies_due.clear()
+            await self.worker_server.send_due()
 
     async def _reclaim(self) -> None:
         while True:
             await asyncio.sleep(RECLAIM_S)
-            self.desk.reclaim()
+            self.worker_server.reclaim()
 
-    async def _save(self) -> None:
-        while self._shelf is not None:
-            await asyncio.sleep(SAVE_S)
-            await self._shelf.save()
+    # peers
 
-    async def _fit(self) -> None:
-        """Keep the disk tier as large as the disk allows."""
-        while self._shelf is not None:
-            try:
-                if await self._shelf.fit():
-                    self._settle()
-                    await self._renew_card()
-            except OSError as error:
-                log.warning("cannot see how much of the disk is free: %s", error)
-            await asyncio.sleep(FIT_S)
+    def _introduce(self) -> None:
+        """Publish new layouts and workers, and compare them with those of peers."""
+        models = self._presence.introduce()
+        self._service.spawn(self._follow_and_renew(models), "card")
+        for card in self._exchange.cards:
+            self.compatibility.compare(self.manager.attachments.layouts_in_use, card)
 
-    # the card and the peers
+    async def _follow_and_renew(self, models: list[str]) -> None:
+        """Follow new models before the card shows them, as peers then send their claims."""
+        for model in models:
+            await self._exchange.follow(model)
+        if self.ready:
+            await self._presence.renew_card()
 
-    def _on_neighbour(self, card: Instance) -> None:
-        self.divisions.compare(self.manager.in_use, card)
-        if self._peers is not None:
-            self._peers.begin()
+    def _on_peer_card(self, card: Instance) -> None:
+        self.compatibility.compare(self.manager.attachments.layouts_in_use, card)
+        self._reader.open_transport()
 
-    def _on_leave(self, card: Instance) -> None:
-        self.divisions.leave(card)
-        if self._peers is not None:
-            self._peers.leave(card.instance)
-
-    def _make_peers(self, neighbours: ClaimsExchange) -> PeerReader:
-        service = self._service
-        return PeerReader(
-            service.bus,
-            neighbours,
-            self._storage.arena,
-            service.settings.transfer,
-            self._moved,
-            self.manager.store.hold,
-        )
-
-    def _card(self) -> Instance:
-        tiers = self.manager.store.tiers
-        sizes = [tiers[n].slots.capacity if n in tiers else 0 for n in TIERS]
-        if self._service.settings.kvbm.remote_url.startswith("file:"):
-            sizes[-1] = self._service.settings.kvbm.remote_bytes
-        return Instance(
-            instance=self._service.instance,
-            role=Role.KVBM,
-            name=self._service.name,
-            version=VERSION,
-            started=time.time(),
-            node=node_name(self._service.settings.kvbm),
-            store=NodeStore(
-                directory=str(self._storage.directory.path),
-                tier_bytes=sizes,
-                tier_blocks=self.manager.most_blocks,
-                models=list(self.manager.models),
-                layouts=self.manager.in_use if self._neighbours is not None else {},
-                key=self._key if self._neighbours is not None else "",
-            ),
-        )
-
-    async def _renew_card(self) -> None:
-        card = replace(self._lease.card, store=self._card().store)
-        try:
-            await self._lease.update(card)
-        except (NatsError, APIError, OSError, TimeoutError) as error:
-            log.debug("the card will change with the next renewal: %s", error)
+    def _on_peer_leave(self, card: Instance) -> None:
+        self.compatibility.remove(card)
+        self._reader.forget(card.instance)
 
 
 def _not_understood(reason: str) -> ControlReply:
@@ -331,7 +253,7 @@ def _not_understood(reason: str) -> ControlReply:
 
 
 async def _within(seconds: float, done: Callable[[], bool]) -> bool:
-    """Whether it is so in time."""
+    """True if `done` becomes true within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             while not done():
@@ -342,9 +264,9 @@ async def _within(seconds: float, done: Callable[[], bool]) -> bool:
 
 
 def partition(moves: Iterable[Move]) -> tuple[list[Move], list[Move]]:
-    """Those to and from the remote store, and those between memory and disk."""
-    far: list[Move] = []
-    near: list[Move] = []
+    """Moves to and from the remote tier, and moves between arena and disk."""
+    remote: list[Move] = []
+    local: list[Move] = []
     for move in moves:
-        (far if REMOTE in (move.source.tier, move.target.tier) else near).append(move)
-    return far, near
+        (remote if REMOTE in (move.source.tier, move.target.tier) else local).append(move)
+    return remote, local

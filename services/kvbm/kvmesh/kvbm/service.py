@@ -1,4 +1,4 @@
-"""The kvbm process: the lower tiers of one node, until it is told to leave."""
+"""The kvbm process: block manager of one node, from start to shutdown."""
 
 from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
@@ -8,7 +8,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusUnavailable
 from kvmesh.bus.shared_secret import SecretUnusable, parse_secret, shared_secret
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK
-from kvmesh.kvbm.core.blocks.store import RemoteCounts
+from kvmesh.kvbm.core.blocks.store import RemoteTierConfig
 from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.errors import InUse, KvbmError
 from kvmesh.kvbm.core.manager import Manager
@@ -21,20 +21,20 @@ from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import KvbmSettings
 
-MOST_REMOTE = 1 << 20
+MAX_REMOTE_BLOCKS = 1 << 20
 PEER_LEASE_S = 10.0
 
 
-def rules(settings: KvbmSettings) -> KvbmConfig:
-    """What the settings say of decisions. Raises RetentionError."""
+def manager_config(settings: KvbmSettings) -> KvbmConfig:
+    """The manager's configuration; raises RetentionError."""
     shares = bool(settings.remote_url)
     lease_s = settings.remote_lease_s if shares else PEER_LEASE_S
     disk = {DISK: settings.disk_bytes} if settings.disk_path is not None else {}
     return KvbmConfig(
         capacities={ARENA: settings.host_bytes, **disk},
-        budget=settings.tenant_share,
+        tenant_share=settings.tenant_share,
         disk_frequency=settings.disk_frequency,
-        remote=RemoteCounts(MOST_REMOTE, lease_s) if shares or settings.peers else None,
+        remote=RemoteTierConfig(MAX_REMOTE_BLOCKS, lease_s) if shares or settings.peers else None,
         shares=shares,
         remote_frequency=settings.remote_frequency,
         decay_s=settings.decay_s,
@@ -44,12 +44,12 @@ def rules(settings: KvbmSettings) -> KvbmConfig:
 
 
 async def main(service: Service) -> None:
-    """Keep the blocks of a node until the service is told to stop."""
+    """Serve the blocks of a node until the service is stopping."""
     settings = service.settings.kvbm
     try:
-        manager = Manager(rules(settings), service.instance)
+        manager = Manager(manager_config(settings), service.instance)
         key = await _key(service.bus, settings.key)
-        storage = await Storage.claim(settings, service.bus.options.namespace)
+        storage = await Storage.open(settings, service.bus.options.namespace)
     except SecretUnusable as error:
         raise StartError(f"kvbm: {error}", hopeless=error.configured) from error
     except InUse as error:
@@ -63,14 +63,14 @@ async def main(service: Service) -> None:
 
 
 async def _key(bus: Bus, configured: str | None) -> bytes:
-    """The secret under which the mesh names blocks. Raises SecretUnusable."""
+    """The key of the mesh's block digests; raises SecretUnusable."""
     if configured:
         return parse_secret(configured, KEY_BYTES, "kvbm.key")
     return await shared_secret(bus, bus.subjects.kvbm_bucket, bus.subjects.identity_key, KEY_BYTES)
 
 
 async def _serve(service: Service, node: KvbmNode) -> None:
-    collector = ManagerCollector(node.manager, node.desk, node.divisions)
+    collector = ManagerCollector(node.manager, node.worker_server, node.compatibility)
     REGISTRY.register(collector)
     settings = service.settings.kvbm
     metrics = await serve_metrics(settings, lambda: node.ready, service.warnings)
@@ -84,7 +84,7 @@ async def _serve(service: Service, node: KvbmNode) -> None:
     except (NatsError, OSError, TimeoutError) as error:
         raise BusUnavailable(service.bus.options.url, error) from error
     finally:
-        await node.settle_tiers()
+        await node.close_tiers()
         REGISTRY.unregister(collector)
         if metrics is not None:
             await metrics.cleanup()

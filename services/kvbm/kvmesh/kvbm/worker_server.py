@@ -1,4 +1,4 @@
-"""Where workers ask: requests go through the manager, and what came of them goes out again."""
+"""Server for the workers of the node and the kvbms of other nodes."""
 
 import logging
 import secrets
@@ -23,15 +23,14 @@ from kvmesh.kvbm.tiers.node_directory import NodeDirectory
 log = logging.getLogger(__name__)
 ATTACHMENT_BITS = 62
 ENDED = Declined("invalid", "the ticket has ended")
-REPLACED = Declined("invalid", "a newer request about the ticket has taken its place")
+REPLACED = Declined("invalid", "a newer request for the ticket has replaced this one")
 _decoder: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
 
 
 class WorkerServer:
-    """Answers the workers of the node, and by `lender` the kvbms of others.
+    """Answers workers from the manager, and other kvbms from `lender`.
 
-    `settle` is called after everything that may have changed what there is to do or to tell;
-    `clock` gives monotonic seconds.
+    Calls `settle` after each change of the manager's state. `clock` gives monotonic seconds.
     """
 
     def __init__(
@@ -54,15 +53,15 @@ class WorkerServer:
         self._lender = lender
         self._clock = clock
         self._parked: dict[int, Respond] = {}
-        self._seen: set[Space] = set()
-        self._divided: set[tuple[str, ...]] = set()
+        self._logged_spaces: set[Space] = set()
+        self._logged_layouts: set[tuple[str, ...]] = set()
         self._subscription: Subscription | None = None
         self.requests = 0
         self.malformed = 0
 
     async def open(self, subject: str) -> None:
         self._subscription = await self._bus.serve(
-            subject, _decoder, self._take, on_malformed=self._on_malformed
+            subject, _decoder, self._receive, on_malformed=self._on_malformed
         )
 
     async def close(self) -> None:
@@ -70,38 +69,39 @@ class WorkerServer:
             await self._subscription.unsubscribe()
 
     async def send_due(self) -> None:
-        """Answer those who waited and need not any more."""
-        answers: dict[int, object] = {**self._manager.take_answers(self._clock())}
-        ended = self._parked.keys() - self._manager.fetches.readings.keys() - answers.keys()
-        for ticket, answer in (answers | dict.fromkeys(ended, ENDED)).items():
+        """Send the replies to parked requests that are due or whose tickets have ended."""
+        replies: dict[int, object] = {**self._manager.drain_replies(self._clock())}
+        ended = self._parked.keys() - self._manager.onboarding.tickets.keys() - replies.keys()
+        for ticket, reply in (replies | dict.fromkeys(ended, ENDED)).items():
             respond = self._parked.pop(ticket, None)
             if respond is not None:
-                await _send(respond, answer)
+                await _send(respond, reply)
 
     def reclaim(self) -> None:
-        """Take back what workers held that are gone."""
-        for guest in list(self._manager.guests.values()):
-            if not self._directory.is_held(guest.lock):
-                tickets = self._manager.detach(guest, self._clock())
-                stays = any(g.instance == guest.instance for g in self._manager.guests.values())
-                what = "has attached anew" if stays else "is gone"
-                log.warning("%s %s; %d tickets reclaimed", guest.instance, what, tickets)
+        """Detach workers whose locks are free, and reclaim their tickets."""
+        workers = self._manager.attachments.workers
+        for worker in list(workers.values()):
+            if not self._directory.is_held(worker.lock):
+                tickets = self._manager.detach(worker, self._clock())
+                reattached = any(w.instance == worker.instance for w in workers.values())
+                state = "has reattached" if reattached else "is gone"
+                log.warning("%s %s; %d tickets reclaimed", worker.instance, state, tickets)
         self._settle()
 
-    async def _take(self, request: KvbmRequest, respond: Respond) -> None:
+    async def _receive(self, request: KvbmRequest, respond: Respond) -> None:
         self.requests += 1
         now = self._clock()
         if isinstance(request, Attach):
-            answer: object = self._attach(request)
+            reply: object = self._attach(request)
         elif isinstance(request, Lend | Prepare):
-            answer = self._lender.answer(request)
+            reply = self._lender.answer(request)
         else:
-            answer = self._manager.answer(request, now)
+            reply = self._manager.answer(request, now)
         self._settle()
-        if isinstance(answer, ParkedFetch):
-            await self._park(answer.ticket, respond)
+        if isinstance(reply, ParkedFetch):
+            await self._park(reply.ticket, respond)
         else:
-            await _send(respond, answer)
+            await _send(respond, reply)
         await self.send_due()
 
     async def _park(self, ticket: int, respond: Respond) -> None:
@@ -112,30 +112,30 @@ class WorkerServer:
 
     def _attach(self, request: Attach) -> Attached | Declined:
         if Path(request.lock).name != request.lock or not self._directory.is_held(request.lock):
-            return Declined("invalid", f"{request.lock!r} is no locked file in the directory")
-        # any worker may speak to any kvbm: only who was told the number can name an attachment
-        guest = self._manager.attach(request, secrets.randbits(ATTACHMENT_BITS))
-        if isinstance(guest, Declined):
-            log.warning("%s cannot attach: %s", request.instance, guest.reason)
-            return guest
-        self._warn(guest)
-        log.info("%s attached", guest.instance)
+            return Declined("invalid", f"{request.lock!r} is not a locked file in the directory")
+        # any worker can send to any kvbm: a random number keeps others from naming this attachment
+        worker = self._manager.attach(request, secrets.randbits(ATTACHMENT_BITS))
+        if isinstance(worker, Declined):
+            log.warning("%s cannot attach: %s", request.instance, worker.reason)
+            return worker
+        self._warn_about_layout(worker)
+        log.info("%s attached", worker.instance)
         return Attached(
-            guest.number, self._arena.name, self._arena.size, self._key, guest.prompts.most
+            worker.number, self._arena.name, self._arena.size, self._key, worker.prompts.most
         )
 
-    def _warn(self, guest: AttachedWorker) -> None:
-        """Say what a worker's layout means, once."""
-        space, model = guest.space, guest.space.model
-        if space not in self._seen:
-            self._seen.add(space)
+    def _warn_about_layout(self, worker: AttachedWorker) -> None:
+        """Warn once if a tier cannot hold a layout's blocks, or a model's layouts differ."""
+        space, model = worker.space, worker.space.model
+        if space not in self._logged_spaces:
+            self._logged_spaces.add(space)
             for number, tier in self._manager.store.tiers.items():
-                if not tier.fits(space.slot):
-                    reason = TooSmall(space.slot, tier.slots.capacity)
+                if not tier.fits(space.slot_bytes):
+                    reason = TooSmall(space.slot_bytes, tier.slots.capacity)
                     log.warning("tier %d is not used for %s: %s", number, model, reason)
-        layouts = self._manager.in_use[model]
-        if len(layouts) > 1 and (model, *layouts) not in self._divided:
-            self._divided.add((model, *layouts))
+        layouts = self._manager.attachments.layouts_in_use[model]
+        if len(layouts) > 1 and (model, *layouts) not in self._logged_layouts:
+            self._logged_layouts.add((model, *layouts))
             text = "workers of %s differ in weights, type or layout, so not all share blocks: %s"
             log.warning(text, model, "; ".join(layouts))
 
@@ -144,8 +144,8 @@ class WorkerServer:
         return Declined("invalid", reason)
 
 
-async def _send(respond: Respond, answer: object) -> None:
+async def _send(respond: Respond, reply: object) -> None:
     try:
-        await respond(answer)
+        await respond(reply)
     except NatsError as error:
         log.warning("cannot answer a worker: %s", cause(error))

@@ -1,30 +1,34 @@
-"""An attached worker: what it uses, and which of its prompts it need not describe again."""
+"""Attached workers: their layouts, tickets and known prompts."""
 
 from dataclasses import dataclass, field
 
+from kvmesh.blocks.layout import KvLayout
 from kvmesh.blocks.prompt_delta import KnownPrompts, Names
-from kvmesh.bus.kvbm import Fetch, Offer
-from kvmesh.kvbm.core.blocks.block import Space
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
+from kvmesh.bus.kvbm import Attach, Fetch, Offer
+from kvmesh.bus.messages import encode
+from kvmesh.kvbm.core.blocks.block import ARENA, Space
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
+from kvmesh.kvbm.core.blocks.slab_allocator import PAGE
+from kvmesh.kvbm.core.blocks.store import Store
 
-KEEPS_BLOCKS = 1 << 19  # of 32 bytes each
+MAX_PROMPT_BLOCKS = 1 << 19  # of 32 bytes each
 
 
 @dataclass(slots=True)
 class AttachedWorker:
-    """An attached worker."""
+    """An attached worker, the lock file that it holds, and its open tickets."""
 
     number: int
     instance: str
     space: Space
     lock: str
     tickets: set[int] = field(default_factory=set)
-    prompts: KnownPrompts = field(default_factory=lambda: KnownPrompts(KEEPS_BLOCKS))
+    prompts: KnownPrompts = field(default_factory=lambda: KnownPrompts(MAX_PROMPT_BLOCKS))
 
     def prompt(self, message: Offer | Fetch) -> PromptBlocks | None:
-        """All of what a message describes, or None if its base is not known.
+        """The whole prompt that a message describes; None if its base is unknown.
 
-        Raises ValueError if its parts do not belong together.
+        Raises ValueError if its parts do not match.
         """
         rest = Names(message.digests, message.sequence_hashes, message.local)
         whole = self.prompts.complete(message.base, message.shared, rest)
@@ -33,3 +37,56 @@ class AttachedWorker:
         prompt = PromptBlocks.of(message, whole, self.space)
         self.prompts.keep(whole, message.base)
         return prompt
+
+
+class Attachments:
+    """Attached workers by number, and the models and layouts seen so far."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.workers: dict[int, AttachedWorker] = {}
+        self.models: list[str] = []
+        self._spaces: dict[bytes, Space] = {}
+
+    def add(self, message: Attach, number: int) -> AttachedWorker:
+        """Raises TooSmall if a block of the worker does not fit into the arena."""
+        space = self.add_space(message.model, message.layout)
+        worker = self.workers[number] = AttachedWorker(
+            number, message.instance, space, message.lock
+        )
+        return worker
+
+    @property
+    def layout_count(self) -> int:
+        """Number of layouts that were ever attached or restored."""
+        return len(self._spaces)
+
+    @property
+    def layouts_in_use(self) -> dict[str, list[str]]:
+        """Summaries of the layouts of all attached workers, by model."""
+        spaces = {worker.space for worker in self.workers.values()}
+        models = sorted({space.model for space in spaces})
+        return {m: sorted(s.summary for s in spaces if s.model == m) for m in models}
+
+    @property
+    def max_blocks(self) -> list[int]:
+        """Upper bound of the blocks in each tier, over all layouts."""
+        sizes = (space.slot_bytes for space in self._spaces.values())
+        return self._store.max_blocks(min(sizes, default=PAGE))
+
+    def space(self, model: str, layout: KvLayout) -> Space | None:
+        """The known space of a model and layout."""
+        return self._spaces.get(encode((model, layout)))
+
+    def add_space(self, model: str, layout: KvLayout) -> Space:
+        """The space of a model and layout; raises TooSmall."""
+        known = self.space(model, layout)
+        if known is not None:
+            return known
+        rank = self.models.index(model) if model in self.models else len(self.models)
+        space = Space(rank, model, layout)
+        self._store.tiers[ARENA].check(space.slot_bytes)
+        if rank == len(self.models):
+            self.models.append(model)
+        self._spaces[encode((model, layout))] = space
+        return space

@@ -1,4 +1,4 @@
-"""What can go wrong in the block manager."""
+"""Errors of the block manager."""
 
 
 class KvbmError(Exception):
@@ -6,11 +6,11 @@ class KvbmError(Exception):
 
 
 class InUse(KvbmError):
-    """Another kvbm has what this one needs, perhaps only until it has died."""
+    """Another kvbm holds a resource that this one needs, perhaps only until it exits."""
 
 
 class TooSmall(KvbmError):
-    """A tier of `capacity` bytes cannot hold even one block of `needed` bytes."""
+    """A tier of `capacity` bytes cannot hold a block of `needed` bytes."""
 
     def __init__(self, needed: int, capacity: int) -> None:
         super().__init__(f"a tier of {capacity} bytes cannot hold a block of {needed} bytes")

@@ -1,4 +1,4 @@
-"""The block manager of a node: every decision, without any I/O; seconds are passed in."""
+"""The block manager of a node: all decisions, without I/O; the caller passes the time in."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -27,21 +27,22 @@ from kvmesh.bus.kvbm import (
     Prepared,
     Wanted,
 )
-from kvmesh.bus.messages import Clear, KvEvent, Pin, encode
-from kvmesh.kvbm.core.attachment import AttachedWorker
+from kvmesh.bus.messages import Clear, KvEvent, Pin
+from kvmesh.kvbm.core.attachment import AttachedWorker, Attachments
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Space
 from kvmesh.kvbm.core.blocks.events import dump
-from kvmesh.kvbm.core.blocks.slab_allocator import PAGE
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, Store
+from kvmesh.kvbm.core.clearing import clear
 from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.errors import TooSmall
 from kvmesh.kvbm.core.retention import TierRetention
+from kvmesh.kvbm.core.transfers.announcing import ComputeAnnouncer
 from kvmesh.kvbm.core.transfers.in_progress import BlocksInProgress
 from kvmesh.kvbm.core.transfers.lending import Lending
 from kvmesh.kvbm.core.transfers.mesh_claims import Claims, PeerClaims, PeerSource
 from kvmesh.kvbm.core.transfers.offload import Offload
 from kvmesh.kvbm.core.transfers.onboarding import Lookup, Onboarding
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 from kvmesh.kvbm.core.transfers.write_through import OfferedBlocks
 
@@ -50,352 +51,306 @@ CLOSING = Declined("closing", "this block manager is leaving")
 NO_TICKET = Declined("invalid", "there is no such ticket")
 
 
-Ask: TypeAlias = Offer | Commit | Fetch | Await | Finish | Computed | Corrupt | Detach
-Answer: TypeAlias = Wanted | Fetched | Incomplete | Done | Declined
+WorkerRequest: TypeAlias = Offer | Commit | Fetch | Await | Finish | Computed | Corrupt | Detach
+Reply: TypeAlias = Wanted | Fetched | Incomplete | Done | Declined
 
 
 class ParkedFetch(NamedTuple):
-    """The answer comes later; a new request about the ticket takes its place."""
+    """The reply to a ticket comes later; a new request for the ticket replaces this one."""
 
     ticket: int
 
 
 class Manager:
-    """Answers the messages of `kvmesh.bus.kvbm`; what is to be done and told is taken after.
+    """Answers the messages of `kvmesh.bus.kvbm`; moves, events and late replies are drained after.
 
-    `instance` is what other kvbms know it by.
+    `instance` identifies this kvbm to others.
     """
 
-    def __init__(self, rules: KvbmConfig, instance: str = "") -> None:
+    def __init__(self, config: KvbmConfig, instance: str = "") -> None:
         self._numbers = count(1)
-        self.store = Store(rules.capacities, rules.budget, rules.remote)
-        self.claims = Claims(rules.patience_s)
-        self.others = PeerClaims()
-        self.announced = BlocksInProgress(rules.patience_s, self.claims.end)
-        self.keeping = TierRetention(self.store, rules.defaults)
-        self.offers = OfferedBlocks(self.store, self.keeping)
-        self.fetches = Onboarding(
-            self.store, self.announced, self.claims, self.others, rules.decay_s, instance
+        self.closing = False
+        self.store = Store(config.capacities, config.tenant_share, config.remote)
+        self.attachments = Attachments(self.store)
+        self.claims = Claims(config.patience_s)
+        self.peer_claims = PeerClaims()
+        self.in_progress = BlocksInProgress(config.patience_s, self.claims.end)
+        self.retention = TierRetention(self.store, config.defaults)
+        self.write_through = OfferedBlocks(self.store, self.retention)
+        announcer = ComputeAnnouncer(
+            self.store, self.in_progress, self.claims, self.peer_claims, instance
         )
-        frequencies = {DISK: rules.disk_frequency, REMOTE: rules.remote_frequency}
-        self.offloads = {
-            tier: Offload(self.store, tier, frequency, rules.decay_s, rules.moves)
+        self.onboarding = Onboarding(self.store, self.in_progress, announcer, config.decay_s)
+        frequencies = {DISK: config.disk_frequency, REMOTE: config.remote_frequency}
+        self._offloads = {
+            tier: Offload(self.store, tier, frequency, config.decay_s, config.max_moves)
             for tier, frequency in frequencies.items()
-            if tier in rules.capacities or (tier == REMOTE and rules.shares)
+            if tier in config.capacities or (tier == REMOTE and config.shares)
         }
         self.lending = Lending(
             self.store,
-            self.fetches,
-            rules.shares,
+            self.onboarding,
+            config.shares,
             self._numbers,
-            self._consider,
-            lambda: self._go_on(()),
+            self._consider_offload,
+            lambda: self._advance(()),
         )
-        self.guests: dict[int, AttachedWorker] = {}
-        self.models: list[str] = []
-        self._spaces: dict[bytes, Space] = {}
-        self.closing = False
 
     # workers
 
     def attach(self, message: Attach, number: int) -> AttachedWorker | Declined:
-        """Take in a worker as `number`, which is new; the caller tells it where the arena is."""
+        """Attach a worker under a new `number`."""
         if self.closing:
             return CLOSING
         if min(message.layout.block_size, message.layout.block_bytes) <= 0:
             return Declined("layout", f"{message.model}: its blocks have no tokens or no bytes")
         try:
-            space = self._space(message.model, message.layout)
+            return self.attachments.add(message, number)
         except TooSmall as error:
             return Declined("layout", f"{message.model}: {error}")
-        guest = AttachedWorker(number, message.instance, space, message.lock)
-        self.guests[guest.number] = guest
-        return guest
 
-    def detach(self, guest: AttachedWorker, now: float) -> int:
-        """A worker is gone: what it used is used no more. Returns how many tickets it had."""
+    def detach(self, worker: AttachedWorker, now: float) -> int:
+        """Detach a worker that is gone; end its tickets and return their number."""
         self.store.begin(now)
-        if self.guests.pop(guest.number, None) is None:
+        if self.attachments.workers.pop(worker.number, None) is None:
             return 0
-        for number in guest.tickets:
-            self._end(number)
-        self._go_on(self.announced.end_attachment(guest.number))
-        return len(guest.tickets)
+        for number in worker.tickets:
+            self._end_ticket(number)
+        self._advance(self.in_progress.end_attachment(worker.number))
+        return len(worker.tickets)
 
-    @property
-    def layouts(self) -> int:
-        """How many layouts of models there are or were."""
-        return len(self._spaces)
-
-    @property
-    def most_blocks(self) -> list[int]:
-        """How many blocks each tier can have, whatever their layout."""
-        return self.store.most_blocks(min((s.slot for s in self._spaces.values()), default=PAGE))
-
-    @property
-    def in_use(self) -> dict[str, list[str]]:
-        """The layouts of all workers by model, in words."""
-        spaces = {guest.space for guest in self.guests.values()}
-        models = sorted({space.model for space in spaces})
-        return {m: sorted(s.words for s in spaces if s.model == m) for m in models}
-
-    def _space(self, model: str, layout: KvLayout) -> Space:
-        described = encode((model, layout))
-        found = self._spaces.get(described)
-        if found is None:
-            rank = self.models.index(model) if model in self.models else len(self.models)
-            found = Space(rank, model, layout)
-            self.store.tiers[ARENA].check(found.slot)
-            if rank == len(self.models):
-                self.models.append(model)
-            self._spaces[described] = found
-        return found
-
-    # the disk
-
-    def restored_space(self, model: str, layout: KvLayout) -> Space | None:
-        """The blocks of a layout that was here before a restart; None if they do not fit."""
-        try:
-            return self._space(model, layout)
-        except TooSmall:
-            return None
-
-    def restore(self, block: Block, offset: int, checksum: int) -> bool:
-        """Take in a block that is on disk from before a restart; False if it cannot be."""
-        if block.digest in self.store.blocks:
-            return False
-        return self.store.restore(block, DISK, offset, checksum)
-
-    def resize_disk(self, capacity: int, now: float) -> int:
-        """The disk has fewer bytes, or more again; returns how many blocks had to go."""
-        self.store.begin(now)
-        gone = self.store.tiers[DISK].resize(capacity)
-        self._go_on(())
-        return gone
-
-    def give_up_disk(self) -> None:
-        """Nothing more is written to disk; what is there may be read."""
-        self.offloads[DISK].close()
-
-    # what workers ask
-
-    def answer(self, message: Ask, now: float) -> Answer | ParkedFetch:
-        """The reply to any message but `Attach`; or who gets it later, from `take_answers`."""
-        guest = self.guests.get(message.attachment)
-        if guest is None:
+    def answer(self, message: WorkerRequest, now: float) -> Reply | ParkedFetch:
+        """The reply to any message but `Attach`; `drain_replies` returns parked replies."""
+        worker = self.attachments.workers.get(message.attachment)
+        if worker is None:
             return UNKNOWN
         if self.closing and isinstance(message, Offer | Fetch):
             return CLOSING
         self.store.begin(now)
         try:
-            return self._answer(message, guest)
+            return self._answer(message, worker)
         except ValueError as error:
             return Declined("invalid", str(error))
 
-    def _answer(self, message: Ask, guest: AttachedWorker) -> Answer | ParkedFetch:
+    def _answer(self, message: WorkerRequest, worker: AttachedWorker) -> Reply | ParkedFetch:
         match message:
             case Offer() | Fetch():
-                return self._describe(message, guest)
+                return self._with_prompt(message, worker)
             case Commit():
-                return self._commit(message, guest)
+                return self._commit(message, worker)
             case Await():
-                return self._await(message, guest)
+                return self._await(message, worker)
             case Finish(_, ticket):
-                return self._finish(ticket, guest)
+                return self._finish(ticket, worker)
             case Computed(_, request):
-                self._go_on(self.announced.end((guest.number, request)))
+                self._advance(self.in_progress.end((worker.number, request)))
             case Corrupt(_, _, digests):
                 return self._corrupt(digests)
             case Detach():
-                self.detach(guest, self.store.now)
+                self.detach(worker, self.store.now)
         return Done()
 
-    def _describe(self, message: Offer | Fetch, guest: AttachedWorker) -> Answer | ParkedFetch:
-        prompt = guest.prompt(message)
+    def _with_prompt(self, message: Offer | Fetch, worker: AttachedWorker) -> Reply | ParkedFetch:
+        prompt = worker.prompt(message)
         if prompt is None:
             return Incomplete()
         if isinstance(message, Offer):
-            return self._offer(message, prompt, guest)
-        return self._fetch(message, prompt, guest)
+            return self._offer(message, prompt, worker)
+        return self._fetch(message, prompt, worker)
 
-    def _offer(self, message: Offer, prompt: PromptBlocks, guest: AttachedWorker) -> Wanted:
-        wanted, unwanted = self.offers.start(next(self._numbers), message, prompt)
+    def _offer(self, message: Offer, prompt: PromptBlocks, worker: AttachedWorker) -> Wanted:
+        wanted, refused = self.write_through.start(next(self._numbers), message, prompt)
         if wanted.ticket:
-            guest.tickets.add(wanted.ticket)
-        self._go_on(self.announced.settled(unwanted, self.store.now))
+            worker.tickets.add(wanted.ticket)
+        self._advance(self.in_progress.remove(refused, self.store.now))
         return wanted
 
-    def _commit(self, message: Commit, guest: AttachedWorker) -> Done | Declined:
-        writing = self.offers.writings.get(message.ticket)
-        if writing is None or writing.attachment != guest.number:
+    def _commit(self, message: Commit, worker: AttachedWorker) -> Done | Declined:
+        ticket = self.write_through.tickets.get(message.ticket)
+        if ticket is None or ticket.attachment != worker.number:
             return NO_TICKET
         checksums = array("Q", message.checksums)
-        guest.tickets.discard(message.ticket)
-        written = self.offers.commit(writing, checksums)
-        self._go_on(())
+        worker.tickets.discard(message.ticket)
+        written = self.write_through.commit(ticket, checksums)
+        self._advance(())
         return Done(len(written))
 
     def _fetch(
-        self, message: Fetch, prompt: PromptBlocks, guest: AttachedWorker
+        self, message: Fetch, prompt: PromptBlocks, worker: AttachedWorker
     ) -> Fetched | ParkedFetch:
-        self.keeping.reopen(message.session)
-        self.keeping.follow(prompt)
+        self.retention.reopen(message.session)
+        self.retention.follow(prompt)
         found = self.store.find(prompt.digests)
-        reading = self.fetches.start(next(self._numbers), message, prompt, found)
-        guest.tickets.add(reading.number)
+        ticket = self.onboarding.start(next(self._numbers), message, prompt, found)
+        worker.tickets.add(ticket.number)
         blocks = [block for block in found if block is not None]
-        self.keeping.ask(prompt, self.keeping.wishes(prompt), blocks)
-        self._consider(blocks)
-        self._go_on(())
-        return self._fetched(reading)
+        self.retention.apply(prompt, self.retention.wishes(prompt), blocks)
+        self._consider_offload(blocks)
+        self._advance(())
+        return self._fetched(ticket)
 
-    def _await(self, message: Await, guest: AttachedWorker) -> Fetched | ParkedFetch | Declined:
-        reading = self._reading(message.ticket, guest)
-        if reading is None:
+    def _await(self, message: Await, worker: AttachedWorker) -> Fetched | ParkedFetch | Declined:
+        ticket = self._read_ticket(message.ticket, worker)
+        if ticket is None:
             return NO_TICKET
-        self.fetches.park(reading, self.store.now + message.wait_s)
-        self._go_on(())
-        return self._fetched(reading)
+        self.onboarding.park(ticket, self.store.now + message.wait_s)
+        self._advance(())
+        return self._fetched(ticket)
 
-    def _fetched(self, reading: ReadTicket) -> Fetched | ParkedFetch:
-        if not reading.due(self.store.now):
-            return ParkedFetch(reading.number)
-        retention = self.keeping.inherited(reading.ready)
-        fetched = msgspec.structs.replace(self.fetches.answer(reading), retention=retention)
+    def _fetched(self, ticket: ReadTicket) -> Fetched | ParkedFetch:
+        if not ticket.due(self.store.now):
+            return ParkedFetch(ticket.number)
+        retention = self.retention.inherited(ticket.ready)
+        fetched = msgspec.structs.replace(self.onboarding.answer(ticket), retention=retention)
         if not fetched.ticket:
-            self.guests[reading.attachment].tickets.discard(reading.number)
-            self.fetches.finish(reading)
+            self.attachments.workers[ticket.attachment].tickets.discard(ticket.number)
+            self.onboarding.finish(ticket)
         return fetched
 
-    def _finish(self, ticket: int, guest: AttachedWorker) -> Done | Declined:
-        reading = self._reading(ticket, guest)
-        if reading is None:
+    def _finish(self, number: int, worker: AttachedWorker) -> Done | Declined:
+        ticket = self._read_ticket(number, worker)
+        if ticket is None:
             return NO_TICKET
-        guest.tickets.discard(ticket)
-        self.fetches.finish(reading)
-        self._go_on(())
-        return Done(len(reading.given))
+        worker.tickets.discard(number)
+        self.onboarding.finish(ticket)
+        self._advance(())
+        return Done(len(ticket.given))
 
-    def _reading(self, ticket: int, guest: AttachedWorker) -> ReadTicket | None:
-        reading = self.fetches.readings.get(ticket)
-        return reading if reading is not None and reading.attachment == guest.number else None
+    def _read_ticket(self, number: int, worker: AttachedWorker) -> ReadTicket | None:
+        ticket = self.onboarding.tickets.get(number)
+        return ticket if ticket is not None and ticket.attachment == worker.number else None
 
     def _corrupt(self, digests: bytes) -> Done:
-        bad = self.store.condemn(split_digests(digests))
-        self._go_on(())
-        return Done(bad)
+        dropped = self.store.drop_corrupt(split_digests(digests))
+        self._advance(())
+        return Done(dropped)
 
-    def _end(self, ticket: int) -> None:
-        writing = self.offers.writings.get(ticket)
-        if writing is not None:
-            self.offers.commit(writing, array("Q"))
-        reading = self.fetches.readings.get(ticket)
-        if reading is not None:
-            self.fetches.finish(reading)
+    def _end_ticket(self, number: int) -> None:
+        write = self.write_through.tickets.get(number)
+        if write is not None:
+            self.write_through.commit(write, array("Q"))
+        read = self.onboarding.tickets.get(number)
+        if read is not None:
+            self.onboarding.finish(read)
 
-    # what the mesh asks
+    # disk
+
+    def restored_space(self, model: str, layout: KvLayout) -> Space | None:
+        """The space of a layout from before a restart; None if its blocks do not fit."""
+        try:
+            return self.attachments.add_space(model, layout)
+        except TooSmall:
+            return None
+
+    def restore(self, block: Block, offset: int, checksum: int) -> bool:
+        """Register a block on disk from before a restart; False if it is known or misplaced."""
+        if block.digest in self.store.blocks:
+            return False
+        return self.store.restore(block, DISK, offset, checksum)
+
+    def resize_disk(self, capacity: int, now: float) -> int:
+        """Change the disk's capacity; return the number of dropped blocks."""
+        self.store.begin(now)
+        dropped = self.store.tiers[DISK].resize(capacity)
+        self._advance(())
+        return dropped
+
+    def give_up_disk(self) -> None:
+        """Stop writing to disk; its blocks may still be read."""
+        self._offloads[DISK].close()
+
+    # control
 
     def clear(self, message: Clear, now: float) -> int:
-        """Drop what nobody uses of what is meant; returns how many blocks that was."""
+        """Drop the selected unused blocks; return their number."""
         self.store.begin(now)
-        gone = sum(self._clear(block, message) for block in list(self.store.blocks.values()))
-        self._go_on(())
-        return gone
-
-    def _clear(self, block: Block, message: Clear) -> bool:
-        meant = message.salt, message.tenant
-        if message.salt is not None and (block.salt, block.tenant) != meant:
-            return False
-        if message.model is not None and block.space.model != message.model:
-            return False
-        copies = [c for c in block.copies.values() if not message.tiers or c.tier in message.tiers]
-        idle = [copy for copy in copies if not copy.users]
-        for copy in idle:
-            self.store.discard(copy)
-        return bool(idle)
+        dropped = clear(self.store, message)
+        self._advance(())
+        return dropped
 
     def release(self, sessions: list[str], now: float) -> int:
-        """These sessions are over; returns how many blocks went with them."""
+        """End sessions; return the number of blocks dropped with them."""
         self.store.begin(now)
-        gone = self.keeping.release(sessions)
-        self._go_on(())
-        return gone
+        dropped = self.retention.release(sessions)
+        self._advance(())
+        return dropped
 
     def pin(self, message: Pin, now: float) -> int:
-        """Returns how many blocks of the prefix are here."""
+        """Pin a prefix; return the number of its blocks here."""
         self.store.begin(now)
-        return self.keeping.pin(message)
+        return self.retention.pin(message)
 
     def unpin(self, name: str, now: float) -> int | None:
-        """Returns how many blocks it concerned; None if there is no such pin."""
+        """Remove a pin; return the number of its blocks, None if there is no such pin."""
         self.store.begin(now)
-        return self.keeping.unpin(name)
+        return self.retention.unpin(name)
 
     def dump(self, rank: int) -> list[KvEvent]:
-        """All that a rank holds, beginning with a `Cleared`."""
+        """All blocks of a rank as events, starting with a `Cleared`."""
         return dump(rank, self.store.blocks.values())
 
     # other nodes
 
     def prepare(self, message: Prepare, now: float) -> Prepared | ParkedFetch:
-        """Another kvbm would have blocks; who gets the answer later, from `take_answers`."""
-        space = self._spaces.get(encode((message.model, message.layout)))
-        answer = self.lending.prepare(message, space, now)
-        return answer if isinstance(answer, Prepared) else ParkedFetch(answer.number)
+        """The reply to another kvbm; `drain_replies` returns parked replies."""
+        space = self.attachments.space(message.model, message.layout)
+        reply = self.lending.prepare(message, space, now)
+        return reply if isinstance(reply, Prepared) else ParkedFetch(reply.number)
 
-    # what comes of it
+    # results
 
-    def moved(self, ends: Iterable[tuple[Move, MoveEnd]], now: float) -> None:
-        """Moves that `take_moves` gave have ended."""
+    def end_moves(self, ends: Iterable[tuple[Move, MoveEnd]], now: float) -> None:
+        """Record the results of moves from `Store.drain_moves`."""
         self.store.begin(now)
         for move, end in ends:
-            self.store.moved(move, end)
-        self._go_on(())
+            self.store.end_move(move, end)
+        self._advance(())
 
-    def found(
-        self, lookup: Lookup, count: int, now: float, further: PeerSource | None = None
+    def end_lookup(
+        self, lookup: Lookup, count: int, now: float, peer: PeerSource | None = None
     ) -> None:
-        """Beyond this node are the first `count` blocks of a lookup that `take_lookups` gave.
+        """Record that the first `count` blocks of a lookup exist beyond this node.
 
-        `further` is a node that may make more of them ready.
+        `peer` is a node that may make more of them ready.
         """
         self.store.begin(now)
-        self.fetches.found(lookup, count, further)
-        self._go_on(())
+        self.onboarding.end_lookup(lookup, count, peer)
+        self._advance(())
 
     def tick(self, now: float) -> None:
-        """Time passes: who has waited long enough goes on alone."""
+        """Expire leases, claims, announcements and waits."""
         self.store.begin(now)
-        if self.store.far is not None:
-            self.store.far.expire()
-        self.claims.renew(self.announced.computers, now)
-        self.others.expire(now)
-        self._go_on(self.announced.expire(now))
-        self.fetches.expire()
+        if self.store.remote is not None:
+            self.store.remote.expire()
+        self.claims.renew(self.in_progress.requests, now)
+        self.peer_claims.expire(now)
+        self._advance(self.in_progress.expire(now))
+        self.onboarding.expire()
 
-    def take_answers(self, now: float) -> dict[int, Fetched | Prepared]:
-        """Replies that were `ParkedFetch` and are due, by ticket."""
+    def drain_replies(self, now: float) -> dict[int, Fetched | Prepared]:
+        """Replies to parked requests that are due, by ticket."""
         self.store.begin(now)
-        answers: dict[int, Fetched | Prepared] = {}
-        for reading in self.fetches.take_due():
-            lent = reading in self.lending
-            answer = self.lending.answer(reading) if lent else self._fetched(reading)
-            if not isinstance(answer, ParkedFetch):
-                answers[reading.number] = answer
-        return answers
+        replies: dict[int, Fetched | Prepared] = {}
+        for ticket in self.onboarding.drain_due():
+            lent = ticket in self.lending
+            reply = self.lending.answer(ticket) if lent else self._fetched(ticket)
+            if not isinstance(reply, ParkedFetch):
+                replies[ticket.number] = reply
+        return replies
 
-    def _go_on(self, settled: Iterable[bytes]) -> None:
-        """Let everybody who waits for something see whether it is there now."""
-        waiting = list(settled)
-        while waiting or (waiting := self.store.take_news()):
-            here = [b for d in waiting if (b := self.store.blocks.get(d)) and b.ready(ARENA)]
-            self.announced.settled((block.digest for block in here), self.store.now)
-            self._consider(here)
-            self.fetches.poke(waiting)
-            waiting = []
-        for offload in self.offloads.values():
-            offload.pump()
+    def _advance(self, digests: Iterable[bytes]) -> None:
+        """Advance tickets that wait for these blocks or for changes in the arena; offload."""
+        changed = list(digests)
+        while changed or (changed := self.store.drain_arena_changes()):
+            blocks = (self.store.blocks.get(digest) for digest in changed)
+            ready = [block for block in blocks if block is not None and block.registered(ARENA)]
+            self.in_progress.remove((block.digest for block in ready), self.store.now)
+            self._consider_offload(ready)
+            self.onboarding.wake(changed)
+            changed = []
+        for offload in self._offloads.values():
+            offload.start_moves()
 
-    def _consider(self, blocks: Sequence[Block]) -> None:
-        for offload in self.offloads.values():
+    def _consider_offload(self, blocks: Sequence[Block]) -> None:
+        for offload in self._offloads.values():
             offload.consider(blocks)

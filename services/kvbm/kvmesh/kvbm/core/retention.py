@@ -1,4 +1,4 @@
-"""Retention over all tiers: what prompts ask for their blocks, pins, and the ends of sessions."""
+"""Retention over all tiers: priorities from prompts, pins, and released sessions."""
 
 from array import array
 from collections import OrderedDict
@@ -7,8 +7,8 @@ from math import inf
 
 from kvmesh.bus.messages import Pin, Retain, owner
 from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import PLAIN_LEVEL, BlockRetention, RetentionWish
 from kvmesh.retention.outcomes import Directive
@@ -17,17 +17,17 @@ from kvmesh.retention.session_blocks import PromptTail, SessionBook
 from kvmesh.retention.token_ranges import PLAIN_WISH, segments, with_prefix
 
 IDLE_SESSION_S = 3600.0
-MOST_SESSION_BLOCKS = 1 << 20
-MOST_CLOSED = 4096
+MAX_SESSION_BLOCKS = 1 << 20
+MAX_CLOSED = 4096
 
 
 class TierRetention:
-    """Which blocks are kept, how dearly and for whom."""
+    """Applies retention to the copies in all tiers of the node."""
 
     def __init__(self, store: Store, defaults: Mapping[str, RetentionWish]) -> None:
         self._store = store
         self._defaults = defaults
-        self._sessions: SessionBook[bytes] = SessionBook(IDLE_SESSION_S, MOST_SESSION_BLOCKS)
+        self._sessions: SessionBook[bytes] = SessionBook(IDLE_SESSION_S, MAX_SESSION_BLOCKS)
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._pins: PinTable[int] = PinTable()
 
@@ -38,149 +38,149 @@ class TierRetention:
     # prompts
 
     def wishes(self, prompt: PromptBlocks, first: int = 0) -> dict[int, RetentionWish]:
-        """What is asked for its blocks from `first` on, by index, unless nothing is."""
+        """Retention of a prompt's blocks from `first` on, by index; plain blocks are left out."""
         size = prompt.space.layout.block_size
-        asked = segments(prompt.retention, None, len(prompt) * size, size, self._defaults)
+        requested = segments(prompt.retention, None, len(prompt) * size, size, self._defaults)
         return {
             index: segment.wish
-            for segment in with_prefix(asked)
+            for segment in with_prefix(requested)
             for index in range(max(first, segment.first), segment.end or len(prompt))
         }
 
     def is_closed(self, session: str | None) -> bool:
-        """Whether the session has been released and not been heard of since."""
+        """True if the session was released and has fetched no prompt since."""
         return session in self._closed
 
     def reopen(self, session: str | None) -> None:
-        """A prompt of the session begins."""
+        """Reopen the session of a fetched prompt."""
         if session is not None:
             self._closed.pop(session, None)
 
     def follow(self, prompt: PromptBlocks) -> None:
-        """A session has this prompt now: what of its last one it leaves, nobody keeps."""
+        """Record a session's new prompt; drop blocks that only its previous one used."""
         if prompt.session is not None and not self.is_closed(prompt.session):
-            left = self._sessions.record(prompt.session, prompt.digests, self._store.now)
-            self._forget(left)
+            tails = self._sessions.record(prompt.session, prompt.digests, self._store.now)
+            self._drop_tails(tails)
 
-    def ask(
+    def apply(
         self, prompt: PromptBlocks, wishes: Mapping[int, RetentionWish], blocks: Iterable[Block]
     ) -> None:
-        """Keep a prompt's blocks as it wishes, and as pins do, in every tier that has them."""
+        """Apply a prompt's wishes and the pins along it to its blocks, in every tier."""
         tiers = self._store.tiers
         copies = [c for block in blocks for c in block.copies.values() if c.tier in tiers]
         directives: dict[int, Directive] = {}
-        if wishes or any(copy.keep is not None for copy in copies):
+        if wishes or any(copy.retention is not None for copy in copies):
             shared = self._sessions.shared(prompt.digests, prompt.session)
             for copy in copies:
                 wish = wishes.get(copy.block.index, PLAIN_WISH)
                 alone = copy.block.index >= shared
-                if not wish.plain or (alone and copy.keep is not None):
+                if not wish.plain or (alone and copy.retention is not None):
                     directive = _directive(directives, wish, owner(prompt.tenant))
                     self._store.claim(copy, wish, directive, alone)
         for directive in directives.values():
-            self._store.tiers[ARENA].promises.outcomes.granted(directive)
-        self._ask_for_pins(prompt, copies)
+            self._store.tiers[ARENA].budget.outcomes.granted(directive)
+        self._apply_pins(prompt, copies)
 
     def inherited(self, copies: Iterable[Copy]) -> list[Retain]:
-        """What the blocks of these copies, which follow each other, are kept for."""
-        found: list[Retain] = []
+        """Retention of these copies of consecutive blocks, in tokens of the prompt."""
+        ranges: list[Retain] = []
         for copy in copies:
-            retain = self._retain(copy) if copy.keep is not None else None
+            retain = self._retain(copy) if copy.retention is not None else None
             if retain is None:
                 continue
-            last = found[-1] if found else None
+            last = ranges[-1] if ranges else None
             if last is not None and last.end == retain.start and _alike(last, retain):
-                found[-1] = Retain(last.start, retain.end, last.priority, last.ttl_s)
+                ranges[-1] = Retain(last.start, retain.end, last.priority, last.ttl_s)
             else:
-                found.append(retain)
-        return found
+                ranges.append(retain)
+        return ranges
 
     def _retain(self, copy: Copy) -> Retain | None:
-        if copy.keep is None:
+        if copy.retention is None:
             return None
-        standing = copy.keep.standing(self._store.now)
-        if standing.level < PLAIN_LEVEL or standing.until == 0:
+        rank = copy.retention.standing(self._store.now)
+        if rank.level < PLAIN_LEVEL or rank.until == 0:
             return None
         size, index = copy.block.space.layout.block_size, copy.block.index
-        ttl_s = None if standing.until == inf else standing.until - self._store.now
-        return Retain(index * size, (index + 1) * size, standing.level, ttl_s)
+        ttl_s = None if rank.until == inf else rank.until - self._store.now
+        return Retain(index * size, (index + 1) * size, rank.level, ttl_s)
 
     # pins
 
     def pin(self, pin: Pin) -> int:
-        """Prefer to keep a prefix; returns how many of its blocks are in some tier."""
+        """Pin a prefix; return the number of its blocks in some tier."""
         now = self._store.now
         prompt = array("Q", pin.sequence_hashes)
         if not prompt:
             return 0
         directive = Directive(pin.tenant, pin.priority, pin.ttl_s)
         pinned = Pinned(pin.id, prompt, pin.priority, now + pin.ttl_s, directive)
-        for over in self._pins.put(pinned):
-            self._unpin(over)
-        blocks = self._store.named(prompt)
+        for displaced in self._pins.put(pinned):
+            self._unpin(displaced)
+        blocks = self._store.find_by_sequence_hash(prompt)
         for block in blocks:
-            self._pin(pinned, self._here(block))
-        self._store.tiers[ARENA].promises.outcomes.granted(directive)
+            self._pin(pinned, self._local_copies(block))
+        self._store.tiers[ARENA].budget.outcomes.granted(directive)
         return len(blocks)
 
     def unpin(self, name: str) -> int | None:
-        """Forget a pin; returns how many blocks it concerned, None if there is no such."""
+        """Remove a pin; return the number of its blocks, None if there is no such pin."""
         pinned = self._pins.remove(name)
         return self._unpin(pinned) if pinned is not None else None
 
     def _unpin(self, pinned: Pinned[int]) -> int:
-        def forget(promises: RetentionBudget, keep: BlockRetention, size: int) -> None:
-            promises.unpin(keep, size, pinned.id)
+        def change(budget: RetentionBudget, retention: BlockRetention, size: int) -> None:
+            budget.unpin(retention, size, pinned.id)
 
-        blocks = self._store.named(pinned.prompt)
+        blocks = self._store.find_by_sequence_hash(pinned.prompt)
         for block in blocks:
-            for copy in self._here(block):
-                self._store.tiers[copy.tier].change(copy, forget)
+            for copy in self._local_copies(block):
+                self._store.tiers[copy.tier].update_retention(copy, change)
         return len(blocks)
 
-    def _ask_for_pins(self, prompt: PromptBlocks, copies: list[Copy]) -> None:
+    def _apply_pins(self, prompt: PromptBlocks, copies: list[Copy]) -> None:
         for pinned, count in self._pins.along(prompt.sequence_hashes, self._store.now):
             self._pin(pinned, [copy for copy in copies if copy.block.index < count])
 
     def _pin(self, pinned: Pinned[int], copies: Iterable[Copy]) -> None:
-        def ask(promises: RetentionBudget, keep: BlockRetention, size: int) -> None:
-            if pinned.id not in keep.pins:
+        def change(budget: RetentionBudget, retention: BlockRetention, size: int) -> None:
+            if pinned.id not in retention.pins:
                 p = pinned
-                promises.pin(keep, size, p.id, p.priority, p.deadline, p.directive)
+                budget.pin(retention, size, p.id, p.priority, p.deadline, p.directive)
 
         for copy in copies:
-            self._store.tiers[copy.tier].change(copy, ask)
+            self._store.tiers[copy.tier].update_retention(copy, change)
 
-    # ends
+    # sessions
 
     def release(self, sessions: Iterable[str]) -> int:
-        """Forget sessions and what only they use; returns how many blocks that was."""
+        """End sessions and drop blocks that only they use; return the number of these."""
         ended = list(sessions)
         for session in ended:
             self._closed[session] = None
             self._closed.move_to_end(session)
-        while len(self._closed) > MOST_CLOSED:
+        while len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
-        return self._forget(self._sessions.release(ended))
+        return self._drop_tails(self._sessions.release(ended))
 
-    def _forget(self, tails: Iterable[PromptTail[bytes]]) -> int:
-        gone = 0
+    def _drop_tails(self, tails: Iterable[PromptTail[bytes]]) -> int:
+        dropped = 0
         for tail in tails:
             for digest in reversed(tail.prompt[tail.kept :]):
                 block = self._store.blocks.get(digest)
-                if block is not None and not _is_wanted(block):
-                    gone += self._drop_here(block)
-        return gone
+                if block is not None and not _is_used(block):
+                    dropped += self._drop_local(block)
+        return dropped
 
-    def _here(self, block: Block) -> list[Copy]:
+    def _local_copies(self, block: Block) -> list[Copy]:
         return [copy for copy in block.copies.values() if copy.tier in self._store.tiers]
 
-    def _drop_here(self, block: Block) -> bool:
-        """Drop it from this node; sessions of other nodes may use what is remote."""
-        here = self._here(block)
-        for copy in here:
+    def _drop_local(self, block: Block) -> bool:
+        """Drop a block's copies on this node; sessions of other nodes may use remote ones."""
+        copies = self._local_copies(block)
+        for copy in copies:
             self._store.drop(copy)
-        return bool(here)
+        return bool(copies)
 
 
 def _directive(known: dict[int, Directive], wish: RetentionWish, tenant: str) -> Directive | None:
@@ -189,10 +189,12 @@ def _directive(known: dict[int, Directive], wish: RetentionWish, tenant: str) ->
     return known.setdefault(wish.directive, Directive(tenant, wish.level, wish.ttl_s))
 
 
-def _is_wanted(block: Block) -> bool:
-    """Whether somebody uses or has pinned it."""
+def _is_used(block: Block) -> bool:
+    """True if a copy of the block has a user or a pin."""
     copies = block.copies.values()
-    return any(copy.users or (copy.keep is not None and copy.keep.pins) for copy in copies)
+    return any(
+        copy.users or (copy.retention is not None and copy.retention.pins) for copy in copies
+    )
 
 
 def _alike(one: Retain, other: Retain) -> bool:

@@ -1,6 +1,6 @@
-"""The kvbms of other nodes: who is there, what they compute, and what they make ready for this one.
+"""Exchange with the kvbms of other nodes: cards, claims, and requests to make blocks ready.
 
-One that fails is left alone for a while.
+A peer that fails is not queried again for REST_S.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ PAUSE_S = 0.05
 REST_S = 10.0
 FAILURES = (BusError, NatsError, OSError, TimeoutError, msgspec.MsgspecError)
 _decoder = msgspec.msgpack.Decoder(Computing)
-Answered = Prepared | Declined
+PrepareReply = Prepared | Declined
 
 
 class ClaimsExchange:
-    """Hears their claims into `others`, and tells what is in `claims`.
+    """Receives claims of peers into `peer_claims` and publishes those in `claims`.
 
-    `came` gets the cards of those that join or change, `left` of those that leave. `key` is the
-    fingerprint of this node's key.
+    Calls `on_card` with the card of each peer that joins or changes, and `on_leave` with that of
+    each peer that leaves. `key` is the fingerprint of this node's key.
     """
 
     def __init__(
@@ -47,25 +47,25 @@ class ClaimsExchange:
         instance: str,
         key: str,
         claims: Claims,
-        others: PeerClaims,
-        came: Callable[[Instance], None],
-        left: Callable[[Instance], None],
+        peer_claims: PeerClaims,
+        on_card: Callable[[Instance], None],
+        on_leave: Callable[[Instance], None],
     ) -> None:
         self._bus = bus
         self._instance = instance
-        self._key = key
+        self.key = key
         self._claims = claims
-        self._others = others
-        self._came = came
-        self._left = left
+        self._peer_claims = peer_claims
+        self._on_peer_card = on_card
+        self._on_peer_leave = on_leave
         self._clock = asyncio.get_running_loop().time
         self._directory = Directory(bus, limits, self._on_card, self._on_leave)
-        self._resting: dict[str, float] = {}
-        self._told: dict[str, frozenset[str]] = {}
+        self._failed_until: dict[str, float] = {}
+        self._introduced: dict[str, frozenset[str]] = {}
         self._subscriptions: list[Subscription] = []
 
     async def open(self) -> None:
-        await self._listen(self._bus.subjects.computing_before(self._instance))
+        await self._subscribe(self._bus.subjects.computing_before(self._instance))
         await self._directory.open()
 
     async def close(self) -> None:
@@ -73,79 +73,95 @@ class ClaimsExchange:
             await subscription.unsubscribe()
         await self._directory.close()
 
+    # peers
+
     @property
     def cards(self) -> list[Instance]:
-        return [card for card in self._directory.instances if self._is_other(card)]
+        """The cards of all other kvbms."""
+        return [card for card in self._directory.instances if self._is_peer(card)]
 
-    def sharing(self, space: Space) -> set[str]:
-        """Those that may be asked for blocks of a layout, and have not failed lately.
-
-        They name them alike, and if they have workers of the model, some have the same layout.
-        """
-        ours = {space.model: [space.words]}
+    def compatible(self, space: Space) -> set[str]:
+        """The peers to query for blocks of a layout: same key, same layout if they have workers
+        of the model, and no recent failure."""
+        ours = {space.model: [space.summary]}
         return {
             card.instance
             for card in self.cards
             if card.store is not None
-            and card.store.key == self._key
+            and card.store.key == self.key
             and not divided(ours, card.store.layouts)
-            and not self.rests(card.instance)
+            and not self.failed_recently(card.instance)
         }
 
-    def rests(self, instance: str) -> bool:
-        """Whether it has failed lately."""
-        return self._resting.get(instance, 0.0) > self._clock()
+    def failed_recently(self, instance: str) -> bool:
+        return self._failed_until.get(instance, 0.0) > self._clock()
 
-    def rest(self, instance: str, error: Exception) -> None:
-        """It has failed: leave it alone. What else was asked of it then fails as well, untold."""
-        level = logging.DEBUG if self.rests(instance) else logging.WARNING
-        log.log(level, "leaving %s alone for %g s: %s", instance, REST_S, cause(error))
+    def report_failure(self, instance: str, error: Exception) -> None:
+        """Stop querying a peer for REST_S; its other running queries fail without a warning."""
+        level = logging.DEBUG if self.failed_recently(instance) else logging.WARNING
+        log.log(level, "not querying %s for %g s: %s", instance, REST_S, cause(error))
         now = self._clock()
-        self._resting = {name: until for name, until in self._resting.items() if until > now}
-        self._resting[instance] = now + REST_S
-        self._others.leave(instance)
+        self._failed_until = {
+            name: until for name, until in self._failed_until.items() if until > now
+        }
+        self._failed_until[instance] = now + REST_S
+        self._peer_claims.drop_peer(instance)
 
-    # what is computed
+    def _is_peer(self, card: Instance) -> bool:
+        return card.role is Role.KVBM and card.instance != self._instance
+
+    def _on_card(self, card: Instance) -> None:
+        if self._is_peer(card):
+            self._send_current_claims(card)
+            self._on_peer_card(card)
+
+    def _on_leave(self, card: Instance) -> None:
+        self._failed_until.pop(card.instance, None)
+        self._introduced.pop(card.instance, None)
+        self._peer_claims.drop_peer(card.instance)
+        self._on_peer_leave(card)
+
+    # claims
 
     async def follow(self, model: str) -> None:
-        """Hear from now on what they compute of a model."""
-        await self._listen(self._bus.subjects.computing(model))
+        """Subscribe to peers' claims of a model."""
+        await self._subscribe(self._bus.subjects.computing(model))
 
-    def tell(self, tellings: Iterable[ClaimMessage]) -> None:
-        for telling in tellings:
-            self._post(self._bus.subjects.computing(telling.model), telling)
+    def publish(self, messages: Iterable[ClaimMessage]) -> None:
+        for message in messages:
+            self._post(self._bus.subjects.computing(message.model), message)
 
-    def _tell_newcomer(self, card: Instance) -> None:
-        """Whose workers' models are new to it has not heard what is computed of them now."""
+    def _send_current_claims(self, card: Instance) -> None:
+        """Send the current claims of models that are new to a peer, as it missed them."""
         models = frozenset(card.store.layouts if card.store is not None else ())
         subject = self._bus.subjects.computing_before(card.instance)
-        for model in models - self._told.get(card.instance, frozenset()):
-            for telling in self._claims.under_way(model):
-                self._post(subject, telling)
-        self._told[card.instance] = models
+        for model in models - self._introduced.get(card.instance, frozenset()):
+            for message in self._claims.current(model):
+                self._post(subject, message)
+        self._introduced[card.instance] = models
 
-    def _post(self, subject: str, telling: ClaimMessage) -> None:
-        marks = b"".join(telling.marks)
-        message = Computing(self._instance, telling.number, marks, self._claims.lasts_s)
+    def _post(self, subject: str, claim: ClaimMessage) -> None:
+        digests = b"".join(claim.digests)
+        message = Computing(self._instance, claim.number, digests, self._claims.ttl_s)
         self._bus.post(subject, message)
 
-    async def _listen(self, subject: str) -> None:
-        self._subscriptions.append(await self._bus.subscribe(subject, _decoder, self._hear))
+    async def _subscribe(self, subject: str) -> None:
+        self._subscriptions.append(await self._bus.subscribe(subject, _decoder, self._receive))
 
-    def _hear(self, message: Computing) -> None:
-        owner = message.instance
-        if owner == self._instance or self.rests(owner):
+    def _receive(self, message: Computing) -> None:
+        peer = message.instance
+        if peer == self._instance or self.failed_recently(peer):
             return
-        lasts_s = min(self._claims.lasts_s, message.lasts_s)  # in this order: it may be NaN
-        until = self._clock() + lasts_s
-        self._others.hear(owner, message.number, split_digests(message.digests), until)
+        ttl_s = min(self._claims.ttl_s, message.lasts_s)  # in this order: it may be NaN
+        until = self._clock() + ttl_s
+        self._peer_claims.receive(peer, message.number, split_digests(message.digests), until)
 
-    # what they make ready
+    # preparation
 
     async def prepare(
-        self, lookup: Lookup, further: PeerSource, stored: bool
+        self, lookup: Lookup, peer: PeerSource, stored: bool
     ) -> tuple[list[bytes], PeerSource | None]:
-        """Which blocks of a lookup may be read now, and who is to be asked for more."""
+        """Have a peer make blocks ready; return those and the peer to query for more."""
         space, digests = lookup.prompt.space, lookup.digests
         engine = lookup.engine
         message = Prepare(
@@ -157,36 +173,44 @@ class ClaimsExchange:
             PREPARE_S,
             stored,
         )
-        reply = await self._ask(further.owner, message)
+        reply = await self._request(peer.instance, message)
         if reply is None:
             return [], None
         if not reply.blocks and reply.more:
             await asyncio.sleep(PAUSE_S)
-        more = reply.more or 0 < reply.blocks == len(digests) < further.end - lookup.first
-        return digests[: reply.blocks], further if more else None
+        more = reply.more or 0 < reply.blocks == len(digests) < peer.end - lookup.first
+        return digests[: reply.blocks], peer if more else None
 
-    async def _ask(self, owner: str, message: Prepare) -> Prepared | None:
-        subject = self._bus.subjects.kvbm(owner)
-        either: type[Answered] = Answered  # type: ignore[assignment]
+    async def _request(self, instance: str, message: Prepare) -> Prepared | None:
+        subject = self._bus.subjects.kvbm(instance)
+        either: type[PrepareReply] = PrepareReply  # type: ignore[assignment]
         try:
             reply = await self._bus.request(subject, message, either, PREPARE_S + ANSWER_S)
         except FAILURES as error:
-            self.rest(owner, error)
+            self.report_failure(instance, error)
             return None
         return reply if isinstance(reply, Prepared) else None
 
-    # who is there
 
-    def _is_other(self, card: Instance) -> bool:
-        return card.role is Role.KVBM and card.instance != self._instance
+class NoClaimsExchange:
+    """A node without peers: nothing is published or received."""
 
-    def _on_card(self, card: Instance) -> None:
-        if self._is_other(card):
-            self._tell_newcomer(card)
-            self._came(card)
+    key = ""
+    cards: tuple[Instance, ...] = ()
 
-    def _on_leave(self, card: Instance) -> None:
-        self._resting.pop(card.instance, None)
-        self._told.pop(card.instance, None)
-        self._others.leave(card.instance)
-        self._left(card)
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def follow(self, model: str) -> None:
+        pass
+
+    def publish(self, messages: Iterable[ClaimMessage]) -> None:
+        pass
+
+    async def prepare(
+        self, lookup: Lookup, peer: PeerSource, stored: bool
+    ) -> tuple[list[bytes], PeerSource | None]:
+        return [], None

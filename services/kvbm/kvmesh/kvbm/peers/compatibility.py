@@ -1,4 +1,4 @@
-"""Nodes with which nothing of a model can be shared: they lay blocks out or name them otherwise."""
+"""Nodes that cannot share blocks with this one, because their keys or layouts differ."""
 
 import logging
 from collections import Counter
@@ -12,7 +12,7 @@ Layouts = Mapping[str, Sequence[str]]
 
 
 class PeerCompatibility:
-    """Compares the cards of other kvbms with what this one has; each division is logged once.
+    """Compares the cards of other kvbms with this node; logs each incompatibility once.
 
     `key` is the fingerprint of this node's key.
     """
@@ -20,10 +20,10 @@ class PeerCompatibility:
     def __init__(self, key: str) -> None:
         self._key = key
         self._models: dict[str, set[str]] = {}
-        self._strangers: set[str] = set()
+        self._other_keys: set[str] = set()
 
     def compare(self, ours: Layouts, card: Instance) -> None:
-        """`ours` are the layouts of this node's workers by model, in words."""
+        """`ours` are the summaries of the layouts of this node's workers, by model."""
         if card.store is None:
             return
         self._compare_keys(card.instance, card.store.key)
@@ -31,11 +31,11 @@ class PeerCompatibility:
 
     def _compare_keys(self, instance: str, theirs: str) -> None:
         if theirs in ("", self._key):
-            self._strangers.discard(instance)
-        elif instance not in self._strangers:
-            self._strangers.add(instance)
+            self._other_keys.discard(instance)
+        elif instance not in self._other_keys:
+            self._other_keys.add(instance)
             log.warning(
-                "no blocks are shared with %s: its kvbm.key is another "
+                "no blocks are shared with %s: its kvbm.key differs "
                 "(fingerprint here %s; there %s)",
                 instance,
                 self._key,
@@ -54,16 +54,17 @@ class PeerCompatibility:
             )
         self._models[instance] = found
 
-    def leave(self, card: Instance) -> None:
+    def remove(self, card: Instance) -> None:
+        """Forget a node that has left."""
         self._models.pop(card.instance, None)
-        self._strangers.discard(card.instance)
+        self._other_keys.discard(card.instance)
 
     @property
-    def nodes(self) -> Counter[str]:
-        """By model, with how many other nodes nothing is shared as their layouts differ."""
+    def incompatible_layouts(self) -> Counter[str]:
+        """Number of other nodes, by model, that share no layout of it with this node."""
         return Counter(model for models in self._models.values() for model in models)
 
     @property
-    def strangers(self) -> int:
-        """With how many other nodes nothing at all is shared, as their keys differ."""
-        return len(self._strangers)
+    def incompatible_keys(self) -> int:
+        """Number of other nodes that share no blocks at all because their keys differ."""
+        return len(self._other_keys)

@@ -1,4 +1,4 @@
-"""The other side of reading from peers: blocks of this node's arena, lent to another kvbm."""
+"""Serving side of peer reads: lends blocks of this node's arena to other kvbms."""
 
 from array import array
 from collections.abc import Callable
@@ -6,46 +6,44 @@ from collections.abc import Callable
 from kvmesh.blocks.digests import split_digests
 from kvmesh.bus.kvbm import Lend, Lent, Prepare, Prepared
 from kvmesh.kvbm.core.manager import Manager, ParkedFetch
-from kvmesh.kvbm.peers.reader import PeerReader
+from kvmesh.kvbm.peers.reader import NoPeerReader, PeerReader
 
-NOTHING = Lent(b"", b"", b"")
+EMPTY = Lent(b"", b"", b"")
 
 
 class Lender:
-    """Lends what `manager` has for `lend_s` seconds, or until it has been read.
+    """Lends blocks of `manager` for `lend_s` seconds, or until they were read.
 
-    Without `peers` nobody can read it here.
+    Nothing can be read here unless `reader` has registered the arena for transfers.
     """
 
     def __init__(
         self,
         manager: Manager,
-        peers: PeerReader | None,
+        reader: PeerReader | NoPeerReader,
         lend_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._manager = manager
-        self._peers = peers
+        self._reader = reader
         self._lend_s = lend_s
         self._clock = clock
 
     def answer(self, request: Lend | Prepare) -> Lent | Prepared | ParkedFetch:
         if isinstance(request, Lend):
             return self._lend(request)
-        peers = self._peers
-        if request.stored or (peers is not None and peers.region is not None):
+        if request.stored or self._reader.region is not None:
             return self._manager.prepare(request, self._clock())
-        return Prepared(0, more=peers is not None and peers.opening)
+        return Prepared(0, more=self._reader.opening)
 
     def _lend(self, request: Lend) -> Lent:
-        """What there is of it."""
-        region = self._peers.region if self._peers is not None else None
+        region = self._reader.region
         if region is None:
-            return NOTHING
+            return EMPTY
         digests = split_digests(request.digests)
         lent = self._manager.lending.lend(digests, request.block_bytes, self._clock())
         if not lent:
-            return NOTHING
+            return EMPTY
         grant = region.grant(
             [(copy.offset, request.block_bytes) for copy in lent],
             self._lend_s,

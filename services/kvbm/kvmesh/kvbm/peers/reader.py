@@ -1,6 +1,6 @@
-"""Blocks in the arenas of other nodes: found through the index, read from memory to memory.
+"""Reading side of peers: finds blocks in other nodes' arenas by the index, and reads them.
 
-One message asks a peer to lend blocks; their bytes come by `kvmesh.transfer`.
+One message requests a loan of blocks; `kvmesh.transfer` copies their bytes from arena to arena.
 """
 
 import asyncio
@@ -28,31 +28,34 @@ log = logging.getLogger(__name__)
 FIND_S = 0.5
 LEND_S = 1.0
 BATCH_BLOCKS = 128
-MOST_KNOWN = 1 << 16
-NOBODY = PeerSource("", 0)
+MAX_HOLDERS = 1 << 16
+NO_SOURCE = PeerSource("", 0)
 Ends = list[tuple[Move, MoveEnd]]
-Answered = Lent | Declined
+LendReply = Lent | Declined
 
 
 class PeerReader:
-    """The other kvbms of the mesh. `hold` keeps a copy for good, whose memory is not safe."""
+    """Reads blocks of other kvbms into the arena and reports moves to `on_moved`.
+
+    `hold` keeps a copy forever whose memory a broken transfer might still write.
+    """
 
     def __init__(
         self,
         bus: Bus,
-        neighbours: ClaimsExchange,
+        exchange: ClaimsExchange,
         arena: Arena,
         options: TransferSettings,
-        moved: Callable[[Ends], None],
+        on_moved: Callable[[Ends], None],
         hold: Callable[[Copy], object],
     ) -> None:
         self._bus = bus
-        self._neighbours = neighbours
+        self._exchange = exchange
         self._arena = arena
         self._options = options
-        self._moved = moved
+        self._on_moved = on_moved
         self._hold = hold
-        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._holders: OrderedDict[bytes, str] = OrderedDict()
         self._grants: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._transport: Transport | None = None
@@ -67,79 +70,84 @@ class PeerReader:
         if self._transport is not None:
             await self._transport.close()
 
-    # where blocks are
+    # lookup
 
     async def find(self, lookup: Lookup, known: int) -> tuple[int, PeerSource | None]:
-        """How many blocks of a lookup after the first `known` another node has in its arena.
+        """Number of a lookup's blocks, after the first `known`, in one peer's arena.
 
-        Behind those it may have some on its disk.
+        Also returns the peer with the longest prefix including its disk, if that is longer.
         """
         wanted = lookup.digests[known:]
         first = lookup.first + known
         if not wanted or self._region is None:
             return 0, None
-        sequence = lookup.prompt.sequence_hashes[: first + len(wanted)].tobytes()
-        arena, whole = await self._deepest(lookup, sequence)
-        there = wanted[: max(0, arena.end - first)]
-        self.note(there, arena.owner)
-        return len(there), whole if whole.end > max(first, arena.end) else None
+        sequence_hashes = lookup.prompt.sequence_hashes[: first + len(wanted)].tobytes()
+        in_arena, in_all = await self._longest_prefixes(lookup, sequence_hashes)
+        readable = wanted[: max(0, in_arena.end - first)]
+        self.add_holder(readable, in_arena.instance)
+        return len(readable), in_all if in_all.end > max(first, in_arena.end) else None
 
-    def note(self, digests: Iterable[bytes], peer: str) -> None:
-        """A peer has these in its arena."""
+    def add_holder(self, digests: Iterable[bytes], peer: str) -> None:
+        """Record that a peer has these blocks in its arena."""
         for digest in digests:
-            self._known[digest] = peer
-            self._known.move_to_end(digest)
-        while len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
+            self._holders[digest] = peer
+            self._holders.move_to_end(digest)
+        while len(self._holders) > MAX_HOLDERS:
+            self._holders.popitem(last=False)
 
-    async def _deepest(self, lookup: Lookup, sequence: bytes) -> tuple[PeerSource, PeerSource]:
-        """Who has most leading blocks of a prompt in its arena, and who has most with its disk."""
+    async def _longest_prefixes(
+        self, lookup: Lookup, sequence_hashes: bytes
+    ) -> tuple[PeerSource, PeerSource]:
+        """The peers with the longest prefix in the arena, and in arena and disk together."""
         subject = self._bus.subjects.index(lookup.prompt.space.model)
-        query = OverlapQuery([sequence], lookup.prompt.salt)
+        query = OverlapQuery([sequence_hashes], lookup.prompt.salt)
         try:
             reply = await self._bus.request(subject, query, OverlapReply, FIND_S)
             rows = struct.iter_unpack("<5I", reply.rows[0] if reply.rows else b"")
-            named = [(reply.ranks[rank].instance, a, d) for rank, _, a, d, _ in rows]
+            overlaps = [(reply.ranks[rank].instance, a, d) for rank, _, a, d, _ in rows]
         except (*FAILURES, struct.error, IndexError) as error:
-            log.debug("the index does not say what peers have: %s", error)
-            return NOBODY, NOBODY
-        peers = self._neighbours.sharing(lookup.prompt.space)
-        held = [(owner, arena, disk) for owner, arena, disk in named if owner in peers]
-        arenas = (PeerSource(owner, arena) for owner, arena, _ in held)
-        wholes = (PeerSource(owner, arena + disk) for owner, arena, disk in held)
-        return max(arenas, key=_end, default=NOBODY), max(wholes, key=_end, default=NOBODY)
+            log.debug("the index query for peers' blocks failed: %s", error)
+            return NO_SOURCE, NO_SOURCE
+        peers = self._exchange.compatible(lookup.prompt.space)
+        held = [(peer, arena, disk) for peer, arena, disk in overlaps if peer in peers]
+        in_arena = (PeerSource(peer, arena) for peer, arena, _ in held)
+        in_all = (PeerSource(peer, arena + disk) for peer, arena, disk in held)
+        return (
+            max(in_arena, key=_end, default=NO_SOURCE),
+            max(in_all, key=_end, default=NO_SOURCE),
+        )
 
-    # reading theirs
+    # reading
 
-    def knows(self, digest: bytes) -> bool:
-        """Whether a peer had it when it was last looked for, and is not left alone now."""
-        peer = self._known.get(digest)
-        return peer is not None and not self._neighbours.rests(peer)
+    def has_holder(self, digest: bytes) -> bool:
+        """True if a peer without a recent failure had the block at the last lookup."""
+        peer = self._holders.get(digest)
+        return peer is not None and not self._exchange.failed_recently(peer)
 
     def start(self, moves: Iterable[Move]) -> None:
-        """Begin moves of known blocks into the arena, all of which are told of in the end."""
+        """Start moves of blocks with a holder into the arena; each is reported to `on_moved`."""
         by_peer: defaultdict[tuple[str, int], list[Move]] = defaultdict(list)
         for move in moves:
-            peer = self._known.pop(move.source.block.digest)
+            peer = self._holders.pop(move.source.block.digest)
             by_peer[peer, move.source.block.space.block_bytes].append(move)
         for (peer, size), batch in by_peer.items():
-            for at in range(0, len(batch), BATCH_BLOCKS):
-                self._spawn(self._get(peer, size, batch[at : at + BATCH_BLOCKS]))
+            for start in range(0, len(batch), BATCH_BLOCKS):
+                self._spawn(self._get(peer, size, batch[start : start + BATCH_BLOCKS]))
 
     async def _get(self, peer: str, size: int, batch: Sequence[Move]) -> None:
-        sums = array("Q")
+        checksums = array("Q")
         try:
-            sums = await self._read(peer, size, batch)
+            checksums = await self._read(peer, size, batch)
         except (*FAILURES, TransferError, ValueError) as error:
             self._on_failure(peer, error, batch)
-        ends = await asyncio.to_thread(self._checked, batch, sums, size)
-        self._moved(ends)
+        ends = await asyncio.to_thread(self._verified, batch, checksums, size)
+        self._on_moved(ends)
 
     async def _read(self, peer: str, size: int, batch: Sequence[Move]) -> "array[int]":
-        """Copy the peer's blocks into the arena; returns the checksums of those that came."""
+        """Copy the peer's blocks into the arena; return the checksums of those it lent."""
         transport, region = self._transport, self._region
         digests = b"".join(move.source.block.digest for move in batch)
-        either: type[Answered] = Answered  # type: ignore[assignment]
+        either: type[LendReply] = LendReply  # type: ignore[assignment]
         subject = self._bus.subjects.kvbm(peer)
         lent = await self._bus.request(subject, Lend(digests, size), either, LEND_S)
         if isinstance(lent, Declined) or transport is None or region is None:
@@ -153,46 +161,46 @@ class PeerReader:
             await transport.read(lent.descriptor, region, pieces, self._options.timeout_s)
         return array("Q", lent.checksums)
 
-    def _checked(self, batch: Sequence[Move], sums: "array[int]", size: int) -> Ends:
+    def _verified(self, batch: Sequence[Move], checksums: "array[int]", size: int) -> Ends:
         ends: Ends = []
-        for place, move in enumerate(batch):
+        for index, move in enumerate(batch):
             end = MoveEnd.UNREADABLE
-            if place < len(sums):
-                good = xxh3(self._arena.view(move.target.offset, size)) == sums[place]
-                move.source.checksum = sums[place]
+            if index < len(checksums):
+                good = xxh3(self._arena.view(move.target.offset, size)) == checksums[index]
+                move.source.checksum = checksums[index]
                 end = MoveEnd.DONE if good else MoveEnd.CORRUPT
             ends.append((move, end))
         return ends
 
-    def leave(self, peer: str) -> None:
-        """It is gone."""
+    def forget(self, peer: str) -> None:
+        """Close the connection to a peer that has left."""
         descriptor = self._grants.pop(peer, None)
         if descriptor is not None and self._transport is not None:
-            with suppress(TransferError):  # what was no grant has left nothing behind
+            with suppress(TransferError):  # an invalid grant has opened no connection
                 self._transport.forget(descriptor)
 
     def _on_failure(self, peer: str, error: Exception, batch: Sequence[Move]) -> None:
-        self._neighbours.rest(peer, error)
+        self._exchange.report_failure(peer, error)
         if isinstance(error, TransferError) and not error.settled:
-            log.error("%d blocks of memory are not used again", len(batch))
+            log.error("%d arena blocks are withdrawn from use", len(batch))
             for move in batch:
                 self._hold(move.target)
 
-    # lending
+    # transport
 
     @property
     def region(self) -> Region | None:
-        """The arena, once there is somebody to lend it to."""
+        """The arena as registered for transfers, once the transport is open."""
         return self._region
 
-    def begin(self) -> None:
-        """There is somebody."""
+    def open_transport(self) -> None:
+        """Open the transport when the first peer joins."""
         if self._opening is None:
             self._opening = self._spawn(self._open_transport())
 
     @property
     def opening(self) -> bool:
-        """Whether there will be a region soon, or never."""
+        """True if the transport was not opened yet, or is being opened."""
         return self._opening is None or not self._opening.done()
 
     async def _open_transport(self) -> None:
@@ -200,7 +208,7 @@ class PeerReader:
             self._transport = await Transport.open(self._options)
             self._region = self._transport.register(self._arena.map)
         except TransferError as error:
-            log.warning("no blocks are read from other nodes: %s", error)
+            log.warning("cannot read blocks from other nodes: %s", error)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -209,5 +217,33 @@ class PeerReader:
         return task
 
 
-def _end(further: PeerSource) -> int:
-    return further.end
+class NoPeerReader:
+    """A node that neither reads from peers nor lends to them."""
+
+    region: Region | None = None
+    opening = False
+
+    async def close(self) -> None:
+        pass
+
+    async def find(self, lookup: Lookup, known: int) -> tuple[int, PeerSource | None]:
+        return 0, None
+
+    def add_holder(self, digests: Iterable[bytes], peer: str) -> None:
+        pass
+
+    def has_holder(self, digest: bytes) -> bool:
+        return False
+
+    def start(self, moves: Iterable[Move]) -> None:
+        pass
+
+    def forget(self, peer: str) -> None:
+        pass
+
+    def open_transport(self) -> None:
+        pass
+
+
+def _end(source: PeerSource) -> int:
+    return source.end

@@ -1,7 +1,7 @@
-"""The memory that a kvbm shares with the workers of its node: one file in their directory.
+"""The arena: memory that a kvbm shares with the workers of its node, a file in their directory.
 
-Every start makes a new file: a worker that still has the one before cannot write into blocks that
-are somebody else's now.
+Each start creates a new file, so a worker that still maps the previous one cannot overwrite blocks
+of others.
 """
 
 import mmap
@@ -17,11 +17,11 @@ SPARE_BYTES = 16 << 20
 
 
 class ArenaError(KvbmError):
-    """The arena cannot be made; the message says where, why, and what to change."""
+    """The arena cannot be created; the message names path, cause and remedy."""
 
 
 class Arena:
-    """A new file of `size` bytes in `directory`, mapped; raises ArenaError. `close` removes it."""
+    """A new mapped file of `size` bytes in `directory`; raises ArenaError. `close` removes it."""
 
     def __init__(self, directory: Path, size: int) -> None:
         self.size = size
@@ -40,7 +40,7 @@ class Arena:
         except OSError as error:
             self.path.unlink()
             raise ArenaError(
-                f"cannot have {size} bytes in {directory}: {error.strerror}"
+                f"cannot reserve {size} bytes in {directory}: {error.strerror}"
             ) from error
         finally:
             os.close(file)
@@ -50,11 +50,11 @@ class Arena:
         return self.path.name
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Writable bytes, not copied."""
+        """A writable view of the bytes."""
         return memoryview(self.map)[offset : offset + size]
 
     def close(self) -> None:
-        """Remove the file; who still has a view keeps the memory for as long."""
+        """Remove the file; existing views keep its memory until they are released."""
         self.path.unlink(missing_ok=True)
         with suppress(BufferError):
             self.map.close()

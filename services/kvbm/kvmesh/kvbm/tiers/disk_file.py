@@ -1,7 +1,7 @@
-"""One file of blocks on a local disk, read and written straight from and to arena memory.
+"""One file of blocks on a local disk, read and written directly from and to arena memory.
 
-The file grows by whole steps of reserved space, so that a disk which fills up is noticed then and
-not in the middle of a block. Blocking calls: they run in threads, several at once.
+The file grows by whole steps of reserved space, so that a full disk is detected before a block is
+written. All calls block; several threads may make them at once.
 """
 
 import fcntl
@@ -22,13 +22,13 @@ SMALLEST_STEP = 4 << 20
 LARGEST_STEP = 256 << 20
 STEPS = 16
 VECTORS = 512
-OURS = os.O_CLOEXEC | os.O_NOFOLLOW  # not what a link leads to
+OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 RETRY_S = 300.0
 Transfer: TypeAlias = Callable[[int, list[memoryview], int], int]
 
 
 class DiskError(KvbmError):
-    """The disk tier cannot be used; the message says where, why, and what to change."""
+    """The disk tier is unusable; the message names path, cause and remedy."""
 
 
 class DiskFull(KvbmError):
@@ -40,9 +40,9 @@ class DiskFull(KvbmError):
 
 
 class DiskFile:
-    """`capacity` bytes in the folder `path`, locked until `close`; `spare` bytes stay free there.
+    """`capacity` bytes in the folder `path`, locked until `close`.
 
-    Raises DiskError, or InUse.
+    Leaves `spare` bytes of the file system free. Raises DiskError or InUse.
     """
 
     def __init__(self, path: Path, capacity: int, spare: int) -> None:
@@ -60,7 +60,9 @@ class DiskFile:
             self.grow(1)
         except (OSError, DiskFull) as error:
             os.close(self._lock)
-            raise DiskError(f"cannot keep blocks in {path}: {error}; set kvbm.disk_path") from error
+            raise DiskError(
+                f"cannot store blocks in {path}: {error}; set kvbm.disk_path"
+            ) from error
 
     def grow(self, end: int) -> None:
         """Reserve space for the first `end` bytes. Raises DiskFull."""
@@ -73,7 +75,7 @@ class DiskFile:
         free = self._free()
         if free - step < self._spare:
             raise DiskFull(
-                self.reserved, f"{free} bytes are free, {self._spare} of which are to stay so"
+                self.reserved, f"{free} bytes are free, {self._spare} of which must stay free"
             )
         try:
             os.posix_fallocate(self._file, self.reserved, step)
@@ -83,49 +85,49 @@ class DiskFile:
         self.reserved += step
 
     def _free(self) -> int:
-        there = os.statvfs(self.path)
-        return there.f_bavail * there.f_frsize
+        status = os.statvfs(self.path)
+        return status.f_bavail * status.f_frsize
 
-    def room(self, size: int) -> int:
-        """How many bytes may be used now, where so far `size` may: less if others need them.
+    def usable(self, size: int) -> int:
+        """Bytes that the tier may use instead of its present `size`: fewer if others need them.
 
-        More than that only if it is worth it, and some time after the file system refused to grow.
+        Grows only by at least two steps, and RETRY_S after the file system refused to grow.
         """
-        loose = self._free() - self._spare
-        if loose < 0:
-            return min(size, max(0, self.reserved + loose) // self._step * self._step)
+        available = self._free() - self._spare
+        if available < 0:
+            return min(size, max(0, self.reserved + available) // self._step * self._step)
         if size == self.capacity or time.monotonic() < self._refused + RETRY_S:
             return size
-        if self.reserved + loose >= self.capacity:
+        if self.reserved + available >= self.capacity:
             return self.capacity
-        most = (self.reserved + loose) // self._step * self._step
-        return most if most >= size + 2 * self._step else size
+        limit = (self.reserved + available) // self._step * self._step
+        return limit if limit >= size + 2 * self._step else size
 
-    def cut(self, end: int) -> None:
-        """Give back what is reserved beyond the first `end` bytes; raises OSError."""
+    def truncate(self, end: int) -> None:
+        """Free the space reserved beyond the first `end` bytes; raises OSError."""
         with self._growing:
             if end < self.reserved:
                 os.ftruncate(self._file, end)
                 self.reserved = end
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Write neighbouring slots. Raises DiskFull or OSError."""
+        """Write consecutive slots; raises DiskFull or OSError."""
         size = sum(view.nbytes for view in views)
         self.grow(offset + size)
-        self._all(os.pwritev, offset, views)
+        self._transfer(os.pwritev, offset, views)
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Read neighbouring slots; raises OSError."""
-        self._all(os.preadv, offset, views)
+        """Read consecutive slots; raises OSError."""
+        self._transfer(os.preadv, offset, views)
 
-    def _all(self, call: Transfer, offset: int, views: Sequence[memoryview]) -> None:
+    def _transfer(self, call: Transfer, offset: int, views: Sequence[memoryview]) -> None:
         left = list(views)
         while left:
             done = call(self._file, left[:VECTORS], offset)
             if not done:
                 raise OSError(f"{self.path / BLOCKS} ends before {offset}")
             offset += done
-            left = _after(left, done)
+            left = _skip(left, done)
 
     def close(self) -> None:
         with self._growing:
@@ -134,17 +136,17 @@ class DiskFile:
         os.close(self._lock)
 
 
-def _after(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of `views` after their first `done` bytes."""
-    for place, view in enumerate(views):
+def _skip(views: list[memoryview], done: int) -> list[memoryview]:
+    """`views` without their first `done` bytes."""
+    for index, view in enumerate(views):
         if done < view.nbytes:
-            return [view[done:], *views[place + 1 :]]
+            return [view[done:], *views[index + 1 :]]
         done -= view.nbytes
     return []
 
 
 def _check_private(path: Path) -> None:
-    """Whoever may replace files there chooses what is loaded. Raises DiskError, or OSError."""
+    """Keep other users from replacing files, as these are loaded; raises DiskError or OSError."""
     trusted = (0, os.getuid())
     status = path.stat()
     if status.st_uid not in trusted or path.lstat().st_uid not in trusted:
@@ -153,16 +155,16 @@ def _check_private(path: Path) -> None:
         return
     if status.st_uid == os.getuid():
         path.chmod(status.st_mode & 0o7755)
-        log.warning("others could write to %s: they cannot any more", path)
+        log.warning("others could write to %s: their write permission was removed", path)
     else:
-        log.warning("others can write to %s: its files are checked, not trusted", path)
+        log.warning("others can write to %s: its files are verified, not trusted", path)
 
 
 def _locked(path: Path) -> int:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(path)
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | OURS, 0o600)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
     except OSError as error:
         raise DiskError(f"cannot use {path}: {error.strerror}; set kvbm.disk_path") from error
     try:
@@ -176,10 +178,10 @@ def _locked(path: Path) -> int:
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """The file, and whether it is read and written without the page cache."""
-    flags = os.O_RDWR | os.O_CREAT | OURS
+    """The file descriptor, and whether I/O bypasses the page cache."""
+    flags = os.O_RDWR | os.O_CREAT | OPEN_FLAGS
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError as error:
-        log.info("%s has no direct I/O (%s): the page cache is used", path, error.strerror)
+        log.info("%s has no direct I/O (%s): using the page cache", path, error.strerror)
         return os.open(path, flags, 0o600), False

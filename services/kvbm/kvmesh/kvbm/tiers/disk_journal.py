@@ -1,7 +1,7 @@
-"""The journal of the disk tier: records appended as blocks come and go, rewritten when stale.
+"""Journal of the disk tier: appended as blocks are written and removed, rewritten when stale.
 
-Nothing is synced: after a crash of the machine a record may be missing or name a block that is not
-there, which its checksum tells when it is loaded.
+It is not synced: after a machine crash, records may be missing or name blocks that were not
+written, which the checksum reveals when they are loaded.
 """
 
 import logging
@@ -26,12 +26,12 @@ _decoder: "msgspec.msgpack.Decoder[Record]" = msgspec.msgpack.Decoder(Record)
 
 
 def opened(extent: int, key: bytes) -> Opened:
-    """The first record; the key is told by its fingerprint."""
+    """The first record, with the key's fingerprint."""
     return Opened(VERSION, extent, fingerprint(key))
 
 
 class DiskJournal:
-    """The file in `folder`. Blocking calls; OSError if the file cannot be written."""
+    """The file in `folder`. Calls block and raise OSError if the file cannot be written."""
 
     def __init__(self, folder: Path, first: Opened) -> None:
         self.path = folder / NAME
@@ -40,7 +40,7 @@ class DiskJournal:
         self._file = -1
 
     def read(self) -> list[Record]:
-        """What was written, up to the first record that is not whole; nothing if it is not ours."""
+        """The records up to the first damaged one; none if another kvbm or key wrote them."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -53,7 +53,7 @@ class DiskJournal:
         return records
 
     def rewrite(self, records: Iterable[Record]) -> None:
-        """Replace all that was written; raises OSError, and then goes on with the old file."""
+        """Replace all records; on OSError the old file stays in use."""
         fresh = self.path.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         file = os.open(fresh, flags, 0o600)
@@ -67,7 +67,7 @@ class DiskJournal:
         self._file, self.length = file, count
 
     def append(self, records: list[Record]) -> None:
-        """Write more; raises OSError."""
+        """Append records; raises OSError."""
         self.length += _write(self._file, records)
 
     def close(self) -> None:
@@ -85,23 +85,23 @@ def _write(file: int, records: list[Record]) -> int:
 
 def _framed(record: Record) -> bytes:
     body = _encode(record)
-    return len(body).to_bytes(4, "little") + _sum(body) + body
+    return len(body).to_bytes(4, "little") + _checksum(body) + body
 
 
 def records_in(data: bytes) -> Iterator[Record]:
-    """What a journal with this content says, up to what is not whole."""
-    at = 0
-    while at + HEAD_BYTES <= len(data):
-        size = int.from_bytes(data[at : at + 4], "little")
-        body = data[at + HEAD_BYTES : at + HEAD_BYTES + size]
-        if len(body) < size or _sum(body) != data[at + 4 : at + HEAD_BYTES]:
+    """The records in a journal's bytes, up to the first damaged one."""
+    start = 0
+    while start + HEAD_BYTES <= len(data):
+        size = int.from_bytes(data[start : start + 4], "little")
+        body = data[start + HEAD_BYTES : start + HEAD_BYTES + size]
+        if len(body) < size or _checksum(body) != data[start + 4 : start + HEAD_BYTES]:
             return
         try:
             yield _decoder.decode(body)
         except msgspec.MsgspecError:
             return
-        at += HEAD_BYTES + size
+        start += HEAD_BYTES + size
 
 
-def _sum(body: bytes) -> bytes:
+def _checksum(body: bytes) -> bytes:
     return blake2b(body, digest_size=SUM_BYTES).digest()

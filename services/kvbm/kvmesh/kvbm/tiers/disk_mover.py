@@ -1,4 +1,4 @@
-"""Blocks on their way between tiers: neighbours together, in threads, a bounded number at once."""
+"""Moves between arena and disk, in a bounded number of threads, consecutive slots together."""
 
 import asyncio
 import logging
@@ -14,14 +14,14 @@ from kvmesh.kvbm.tiers.disk_file import DiskFile, DiskFull
 
 log = logging.getLogger(__name__)
 RUN_BYTES = 4 << 20
-TOLERATED = 3
+MAX_FAILURES = 3
 
 
 class DiskMover:
-    """Carries out moves between arena and disk, and tells `done` in the loop's thread.
+    """Carries out moves between arena and disk; calls its callbacks in the loop's thread.
 
-    `shrink` is called when the disk turns out to have fewer bytes, `give_up` when it fails again
-    and again.
+    Calls `on_moved` with results, `shrink` with the usable bytes when the disk is full, and
+    `give_up` after MAX_FAILURES errors.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class DiskMover:
         arena: Arena,
         disk: DiskFile,
         threads: int,
-        done: Callable[[list[tuple[Move, MoveEnd]]], None],
+        on_moved: Callable[[list[tuple[Move, MoveEnd]]], None],
         shrink: Callable[[int], None],
         give_up: Callable[[], None],
     ) -> None:
         self._arena = arena
         self._disk = disk
-        self._done = done
+        self._on_moved = on_moved
         self._shrink = shrink
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
@@ -44,12 +44,12 @@ class DiskMover:
         self._full = False
 
     def start(self, moves: Iterable[Move]) -> None:
-        """Begin moves, all of which are told of in the end."""
+        """Start moves, each of which is reported to `on_moved`."""
         for batch in _runs(moves):
             self._threads.submit(self._run, batch)
 
     async def close(self) -> None:
-        """Return once nothing is read or written any more; what has not begun is not told."""
+        """Return once no move runs; moves that have not started are not reported."""
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
 
     def _run(self, batch: list[Move]) -> None:
@@ -57,12 +57,12 @@ class DiskMover:
             ends = self._write(batch) if batch[0].target.tier == DISK else self._read(batch)
         except DiskFull as error:
             ends = [MoveEnd.UNWRITABLE] * len(batch)
-            self._tell(self._on_full, error)
-        except Exception as error:  # its copies must be let go of, whatever it is
+            self._call(self._on_full, error)
+        except Exception as error:  # the copies must be released after any error
             writes = batch[0].target.tier == DISK
             ends = [MoveEnd.UNWRITABLE if writes else MoveEnd.UNREADABLE] * len(batch)
-            self._tell(self._on_error, error)
-        self._tell(self._done, list(zip(batch, ends, strict=True)))
+            self._call(self._on_error, error)
+        self._call(self._on_moved, list(zip(batch, ends, strict=True)))
 
     def _write(self, batch: list[Move]) -> list[MoveEnd]:
         self._disk.write(batch[0].target.offset, self._views(move.source for move in batch))
@@ -70,17 +70,17 @@ class DiskMover:
 
     def _read(self, batch: list[Move]) -> list[MoveEnd]:
         self._disk.read(batch[0].source.offset, self._views(move.target for move in batch))
-        return [self._checked(move) for move in batch]
+        return [self._verified(move) for move in batch]
 
-    def _checked(self, move: Move) -> MoveEnd:
+    def _verified(self, move: Move) -> MoveEnd:
         size = move.target.block.space.block_bytes
         found = xxh3(self._arena.view(move.target.offset, size))
         return MoveEnd.DONE if found == move.source.checksum else MoveEnd.CORRUPT
 
     def _views(self, copies: Iterable[Copy]) -> list[memoryview]:
-        return [self._arena.view(copy.offset, copy.block.space.slot) for copy in copies]
+        return [self._arena.view(copy.offset, copy.block.space.slot_bytes) for copy in copies]
 
-    def _tell(self, call: Callable[..., None], *arguments: object) -> None:
+    def _call(self, call: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(call, *arguments)
 
     def _on_full(self, error: DiskFull) -> None:
@@ -93,33 +93,33 @@ class DiskMover:
         self._failures += 1
         if self._failures == 1:
             defect = None if isinstance(error, OSError) else error
-            log.error("the disk tier fails: %s", error, exc_info=defect)
-        if self._failures == TOLERATED:
-            log.error("the disk tier is given up after %d errors", TOLERATED)
+            log.error("the disk tier failed: %s", error, exc_info=defect)
+        if self._failures == MAX_FAILURES:
+            log.error("no more writes to the disk tier after %d errors", MAX_FAILURES)
             self._give_up()
 
 
 def _runs(moves: Iterable[Move]) -> Iterator[list[Move]]:
-    """Moves of one direction whose places on disk are neighbours, up to RUN_BYTES together."""
-    ordered = sorted(moves, key=lambda move: (move.target.tier, _on_disk(move)))
+    """Runs of moves in one direction at consecutive disk offsets, up to RUN_BYTES each."""
+    ordered = sorted(moves, key=lambda move: (move.target.tier, _disk_offset(move)))
     for _, same in groupby(ordered, key=lambda move: move.target.tier):
-        yield from _neighbours(list(same))
+        yield from _consecutive(list(same))
 
 
-def _neighbours(moves: Sequence[Move]) -> Iterator[list[Move]]:
+def _consecutive(moves: Sequence[Move]) -> Iterator[list[Move]]:
     run: list[Move] = []
     end = size = 0
     for move in moves:
-        slot, place = move.source.block.space.slot, _on_disk(move)
-        if run and (place != end or size + slot > RUN_BYTES):
+        slot_bytes, offset = move.source.block.space.slot_bytes, _disk_offset(move)
+        if run and (offset != end or size + slot_bytes > RUN_BYTES):
             yield run
             run, size = [], 0
         run.append(move)
-        size += slot
-        end = place + slot
+        size += slot_bytes
+        end = offset + slot_bytes
     if run:
         yield run
 
 
-def _on_disk(move: Move) -> int:
+def _disk_offset(move: Move) -> int:
     return move.source.offset if move.target.tier == ARENA else move.target.offset

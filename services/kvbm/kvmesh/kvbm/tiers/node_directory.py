@@ -1,7 +1,7 @@
-"""The directory that a node's kvbm shares with its workers: whose it is, and who lives.
+"""The directory that a node's kvbm shares with its workers, and the locks of its users.
 
-The kvbm holds an exclusive lock on one file in it, each worker one on a file of its own. The kernel
-lets go of a lock when its holder dies, so what the dead have left can be told and removed.
+The kvbm holds an exclusive lock on one file, each worker on a file of its own. The kernel releases
+a lock when its holder dies, so files of dead processes are recognized and removed.
 """
 
 import errno
@@ -25,11 +25,11 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class DirectoryError(KvbmError):
-    """The directory cannot be used; the message says where, why, and what to change."""
+    """The directory is unusable; the message names path, cause and remedy."""
 
 
 class DirectoryTaken(DirectoryError, InUse):
-    """Another kvbm lives there."""
+    """Another kvbm uses the directory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -39,38 +39,38 @@ class DirectoryTaken(DirectoryError, InUse):
 
 
 class NodeDirectory:
-    """The directory of one node's kvbm, made if need be, locked until `close`.
+    """The directory of one node's kvbm, created if missing, locked until `close`.
 
-    Raises DirectoryError; blocks for PATIENCE_S at most. `recovered`: another kvbm has died here,
-    whose arena is removed now, but takes memory for as long as a worker maps it. What was made
-    here is removed by `close`, unless a worker still lives.
+    Blocks for at most PATIENCE_S; raises DirectoryError. `recovered` is set if another kvbm died
+    here: its arena is removed, but takes memory while a worker maps it. `close` removes a
+    directory that was created here, unless a worker is still alive.
     """
 
     def __init__(self, path: Path, is_default: bool = False) -> None:
         self.path = path
-        self._is_ours = is_default or not os.path.exists(path)
-        self._lock = _locked_at_last(path)
+        self._created = is_default or not os.path.exists(path)
+        self._lock = _lock_within_patience(path)
         self.recovered = bool(_clear(path))
 
     def is_held(self, lock: str) -> bool:
-        """Whether the worker whose lock file this is lives; one that is gone leaves no file."""
+        """True if the worker with this lock file is alive; the file of a dead one is removed."""
         return _is_held(self.path / lock)
 
     def close(self) -> None:
-        """Leave; nothing stays but what living workers hold."""
+        """Remove everything that no living worker holds, and release the lock."""
         _clear(self.path)
-        _remove(self.path, self._is_ours)
+        _remove(self.path, self._created)
         os.close(self._lock)
 
 
 def default_directory(namespace: str, node: str) -> Path:
-    """Where a node's arena is unless the settings say otherwise."""
+    """The directory of a node's arena unless configured otherwise."""
     safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in node)
     return MEMORY / f"{_own()}{namespace}-{safe}"
 
 
 def reclaim() -> None:
-    """Remove the default directories of this user in which nobody lives any more."""
+    """Remove this user's default directories without living processes."""
     for path in MEMORY.glob(f"{_own()}*"):
         with suppress(DirectoryError, OSError):
             _reclaim(path)
@@ -81,8 +81,8 @@ def _reclaim(path: Path) -> None:
     try:
         if not any(map(_is_held, path.glob(WORKER_LOCKS))):
             _clear(path)
-            _remove(path, whole=True)
-            log.info("removed what a dead process has left in %s", path)
+            _remove(path, with_directory=True)
+            log.info("removed files of a dead process in %s", path)
     finally:
         os.close(lock)
 
@@ -91,8 +91,8 @@ def _own() -> str:
     return f"kvmesh-{os.getuid()}-"
 
 
-def _locked_at_last(path: Path) -> int:
-    """The lock; who reclaims what is left here holds it for a moment."""
+def _lock_within_patience(path: Path) -> int:
+    """Lock a directory; another kvbm that reclaims it holds the lock briefly."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -109,9 +109,9 @@ def _locked_at_last(path: Path) -> int:
 
 
 def _locked(path: Path) -> int:
-    """The lock of a directory; raises Taken if somebody else holds it or has just removed it."""
+    """Lock a directory; raises DirectoryTaken if it is locked or was just removed."""
     try:
-        owner = path.lstat().st_uid  # of a link itself: another user may have put it there
+        owner = path.lstat().st_uid  # of a link itself: another user may have created it
         if owner != os.getuid():
             raise DirectoryError(f"{path} belongs to user {owner}; set kvbm.directory")
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -127,16 +127,16 @@ def _locked(path: Path) -> int:
     raise DirectoryTaken(path)
 
 
-def _remove(path: Path, whole: bool) -> None:
-    """Remove the lock, which is held, and if told the directory, unless something else is in it."""
+def _remove(path: Path, with_directory: bool) -> None:
+    """Remove the held lock file, and optionally the directory if it is empty."""
     with suppress(OSError):
         (path / LOCK).unlink()
-        if whole:
+        if with_directory:
             path.rmdir()
 
 
 def _clear(path: Path) -> list[Path]:
-    """Remove what the dead have left in a directory that is locked; returns the arenas."""
+    """Remove files of dead processes in a locked directory; return the removed arenas."""
     arenas = list(path.glob(f"{PREFIX}*"))
     for arena in arenas:
         arena.unlink(missing_ok=True)
@@ -146,9 +146,9 @@ def _clear(path: Path) -> list[Path]:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether the holder of a lock lives; the file of one that is gone is removed.
+    """True if the holder of a lock is alive; the file of a dead one is removed.
 
-    He does if that cannot be seen for want of descriptors: he may be writing to the arena.
+    True also if no descriptor or memory is left to find out: the holder may write to the arena.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""What a kvbm owns outside its process: the directory with the arena, and perhaps a disk."""
+"""Resources of a kvbm outside its process: directory, arena, disk file and remote store."""
 
 import asyncio
 import logging
@@ -18,15 +18,12 @@ RETRY_S = 1.0
 
 
 def node_name(settings: KvbmSettings) -> str:
-    """The node whose workers it serves."""
+    """Name of the node whose workers the kvbm serves."""
     return settings.node or os.uname().nodename
 
 
 class Storage:
-    """Claims all of it, or raises KvbmError or RemoteError; `close` gives it back.
-
-    The remote store is closed by its user.
-    """
+    """The opened resources; `close` releases all but the remote store, which its user closes."""
 
     def __init__(
         self,
@@ -39,30 +36,31 @@ class Storage:
         self.arena = arena
         self.disk = disk
         self.remote = remote
-        self._claims = ExitStack()
+        self._resources = ExitStack()
 
     @classmethod
-    async def claim(cls, settings: KvbmSettings, namespace: str) -> "Storage":
-        with ExitStack() as claims:
+    async def open(cls, settings: KvbmSettings, namespace: str) -> "Storage":
+        """Open all resources; raises KvbmError or RemoteError."""
+        with ExitStack() as resources:
             directory = await asyncio.to_thread(_directory, settings, namespace)
-            claims.callback(directory.close)
+            resources.callback(directory.close)
             arena = await _arena(directory, settings.host_bytes)
-            claims.callback(arena.close)
+            resources.callback(arena.close)
             disk = None
             if settings.disk_path is not None:
                 if settings.disk_bytes < settings.host_bytes:
                     log.warning(
-                        "kvbm.disk_bytes is less than kvbm.host_bytes: it holds little more"
+                        "kvbm.disk_bytes is less than kvbm.host_bytes: the disk adds little"
                     )
                 arguments = (settings.disk_path, settings.disk_bytes, settings.disk_free_bytes)
                 disk = await asyncio.to_thread(DiskFile, *arguments)
-                claims.callback(disk.close)
+                resources.callback(disk.close)
             storage = cls(directory, arena, disk, _remote(settings, namespace))
-            storage._claims = claims.pop_all()
+            storage._resources = resources.pop_all()
         return storage
 
     def close(self) -> None:
-        self._claims.close()
+        self._resources.close()
 
 
 def _directory(settings: KvbmSettings, namespace: str) -> NodeDirectory:
@@ -87,17 +85,17 @@ def _remote(settings: KvbmSettings, namespace: str) -> RemoteStore | None:
 
 
 async def _arena(directory: NodeDirectory, size: int) -> Arena:
-    """A new arena; after a crash, once the workers have let go of the one before."""
+    """A new arena; after a crash, waits until the workers have unmapped the previous one."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + (UNMAPPED_S if directory.recovered else 0)
-    told = False
+    logged = False
     while True:
         try:
             return await asyncio.to_thread(Arena, directory.path, size)
         except ArenaError as error:
             if loop.time() >= deadline:
                 raise
-            if not told:
+            if not logged:
                 log.info("waiting for workers to unmap the last arena: %s", error)
-            told = True
+            logged = True
             await asyncio.sleep(RETRY_S)

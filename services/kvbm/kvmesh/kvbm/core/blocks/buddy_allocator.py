@@ -1,8 +1,8 @@
-"""A buddy system over equal extents: runs of 2ⁿ of them, each at a multiple of its length."""
+"""Buddy allocator over equal extents: runs of 2ⁿ extents, each aligned to its length."""
 
 
 class BuddyAllocator:
-    """Hands out runs of extents below `limit`, at first all `count`, the lowest that fit first."""
+    """Allocates the lowest fitting run of extents below `limit`, which starts as `count`."""
 
     def __init__(self, count: int) -> None:
         self.limit = count
@@ -11,11 +11,11 @@ class BuddyAllocator:
 
     @property
     def orders(self) -> int:
-        """Runs of 2ⁿ extents exist for n below this."""
+        """Number of run lengths: runs of 2ⁿ extents exist for n below it."""
         return self.limit.bit_length()
 
-    def take(self, order: int) -> int | None:
-        """The first extent of a run of 2^order, or None if there is none."""
+    def allocate(self, order: int) -> int | None:
+        """The first extent of a free run of 2^order, or None."""
         for larger in range(order, len(self._free)):
             base = min(self._free[larger], default=self.limit)
             if base + (1 << order) <= self.limit:
@@ -25,8 +25,8 @@ class BuddyAllocator:
                 return base
         return None
 
-    def take_at(self, base: int, order: int) -> bool:
-        """Take the run of 2^order extents that begins at `base`, if it is free."""
+    def allocate_at(self, base: int, order: int) -> bool:
+        """Allocate the run of 2^order extents at `base`; False if it is not free."""
         if base + (1 << order) > self.limit:
             return False
         for larger in range(order, len(self._free)):
@@ -40,8 +40,8 @@ class BuddyAllocator:
                 return True
         return False
 
-    def give(self, base: int, order: int) -> None:
-        """Return a run; it joins its free neighbours."""
+    def free(self, base: int, order: int) -> None:
+        """Free a run and merge it with its free buddies."""
         while order + 1 < len(self._free):
             buddy = base ^ (1 << order)
             if buddy not in self._free[order]:
@@ -52,7 +52,7 @@ class BuddyAllocator:
         self._free[order].add(base)
 
     def _add(self, base: int, end: int) -> None:
-        """Make the extents from `base` to `end` free, in runs as long as they can be."""
+        """Add the extents from `base` to `end` as the longest aligned runs."""
         while base < end:
             order = min((end - base).bit_length() - 1, _alignment(base, end))
             self._free[order].add(base)

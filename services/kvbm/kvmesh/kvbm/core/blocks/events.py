@@ -1,4 +1,4 @@
-"""The KV events of a node's tiers, gathered until they are taken."""
+"""KV events of a node's tiers, buffered until they are published."""
 
 from array import array
 from collections import defaultdict
@@ -9,57 +9,58 @@ from kvmesh.kvbm.core.blocks.block import Block
 
 
 class _Run:
-    """Consecutive blocks that came to a tier, or blocks that left it."""
+    """Blocks of one event: a chain stored in a tier, or blocks removed from it."""
 
     def __init__(self, tier: int, stored: bool, first: Block) -> None:
         self.tier = tier
         self.stored = stored
         self.first = first
         self.last = first
-        self.names = array("Q")
-        self.locals = array("Q")
+        self.event_hashes = array("Q")
+        self.local_hashes = array("Q")
 
-    def takes(self, tier: int, stored: bool, block: Block) -> bool:
+    def accepts(self, tier: int, stored: bool, block: Block) -> bool:
         if (tier, stored) != (self.tier, self.stored):
             return False
-        return not stored or (block.index > 0 and block.previous == self.last.sequence)
+        return not stored or (block.index > 0 and block.parent_hash == self.last.sequence_hash)
 
     def add(self, block: Block) -> None:
-        self.names.append(block.name)
-        self.locals.append(block.local)
+        self.event_hashes.append(block.event_hash)
+        self.local_hashes.append(block.local_hash)
         self.last = block
 
     def event(self) -> KvEvent:
-        names = self.names.tobytes()
+        event_hashes = self.event_hashes.tobytes()
         if not self.stored:
-            return Removed(self.tier, names)
+            return Removed(self.tier, event_hashes)
         first = self.first
-        previous = first.previous if first.index else None
+        parent_hash = first.parent_hash if first.index else None
         salt = 0 if first.index else first.salt
-        return Stored(self.tier, None, names, self.locals.tobytes(), salt, previous)
+        local_hashes = self.local_hashes.tobytes()
+        return Stored(self.tier, None, event_hashes, local_hashes, salt, parent_hash)
 
 
 class EventLog:
-    """Per model what was stored and removed, in order; neighbours are told together."""
+    """Stored and removed blocks per rank, in order; consecutive blocks share an event."""
 
     def __init__(self) -> None:
         self._runs: defaultdict[int, list[_Run]] = defaultdict(list)
 
     def stored(self, tier: int, block: Block) -> None:
-        self._tell(tier, True, block)
+        self._append(tier, True, block)
 
     def removed(self, tier: int, block: Block) -> None:
-        self._tell(tier, False, block)
+        self._append(tier, False, block)
 
-    def take(self) -> dict[int, list[KvEvent]]:
-        """What was told since the last call, by rank."""
-        taken = {rank: [run.event() for run in runs] for rank, runs in self._runs.items() if runs}
+    def drain(self) -> dict[int, list[KvEvent]]:
+        """The events since the last call, by rank."""
+        events = {rank: [run.event() for run in runs] for rank, runs in self._runs.items() if runs}
         self._runs.clear()
-        return taken
+        return events
 
-    def _tell(self, tier: int, stored: bool, block: Block) -> None:
+    def _append(self, tier: int, stored: bool, block: Block) -> None:
         runs = self._runs[block.space.rank]
-        if not runs or not runs[-1].takes(tier, stored, block):
+        if not runs or not runs[-1].accepts(tier, stored, block):
             runs.append(_Run(tier, stored, block))
         runs[-1].add(block)
 
@@ -68,13 +69,13 @@ def dump(rank: int, blocks: Iterable[Block]) -> list[KvEvent]:
     """All registered copies of a rank's blocks, after a `Cleared`."""
     log = EventLog()
     held = sorted((b for b in blocks if b.space.rank == rank), key=lambda block: block.index)
-    by_previous = {(tier, b.previous): b for b in held for tier in b.copies if b.ready(tier)}
-    told: set[tuple[int, bytes]] = set()
+    by_parent = {(tier, b.parent_hash): b for b in held for tier in b.copies if b.registered(tier)}
+    logged: set[tuple[int, bytes]] = set()
     for block in held:
         for tier in sorted(block.copies):
-            step: Block | None = block if block.ready(tier) else None
-            while step is not None and (tier, step.digest) not in told:
-                told.add((tier, step.digest))
+            step: Block | None = block if block.registered(tier) else None
+            while step is not None and (tier, step.digest) not in logged:
+                logged.add((tier, step.digest))
                 log.stored(tier, step)
-                step = by_previous.get((tier, step.sequence))
-    return [Cleared(None), *log.take().get(rank, [])]
+                step = by_parent.get((tier, step.sequence_hash))
+    return [Cleared(None), *log.drain().get(rank, [])]

@@ -1,4 +1,4 @@
-"""What is written down of the disk tier, so that a restart finds its blocks again."""
+"""Records of the disk tier's journal, from which a restart restores its blocks."""
 
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -10,7 +10,7 @@ from kvmesh.kvbm.core.blocks.block import Block, Copy, Space
 
 
 class Opened(Struct, frozen=True, array_like=True, tag="opened"):
-    """The first record: what the offsets and digests depend on."""
+    """First record: format version, extent size and fingerprint of the key."""
 
     version: int
     extent: int
@@ -18,106 +18,106 @@ class Opened(Struct, frozen=True, array_like=True, tag="opened"):
 
 
 class Layout(Struct, frozen=True, array_like=True, tag="layout"):
-    """Records that follow name this model and layout by `number`."""
+    """Model and layout that later records refer to by `number`."""
 
     number: int
     model: str
     layout: KvLayout
 
 
-class Kept(Struct, frozen=True, array_like=True, tag="kept"):
-    """A block is at `offset` now. `layout` is the number of one; the rest is as in `Block`."""
+class BlockWritten(Struct, frozen=True, array_like=True, tag="kept"):
+    """A block is at `offset`. `layout` is the number of a `Layout`; the rest is as in `Block`."""
 
     offset: int
     checksum: int
     layout: int
     digest: bytes
-    parent: bytes | None
+    parent_digest: bytes | None
     tenant: str
     index: int
-    previous: int
-    local: int
-    sequence: int
+    parent_hash: int
+    local_hash: int
+    sequence_hash: int
     salt: int
 
 
-class Gone(Struct, frozen=True, array_like=True, tag="gone"):
-    """What was at `offset` is there no more."""
+class BlockRemoved(Struct, frozen=True, array_like=True, tag="gone"):
+    """The block at `offset` was removed."""
 
     offset: int
 
 
-Record: TypeAlias = Opened | Layout | Kept | Gone
+Record: TypeAlias = Opened | Layout | BlockWritten | BlockRemoved
 
 
-class Bookkeeper:
-    """Turns changes of the disk tier into records; each layout is recorded before its blocks."""
+class RecordEncoder:
+    """Converts changes of the disk tier to records; each layout precedes its blocks."""
 
     def __init__(self) -> None:
         self._layouts: dict[Space, int] = {}
 
     def changes(self, changes: Iterable[tuple[bool, Copy]]) -> list[Record]:
-        """Records of copies that came (True) or went (False), in order."""
+        """Records of copies that were added (True) or removed (False), in order."""
         records: list[Record] = []
-        for came, copy in changes:
-            if came:
-                records += self._kept(copy)
+        for added, copy in changes:
+            if added:
+                records += self._written(copy)
             else:
-                records.append(Gone(copy.offset))
+                records.append(BlockRemoved(copy.offset))
         return records
 
-    def whole(self, copies: Iterable[Copy]) -> list[Record]:
-        """Records of all that there is, for a new journal."""
+    def snapshot(self, copies: Iterable[Copy]) -> list[Record]:
+        """Records of all registered copies, for a new journal."""
         self._layouts.clear()
-        return self.changes((True, copy) for copy in copies if copy.ready)
+        return self.changes((True, copy) for copy in copies if copy.registered)
 
-    def _kept(self, copy: Copy) -> list[Record]:
+    def _written(self, copy: Copy) -> list[Record]:
         block = copy.block
         number = self._layouts.get(block.space)
         first: list[Record] = []
         if number is None:
             number = self._layouts[block.space] = len(self._layouts)
             first.append(Layout(number, block.space.model, block.space.layout))
-        kept = Kept(
+        written = BlockWritten(
             copy.offset,
             copy.checksum,
             number,
             block.digest,
-            block.parent,
+            block.parent_digest,
             block.tenant,
             block.index,
-            block.previous,
-            block.local,
-            block.sequence,
+            block.parent_hash,
+            block.local_hash,
+            block.sequence_hash,
             block.salt,
         )
-        return [*first, kept]
+        return [*first, written]
 
 
-def surviving(records: Iterable[Record]) -> tuple[dict[int, Layout], list[Kept]]:
-    """The layouts, and the blocks that are there in the end, those nearest to the root first."""
+def replay(records: Iterable[Record]) -> tuple[dict[int, Layout], list[BlockWritten]]:
+    """The layouts and the remaining blocks, those nearest to the root first."""
     layouts: dict[int, Layout] = {}
-    there: dict[int, Kept] = {}
+    remaining: dict[int, BlockWritten] = {}
     for record in records:
         if isinstance(record, Layout):
             layouts[record.number] = record
-        elif isinstance(record, Kept):
-            there[record.offset] = record
-        elif isinstance(record, Gone):
-            there.pop(record.offset, None)
-    return layouts, sorted(there.values(), key=lambda kept: kept.index)
+        elif isinstance(record, BlockWritten):
+            remaining[record.offset] = record
+        elif isinstance(record, BlockRemoved):
+            remaining.pop(record.offset, None)
+    return layouts, sorted(remaining.values(), key=lambda written: written.index)
 
 
-def block_of(kept: Kept, space: Space) -> Block:
-    """The block that a record speaks of."""
+def block_of(record: BlockWritten, space: Space) -> Block:
+    """The block that a record describes."""
     return Block(
-        kept.digest,
-        kept.parent,
+        record.digest,
+        record.parent_digest,
         space,
-        kept.tenant,
-        kept.index,
-        kept.previous,
-        kept.local,
-        kept.sequence,
-        kept.salt,
+        record.tenant,
+        record.index,
+        record.parent_hash,
+        record.local_hash,
+        record.sequence_hash,
+        record.salt,
     )

@@ -1,4 +1,4 @@
-"""Is loading a prefix worth it? Decided by what has been measured."""
+"""Cost of loading a prefix against computing it, from measured speeds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ SMOOTHING = 0.2
 SAMPLE_S = 0.05
 START_S = 0.002
 DOUBT_S = 20.0
-MOST_DOUBLINGS = 20.0
+MAX_DOUBLINGS = 20.0
 
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """What a worker has measured of itself: tokens and bytes a second, 0 where it does not know."""
+    """Tokens computed and bytes loaded per second, as a worker measured them; 0 if unknown."""
 
     compute_tps: float
     load_bps: float
 
 
 class Traffic:
-    """What goes from one tier to another: now, so far, and how fast.
+    """Moves from one tier to another: running, ended, and their measured speed.
 
     The first transfer sets the path up and is not measured.
     """
@@ -36,22 +36,22 @@ class Traffic:
         self._is_set_up = False
 
     def speed(self, now: float) -> float:
-        """Bytes a second, 0 if it is not known.
+        """Estimated bytes per second, 0 if unknown.
 
-        A path that was found slow is not used, so nothing more would be learned of it: what was
-        measured is believed to be half of the truth for each DOUBT_S that have passed since.
+        A path that was measured as slow is not used and so not measured again. The estimate
+        doubles with each DOUBT_S of idle time, so that the path is tried again.
         """
         idle = 0.0 if self.moving else now - self._ended
-        return float(self.bps * 2 ** min(MOST_DOUBLINGS, idle / DOUBT_S))
+        return float(self.bps * 2 ** min(MAX_DOUBLINGS, idle / DOUBT_S))
 
     def begin(self, now: float) -> None:
-        """One more block is under way."""
+        """Count a block whose move starts."""
         if not self.moving:
             self._since, self._sample = now, 0
         self.moving += 1
 
     def end(self, size: int, now: float) -> None:
-        """One less; 0 bytes mean that it failed."""
+        """Count a block whose move ended; `size` 0 means failure."""
         self.moving -= 1
         self.done += size > 0
         self.failed += size == 0
@@ -69,10 +69,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class CostStep:
-    """Blocks on their way to an engine, all alike: bytes of each, the speed of their tier, bytes
-    queued before them, and how many there are.
+    """Consecutive blocks that load alike: bytes of each, bytes per second of their tier, bytes
+    queued before them, and their number.
 
-    A speed of 0 is not known, and not counted until it is.
+    A speed of 0 is unknown and costs nothing.
     """
 
     size: int
@@ -81,10 +81,10 @@ class CostStep:
     blocks: int = 1
 
 
-def worth(steps: Sequence[CostStep], engine: EngineSpeed, block_size: int) -> int:
-    """How many leading blocks to load: the number that saves most time, 0 if computing is faster.
+def blocks_worth_loading(steps: Sequence[CostStep], engine: EngineSpeed, block_size: int) -> int:
+    """Number of leading blocks whose loading saves most time; 0 if computing is faster.
 
-    The stages of loading overlap, so that a block costs what its slowest stage does.
+    The stages of loading overlap, so a block costs as much as its slowest stage.
     """
     if not engine.compute_tps:
         return sum(step.blocks for step in steps)

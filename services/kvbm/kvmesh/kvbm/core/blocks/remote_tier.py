@@ -1,45 +1,45 @@
-"""What is known to be in a store that all nodes share."""
+"""Index of the blocks in the store that all nodes share."""
 
 from collections import OrderedDict
 from collections.abc import Callable
 
 from kvmesh.kvbm.core.blocks.block import REMOTE, Block, Copy, CopyState
-from kvmesh.kvbm.core.blocks.tier import EvictionTurn
+from kvmesh.kvbm.core.blocks.tier import Operation
 
 LEASE_SHARE = 0.8
 
 
 class RemoteTier:
-    """At most `most` copies in a store that drops them `lease_s` after they were last heard of.
+    """At most `max_blocks` copies in a store that drops them `lease_s` after they were last seen.
 
-    The store bounds itself and decides what leaves it: here a copy is only known or forgotten.
+    The store bounds itself and evicts by its own policy; this index only adds and forgets copies.
     """
 
     def __init__(
-        self, most: int, lease_s: float, turn: EvictionTurn, on_drop: Callable[[Copy], None]
+        self, max_blocks: int, lease_s: float, operation: Operation, on_drop: Callable[[Copy], None]
     ) -> None:
-        self.most = most
+        self.max_blocks = max_blocks
         self._lease_s = LEASE_SHARE * lease_s
-        self._turn = turn
+        self._operation = operation
         self._on_drop = on_drop
-        self._heard: OrderedDict[Copy, float] = OrderedDict()
+        self._seen: OrderedDict[Copy, float] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._heard)
+        return len(self._seen)
 
     def reserve(self, block: Block) -> Copy:
-        """A staged copy, used once."""
-        while len(self._heard) >= self.most:
-            self.drop(next(iter(self._heard)))
+        """A staged copy with one user."""
+        while len(self._seen) >= self.max_blocks:
+            self.drop(next(iter(self._seen)))
         copy = block.copies[REMOTE] = Copy(block, REMOTE, 0, users=1)
-        self._heard[copy] = self._turn.now
+        self._seen[copy] = self._operation.now
         return copy
 
-    def heard(self, copy: Copy) -> None:
-        """It is there now: its lease begins anew."""
-        if copy in self._heard:
-            self._heard[copy] = self._turn.now
-            self._heard.move_to_end(copy)
+    def renew(self, copy: Copy) -> None:
+        """Restart the lease of a copy that the store has now."""
+        if copy in self._seen:
+            self._seen[copy] = self._operation.now
+            self._seen.move_to_end(copy)
 
     def hold(self, *copies: Copy) -> None:
         for copy in copies:
@@ -50,16 +50,15 @@ class RemoteTier:
             copy.users -= 1
 
     def drop(self, copy: Copy) -> None:
-        """Forget it."""
         if copy.state is not CopyState.DROPPED:
             self._on_drop(copy)
             copy.state = CopyState.DROPPED
-            del self._heard[copy]
+            del self._seen[copy]
 
     def expire(self) -> None:
-        """Forget what the store may have dropped."""
-        while self._heard:
-            copy, heard = next(iter(self._heard.items()))
-            if self._turn.now - heard <= self._lease_s:
+        """Drop copies that may have expired in the store."""
+        while self._seen:
+            copy, seen = next(iter(self._seen.items()))
+            if self._operation.now - seen <= self._lease_s:
                 return
             self.drop(copy)

@@ -1,7 +1,8 @@
-"""Where the blocks of several layouts are in one tier.
+"""Slab allocator: slots for blocks of several layouts in one tier.
 
-The tier is divided into slabs, each with slots of one size. A slab whose last block leaves goes
-back to all layouts; when a layout finds no room, `window` names what must leave for a slab of it.
+The tier is divided into slabs, each with slots of one size. A slab whose last slot is freed is
+available to all layouts; when a layout finds no free slot, `window` lists the slots to free for a
+new slab.
 """
 
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from kvmesh.kvbm.core.errors import TooSmall
 PAGE = 4096
 MIN_EXTENT = 64 << 10
 MAX_EXTENT = 16 << 20
-MOST_WASTE = 1 / 16
+MAX_WASTE = 1 / 16
 LARGER_SLABS = 5
-LEAST_EXTENTS, MOST_EXTENTS = 16, 1 << 20
+LEAST_EXTENTS, MAX_EXTENTS = 16, 1 << 20
 
 
 def slot_bytes(block_bytes: int) -> int:
-    """Bytes that a block takes in a tier: whole pages, as direct I/O needs them."""
+    """Bytes of a block's slot: whole pages, as direct I/O requires."""
     return -(-block_bytes // PAGE) * PAGE
 
 
@@ -35,7 +36,7 @@ class Slab:
 
 
 class SlabAllocator:
-    """Slots in `capacity` bytes, named by their offsets, which are multiples of a page."""
+    """Slots in `capacity` bytes, identified by their page-aligned offsets."""
 
     def __init__(self, capacity: int, extent: int = 0) -> None:
         self.capacity = capacity
@@ -46,19 +47,19 @@ class SlabAllocator:
         self._open: dict[int, dict[int, Slab]] = {}
         self.used = 0
 
-    def can_have(self, extent: int) -> bool:
-        """Whether these bytes could be in extents of `extent` bytes as well."""
-        return LEAST_EXTENTS <= self.capacity // extent <= MOST_EXTENTS
+    def supports_extent(self, extent: int) -> bool:
+        """True if the capacity can be divided into extents of `extent` bytes."""
+        return LEAST_EXTENTS <= self.capacity // extent <= MAX_EXTENTS
 
     @property
     def end(self) -> int:
-        """The bytes from here on are not used."""
+        """End of the last slab in use."""
         return self.extent * max((_end(slab) for slab in self._slabs.values()), default=0)
 
     def resize(self, capacity: int) -> set[int]:
-        """Hand out slots of the first `capacity` bytes, at most as many as there were first.
+        """Allocate from the first `capacity` bytes only; at most the initial capacity.
 
-        Returns the slots in use that are not wholly within these.
+        Returns the slots in use beyond it.
         """
         self.capacity = capacity
         self._extents.limit = capacity // self.extent
@@ -73,16 +74,16 @@ class SlabAllocator:
         return _end(slab) > self._extents.limit
 
     def order(self, size: int) -> int:
-        """The slabs of slots of `size` bytes have 2^order extents. Raises TooSmall."""
+        """Order of the slabs for slots of `size` bytes: 2^order extents. Raises TooSmall."""
         orders = range(self._extents.orders)
         fitting = [order for order in orders if self.extent << order >= size][:LARGER_SLABS]
         if not fitting:
             raise TooSmall(size, self.capacity)
         wastes = [(self.extent << order) % size / (self.extent << order) for order in fitting]
-        modest = (order for order, w in zip(fitting, wastes, strict=True) if w <= MOST_WASTE)
+        modest = (order for order, w in zip(fitting, wastes, strict=True) if w <= MAX_WASTE)
         return next(modest, fitting[wastes.index(min(wastes))])
 
-    def take(self, size: int) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """A free slot of `size` bytes, or None."""
         candidates = self._open.setdefault(size, {})
         if not candidates and self._add_slab(size) is None:
@@ -92,8 +93,8 @@ class SlabAllocator:
         self._occupy(slab, offset)
         return offset
 
-    def claim(self, size: int, offset: int) -> bool:
-        """Take the slot at `offset`, as it was before a restart; False if that cannot be."""
+    def allocate_at(self, size: int, offset: int) -> bool:
+        """Allocate the slot at `offset`, as before a restart; False if it is unavailable."""
         slab = self._slabs.get(offset // self.extent) or self._restore_slab(size, offset)
         if slab is None or slab.size != size or offset not in slab.free:
             return False
@@ -101,7 +102,7 @@ class SlabAllocator:
         self._occupy(slab, offset)
         return True
 
-    def give(self, offset: int) -> None:
+    def free(self, offset: int) -> None:
         """Free the slot at `offset`."""
         slab = self._slabs[offset // self.extent]
         slab.live.discard(offset)
@@ -115,17 +116,17 @@ class SlabAllocator:
         candidates.pop(slab.base, None)
         for extent in range(slab.base, slab.base + (1 << slab.order)):
             del self._slabs[extent]
-        self._extents.give(slab.base, slab.order)
+        self._extents.free(slab.base, slab.order)
 
     def window(self, size: int, offset: int) -> set[int]:
-        """The slots, around `offset`, that must all be free for a slab of slots of `size`."""
+        """The slots in use around `offset` that a new slab with slots of `size` would replace."""
         length = 1 << self.order(size)
         first = offset // self.extent // length * length
         slabs = (self._slabs.get(extent) for extent in range(first, first + length))
         return {slot for slab in slabs if slab is not None for slot in slab.live}
 
     def windows(self, size: int) -> Iterator[set[int]]:
-        """Every such set."""
+        """Every such window."""
         length = 1 << self.order(size)
         for first in range(0, self._extents.limit - length + 1, length):
             yield self.window(size, first * self.extent)
@@ -138,15 +139,17 @@ class SlabAllocator:
 
     def _add_slab(self, size: int) -> Slab | None:
         order = self.order(size)
-        base = self._extents.take(order)
-        return None if base is None else self._slab(base, order, size)
+        base = self._extents.allocate(order)
+        return None if base is None else self._open_slab(base, order, size)
 
     def _restore_slab(self, size: int, offset: int) -> Slab | None:
         order = self.order(size)
         base = offset // self.extent >> order << order
-        return self._slab(base, order, size) if self._extents.take_at(base, order) else None
+        return (
+            self._open_slab(base, order, size) if self._extents.allocate_at(base, order) else None
+        )
 
-    def _slab(self, base: int, order: int, size: int) -> Slab:
+    def _open_slab(self, base: int, order: int, size: int) -> Slab:
         start, length = base * self.extent, self.extent << order
         offsets = range(start, start + length - size + 1, size)
         slab = Slab(base, order, size, list(reversed(offsets)))

@@ -1,4 +1,4 @@
-"""All blocks of a node and their copies in its tiers; what moves, and what is told of it."""
+"""All blocks of a node and their copies in its tiers, with the moves and events these cause."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, TIERS, Block, Cop
 from kvmesh.kvbm.core.blocks.events import EventLog
 from kvmesh.kvbm.core.blocks.load_cost import Traffic
 from kvmesh.kvbm.core.blocks.remote_tier import RemoteTier
-from kvmesh.kvbm.core.blocks.tier import EvictionTurn, Tier
+from kvmesh.kvbm.core.blocks.tier import Operation, Tier
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import BlockRetention, RetentionWish
 from kvmesh.retention.outcomes import Directive
@@ -21,10 +21,10 @@ from kvmesh.retention.outcomes import Directive
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """Copy a block from `source` to `target`; both are used until `Store.moved` is told.
+    """Copy a block from `source` to `target`; both have a user until `Store.end_move`.
 
-    Whoever brings it from outside the node fills in the source's checksum, and `wishes`, which
-    came with it.
+    A mover that loads a block from outside the node fills in the source's checksum, and `wishes`
+    with the retention that came with the block.
     """
 
     source: Copy
@@ -33,7 +33,7 @@ class Move:
 
 
 class MoveEnd(Enum):
-    """How a move ended: of two tiers the source may be the one that failed, or the target."""
+    """Result of a move; UNREADABLE and UNWRITABLE name the side that failed: source or target."""
 
     DONE = "done"
     CORRUPT = "corrupt"
@@ -47,7 +47,7 @@ _tier_of = attrgetter("tier")
 
 @dataclass
 class StoreCounts:
-    """What has happened since the start, for metrics; lists are by tier."""
+    """Counters since the start, for metrics; lists are by tier."""
 
     offered: int = 0
     written: int = 0
@@ -56,117 +56,122 @@ class StoreCounts:
     corrupt: int = 0
     declined: int = 0
     waits: int = 0
-    further: int = 0
+    peer_waits: int = 0
     lent: int = 0
     prepared: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
 
-    def skip(self, reason: str) -> None:
-        """A block was offered and not wanted."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+    def refuse(self, reason: str) -> None:
+        """Count a refused block of an offer."""
+        self.refused[reason] = self.refused.get(reason, 0) + 1
 
 
 @dataclass(frozen=True)
-class RemoteCounts:
-    """A store that all nodes share: how many of its blocks to remember, and for how long."""
+class RemoteTierConfig:
+    """Limits of the index of the shared store: number of blocks, seconds that each is valid."""
 
-    most: int
+    max_blocks: int
     lease_s: float
 
 
 class Store:
-    """Blocks by digest. What came of the calls is gathered until it is taken."""
+    """Blocks by digest. Moves, events and changes accumulate until they are drained."""
 
     def __init__(
-        self, capacities: Mapping[int, int], budget: float, remote: RemoteCounts | None = None
+        self,
+        capacities: Mapping[int, int],
+        tenant_share: float,
+        remote: RemoteTierConfig | None = None,
     ) -> None:
         self.blocks: dict[bytes, Block] = {}
-        self._by_sequence: dict[int, Block] = {}
-        self.turn = EvictionTurn()
+        self._by_sequence_hash: dict[int, Block] = {}
+        self.operation = Operation()
         self.tiers = {
-            number: Tier(number, capacity, budget, self.turn, self._dropped)
+            number: Tier(number, capacity, tenant_share, self.operation, self._dropped)
             for number, capacity in capacities.items()
         }
-        self.far = (
-            RemoteTier(remote.most, remote.lease_s, self.turn, self._dropped) if remote else None
+        self.remote = (
+            RemoteTier(remote.max_blocks, remote.lease_s, self.operation, self._dropped)
+            if remote
+            else None
         )
         self.counts = StoreCounts()
-        self._unwanted: list[bytes] = []
+        self._remote_drops: list[bytes] = []
         self._events = EventLog()
         self._moves: list[Move] = []
-        self._news: list[bytes] = []
-        self._kept: list[tuple[bool, Copy]] = []
+        self._arena_changes: list[bytes] = []
+        self._disk_changes: list[tuple[bool, Copy]] = []
         self.traffic: defaultdict[Path, Traffic] = defaultdict(Traffic)
 
     # blocks
 
     @property
     def now(self) -> float:
-        return self.turn.now
+        return self.operation.now
 
     def begin(self, now: float) -> None:
-        """Begin an operation: what it touches is not evicted for it."""
-        self.turn.serial += 1
-        self.turn.now = now
+        """Start an operation at `now`, for which blocks that it touches are not evicted."""
+        self.operation.serial += 1
+        self.operation.now = now
 
     def find(self, digests: Iterable[bytes]) -> list[Block | None]:
-        """The blocks that are called so, None where there is none."""
+        """The blocks with these digests; None for each that is unknown."""
         return list(map(self.blocks.get, digests))
 
     def touch(self, blocks: Sequence[Block | None]) -> None:
-        """These are asked for; of one prompt the last is evicted first."""
-        serial = self.turn.serial
-        here = [block for block in reversed(blocks) if block is not None]
-        for block in here:
-            block.touched = serial
+        """Record a use of a prompt's blocks; its last block is evicted first."""
+        serial = self.operation.serial
+        known = [block for block in reversed(blocks) if block is not None]
+        for block in known:
+            block.last_operation = serial
         for number, tier in self.tiers.items():
-            tier.touch(block.copies[number] for block in here if number in block.copies)
+            tier.touch(block.copies[number] for block in known if number in block.copies)
 
-    def named(self, sequence: Iterable[int]) -> list[Block]:
-        """Those of these blocks, by sequence hash, that are in some tier."""
-        found = (self._by_sequence.get(name) for name in sequence)
+    def find_by_sequence_hash(self, sequence_hashes: Iterable[int]) -> list[Block]:
+        """The blocks with these sequence hashes that are in some tier."""
+        found = map(self._by_sequence_hash.get, sequence_hashes)
         return [block for block in found if block is not None]
 
-    def most_blocks(self, slot: int) -> list[int]:
-        """How many blocks each of TIERS can have, with slots of at least `slot` bytes."""
-        most = {number: tier.slots.capacity // slot for number, tier in self.tiers.items()}
-        if self.far is not None:
-            most[REMOTE] = self.far.most
-        return [most.get(number, 0) for number in TIERS]
+    def max_blocks(self, slot_bytes: int) -> list[int]:
+        """Capacity in blocks of each of TIERS, with slots of at least `slot_bytes`."""
+        limits = {n: tier.slots.capacity // slot_bytes for n, tier in self.tiers.items()}
+        if self.remote is not None:
+            limits[REMOTE] = self.remote.max_blocks
+        return [limits.get(number, 0) for number in TIERS]
 
     # copies
 
     def reserve(self, block: Block, tier: int) -> Copy | None:
-        """A staged copy in a tier, used once; None if there is no room."""
-        block.touched = self.turn.serial
+        """A staged copy in a tier, with one user; None if the tier has no free slot for it."""
+        block.last_operation = self.operation.serial
         copy = self._tier(tier).reserve(block)
         if copy is not None:
-            self._know(block)
+            self._index(block)
         return copy
 
     def restore(self, block: Block, tier: int, offset: int, checksum: int) -> bool:
-        """Take in a copy that was there before a restart; False if it cannot be there."""
+        """Register a copy that the tier held before a restart; False if its slot is unavailable."""
         copy = self.tiers[tier].restore(block, offset)
         if copy is None:
             return False
-        self._know(block)
+        self._index(block)
         self.register(copy, checksum)
         self.release(copy)
         return True
 
-    def _know(self, block: Block) -> None:
+    def _index(self, block: Block) -> None:
         if block.digest not in self.blocks:
-            block.uses.since = self.now
+            block.frequency.since = self.now
         self.blocks[block.digest] = block
-        self._by_sequence[block.sequence] = block
+        self._by_sequence_hash[block.sequence_hash] = block
 
     def register(self, copy: Copy, checksum: int) -> None:
-        """A staged copy has its content now."""
+        """Mark a staged copy's content as final."""
         copy.checksum = checksum
         copy.state = CopyState.REGISTERED
         copy.inbound = False
         self._events.stored(copy.tier, copy.block)
-        self._note(copy, True)
+        self._log_change(copy, True)
 
     def hold(self, *copies: Copy) -> None:
         for tier, same in groupby(copies, key=_tier_of):
@@ -180,29 +185,29 @@ class Store:
         self._tier(copy.tier).drop(copy)
 
     def discard(self, copy: Copy) -> None:
-        """Drop it; and if other nodes could find it, they should not."""
-        if copy.tier == REMOTE and copy.ready:
-            self._unwanted.append(copy.block.digest)
+        """Drop a copy; of a remote one, also have the store drop the block."""
+        if copy.tier == REMOTE and copy.registered:
+            self._remote_drops.append(copy.block.digest)
         self.drop(copy)
 
-    def condemn(self, digests: list[bytes]) -> int:
-        """Drop blocks whose content is not what it should be; returns how many there were."""
-        bad = [block for digest in digests if (block := self.blocks.get(digest)) is not None]
-        for copy in [copy for block in bad for copy in block.copies.values()]:
+    def drop_corrupt(self, digests: list[bytes]) -> int:
+        """Drop all copies of blocks with wrong content; return the number of blocks."""
+        corrupt = [block for digest in digests if (block := self.blocks.get(digest)) is not None]
+        for copy in [copy for block in corrupt for copy in block.copies.values()]:
             self.discard(copy)
-        self.counts.corrupt += len(bad)
-        return len(bad)
+        self.counts.corrupt += len(corrupt)
+        return len(corrupt)
 
     def _tier(self, number: int) -> Tier | RemoteTier:
-        return self.far if number == REMOTE and self.far is not None else self.tiers[number]
+        return self.remote if number == REMOTE and self.remote is not None else self.tiers[number]
 
-    def remember(self, block: Block) -> None:
-        """The remote store has it."""
-        if self.far is None:
+    def add_remote(self, block: Block) -> None:
+        """Register a block that the remote store has."""
+        if self.remote is None:
             return
         copy = block.copies.get(REMOTE)
         if copy is not None:
-            self.far.heard(copy)
+            self.remote.renew(copy)
         elif (copy := self.reserve(block, REMOTE)) is not None:
             self.register(copy, 0)
             self.release(copy)
@@ -210,31 +215,31 @@ class Store:
     def _dropped(self, copy: Copy) -> None:
         block = copy.block
         del block.copies[copy.tier]
-        if copy.ready:
+        if copy.registered:
             self._events.removed(copy.tier, block)
-        self._note(copy, False)
+        self._log_change(copy, False)
         if not block.copies and self.blocks.get(block.digest) is block:
             del self.blocks[block.digest]
-            if self._by_sequence.get(block.sequence) is block:
-                del self._by_sequence[block.sequence]
+            if self._by_sequence_hash.get(block.sequence_hash) is block:
+                del self._by_sequence_hash[block.sequence_hash]
 
-    def _note(self, copy: Copy, came: bool) -> None:
+    def _log_change(self, copy: Copy, added: bool) -> None:
         if copy.tier == ARENA:
-            self._news.append(copy.block.digest)
-        elif copy.tier == DISK and copy.ready:
-            self._kept.append((came, copy))
+            self._arena_changes.append(copy.block.digest)
+        elif copy.tier == DISK and copy.registered:
+            self._disk_changes.append((added, copy))
 
     # moves
 
     def move(self, source: Copy, target: Copy) -> None:
-        """Have a registered copy's bytes brought to a staged one, which is used already."""
+        """Move a registered copy's bytes to a staged copy, which has a user already."""
         self.hold(source)
         target.inbound = True
         self.traffic[source.tier, target.tier].begin(self.now)
         self._moves.append(Move(source, target))
 
-    def moved(self, move: Move, end: MoveEnd) -> None:
-        """A move has ended. What cannot be read any more is dropped."""
+    def end_move(self, move: Move, end: MoveEnd) -> None:
+        """Register the target of a move, or drop the copies that failed."""
         source, target = move.source, move.target
         ok = end is MoveEnd.DONE
         size = source.block.space.block_bytes if ok else 0
@@ -242,7 +247,7 @@ class Store:
         if ok and target.state is CopyState.STAGED:
             self.register(target, source.checksum)
             if target.tier in self.tiers:
-                for wish in (*move.wishes, *wishes_of(source, self.now)):
+                for wish in (*move.wishes, *carried_wishes(source, self.now)):
                     self.claim(target, wish)
         elif not ok:
             self.drop(target)
@@ -260,45 +265,45 @@ class Store:
         directive: Directive | None = None,
         alone: bool = False,
     ) -> None:
-        """Keep a copy as is wished, as far as its tenant's budget allows; `alone` as there."""
+        """Retain a copy as `wish` says, within its tenant's budget; `alone` as in the budget."""
 
-        def ask(promises: RetentionBudget, keep: BlockRetention, size: int) -> None:
-            promises.claim(keep, size, wish, self.now, directive, alone)
+        def change(budget: RetentionBudget, retention: BlockRetention, size: int) -> None:
+            budget.claim(retention, size, wish, self.now, directive, alone)
 
-        self.tiers[copy.tier].change(copy, ask)
+        self.tiers[copy.tier].update_retention(copy, change)
 
-    # what came of it
+    # results
 
-    def take_moves(self) -> list[Move]:
-        taken, self._moves = self._moves, []
-        return taken
+    def drain_moves(self) -> list[Move]:
+        moves, self._moves = self._moves, []
+        return moves
 
-    def take_events(self) -> dict[int, list[KvEvent]]:
-        return self._events.take()
+    def drain_events(self) -> dict[int, list[KvEvent]]:
+        return self._events.drain()
 
-    def take_unwanted(self) -> list[bytes]:
-        """Digests of blocks that the remote store should not keep."""
-        taken, self._unwanted = self._unwanted, []
-        return taken
+    def drain_remote_drops(self) -> list[bytes]:
+        """Digests of blocks that the remote store is to drop."""
+        digests, self._remote_drops = self._remote_drops, []
+        return digests
 
-    def take_kept(self) -> list[tuple[bool, Copy]]:
-        """Copies that came to the disk (True) or left it (False)."""
-        taken, self._kept = self._kept, []
-        return taken
+    def drain_disk_changes(self) -> list[tuple[bool, Copy]]:
+        """Copies added to the disk (True) or removed from it (False)."""
+        changes, self._disk_changes = self._disk_changes, []
+        return changes
 
-    def take_news(self) -> list[bytes]:
-        """Digests whose copy in the arena has come, or has gone."""
-        taken, self._news = self._news, []
-        return taken
+    def drain_arena_changes(self) -> list[bytes]:
+        """Digests of blocks whose arena copy was registered or dropped."""
+        digests, self._arena_changes = self._arena_changes, []
+        return digests
 
 
-def wishes_of(copy: Copy, now: float) -> list[RetentionWish]:
-    """What is asked for a copy, as it goes with the block to another tier."""
-    claims = copy.keep.claims if copy.keep is not None else ()
+def carried_wishes(copy: Copy, now: float) -> list[RetentionWish]:
+    """The retention wishes of a copy that follow the block to another tier."""
+    claims = copy.retention.claims if copy.retention is not None else ()
     return [
-        claim.wish._replace(ttl_s=_left(claim.deadline, now), directive=None) for claim in claims
+        claim.wish._replace(ttl_s=_ttl(claim.deadline, now), directive=None) for claim in claims
     ]
 
 
-def _left(deadline: float, now: float) -> float | None:
+def _ttl(deadline: float, now: float) -> float | None:
     return None if deadline == inf else max(0.0, deadline - now)

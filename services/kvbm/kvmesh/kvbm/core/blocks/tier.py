@@ -1,4 +1,4 @@
-"""One tier with slots: who has which, and who leaves when there is no room."""
+"""One tier with slots: allocation, retention and eviction of its copies."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,47 +15,47 @@ from kvmesh.retention.eviction_pool import EvictionPool
 
 
 @dataclass(slots=True)
-class EvictionTurn:
-    """The operation that runs: what it has touched is not evicted for it. `now` is seconds."""
+class Operation:
+    """The current operation, for which blocks that it touched are not evicted; `now` in seconds."""
 
     serial: int = 0
     now: float = 0.0
 
 
 class Tier:
-    """Copies in `capacity` bytes; those that nobody uses may be evicted.
+    """Copies in `capacity` bytes; those without users can be evicted.
 
-    `on_drop` is called with each copy that nobody can find any more. `budget` is the share of the
-    tier that one tenant may have kept beyond its turn.
+    The tier calls `on_drop` with each copy that it drops. `tenant_share` is the share of the tier
+    that one tenant may have retained beyond the plain eviction order.
     """
 
     def __init__(
         self,
         number: int,
         capacity: int,
-        budget: float,
-        turn: EvictionTurn,
+        tenant_share: float,
+        operation: Operation,
         on_drop: Callable[[Copy], None],
     ) -> None:
         self.number = number
         self.slots = SlabAllocator(capacity)
-        self._budget = budget
+        self._tenant_share = tenant_share
         self.copies: dict[int, Copy] = {}
-        self.promises = RetentionBudget(int(capacity * budget))
+        self.budget = RetentionBudget(int(capacity * tenant_share))
         self.evicted = 0
-        self._turn = turn
+        self._operation = operation
         self._on_drop = on_drop
         self._by_digest: dict[bytes, Copy] = {}
-        self._behind: Counter[bytes] = Counter()
+        self._children: Counter[bytes] = Counter()
         self._fitting: dict[int, bool] = {}
-        self._idle: dict[int, EvictionPool[Copy]] = {}
+        self._pools: dict[int, EvictionPool[Copy]] = {}
 
     def check(self, size: int) -> None:
-        """Raises TooSmall if slots of `size` bytes cannot be had here."""
+        """Raises TooSmall if the tier cannot have slots of `size` bytes."""
         self.slots.order(size)
 
     def fits(self, size: int) -> bool:
-        """Whether slots of `size` bytes can be had here."""
+        """True if the tier can have slots of `size` bytes."""
         fits = self._fitting.get(size)
         if fits is None:
             try:
@@ -67,48 +67,48 @@ class Tier:
             self._fitting[size] = fits
         return fits
 
-    def divide(self, extent: int) -> bool:
-        """Divide it, while it is empty, as it was before a restart; False if it is too small."""
+    def set_extent(self, extent: int) -> bool:
+        """Divide the empty tier as before a restart; False if its capacity does not suit that."""
         if extent != self.slots.extent:
-            if not self.slots.can_have(extent):
+            if not self.slots.supports_extent(extent):
                 return False
             self.slots = SlabAllocator(self.slots.capacity, extent)
             self._fitting.clear()
         return True
 
     def resize(self, capacity: int) -> int:
-        """There are fewer bytes, or more again; drops what is beyond, and returns how much."""
+        """Change the capacity; drop copies beyond it and return their number."""
         beyond = [self.copies[slot] for slot in self.slots.resize(capacity)]
-        self.promises.most = int(capacity * self._budget)
+        self.budget.most = int(capacity * self._tenant_share)
         self._fitting.clear()
         leaving = [copy for copy in beyond if copy.state is not CopyState.DROPPED]
         self._evict(leaving)
         return len(leaving)
 
     def reserve(self, block: Block) -> Copy | None:
-        """A staged copy, used once, perhaps in place of others; None if none may leave."""
-        size = block.space.slot
+        """A staged copy with one user; evicts others if necessary. None if none is evictable."""
+        size = block.space.slot_bytes
         if not self.fits(size):
             return None
-        while (offset := self.slots.take(size)) is None:
-            if not self._make_room(size):
+        while (offset := self.slots.allocate(size)) is None:
+            if not self._evict_for(size):
                 return None
         return self._add(block, offset)
 
     def restore(self, block: Block, offset: int) -> Copy | None:
-        """A staged copy where it was before a restart; None if it cannot be there."""
-        claimed = self.slots.claim(block.space.slot, offset)
-        return self._add(block, offset) if claimed else None
+        """A staged copy at its offset before a restart; None if that is unavailable."""
+        allocated = self.slots.allocate_at(block.space.slot_bytes, offset)
+        return self._add(block, offset) if allocated else None
 
     def hold(self, *copies: Copy) -> None:
-        """One more uses each of them."""
+        """Add a user to each copy."""
         for copy in copies:
             if copy.users == 0:
                 self._pool(copy).discard(copy)
             copy.users += 1
 
     def release(self, *copies: Copy) -> None:
-        """One less uses each of them."""
+        """Remove a user from each copy."""
         for copy in copies:
             copy.users -= 1
             if copy.users:
@@ -116,143 +116,147 @@ class Tier:
             if copy.state is CopyState.DROPPED:
                 self._free(copy)
             else:
-                self._pool(copy).add(copy, self._standing(copy))
+                self._pool(copy).add(copy, self._rank(copy))
 
     def touch(self, copies: Iterable[Copy]) -> None:
-        """They were asked for, in this order."""
-        for slot, alike in groupby(copies, key=_plain_slot):
-            if slot:
-                self._pool_of(slot).touch(alike)
+        """Record a use of these copies, in this order."""
+        for slot_bytes, alike in groupby(copies, key=_plain_slot_bytes):
+            if slot_bytes:
+                self._pool_of(slot_bytes).touch(alike)
             else:
                 for copy in alike:
                     self._touch(copy)
 
     def _touch(self, copy: Copy) -> None:
-        if copy.keep is not None:
-            self.promises.touch(copy.keep, copy.block.space.slot, self._turn.now)
+        if copy.retention is not None:
+            self.budget.touch(copy.retention, copy.block.space.slot_bytes, self._operation.now)
         pool = self._pool(copy)
         if copy in pool:
             pool.discard(copy)
-            pool.add(copy, self._standing(copy))
+            pool.add(copy, self._rank(copy))
 
-    def change(
+    def update_retention(
         self, copy: Copy, change: Callable[[RetentionBudget, BlockRetention, int], object]
     ) -> None:
-        """Ask something else for it: `change` gets the tier's promises, the keep and its size."""
-        keep = copy.keep or BlockRetention(owner(copy.block.tenant))
-        change(self.promises, keep, copy.block.space.slot)
-        copy.keep = keep if keep else None
+        """Apply `change` to the tier's budget, the copy's retention and its size."""
+        retention = copy.retention or BlockRetention(owner(copy.block.tenant))
+        change(self.budget, retention, copy.block.space.slot_bytes)
+        copy.retention = retention if retention else None
         if copy in self._pool(copy):
-            self._pool(copy).set(copy, self._standing(copy))
+            self._pool(copy).set(copy, self._rank(copy))
 
     def drop(self, copy: Copy) -> None:
-        """Nobody finds it any more; the slot is free once nobody uses it."""
+        """Remove the copy from lookups; free its slot once it has no users."""
         if copy.state is CopyState.DROPPED:
             return
         self._on_drop(copy)
         copy.state = CopyState.DROPPED
-        self._forget(copy)
+        self._unlink(copy)
         if copy.users == 0:
             self._pool(copy).discard(copy)
             self._free(copy)
 
     def _pool(self, copy: Copy) -> EvictionPool[Copy]:
-        return self._pool_of(copy.block.space.slot)
+        return self._pool_of(copy.block.space.slot_bytes)
 
     def _pool_of(self, size: int) -> EvictionPool[Copy]:
-        pool = self._idle.get(size)
+        pool = self._pools.get(size)
         if pool is None:
-            pool = self._idle[size] = EvictionPool(self._carries, self._renewed)
+            pool = self._pools[size] = EvictionPool(self._has_children, self._renew_rank)
         return pool
 
-    def _carries(self, copy: Copy) -> bool:
-        return self._behind[copy.block.digest] > 0
+    def _has_children(self, copy: Copy) -> bool:
+        return self._children[copy.block.digest] > 0
 
-    def _renewed(self, copy: Copy, now: float) -> EvictionRank:
-        if copy.keep is None:
+    def _renew_rank(self, copy: Copy, now: float) -> EvictionRank:
+        if copy.retention is None:
             return PLAIN
-        return self.promises.lapse(copy.keep, copy.block.space.slot, now)
+        return self.budget.lapse(copy.retention, copy.block.space.slot_bytes, now)
 
-    def _standing(self, copy: Copy) -> EvictionRank:
-        return copy.keep.standing(self._turn.now) if copy.keep is not None else PLAIN
+    def _rank(self, copy: Copy) -> EvictionRank:
+        return copy.retention.standing(self._operation.now) if copy.retention is not None else PLAIN
 
     def _add(self, block: Block, offset: int) -> Copy:
         copy = Copy(block, self.number, offset, users=1)
         self.copies[offset] = copy
         block.copies[self.number] = copy
         self._by_digest[block.digest] = copy
-        if block.parent is not None:
-            self._behind[block.parent] += 1
+        if block.parent_digest is not None:
+            self._children[block.parent_digest] += 1
         return copy
 
-    def _forget(self, copy: Copy) -> None:
-        if copy.keep is not None:
-            self.promises.freed(copy.keep, copy.block.space.slot)
-            copy.keep = None
+    def _unlink(self, copy: Copy) -> None:
+        if copy.retention is not None:
+            self.budget.freed(copy.retention, copy.block.space.slot_bytes)
+            copy.retention = None
         del self._by_digest[copy.block.digest]
-        parent = copy.block.parent
+        parent = copy.block.parent_digest
         if parent is None:
             return
-        self._behind[parent] -= 1
-        if not self._behind[parent]:
-            del self._behind[parent]
-            before = self._by_digest.get(parent)
-            if before is not None:
-                self._pool(before).uncover(before)
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+            parent_copy = self._by_digest.get(parent)
+            if parent_copy is not None:
+                self._pool(parent_copy).uncover(parent_copy)
 
     def _free(self, copy: Copy) -> None:
         del self.copies[copy.offset]
-        self.slots.give(copy.offset)
+        self.slots.free(copy.offset)
 
-    # who leaves
+    # eviction
 
-    def _make_room(self, size: int) -> bool:
-        victim = self._victim(self._idle.values())
+    def _evict_for(self, size: int) -> bool:
+        victim = self._victim(self._pools.values())
         if victim is None:
             return False
-        if victim.block.space.slot == size:
+        if victim.block.space.slot_bytes == size:
             return self._evict([victim])
-        around = self._copies_of(self.slots.window(size, victim.offset))
-        if all(map(self._may_leave, around)):
-            return self._evict(around)
-        own = self._victim([self._idle[size]] if size in self._idle else [])
-        return self._evict([own]) if own is not None else self._clear_window(size)
+        window = self._copies_at(self.slots.window(size, victim.offset))
+        if all(map(self._is_evictable, window)):
+            return self._evict(window)
+        same_size = self._victim([self._pools[size]] if size in self._pools else [])
+        return self._evict([same_size]) if same_size is not None else self._clear_window(size)
 
     def _victim(self, pools: Iterable[EvictionPool[Copy]]) -> Copy | None:
-        """The first to go of several pools, unless the operation that runs has touched it."""
-        firsts = [first for pool in pools if (first := self._first(pool)) is not None]
-        victim = min(firsts, key=lambda c: (self._standing(c), c.block.touched), default=None)
-        return victim if victim is not None and self._may_leave(victim) else None
+        """The first copy to evict of several pools; None if the current operation touched it."""
+        candidates = [first for pool in pools if (first := self._first(pool)) is not None]
+        victim = min(
+            candidates, key=lambda c: (self._rank(c), c.block.last_operation), default=None
+        )
+        return victim if victim is not None and self._is_evictable(victim) else None
 
     def _first(self, pool: EvictionPool[Copy]) -> Copy | None:
         try:
-            return pool.first(self._turn.now)
+            return pool.first(self._operation.now)
         except IndexError:
             return None
 
     def _clear_window(self, size: int) -> bool:
         for window in self.slots.windows(size):
-            copies = self._copies_of(window)
-            if copies and all(map(self._may_leave, copies)):
+            copies = self._copies_at(window)
+            if copies and all(map(self._is_evictable, copies)):
                 return self._evict(copies)
         return False
 
-    def _copies_of(self, offsets: set[int]) -> list[Copy]:
+    def _copies_at(self, offsets: set[int]) -> list[Copy]:
         return [self.copies[offset] for offset in offsets]
 
-    def _may_leave(self, copy: Copy) -> bool:
-        return copy.users == 0 and copy.block.touched != self._turn.serial
+    def _is_evictable(self, copy: Copy) -> bool:
+        return copy.users == 0 and copy.block.last_operation != self._operation.serial
 
     def _evict(self, copies: list[Copy]) -> bool:
         self.evicted += len(copies)
         for copy in copies:
-            if copy.keep is not None:
-                self.promises.evicted(copy.keep, copy.block.space.slot, self._turn.now)
-                copy.keep = None
+            if copy.retention is not None:
+                self.budget.evicted(
+                    copy.retention, copy.block.space.slot_bytes, self._operation.now
+                )
+                copy.retention = None
             self.drop(copy)
         return True
 
 
-def _plain_slot(copy: Copy) -> int:
-    """The size of its slot, or 0 if something is asked for it."""
-    return copy.block.space.slot if copy.keep is None else 0
+def _plain_slot_bytes(copy: Copy) -> int:
+    """Bytes of the copy's slot, or 0 if the copy has retention."""
+    return copy.block.space.slot_bytes if copy.retention is None else 0

@@ -1,84 +1,87 @@
-"""Blocks that some request computes now, so that others wait for them instead."""
+"""Blocks that requests compute now, so that other requests wait for them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-Computer = tuple[int, str]  # attachment and request
+RequestKey = tuple[int, str]  # attachment and request id
 
 
 @dataclass(slots=True)
 class Announcement:
-    """What one request computes; `heard` is when it last came nearer."""
+    """The blocks that one request computes, and when the last of them was finished."""
 
-    computer: Computer
-    heard: float
+    request: RequestKey
+    last_progress: float
     digests: set[bytes] = field(default_factory=set)
 
 
 class BlocksInProgress:
-    """Who computes which block. One that is silent for `patience_s` is not believed any more.
+    """The request that computes each block, until it makes no progress for `patience_s`.
 
-    `on_end` is called with whoever computes nothing more.
+    Calls `on_end` with each request whose announcement ends.
     """
 
     def __init__(
-        self, patience_s: float, on_end: Callable[[Computer], None] = lambda _: None
+        self, patience_s: float, on_end: Callable[[RequestKey], None] = lambda _: None
     ) -> None:
         self._patience_s = patience_s
         self._on_end = on_end
-        self._of: dict[bytes, Announcement] = {}
-        self._by: dict[Computer, Announcement] = {}
+        self._by_digest: dict[bytes, Announcement] = {}
+        self._by_request: dict[RequestKey, Announcement] = {}
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._by_digest)
 
     @property
-    def computers(self) -> Iterable[Computer]:
-        """Who computes something."""
-        return self._by.keys()
+    def requests(self) -> Iterable[RequestKey]:
+        """The requests that compute something."""
+        return self._by_request.keys()
 
-    def by(self, digest: bytes) -> Computer | None:
-        """Who computes it."""
-        found = self._of.get(digest)
-        return found.computer if found else None
+    def request_of(self, digest: bytes) -> RequestKey | None:
+        """The request that computes a block."""
+        found = self._by_digest.get(digest)
+        return found.request if found else None
 
-    def add(self, computer: Computer, digests: Iterable[bytes], now: float) -> None:
-        """`computer` computes those of these that nobody else does."""
-        mine = self._by.get(computer) or Announcement(computer, now)
-        mine.heard = now
-        new = [digest for digest in digests if digest not in self._of]
-        self._of.update(dict.fromkeys(new, mine))
-        mine.digests.update(new)
-        if mine.digests:
-            self._by[computer] = mine
+    def add(self, request: RequestKey, digests: Iterable[bytes], now: float) -> None:
+        """Announce those of these blocks that no other request computes."""
+        own = self._by_request.get(request) or Announcement(request, now)
+        own.last_progress = now
+        new = [digest for digest in digests if digest not in self._by_digest]
+        self._by_digest.update(dict.fromkeys(new, own))
+        own.digests.update(new)
+        if own.digests:
+            self._by_request[request] = own
 
-    def settled(self, digests: Iterable[bytes], now: float) -> list[bytes]:
-        """These have been computed, or never will be offered; returns those that were announced."""
-        known = []
+    def remove(self, digests: Iterable[bytes], now: float) -> list[bytes]:
+        """Remove blocks that were computed or will not be offered; return those announced."""
+        removed = []
         for digest in digests:
-            found = self._of.pop(digest, None)
+            found = self._by_digest.pop(digest, None)
             if found is not None:
-                known.append(digest)
-                found.heard = now
+                removed.append(digest)
+                found.last_progress = now
                 found.digests.discard(digest)
                 if not found.digests:
-                    self._by.pop(found.computer, None)
-        return known
+                    self._by_request.pop(found.request, None)
+        return removed
 
-    def end(self, computer: Computer) -> set[bytes]:
-        """It computes nothing more; returns what it had announced."""
-        self._on_end(computer)
-        found = self._by.pop(computer, None)
+    def end(self, request: RequestKey) -> set[bytes]:
+        """End a request's announcement; return its remaining digests."""
+        self._on_end(request)
+        found = self._by_request.pop(request, None)
         if found is None:
             return set()
         for digest in found.digests:
-            del self._of[digest]
+            del self._by_digest[digest]
         return found.digests
 
     def end_attachment(self, attachment: int) -> set[bytes]:
-        gone = [computer for computer in self._by if computer[0] == attachment]
-        return {digest for computer in gone for digest in self.end(computer)}
+        gone = [request for request in self._by_request if request[0] == attachment]
+        return {digest for request in gone for digest in self.end(request)}
 
     def expire(self, now: float) -> set[bytes]:
-        late = [a.computer for a in self._by.values() if now - a.heard > self._patience_s]
-        return {digest for computer in late for digest in self.end(computer)}
+        """End announcements without progress for `patience_s`; return their digests."""
+        late = [
+            a.request for a in self._by_request.values() if now - a.last_progress > self._patience_s
+        ]
+        return {digest for request in late for digest in self.end(request)}

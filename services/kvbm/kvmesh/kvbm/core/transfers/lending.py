@@ -1,4 +1,4 @@
-"""What a node does for others: it lends blocks, and makes ready those that they wait for."""
+"""Requests of other kvbms: blocks to read from this arena, and blocks to make ready for them."""
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -6,52 +6,52 @@ from collections.abc import Callable, Iterator, Sequence
 from kvmesh.blocks.digests import DIGEST_BYTES
 from kvmesh.bus.kvbm import Fetch, Prepare, Prepared
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
+from kvmesh.kvbm.core.blocks.prompt_blocks import Digests, PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.transfers.onboarding import Onboarding
-from kvmesh.kvbm.core.transfers.prompt_blocks import Digests, PromptBlocks
 from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 
-MOST_LENT = 256
-MOST_ASKED = 64
-MOST_WAIT_S = 1.0
-PATIENCE_S = 60.0
+MAX_LENT = 256
+MAX_PREPARING = 64
+MAX_WAIT_S = 1.0
+COMPUTE_WAIT_S = 60.0
 NO_ATTACHMENT = 0
 
 
 class Lending:
-    """Requests of other kvbms. `shares` tells whether this one has a store that they may read.
+    """Lends and prepares blocks. `shares`: this node has a store that other nodes can read.
 
-    `consider` has blocks written to that store if they are asked for often enough; `go_on` is
-    called when something may have changed for others.
+    `consider_offload` writes frequently used blocks to that store; `advance` lets waiting tickets
+    see changes.
     """
 
     def __init__(
         self,
         store: Store,
-        fetches: Onboarding,
+        onboarding: Onboarding,
         shares: bool,
         numbers: Iterator[int],
-        consider: Callable[[Sequence[Block]], None],
-        go_on: Callable[[], None],
+        consider_offload: Callable[[Sequence[Block]], None],
+        advance: Callable[[], None],
     ) -> None:
         self._store = store
-        self._fetches = fetches
+        self._onboarding = onboarding
         self._shares = shares
         self._numbers = numbers
-        self._consider = consider
-        self._go_on = go_on
-        self._asked: dict[int, Prepare] = {}
+        self._consider_offload = consider_offload
+        self._advance = advance
+        self._preparing: dict[int, Prepare] = {}
 
-    def __contains__(self, reading: ReadTicket) -> bool:
-        return reading.number in self._asked
+    def __contains__(self, ticket: ReadTicket) -> bool:
+        return ticket.number in self._preparing
 
     def lend(self, digests: list[bytes], block_bytes: int, now: float) -> list[Copy]:
-        """Copies in the arena of the leading ones of these blocks, used until `take_back`."""
+        """Arena copies of the leading blocks up to a missing one, held until `take_back`."""
         self._store.begin(now)
         lent: list[Copy] = []
-        for digest in digests[:MOST_LENT]:
+        for digest in digests[:MAX_LENT]:
             block = self._store.blocks.get(digest)
-            copy = block.ready(ARENA) if block is not None else None
+            copy = block.registered(ARENA) if block is not None else None
             if copy is None or copy.block.space.block_bytes != block_bytes:
                 break
             lent.append(copy)
@@ -61,44 +61,44 @@ class Lending:
         return lent
 
     def take_back(self, lent: list[Copy], now: float) -> None:
-        """The other node has read them, or never will."""
+        """Release lent copies, which the other node has read or will not read."""
         self._store.begin(now)
         self._store.release(*reversed(lent))
-        self._go_on()
+        self._advance()
 
     def prepare(self, message: Prepare, space: Space | None, now: float) -> Prepared | ReadTicket:
-        """The answer, or that which `answer` is to be called with once it is due."""
+        """The reply, or the ticket with which to call `answer` once it is due."""
         self._store.begin(now)
         if space is None or (message.stored and not self._shares):
             return Prepared(0, False)
         if len(message.digests) % DIGEST_BYTES or not message.wait_s >= 0:
             return Prepared(0, False)
-        if len(self._asked) >= MOST_ASKED:
+        if len(self._preparing) >= MAX_PREPARING:
             return Prepared(0, True)
         digests = Digests(message.digests)
         prompt = PromptBlocks(space, digests, array("Q"), array("Q"), 0, "", None, [])
         number = next(self._numbers)
         found = self._store.find(digests)
-        reading = self._fetches.start(number, _fetch(message), prompt, found, beyond=False)
-        self._fetches.park(reading, now + min(message.wait_s, MOST_WAIT_S))
-        self._asked[number] = message
-        self._go_on()
-        return self.answer(reading) if reading.due(now) else reading
+        ticket = self._onboarding.start(number, _fetch(message), prompt, found, beyond=False)
+        self._onboarding.park(ticket, now + min(message.wait_s, MAX_WAIT_S))
+        self._preparing[number] = message
+        self._advance()
+        return self.answer(ticket) if ticket.due(now) else ticket
 
-    def answer(self, reading: ReadTicket) -> Prepared:
-        """What has become ready meanwhile; nothing of it is kept for the other node."""
-        message = self._asked.pop(reading.number)
-        blocks, more = [copy.block for copy in reading.ready], reading.pending > 0
-        self._fetches.finish(reading)
-        count = self._shared(blocks) if message.stored else len(blocks)
+    def answer(self, ticket: ReadTicket) -> Prepared:
+        """End a ticket; the reply counts its ready blocks, which are not held any longer."""
+        message = self._preparing.pop(ticket.number)
+        blocks, more = [copy.block for copy in ticket.ready], ticket.pending > 0
+        self._onboarding.finish(ticket)
+        count = self._count_shared(blocks) if message.stored else len(blocks)
         self._store.counts.prepared += count
         return Prepared(count, more or count < len(blocks), message.stored)
 
-    def _shared(self, blocks: list[Block]) -> int:
-        """How many leading ones the store has; those that it has not may go there now."""
-        self._consider(blocks)
-        self._go_on()
-        missing = (n for n, block in enumerate(blocks) if block.ready(REMOTE) is None)
+    def _count_shared(self, blocks: list[Block]) -> int:
+        """Number of leading blocks in the shared store; the others are candidates for it."""
+        self._consider_offload(blocks)
+        self._advance()
+        missing = (n for n, block in enumerate(blocks) if block.registered(REMOTE) is None)
         return next(missing, len(blocks))
 
 
@@ -113,6 +113,6 @@ def _fetch(message: Prepare) -> Fetch:
         salt=0,
         compute_tps=message.compute_tps,
         load_bps=message.load_bps,
-        wait_s=PATIENCE_S,
+        wait_s=COMPUTE_WAIT_S,
         computes=False,
     )

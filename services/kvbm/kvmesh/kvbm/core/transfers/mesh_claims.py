@@ -1,174 +1,175 @@
-"""What nodes tell each other that they compute, so that a prefix is computed once in the mesh.
+"""Claims that nodes publish for the prompts they compute, so that the mesh computes each once.
 
 A claim names a prompt's blocks by some of their digests, each of which stands for all before it.
-Two nodes that claim the same without having heard of each other both know it in the end, and the
-one whose name is less goes first.
+If two nodes claim the same blocks before either receives the other's claim, the node with the
+lesser instance id computes.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvmesh.kvbm.core.transfers.in_progress import Computer
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
+from kvmesh.kvbm.core.transfers.in_progress import RequestKey
 
-MOST_MARKS = 256
-MOST_HEARD = 1 << 17
-MOST_REPEATED = 256
+MAX_CLAIM_DIGESTS = 256
+MAX_PEER_DIGESTS = 1 << 17
+MAX_REPEATED = 256
 
 
 class ClaimMessage(NamedTuple):
-    """To be told to all nodes; no `marks` end what was told under the number before."""
+    """A claim to publish; without `digests` it ends the claim with this number."""
 
     model: str
     number: int
-    marks: list[bytes]
+    digests: list[bytes]
 
 
 @dataclass(slots=True)
 class ComputeClaim:
-    """The blocks of a prompt from `first` on, as they were told."""
+    """A published claim of the blocks of a prompt from `first` on."""
 
-    telling: ClaimMessage
+    message: ClaimMessage
     first: int
-    told: float
+    sent_at: float
 
 
 class Claims:
-    """What requests of this node compute, in the words of the mesh; counts for `lasts_s`."""
+    """Claims of this node's requests; each is valid for `ttl_s` and renewed after half of it."""
 
-    def __init__(self, lasts_s: float) -> None:
-        self.lasts_s = lasts_s
-        self._last = 0
-        self._by: dict[Computer, ComputeClaim] = {}
-        self._tellings: list[ClaimMessage] = []
+    def __init__(self, ttl_s: float) -> None:
+        self.ttl_s = ttl_s
+        self._last_number = 0
+        self._claims: dict[RequestKey, ComputeClaim] = {}
+        self._outgoing: list[ClaimMessage] = []
 
     def __len__(self) -> int:
-        return len(self._by)
+        return len(self._claims)
 
-    def first(self, computer: Computer | None) -> int | None:
-        """The first block of its prompt that a request has claimed."""
-        claim = self._by.get(computer) if computer is not None else None
+    def first(self, request: RequestKey | None) -> int | None:
+        """Index of the first block that a request has claimed."""
+        claim = self._claims.get(request) if request is not None else None
         return claim.first if claim is not None else None
 
-    def make(self, computer: Computer, prompt: PromptBlocks, first: int, now: float) -> None:
-        """A request computes the rest of its prompt from `first` on, if there is any."""
-        known = self._by.get(computer)
+    def start(self, request: RequestKey, prompt: PromptBlocks, first: int, now: float) -> None:
+        """Claim the blocks of a prompt from `first` on; end the claim if there are none."""
+        known = self._claims.get(request)
         if first >= len(prompt):
-            self.end(computer)
+            self.end(request)
         elif known is None or first < known.first:
-            self._last += known is None
-            number = known.telling.number if known is not None else self._last
-            telling = ClaimMessage(prompt.space.model, number, _marks(prompt, first))
-            self._by[computer] = ComputeClaim(telling, first, now)
-            self._tellings.append(telling)
+            self._last_number += known is None
+            number = known.message.number if known is not None else self._last_number
+            message = ClaimMessage(prompt.space.model, number, _sample(prompt, first))
+            self._claims[request] = ComputeClaim(message, first, now)
+            self._outgoing.append(message)
 
-    def end(self, computer: Computer) -> None:
-        """It computes nothing more."""
-        claim = self._by.pop(computer, None)
+    def end(self, request: RequestKey) -> None:
+        claim = self._claims.pop(request, None)
         if claim is not None:
-            self._tellings.append(claim.telling._replace(marks=[]))
+            self._outgoing.append(claim.message._replace(digests=[]))
 
-    def renew(self, computing: Iterable[Computer], now: float) -> None:
-        """Tell again in time what still counts; the rest lapses everywhere."""
-        known = set(computing)
-        for computer, claim in list(self._by.items()):
-            if computer in known and now - claim.told > self.lasts_s / 2:
-                claim.told = now
-                self._tellings.append(claim.telling)
-            elif now - claim.told > self.lasts_s:
-                del self._by[computer]
+    def renew(self, requests: Iterable[RequestKey], now: float) -> None:
+        """Publish the claims of these requests again in time; drop other claims that expired."""
+        computing = set(requests)
+        for request, claim in list(self._claims.items()):
+            if request in computing and now - claim.sent_at > self.ttl_s / 2:
+                claim.sent_at = now
+                self._outgoing.append(claim.message)
+            elif now - claim.sent_at > self.ttl_s:
+                del self._claims[request]
 
-    def under_way(self, model: str) -> list[ClaimMessage]:
-        """What has been told of a model and still holds, for whoever could not hear it."""
-        told = [claim.telling for claim in self._by.values() if claim.telling.model == model]
-        return told[-MOST_REPEATED:]
+    def current(self, model: str) -> list[ClaimMessage]:
+        """The newest valid claims of a model, for a node that has just joined."""
+        sent = [c.message for c in self._claims.values() if c.message.model == model]
+        return sent[-MAX_REPEATED:]
 
-    def take(self) -> list[ClaimMessage]:
-        """What is to be told."""
-        taken, self._tellings = self._tellings, []
-        return taken
+    def drain(self) -> list[ClaimMessage]:
+        """The messages to publish since the last call."""
+        messages, self._outgoing = self._outgoing, []
+        return messages
 
 
 class PeerSource(NamedTuple):
-    """Another node has, or computes, the blocks of a prompt up to `end`."""
+    """Another kvbm that has, or computes, the blocks of a prompt up to `end`."""
 
-    owner: str
+    instance: str
     end: int
 
 
 @dataclass(slots=True, eq=False)
-class _Heard:
-    owner: str
+class _PeerClaim:
+    instance: str
     number: int
-    marks: list[bytes]
+    digests: list[bytes]
     until: float
 
 
 class PeerClaims:
-    """What other nodes have claimed, as long as it counts."""
+    """Claims received from other nodes, until they expire."""
 
     def __init__(self) -> None:
-        self._heard: dict[tuple[str, int], _Heard] = {}
-        self._of: dict[bytes, list[_Heard]] = {}
-        self._marks = 0
+        self._claims: dict[tuple[str, int], _PeerClaim] = {}
+        self._by_digest: dict[bytes, list[_PeerClaim]] = {}
+        self._digest_count = 0
 
     def __len__(self) -> int:
-        return len(self._heard)
+        return len(self._claims)
 
-    def hear(self, owner: str, number: int, marks: list[bytes], until: float) -> None:
-        """A node claims these in place of what it has claimed before under this number."""
-        self._forget(owner, number)
-        if not marks:
+    def receive(self, instance: str, number: int, digests: list[bytes], until: float) -> None:
+        """Replace the claim with this number of a node."""
+        self._remove(instance, number)
+        if not digests:
             return
-        heard = self._heard[owner, number] = _Heard(owner, number, marks[:MOST_MARKS], until)
-        for mark in heard.marks:
-            self._of.setdefault(mark, []).append(heard)
-        self._marks += len(heard.marks)
-        while self._marks > MOST_HEARD:
-            self._forget(*next(iter(self._heard)))
+        claim = _PeerClaim(instance, number, digests[:MAX_CLAIM_DIGESTS], until)
+        self._claims[instance, number] = claim
+        for digest in claim.digests:
+            self._by_digest.setdefault(digest, []).append(claim)
+        self._digest_count += len(claim.digests)
+        while self._digest_count > MAX_PEER_DIGESTS:
+            self._remove(*next(iter(self._claims)))
 
     def find(self, prompt: PromptBlocks, first: int) -> PeerSource | None:
-        """Who is to be waited for if block `first` is missing, and how far that goes."""
-        if not self._of:
+        """The node that computes block `first`, and the end of its claim in this prompt."""
+        if not self._by_digest:
             return None
         digests = prompt.digests[first:]
-        claims = next((self._of[digest] for digest in digests if digest in self._of), None)
+        claims = next((self._by_digest[d] for d in digests if d in self._by_digest), None)
         if claims is None:
             return None
-        chosen = min(claims, key=lambda heard: heard.owner)
-        marks = set(chosen.marks)
-        count = next(n for n in range(len(digests), 0, -1) if digests[n - 1] in marks)
-        return PeerSource(chosen.owner, first + count)
+        chosen = min(claims, key=lambda claim: claim.instance)
+        claimed = set(chosen.digests)
+        count = next(n for n in range(len(digests), 0, -1) if digests[n - 1] in claimed)
+        return PeerSource(chosen.instance, first + count)
 
-    def drop(self, owner: str, prompt: PromptBlocks, first: int) -> None:
-        """Nothing more of a prompt comes from this node."""
+    def drop(self, instance: str, prompt: PromptBlocks, first: int) -> None:
+        """Drop a node's claims of the blocks of a prompt from `first` on."""
         for digest in prompt.digests[first:]:
-            for heard in [h for h in self._of.get(digest, ()) if h.owner == owner]:
-                self._forget(heard.owner, heard.number)
+            claims = self._by_digest.get(digest, ())
+            for claim in [claim for claim in claims if claim.instance == instance]:
+                self._remove(claim.instance, claim.number)
 
-    def leave(self, owner: str) -> None:
-        """The node is gone."""
-        for heard in [h for h in self._heard.values() if h.owner == owner]:
-            self._forget(owner, heard.number)
+    def drop_peer(self, instance: str) -> None:
+        """Drop all claims of a node."""
+        for claim in [c for c in self._claims.values() if c.instance == instance]:
+            self._remove(instance, claim.number)
 
     def expire(self, now: float) -> None:
-        for heard in [h for h in self._heard.values() if h.until < now]:
-            self._forget(heard.owner, heard.number)
+        for claim in [claim for claim in self._claims.values() if claim.until < now]:
+            self._remove(claim.instance, claim.number)
 
-    def _forget(self, owner: str, number: int) -> None:
-        heard = self._heard.pop((owner, number), None)
-        if heard is None:
+    def _remove(self, instance: str, number: int) -> None:
+        claim = self._claims.pop((instance, number), None)
+        if claim is None:
             return
-        self._marks -= len(heard.marks)
-        for mark in heard.marks:
-            claims = self._of[mark]
-            claims.remove(heard)
+        self._digest_count -= len(claim.digests)
+        for digest in claim.digests:
+            claims = self._by_digest[digest]
+            claims.remove(claim)
             if not claims:
-                del self._of[mark]
+                del self._by_digest[digest]
 
 
-def _marks(prompt: PromptBlocks, first: int) -> list[bytes]:
-    """Digests of the rest of a prompt, evenly apart, the last one among them."""
-    step = -(-(len(prompt) - first) // MOST_MARKS)
+def _sample(prompt: PromptBlocks, first: int) -> list[bytes]:
+    """Evenly spaced digests of the rest of a prompt, including the last one."""
+    step = -(-(len(prompt) - first) // MAX_CLAIM_DIGESTS)
     return [prompt.digests[i] for i in range(len(prompt) - 1, first - 1, -step)][::-1]

@@ -1,4 +1,4 @@
-"""What is written through from the arena to a lower tier, and when."""
+"""Offload of frequently used blocks from the arena to a lower tier."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -6,52 +6,48 @@ from collections.abc import Iterable
 from kvmesh.kvbm.core.blocks.block import ARENA, Block
 from kvmesh.kvbm.core.blocks.store import Store
 
-WAITING = 4096
+MAX_CANDIDATES = 4096
 
 
 class Offload:
-    """Blocks asked for at least `frequency` times go to `tier`, at most `at_once` at a time.
+    """Copies blocks used at least `frequency` times to `tier`, at most `max_moves` at a time.
 
-    What waits is bounded: the oldest candidate gives way and comes again when it is hit again.
+    At most MAX_CANDIDATES wait; beyond that the oldest is dropped until its next use.
     """
 
     def __init__(
-        self, store: Store, tier: int, frequency: float, decay_s: float, at_once: int
+        self, store: Store, tier: int, frequency: float, decay_s: float, max_moves: int
     ) -> None:
         self._store = store
         self._tier = tier
         self._frequency = frequency
         self._decay_s = decay_s
-        self._at_once = at_once
-        self._waiting: OrderedDict[Block, None] = OrderedDict()
-        self.open = True
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+        self._max_moves = max_moves
+        self._candidates: OrderedDict[Block, None] = OrderedDict()
+        self._open = True
 
     def consider(self, blocks: Iterable[Block]) -> None:
-        """Blocks have come to the arena, or were asked for."""
-        if not self.open:
+        """Add blocks that were registered in the arena or used."""
+        if not self._open:
             return
         for block in [block for block in blocks if self._tier not in block.copies]:
-            if block not in self._waiting and self._is_wanted(block):
-                self._waiting[block] = None
-                if len(self._waiting) > WAITING:
-                    self._waiting.popitem(last=False)
+            if block not in self._candidates and self._qualifies(block):
+                self._candidates[block] = None
+                if len(self._candidates) > MAX_CANDIDATES:
+                    self._candidates.popitem(last=False)
 
-    def _is_wanted(self, block: Block) -> bool:
+    def _qualifies(self, block: Block) -> bool:
         tier = self._store.tiers.get(self._tier)
-        if tier is not None and not tier.fits(block.space.slot):
+        if tier is not None and not tier.fits(block.space.slot_bytes):
             return False
-        return block.uses.now(self._store.now, self._decay_s) >= self._frequency
+        return block.frequency.at(self._store.now, self._decay_s) >= self._frequency
 
-    def pump(self) -> None:
-        """Begin as many moves as may run."""
+    def start_moves(self) -> None:
+        """Start as many moves as may run at a time."""
         traffic = self._store.traffic[ARENA, self._tier]
-        while self.open and self._waiting and traffic.moving < self._at_once:
-            block, _ = self._waiting.popitem(last=False)
-            source = block.ready(ARENA)
+        while self._open and self._candidates and traffic.moving < self._max_moves:
+            block, _ = self._candidates.popitem(last=False)
+            source = block.registered(ARENA)
             if source is None or self._tier in block.copies:
                 continue
             target = self._store.reserve(block, self._tier)
@@ -59,6 +55,6 @@ class Offload:
                 self._store.move(source, target)
 
     def close(self) -> None:
-        """The tier takes no more."""
-        self.open = False
-        self._waiting.clear()
+        """Write nothing more to the tier."""
+        self._open = False
+        self._candidates.clear()

@@ -1,13 +1,13 @@
-"""What a worker uses: copies that it writes, and copies that it reads."""
+"""Tickets: the copies that a worker writes or reads."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
-from kvmesh.kvbm.core.transfers.in_progress import Computer
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
+from kvmesh.kvbm.core.transfers.in_progress import RequestKey
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -21,50 +21,55 @@ class WriteTicket:
 
 @dataclass(slots=True, eq=False)
 class ReadTicket:
-    """A prompt's blocks on their way to a worker.
+    """Blocks of a prompt, up to `end`, on their way to a worker.
 
-    It gets those before `end`: the first `next` have been given to it or were its own, then come
-    those in `ready`, then those `ahead`, which are on their way to the arena. `blocked` is the
-    digest that it waits for, `patience_s` how long it does while somebody else makes it. While it
-    is `looking` for more beyond this node, `further` is the node that is asked, if it is one.
+    The worker has the blocks before `next_index`; those in `ready` follow, then those that are
+    `loading` into the arena. `awaited` is the digest of the first block that is not ready. The
+    ticket waits for blocks that others compute until `wait_s` after its `last_progress`. During a
+    lookup beyond this node, `peer` is the node that the lookup queries, if any. `request` is set
+    if the worker computes the missing blocks. The worker knows the number of an `issued` ticket.
     """
 
     number: int
     attachment: int
     prompt: PromptBlocks
-    computer: Computer | None
+    request: RequestKey | None
     engine: EngineSpeed
-    next: int
+    next_index: int
     end: int
-    patience_s: float
-    moved: float
+    wait_s: float
+    last_progress: float
     ready: list[Copy] = field(default_factory=list)
-    ahead: deque[Copy] = field(default_factory=deque)
+    loading: deque[Copy] = field(default_factory=deque)
     given: list[Copy] = field(default_factory=list)
     sources: dict[int, int] = field(default_factory=dict)
-    blocked: bytes | None = None
-    waited: bool = False
-    known: bool = False
-    looking: bool = False
-    further: PeerSource | None = None
-    parked: float | None = None
+    awaited: bytes | None = None
+    wait_counted: bool = False
+    issued: bool = False
+    lookup_pending: bool = False
+    peer: PeerSource | None = None
+    parked_until: float | None = None
 
     @property
-    def reached(self) -> int:
-        """The first block that is not even on its way."""
-        return self.next + len(self.ready) + len(self.ahead)
+    def loading_end(self) -> int:
+        """Index of the first block that is neither ready nor loading."""
+        return self.next_index + len(self.ready) + len(self.loading)
 
     @property
     def pending(self) -> int:
-        """Blocks that will come after those that are ready; one more while a lookup runs."""
-        return self.end - self.next - len(self.ready) + self.looking
+        """Number of blocks after those that are ready; one more while a lookup is pending."""
+        return self.end - self.next_index - len(self.ready) + self.lookup_pending
+
+    def timed_out(self, now: float) -> bool:
+        """True if it has waited long enough for blocks that others compute."""
+        return now - self.last_progress > self.wait_s
 
     def due(self, now: float) -> bool:
-        """A request for more of it waits, and should be answered."""
-        if self.parked is None:
+        """True if a parked request for more blocks is to be answered."""
+        if self.parked_until is None:
             return False
-        return bool(self.ready) or not self.pending or now >= self.parked
+        return bool(self.ready) or not self.pending or now >= self.parked_until
 
     def copies(self) -> list[Copy]:
-        """All that it uses."""
-        return [*self.given, *self.ready, *self.ahead]
+        """All copies that it uses."""
+        return [*self.given, *self.ready, *self.loading]

@@ -1,12 +1,12 @@
-"""Write-through from engines: which offered blocks are wanted, and where they are written."""
+"""Write-through from engines: write tickets for the offered blocks that the node wants."""
 
 from array import array
 
 from kvmesh.bus.kvbm import Offer, Wanted
 from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, CopyState
+from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.retention import TierRetention
-from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.transfers.tickets import WriteTicket
 from kvmesh.retention.claims import THINKING_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import PLAIN_WISH
@@ -15,86 +15,86 @@ STAGED_SHARE = 4
 
 
 class OfferedBlocks:
-    """All writing tickets. At most a fourth of the arena is being written at any time."""
+    """All write tickets. At most a quarter of the arena is staged at any time."""
 
-    def __init__(self, store: Store, keeping: TierRetention) -> None:
+    def __init__(self, store: Store, retention: TierRetention) -> None:
         self._store = store
-        self._keeping = keeping
-        self._most = store.tiers[ARENA].slots.capacity // STAGED_SHARE
-        self.writings: dict[int, WriteTicket] = {}
+        self._retention = retention
+        self._max_staged = store.tiers[ARENA].slots.capacity // STAGED_SHARE
+        self.tickets: dict[int, WriteTicket] = {}
         self.staged = 0
 
     def start(
         self, number: int, message: Offer, prompt: PromptBlocks
     ) -> tuple[Wanted, list[bytes]]:
-        """Stage what is wanted; also returns the digests that nobody will write now."""
+        """Stage the wanted blocks; also return the digests of the refused ones."""
         store = self._store
         first = max(0, message.first)
-        # what is before the last one stays with it
+        # the parent of the first offered block must outlive it
         store.touch(store.find(prompt.digests[max(0, first - 1) :]))
-        self._keeping.follow(prompt)
-        wishes = self._keeping.wishes(prompt, first)
-        ephemeral = _thinking_from(prompt, wishes)
+        self._retention.follow(prompt)
+        wishes = self._retention.wishes(prompt, first)
+        thinking = _trailing_thinking(prompt, wishes)
         copies: list[Copy] = []
-        unwanted: list[bytes] = []
-        refused = ""
+        refused: list[bytes] = []
+        reason = ""
         for index in range(first, len(prompt)):
             block = store.blocks.get(prompt.digests[index])
             if block is not None and ARENA in block.copies:
                 continue
-            refused = refused or self._refusal(prompt, index, ephemeral)
-            copy = None if refused else self._stage(block or prompt.block(index))
+            reason = reason or self._refusal(prompt, index, thinking)
+            copy = None if reason else self._stage(block or prompt.block(index))
             if copy is not None:
                 copies.append(copy)
                 continue
-            refused = refused or "full"
-            store.counts.skip(refused)
-            unwanted.append(prompt.digests[index])
-        store.counts.offered += len(copies) + len(unwanted)
-        self._keeping.ask(prompt, wishes, [copy.block for copy in copies])
+            reason = reason or "full"
+            store.counts.refuse(reason)
+            refused.append(prompt.digests[index])
+        store.counts.offered += len(copies) + len(refused)
+        self._retention.apply(prompt, wishes, [copy.block for copy in copies])
         if not copies:
-            return Wanted(0, b"", b""), unwanted
-        self.writings[number] = WriteTicket(number, message.attachment, copies)
+            return Wanted(0, b"", b""), refused
+        self.tickets[number] = WriteTicket(number, message.attachment, copies)
         indices = array("I", (copy.block.index for copy in copies))
         offsets = array("Q", (copy.offset for copy in copies))
-        return Wanted(number, indices.tobytes(), offsets.tobytes()), unwanted
+        return Wanted(number, indices.tobytes(), offsets.tobytes()), refused
 
-    def commit(self, writing: WriteTicket, checksums: "array[int]") -> list[Block]:
-        """End a ticket: what has a checksum is registered, and returned; the rest is dropped."""
-        del self.writings[writing.number]
+    def commit(self, ticket: WriteTicket, checksums: "array[int]") -> list[Block]:
+        """End a ticket: register and return the blocks with a checksum, drop the others."""
+        del self.tickets[ticket.number]
         written: list[Block] = []
-        for place, copy in enumerate(writing.copies):
-            if place < len(checksums) and copy.state is CopyState.STAGED:
-                self._store.register(copy, checksums[place])
+        for index, copy in enumerate(ticket.copies):
+            if index < len(checksums) and copy.state is CopyState.STAGED:
+                self._store.register(copy, checksums[index])
                 written.append(copy.block)
             else:
                 self._store.drop(copy)
-        self.staged -= sum(copy.block.space.slot for copy in writing.copies)
-        self._store.release(*reversed(writing.copies))
+        self.staged -= sum(copy.block.space.slot_bytes for copy in ticket.copies)
+        self._store.release(*reversed(ticket.copies))
         self._store.counts.written += len(written)
         return written
 
-    def _refusal(self, prompt: PromptBlocks, index: int, ephemeral: int) -> str:
-        """Why this block and all behind it are not wanted; empty if it is."""
-        if self._keeping.is_closed(prompt.session):
+    def _refusal(self, prompt: PromptBlocks, index: int, thinking: int) -> str:
+        """Reason to refuse this block and all after it; empty if there is none."""
+        if self._retention.is_closed(prompt.session):
             return "closed"
-        if index >= ephemeral:
+        if index >= thinking:
             return "thinking"
         if index and prompt.digests[index - 1] not in self._store.blocks:
             return "orphan"
-        if self.staged and self.staged + prompt.space.slot > self._most:
+        if self.staged and self.staged + prompt.space.slot_bytes > self._max_staged:
             return "busy"
         return ""
 
     def _stage(self, block: Block) -> Copy | None:
         copy = self._store.reserve(block, ARENA)
         if copy is not None:
-            self.staged += block.space.slot
+            self.staged += block.space.slot_bytes
         return copy
 
 
-def _thinking_from(prompt: PromptBlocks, wishes: dict[int, RetentionWish]) -> int:
-    """Where the thinking at the end begins: what follows other thinking shows that it is in use."""
+def _trailing_thinking(prompt: PromptBlocks, wishes: dict[int, RetentionWish]) -> int:
+    """Index of the first of the reasoning blocks at the end; earlier ones are in use."""
     first = len(prompt)
     while first and wishes.get(first - 1, PLAIN_WISH).level == THINKING_LEVEL:
         first -= 1

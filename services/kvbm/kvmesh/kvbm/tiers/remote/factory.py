@@ -1,4 +1,4 @@
-"""Which store a URL means."""
+"""Creates the remote store for a URL."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,9 +19,9 @@ def open_store(
     folder_bytes: int,
     folder_group: bool = False,
 ) -> RemoteStore:
-    """The store at redis://, rediss://, unix:// or file:// `url`; connects when it is first used.
+    """The store at a redis://, rediss://, unix:// or file:// `url`; connects on first use.
 
-    Raises RemoteError if there is no such kind of store, or its package is not installed.
+    Raises RemoteError if the URL is invalid or the store's package is not installed.
     """
     scheme = urlsplit(url).scheme
     if scheme == "file":

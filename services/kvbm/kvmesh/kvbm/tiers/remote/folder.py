@@ -1,4 +1,4 @@
-"""Blocks in a shared folder: a file per block, whose time of change is when its lease began."""
+"""Remote store in a shared folder: a file per block, whose mtime is the start of its lease."""
 
 import asyncio
 import errno
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvmesh.bus.errors import cause
 from kvmesh.kvbm.tiers.remote.interface import (
-    MOST_NOTE_BYTES,
+    MAX_NOTE_BYTES,
     NOTE_LENGTH_BYTES,
     RemoteBlock,
     RemoteError,
@@ -22,16 +22,16 @@ from kvmesh.kvbm.tiers.remote.interface import (
 
 T = TypeVar("T")
 THREADS = 4
-SWEEP_TO = 0.9
+SWEEP_TARGET = 0.9
 STALE_WRITE_S = 600.0
 
 
 class FolderStore:
-    """At most about `capacity` bytes over all nodes: the oldest files go when `tend` finds more.
+    """At most about `capacity` bytes over all nodes: `tend` removes the oldest files beyond it.
 
-    `timeout_s` bounds how long a call is waited for, as a network file system may hang. Raises
-    RemoteError if the folder cannot be made or written. Only its own user can read what it makes,
-    or with `group` that user's group.
+    `timeout_s` bounds the wait for a call, as a network file system may hang. Raises RemoteError
+    if the folder cannot be created or written. Files are accessible to their user only, with
+    `group` also to the user's group.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FolderStore:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, operation: str, call: Callable[[], T]) -> T:
-        """Once a thread is free: nothing is queued, with its buffers, behind calls that hang."""
+        """Run a call in a free thread; calls with buffers never queue behind calls that hang."""
         freed = partial(_release, self._idle, asyncio.get_running_loop())
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -126,7 +126,7 @@ class FolderStore:
             folder.chmod(self._folder_mode)
 
     def _create(self, path: Path, flags: int) -> int:
-        """Open a file, made now if need be, whatever `umask` says."""
+        """Open a file; create it if missing, with the store's mode regardless of the umask."""
         try:
             fresh = flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             file = os.open(path, fresh, 0o600)
@@ -139,24 +139,24 @@ class FolderStore:
         with suppress(FileNotFoundError), self._path(digest).open("rb", buffering=0) as file:
             length = int.from_bytes(file.read(NOTE_LENGTH_BYTES), "little")
             size = os.fstat(file.fileno()).st_size
-            if length < MOST_NOTE_BYTES and size == NOTE_LENGTH_BYTES + length + into.nbytes:
+            if length < MAX_NOTE_BYTES and size == NOTE_LENGTH_BYTES + length + into.nbytes:
                 note = file.read(length)
                 return note if _read_full(file.fileno(), into) else None
         return None
 
     def _sweep(self) -> None:
-        """Remove ended leases, then the oldest files; one node at a time does it."""
-        with self._alone() as alone:
-            if not alone:
+        """Remove expired files, then the oldest; one node sweeps at a time."""
+        with self._exclusive() as exclusive:
+            if not exclusive:
                 return
             now = time.time()
             files = sorted(self._files())
             excess = sum(size for _, size, _ in files) - self._capacity
             if excess > 0:
-                excess += int((1 - SWEEP_TO) * self._capacity)
-            for changed, size, path in files:
+                excess += int((1 - SWEEP_TARGET) * self._capacity)
+            for modified, size, path in files:
                 lease_s = STALE_WRITE_S if path.name.startswith(".") else self._lease_s
-                if excess <= 0 and now - changed < lease_s:
+                if excess <= 0 and now - modified < lease_s:
                     continue
                 path.unlink(missing_ok=True)
                 excess -= size
@@ -168,7 +168,7 @@ class FolderStore:
                 yield status.st_mtime, status.st_size, path
 
     @contextmanager
-    def _alone(self) -> Iterator[bool]:
+    def _exclusive(self) -> Iterator[bool]:
         with (self._folder / ".lock").open("rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,7 +181,7 @@ class FolderStore:
 
 
 def _release(idle: asyncio.Semaphore, loop: asyncio.AbstractEventLoop, _: object) -> None:
-    with suppress(RuntimeError):  # the loop has ended before the call has
+    with suppress(RuntimeError):  # the loop may end before the call
         loop.call_soon_threadsafe(idle.release)
 
 

@@ -1,4 +1,4 @@
-"""Tier 3: blocks that every node can read, in a store that outlives them all."""
+"""Interface of tier 3: a store of blocks that all nodes share and that outlives them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,11 +6,11 @@ from typing import Protocol
 from msgspec import Struct
 
 NOTE_LENGTH_BYTES = 4
-MOST_NOTE_BYTES = 1 << 16
+MAX_NOTE_BYTES = 1 << 16
 
 
 class RemoteError(Exception):
-    """The store did not do it; `operation` is the method that failed, `reason` its cause."""
+    """A store operation failed: the method `operation`, for `reason`."""
 
     def __init__(self, operation: str, reason: str) -> None:
         super().__init__(f"{operation}: {reason}")
@@ -19,7 +19,7 @@ class RemoteError(Exception):
 
 
 class RemoteBlock(Struct, frozen=True):
-    """One block to be kept: its content, and a `note` (< 64 KiB) that comes back with it."""
+    """A block to store: its content, and a `note` (< 64 KiB) that `get` returns with it."""
 
     digest: bytes
     note: bytes
@@ -29,33 +29,33 @@ class RemoteBlock(Struct, frozen=True):
 class RemoteStore(Protocol):
     """A store of immutable blocks by digest. Every method raises RemoteError, in bounded time.
 
-    A block is there until its lease ends: `lease_s` after it was put or last found. The store may
-    drop it earlier when it is full.
+    A block's lease ends `lease_s` after it was put or last found. A full store may drop blocks
+    earlier.
     """
 
     async def find(self, digests: Sequence[bytes]) -> int:
-        """How many leading ones are there; their leases begin anew."""
+        """Number of leading blocks in the store; renews their leases."""
         ...
 
     async def put(self, blocks: Sequence[RemoteBlock]) -> None:
-        """Keep these blocks; one that is there already is left as it is."""
+        """Store blocks; existing ones stay unchanged."""
         ...
 
     async def get(self, digests: Sequence[bytes], into: Sequence[memoryview]) -> list[bytes | None]:
-        """Fill each buffer with its block; returns its note, None where it is not there.
+        """Fill each buffer with its block; return the notes, None for each missing block.
 
-        A block of another size than its buffer counts as not there.
+        A block whose size differs from its buffer counts as missing.
         """
         ...
 
     async def drop(self, digests: Sequence[bytes]) -> None:
-        """Keep these no longer; those that are not there do not matter."""
+        """Drop blocks; missing ones are ignored."""
         ...
 
     async def tend(self) -> None:
-        """Housekeeping, to be called now and then."""
+        """Periodic housekeeping."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections and threads; nothing follows."""
+        """Close connections and threads; no call may follow."""
         ...

@@ -1,6 +1,7 @@
-"""Blocks in Redis: one string per block, whose expiry is its lease.
+"""Remote store in Redis: one string per block, whose expiry is its lease.
 
-Give the server `maxmemory` and the policy `allkeys-lru` or `volatile-ttl`: it then bounds itself.
+Configure `maxmemory` and the policy `allkeys-lru` or `volatile-ttl`, so that the server bounds
+itself.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,9 +22,9 @@ CONNECTIONS = 8
 
 
 class RedisStore:
-    """`url` is redis://, rediss:// or unix://; raises ValueError if it is none of these.
+    """`url` is redis://, rediss:// or unix://; raises ValueError otherwise.
 
-    `timeout_s` bounds each exchange with the server; a batch is some MiB or keys at most.
+    `timeout_s` bounds each exchange with the server, of at most BATCH_BYTES or BATCH_KEYS.
     """
 
     def __init__(self, url: str, namespace: str, lease_s: float, timeout_s: float) -> None:
@@ -39,12 +40,12 @@ class RedisStore:
         self._redis = Redis(connection_pool=pool)
 
     async def find(self, digests: Sequence[bytes]) -> int:
-        start, count = 0, FIRST_KEYS  # few, as of most prompts nothing is there
+        start, count = 0, FIRST_KEYS  # few, as the store has nothing of most prompts
         while start < len(digests):
             part = digests[start : start + count]
-            there = await self._checked("find", lambda part=part: self._renew(part))  # type: ignore[misc]
-            if not all(there):
-                return start + there.index(False)
+            found = await self._checked("find", lambda part=part: self._renew(part))  # type: ignore[misc]
+            if not all(found):
+                return start + found.index(False)
             start, count = start + count, min(8 * count, BATCH_KEYS)
         return len(digests)
 
@@ -68,7 +69,7 @@ class RedisStore:
             await self._checked("drop", lambda keys=keys: self._redis.unlink(*keys))  # type: ignore[misc]
 
     async def tend(self) -> None:
-        """Nothing: the server forgets what has expired."""
+        """Nothing to do: the server drops expired blocks."""
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -78,7 +79,7 @@ class RedisStore:
         async with self._redis.pipeline(transaction=False) as pipeline:
             for digest in digests:
                 pipeline.pexpire(self._prefix + digest, self._lease_ms)
-            return [bool(there) for there in await pipeline.execute()]
+            return [bool(renewed) for renewed in await pipeline.execute()]
 
     async def _set(self, blocks: Sequence[RemoteBlock]) -> None:
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -95,7 +96,7 @@ class RedisStore:
 
 
 def batches(sizes: Sequence[int]) -> list[int]:
-    """Where to cut a list of blocks of these sizes, both ends included; no batch is empty."""
+    """Boundaries of batches over blocks of these sizes, both ends included; no batch is empty."""
     cuts, held = [0], 0
     for i, size in enumerate(sizes):
         if held and held + size > BATCH_BYTES:
@@ -113,7 +114,7 @@ def pack(block: RemoteBlock) -> bytes:
 
 
 def unpack(value: bytes | str | None, into: memoryview) -> bytes | None:
-    """Copy the content; returns the note, None if there is no block of that size in `value`."""
+    """Copy the content into `into`; return the note, None if `value` has another size."""
     if not isinstance(value, bytes) or len(value) < NOTE_LENGTH_BYTES:
         return None
     start = NOTE_LENGTH_BYTES + int.from_bytes(value[:NOTE_LENGTH_BYTES], "little")

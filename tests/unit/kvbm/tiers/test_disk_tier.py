@@ -1,4 +1,4 @@
-"""What is written down of the disk tier when writing fails for a while."""
+"""Journal of the disk tier when its writes fail for a while."""
 
 import asyncio
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, Block, Space
-from kvmesh.kvbm.core.blocks.journal_record import Kept
+from kvmesh.kvbm.core.blocks.journal_record import BlockWritten
 from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.tiers.disk_file import DiskFile
@@ -20,8 +20,8 @@ LAYOUT = KvLayout(
 )
 
 
-def keep(manager: Manager, number: int) -> None:
-    """Have a block on disk."""
+def store_block(manager: Manager, number: int) -> None:
+    """Register a block on disk."""
     space = Space(0, "m", LAYOUT)
     block = Block(bytes([number]) * 16, None, space, "", 0, 0, 0, number, 0)
     copy = manager.store.reserve(block, DISK)
@@ -30,21 +30,21 @@ def keep(manager: Manager, number: int) -> None:
     manager.store.release(copy)
 
 
-async def test_what_could_not_be_written_is_when_it_closes(
+async def test_failed_records_are_written_on_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = Manager(KvbmConfig({ARENA: 4 * MB, DISK: 4 * MB}))
     disk = DiskFile(tmp_path, 4 * MB, 0)
-    shelf = DiskTier(disk, manager, b"k" * 32, asyncio.get_running_loop().time)
-    await shelf.open()
-    keep(manager, 1)
+    tier = DiskTier(disk, manager, b"k" * 32, asyncio.get_running_loop().time)
+    await tier.open()
+    store_block(manager, 1)
     with monkeypatch.context() as patch:
         patch.setattr(DiskJournal, "append", fail)
-        await shelf.save()
-    await shelf.save()
-    await shelf.close()
+        await tier.save()
+    await tier.save()
+    await tier.close()
     records = records_in((tmp_path / "journal").read_bytes())
-    assert sum(isinstance(record, Kept) for record in records) == 1
+    assert sum(isinstance(record, BlockWritten) for record in records) == 1
     disk.close()
 
 

@@ -1,4 +1,4 @@
-"""The block manager under random use: nothing in use is overwritten, and everything comes back."""
+"""The block manager under random use: nothing in use is overwritten, all resources return."""
 
 from array import array
 from collections import defaultdict
@@ -27,7 +27,7 @@ from kvmesh.bus.kvbm import (
 )
 from kvmesh.bus.messages import Clear, Cleared, KvEvent, Pin, Removed, Retain
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, CopyState
-from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, RemoteCounts
+from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, RemoteTierConfig
 from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.manager import Manager, ParkedFetch
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
@@ -46,19 +46,19 @@ LAYOUTS = [
     for size in (16 << 10, 40 << 10)
 ]
 GARBAGE = b""
-RULES = KvbmConfig(
+CONFIG = KvbmConfig(
     CAPACITIES,
     disk_frequency=1.0,
     patience_s=5.0,
-    moves=3,
-    remote=RemoteCounts(30, 50.0),
+    max_moves=3,
+    remote=RemoteTierConfig(30, 50.0),
     remote_frequency=2.0,
 )
 
 
 @dataclass
 class Prompt:
-    """Blocks named by what leads to them, as digests are."""
+    """A prompt whose blocks are identified by their prefixes, as by digests."""
 
     kind: int
     path: tuple[int, ...]
@@ -77,7 +77,7 @@ class Prompt:
 
 @dataclass
 class Use:
-    """A ticket that a worker has, and what it may read: digest by offset."""
+    """A worker's read ticket, with the digest expected at each offset."""
 
     worker: int
     prompt: Prompt
@@ -87,8 +87,8 @@ class Use:
 
 
 def path(number: int) -> tuple[int, ...]:
-    """One of many prompts that share their beginnings."""
-    return tuple((number >> (place // 2)) & 1 for place in range(2 + number % 8))
+    """One of many prompts with shared prefixes."""
+    return tuple((number >> (index // 2)) & 1 for index in range(2 + number % 8))
 
 
 paths = st.integers(0, 255).map(path)
@@ -110,7 +110,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.now = 1.0
-        self.manager = Manager(RULES, "k")
+        self.manager = Manager(CONFIG, "k")
         self.shared: set[bytes] = set()
         self.lookups: list[Lookup] = []
         self.kinds: dict[int, int] = {}
@@ -119,7 +119,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.reading: dict[int, Use] = {}
         self.parked: dict[int, Use] = {}
         self.moves: list[Move] = []
-        self.told: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self.events: dict[tuple[int, int], set[int]] = defaultdict(set)
         self.numbers = count(1)
         for kind in (0, 0, 1):
             self.attach(kind)
@@ -130,9 +130,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(kind=st.integers(0, 1))
     def attach(self, kind: int) -> None:
         message = Attach("w", f"m{kind}", LAYOUTS[kind], "lock")
-        guest = self.manager.attach(message, next(self.numbers))
-        assert not isinstance(guest, Declined)
-        self.kinds[guest.number] = kind
+        worker = self.manager.attach(message, next(self.numbers))
+        assert not isinstance(worker, Declined)
+        self.kinds[worker.number] = kind
 
     def worker(self, data: st.DataObject, path: tuple[int, ...]) -> tuple[int, Prompt]:
         """Some worker, and a prompt of its model."""
@@ -189,10 +189,10 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.kinds)
     @rule(data=st.data(), path=paths)
     def load(self, data: st.DataObject, path: tuple[int, ...]) -> None:
-        """Fetch a whole prompt, wherever it is."""
+        """Fetch a whole prompt from any tier."""
         worker, prompt = self.worker(data, path)
         message = Fetch(worker, "l", 0, *prompt.fields(), 3, 0.0, 0.0, 0.0, False, "t")
-        self.take(Use(worker, prompt, 0, 0), self.manager.answer(message, self.now))
+        self.receive_reply(Use(worker, prompt, 0, 0), self.manager.answer(message, self.now))
         self.end_moves()
 
     @precondition(lambda self: self.kinds)
@@ -205,14 +205,14 @@ class ManagerMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from("xyz"))
         message = Fetch(worker, request, held, *prompt.fields(), 3, 0.0, 0.0, wait, computes, "t")
         answer = self.manager.answer(message, self.now)
-        self.take(Use(worker, prompt, held, 0), answer)
+        self.receive_reply(Use(worker, prompt, held, 0), answer)
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
     def wait(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.reading)))
         use = self.reading.pop(ticket)
-        self.take(use, self.manager.answer(Await(use.worker, ticket, 1.0), self.now))
+        self.receive_reply(use, self.manager.answer(Await(use.worker, ticket, 1.0), self.now))
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
@@ -260,20 +260,20 @@ class ManagerMachine(RuleBasedStateMachine):
     )
     def clear(self, salt: int | None, tenant: str, tiers: list[int], model: str | None) -> None:
         before = self.unused()
-        gone = self.manager.clear(Clear(salt, tiers, model, tenant), self.now)
-        whole = salt is None or (salt, tenant) == (3, "t")
+        dropped = self.manager.clear(Clear(salt, tiers, model, tenant), self.now)
+        in_namespace = salt is None or (salt, tenant) == (3, "t")
         self.collect()
         left = self.unused()
-        meant = {
+        selected = {
             (name, tier, digest)
             for name, tier, digest in before
-            if model in (None, name) and (not tiers or tier in tiers) and whole
+            if model in (None, name) and (not tiers or tier in tiers) and in_namespace
         }
-        assert not left & meant
-        assert gone == len({digest for *_, digest in meant})
+        assert not left & selected
+        assert dropped == len({digest for *_, digest in selected})
 
     def unused(self) -> set[tuple[str, int, bytes]]:
-        """Copies that nobody uses: of which model, in which tier, of which block."""
+        """Copies without users, as (model, tier, digest)."""
         return {
             (block.space.model, copy.tier, block.digest)
             for block in self.manager.store.blocks.values()
@@ -329,30 +329,30 @@ class ManagerMachine(RuleBasedStateMachine):
             self.shared.add(digest)
         elif end is MoveEnd.DONE:
             self.content[target.tier][target.offset] = digest
-        self.manager.moved([(move, end)], self.now)
+        self.manager.end_moves([(move, end)], self.now)
         self.collect()
 
     @precondition(lambda self: self.lookups)
-    @rule(answers=st.booleans(), owner=st.sampled_from(["", "a", "z"]))
-    def end_lookup(self, answers: bool, owner: str) -> None:
-        """The store answers, or another node, which may have more."""
+    @rule(answers=st.booleans(), instance=st.sampled_from(["", "a", "z"]))
+    def end_lookup(self, answers: bool, instance: str) -> None:
+        """The store answers, or a peer that may have more."""
         lookup = self.lookups.pop(0)
-        there = [digest in self.shared for digest in lookup.digests]
-        count = (*there, False).index(False) if answers else 0
-        further = PeerSource(owner, len(lookup.prompt)) if owner else None
-        self.manager.found(lookup, count, self.now, further)
+        found = [digest in self.shared for digest in lookup.digests]
+        count = (*found, False).index(False) if answers else 0
+        peer = PeerSource(instance, len(lookup.prompt)) if instance else None
+        self.manager.end_lookup(lookup, count, self.now, peer)
         self.collect()
 
-    @rule(path=paths, owner=st.sampled_from("az"), number=st.integers(1, 2), ends=st.booleans())
+    @rule(path=paths, instance=st.sampled_from("az"), number=st.integers(1, 2), ends=st.booleans())
     def another_node_computes(
-        self, path: tuple[int, ...], owner: str, number: int, ends: bool
+        self, path: tuple[int, ...], instance: str, number: int, ends: bool
     ) -> None:
-        marks = [] if ends else Prompt(0, path).digests()[::2]
-        self.manager.others.hear(owner, number, marks, self.now + 3.0)
+        digests = [] if ends else Prompt(0, path).digests()[::2]
+        self.manager.peer_claims.receive(instance, number, digests, self.now + 3.0)
 
     @rule(path=paths, stored=st.booleans())
     def prepare(self, path: tuple[int, ...], stored: bool) -> None:
-        """Another node would have a prompt."""
+        """Another node requests a prompt."""
         digests = Prompt(0, path).digests()
         message = Prepare("m0", LAYOUTS[0], b"".join(digests), 0.0, 0.0, 0.25, stored)
         answer = self.manager.prepare(message, self.now)
@@ -360,13 +360,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.collect()
 
     @rule(data=st.data())
-    def the_store_forgets(self, data: st.DataObject) -> None:
+    def the_store_drops_a_block(self, data: st.DataObject) -> None:
         if self.shared:
             self.shared.discard(data.draw(st.sampled_from(sorted(self.shared))))
 
-    # what comes of it
+    # results
 
-    def take(self, use: Use, answer: object) -> None:
+    def receive_reply(self, use: Use, answer: object) -> None:
         self.collect()
         if isinstance(answer, ParkedFetch):
             self.parked[answer.ticket] = use
@@ -390,40 +390,40 @@ class ManagerMachine(RuleBasedStateMachine):
             assert not use.blocks
 
     def collect(self) -> None:
-        for rank, events in self.manager.store.take_events().items():
-            self.hear(rank, events)
-        for move in self.manager.store.take_moves():
+        for rank, events in self.manager.store.drain_events().items():
+            self.receive(rank, events)
+        for move in self.manager.store.drain_moves():
             if move.target.tier != REMOTE:
                 self.content[move.target.tier][move.target.offset] = GARBAGE
             self.moves.append(move)
-        self.lookups += self.manager.fetches.take_lookups()
-        self.shared.difference_update(self.manager.store.take_unwanted())
-        for ticket, answer in self.manager.take_answers(self.now).items():
+        self.lookups += self.manager.onboarding.drain_lookups()
+        self.shared.difference_update(self.manager.store.drain_remote_drops())
+        for ticket, answer in self.manager.drain_replies(self.now).items():
             use = self.parked.pop(ticket, None)
             if use is not None:
                 assert isinstance(answer, Fetched)
                 self.get(use, answer)
 
-    def hear(self, rank: int, events: list[KvEvent]) -> None:
+    def receive(self, rank: int, events: list[KvEvent]) -> None:
         for event in events:
             if isinstance(event, Cleared):
                 for tier in (1, 2, 3):
-                    self.told[rank, tier].clear()
+                    self.events[rank, tier].clear()
             elif isinstance(event, Removed):
-                self.told[rank, event.tier].difference_update(array("Q", event.engine))
+                self.events[rank, event.tier].difference_update(array("Q", event.engine))
             else:
-                self.told[rank, event.tier].update(array("Q", event.engine))
+                self.events[rank, event.tier].update(array("Q", event.engine))
 
-    # what always holds
+    # invariants
 
     @invariant()
-    def what_is_used_is_whole(self) -> None:
+    def blocks_in_use_are_intact(self) -> None:
         for use in (*self.reading.values(), *self.parked.values()):
             for offset, digest in use.blocks.items():
                 assert self.content[ARENA][offset] == digest
 
     @invariant()
-    def slots_are_apart_and_inside(self) -> None:
+    def slots_are_disjoint_and_bounded(self) -> None:
         for number, tier in self.manager.store.tiers.items():
             ends = 0
             for offset, copy in sorted(tier.copies.items()):
@@ -432,29 +432,29 @@ class ManagerMachine(RuleBasedStateMachine):
                 ends = offset + copy.block.space.block_bytes
                 assert ends <= tier.slots.capacity or copy.state is CopyState.DROPPED
             assert ends <= CAPACITIES[number]
-            assert tier.slots.used == sum(c.block.space.slot for c in tier.copies.values())
+            assert tier.slots.used == sum(c.block.space.slot_bytes for c in tier.copies.values())
 
     @invariant()
-    def what_is_registered_is_known_and_told(self) -> None:
+    def registered_copies_are_found_and_published(self) -> None:
         here: dict[tuple[int, int], set[int]] = defaultdict(set)
         for digest, block in self.manager.store.blocks.items():
             assert block.digest == digest
             assert block.copies
             for tier, copy in block.copies.items():
-                if copy.ready:
-                    here[block.space.rank, tier].add(block.name)
+                if copy.registered:
+                    here[block.space.rank, tier].add(block.event_hash)
                 if tier != REMOTE:
                     assert self.manager.store.tiers[tier].copies[copy.offset] is copy
-                    assert not copy.ready or self.content[tier][copy.offset] == digest
-        told = {key: names for key, names in self.told.items() if names}
-        assert told == here
+                    assert not copy.registered or self.content[tier][copy.offset] == digest
+        published = {key: names for key, names in self.events.items() if names}
+        assert published == here
 
     @invariant()
-    def a_dump_says_the_same(self) -> None:
-        for rank in range(len(self.manager.models)):
-            told = {tier: set(self.told[rank, tier]) for tier in (1, 2, 3)}
-            self.hear(rank, self.manager.dump(rank))
-            assert {tier: self.told[rank, tier] for tier in (1, 2, 3)} == told
+    def a_dump_matches_the_events(self) -> None:
+        for rank in range(len(self.manager.attachments.models)):
+            published = {tier: set(self.events[rank, tier]) for tier in (1, 2, 3)}
+            self.receive(rank, self.manager.dump(rank))
+            assert {tier: self.events[rank, tier] for tier in (1, 2, 3)} == published
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
@@ -465,19 +465,19 @@ class ManagerMachine(RuleBasedStateMachine):
             self.end_move(self.moves.pop(), MoveEnd.DONE)
         self.pass_time(7.0)
         manager = self.manager
-        assert not len(manager.others)
-        assert not manager.fetches.readings
-        assert not manager.offers.writings
-        assert not manager.offers.staged
-        assert not len(manager.announced)
+        assert not len(manager.peer_claims)
+        assert not manager.onboarding.tickets
+        assert not manager.write_through.tickets
+        assert not manager.write_through.staged
+        assert not len(manager.in_progress)
         copies = [c for tier in manager.store.tiers.values() for c in tier.copies.values()]
-        assert all(copy.users == 0 and copy.ready for copy in copies)
+        assert all(copy.users == 0 and copy.registered for copy in copies)
         self.manager.unpin("p", self.now)
         self.manager.unpin("q", self.now)
         manager.clear(Clear(), self.now)
         assert not manager.store.blocks
         assert all(tier.slots.used == 0 for tier in manager.store.tiers.values())
-        assert all(not tier.promises.charged for tier in manager.store.tiers.values())
+        assert all(not tier.budget.charged for tier in manager.store.tiers.values())
 
 
 def sum_of(digest: bytes) -> int:

@@ -1,30 +1,21 @@
-"""How large a disk tier may be: what is free decides, and others come first."""
+"""Disk file: its usable size from the free space, and the safety of its folder."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.wait import eventually
 
-from kvmesh.blocks.layout import KvLayout, LayerLayout
-from kvmesh.kvbm.core.blocks.block import ARENA, DISK, Block, Copy, Space
-from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
-from kvmesh.kvbm.tiers.arena import Arena
 from kvmesh.kvbm.tiers.disk_file import DiskError, DiskFile, DiskFull
 from kvmesh.kvbm.tiers.disk_journal import DiskJournal, opened
-from kvmesh.kvbm.tiers.disk_mover import DiskMover
 
 MB = 1 << 20
 SPARE = 100 * MB
-LAYOUT = KvLayout(
-    weights="w", dtype="f", item_bytes=1, block_size=16, layers=[LayerLayout(1, 128, 128)]
-)
 STEP = 4 * MB
 
 
 class Volume:
-    """A file system with so many bytes free besides those of the tier."""
+    """A file system with `free` bytes besides those of the tier."""
 
     def __init__(self, disk: DiskFile, free: int) -> None:
         self.disk = disk
@@ -52,37 +43,37 @@ def volume(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> Volume:
     return volume
 
 
-def test_with_enough_free_it_is_as_large_as_was_told(disk: DiskFile, volume: Volume) -> None:
-    assert disk.room(64 * MB) == 64 * MB
+def test_with_enough_free_space_it_has_its_full_capacity(disk: DiskFile, volume: Volume) -> None:
+    assert disk.usable(64 * MB) == 64 * MB
     disk.grow(64 * MB)
-    assert disk.room(64 * MB) == 64 * MB
+    assert disk.usable(64 * MB) == 64 * MB
     volume.lose(140 * MB)
-    assert disk.room(64 * MB) == 64 * MB
+    assert disk.usable(64 * MB) == 64 * MB
 
 
-def test_what_others_need_is_given_back_in_whole_steps(disk: DiskFile, volume: Volume) -> None:
+def test_space_that_others_need_is_freed_in_whole_steps(disk: DiskFile, volume: Volume) -> None:
     disk.grow(64 * MB)
     volume.lose(volume.free() - SPARE + 5 * MB)
-    assert disk.room(64 * MB) == 56 * MB
-    assert disk.room(40 * MB) == 40 * MB
-    disk.cut(56 * MB)
+    assert disk.usable(64 * MB) == 56 * MB
+    assert disk.usable(40 * MB) == 40 * MB
+    disk.truncate(56 * MB)
     assert (disk.reserved, (disk.path / "blocks").stat().st_size) == (56 * MB, 56 * MB)
-    assert disk.room(56 * MB) == 56 * MB
+    assert disk.usable(56 * MB) == 56 * MB
     volume.lose(500 * MB)
-    assert disk.room(56 * MB) == 0
+    assert disk.usable(56 * MB) == 0
 
 
-def test_it_grows_again_when_that_is_worth_it(disk: DiskFile, volume: Volume) -> None:
+def test_it_grows_again_by_at_least_two_steps(disk: DiskFile, volume: Volume) -> None:
     disk.grow(20 * MB)
     volume.lose(volume.free() - SPARE - STEP)
-    assert disk.room(20 * MB) == 20 * MB
+    assert disk.usable(20 * MB) == 20 * MB
     volume.lose(-STEP)
-    assert disk.room(20 * MB) == 28 * MB
+    assert disk.usable(20 * MB) == 28 * MB
     volume.lose(-100 * MB)
-    assert disk.room(20 * MB) == 64 * MB
+    assert disk.usable(20 * MB) == 64 * MB
 
 
-def test_one_that_the_file_system_refused_to_grow_stays_for_some_time(
+def test_a_refused_growth_is_retried_after_some_time(
     disk: DiskFile, volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(file: int, offset: int, size: int) -> None:
@@ -96,24 +87,24 @@ def test_one_that_the_file_system_refused_to_grow_stays_for_some_time(
             disk.grow(64 * MB)
     size = caught.value.usable
     assert size == disk.reserved
-    assert disk.room(size) == size
+    assert disk.usable(size) == size
     now += 400.0
-    assert disk.room(size) == 64 * MB
+    assert disk.usable(size) == 64 * MB
 
 
-def test_cutting_beyond_the_end_does_nothing(disk: DiskFile) -> None:
-    disk.cut(60 * MB)
+def test_truncating_beyond_the_end_does_nothing(disk: DiskFile) -> None:
+    disk.truncate(60 * MB)
     assert disk.reserved == STEP
 
 
-def test_a_closed_disk_is_not_cut(tmp_path: Path) -> None:
+def test_a_closed_disk_cannot_be_truncated(tmp_path: Path) -> None:
     disk = DiskFile(tmp_path, 64 * MB, 0)
     disk.close()
     with pytest.raises(OSError, match="Bad file"):
-        disk.cut(0)
+        disk.truncate(0)
 
 
-def test_others_cannot_write_to_its_folder_any_more(
+def test_write_permission_of_others_is_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o777)
@@ -136,7 +127,7 @@ def test_the_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         DiskFile(link, 8 * MB, 0)
 
 
-def test_files_that_are_links_are_not_followed(tmp_path: Path) -> None:
+def test_links_are_not_followed(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     victim = tmp_path / "victim"
@@ -151,29 +142,3 @@ def test_files_that_are_links_are_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"):
         DiskJournal(theirs, opened(1, bytes(32))).rewrite([])
     assert victim.read_bytes() == b"precious"
-
-
-async def test_moves_end_whatever_goes_wrong_in_their_thread(
-    disk: DiskFile,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail(*_: object) -> None:
-        raise BufferError("a defect")
-
-    ends: list[tuple[Move, MoveEnd]] = []
-    given_up: list[object] = []
-    arena = Arena(tmp_path, 1 * MB)
-    block = Block(bytes(16), None, Space(0, "m", LAYOUT), "", 0, 0, 0, 0, 0)
-    monkeypatch.setattr(disk, "read", fail)
-    monkeypatch.setattr(disk, "write", fail)
-    mover = DiskMover(arena, disk, 1, ends.extend, given_up.append, lambda: given_up.append(True))
-    held, stored = Copy(block, ARENA, 0), Copy(block, DISK, 0)
-    mover.start([Move(held, stored)])
-    mover.start([Move(stored, held)])
-    await eventually(lambda: len(ends) == 2)
-    assert {end for _, end in ends} == {MoveEnd.UNWRITABLE, MoveEnd.UNREADABLE}
-    assert "BufferError: a defect" in caplog.text
-    await mover.close()
-    arena.close()

@@ -1,4 +1,4 @@
-"""The blocks of one prompt, as a message describes them."""
+"""The blocks of one prompt, decoded from a message."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from kvmesh.kvbm.core.blocks.block import Block, Space
 
 
 class Digests(Sequence[bytes]):
-    """Packed digests, one of which is cut out when it is asked for: most never are."""
+    """Packed digests, unpacked on access, as most are never accessed."""
 
     __slots__ = ("_packed",)
 
@@ -24,21 +24,21 @@ class Digests(Sequence[bytes]):
         return len(self._packed) // DIGEST_BYTES
 
     @overload
-    def __getitem__(self, place: int) -> bytes: ...
+    def __getitem__(self, index: int) -> bytes: ...
     @overload
-    def __getitem__(self, place: slice) -> list[bytes]: ...
-    def __getitem__(self, place: int | slice) -> bytes | list[bytes]:
-        if isinstance(place, slice):
-            first, end, _ = place.indices(len(self))
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            first, end, _ = index.indices(len(self))
             return split_digests(self._packed[DIGEST_BYTES * first : DIGEST_BYTES * end])
-        start = DIGEST_BYTES * place
+        start = DIGEST_BYTES * index
         return self._packed[start : start + DIGEST_BYTES]
 
     def between(self, first: int, end: int) -> Iterator[bytes]:
-        """Those from `first` to before `end`, each cut out when it is asked for."""
+        """The digests from `first` to before `end`, unpacked one at a time."""
         packed = self._packed
-        for at in range(DIGEST_BYTES * first, DIGEST_BYTES * end, DIGEST_BYTES):
-            yield packed[at : at + DIGEST_BYTES]
+        for start in range(DIGEST_BYTES * first, DIGEST_BYTES * end, DIGEST_BYTES):
+            yield packed[start : start + DIGEST_BYTES]
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(split_digests(self._packed))
@@ -46,12 +46,12 @@ class Digests(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """Digests, sequence and local hashes of its full blocks from the root on."""
+    """Digests, sequence and local hashes of a prompt's full blocks, from the root on."""
 
     space: Space
     digests: Digests
     sequence_hashes: "array[int]"
-    local: "array[int]"
+    local_hashes: "array[int]"
     salt: int
     tenant: str
     session: str | None
@@ -59,7 +59,10 @@ class PromptBlocks:
 
     @classmethod
     def of(cls, message: Offer | Fetch, names: Names, space: Space) -> "PromptBlocks":
-        """What a message says of all these blocks; ValueError if they are not the same ones."""
+        """The blocks `names`, with what `message` says of them all.
+
+        Raises ValueError if digests and hashes differ in number.
+        """
         count, rest = divmod(len(names.digests), DIGEST_BYTES)
         if rest or len(names.sequence_hashes) != 8 * count or len(names.local) != 8 * count:
             raise ValueError("digests and hashes are not of the same blocks")
@@ -78,7 +81,7 @@ class PromptBlocks:
         return len(self.digests)
 
     def block(self, index: int) -> Block:
-        """A block that no tier has yet."""
+        """A new block without copies."""
         return Block(
             self.digests[index],
             self.digests[index - 1] if index else None,
@@ -86,7 +89,7 @@ class PromptBlocks:
             self.tenant,
             index,
             self.sequence_hashes[index - 1] if index else self.salt,
-            self.local[index],
+            self.local_hashes[index],
             self.sequence_hashes[index],
             self.salt,
         )

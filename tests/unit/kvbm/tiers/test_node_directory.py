@@ -1,4 +1,4 @@
-"""Who holds a node's directory, and what the dead leave in it."""
+"""Directory of a node: its locks, and the files of dead processes."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.blocks.arena import LivenessLock
-from kvmesh.kvbm.tiers import node_directory as directory
+from kvmesh.kvbm.tiers import node_directory
 from kvmesh.kvbm.tiers.node_directory import (
     DirectoryError,
     NodeDirectory,
@@ -20,13 +20,13 @@ from kvmesh.kvbm.tiers.node_directory import (
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(directory, "MEMORY", tmp_path)
+    monkeypatch.setattr(node_directory, "MEMORY", tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def dead(memory: Path) -> Path:
-    """What a kvbm and a worker that were killed have left."""
+    """The files of a kvbm and a worker that were killed."""
     path = default_directory("mesh", "dead")
     path.mkdir(mode=0o700)
     for name in ("kvbm.lock", "arena-12345678", "worker-w-0.lock"):
@@ -41,7 +41,7 @@ def worker(dead: Path) -> Iterator[LivenessLock]:
     lock.close()
 
 
-def test_what_was_made_is_removed(memory: Path) -> None:
+def test_a_created_directory_is_removed(memory: Path) -> None:
     made = NodeDirectory(memory / "a" / "b")
     assert [path.name for path in made.path.iterdir()] == ["kvbm.lock"]
     assert made.path.stat().st_mode & 0o777 == 0o700
@@ -49,7 +49,7 @@ def test_what_was_made_is_removed(memory: Path) -> None:
     assert not made.path.exists()
 
 
-def test_what_was_there_stays(memory: Path) -> None:
+def test_an_existing_directory_stays(memory: Path) -> None:
     there = memory / "there"
     there.mkdir()
     (there / "other.lock").touch()
@@ -62,7 +62,7 @@ def test_what_was_there_stays(memory: Path) -> None:
     assert not there.exists()
 
 
-def test_a_restart_removes_what_the_dead_have_left(dead: Path) -> None:
+def test_a_restart_removes_files_of_dead_processes(dead: Path) -> None:
     again = NodeDirectory(dead, is_default=True)
     assert again.recovered
     assert [path.name for path in dead.iterdir()] == ["kvbm.lock"]
@@ -82,7 +82,7 @@ def test_a_living_worker_keeps_its_lock(dead: Path) -> None:
     assert not dead.exists()
 
 
-def test_who_cannot_be_seen_is_not_taken_for_dead(dead: Path, worker: LivenessLock) -> None:
+def test_without_descriptors_a_worker_counts_as_alive(dead: Path, worker: LivenessLock) -> None:
     again = NodeDirectory(dead, is_default=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open(os.devnull, os.O_RDONLY)
@@ -97,7 +97,7 @@ def test_who_cannot_be_seen_is_not_taken_for_dead(dead: Path, worker: LivenessLo
     again.close()
 
 
-def test_other_directories_of_the_dead_are_reclaimed(memory: Path, dead: Path) -> None:
+def test_directories_of_dead_kvbms_are_reclaimed(memory: Path, dead: Path) -> None:
     alive = NodeDirectory(default_directory("mesh", "alive"), is_default=True)
     (alive.path / "arena-1").touch()
     foreign = memory / f"kvmesh-{os.getuid() + 1}-mesh-dead"
@@ -109,29 +109,29 @@ def test_other_directories_of_the_dead_are_reclaimed(memory: Path, dead: Path) -
     alive.close()
 
 
-def test_what_a_living_worker_maps_is_not_reclaimed(dead: Path, worker: LivenessLock) -> None:
+def test_the_arena_of_a_living_worker_is_not_reclaimed(dead: Path, worker: LivenessLock) -> None:
     reclaim()
     assert (dead / "arena-12345678").exists()
 
 
-def test_what_somebody_else_put_there_is_not_removed(dead: Path) -> None:
+def test_foreign_files_are_not_removed(dead: Path) -> None:
     (dead / "notes").touch()
     reclaim()
     assert [path.name for path in dead.iterdir()] == ["notes"]
 
 
-def test_only_one_holds_a_directory(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "PATIENCE_S", 0.1)
+def test_only_one_kvbm_holds_a_directory(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_directory, "PATIENCE_S", 0.1)
     held = NodeDirectory(memory / "one")
     with pytest.raises(DirectoryError, match="another kvbm uses"):
         NodeDirectory(memory / "one")
     held.close()
 
 
-def test_who_waits_for_one_that_goes_holds_what_is_there_then(
+def test_a_waiting_kvbm_locks_the_directory_after_its_removal(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(node_directory, "PATIENCE_S", 60.0)
     path = memory / "one"
     first = NodeDirectory(path)
     taken: list[NodeDirectory] = []
@@ -139,14 +139,14 @@ def test_who_waits_for_one_that_goes_holds_what_is_there_then(
     second.start()
     first.close()
     second.join()
-    monkeypatch.setattr(directory, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(node_directory, "PATIENCE_S", 0.1)
     with pytest.raises(DirectoryError):
         NodeDirectory(path)
     taken[0].close()
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_a_directory_that_cannot_be_is_told(memory: Path, name: str) -> None:
+def test_an_impossible_directory_is_reported(memory: Path, name: str) -> None:
     (memory / "file").touch()
     with pytest.raises(DirectoryError, match=r"set kvbm\.directory"):
         NodeDirectory(memory / name)

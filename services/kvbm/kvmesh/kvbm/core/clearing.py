@@ -1,0 +1,23 @@
+"""Clearing of caches by tenant, model and tier."""
+
+from kvmesh.bus.messages import Clear
+from kvmesh.kvbm.core.blocks.block import Block
+from kvmesh.kvbm.core.blocks.store import Store
+
+
+def clear(store: Store, message: Clear) -> int:
+    """Drop the selected copies that have no users; return the number of their blocks."""
+    return sum(_clear(store, block, message) for block in list(store.blocks.values()))
+
+
+def _clear(store: Store, block: Block, message: Clear) -> bool:
+    namespace = message.salt, message.tenant
+    if message.salt is not None and (block.salt, block.tenant) != namespace:
+        return False
+    if message.model is not None and block.space.model != message.model:
+        return False
+    copies = [c for c in block.copies.values() if not message.tiers or c.tier in message.tiers]
+    idle = [copy for copy in copies if not copy.users]
+    for copy in idle:
+        store.discard(copy)
+    return bool(idle)

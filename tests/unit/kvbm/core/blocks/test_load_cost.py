@@ -1,0 +1,92 @@
+"""Cost of loading against computing, and measured speeds of paths between tiers."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmesh.kvbm.core.blocks import load_cost
+from kvmesh.kvbm.core.blocks.load_cost import CostStep, EngineSpeed, Traffic, blocks_worth_loading
+
+MB = 1 << 20
+MEMORY = CostStep(MB, 0.0, 0)
+
+
+def test_unknown_speeds_permit_loading() -> None:
+    assert blocks_worth_loading([MEMORY] * 9, EngineSpeed(0, 0), 16) == 9
+    assert blocks_worth_loading([MEMORY] * 9, EngineSpeed(1000, 0), 16) == 9
+
+
+def test_loading_must_beat_computing() -> None:
+    slow, fast = CostStep(MB, 1e6, 0), CostStep(MB, 1e9, 0)
+    engine = EngineSpeed(compute_tps=1600, load_bps=1e10)  # a block in 10 ms
+    assert blocks_worth_loading([fast] * 5, engine, 16) == 5
+    assert blocks_worth_loading([slow] * 5, engine, 16) == 0
+    assert blocks_worth_loading([MEMORY, fast, slow, slow], engine, 16) == 2
+
+
+def test_a_slow_block_is_loaded_if_later_blocks_compensate() -> None:
+    slow = CostStep(MB, 5e7, 0)  # 21 ms
+    engine = EngineSpeed(compute_tps=1600, load_bps=1e10)
+    assert blocks_worth_loading([slow, MEMORY], engine, 16) == 0
+    assert blocks_worth_loading([slow, *[MEMORY] * 5], engine, 16) == 6
+
+
+def test_queued_bytes_count_once() -> None:
+    engine = EngineSpeed(compute_tps=1600, load_bps=1e10)
+    assert blocks_worth_loading([CostStep(MB, 1e9, 100 * MB)] * 5, engine, 16) == 0
+    assert blocks_worth_loading([CostStep(MB, 1e9, 100 * MB)] * 20, engine, 16) == 20
+
+
+@given(
+    st.lists(
+        st.builds(
+            CostStep,
+            st.just(MB),
+            st.sampled_from([0.0, 2.0**25, 2.0**30, 2.0**40]),
+            st.sampled_from([0, 4 * MB, 64 * MB]),
+            st.integers(1, 40),
+        ),
+        max_size=5,
+    )
+)
+def test_a_step_of_many_blocks_costs_as_much_as_single_steps(runs: list[CostStep]) -> None:
+    """All durations are sums of powers of two, so that none is rounded."""
+    engine = EngineSpeed(compute_tps=1024, load_bps=0)
+    single = [replace(run, blocks=1) for run in runs for _ in range(run.blocks)]
+    with patch.object(load_cost, "START_S", 2.0**-9):
+        assert blocks_worth_loading(runs, engine, 16) == blocks_worth_loading(single, engine, 16)
+
+
+def moved(traffic: Traffic, blocks: int, start: float, seconds: float) -> None:
+    for _ in range(blocks):
+        traffic.begin(start)
+    for _ in range(blocks):
+        traffic.end(MB, start + seconds)
+
+
+def test_speed_is_measured_over_concurrent_moves() -> None:
+    traffic = Traffic()
+    moved(traffic, 1, 0.0, 3.0)
+    assert traffic.speed(3.0) == 0.0
+    moved(traffic, 4, 3.0, 0.01)
+    assert traffic.speed(3.01) == pytest.approx(4 * MB / 0.01)
+    traffic.begin(100.0)
+    traffic.end(0, 100.1)
+    assert (traffic.failed, traffic.moving) == (1, 0)
+    assert traffic.bps == pytest.approx(4 * MB / 0.01)
+
+
+def test_a_slow_path_is_tried_again_after_a_while() -> None:
+    traffic = Traffic()
+    for start in (0.0, 10.0):
+        moved(traffic, 1, start, 1.0)
+    assert traffic.speed(11.0) == MB
+    assert traffic.speed(51.0) == 4 * MB
+    traffic.begin(51.0)
+    assert traffic.speed(90.0) == MB
+    traffic.end(MB, 52.0)
+    assert traffic.speed(52.0) == MB
+    assert traffic.speed(1e6) == MB * 2**20
