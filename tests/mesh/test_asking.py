@@ -63,7 +63,7 @@ class Stage:
             prompt = sequence(*range(number, number + blocks))
             return request(attempts[-1], prompt, deadline_s=DEADLINE_S, arrived=arrived)
 
-        return asyncio.create_task(self.asking.ask("m", compose, DEADLINE_S))
+        return asyncio.create_task(self.asking.request("m", compose, DEADLINE_S))
 
     async def fill(self) -> None:
         """Have the worker taken, by a request that every router knows of."""
@@ -260,6 +260,6 @@ async def test_without_any_router_the_answer_comes_at_once(bus: Bus, limits: Str
         def compose(_: bool, arrived: float | None) -> RouteRequest:
             return request("q", sequence(1), arrived=arrived)
 
-        answer = await asking.ask("m", compose, DEADLINE_S)
+        answer = await asking.request("m", compose, DEADLINE_S)
         assert isinstance(answer, Refused)
         assert answer.code == "unavailable"

@@ -25,44 +25,40 @@ duration = Histogram(
     "kvmesh_frontend_request_seconds", "Arrival to last token", ["model"], buckets=SECONDS
 )
 prompt_tokens = Counter("kvmesh_frontend_prompt_tokens", "Tokens of prompts", ["model"])
-cached_tokens = Counter(
-    "kvmesh_frontend_cached_tokens", "Prompt tokens that no engine had to compute", ["model"]
-)
+cached_tokens = Counter("kvmesh_frontend_cached_tokens", "Prompt tokens found in caches", ["model"])
 output_tokens = Counter("kvmesh_frontend_output_tokens", "Tokens generated", ["model"])
-migrations = Counter(
-    "kvmesh_frontend_migrations", "Requests moved off a lost worker, tokens included", ["model"]
-)
+migrations = Counter("kvmesh_frontend_migrations", "Requests migrated off a lost worker", ["model"])
 reroutes = Counter(
-    "kvmesh_frontend_reroutes", "Placements that a worker did not take", ["model", "reason"]
+    "kvmesh_frontend_reroutes", "Placements that a worker did not accept", ["model", "reason"]
 )
-asked_again = Counter(
+router_moves = Counter(
     "kvmesh_frontend_router_moves",
-    "Questions moved off a router that was silent or gone",
+    "Route queries moved off a router that was silent or gone",
     ["model"],
 )
 silent_routers = Counter(
-    "kvmesh_frontend_silent_routers", "Times that a router did not answer and was left out"
+    "kvmesh_frontend_silent_routers", "Times that a router did not reply and was left out"
 )
 culprits = Counter(
-    "kvmesh_frontend_culprits", "Requests over which two engines were lost, and no third one"
+    "kvmesh_frontend_culprits", "Requests failed because two engines were lost while running them"
 )
 prefills = Counter(
     "kvmesh_frontend_prefills",
-    "Prompts given to prefill workers; what was not done was computed where it went on",
+    "Prompts sent to prefill workers, by result; the decode worker computes those not done",
     ["model", "result"],
 )
 rejections = Counter("kvmesh_frontend_rejections", "Requests refused", ["reason"])
-cancellations = Counter("kvmesh_frontend_cancellations", "Requests that a client left", ["model"])
-resends = Counter("kvmesh_frontend_resends", "Times that lost tokens were asked for again")
+cancellations = Counter("kvmesh_frontend_cancellations", "Requests whose client left", ["model"])
+resends = Counter("kvmesh_frontend_resends", "Requests to workers to resend missing tokens")
 unstored = Counter("kvmesh_frontend_unstored_responses", "Responses that could not be stored")
 directives = Counter(
     "kvmesh_frontend_retention_directives",
-    "What came of the directives of requests when they began",
+    "Retention directives of requests, by outcome",
     ["model", "outcome"],
 )
 speculative = Counter(
     "kvmesh_frontend_speculative_tokens",
-    "Tokens asked to be computed ahead of a turn, which then found them or did not",
+    "Tokens prefilled speculatively, by result: useful or wasted",
     ["model", "result"],
 )
 
@@ -120,7 +116,7 @@ class Loads(Collector):
         labels = ["worker", "instance", "rank"]
         for field, name in LOAD_GAUGES.items():
             family = GaugeMetricFamily(
-                name, f"`{field}` as its worker last stated it", labels=labels
+                name, f"`{field}` of the rank's latest load report", labels=labels
             )
             for (instance, rank), load in self._latest.items():
                 worker = self._names[instance]

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import Directory, Lease, routable
 from kvmesh.bus.engine_loads import follow_loads
-from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.shared_secret import SecretUnusable
 from kvmesh.frontend import prefork as siblings
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
@@ -22,7 +22,8 @@ from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
-from kvmesh.frontend.generation.active_request import RequestRuntime
+from kvmesh.frontend.dispatch.work_client import WorkClient
+from kvmesh.frontend.generation.active_request import RequestRunner
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.http.cache.api import CacheApi
 from kvmesh.frontend.http.generate import Dependencies
@@ -58,27 +59,18 @@ class FrontendService:
         self.registry = ModelRegistry(service.bus, service.spawn)
         self.loads = Loads()
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
-        self.inbox = TokenInbox(settings.frame_interval_s, lambda s: self.monitor.hole(s))
-        self.tracker = SequenceEventPublisher(service.bus, service.instance)
-        self.asking = RouteClient(service.bus, self.tracker)
-        self.dispatcher = Dispatcher(
-            service.bus,
-            service.instance,
-            self.inbox,
-            self.tracker,
-            self.directory,
-            self.asking,
-            settings,
-        )
-        self.expectations = CacheExpectations()
+        self.inbox = TokenInbox(settings.frame_interval_s)
+        self.events = SequenceEventPublisher(service.bus, service.instance)
+        self.routes = RouteClient(service.bus, self.events)
+        workers = WorkClient(service.bus, self.inbox, self.directory)
         self._tokens: Subscription | None = None
         self.monitor = LivenessMonitor(
-            service.bus,
-            self.dispatcher.offers,
-            self.tracker,
-            settings.stall_timeout_s,
-            self._backlog,
+            service.bus, workers, self.events, settings.stall_timeout_s, self._backlog
         )
+        self.dispatcher = Dispatcher(
+            service.instance, workers, self.monitor, self.routes, self.events, settings
+        )
+        self.expectations = CacheExpectations()
         local = settings.host in LOOPBACK
         self._tenants = TenantNamespaces()
         self.gate = Authenticator(
@@ -92,11 +84,15 @@ class FrontendService:
             self.registry,
             self.preparer,
             self.directory,
-            self.asking,
-            self.tracker,
+            self.routes,
+            self.events,
             self.gate,
             self._tenants,
         )
+
+    def _receive(self, output: StepOutput) -> None:
+        for stream in self.inbox.receive(output):
+            self.monitor.on_gap(stream)
 
     def _backlog(self) -> int:
         return self._tokens.pending_msgs if self._tokens is not None else 0
@@ -105,13 +101,13 @@ class FrontendService:
         self.registry.joined(card)
         self.loads.joined(card)
         self.keeping.joined(card)
-        self.asking.joined(card)
+        self.routes.joined(card)
 
     def _left(self, card: Instance) -> None:
         self.registry.left(card)
         self.loads.left(card)
         self.keeping.left(card)
-        self.asking.left(card)
+        self.routes.left(card)
         if card.role is Role.WORKER:
             self.monitor.worker_left(card)
         if card.role is Role.FRONTEND:
@@ -139,51 +135,46 @@ class FrontendService:
         except SecretUnusable as error:
             raise StartError(str(error), hopeless=error.configured) from error
         self._tokens = await service.bus.subscribe(
-            subjects.out(service.instance), step_decoder, self.inbox.receive
+            subjects.out(service.instance), step_decoder, self._receive
         )
         await follow_loads(service.bus, self.loads.receive)
         try:
             await self.gate.open()
         except KeysError as error:
             raise StartError(str(error), hopeless=True) from error
-        await self.asking.open()
+        await self.routes.open()
         if self.gate.closed:
             await self.shared_use.open()
             service.spawn(self.shared_use.run(), "shared use")
         await self.directory.open()
         await self.keeping.open(self.directory.instances)
         service.spawn(self.gate.run(), "keys")
-        service.spawn(self.tracker.run(), "tracker")
-        service.spawn(self.asking.run(), "questions")
+        service.spawn(self.events.run(), "sequence events")
+        service.spawn(self.routes.run(), "route queries")
         service.spawn(self.monitor.run(), "monitor")
         service.spawn(self.keeper.run(), "streams")
         service.spawn(self._look(), "expectations")
 
     async def _look(self) -> None:
         while True:
-            self.expectations.keep({card.instance for card in self.directory.instances})
+            self.expectations.retain({card.instance for card in self.directory.instances})
             self._service.warnings.update("missed_hits", self.expectations.wrong())
             await asyncio.sleep(LOOK_S)
 
     async def drain(self, _: web.Application) -> None:
         """Let what runs end; after the port was closed, and before connections are."""
-        await self.monitor.drain(self._settings.drain_timeout_s)
-        self.asking.stop()
+        await self.dispatcher.drain(self._settings.drain_timeout_s)
+        self.routes.stop()
 
     async def close(self) -> None:
         await self.keeping.close()
-        await self.tracker.flush()
+        await self.events.flush()
         await self.directory.close()
 
     def application(self) -> web.Application:
         settings = self._settings
-        engine = RequestRuntime(
-            self.dispatcher,
-            self.inbox,
-            self.monitor,
-            self.tracker,
-            settings.route_timeout_s,
-            self.expectations,
+        runner = RequestRunner(
+            self.dispatcher, self.events, settings.route_timeout_s, self.expectations
         )
         responses = ResponseStore(
             self._service.bus,
@@ -195,7 +186,7 @@ class FrontendService:
             settings,
             self.registry,
             self.preparer,
-            engine,
+            runner,
             self.keeper,
             responses,
             self.gate,
