@@ -115,7 +115,7 @@ async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) 
     lost = prefills(mesh, "lost") + prefills(mesh, "gone") + prefills(mesh, "silent")
     assert lost + prefills(mesh, "done") == mesh.metric("kvmesh_frontend_prefills_total")
     assert lost
-    assert "was not computed by" in mesh.logs()
+    assert "did not compute the prompt of" in mesh.logs()
     assert text(await complete(mesh, f"one more {LONG}"))
 
 
@@ -126,7 +126,7 @@ async def test_a_prefill_worker_that_hangs_costs_no_more_than_its_time(mesh: Mes
     await workers(mesh, 2)
     assert text(await complete(mesh, LONG))
     assert prefills(mesh, "timeout") == 1
-    assert mesh.logs().count("was not computed by") == 1
+    assert mesh.logs().count("did not compute the prompt of") == 1
     mesh.kill("prefill-0")
 
 
