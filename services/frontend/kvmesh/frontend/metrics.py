@@ -25,40 +25,44 @@ duration = Histogram(
     "kvmesh_frontend_request_seconds", "Arrival to last token", ["model"], buckets=SECONDS
 )
 prompt_tokens = Counter("kvmesh_frontend_prompt_tokens", "Tokens of prompts", ["model"])
-cached_tokens = Counter("kvmesh_frontend_cached_tokens", "Prompt tokens found in caches", ["model"])
-output_tokens = Counter("kvmesh_frontend_output_tokens", "Tokens generated", ["model"])
-migrations = Counter("kvmesh_frontend_migrations", "Requests migrated off a lost worker", ["model"])
-reroutes = Counter(
-    "kvmesh_frontend_reroutes", "Placements that a worker did not accept", ["model", "reason"]
+cached_tokens = Counter(
+    "kvmesh_frontend_cached_tokens", "Prompt tokens that no engine had to compute", ["model"]
 )
-router_moves = Counter(
+output_tokens = Counter("kvmesh_frontend_output_tokens", "Tokens generated", ["model"])
+migrations = Counter(
+    "kvmesh_frontend_migrations", "Requests moved off a lost worker, tokens included", ["model"]
+)
+reroutes = Counter(
+    "kvmesh_frontend_reroutes", "Placements that a worker did not take", ["model", "reason"]
+)
+asked_again = Counter(
     "kvmesh_frontend_router_moves",
-    "Route queries moved off a router that was silent or gone",
+    "Questions moved off a router that was silent or gone",
     ["model"],
 )
 silent_routers = Counter(
-    "kvmesh_frontend_silent_routers", "Times that a router did not reply and was left out"
+    "kvmesh_frontend_silent_routers", "Times that a router did not answer and was left out"
 )
 culprits = Counter(
-    "kvmesh_frontend_culprits", "Requests failed because two engines were lost while running them"
+    "kvmesh_frontend_culprits", "Requests over which two engines were lost, and no third one"
 )
 prefills = Counter(
     "kvmesh_frontend_prefills",
-    "Prompts sent to prefill workers, by result; the decode worker computes those not done",
+    "Prompts given to prefill workers; what was not done was computed where it went on",
     ["model", "result"],
 )
 rejections = Counter("kvmesh_frontend_rejections", "Requests refused", ["reason"])
-cancellations = Counter("kvmesh_frontend_cancellations", "Requests whose client left", ["model"])
-resends = Counter("kvmesh_frontend_resends", "Requests to workers to resend missing tokens")
+cancellations = Counter("kvmesh_frontend_cancellations", "Requests that a client left", ["model"])
+resends = Counter("kvmesh_frontend_resends", "Times that lost tokens were asked for again")
 unstored = Counter("kvmesh_frontend_unstored_responses", "Responses that could not be stored")
 directives = Counter(
     "kvmesh_frontend_retention_directives",
-    "Retention directives of requests, by outcome",
+    "What came of the directives of requests when they began",
     ["model", "outcome"],
 )
 speculative = Counter(
     "kvmesh_frontend_speculative_tokens",
-    "Tokens prefilled speculatively, by result: useful or wasted",
+    "Tokens asked to be computed ahead of a turn, which then found them or did not",
     ["model", "result"],
 )
 
@@ -116,7 +120,7 @@ class Loads(Collector):
         labels = ["worker", "instance", "rank"]
         for field, name in LOAD_GAUGES.items():
             family = GaugeMetricFamily(
-                name, f"`{field}` of the rank's latest load report", labels=labels
+                name, f"`{field}` as its worker last stated it", labels=labels
             )
             for (instance, rank), load in self._latest.items():
                 worker = self._names[instance]

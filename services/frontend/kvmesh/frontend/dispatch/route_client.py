@@ -160,7 +160,7 @@ class RouteClient:
         query.abandoned.append(query.request.request)
         query.arrived = query.arrived or query.created
         query.request = query.compose(True, query.arrived)
-        metrics.router_moves.labels(query.model).inc()
+        metrics.asked_again.labels(query.model).inc()
         self._send(query)
 
     def _abandon(self, query: RouteQuery) -> None:

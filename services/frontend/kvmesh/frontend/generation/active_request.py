@@ -9,6 +9,7 @@ from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import AnswerSummary, Renderer
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.auth.accounts import Account
+from kvmesh.frontend.dialects.output import OutputParser
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.task import DispatchState, SequenceTask
@@ -17,7 +18,7 @@ from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.choice import Choice, DiscardSink, FrameSink
 from kvmesh.frontend.generation.nvext import nvext
 from kvmesh.frontend.generation.outcome import OutcomeReporter
-from kvmesh.frontend.generation.output import OutputPipeline, Parser, PlainText
+from kvmesh.frontend.generation.output import OutputPipeline, PlainText
 from kvmesh.frontend.generation.usage import Opening, UsageCounter
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 
@@ -182,7 +183,7 @@ def _pipeline(prepared: PreparedRequest) -> OutputPipeline:
     return OutputPipeline(detokenizer, request.sampling.stop, _parser(prepared), one_call)
 
 
-def _parser(prepared: PreparedRequest) -> Parser:
+def _parser(prepared: PreparedRequest) -> OutputParser:
     request = prepared.request
     if request.prompts and not request.messages:
         return PlainText()

@@ -1,20 +1,9 @@
 """Output pipeline of one sequence, from tokens to events: detokenize, stop strings, parse. Pure."""
 
-from typing import Protocol
-
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ThinkingDelta, ToolCallEnd
+from kvmesh.frontend.dialects.output import OutputParser
 from kvmesh.frontend.generation.stop_strings import StopMatcher
 from kvmesh.frontend.tokenizer.detokenizer import Detokenizer
-
-
-class Parser(Protocol):
-    """A model family's output grammar, from text to typed events."""
-
-    def feed(self, text: str) -> list[AnswerEvent]: ...
-
-    def finish(self) -> list[AnswerEvent]:
-        """End the output, complete or not."""
-        ...
 
 
 class PlainText:
@@ -35,7 +24,11 @@ class OutputPipeline:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: list[str], parser: Parser, one_call: bool = False
+        self,
+        detokenizer: Detokenizer,
+        stops: list[str],
+        parser: OutputParser,
+        one_call: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
