@@ -318,6 +318,21 @@ async def test_a_stop_string_ends_answer_and_engine(stage: Stage) -> None:
     await eventually(lambda: stage.a.cancelled == [work.request])
 
 
+async def test_a_stop_string_across_frames_is_never_shown(stage: Stage) -> None:
+    response = await started(stage, body(stream=True, stop=["stop here"]))
+    work = await stage.a.work()
+    tokens = ids("words before stop here and after")
+    for offset, token in enumerate(tokens):
+        await stage.a.send(work, Chunk(work.request, offset, [token]))
+        await asyncio.sleep(0.02)  # a frame of its own for each token
+    chunks = await events(response)
+    assert text_of(chunks) == "words before "
+    assert [c["choices"][0]["finish_reason"] for c in chunks if c != "[DONE]" and c["choices"]][
+        -1
+    ] == "stop"
+    await eventually(lambda: stage.a.cancelled == [work.request])
+
+
 async def test_one_call_is_enough_where_no_parallel_ones_are_wanted(stage: Stage) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
