@@ -129,7 +129,7 @@ async def test_a_finished_request_leaves_no_garbage_cycle(bus: Bus, limits: Stre
         assert not frontend.inbox
 
 
-async def test_no_worker_is_found_gone_right_after_the_own_connection_was_made(
+async def test_no_lease_is_expired_right_after_this_process_has_connected(
     bus: Bus, limits: StreamLimits
 ) -> None:
     card = Instance(instance="w-1", role=Role.WORKER, name="w", version="0", started=0.0)

@@ -32,7 +32,7 @@ def mesh(nats_server: NatsServer, tmp_path: Path) -> Iterator[Mesh]:
 
 
 def begin(mesh: Mesh, **prefill: str) -> None:
-    """One worker of each part; the keywords are for the prefill worker alone."""
+    """One prefill and one decode worker; the keywords are for the prefill worker alone."""
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0")
     mesh.start("worker", "prefill-0", KVMESH_WORKER_SERVES="prefill", **prefill)
@@ -68,7 +68,7 @@ def prefills(mesh: Mesh, result: str) -> float:
 
 
 def loaded(mesh: Mesh, worker: str) -> bool:
-    """Whether it says that it has prompts to compute."""
+    """Whether the worker reports prompts to compute."""
     samples = mesh.metrics().items()
     return any(v for k, v in samples if "worker_prefill_tokens{" in k and f'"{worker}"' in k)
 
@@ -79,7 +79,7 @@ def instance(mesh: Mesh, worker: str) -> str:
 
 
 async def workers(mesh: Mesh, count: int) -> None:
-    """Wait until the router may use that many."""
+    """Wait until the router may use `count` workers."""
 
     def known() -> bool:
         return sum("worker_running_requests{" in key for key in mesh.metrics()) == count
