@@ -17,7 +17,7 @@ class FrameSink(Protocol):
 
     @property
     def writable(self) -> bool:
-        """Whether the response is open and its reader keeps up."""
+        """True while the response is open and its reader keeps up."""
         ...
 
     def write(self, frame: bytes) -> None:
