@@ -7,7 +7,7 @@ from aiohttp import web
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.frontend.auth.authenticator import Authenticator
-from kvmesh.frontend.dispatch.control_client import ControlClient, held
+from kvmesh.frontend.dispatch.control_client import ControlClient, held_models
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.http.cache.clear_release import ClearReleaseEndpoints
@@ -61,7 +61,7 @@ class CacheApi:
         await self.turns.close()
 
     def joined(self, card: Instance) -> None:
-        if self._told is not None and card.instance not in self._told and held(card):
+        if self._told is not None and card.instance not in self._told and held_models(card):
             self._told[card.instance] = monotonic()
             if self._repeats():
                 self._repeat(card)

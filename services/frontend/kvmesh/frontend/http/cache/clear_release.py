@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmesh.bus.messages import Clear, Instance, ModelCard, Release, Role
 from kvmesh.frontend.apis.cache_body import ClearBody, clear_decoder, release_decoder
-from kvmesh.frontend.dispatch.control_client import ControlClient, summed
+from kvmesh.frontend.dispatch.control_client import ControlClient, summary
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.models import ModelRegistry
@@ -38,13 +38,13 @@ class ClearReleaseEndpoints:
         if parsed.all_tenants and adapter:
             reason = f"`all_tenants`: not of an adapter, only of {model.card.name} as a whole."
             raise InvalidRequest(reason, "model")
-        cards = [c for c in self._holders.of([model.card.name]) if _concerned(c, parsed)]
+        cards = [c for c in self._holders.holders_of([model.card.name]) if _concerned(c, parsed)]
         own = self._salts(model.card, adapter, visit.tenant)
         tenant = "" if parsed.all_tenants else visit.tenant
         seeds = [None] if parsed.all_tenants else own
         commands = [Clear(seed, parsed.tiers, model.card.name, tenant) for seed in seeds]
-        told = await asyncio.gather(*(self._holders.tell(cards, each) for each in commands))
-        answer = summed(chain.from_iterable(told))
+        told = await asyncio.gather(*(self._holders.broadcast(cards, each) for each in commands))
+        answer = summary(chain.from_iterable(told))
         _note(visit, parsed, answer["blocks"], len(cards))
         return {"object": "cache.clear", "model": parsed.model, **answer}
 
@@ -57,8 +57,8 @@ class ClearReleaseEndpoints:
             reason=parsed.reason,
             successor=None if successor is None else scoped(visit.tenant, successor),
         )
-        told = await self._holders.tell(self._holders.of(self._models(visit)), command)
-        return {"object": "session.release", "sessions": len(parsed.sessions), **summed(told)}
+        told = await self._holders.broadcast(self._holders.holders_of(self._models(visit)), command)
+        return {"object": "session.release", "sessions": len(parsed.sessions), **summary(told)}
 
     def _salts(self, card: ModelCard, adapter: str | None, tenant: str) -> list[int]:
         """Those of an adapter, or of the model and all of its adapters."""

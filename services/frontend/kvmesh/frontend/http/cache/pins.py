@@ -6,7 +6,12 @@ from typing import Any
 
 from kvmesh.bus.messages import Instance, Pin, Unpin, owner
 from kvmesh.frontend.apis.cache_body import PinBody, pin_decoder, unpin_decoder
-from kvmesh.frontend.dispatch.control_client import ControlClient, InstanceReply, held, summed
+from kvmesh.frontend.dispatch.control_client import (
+    ControlClient,
+    InstanceReply,
+    held_models,
+    summary,
+)
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.http.cache.pin_store import PinHead, PinStore, StoredPin
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
@@ -33,7 +38,9 @@ class PinEndpoints:
         now = time.time()
         pin = _pin(parsed, target, now)
         await self._replace(pin, now)
-        told = await self._holders.tell(self._holders.of([pin.model]), _command(pin, now))
+        told = await self._holders.broadcast(
+            self._holders.holders_of([pin.model]), _command(pin, now)
+        )
         return {**_view(pin.head), "requested": target.blocks, **_affected(told)}
 
     async def _replace(self, pin: StoredPin, now: float) -> None:
@@ -73,13 +80,13 @@ class PinEndpoints:
 
     async def _unpin(self, pin: StoredPin) -> list[InstanceReply]:
         command = Unpin(scoped(pin.tenant, pin.id))
-        return await self._holders.tell(self._holders.of([pin.model]), command)
+        return await self._holders.broadcast(self._holders.holders_of([pin.model]), command)
 
     async def repeat(self, card: Instance) -> None:
         """Tell one who has joined what holds for its models."""
         try:
             now = time.time()
-            pins = [pin for pin in await self._store.all(now) if pin.model in held(card)]
+            pins = [pin for pin in await self._store.all(now) if pin.model in held_models(card)]
         except ApiError as error:
             log.warning("%s has not been told the pins: %s", card.instance, error)
             return
@@ -130,5 +137,5 @@ def _view(pin: PinHead) -> dict[str, Any]:
 
 def _affected(told: list[InstanceReply]) -> dict[str, Any]:
     """How many blocks of it each process has at present."""
-    total = summed(told)
+    total = summary(told)
     return {"affected": total["blocks"], "instances": total["instances"]}

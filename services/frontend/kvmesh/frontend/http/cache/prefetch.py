@@ -19,6 +19,7 @@ from kvmesh.bus.subjects import token, untoken
 from kvmesh.frontend.apis.cache_body import PrefetchBody, prefetch_decoder
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.route_request import route_request
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
@@ -58,7 +59,7 @@ class PrefetchEndpoint:
         routed = await self._route(target, own)
         there = routed.prefill or RankKey(routed.instance, routed.rank)
         command = _command(scoped(target.tenant, own), target, parsed, there.rank)
-        reply = await self._holders.ask(there.instance, command)
+        reply = await self._holders.request(there.instance, command)
         if not reply.ok:
             raise Unavailable(f"The worker does not prefetch: {reply.reason}")
         if visit.account is not None:
@@ -81,7 +82,7 @@ class PrefetchEndpoint:
         own, _, instance = visit.id.partition(".")
         if not _ID.fullmatch(own) or not instance:
             raise ApiError("not_found", f"There is no prefetch with the id `{visit.id}`.")
-        reply = await self._holders.ask(untoken(instance), Cancel(scoped(visit.tenant, own)))
+        reply = await self._holders.request(untoken(instance), Cancel(scoped(visit.tenant, own)))
         return {"id": visit.id, "object": "prefetch", "cancelled": reply.ok}
 
     async def _route(self, target: ResolvedPrompt, request_id: str) -> Routed:
@@ -92,10 +93,19 @@ class PrefetchEndpoint:
         def compose(anew: bool, arrived: float | None) -> RouteRequest:
             if anew:
                 attempts.append(f"{request_id}.{len(attempts)}")
-            return _route_request(target, attempts[-1], arrived)
+            return route_request(
+                target.request,
+                target.prompt,
+                attempt=attempts[-1],
+                model=model,
+                adapter=target.adapter,
+                max_tokens=1,
+                deadline_s=ROUTE_S,
+                arrived=arrived,
+            )
 
         try:
-            answer = await self._asking.ask(model, compose, ROUTE_S)
+            answer = await self._asking.request(model, compose, ROUTE_S)
         except MessageTooLarge as error:
             raise ApiError("too_large", "The prompt is larger than the mesh carries.") from error
         finally:
@@ -106,24 +116,6 @@ class PrefetchEndpoint:
                 raise InvalidRequest(answer.reason)
             raise Unavailable(answer.reason, answer.retry_after_s)
         return answer
-
-
-def _route_request(target: ResolvedPrompt, request_id: str, arrived: float | None) -> RouteRequest:
-    request = target.request
-    return RouteRequest(
-        request=request_id,
-        model=target.model.card.name,
-        sequence_hashes=target.prompt.sequence_hashes,
-        tokens=target.prompt.count,
-        max_tokens=1,
-        deadline_s=ROUTE_S,
-        adapter=target.adapter,
-        hints=request.hints,
-        placement=request.placement,
-        policy=request.policy,
-        overrides=request.overrides,
-        arrived=arrived,
-    )
 
 
 def _command(wire_id: str, target: ResolvedPrompt, parsed: PrefetchBody, rank: int) -> Prefetch:
