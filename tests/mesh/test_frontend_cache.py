@@ -451,7 +451,7 @@ async def test_the_parts_of_a_tenant_share_its_pins(stage: Stage) -> None:
     assert (status, answer["error"]["code"]) == (429, "too_many_pins")
     _, seen = await stage.call("GET", "/v1/cache/pins", "b")
     assert seen["data"] == []
-    for head in await store.of(tenants.tag("team-b", "one"), time.time()):
+    for head in await store.list_tenant(tenants.tag("team-b", "one"), time.time()):
         await store.delete(
             msgspec.structs.replace(pin, id=head.id, tenant=tenants.tag("team-b", "one"))
         )

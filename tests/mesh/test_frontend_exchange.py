@@ -5,6 +5,7 @@ import gc
 import weakref
 from time import sleep, time
 
+from support.stamp import STAMP
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
@@ -50,7 +51,7 @@ def engine(bus: Bus, limits: StreamLimits) -> RequestRuntime:
 async def test_what_is_over_is_gone_without_a_garbage_collection(
     bus: Bus, limits: StreamLimits
 ) -> None:
-    call = Chat().parse(BODY, {})
+    call = Chat().parse(BODY, {}, STAMP)
     prepared = await Preprocessor(1 << 20, TenantNamespaces()).prepare(call.request, served(), None)
     now = asyncio.get_running_loop().time()
     exchange = ActiveRequest(engine(bus, limits), prepared, call.renderer, now)
@@ -87,7 +88,7 @@ async def test_nobody_is_taken_for_gone_right_after_the_own_connection_was_made(
 async def test_a_pause_of_ones_own_is_no_silence_of_the_engine(
     bus: Bus, limits: StreamLimits
 ) -> None:
-    call = Chat().parse(BODY, {})
+    call = Chat().parse(BODY, {}, STAMP)
     prepared = await Preprocessor(1 << 20, TenantNamespaces()).prepare(call.request, served(), None)
     parts = engine(bus, limits)
     monitor = LivenessMonitor(bus, parts.dispatcher.offers, parts.tracker, 0.9, lambda: 0)

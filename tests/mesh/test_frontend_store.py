@@ -182,15 +182,15 @@ def knows(gate: Authenticator, secret: str) -> bool:
 
 async def test_without_keys_only_this_machine_may_touch_caches(bus: Bus) -> None:
     assert (
-        Authenticator(bus, None, use_bucket=False, local=True, tenants=TenantNamespaces()).permit(
-            {}, "cache"
-        )
+        Authenticator(
+            bus, None, use_bucket=False, local=True, tenants=TenantNamespaces()
+        ).require_scope({}, "cache")
         is None
     )
     with pytest.raises(ApiError) as error:
-        Authenticator(bus, None, use_bucket=False, local=False, tenants=TenantNamespaces()).permit(
-            {}, "cache"
-        )
+        Authenticator(
+            bus, None, use_bucket=False, local=False, tenants=TenantNamespaces()
+        ).require_scope({}, "cache")
     assert error.value.kind == "permission"
 
 

@@ -31,7 +31,7 @@ from kvmesh.frontend.dispatch.suspects import Suspects
 from kvmesh.frontend.dispatch.token_inbox import TokenInbox
 from kvmesh.frontend.dispatch.token_stream import Loss, TokenStream
 from kvmesh.frontend.dispatch.work_client import WorkClient
-from kvmesh.frontend.errors import ApiError, Culprit, InvalidRequest, Overloaded, Unavailable
+from kvmesh.frontend.errors import ApiError, InvalidRequest, Overloaded, PoisonRequest, Unavailable
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptTokens
 from kvmesh.hashing import block_hashes
 from kvmesh.settings.schema import FrontendSettings
@@ -203,10 +203,10 @@ class Dispatcher:
             return
         failed = loss == "failed"
         if self.suspects.lost(sequence.id, part.instance, part.fresh, failed):
-            metrics.culprits.inc()
+            metrics.poison_requests.inc()
             reason = part.lost or "the last one did not answer when it was offered"
             log.error("request %s is given to no further worker: %s", sequence.id, reason)
-            raise Culprit(reason)
+            raise PoisonRequest(reason)
 
     def _work(self, job: SequenceTask, rank: int) -> Work:
         request = job.prepared.request

@@ -157,7 +157,7 @@ class RouteClient:
         question.given_up.append(question.request.request)
         question.arrived = question.arrived or question.began
         question.request = question.compose(True, question.arrived)
-        metrics.asked_again.labels(question.model).inc()
+        metrics.route_retries.labels(question.model).inc()
         self._put(question)
 
     def _give_up(self, question: RouteQuestion) -> None:
@@ -287,7 +287,7 @@ class RouteClient:
         router = question.router
         if self.routers.suspect(router):
             log.warning("router %s does not answer: others are asked", router)
-            metrics.silent_routers.inc()
+            metrics.router_timeouts.inc()
         if self.routers.trusts_any(question.declined):
             self._put_anew(question)
 

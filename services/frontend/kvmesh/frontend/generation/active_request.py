@@ -135,7 +135,7 @@ class ActiveRequest:
             stored=sum(stored),
             output=sum(len(job.sequence.tokens) for job in self.jobs),
             reasoning=sum(choice.reasoning_tokens for choice in self._choices),
-            lasting=sum(lasting),
+            stored_1h=sum(lasting),
         )
 
     def summary(self) -> AnswerSummary:
@@ -148,7 +148,7 @@ class ActiveRequest:
     def spend(self, tokens: int) -> None:
         """Count tokens that are computed for it against the key that asked."""
         if self._account is not None:
-            self._account.spend(tokens)
+            self._account.charge_tokens(tokens)
 
     async def __aenter__(self) -> "ActiveRequest":
         metrics.active.inc()
@@ -199,7 +199,7 @@ class ActiveRequest:
         self._measure(sequence, now)
         self._compare(job)
         for outcome in all_outcomes(job):
-            metrics.directives.labels(job.model, outcome).inc()
+            metrics.retention_directives.labels(job.model, outcome).inc()
 
     def _compare(self, job: SequenceTask) -> None:
         """Compare the cached tokens expected with those found, if the sequence was not moved."""

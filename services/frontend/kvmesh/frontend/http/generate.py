@@ -1,4 +1,4 @@
-"""The generating endpoints: one way for every API from body to answer."""
+"""The generating endpoints: from the body to the answer, the same way for every API."""
 
 import asyncio
 import logging
@@ -11,8 +11,9 @@ from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import ActiveRequest, RequestRuntime
-from kvmesh.frontend.http.bodies import JSON, LARGE, parsed, read_body, unexpected
-from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
+from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
+from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory, new_stamp
+from kvmesh.frontend.http.middleware import Caller, Handler
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What the handlers need."""
+    """Dependencies of the handlers."""
 
     settings: FrontendSettings
     registry: ModelRegistry
@@ -33,33 +34,30 @@ class Dependencies:
     engine: RequestRuntime
     keeper: StreamSupervisor
     responses: ResponseStore
-    gate: Authenticator
+    authenticator: Authenticator
     turns: SessionHooks
 
 
 class GenerateEndpoint:
-    """Makes a handler for each surface; they differ by the surface alone."""
+    """Makes the handler of each generating API."""
 
-    def __init__(self, parts: Dependencies) -> None:
+    def __init__(self, endpoints: EndpointFactory, parts: Dependencies) -> None:
+        self._endpoints = endpoints
         self._parts = parts
 
-    def handler(self, surface: Api) -> Handler:
-        async def handle(http: web.Request) -> web.StreamResponse:
-            caller = caller_of(http)
-            body = await read_body(http, self._parts.settings)
-            threads = self._parts.preparer.threads
-            call = await parsed(
-                threads, caller.owner, body, lambda: surface.parse(body, http.headers)
-            )
-            caller.take(call.request, body)
-            return await self._answer(http, surface, call, caller)
+    def handler(self, api: Api) -> Handler:
+        async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
+            call.caller.bind(call.parsed.request, len(call.body))
+            return await self._answer(call.http, api, call.parsed, call.caller)
 
-        return handle
+        return self._endpoints.with_body(
+            lambda body, headers: api.parse(body, headers, new_stamp()), act
+        )
 
     async def _answer(
         self,
         http: web.Request,
-        surface: Api,
+        api: Api,
         call: ApiCall,
         caller: Caller,
     ) -> web.StreamResponse:
@@ -75,10 +73,10 @@ class GenerateEndpoint:
         try:
             async with exchange:
                 if request.stream:
-                    return await self._stream(http, surface, exchange, call.thread)
+                    return await self._stream(http, api, exchange, call.thread)
                 return await self._whole(exchange, call.thread)
         finally:
-            self._parts.turns.end(turn, exchange, surface.in_order)
+            self._parts.turns.end(turn, exchange, api.in_order)
 
     async def _whole(
         self, exchange: ActiveRequest, thread: ConversationThread | None
@@ -93,13 +91,13 @@ class GenerateEndpoint:
         return web.Response(body=body, headers={"X-Request-Id": request.id}, content_type=JSON)
 
     async def _continue(self, call: ApiCall) -> None:
-        """Put the stored conversation that a request continues before its own messages."""
+        """Prepend the stored conversation that the request continues."""
         request, thread = call.request, call.thread
         if thread is None or thread.previous is None:
             return
         turns = await self._parts.responses.history(thread.previous, request.cache_salt)
         size = sum(len(item) for turn in turns for item in (*turn.input, *turn.output))
-        request.size += size
+        request.body_bytes += size
         if size < LARGE:
             thread.extend(turns)
         else:
@@ -109,10 +107,10 @@ class GenerateEndpoint:
     async def _keep(
         self, thread: ConversationThread | None, request: GenerateRequest, body: bytes
     ) -> bool:
-        """False if the answer cannot be stored as it was asked for; the thread knows it then."""
+        """Store the response if requested; on failure mark the thread and return False."""
         if thread is None or not thread.store:
             return True
-        threads, large = self._parts.preparer.threads, request.size >= LARGE
+        threads, large = self._parts.preparer.threads, request.body_bytes >= LARGE
         turn = (
             await threads.call(request.owner, lambda: thread.turn(body))
             if large
@@ -120,14 +118,14 @@ class GenerateEndpoint:
         )
         turn.tenant = request.cache_salt
         if not await self._parts.responses.put(turn):
-            thread.unstored()
+            thread.mark_unstored()
             return False
         return True
 
     async def _stream(
         self,
         http: web.Request,
-        surface: Api,
+        api: Api,
         exchange: ActiveRequest,
         thread: ConversationThread | None,
     ) -> web.StreamResponse:
@@ -140,7 +138,7 @@ class GenerateEndpoint:
                 await placing
             await stream.open(exchange.renderer.begin())
             exchange.stream = stream
-            self._parts.keeper.add(stream, surface.keepalive, exchange.resume)
+            self._parts.keeper.add(stream, api.keepalive, exchange.resume)
             return await stream.close(await self._rest(exchange, placing, thread))
         finally:
             placing.cancel()
@@ -168,4 +166,4 @@ class GenerateEndpoint:
         except ConnectionError:
             raise
         except Exception as error:
-            return exchange.renderer.failed(unexpected(error))
+            return exchange.renderer.failed(internal_error(error))

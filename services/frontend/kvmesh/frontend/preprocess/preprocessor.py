@@ -13,7 +13,7 @@ from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResul
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
-from kvmesh.frontend.http.json_bounds import check_arguments
+from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
@@ -144,8 +144,8 @@ class Preprocessor:
         return b"".join((yield from self._encoded(segments, request.cache_salt, model)))
 
     async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
-        small = request.size < LARGE and len(request.messages) < MANY
-        return await self.threads.finish(request.owner, steps, at_once=small)
+        small = request.body_bytes < LARGE and len(request.messages) < MANY
+        return await self.threads.run_steps(request.owner, steps, at_once=small)
 
     def _given(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
         """Packed tokens of prompts that need no template."""
@@ -289,7 +289,7 @@ def output_limit(request: GenerateRequest, prompts: int, longest: int, context: 
 
 def render(request: GenerateRequest, model: ServedModel) -> str:
     """The prompt's text; a conversation that the template refuses is the caller's error."""
-    if request.size >= LARGE:
+    if request.body_bytes >= LARGE:
         check_arguments(request.messages)
     try:
         return model.dialect.template.render(request, datetime.date.today())

@@ -47,7 +47,7 @@ class TokenOffsets:
 
 def directives(request: GenerateRequest) -> list[Retain]:
     """What the caller said outright of the whole prompt or of its tokens."""
-    whole = [] if request.keep_s is None else [_keep(None, request.keep_s)]
+    whole = [] if request.prompt_ttl_s is None else [_keep(None, request.prompt_ttl_s)]
     return [*whole, *request.retention]
 
 
@@ -86,8 +86,8 @@ def _marks(request: GenerateRequest, survey: PromptSpans, ruler: TokenOffsets) -
     for place, ttl in survey.marks:
         if end := ruler.at(place):
             ends[ttl] = max(end, ends.get(ttl) or 0)
-    if request.keep_s is not None:
-        ends[request.keep_s] = None
+    if request.prompt_ttl_s is not None:
+        ends[request.prompt_ttl_s] = None
     for ttl in sorted(ends):
         yield _keep(ends[ttl], ttl)
 

@@ -154,8 +154,8 @@ class SessionHooks:
         exchange.spend(asked)
 
     def _count(self, made: Speculation, useful: int) -> None:
-        metrics.speculative.labels(made.model, "useful").inc(useful)
-        metrics.speculative.labels(made.model, "wasted").inc(made.asked - useful)
+        metrics.speculative_tokens.labels(made.model, "useful").inc(useful)
+        metrics.speculative_tokens.labels(made.model, "wasted").inc(made.asked - useful)
 
     def _do(self, work: Coroutine[Any, Any, object]) -> None:
         if len(self._tasks) >= MAX_TASKS:

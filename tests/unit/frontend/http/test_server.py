@@ -43,4 +43,4 @@ async def test_what_is_no_request_is_refused_in_a_sentence() -> None:
     answer = (await reader.read()).decode()
     writer.close()
     await runner.cleanup()
-    assert "This is no HTTP request: Missing 'Host' header in request.\"" in answer
+    assert "Malformed HTTP request: Missing 'Host' header in request.\"" in answer

@@ -1,0 +1,40 @@
+"""Tags, salts and scoped names of tenants."""
+
+import pytest
+
+from kvmesh.bus.messages import Hints, owner
+from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions, scoped
+from kvmesh.hashing import salt
+
+
+def test_nobody_can_name_what_belongs_to_a_tenant() -> None:
+    assert scoped("team", "s") == "team\x1fs"
+    assert scoped("", "team\x1fs") == "teams"
+    assert scoped("team", "\x1fs") == "team\x1fs"
+    names = {inferred("team", "s"), inferred("", "s"), scoped("team", "s"), scoped("", "s")}
+    assert len(names) == 4
+
+
+def test_a_tag_is_keyed_and_tells_owners_and_their_parts_apart() -> None:
+    tenants, others = TenantNamespaces(bytes(32)), TenantNamespaces(b"x" * 32)
+    made = {tenants.tag("a"), tenants.tag("a", "b"), tenants.tag("", "a"), tenants.tag("ab")}
+    assert len(made | {others.tag("a"), tenants.tag("a\x1fb")}) == 6
+    assert all(len(tag) >= 32 for tag in made)
+    assert owner(tenants.tag("a", "b")) == owner(tenants.tag("a", "c")) == tenants.tag("a")
+    assert owner(tenants.tag("", "a")) == tenants.tag("") == ""
+
+
+def test_without_the_secret_no_tenant_has_a_namespace() -> None:
+    tenants = TenantNamespaces()
+    assert tenants.salt("m", "", "") == salt("m")
+    with pytest.raises(RuntimeError, match="secret"):
+        tenants.tag("a")
+    with pytest.raises(RuntimeError, match="secret"):
+        tenants.salt("m", "", "a")
+
+
+def test_sessions_of_a_tenant_are_named_within_it() -> None:
+    hints = scope_sessions(Hints(session="s", parent_session="p"), "team")
+    assert (hints.session, hints.parent_session) == ("team\x1fs", "team\x1fp")
+    assert scope_sessions(Hints(session="s"), "") == Hints(session="s")
+    assert scope_sessions(Hints(), "team") == Hints()
