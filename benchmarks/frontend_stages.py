@@ -29,7 +29,7 @@ MEMO_BYTES = 256 << 20
 WALKED = 64 << 20
 STREAMS = 8
 STEPS = 600
-STAMP = RequestStamp("0" * 32, 0)
+STAMP = RequestStamp("0" * 24, 0)
 
 
 def served() -> ServedModel:

@@ -371,7 +371,7 @@ async def test_a_worker_s_refusal_reaches_the_caller(stage: Stage) -> None:
 async def test_a_prompt_without_a_full_block_is_refused(stage: Stage, path: str) -> None:
     status, answer = await stage.post(path, {"tokens": [300] * 15})
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-    assert "which has 16 tokens" in answer["error"]["message"]
+    assert "a block of 16 tokens" in answer["error"]["message"]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -500,7 +500,7 @@ async def test_everyone_s_blocks_need_the_admin_scope(stage: Stage) -> None:
     assert (await stage.post("/v1/cache/clear", {"all_tenants": True}, "root"))[0] == 200
     assert await once(stage.a, Clear) == Clear(None, [], MODEL)
     log = (stage.mesh.folder / "frontend-0.log").read_text()
-    assert f"the key root: cleared 7 blocks of {MODEL} of all tenants, tiers: all, at 3" in log
+    assert f"key root cleared 7 blocks of {MODEL}, tenant: all, tiers: all, on 3 instances" in log
     body = {"model": "tuned", "all_tenants": True}
     assert (await stage.post("/v1/cache/clear", body, "root"))[0] == 400
     assert (await stage.post("/v1/cache/clear", {"model": "none"}))[0] == 404

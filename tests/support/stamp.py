@@ -2,4 +2,4 @@
 
 from kvmesh.frontend.apis.base import RequestStamp
 
-STAMP = RequestStamp("0" * 32, 1_700_000_000)
+STAMP = RequestStamp("0" * 24, 1_700_000_000)

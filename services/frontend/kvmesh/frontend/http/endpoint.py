@@ -79,7 +79,7 @@ class EndpointFactory:
 
 def new_stamp() -> RequestStamp:
     """A random id, and the present time."""
-    return RequestStamp(secrets.token_hex(16), int(time.time()))
+    return RequestStamp(secrets.token_hex(12), int(time.time()))
 
 
 def _response(answer: Answer) -> web.StreamResponse:
