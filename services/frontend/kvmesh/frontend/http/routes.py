@@ -21,7 +21,7 @@ from kvmesh.frontend.http.tokenize import CountingApi, TokenizeEndpoints
 from kvmesh.runtime.warnings import Warnings
 
 ANY = "/{path:.*}"
-UNRESTRICTED = frozenset(("/health", "/live", ANY))  # neither read bodies nor stored data
+UNRESTRICTED = frozenset(("/health", "/live"))  # probes have no keys
 GENERATING: dict[str, Api] = {
     "/v1/chat/completions": Chat(),
     "/v1/completions": Completions(),
