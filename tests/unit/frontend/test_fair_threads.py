@@ -7,7 +7,7 @@ from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.runtime.fair_slots import FairQueue
 
 
-def test_owners_have_turns() -> None:
+def test_owners_alternate() -> None:
     queue: FairQueue[str] = FairQueue()
     for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
         queue.add(item[0], item)
@@ -17,7 +17,7 @@ def test_owners_have_turns() -> None:
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-async def test_a_long_job_lets_others_go_between_its_steps() -> None:
+async def test_other_owners_run_between_the_steps_of_a_long_job() -> None:
     threads, order = FairThreads(1), []
 
     def job(name: str, steps: int) -> Steps[str]:
@@ -32,7 +32,7 @@ async def test_a_long_job_lets_others_go_between_its_steps() -> None:
     assert order.index("small") < 8
 
 
-async def test_whoever_leaves_gives_the_thread_back() -> None:
+async def test_a_cancelled_call_frees_its_thread() -> None:
     threads, gate = FairThreads(1), threading.Event()
     first = asyncio.create_task(threads.call("a", gate.wait))
     waiting = [asyncio.create_task(threads.call("b", lambda: True)) for _ in range(3)]

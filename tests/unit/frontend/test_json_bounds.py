@@ -32,7 +32,7 @@ def test_a_body_of_too_many_values_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ['"', "\\", "\\\\", ',{":"', "a\\", '\\"'])
-def test_only_what_stands_outside_of_texts_counts(
+def test_only_separators_outside_of_strings_count(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = msgspec.json.encode([text * 50, 1, {"a": text * 30}])
@@ -46,12 +46,12 @@ def test_only_what_stands_outside_of_texts_counts(
             check_values(body)
 
 
-def test_code_in_arguments_is_text() -> None:
+def test_code_inside_strings_of_arguments_does_not_count() -> None:
     text = msgspec.json.encode({"code": "f(a, {b: [c]}), " * (MAX_VALUES // 4)}).decode()
     call = {"id": "a", "function": {"name": "f", "arguments": text}}
     check_arguments(chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages)
 
 
-def test_texts_may_hold_what_they_like() -> None:
+def test_json_inside_strings_does_not_count() -> None:
     text = msgspec.json.encode({"content": '{"a": [1, 2], "\\\\": ","}' * (MAX_VALUES // 4)})
     check_values(text)

@@ -7,7 +7,7 @@ from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_session
 from kvmesh.hashing import salt
 
 
-def test_nobody_can_name_what_belongs_to_a_tenant() -> None:
+def test_names_of_a_tenant_cannot_be_formed_outside_of_it() -> None:
     assert scoped("team", "s") == "team\x1fs"
     assert scoped("", "team\x1fs") == "teams"
     assert scoped("team", "\x1fs") == "team\x1fs"
@@ -15,7 +15,7 @@ def test_nobody_can_name_what_belongs_to_a_tenant() -> None:
     assert len(names) == 4
 
 
-def test_a_tag_is_keyed_and_tells_owners_and_their_parts_apart() -> None:
+def test_tags_are_keyed_and_distinguish_owners_and_their_parts() -> None:
     tenants, others = TenantNamespaces(bytes(32)), TenantNamespaces(b"x" * 32)
     made = {tenants.tag("a"), tenants.tag("a", "b"), tenants.tag("", "a"), tenants.tag("ab")}
     assert len(made | {others.tag("a"), tenants.tag("a\x1fb")}) == 6
@@ -24,7 +24,7 @@ def test_a_tag_is_keyed_and_tells_owners_and_their_parts_apart() -> None:
     assert owner(tenants.tag("", "a")) == tenants.tag("") == ""
 
 
-def test_without_the_secret_no_tenant_has_a_namespace() -> None:
+def test_tags_and_salts_of_tenants_require_the_secret() -> None:
     tenants = TenantNamespaces()
     assert tenants.salt("m", "", "") == salt("m")
     with pytest.raises(RuntimeError, match="secret"):
@@ -33,7 +33,7 @@ def test_without_the_secret_no_tenant_has_a_namespace() -> None:
         tenants.salt("m", "", "a")
 
 
-def test_sessions_of_a_tenant_are_named_within_it() -> None:
+def test_sessions_are_scoped_to_their_tenant() -> None:
     hints = scope_sessions(Hints(session="s", parent_session="p"), "team")
     assert (hints.session, hints.parent_session) == ("team\x1fs", "team\x1fp")
     assert scope_sessions(Hints(session="s"), "") == Hints(session="s")

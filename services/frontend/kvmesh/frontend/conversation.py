@@ -147,7 +147,7 @@ class GenerateRequest(Struct, kw_only=True):
 
     @property
     def steers_routing(self) -> bool:
-        """Whether the request constrains the router's choice or changes its policy."""
+        """True if the request constrains the router's choice or changes its policy."""
         wanted = self.placement
         named = wanted.instance is not None or wanted.rank is not None
         return bool(named or wanted.exclude or wanted.allow or self.policy or self.overrides)

@@ -175,7 +175,7 @@ class ModelRegistry:
             self._models[name].workers = workers
 
     def _has_dialect(self, model: ModelCard) -> bool:
-        """Whether the dialect of a card is loaded; starts loading it otherwise."""
+        """True if the dialect of a card is loaded; otherwise loading starts."""
         key = _key(model)
         if key not in self._dialects and key not in self._loading and key not in self._unusable:
             self._loading[key] = self._spawn(self._load(model), f"load model {model.name}")

@@ -43,7 +43,7 @@ def test_an_error_in_a_stream_has_the_api_s_shape(api: Api) -> None:
         assert sent[-1] == "[DONE]"
 
 
-def test_the_context_error_is_what_each_client_understands() -> None:
+def test_the_context_error_has_the_text_that_clients_parse() -> None:
     long, both = ContextExceeded(900, None, 500), ContextExceeded(400, 200, 500)
     status, text = openai.SHAPE.error(long, "req_1")
     assert status == 400
@@ -108,7 +108,7 @@ WRONG = [
 
 @pytest.mark.parametrize("api", APIS, ids=lambda s: s.name)
 @pytest.mark.parametrize("fields", WRONG, ids=str)
-def test_a_wrong_field_is_named(api: Api, fields: dict[str, Any]) -> None:
+def test_an_invalid_field_is_named(api: Api, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as error:
         api.parse(body(api, **fields), {}, STAMP)
     assert error.value.param is not None
@@ -143,7 +143,7 @@ PARSERS = [*APIS, CountTokens(), InputTokens(), Tokenize()]
 
 
 @given(st.sampled_from(PARSERS), st.dictionaries(FIELDS, JSON_VALUES, max_size=4))
-def test_any_json_is_taken_or_refused_cleanly(parser: Any, fields: dict[str, Any]) -> None:
+def test_any_json_is_parsed_or_refused_with_400(parser: Any, fields: dict[str, Any]) -> None:
     sent = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", **fields}
     fault: ApiError | None = None
     try:
@@ -154,6 +154,6 @@ def test_any_json_is_taken_or_refused_cleanly(parser: Any, fields: dict[str, Any
 
 
 @given(st.sampled_from(PARSERS), st.binary(max_size=60))
-def test_any_bytes_are_refused_cleanly(parser: Any, sent: bytes) -> None:
+def test_any_bytes_are_refused_with_400(parser: Any, sent: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parser.parse(sent, {}, STAMP)

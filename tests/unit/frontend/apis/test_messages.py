@@ -82,7 +82,7 @@ def test_messages_give_tool_input_as_an_object() -> None:
     assert blocks[0]["signature"]
 
 
-def test_messages_read_every_block() -> None:
+def test_messages_parse_every_kind_of_block() -> None:
     sent = {
         "model": "m",
         "max_tokens": 5,

@@ -26,13 +26,13 @@ def test_nvext_shapes_the_request() -> None:
     assert made.extra_fields == {"timing"}
 
 
-def test_what_has_no_effect_is_listed_when_asked_for() -> None:
+def test_fields_without_effect_are_listed_on_request() -> None:
     nvext = {"extra_fields": ["ignored"], "annotations": ["x"], "novel": 1}
     made = request(nvext=nvext, verbosity="low", temperature=0.5)
     assert made.ignored == ["verbosity", "nvext.annotations", "nvext.novel"]
 
 
-def test_a_thousand_fields_without_effect_are_named_at_most() -> None:
+def test_the_list_of_fields_without_effect_is_bounded() -> None:
     fields: dict[str, Any] = {f"f{n}": n for n in range(5000)}
     made = request(nvext={"extra_fields": ["ignored"]}, **fields)
     assert len(made.ignored) == len(set(made.ignored)) == MAX_IGNORED

@@ -36,13 +36,13 @@ def test_every_harness_names_its_session(
     assert session_of(head) == (session, parent)
 
 
-def test_a_session_hides_in_claude_code_s_user_id() -> None:
+def test_claude_code_s_user_id_holds_a_session() -> None:
     assert session_in_user_id('{"device_id":"d","session_id":"s"}') == "s"
     assert session_in_user_id("user_abc") is None
     assert session_in_user_id("{broken") is None
 
 
-def test_headers_win_over_the_body() -> None:
+def test_headers_override_the_body() -> None:
     head = headers(
         x_kvmesh_priority="7", x_kvmesh_worker_instance_id="w", x_tenant_id="t", x_session_id="s"
     )
@@ -53,7 +53,7 @@ def test_headers_win_over_the_body() -> None:
     assert made.cache_salt == "t"
 
 
-def test_a_bad_header_is_named() -> None:
+def test_an_invalid_header_is_named() -> None:
     with pytest.raises(InvalidRequest, match="x-kvmesh-priority"):
         request(headers(x_kvmesh_priority="high"))
 
@@ -62,7 +62,7 @@ BAD_NAMES = ["x" * 129, "a b", "a\tb", "\u00e4", "a\x1fb"]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_what_callers_call_themselves_is_bounded(name: str) -> None:
+def test_names_given_by_callers_are_validated(name: str) -> None:
     with pytest.raises(InvalidRequest, match="visible ASCII"):
         request(nvext={"cache_salt": name})
     for header in ("x-tenant-id", "x-kvmesh-fair-class"):

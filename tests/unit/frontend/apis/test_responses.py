@@ -40,7 +40,7 @@ def test_responses_stream_numbers_and_closes_every_item() -> None:
     assert final["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
 
 
-def test_responses_say_why_they_are_incomplete() -> None:
+def test_responses_state_the_reason_for_being_incomplete() -> None:
     answer = whole(Responses(), [TextDelta("x")], Ending("length"))
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -67,7 +67,7 @@ def test_a_call_into_a_namespace_names_it() -> None:
     assert (item["name"], item["namespace"]) == ("read", "fs")
 
 
-def test_responses_read_what_codex_sends() -> None:
+def test_responses_parse_a_request_of_codex() -> None:
     sent = {
         "model": "m",
         "input": [

@@ -32,14 +32,14 @@ def stored(**fields: Any) -> tuple[Any, Any]:
     return call, call.thread.turn(call.renderer.whole(AnswerSummary(usage)))
 
 
-def test_only_what_a_prompt_can_show_is_stored_of_input() -> None:
+def test_only_input_that_a_prompt_can_hold_is_stored() -> None:
     shown = {"type": "message", "role": "user", "content": "Hi", "id": "msg_1"}
     padding = {"padding": "x" * 100_000}
     _, turn = stored(input=[{**shown, **padding}, {"type": "web_search_call", **padding}])
     assert [msgspec.json.decode(item) for item in turn.input] == [shown]
 
 
-def test_a_response_that_is_not_stored_says_so() -> None:
+def test_a_response_that_is_not_stored_has_store_false() -> None:
     call, turn = stored(input="Hi")
     assert msgspec.json.decode(turn.response)["store"] is True
     call.thread.mark_unstored()

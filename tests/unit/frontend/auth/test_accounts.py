@@ -14,7 +14,7 @@ def key(secret: str = "s", **fields: Any) -> Key:
     return Key(name="k", sha256=hashlib.sha256(secret.encode()).hexdigest(), **fields)
 
 
-def test_only_holders_of_a_key_are_found() -> None:
+def test_only_a_valid_secret_finds_an_account() -> None:
     accounts = Accounts()
     accounts.replace([key("right")], 0.0)
     assert accounts.authenticate("right").key.name == "k"
@@ -35,7 +35,7 @@ def test_requests_per_minute_refill_with_time() -> None:
     account.enter(30.0)
 
 
-def test_tokens_are_paid_back_before_the_next_request() -> None:
+def test_tokens_leak_before_the_next_request_is_admitted() -> None:
     account = Account(key(tokens_per_minute=60), 0.0)
     account.enter(0.0)
     account.charge_tokens(100)
@@ -45,7 +45,7 @@ def test_tokens_are_paid_back_before_the_next_request() -> None:
     account.enter(42.0)
 
 
-def test_concurrency_counts_what_runs() -> None:
+def test_concurrency_counts_running_requests() -> None:
     account = Account(key(concurrency=1), 0.0)
     account.enter(0.0)
     with pytest.raises(ApiError):
@@ -65,7 +65,7 @@ def test_a_key_bounds_models_and_priority() -> None:
     assert error.value.kind == "permission"
 
 
-def test_a_changed_list_keeps_what_the_same_keys_have_used() -> None:
+def test_a_changed_list_preserves_the_use_of_its_keys() -> None:
     accounts = Accounts()
     accounts.replace([key("a", concurrency=1), key("b")], 0.0)
     accounts.authenticate("a").enter(0.0)
@@ -76,7 +76,7 @@ def test_a_changed_list_keeps_what_the_same_keys_have_used() -> None:
         accounts.authenticate("b")
 
 
-def test_scopes_are_what_a_key_may_do_besides() -> None:
+def test_a_scope_permits_its_actions_and_admin_all() -> None:
     with pytest.raises(ApiError) as error:
         Account(key(), 0.0).require_scope("cache")
     assert (error.value.kind, error.value.code) == ("permission", "scope_missing")
@@ -84,3 +84,24 @@ def test_scopes_are_what_a_key_may_do_besides() -> None:
     Account(key(scopes=["admin"]), 0.0).require_scope("cache")
     with pytest.raises(ApiError):
         Account(key(scopes=["cache"]), 0.0).require_scope("admin")
+
+
+def test_a_rotated_key_preserves_its_account_and_accepts_the_old_secret_for_a_while() -> None:
+    accounts = Accounts()
+    accounts.replace([key(concurrency=1)], 0.0)
+    accounts.authenticate("s").enter(0.0)
+    after = key("new", concurrency=1, old_sha256=key().sha256, old_until=100.0)
+    accounts.replace([after], 0.0)
+    assert accounts.authenticate("new", 99.0) is accounts.authenticate("s", 99.0)
+    with pytest.raises(ApiError):
+        accounts.authenticate("new", 99.0).enter(0.0)
+    with pytest.raises(ApiError):
+        accounts.authenticate("s", 100.0)
+
+
+def test_a_key_expires() -> None:
+    accounts = Accounts()
+    accounts.replace([key(expires=10.0)], 0.0)
+    assert accounts.authenticate("s", 9.0).key.name == "k"
+    with pytest.raises(ApiError):
+        accounts.authenticate("s", 10.0)

@@ -15,7 +15,7 @@ from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.router.placement.fair_order import fair_class
 
 
-def test_a_keys_file_is_read_or_its_fault_is_named(tmp_path: Path) -> None:
+def test_a_keys_file_is_read_or_its_error_is_named(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(f'[[key]]\nname = "a"\nsha256 = "{key().sha256}"\nconcurrency = 3\n')
     assert read_keys(file)[0].concurrency == 3
@@ -26,7 +26,7 @@ def test_a_keys_file_is_read_or_its_fault_is_named(tmp_path: Path) -> None:
         read_keys(tmp_path / "gone.toml")
 
 
-def test_a_key_comes_as_either_vendor_s_clients_send_it() -> None:
+def test_a_secret_is_read_from_the_header_of_either_vendor() -> None:
     assert secret_of(headers(authorization="Bearer abc")) == "abc"
     assert secret_of(headers(x_api_key="abc")) == "abc"
     assert secret_of(headers(authorization="Basic abc")) is None
@@ -41,7 +41,7 @@ def bound(key: Key | None, head: CIMultiDict[str], local: bool = True, **body: A
     return made
 
 
-def test_the_class_is_that_of_the_key_and_headers_only_divide_it() -> None:
+def test_the_key_sets_the_fair_class_and_headers_subdivide_it() -> None:
     premium = headers(x_kvmesh_fair_class="premium", x_tenant_id="other")
     made = bound(key(tenant="t"), premium)
     assert (made.hints.tenant, made.hints.fair_class) == ("t", "premium")
@@ -52,7 +52,7 @@ def test_the_class_is_that_of_the_key_and_headers_only_divide_it() -> None:
     assert fair_class(bound(None, headers(x_tenant_id="other")).hints) == "other"
 
 
-def test_every_hint_of_urgency_is_capped_by_the_key() -> None:
+def test_the_key_bounds_every_priority_hint() -> None:
     urgent = {"agent_hints": {"priority": 9, "strict_priority": 4, "latency_sensitivity": 1.0}}
 
     def hints(**fields: Any) -> tuple[int, int, float]:
@@ -77,7 +77,7 @@ STEERING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("nvext", STEERING)
-def test_a_key_needs_a_scope_to_steer_the_router(nvext: dict[str, Any]) -> None:
+def test_controlling_the_router_requires_a_scope(nvext: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as error:
         bound(key(), headers(), nvext=nvext)
     assert (error.value.kind, error.value.code) == ("permission", "scope_missing")
@@ -87,5 +87,5 @@ def test_a_key_needs_a_scope_to_steer_the_router(nvext: dict[str, Any]) -> None:
         bound(allowed, headers(), nvext=nvext)
 
 
-def test_labels_steer_nobody() -> None:
+def test_labels_require_no_scope() -> None:
     bound(key(), headers(), nvext={"routing_constraints": {"labels": {"zone": "a"}}})

@@ -15,7 +15,7 @@ from kvmesh.frontend.auth.origin_check import cross_origin_fault
         {"content-type": "application/json; charset=utf-8"},
     ],
 )
-def test_programs_of_this_machine_are_let_in(headers: dict[str, str]) -> None:
+def test_local_programs_are_admitted(headers: dict[str, str]) -> None:
     assert cross_origin_fault("POST", headers) is None
 
 
@@ -32,5 +32,5 @@ def test_programs_of_this_machine_are_let_in(headers: dict[str, str]) -> None:
         {"host": "localhost", "content-type": "application/x-www-form-urlencoded"},
     ],
 )
-def test_web_pages_are_not(headers: dict[str, str]) -> None:
+def test_web_pages_of_other_origins_are_refused(headers: dict[str, str]) -> None:
     assert cross_origin_fault("POST", headers) is not None

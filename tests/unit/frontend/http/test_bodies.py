@@ -7,7 +7,7 @@ from kvmesh.frontend.http.bodies import LARGE, check_utf8
 
 
 @pytest.mark.parametrize("place", [0, LARGE - 1, LARGE, 2 * LARGE + 3])
-async def test_a_large_body_must_be_text_wherever_it_is_cut(place: int) -> None:
+async def test_a_large_body_must_be_utf8_across_slices(place: int) -> None:
     text = ("x" * place + "é🦀" * LARGE).encode()
     await check_utf8(text)
     for bad in (text[:place] + b"\xff" + text[place:], text[:-1]):

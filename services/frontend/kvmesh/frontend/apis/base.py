@@ -50,7 +50,7 @@ class AnswerSummary(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True):
-    """Why one choice ended ("stop" or "length"), and the stop string that ended it."""
+    """Reason for the end of one choice ("stop" or "length"), and the stop string that ended it."""
 
     reason: str
     stop: str | None = None

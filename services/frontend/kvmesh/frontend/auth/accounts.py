@@ -166,7 +166,7 @@ class Account:
         )
 
     def idle(self, now: float) -> bool:
-        """Whether other frontends need no report: nothing runs and both buckets are empty."""
+        """True if nothing runs and both buckets are empty, so that no report is needed."""
         use = self.use(now)
         return not (use.running or use.owed_requests or use.owed_tokens)
 

@@ -68,7 +68,7 @@ class Authenticator:
 
     @property
     def requires_keys(self) -> bool:
-        """Whether a keys file or bucket is configured."""
+        """True if a keys file or bucket is configured."""
         return self._file is not None or self._use_bucket
 
     def account(self, headers: Mapping[str, str]) -> Account | None:
@@ -134,7 +134,7 @@ class Authenticator:
         return account
 
     def is_admin(self, headers: Mapping[str, str]) -> bool:
-        """Whether the caller may see the mesh's state: has the scope "admin", or no keys exist."""
+        """True if the caller may see the mesh's state: has the scope "admin", or no keys exist."""
         try:
             account = self.account(headers)
             if account is not None:

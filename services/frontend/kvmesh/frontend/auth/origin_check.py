@@ -27,7 +27,7 @@ def cross_origin_fault(method: str, headers: Mapping[str, str]) -> str | None:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a URL's host is a loopback name or address."""
+    """True if a URL's host is a loopback name or address."""
     try:
         host = urlsplit(url).hostname or ""
         return host == "localhost" or host.endswith(".localhost") or ip_address(host).is_loopback

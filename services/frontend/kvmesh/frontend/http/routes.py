@@ -36,20 +36,22 @@ COUNTING: dict[str, CountingApi] = {
 
 
 def application(
-    parts: Dependencies,
+    dependencies: Dependencies,
     readiness: FrontendReadiness,
     more: Sequence[web.RouteDef],
     warnings: Warnings,
 ) -> web.Application:
     """The application with all routes of a frontend, `more` among them."""
-    endpoints = EndpointFactory(parts.settings, parts.preparer.threads)
-    generate = GenerateEndpoint(endpoints, parts)
-    tokenize = TokenizeEndpoints(endpoints, parts.registry, parts.preparer)
-    stored = StoredResponseEndpoints(endpoints, parts.responses)
-    information = InformationEndpoints(parts.registry, readiness, warnings, parts.authenticator)
+    endpoints = EndpointFactory(dependencies.settings, dependencies.preparer.threads)
+    generate = GenerateEndpoint(endpoints, dependencies)
+    tokenize = TokenizeEndpoints(endpoints, dependencies.registry, dependencies.preparer)
+    stored = StoredResponseEndpoints(endpoints, dependencies.responses)
+    information = InformationEndpoints(
+        dependencies.registry, readiness, warnings, dependencies.authenticator
+    )
     description = Description()
-    settings = parts.settings
-    middleware = RequestMiddleware(parts.authenticator, settings.max_in_flight, UNRESTRICTED)
+    settings = dependencies.settings
+    middleware = RequestMiddleware(dependencies.authenticator, settings.max_in_flight, UNRESTRICTED)
     app = web.Application(
         client_max_size=settings.max_body_bytes, middlewares=[web.middleware(middleware)]
     )

@@ -47,7 +47,7 @@ class EventStream:
 
     @property
     def writable(self) -> bool:
-        """Whether the client keeps up; records since when it does not."""
+        """True if the client keeps up; otherwise `blocked_since` is set."""
         transport = self._transport
         if transport is None:
             return False

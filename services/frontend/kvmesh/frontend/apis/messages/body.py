@@ -285,7 +285,7 @@ def _guided(body: MessagesBody) -> Guided | None:
 
 
 def _thinking(thinking: ThinkingBody | None) -> bool | None:
-    """Whether thinking is enabled; None ("adaptive") for the model's default."""
+    """True if thinking is enabled; None ("adaptive") for the model's default."""
     if thinking is None or thinking.type == "adaptive":
         return None
     return thinking.type == "enabled"

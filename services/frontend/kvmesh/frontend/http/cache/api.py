@@ -82,7 +82,7 @@ class CacheApi:
                 self._send_pins(card)
 
     def _is_oldest(self) -> bool:
-        """Whether this is the oldest frontend, which sends the pins to new instances."""
+        """True if this is the oldest frontend, which sends the pins to new instances."""
         others = (card for card in self._directory.instances if card.role is Role.FRONTEND)
         oldest = min(others, key=lambda card: (card.started, card.instance), default=None)
         return oldest is None or oldest.instance == self._service.instance

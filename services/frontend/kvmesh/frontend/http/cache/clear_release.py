@@ -86,7 +86,7 @@ def _log_clear(call: EndpointCall[ClearBody], blocks: int, instances: int) -> No
 
 
 def _has_tier(card: Instance, tiers: list[int]) -> bool:
-    """Whether the instance has any of the tiers, of which none means all."""
+    """True if the instance has one of the tiers; an empty list means all."""
     if not tiers:
         return True
     if card.role is not Role.WORKER:
