@@ -22,7 +22,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk
 from kvmesh.bus.streams import StreamLimits, ensure_streams
-from kvmesh.frontend.generation.cache_expectations import ENOUGH
+from kvmesh.frontend.generation.cache_expectations import MIN_REQUESTS
 
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 CHAT = "/v1/chat/completions"
@@ -157,7 +157,7 @@ async def expecting_in_vain(
         router.order, router.overlap = [a.instance], [2, 0, 0, 0]
         await mesh.ready()
         async with client_session() as client:
-            for number in range(ENOUGH):
+            for number in range(MIN_REQUESTS):
                 asked = body(number, stream, words=20)
                 asking = asyncio.ensure_future(
                     client.post(mesh.url + CHAT, json=asked, headers=headers)

@@ -332,6 +332,7 @@ async def test_a_prefetch_is_the_prompt_of_its_request(
     assert (prefetch.compute, prefetch.deadline_s, prefetch.at) == (64, 5, None)
     assert (answer["instance"], answer["tokens"]) == (stage.a.instance, len(work.tokens) // 4)
     assert stage.router.asked[-1].sequence_hashes == stage.router.asked[-2].sequence_hashes
+    assert stage.router.asked[-1].salt == stage.router.asked[-2].salt == work.salt
 
 
 async def test_a_session_s_last_prompt_is_known_to_every_frontend(stage: Stage) -> None:

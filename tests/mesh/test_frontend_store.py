@@ -257,12 +257,12 @@ async def test_sessions_of_a_tenant_do_not_displace_those_of_another(bus: Bus) -
     tenants = TenantNamespaces(bytes(32))
     mine = [scoped(tenants.tag("team-a"), "s1"), "of nobody"]
     for name in mine:
-        sessions.remember("m", name, last)
+        sessions.store("m", name, last)
     flood = [scoped(tenants.tag("evil", f"part{n}"), f"s{n}") for n in range(100)]
     for name in flood:
-        sessions.remember("m", name, last)
+        sessions.store("m", name, last)
     for name in (*mine, flood[-1], flood[-10]):
         assert await sessions.find("m", name) == last
     assert await sessions.find("m", flood[0]) is None
-    sessions.remember("m", mine[0], SessionPrompt(bytes(96_000), None))
+    sessions.store("m", mine[0], SessionPrompt(bytes(96_000), None))
     assert await sessions.find("m", mine[1]) == last

@@ -22,11 +22,6 @@ LAYERS = [
     {"conversation", "errors", "metrics", "fair_threads"},
 ]
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
-# Imports to be cut; an entry that is not found does no harm.
-PENDING = {
-    ("generation.active_request", "http.sse"),
-    ("preprocess.tool_choice", "generation.output"),
-}
 
 
 def imports() -> Iterator[tuple[str, str]]:
@@ -61,12 +56,7 @@ def test_imports_point_down() -> None:
         for module, name in imports()
         if top(module) != top(name) and DEPTH[top(name)] <= DEPTH[top(module)]
     }
-    pending = {pair for pair in found for known in PENDING if covers(known, pair)}
-    assert found - pending == set()
-
-
-def covers(known: tuple[str, str], pair: tuple[str, str]) -> bool:
-    return pair[0] == known[0] and pair[1].startswith(f"{known[1]}.")
+    assert found == set()
 
 
 def test_apis_read_neither_clock_nor_random_numbers() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvmesh.bus.messages import Load
-from kvmesh.frontend.generation.cache_expectations import ENOUGH, CacheExpectations
+from kvmesh.frontend.generation.cache_expectations import MIN_REQUESTS, CacheExpectations
 from kvmesh.indexer.shortfall import OFF_LOOKS, ON_LOOKS, Shortfall
 from kvmesh.runtime.warnings import SHOWN, Streak, Warnings
 from kvmesh.worker.health.event_silence import BLOCKS, REQUESTS, EventSilence
@@ -110,26 +110,26 @@ def test_what_is_on_its_way_or_of_a_worker_that_left_is_not_short() -> None:
 
 def test_a_worker_that_finds_less_than_half_of_what_is_expected_is_named() -> None:
     expectations = CacheExpectations()
-    for _ in range(ENOUGH - 1):
-        expectations.note("worker-0-ab", 1000, 100)
-        expectations.note("worker-1-cd", 1000, 990)
-        expectations.note("worker-2-ef", 0, 0)
+    for _ in range(MIN_REQUESTS - 1):
+        expectations.add("worker-0-ab", 1000, 100)
+        expectations.add("worker-1-cd", 1000, 990)
+        expectations.add("worker-2-ef", 0, 0)
     assert expectations.wrong() == {}
-    expectations.note("worker-0-ab", 1000, 100)
-    expectations.note("worker-1-cd", 1000, 5000)
+    expectations.add("worker-0-ab", 1000, 100)
+    expectations.add("worker-1-cd", 1000, 5000)
     found = expectations.wrong()
     assert list(found) == ["worker-0-ab"]
     assert found["worker-0-ab"].startswith("worker-0 finds less than half of the cached tokens")
     for _ in range(100):
-        expectations.note("worker-0-ab", 1000, 1000)
+        expectations.add("worker-0-ab", 1000, 1000)
     assert expectations.wrong() == {}
 
 
 def test_a_worker_that_has_gone_is_named_no_more() -> None:
     expectations = CacheExpectations()
-    for _ in range(ENOUGH):
-        expectations.note("worker-0-ab", 1000, 0)
-    expectations.keep({"worker-0-ab"})
+    for _ in range(MIN_REQUESTS):
+        expectations.add("worker-0-ab", 1000, 0)
+    expectations.retain({"worker-0-ab"})
     assert expectations.wrong()
-    expectations.keep({"worker-0-cd"})
+    expectations.retain({"worker-0-cd"})
     assert expectations.wrong() == {}

@@ -1,4 +1,4 @@
-"""What this frontend tells the mesh about its requests: active sequences, and what came true."""
+"""Publisher of sequence events and outcomes of this frontend's requests."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ MAX_PENDING = 100_000
 
 
 class SequenceEventPublisher:
-    """Gathers sequence events per model over a few milliseconds and publishes them in order."""
+    """Gathers events per model for a few milliseconds and publishes them in order."""
 
     def __init__(self, bus: Bus, instance: str) -> None:
         self._bus = bus
@@ -35,7 +35,7 @@ class SequenceEventPublisher:
         self._due.set()
 
     async def run(self) -> None:
-        """Publish for ever."""
+        """Publish until cancelled."""
         while True:
             await self._due.wait()
             await asyncio.sleep(GATHER_S)
@@ -43,7 +43,7 @@ class SequenceEventPublisher:
             await self.flush()
 
     async def flush(self) -> None:
-        """Publish what is pending now."""
+        """Publish pending events now."""
         pending, self._pending = self._pending, {}
         outcomes, self._outcomes = self._outcomes, []
         try:

@@ -1,6 +1,5 @@
 """The generating endpoints: from the body to the answer, the same way for every API."""
 
-import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.generation.active_request import ActiveRequest, RequestRuntime
+from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory, new_stamp
 from kvmesh.frontend.http.middleware import Caller, Handler
@@ -31,7 +30,7 @@ class Dependencies:
     settings: FrontendSettings
     registry: ModelRegistry
     preparer: Preprocessor
-    engine: RequestRuntime
+    runner: RequestRunner
     keeper: StreamSupervisor
     responses: ResponseStore
     authenticator: Authenticator
@@ -67,27 +66,25 @@ class GenerateEndpoint:
         await self._continue(call)
         prepared = await self._parts.preparer.prepare(request, model, adapter)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
-        turn = self._parts.turns.begin(prepared)
-        engine, renderer = self._parts.engine, call.renderer
-        exchange = ActiveRequest(engine, prepared, renderer, caller.started, caller.account)
+        hooked = self._parts.turns.begin(prepared)
+        stream = EventStream(http, request.id) if request.stream else None
+        run, account = self._parts.runner.run, caller.account
+        active = run(prepared, call.renderer, caller.started, stream or DISCARD, account)
         try:
-            async with exchange:
-                if request.stream:
-                    return await self._stream(http, api, exchange, call.thread)
-                return await self._whole(exchange, call.thread)
+            async with active:
+                if stream is not None:
+                    return await self._stream(stream, api, active, call)
+                return await self._whole(active, call)
         finally:
-            self._parts.turns.end(turn, exchange, api.in_order)
+            self._parts.turns.end(hooked, active, api.in_order)
 
-    async def _whole(
-        self, exchange: ActiveRequest, thread: ConversationThread | None
-    ) -> web.Response:
-        await exchange.place()
-        await exchange.follow()
-        request = exchange.prepared.request
-        summary = exchange.summary()
-        body = exchange.renderer.whole(summary)
-        if not await self._keep(thread, request, body):
-            body = exchange.renderer.whole(summary)
+    async def _whole(self, active: ActiveRequest, call: ApiCall) -> web.Response:
+        await active.finished()
+        request = call.request
+        summary = active.summary()
+        body = call.renderer.whole(summary)
+        if not await self._keep(call.thread, request, body):
+            body = call.renderer.whole(summary)
         return web.Response(body=body, headers={"X-Request-Id": request.id}, content_type=JSON)
 
     async def _continue(self, call: ApiCall) -> None:
@@ -123,47 +120,30 @@ class GenerateEndpoint:
         return True
 
     async def _stream(
-        self,
-        http: web.Request,
-        api: Api,
-        exchange: ActiveRequest,
-        thread: ConversationThread | None,
+        self, stream: EventStream, api: Api, active: ActiveRequest, call: ApiCall
     ) -> web.StreamResponse:
-        """The stream opens when a worker has the request, or when its first keep-alive is due."""
-        stream = EventStream(http, exchange.prepared.request.id)
-        placing = asyncio.ensure_future(exchange.place())
+        """Open the stream once workers accepted the request, or when a keep-alive is due."""
+        await active.accepted(self._parts.settings.keepalive_s)
         try:
-            await asyncio.wait([placing], timeout=self._parts.settings.keepalive_s)
-            if placing.done():
-                await placing
-            await stream.open(exchange.renderer.begin())
-            exchange.stream = stream
-            self._parts.keeper.add(stream, api.keepalive, exchange.resume)
-            return await stream.close(await self._rest(exchange, placing, thread))
+            await stream.open(call.renderer.begin())
+            self._parts.keeper.add(stream, api.keepalive, active.flush)
+            return await stream.close(await self._last_frames(active, call))
         finally:
-            placing.cancel()
             self._parts.keeper.remove(stream)
 
-    async def _rest(
-        self,
-        exchange: ActiveRequest,
-        placing: "asyncio.Future[None]",
-        thread: ConversationThread | None,
-    ) -> bytes:
-        """Follow the exchange to its end; what is left to write then, be it an error."""
+    async def _last_frames(self, active: ActiveRequest, call: ApiCall) -> bytes:
+        """Wait for the end of the request; return the frames left, or those of an error."""
+        renderer, thread = call.renderer, call.thread
         try:
-            await placing
-            exchange.resume()
-            await exchange.follow()
-            summary = exchange.summary()
+            last = await active.finished()
+            summary = active.summary()
             if thread is not None and thread.store:
-                body = exchange.renderer.whole(summary)
-                await self._keep(thread, exchange.prepared.request, body)
-            return b"".join(exchange.last) + exchange.renderer.done(summary)
+                await self._keep(thread, call.request, renderer.whole(summary))
+            return last + renderer.done(summary)
         except ApiError as error:
-            log.warning("request %s failed: %s", exchange.prepared.request.id, error)
-            return exchange.renderer.failed(error)
+            log.warning("request %s failed: %s", call.request.id, error)
+            return renderer.failed(error)
         except ConnectionError:
             raise
         except Exception as error:
-            return exchange.renderer.failed(internal_error(error))
+            return renderer.failed(internal_error(error))

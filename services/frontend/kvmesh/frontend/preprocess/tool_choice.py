@@ -22,10 +22,9 @@ from kvmesh.frontend.conversation import (
     ToolCallEnd,
     ToolCallStart,
 )
-from kvmesh.frontend.dialects.output import call_id
+from kvmesh.frontend.dialects.output import OutputParser, call_id
 from kvmesh.frontend.dialects.structural_tags import call_tags
 from kvmesh.frontend.errors import InvalidRequest
-from kvmesh.frontend.generation.output import Parser
 
 
 class RequiredToolCall(Struct, frozen=True):
@@ -50,7 +49,7 @@ class RequiredToolCall(Struct, frozen=True):
         most = {} if self.parallel else {"maxItems": 1}
         return {"type": "array", "minItems": 1, **most, "items": items}
 
-    def parser(self, inner: Parser) -> Parser:
+    def parser(self, inner: OutputParser) -> OutputParser:
         """Reads calls from what `inner` takes for text; its thinking passes."""
         reader = _OneCall(self.tools[0]) if len(self.tools) == 1 else _Calls(self.tools)
         return _ForcedParser(inner, reader)
@@ -159,7 +158,7 @@ def _start(tool: Tool) -> ToolCallStart:
 class _ForcedParser:
     """Sends the text that one parser finds through another."""
 
-    def __init__(self, inner: Parser, reader: "_OneCall | _Calls") -> None:
+    def __init__(self, inner: OutputParser, reader: "_OneCall | _Calls") -> None:
         self._inner = inner
         self._reader = reader
 

@@ -1,4 +1,4 @@
-"""The last prompt of each session, so that a session can be named instead of its prompt."""
+"""The last prompt of each session, by which a caller can name a session instead of its prompt."""
 
 from collections import Counter, OrderedDict
 
@@ -10,71 +10,71 @@ from kvmesh.bus.messages import SessionPrompt, SessionQuery, owner
 from kvmesh.frontend.namespaces import SEPARATOR
 
 ENTRY_BYTES = 500
-ASK_S = 0.5
+QUERY_TIMEOUT_S = 0.5
 _queries = msgspec.msgpack.Decoder(SessionQuery)
 
 
 class LastPrompts:
-    """At most `limit` bytes; what is too much, the owner with the most gives up, longest unused.
+    """At most `limit` bytes; beyond it, the owner with the most loses its least recently stored.
 
-    Sessions are named within tenants. Each frontend knows what passed through itself, and asks the
-    others for the rest.
+    Sessions are named within tenants. Each frontend stores the prompts that it has served and
+    queries the other frontends for the rest.
     """
 
     def __init__(self, bus: Bus, limit: int) -> None:
         self._bus = bus
         self._limit = limit
-        self._held: dict[str, OrderedDict[tuple[str, str], SessionPrompt]] = {}
+        self._prompts: dict[str, OrderedDict[tuple[str, str], SessionPrompt]] = {}
         self._bytes: Counter[str] = Counter()
         self._total = 0
 
     async def open(self) -> None:
-        """Answer other frontends."""
-        await self._bus.serve(self._bus.subjects.sessions, _queries, self._answer)
+        """Reply to other frontends' queries."""
+        await self._bus.serve(self._bus.subjects.sessions, _queries, self._reply)
 
-    def remember(self, model: str, session: str, prompt: SessionPrompt) -> None:
-        key, whose = (model, session), _owner(session)
-        held = self._held.setdefault(whose, OrderedDict())
-        self._count(whose, _size(prompt) - _size(held.pop(key, None)))
-        held[key] = prompt
+    def store(self, model: str, session: str, prompt: SessionPrompt) -> None:
+        key, owned_by = (model, session), _owner(session)
+        prompts = self._prompts.setdefault(owned_by, OrderedDict())
+        self._count(owned_by, _size(prompt) - _size(prompts.pop(key, None)))
+        prompts[key] = prompt
         while self._total > self._limit:
-            self._give_up(self._bytes.most_common(1)[0][0])
+            self._evict(self._bytes.most_common(1)[0][0])
 
-    def _give_up(self, whose: str) -> None:
-        _, oldest = self._held[whose].popitem(last=False)
-        self._count(whose, -_size(oldest))
-        if not self._held[whose]:
-            del self._held[whose], self._bytes[whose]
+    def _evict(self, owned_by: str) -> None:
+        _, oldest = self._prompts[owned_by].popitem(last=False)
+        self._count(owned_by, -_size(oldest))
+        if not self._prompts[owned_by]:
+            del self._prompts[owned_by], self._bytes[owned_by]
 
-    def _count(self, whose: str, size: int) -> None:
-        self._bytes[whose] += size
+    def _count(self, owned_by: str, size: int) -> None:
+        self._bytes[owned_by] += size
         self._total += size
 
-    def _known(self, model: str, session: str) -> SessionPrompt | None:
-        held = self._held.get(_owner(session))
-        return None if held is None else held.get((model, session))
+    def _stored(self, model: str, session: str) -> SessionPrompt | None:
+        prompts = self._prompts.get(_owner(session))
+        return None if prompts is None else prompts.get((model, session))
 
     async def find(self, model: str, session: str) -> SessionPrompt | None:
-        """None if no frontend knows the session."""
-        known = self._known(model, session)
-        if known is not None:
-            return known
-        query = SessionQuery(model, session)
+        """The prompt, here or on another frontend; None if no frontend has it."""
+        stored = self._stored(model, session)
+        if stored is not None:
+            return stored
+        query, subject = SessionQuery(model, session), self._bus.subjects.sessions
         try:
-            return await self._bus.request(self._bus.subjects.sessions, query, SessionPrompt, ASK_S)
+            return await self._bus.request(subject, query, SessionPrompt, QUERY_TIMEOUT_S)
         except RequestTimeout:
             return None
 
-    async def _answer(self, query: SessionQuery, respond: Respond) -> None:
-        known = self._known(query.model, query.session)
-        if known is not None:
-            await respond(known)
+    async def _reply(self, query: SessionQuery, respond: Respond) -> None:
+        stored = self._stored(query.model, query.session)
+        if stored is not None:
+            await respond(stored)
 
 
 def _owner(session: str) -> str:
-    """Of whose tenant a session is, by its name on the wire."""
-    tenant, apart, _ = session.partition(SEPARATOR)
-    return owner(tenant) if apart else ""
+    """The owner of a session's tenant, from the session's name on the wire."""
+    tenant, separator, _ = session.partition(SEPARATOR)
+    return owner(tenant) if separator else ""
 
 
 def _size(prompt: SessionPrompt | None) -> int:

@@ -17,7 +17,7 @@ from kvmesh.frontend.apis.cache_body import (
     unpin_decoder,
 )
 from kvmesh.frontend.auth.authenticator import Authenticator
-from kvmesh.frontend.dispatch.control_client import ControlClient, held
+from kvmesh.frontend.dispatch.control_client import ControlClient, held_models
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.http.cache.clear_release import ClearReleaseEndpoints
@@ -76,7 +76,11 @@ class CacheApi:
         await self.turns.close()
 
     def joined(self, card: Instance) -> None:
-        if self._joined_at is not None and card.instance not in self._joined_at and held(card):
+        if (
+            self._joined_at is not None
+            and card.instance not in self._joined_at
+            and held_models(card)
+        ):
             self._joined_at[card.instance] = monotonic()
             if self._is_oldest():
                 self._send_pins(card)

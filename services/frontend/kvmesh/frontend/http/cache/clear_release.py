@@ -9,7 +9,7 @@ from typing import Any
 from kvmesh.bus.messages import Clear, Instance, ModelCard, Release, Role
 from kvmesh.frontend.apis.cache_body import ClearBody, ReleaseBody
 from kvmesh.frontend.auth.accounts import Account
-from kvmesh.frontend.dispatch.control_client import ControlClient, summed
+from kvmesh.frontend.dispatch.control_client import ControlClient, summary
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.models import ModelRegistry
@@ -39,13 +39,15 @@ class ClearReleaseEndpoints:
         if parsed.all_tenants and adapter:
             reason = f"`all_tenants` needs the base model {model.card.name}, not an adapter."
             raise InvalidRequest(reason, "model")
-        cards = [c for c in self._control.of([model.card.name]) if _has_tier(c, parsed.tiers)]
+        cards = [
+            c for c in self._control.holders_of([model.card.name]) if _has_tier(c, parsed.tiers)
+        ]
         own = self._salts(model.card, adapter, call.caller.tenant)
         tenant = "" if parsed.all_tenants else call.caller.tenant
         salts = [None] if parsed.all_tenants else own
         commands = [Clear(salt, parsed.tiers, model.card.name, tenant) for salt in salts]
-        replies = await asyncio.gather(*(self._control.tell(cards, each) for each in commands))
-        answer = summed(chain.from_iterable(replies))
+        replies = await asyncio.gather(*(self._control.broadcast(cards, each) for each in commands))
+        answer = summary(chain.from_iterable(replies))
         _log_clear(call, answer["blocks"], len(cards))
         return {"object": "cache.clear", "model": parsed.model, **answer}
 
@@ -59,8 +61,8 @@ class ClearReleaseEndpoints:
             successor=None if successor is None else scoped(tenant, successor),
         )
         models = self._models(call.caller.account)
-        replies = await self._control.tell(self._control.of(models), command)
-        return {"object": "session.release", "sessions": len(parsed.sessions), **summed(replies)}
+        replies = await self._control.broadcast(self._control.holders_of(models), command)
+        return {"object": "session.release", "sessions": len(parsed.sessions), **summary(replies)}
 
     def _salts(self, card: ModelCard, adapter: str | None, tenant: str) -> list[int]:
         """Salts of an adapter, or of the model and all of its adapters."""

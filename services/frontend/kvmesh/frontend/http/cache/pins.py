@@ -6,7 +6,12 @@ from typing import Any
 
 from kvmesh.bus.messages import Instance, Pin, Unpin, owner
 from kvmesh.frontend.apis.cache_body import PinBody, UnpinBody
-from kvmesh.frontend.dispatch.control_client import ControlClient, InstanceReply, held, summed
+from kvmesh.frontend.dispatch.control_client import (
+    ControlClient,
+    InstanceReply,
+    held_models,
+    summary,
+)
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.http.cache.pin_store import PinHead, PinStore, StoredPin
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
@@ -32,7 +37,9 @@ class PinEndpoints:
         now = time.time()
         pin = _pin(call.parsed, target, now)
         await self._store_pin(pin, now)
-        replies = await self._control.tell(self._control.of([pin.model]), _command(pin, now))
+        replies = await self._control.broadcast(
+            self._control.holders_of([pin.model]), _command(pin, now)
+        )
         return {**_view(pin.head), "requested": target.blocks, **_affected(replies)}
 
     async def _store_pin(self, pin: StoredPin, now: float) -> None:
@@ -71,13 +78,15 @@ class PinEndpoints:
 
     async def _unpin(self, pin: StoredPin) -> list[InstanceReply]:
         command = Unpin(scoped(pin.tenant, pin.id))
-        return await self._control.tell(self._control.of([pin.model]), command)
+        return await self._control.broadcast(self._control.holders_of([pin.model]), command)
 
     async def send_all(self, card: Instance) -> None:
         """Send the pins of an instance's models to it."""
         try:
             now = time.time()
-            pins = [pin for pin in await self._store.list_all(now) if pin.model in held(card)]
+            pins = [
+                pin for pin in await self._store.list_all(now) if pin.model in held_models(card)
+            ]
         except ApiError as error:
             log.warning("pins not sent to %s: %s", card.instance, error)
             return
@@ -128,5 +137,5 @@ def _view(pin: PinHead) -> dict[str, Any]:
 
 def _affected(replies: list[InstanceReply]) -> dict[str, Any]:
     """The pinned blocks that instances hold now, in all and by instance."""
-    total = summed(replies)
+    total = summary(replies)
     return {"affected": total["blocks"], "instances": total["instances"]}

@@ -19,6 +19,7 @@ from kvmesh.bus.subjects import token, untoken
 from kvmesh.frontend.apis.cache_body import PrefetchBody
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.route_request import route_request
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
@@ -58,7 +59,7 @@ class PrefetchEndpoint:
         routed = await self._route(target, own)
         worker = routed.prefill or RankKey(routed.instance, routed.rank)
         command = _command(scoped(target.tenant, own), target, parsed, worker.rank)
-        reply = await self._control.ask(worker.instance, command)
+        reply = await self._control.request(worker.instance, command)
         if not reply.ok:
             raise Unavailable(f"The worker refused the prefetch: {reply.reason}")
         if account is not None:
@@ -82,7 +83,7 @@ class PrefetchEndpoint:
         if not _ID.fullmatch(own) or not instance:
             raise ApiError("not_found", f"Prefetch `{call.path_id}` not found.")
         command = Cancel(scoped(call.caller.tenant, own))
-        reply = await self._control.ask(untoken(instance), command)
+        reply = await self._control.request(untoken(instance), command)
         return {"id": call.path_id, "object": "prefetch", "cancelled": reply.ok}
 
     async def _route(self, target: ResolvedPrompt, request_id: str) -> Routed:
@@ -93,10 +94,19 @@ class PrefetchEndpoint:
         def compose(anew: bool, arrived: float | None) -> RouteRequest:
             if anew:
                 attempts.append(f"{request_id}.{len(attempts)}")
-            return _route_request(target, attempts[-1], arrived)
+            return route_request(
+                target.request,
+                target.prompt,
+                attempt=attempts[-1],
+                model=model,
+                adapter=target.adapter,
+                max_tokens=1,
+                deadline_s=ROUTE_S,
+                arrived=arrived,
+            )
 
         try:
-            answer = await self._route_client.ask(model, compose, ROUTE_S)
+            answer = await self._route_client.request(model, compose, ROUTE_S)
         except MessageTooLarge as error:
             raise ApiError("too_large", "The prompt exceeds the mesh's message size.") from error
         finally:
@@ -107,24 +117,6 @@ class PrefetchEndpoint:
                 raise InvalidRequest(answer.reason)
             raise Unavailable(answer.reason, answer.retry_after_s)
         return answer
-
-
-def _route_request(target: ResolvedPrompt, request_id: str, arrived: float | None) -> RouteRequest:
-    request = target.request
-    return RouteRequest(
-        request=request_id,
-        model=target.model.card.name,
-        sequence_hashes=target.prompt.sequence_hashes,
-        tokens=target.prompt.count,
-        max_tokens=1,
-        deadline_s=ROUTE_S,
-        adapter=target.adapter,
-        hints=request.hints,
-        placement=request.placement,
-        policy=request.policy,
-        overrides=request.overrides,
-        arrived=arrived,
-    )
 
 
 def _command(wire_id: str, target: ResolvedPrompt, parsed: PrefetchBody, rank: int) -> Prefetch:

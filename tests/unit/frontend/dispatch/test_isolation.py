@@ -1,4 +1,4 @@
-"""When suspects are tried on an engine."""
+"""Isolation: the times at which suspects are tried on an engine."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ def suspect(suspects: Suspects, name: str) -> Any:
     return SimpleNamespace(id=name, fresh=0)
 
 
-async def test_nothing_is_tried_while_workers_go_one_after_the_other(
+async def test_no_trial_starts_while_workers_are_lost_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -34,17 +34,17 @@ async def test_nothing_is_tried_while_workers_go_one_after_the_other(
         task.cancel()
 
 
-async def test_workers_that_go_for_ever_hold_nobody_for_ever(
+async def test_endless_losses_of_workers_delay_a_trial_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(isolation, "MOST_CALM_S", 0.3)
+    monkeypatch.setattr(isolation, "MAX_CALM_S", 0.3)
     suspects = Suspects()
     trials = Isolation(suspects, loop.time)
     await trials.enter(suspect(suspects, "x"))
 
 
-async def test_the_next_is_tried_when_the_last_has_got_a_token() -> None:
+async def test_the_next_suspect_is_tried_once_the_last_has_a_token() -> None:
     suspects = Suspects()
     trials = Isolation(suspects, lambda: -1e9)
     first, second = suspect(suspects, "x"), suspect(suspects, "y")

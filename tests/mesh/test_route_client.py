@@ -1,4 +1,4 @@
-"""Frontends' questions to routers that fall silent, leave or come back: one place, kept."""
+"""Route queries to routers that fall silent, leave or return: one position in the queue, kept."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -43,7 +43,7 @@ Answers = list[asyncio.Task[Routed | Refused]]
 
 @dataclass
 class Stage:
-    """Two routers before one worker with room for one prompt of ten blocks at a time."""
+    """Two routers of one worker with capacity for one prompt of ten blocks at a time."""
 
     bus: Bus
     asking: RouteClient
@@ -53,7 +53,7 @@ class Stage:
     attempts: dict[str, list[str]] = field(default_factory=dict)
 
     def ask(self, name: str, blocks: int = 10) -> "asyncio.Task[Routed | Refused]":
-        """Ask for a placement, as the frontend asks for one of its requests."""
+        """Query for a placement, as the frontend does for a request."""
         number = 100 * len(self.attempts)
         attempts = self.attempts[name] = [name]
 
@@ -63,16 +63,16 @@ class Stage:
             prompt = sequence(*range(number, number + blocks))
             return request(attempts[-1], prompt, deadline_s=DEADLINE_S, arrived=arrived)
 
-        return asyncio.create_task(self.asking.ask("m", compose, DEADLINE_S))
+        return asyncio.create_task(self.asking.request("m", compose, DEADLINE_S))
 
     async def fill(self) -> None:
-        """Have the worker taken, by a request that every router knows of."""
+        """Fill the worker with a request that every router counts."""
         assert isinstance(await self.ask("first"), Routed)
         # a router answers before it tells the others
         await eventually(lambda: all(self.active(router) == 1 for router in self.routers))
 
     async def wait_in_line(self, count: int) -> Answers:
-        """Ask for more placements, each once the one before has its place."""
+        """Query for more placements, each once the previous one is queued."""
         asked = []
         for number in range(count):
             asked.append(self.ask(f"q{number}"))
@@ -80,11 +80,11 @@ class Stage:
         return asked
 
     async def all_know_of(self, waiting: int) -> None:
-        """Wait until every router sees so many requests in the queue."""
+        """Wait until every router sees `waiting` requests in the queue."""
         await eventually(lambda: all(self.waiting(r) == waiting for r in self.routers))
 
     async def serves(self, router: RunningRouter) -> None:
-        """Wait until a router may be asked."""
+        """Wait until a router may be queried."""
         await eventually(lambda: router.service.instance in self.asking.routers)
         await eventually(lambda: router.router._router("m")._subscriptions)
 
@@ -98,7 +98,7 @@ class Stage:
         return len(router.router._router("m").core.active)
 
     async def let_all_go(self, count: int) -> list[str]:
-        """Make room for one after the other; returns the requests in the order of their going."""
+        """Free capacity for one request after the other; return the requests in their order."""
         for number in range(count):
             done = SeqPrefilled(self.decisions.seen[-1].request)
             await self.bus.publish(self.bus.subjects.seq("m"), SeqBatch("f", [done]))
@@ -153,14 +153,14 @@ async def stage(
     await asyncio.to_thread(proxy.stop)
 
 
-async def test_a_question_that_a_router_leaves_unanswered_goes_to_another(stage: Stage) -> None:
+async def test_a_query_without_a_reply_goes_to_another_router(stage: Stage) -> None:
     stage.proxy.hold()
     answers = [await stage.ask(f"q{number}", blocks=1) for number in range(2)]
     assert all(isinstance(answer, Routed) for answer in answers)
     assert not stage.asking.routers.trusts(stage.routers[0].service.instance)
 
 
-async def test_a_silent_router_is_asked_again_once_it_answers(stage: Stage) -> None:
+async def test_a_silent_router_is_trusted_again_once_it_replies(stage: Stage) -> None:
     stage.proxy.hold()
     for number in range(2):
         await stage.ask(f"q{number}", blocks=1)
@@ -169,7 +169,7 @@ async def test_a_silent_router_is_asked_again_once_it_answers(stage: Stage) -> N
     await eventually(lambda: stage.asking.routers.trusts(instance))
 
 
-async def test_what_waits_in_a_router_that_falls_silent_keeps_its_place(stage: Stage) -> None:
+async def test_requests_queued_in_a_silent_router_keep_their_order(stage: Stage) -> None:
     await stage.fill()
     asked = await stage.wait_in_line(6)
     assert stage.own(stage.routers[0])
@@ -180,7 +180,7 @@ async def test_what_waits_in_a_router_that_falls_silent_keeps_its_place(stage: S
     assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
 
 
-async def test_a_router_that_thaws_places_nothing_that_others_have_placed(stage: Stage) -> None:
+async def test_a_thawed_router_places_no_request_that_others_have_placed(stage: Stage) -> None:
     await stage.fill()
     asked = await stage.wait_in_line(6)
     stage.proxy.hold()
@@ -193,7 +193,7 @@ async def test_a_router_that_thaws_places_nothing_that_others_have_placed(stage:
     await eventually(lambda: [stage.active(router) for router in stage.routers] == [7, 7])
 
 
-async def test_a_router_that_leaves_gives_back_what_waits_there(stage: Stage) -> None:
+async def test_requests_queued_in_a_leaving_router_keep_their_order(stage: Stage) -> None:
     await stage.fill()
     asked = await stage.wait_in_line(8)
     assert stage.own(stage.routers[0])
@@ -220,7 +220,7 @@ async def test_after_a_lost_connection_each_request_still_waits_and_counts_once(
     await eventually(lambda: [stage.active(router) for router in stage.routers] == [5, 5])
 
 
-async def test_what_nobody_waits_for_any_more_is_not_placed(stage: Stage) -> None:
+async def test_cancelled_queries_are_not_placed(stage: Stage) -> None:
     await stage.fill()
     asked = await stage.wait_in_line(3)
     stage.proxy.hold()
@@ -238,7 +238,7 @@ async def test_what_nobody_waits_for_any_more_is_not_placed(stage: Stage) -> Non
     assert [stage.active(router) for router in stage.routers] == [1, 1]
 
 
-async def test_what_has_had_a_place_is_not_refused_by_a_full_queue(
+async def test_a_full_queue_does_not_refuse_requests_queued_before(
     stage: Stage, options: BusOptions
 ) -> None:
     await stage.fill()
@@ -254,12 +254,14 @@ async def test_what_has_had_a_place_is_not_refused_by_a_full_queue(
     await full.stop()
 
 
-async def test_without_any_router_the_answer_comes_at_once(bus: Bus, limits: StreamLimits) -> None:
+async def test_without_any_router_a_query_is_refused_at_once(
+    bus: Bus, limits: StreamLimits
+) -> None:
     async with _asking(bus, limits) as asking:
 
         def compose(_: bool, arrived: float | None) -> RouteRequest:
             return request("q", sequence(1), arrived=arrived)
 
-        answer = await asking.ask("m", compose, DEADLINE_S)
+        answer = await asking.request("m", compose, DEADLINE_S)
         assert isinstance(answer, Refused)
         assert answer.code == "unavailable"

@@ -1,4 +1,4 @@
-"""What is computed ahead of a turn is what the turn brings, and is counted by what it found."""
+"""Speculative prefill: its prediction of the next prompt, and its table of speculations."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
     Speculation,
     SpeculativePrefills,
-    shared,
+    common_blocks,
     successor,
 )
 from kvmesh.hashing import block_hashes
@@ -196,37 +196,37 @@ def made(sequence: bytes, base: int, expires: float = 9.0) -> Speculation:
 
 
 def test_shared_blocks_are_those_before_the_first_difference() -> None:
-    assert shared(hashes(1, 2, 3), hashes(1, 2, 4, 5)) == 2
-    assert shared(hashes(1), hashes(2)) == 0
+    assert common_blocks(hashes(1, 2, 3), hashes(1, 2, 4, 5)) == 2
+    assert common_blocks(hashes(1), hashes(2)) == 0
 
 
-def test_a_turn_finds_what_was_made_for_it_once() -> None:
+def test_a_prompt_finds_its_speculation_once() -> None:
     table = SpeculativePrefills()
     assert not list(table.add(made(hashes(1, 2, 3), 2)))
-    assert table.take("t", hashes(1, 9, 3)) is None
-    assert table.take("t", hashes(1)) is None
-    assert table.take("t", hashes(1, 2, 8, 9)) is not None
-    assert table.take("t", hashes(1, 2, 8, 9)) is None
+    assert table.pop("t", hashes(1, 9, 3)) is None
+    assert table.pop("t", hashes(1)) is None
+    assert table.pop("t", hashes(1, 2, 8, 9)) is not None
+    assert table.pop("t", hashes(1, 2, 8, 9)) is None
 
 
-def test_only_a_prompt_that_begins_with_all_of_it_fits() -> None:
-    ahead = made(hashes(1, 2, 3), 2)
-    assert ahead.fits(hashes(1, 2, 3, 4))
-    assert not ahead.fits(hashes(1, 2, 4, 4))
-    assert not ahead.fits(hashes(1, 2))
+def test_a_speculation_fits_a_prompt_that_begins_with_all_of_it() -> None:
+    speculation = made(hashes(1, 2, 3), 2)
+    assert speculation.fits(hashes(1, 2, 3, 4))
+    assert not speculation.fits(hashes(1, 2, 4, 4))
+    assert not speculation.fits(hashes(1, 2))
 
 
-def test_what_is_replaced_crowded_out_or_late_is_told() -> None:
-    table = SpeculativePrefills(most=2)
+def test_replaced_crowded_out_and_expired_speculations_are_returned() -> None:
+    table = SpeculativePrefills(limit=2)
     one, two, three = (made(hashes(n, n), 1, expires=float(n)) for n in (1, 2, 3))
     assert list(table.add(one)) == []
     assert list(table.add(one)) == [one]
     assert list(table.add(two)) == []
     assert list(table.add(three)) == [one]
-    assert list(table.lapse(2.5)) == [two]
-    assert list(table.lapse(2.5)) == []
+    assert list(table.expire(2.5)) == [two]
+    assert list(table.expire(2.5)) == []
 
 
-def test_only_what_was_found_beyond_the_base_was_useful() -> None:
-    ahead = made(hashes(1, 2), 2)
-    assert [ahead.useful(cached, 1) for cached in (0, 2, 4, 99)] == [0, 0, 2, 3]
+def test_useful_tokens_are_those_found_beyond_the_base() -> None:
+    speculation = made(hashes(1, 2), 2)
+    assert [speculation.useful_tokens(cached, 1) for cached in (0, 2, 4, 99)] == [0, 0, 2, 3]
