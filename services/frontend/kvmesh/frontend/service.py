@@ -192,7 +192,7 @@ class FrontendService:
             self.stream_supervisor,
             responses,
             self.authenticator,
-            self.cache_api.turns,
+            self.cache_api.session_hooks,
         )
         app = application(parts, self, self.cache_api.routes, self._service.warnings)
         app.on_shutdown.append(self.drain)

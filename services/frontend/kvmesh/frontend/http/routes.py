@@ -42,9 +42,9 @@ def application(
     warnings: Warnings,
 ) -> web.Application:
     """The application with all routes of a frontend, `more` among them."""
-    endpoints = EndpointFactory(dependencies.settings, dependencies.preparer.threads)
+    endpoints = EndpointFactory(dependencies.settings, dependencies.preprocessor.threads)
     generate = GenerateEndpoint(endpoints, dependencies)
-    tokenize = TokenizeEndpoints(endpoints, dependencies.registry, dependencies.preparer)
+    tokenize = TokenizeEndpoints(endpoints, dependencies.registry, dependencies.preprocessor)
     stored = StoredResponseEndpoints(endpoints, dependencies.responses)
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class CacheApi:
-    """Wires the endpoints of the cache; `turns` are the session hooks of every request."""
+    """Wires the endpoints of the cache; `session_hooks` are those of every request."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class CacheApi:
         self._pins = PinEndpoints(prompts, control, PinStore(service.bus))
         self._caches = ClearReleaseEndpoints(registry, control, tenants)
         self._joined_at: dict[str, float] | None = None  # by instance; None before `open`
-        self.turns = SessionHooks(
+        self.session_hooks = SessionHooks(
             self._sessions, control, preprocessor, settings.speculative_tokens
         )
 
@@ -70,10 +70,10 @@ class CacheApi:
         """Start; instances that are `present` received the pins when those were created."""
         self._joined_at = {card.instance: 0.0 for card in present}
         await self._sessions.open()
-        self._service.spawn(self.turns.run(), "turns")
+        self._service.spawn(self.session_hooks.run(), "turns")
 
     async def close(self) -> None:
-        await self.turns.close()
+        await self.session_hooks.close()
 
     def joined(self, card: Instance) -> None:
         if (
