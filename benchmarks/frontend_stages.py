@@ -20,7 +20,7 @@ from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.generation.active_request import DISCARD
-from kvmesh.frontend.generation.choice import Choice
+from kvmesh.frontend.generation.choice import AnswerContext, Choice
 from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
@@ -92,7 +92,8 @@ def _stream(model: ServedModel, inbox: TokenInbox, number: int) -> TokenStream:
     parser = dialect.grammar.parser([], "<|im_start|>assistant\n", calls=False)
     pipeline = OutputPipeline(dialect.detokenizers.create(), [], parser)
     stream = TokenStream(f"{call.request.id}-{number}", 0.0)
-    choice = Choice(0, stream, pipeline, call.renderer, DISCARD, lambda _: None, lambda: b"")
+    answer = AnswerContext(call.renderer, DISCARD, lambda _: None, lambda: b"")
+    choice = Choice(0, stream, pipeline, answer)
     stream.next_attempt()
     stream.dispatched("worker-0", 0.0)
     inbox.add(stream, choice.flush)

@@ -16,8 +16,8 @@ MAX_CALM_S = 6.0
 class Isolation:
     """Admits the next suspect once the last one has its first token.
 
-    Each of several workers that are killed in turn would look like a victim of the suspect on it:
-    no trial starts within CALM_S seconds of `lost_at()`, the last loss of a worker.
+    No trial starts within CALM_S seconds of `lost_at()`, the last loss of a worker: while workers
+    are killed in turn, every suspect would look like the cause.
     """
 
     def __init__(self, suspects: Suspects, lost_at: Callable[[], float]) -> None:

@@ -104,15 +104,15 @@ class LivenessMonitor:
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        then = self._loop.time()
+        previous = self._loop.time()
         while True:
             await asyncio.sleep(TICK_S)
             now = self._loop.time()
-            if now - then > PAUSE_S:
-                self._add_pause(now - then)
+            if now - previous > PAUSE_S:
+                self._add_pause(now - previous)
             else:
                 self._tick(now)
-            then = now
+            previous = now
 
     def worker_left(self, card: Instance) -> None:
         """The worker's lease has ended: end the attempts on it."""

@@ -261,13 +261,13 @@ class RouteClient:
 
     async def run(self) -> None:
         """Check the queries periodically until cancelled."""
-        then = self._loop.time()
+        previous = self._loop.time()
         while True:
             await asyncio.sleep(TICK_S)
             now = self._loop.time()
             if self._bus.client.is_connected:
-                self._tick(min(now - then, 2 * TICK_S))
-            then = now
+                self._tick(min(now - previous, 2 * TICK_S))
+            previous = now
 
     def _tick(self, passed: float) -> None:
         self._clock += passed

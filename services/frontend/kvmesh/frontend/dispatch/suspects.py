@@ -49,7 +49,7 @@ class Suspects:
         self._dispatches.pop(request, None)
 
     def _is_explained(self, instance: str, request: str, tokens: int) -> bool:
-        """Whether another suspect may have caused the loss."""
+        """True if another suspect may have caused the loss."""
         progress = [
             dispatch[1]()
             for other, dispatch in self._dispatches.items()

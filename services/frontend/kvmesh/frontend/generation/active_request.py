@@ -15,7 +15,7 @@ from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.task import DispatchState, SequenceTask
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
-from kvmesh.frontend.generation.choice import Choice, DiscardSink, FrameSink
+from kvmesh.frontend.generation.choice import AnswerContext, Choice, DiscardSink, FrameSink
 from kvmesh.frontend.generation.nvext import nvext
 from kvmesh.frontend.generation.outcome import OutcomeReporter
 from kvmesh.frontend.generation.output import OutputPipeline, PlainText
@@ -67,7 +67,7 @@ class ActiveRequest:
         self._started = started
         self._dispatching: asyncio.Future[None] | None = None
         self.prepared = prepared
-        request, events = prepared.request, runner.events
+        request = prepared.request
         count = len(prepared.prompts) * request.n
         names = [f"{request.id}-{i}" if i else request.id for i in range(count)]
         streams = [TokenStream(name, started) for name in names]
@@ -77,20 +77,16 @@ class ActiveRequest:
         texts = (
             prepared.model.dialect.token_texts if request.sampling.logprobs is not None else None
         )
-        on_prefilled = _prefill_publisher(events, prepared.model.card.name)
-        opening = Opening(renderer, self._counter)
+        answer = AnswerContext(
+            renderer,
+            sink,
+            _prefill_publisher(runner.events, prepared.model.card.name),
+            Opening(renderer, self._counter),
+            texts,
+            self.transcript,
+        )
         self._choices = [
-            Choice(
-                index,
-                stream,
-                self._pipelines[index],
-                renderer,
-                sink,
-                on_prefilled,
-                opening,
-                texts,
-                self.transcript,
-            )
+            Choice(index, stream, self._pipelines[index], answer)
             for index, stream in enumerate(streams)
         ]
         self.tasks = [

@@ -1,6 +1,7 @@
 """One choice of an answer, which renders the tokens of one sequence."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.frontend.apis.base import Ending, Renderer, TokenLogprob
@@ -16,7 +17,7 @@ class FrameSink(Protocol):
 
     @property
     def writable(self) -> bool:
-        """Whether the response is open and its reader keeps up."""
+        """True while the response is open and its reader keeps up."""
         ...
 
     def write(self, frame: bytes) -> None:
@@ -35,35 +36,38 @@ class DiscardSink:
         return
 
 
-class Choice:
-    """Renders new tokens of `stream` into `sink` at each `flush`.
+@dataclass(frozen=True)
+class AnswerContext:
+    """Shared by the choices of an answer.
 
     `on_prefilled` is called at the first tokens of each attempt; `opening` returns the frame before
-    the first events of the whole answer, and b"" after that. `transcript`, if given, gathers all
-    events.
+    the first events of the answer, and b"" after that. `texts` is given if log-probabilities are
+    wanted; `transcript` gathers all events if given.
     """
 
+    renderer: Renderer
+    sink: FrameSink
+    on_prefilled: Callable[[TokenStream], None]
+    opening: Callable[[], bytes]
+    texts: TokenTexts | None = None
+    transcript: Transcript | None = None
+
+
+class Choice:
+    """Renders new tokens of `stream` into the answer's sink at each `flush`."""
+
     def __init__(
-        self,
-        index: int,
-        stream: TokenStream,
-        pipeline: OutputPipeline,
-        renderer: Renderer,
-        sink: FrameSink,
-        on_prefilled: Callable[[TokenStream], None],
-        opening: Callable[[], bytes],
-        texts: TokenTexts | None = None,
-        transcript: Transcript | None = None,
+        self, index: int, stream: TokenStream, pipeline: OutputPipeline, answer: AnswerContext
     ) -> None:
         self._index = index
         self._stream = stream
         self._pipeline = pipeline
-        self._renderer = renderer
-        self._sink = sink
-        self._on_prefilled = on_prefilled
-        self._opening = opening
-        self._texts = texts
-        self._transcript = transcript
+        self._renderer = answer.renderer
+        self._sink = answer.sink
+        self._on_prefilled = answer.on_prefilled
+        self._opening = answer.opening
+        self._texts = answer.texts
+        self._transcript = answer.transcript
         self._prefilled = ""
         self._opened = False
         self._rendered = 0

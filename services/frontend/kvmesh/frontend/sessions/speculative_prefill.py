@@ -45,7 +45,7 @@ def successor(request: GenerateRequest, answer: list[Block]) -> GenerateRequest 
 
 
 def _returns_thinking(request: GenerateRequest) -> bool:
-    """Whether the client returned the thinking of earlier answers; True before the first answer."""
+    """True if the client returned the thinking of earlier answers, or there were none."""
     answers = [message for message in request.messages if message.role == "assistant"]
     return not answers or any(
         isinstance(block, Thinking) for message in answers for block in message.blocks
@@ -72,12 +72,12 @@ class Speculation(Struct, frozen=True):
     expires: float
 
     def fits(self, sequence_hashes: bytes) -> bool:
-        """Whether the whole prefix begins the prompt of these packed sequence hashes."""
+        """True if the whole prefix begins the prompt of these packed sequence hashes."""
         end = self.blocks * HASH_BYTES
         return sequence_hashes[end - HASH_BYTES : end] == self.end_hash
 
     def useful_tokens(self, cached: int, block_size: int) -> int:
-        """How many of its tokens the real prompt, with `cached` tokens, has found."""
+        """The number of its tokens that the real prompt, with `cached` tokens, has found."""
         return min(max(cached - self.base_blocks * block_size, 0), self.requested_tokens)
 
 
