@@ -107,7 +107,7 @@ class GenerateRequest(Struct, kw_only=True):
     - `prompt_ttl_s`: requested retention time of the whole prompt.
     - `speculative`: prefill the predicted next prompt once this request ends.
     - `cache_salt`: name of the tenant as the caller gives it; its tag after authorization.
-    - `owner`: requests of one owner share one slot of each fair queue for threads.
+    - `owner`: fair queues for threads alternate between owners.
     """
 
     id: str
