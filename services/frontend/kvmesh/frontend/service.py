@@ -13,7 +13,7 @@ from kvmesh.bus.discovery import Directory, Lease, routable
 from kvmesh.bus.engine_loads import follow_loads
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.shared_secret import SecretUnusable
-from kvmesh.frontend import prefork as siblings
+from kvmesh.frontend import prefork
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
@@ -31,7 +31,7 @@ from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
 from kvmesh.frontend.http.server import Runner
 from kvmesh.frontend.http.sse import StreamSupervisor
-from kvmesh.frontend.metrics import Loads
+from kvmesh.frontend.metrics import WorkerLoads
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
@@ -57,7 +57,7 @@ class FrontendService:
         self._service = service
         self._settings = settings
         self.registry = ModelRegistry(service.bus, service.spawn)
-        self.loads = Loads()
+        self.loads = WorkerLoads()
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
         self.inbox = TokenInbox(settings.frame_interval_s)
         self.events = SequenceEventPublisher(service.bus, service.instance)
@@ -113,7 +113,7 @@ class FrontendService:
         if card.role is Role.WORKER:
             self.monitor.worker_left(card)
         if card.role is Role.FRONTEND:
-            self.authenticator.accounts.forget(card.instance)
+            self.authenticator.accounts.remove_frontend(card.instance)
 
     def missing(self) -> list[str]:
         """Reasons why this frontend is not ready: roles that the mesh lacks, "nats", "stopping"."""
@@ -133,7 +133,7 @@ class FrontendService:
         subjects = service.bus.subjects
         try:
             configured = self._settings.tenant_secret
-            self._tenants.unlock(await tenant_secret(service.bus, configured))
+            self._tenants.set_secret(await tenant_secret(service.bus, configured))
         except SecretUnusable as error:
             raise StartError(str(error), hopeless=error.configured) from error
         self._tokens = await service.bus.subscribe(
@@ -145,7 +145,7 @@ class FrontendService:
         except KeysError as error:
             raise StartError(str(error), hopeless=True) from error
         await self.routes.open()
-        if self.authenticator.closed:
+        if self.authenticator.requires_keys:
             await self.shared_limits.open()
             service.spawn(self.shared_limits.run(), "shared limits")
         await self.directory.open()
@@ -192,7 +192,7 @@ class FrontendService:
             self.stream_supervisor,
             responses,
             self.authenticator,
-            self.cache_api.turns,
+            self.cache_api.session_hooks,
         )
         app = application(parts, self, self.cache_api.routes, self._service.warnings)
         app.on_shutdown.append(self.drain)
@@ -202,12 +202,12 @@ class FrontendService:
 async def main(service: Service) -> None:
     """Serve until the service stops, then finish the running requests."""
     sys.setswitchinterval(SWITCH_S)
-    siblings.check(service.settings)
+    prefork.check_settings(service.settings)
     frontend = FrontendService(service)
     settings = service.settings.frontend
-    _check_openness(settings, frontend.authenticator.closed)
+    _check_openness(settings, frontend.authenticator.requires_keys)
     await frontend.open()
-    await frontend.registry.settle(LOADING_S)
+    await frontend.registry.wait_loaded(LOADING_S)
     REGISTRY.register(frontend.loads)
     runner = Runner(
         frontend.application(),
@@ -232,8 +232,8 @@ async def main(service: Service) -> None:
     await lease.open()
     service.joined()
     log.info("listening on %s", endpoint)
-    others = asyncio.create_task(siblings.keep(service), name="siblings")
-    service.spawn(siblings.follow_parent(service), "parent")
+    others = asyncio.create_task(prefork.supervise(service), name="prefork")
+    service.spawn(prefork.follow_parent(service), "parent")
     service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
     metrics = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:

@@ -1,4 +1,4 @@
-"""The secret under which tenants are told apart: configured, or made by the first frontend."""
+"""The mesh's secret for tenant tags: configured, or created by the first frontend."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from kvmesh.frontend.namespaces import KEY_BYTES
 
 
 async def tenant_secret(bus: Bus, configured: str | None) -> bytes:
-    """The mesh's secret; whoever comes first makes it. Raises SecretUnusable."""
+    """The mesh's secret, created if there is none. Raises SecretUnusable."""
     if configured is not None:
         return parse_secret(configured, KEY_BYTES, "frontend.tenant_secret")
     bucket = bus.subjects.secrets_bucket
@@ -21,7 +21,7 @@ async def tenant_secret(bus: Bus, configured: str | None) -> bytes:
 
 
 async def _make(bus: Bus, bucket: str) -> None:
-    """A bucket whose entries nobody replaces: what is written where one is, the server refuses."""
+    """Create a write-once bucket: the server rejects a second value of a key."""
     stream = StreamConfig(
         name=f"KV_{bucket}",
         subjects=[f"$KV.{bucket}.>"],

@@ -29,7 +29,7 @@ from kvmesh.frontend.dispatch.suspects import Suspects
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.dispatch.token_stream import Loss, TokenStream
 from kvmesh.frontend.dispatch.work_client import WorkClient
-from kvmesh.frontend.errors import ApiError, Culprit, InvalidRequest, Overloaded, Unavailable
+from kvmesh.frontend.errors import ApiError, InvalidRequest, Overloaded, PoisonRequest, Unavailable
 from kvmesh.frontend.preprocess.preprocessor import PromptTokens
 from kvmesh.hashing import block_hashes
 from kvmesh.settings.schema import FrontendSettings
@@ -195,15 +195,15 @@ class Dispatcher:
         return False
 
     def _blame(self, stream: TokenStream, part: TokenStream, loss: Loss) -> None:
-        """Raise Culprit if the sequence has lost two engines, the last one while it ran `part`."""
+        """Raise PoisonRequest if two engines were lost, the last one while it ran `part`."""
         if not loss:
             return
         failed = loss == "failed"
         if self._suspects.lost(stream.id, part.instance, part.fresh, failed):
-            metrics.culprits.inc()
+            metrics.poison_requests.inc()
             reason = part.lost or "the last one did not reply to the offer"
             log.error("request %s is offered to no further worker: %s", stream.id, reason)
-            raise Culprit(reason)
+            raise PoisonRequest(reason)
 
     def _work(self, task: SequenceTask, rank: int) -> Work:
         request = task.prepared.request

@@ -160,7 +160,7 @@ class RouteClient:
         query.abandoned.append(query.request.request)
         query.arrived = query.arrived or query.created
         query.request = query.compose(True, query.arrived)
-        metrics.asked_again.labels(query.model).inc()
+        metrics.route_retries.labels(query.model).inc()
         self._send(query)
 
     def _abandon(self, query: RouteQuery) -> None:
@@ -290,7 +290,7 @@ class RouteClient:
         router = query.router
         if self.routers.suspect(router):
             log.warning("router %s does not reply: querying others", router)
-            metrics.silent_routers.inc()
+            metrics.router_timeouts.inc()
         if self.routers.trusts_any(query.declined):
             self._requery(query)
 

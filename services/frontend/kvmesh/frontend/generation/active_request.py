@@ -139,7 +139,7 @@ class ActiveRequest:
     def charge(self, tokens: int) -> None:
         """Count tokens computed for the request against the limits of its API key."""
         if self._account is not None:
-            self._account.spend(tokens)
+            self._account.charge_tokens(tokens)
 
     async def _dispatch(self) -> None:
         await _all([self._runner.dispatcher.dispatch(task) for task in self.tasks])

@@ -183,8 +183,8 @@ class SessionHooks:
 
 def _count(speculation: Speculation, useful: int) -> None:
     wasted = speculation.requested_tokens - useful
-    metrics.speculative.labels(speculation.model, "useful").inc(useful)
-    metrics.speculative.labels(speculation.model, "wasted").inc(wasted)
+    metrics.speculative_tokens.labels(speculation.model, "useful").inc(useful)
+    metrics.speculative_tokens.labels(speculation.model, "wasted").inc(wasted)
 
 
 def _prompt_rank(task: SequenceTask) -> RankKey:

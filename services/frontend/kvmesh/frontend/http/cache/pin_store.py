@@ -1,4 +1,4 @@
-"""The pins that hold now, in a bucket that all frontends share."""
+"""Store of the valid pins, in a bucket that all frontends share."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ HEAD = "Kvmesh-Pin"
 
 
 class PinHead(Struct, frozen=True):
-    """A pin as lists show it; it stands in a header, so that lists need not read hashes."""
+    """A pin as lists show it; stored in a message header, so that lists do not read hashes."""
 
     id: str
     model: str
@@ -37,7 +37,7 @@ class PinHead(Struct, frozen=True):
 
 
 class StoredPin(Struct, frozen=True):
-    """A pin of a tenant: the prefix as packed sequence hashes. Times are Unix seconds."""
+    """A pin of a tenant. Times are Unix seconds."""
 
     id: str
     tenant: str
@@ -76,12 +76,12 @@ class PinStore:
 
     async def put(self, pin: StoredPin) -> None:
         subject = f"$KV.{self._config.bucket}.{_key(pin.tenant, pin.id)}"
-        head = json.dumps(msgspec.to_builtins(pin.head))  # in ASCII, as headers must be
+        head = json.dumps(msgspec.to_builtins(pin.head))  # headers must be ASCII
         async with self._open():
             await self._bus.js.publish(subject, _encode(pin), headers={HEAD: head})
 
     async def get(self, tenant: str, pin: str, now: float) -> StoredPin | None:
-        """None if there is no such pin, or no longer."""
+        """The pin of this id; None if it does not exist or has expired."""
         async with self._open() as bucket:
             try:
                 found = _decoder.decode((await bucket.get(_key(tenant, pin))).value or b"")
@@ -93,15 +93,15 @@ class PinStore:
         async with self._open() as bucket:
             await bucket.delete(_key(pin.tenant, pin.id))
 
-    async def of(self, tenant: str, now: float) -> list[PinHead]:
+    async def list_tenant(self, tenant: str, now: float) -> list[PinHead]:
         """A tenant's pins, oldest first."""
         return await self._heads(f"{_tokens(tenant)}.*", now)
 
-    async def owned(self, owner: str, now: float) -> list[PinHead]:
-        """Those of all tenants of one owner."""
+    async def list_owner(self, owner: str, now: float) -> list[PinHead]:
+        """Pins of all parts of an owner, oldest first."""
         return await self._heads(f"{_token(owner)}.>", now)
 
-    async def all(self, now: float) -> list[StoredPin]:
+    async def list_all(self, now: float) -> list[StoredPin]:
         async with self._open():
             found = await read_bucket(self._bus, self._bus.subjects.pins_bucket)
         pins = [_decoder.decode(value) for value in found.values()]
@@ -111,8 +111,8 @@ class PinStore:
         async with self._open():
             found = await read_headers(self._bus, self._bus.subjects.pins_bucket, keys)
         heads = [_heads.decode(headers[HEAD]) for headers in found.values() if HEAD in headers]
-        alive = [head for head in heads if head.expires > now]
-        return sorted(alive, key=lambda head: head.created)
+        valid = [head for head in heads if head.expires > now]
+        return sorted(valid, key=lambda head: head.created)
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[KeyValue]:
@@ -122,7 +122,7 @@ class PinStore:
                     self._bucket = await self._bus.js.create_key_value(self._config)
                 yield self._bucket
         except (NatsError, APIError, TimeoutError) as error:
-            raise Unavailable(f"Pins cannot be read or changed: {cause(error)}") from error
+            raise Unavailable(f"Cannot access pins: {cause(error)}") from error
 
 
 def _key(tenant: str, pin: str) -> str:
@@ -130,7 +130,7 @@ def _key(tenant: str, pin: str) -> str:
 
 
 def _tokens(tenant: str) -> str:
-    """An owner and a part of it."""
+    """A tenant's owner and part as two tokens of a key."""
     whole, _, part = tenant.partition("/")
     return f"{_token(whole)}.{_token(part)}"
 

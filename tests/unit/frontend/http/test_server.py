@@ -10,7 +10,7 @@ from kvmesh.frontend.http.server import Runner
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_client_that_goes_away_is_no_error(
+async def test_a_client_that_disconnects_is_not_logged_as_an_error(
     begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -34,7 +34,7 @@ async def test_a_client_that_goes_away_is_no_error(
     assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
 
 
-async def test_what_is_no_request_is_refused_in_a_sentence() -> None:
+async def test_a_malformed_request_is_refused_in_a_sentence() -> None:
     runner = Runner(web.Application())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -43,4 +43,4 @@ async def test_what_is_no_request_is_refused_in_a_sentence() -> None:
     answer = (await reader.read()).decode()
     writer.close()
     await runner.cleanup()
-    assert "This is no HTTP request: Missing 'Host' header in request.\"" in answer
+    assert "Malformed HTTP request: Missing 'Host' header in request.\"" in answer
