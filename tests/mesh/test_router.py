@@ -206,19 +206,19 @@ async def test_reported_load_steers_away(
 class Fragile(Policy):
     """Fails wherever it is asked or told."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         raise RuntimeError("choose")
 
-    def placed(self, decision: Decision, now: float) -> None:
+    def on_placed(self, decision: Decision, now: float) -> None:
         raise RuntimeError("placed")
 
-    def freed(self, request: str, now: float) -> None:
+    def on_freed(self, request: str, now: float) -> None:
         raise RuntimeError("freed")
 
     def admits(self, request: RouteRequest, now: float) -> bool:
         raise RuntimeError("admits")
 
-    def shift(self, request: RouteRequest) -> float:
+    def queue_boost_s(self, request: RouteRequest) -> float:
         raise RuntimeError("shift")
 
     def state(self) -> bytes | None:

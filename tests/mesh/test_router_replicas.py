@@ -266,7 +266,7 @@ def taught(name: str) -> RouterCore:
         request="1", instance="a", time=0.0, cached_tokens=0, output_tokens=10,
         ttft_s=0.2, total_s=0.9, finish="stop",
     )  # fmt: skip
-    core.follow(outcome, 1.0)
+    core.apply_route_event(outcome, 1.0)
     return core
 
 
@@ -286,7 +286,7 @@ async def test_what_is_learned_survives_a_restart_and_reaches_a_replica(bus: Bus
     restarted = bandit("r1")
     tasks.append(sharing("r1", restarted))
     await eventually(lambda: evidence(restarted) == 1)
-    assert restarted.learned() == first.learned()
+    assert restarted.policy_state() == first.policy_state()
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

@@ -71,18 +71,18 @@ def test_an_index_that_finds_nothing_is_broken_until_it_finds_something() -> Non
     prompt = sequence(1, 2)
     broken = []
     for now in (0, 5, 11, 12, 13, 14):
-        watch.look(prompt, False, float(now))
+        watch.observe(prompt, False, float(now))
         broken.append(watch.broken)
     assert broken == [False, False, False, False, True, True]
-    watch.look(prompt, True, 15.0)
+    watch.observe(prompt, True, 15.0)
     for now in (16, 17, 18):
         assert not watch.broken
-        watch.look(prompt, False, float(now))
+        watch.observe(prompt, False, float(now))
     assert watch.broken
 
 
 def test_new_prompts_are_no_reason_to_worry() -> None:
     watch = OverlapWatch(settle=10.0, enough=3)
     for n in range(100):
-        watch.look(sequence(n), False, float(n))
+        watch.observe(sequence(n), False, float(n))
     assert not watch.broken

@@ -12,7 +12,7 @@ from support.routing import BLOCK, overlaps, request, sequence, worker
 from kvmesh.bus.messages import Decision, Hints, Load, Placement, SeqFree, SeqPrefilled, SeqProgress
 from kvmesh.router.errors import InvalidRouteRequest, NoWorkers
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.scoring.cost import MISSING
+from kvmesh.router.scoring.cost import SHORTAGE_COST
 from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.settings.schema import RouterSettings
 
@@ -127,7 +127,7 @@ def report(
         total_blocks=total, prefill_tokens=tokens, steps=0, prompt_tokens=0, cached_tokens=0,
         output_tokens=0, requests=3,
     )  # fmt: skip
-    router.report(load, now)
+    router.apply_load(load, now)
 
 
 def test_an_engine_has_room_for_the_blocks_that_it_reports() -> None:
@@ -135,7 +135,7 @@ def test_an_engine_has_room_for_the_blocks_that_it_reports() -> None:
     place(router, "1", sequence(*range(100, 1070)), "a")
     probe = request("2", TEN)
     found = costs(router.decide(probe, None, 0.0))
-    assert found["a"] > MISSING > found["b"]
+    assert found["a"] > SHORTAGE_COST > found["b"]
     report(router, 0.0, 970, 970 * BLOCK, total=2048)
     assert costs(router.decide(probe, None, 0.0))["a"] == 970 + 10 + 970 + 10
 

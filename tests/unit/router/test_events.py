@@ -1,4 +1,4 @@
-"""Active-sequence events of other versions: what is known counts, whatever is beside it."""
+"""ActiveRequest-sequence events of other versions: what is known counts, whatever is beside it."""
 
 import msgspec
 import pytest

@@ -43,7 +43,7 @@ def teach(
         decision = router.decide(request(f"t{now}-{turn}", TEN), None, now)
         router.commit(decision, now)
         went[decision.chosen.instance] += 1
-        router.follow(outcome(decision, times[decision.chosen.instance]), now)
+        router.apply_route_event(outcome(decision, times[decision.chosen.instance]), now)
         router.apply(SeqFree(decision.request), now)
     return went
 
@@ -106,13 +106,13 @@ def test_an_outcome_that_does_not_come_counts_as_late_and_an_abort_as_nothing() 
     unplaced = router.decide(request("3", TEN), None, 0.0)
     router.commit(lost, 0.0)
     router.commit(aborted, 0.0)
-    router.follow(outcome(aborted, None, finish="abort"), 1.0)
+    router.apply_route_event(outcome(aborted, None, finish="abort"), 1.0)
     router.expire(29.0)
     assert policy.evidence == 0
     router.expire(31.0)
     assert policy.evidence == 1
-    router.follow(outcome(lost, 0.1), 32.0)
-    router.follow(outcome(unplaced, 0.1), 32.0)
+    router.apply_route_event(outcome(lost, 0.1), 32.0)
+    router.apply_route_event(outcome(unplaced, 0.1), 32.0)
     assert policy.evidence == 1, "late and foreign outcomes are not counted"
 
 

@@ -26,8 +26,8 @@ from kvmesh.router.policies import registry
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.registry import BUILT_IN, make_policy
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
-from kvmesh.router.scoring.cost import MISSING, CostModel, pick
-from kvmesh.router.state.rank_table import FILL
+from kvmesh.router.scoring.cost import SHORTAGE_COST, CostModel, pick
+from kvmesh.router.state.rank_table import USABLE_SHARE
 from kvmesh.settings.schema import RouterSettings
 
 TEN = sequence(*range(10))
@@ -41,7 +41,7 @@ def core(*names: str, **settings: Any) -> RouterCore:
     return router
 
 
-def view(
+def candidates(
     overlap: list[int], decode: list[float], prefill: list[float] | None = None, prompt: int = 10
 ) -> Candidates:
     router = core(*"abcdefgh"[: len(overlap)])
@@ -56,7 +56,7 @@ def view(
         decode=np.array(decode, np.float64),
         requests=zeros,
         table=router.table,
-        most=max(decode),
+        max_decode=max(decode),
     )
 
 
@@ -78,7 +78,7 @@ def place(
 
 def test_the_documented_example_of_three_workers() -> None:
     # A prompt of 10 blocks; 2, 5 and 8 are cached, 10, 5 and 9 blocks will decode.
-    choice = choose("kv", view([2, 5, 8], [10, 5, 9]), CostModel())
+    choice = choose("kv", candidates([2, 5, 8], [10, 5, 9]), CostModel())
     assert choice.cost.tolist() == [34, 20, 15]
     assert choice.chosen == 2
 
@@ -97,11 +97,11 @@ def test_the_documented_example_of_three_workers() -> None:
 def test_cost_formulas(
     name: str, overlap: list[int], decode: list[float], prefill: list[float], cost: list[float]
 ) -> None:
-    assert choose(name, view(overlap, decode, prefill)).cost.tolist() == pytest.approx(cost)
+    assert choose(name, candidates(overlap, decode, prefill)).cost.tolist() == pytest.approx(cost)
 
 
 def test_weights_scale_their_terms() -> None:
-    seen = view([4, 0], [10, 10], [6, 0])
+    seen = candidates([4, 0], [10, 10], [6, 0])
     model = CostModel(prefill_weight=2.0)
     assert model.cost(seen).tolist() == [2 * 12 + 10, 2 * 10 + 10]
     router = core("a", "b", request_weight=3.0)
@@ -114,7 +114,7 @@ def test_weights_scale_their_terms() -> None:
 
 
 def test_credits_decay_with_excess_prefill() -> None:
-    seen = view([8, 8], [10, 10], [0, 10])
+    seen = candidates([8, 8], [10, 10], [0, 10])
     # On the second, one prompt of backlog more: its credit is halved.
     assert CostModel(credit_decay=1.0).prefill(seen).tolist() == [2, 16]
     assert CostModel().prefill(seen).tolist() == [2, 12]
@@ -122,42 +122,42 @@ def test_credits_decay_with_excess_prefill() -> None:
 
 def test_a_rank_without_room_comes_after_those_with_room() -> None:
     # Of 1,024 blocks 972.8 may be used, so what the rank with the whole prompt lacks outweighs it.
-    seen = view([10, 0, 0], [973.0, 900.0, 950.0])
+    seen = candidates([10, 0, 0], [973.0, 900.0, 950.0])
     choice = choose("kv", seen, CostModel())
-    assert choice.cost.tolist() == pytest.approx([0.2 * MISSING + 973, 930, 980], abs=1e-3)
+    assert choice.cost.tolist() == pytest.approx([0.2 * SHORTAGE_COST + 973, 930, 980], abs=1e-3)
     assert choice.chosen == 1
-    full = choose("kv", view([10, 0, 0], [1500.0, 1100.0, 1200.0]), CostModel())
+    full = choose("kv", candidates([10, 0, 0], [1500.0, 1100.0, 1200.0]), CostModel())
     assert full.chosen == 1  # the one that lacks the fewest
 
 
 def test_unlike_ranks_are_full_at_blocks_of_their_own() -> None:
-    seen = view([10, 0, 0], [600.0, 700.0, 5000.0])
-    seen.table.resize(0, 500)
-    seen.table.resize(2, 0)  # unknown
-    assert seen.missing is not None
-    assert seen.missing.tolist() == [600 - FILL * 500, 0, 0]
-    seen.table.resize(0, 1000)
-    seen.table.resize(2, 6000)
-    assert seen.missing is not None
-    assert not seen.missing.any()
+    seen = candidates([10, 0, 0], [600.0, 700.0, 5000.0])
+    seen.table.set_capacity(0, 500)
+    seen.table.set_capacity(2, 0)  # unknown
+    assert seen.shortage is not None
+    assert seen.shortage.tolist() == [600 - USABLE_SHARE * 500, 0, 0]
+    seen.table.set_capacity(0, 1000)
+    seen.table.set_capacity(2, 6000)
+    assert seen.shortage is not None
+    assert not seen.shortage.any()
 
 
 def test_room_that_nobody_lacks_is_not_looked_at() -> None:
-    seen = view([10, 0], [900.0, 972.0])
-    assert seen.missing is None
+    seen = candidates([10, 0], [900.0, 972.0])
+    assert seen.shortage is None
     for slot in range(2):
-        seen.table.resize(slot, 0)
-    assert seen.table.least_room == float("inf")
-    assert seen.missing is None
+        seen.table.set_capacity(slot, 0)
+    assert seen.table.min_usable_blocks == float("inf")
+    assert seen.shortage is None
 
 
 def test_a_temperature_draws_among_those_that_lack_nothing() -> None:
-    cost = np.array([10.0, 30.0, 5 * MISSING, 20.0])
+    cost = np.array([10.0, 30.0, 5 * SHORTAGE_COST, 20.0])
     rng = Random(7)
     drawn = Counter(pick(cost, 1.0, rng) for _ in range(400))
     assert drawn[0] > drawn[3] > drawn[1] > 60
     assert drawn[2] == 0
-    alone = np.array([5 * MISSING, 10.0, 5 * MISSING])
+    alone = np.array([5 * SHORTAGE_COST, 10.0, 5 * SHORTAGE_COST])
     assert {pick(alone, 1.0, rng) for _ in range(20)} == {1}
 
 
@@ -339,11 +339,11 @@ def test_a_worker_that_does_not_fit_is_left_out_until_the_others_have_gone() -> 
     router = core("a")
     router.join(worker("b", block_size=32))
     assert router.decide(request("1", TEN), None, 0.0).eligible == 1
-    assert "block size 32 differs from 16 of a" in router.table.misfits["b"]
+    assert "block size 32 differs from 16 of a" in router.table.incompatible["b"]
     router.leave("a")
     assert router.table.block_size == 32
     decision = router.decide(request("1", sequence(1, 2), tokens=64), None, 0.0)
-    assert (decision.chosen.instance, router.table.misfits) == ("b", {})
+    assert (decision.chosen.instance, router.table.incompatible) == ("b", {})
 
 
 def test_the_oldest_lease_wins_whenever_it_is_seen() -> None:
@@ -351,7 +351,7 @@ def test_the_oldest_lease_wins_whenever_it_is_seen() -> None:
     router.join(worker("young", block_size=32, started=2.0))
     router.join(worker("old", started=1.0))
     assert router.decide(request("1", TEN), None, 0.0).chosen.instance == "old"
-    assert "young" in router.table.misfits
+    assert "young" in router.table.incompatible
 
 
 # --- disaggregated placement
@@ -389,26 +389,26 @@ def test_prefill_counts_there_until_the_first_token() -> None:
 
 
 class Broken(Policy):
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         raise RuntimeError("no idea")
 
 
 class Astray(Policy):
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        return PolicyChoice(99, np.zeros(len(view)))
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        return PolicyChoice(99, np.zeros(len(candidates)))
 
 
 class OfOne(Policy):
     """Says the cost of the chosen one alone."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(0, np.zeros(1))
 
 
 class Plain(Policy):
     """Needs no NumPy."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(1, [3, 2])  # type: ignore[arg-type]
 
 
@@ -416,7 +416,7 @@ def test_costs_may_be_a_plain_list() -> None:
     router = core("a", "b", policy=f"{__name__}:Plain")
     decision = router.decide(request("1", TEN), None, 0.0)
     assert (decision.chosen.instance, decision.chosen.cost, decision.note) == ("b", 2.0, None)
-    assert not router.faults
+    assert not router.failures
 
 
 @pytest.mark.parametrize("policy", [Broken, Astray, OfOne])
@@ -430,7 +430,7 @@ def test_a_failing_policy_falls_back_is_counted_and_logged_once(
         decisions = [router.decide(request("1", TEN), held, 0.0) for _ in range(3)]
     assert {d.chosen.instance for d in decisions} == {"b"}
     assert "kv in place of" in (decisions[0].note or "")
-    assert router.faults[name] == 3
+    assert router.failures[name] == 3
     assert len([r for r in caplog.records if "failed" in r.message]) == 1
 
 
@@ -469,7 +469,7 @@ def test_every_policy_chooses_an_eligible_rank(name: str) -> None:
         decision = router.decide(request(str(number), TEN, hints=Hints(session="s")), None, 0.0)
         router.commit(decision, float(number))
         assert decision.chosen.instance in "abc"
-        router.follow(
+        router.apply_route_event(
             Outcome(request=str(number), instance=decision.chosen.instance, time=float(number),
                     cached_tokens=0, output_tokens=9, ttft_s=0.1, total_s=0.5, finish="stop"),
             float(number),

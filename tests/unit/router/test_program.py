@@ -53,7 +53,7 @@ def start(router: RouterCore, message: RouteRequest, now: float = 0.0) -> Decisi
 
 
 def end(router: RouterCore, request_id: str, now: float) -> None:
-    router.follow(
+    router.apply_route_event(
         Outcome(
             request=request_id, instance="a", time=now, cached_tokens=0, output_tokens=0,
             ttft_s=0.1, total_s=1.0, finish="stop",
@@ -138,7 +138,7 @@ def test_crowded_agents_yield_in_the_queue() -> None:
     for agent, hundreds in (("v", 2), ("w", 3), ("x", 4)):  # 900 of 1,024 blocks
         start(router, turn(agent, hundreds))
     policy.tick(5.0)
-    shifts = {agent: policy.shift(turn(agent, 1)) for agent in "vwx"}
+    shifts = {agent: policy.queue_boost_s(turn(agent, 1)) for agent in "vwx"}
     assert shifts == {"v": -2.0, "w": 0.0, "x": 0.0}
 
 
@@ -164,7 +164,7 @@ def test_a_paused_agents_request_waits_in_the_dispatcher() -> None:
     assert dispatcher.waiting == 1
     end(router, "w0", 2.0)
     policy.tick(3000.0)
-    steps = dispatcher.pump(3000.0)
+    steps = dispatcher.place_ready(3000.0)
     assert steps.done == [ticket]
     assert isinstance(ticket.result, Decision)
 
@@ -180,8 +180,8 @@ def test_a_pause_ends_before_the_request_would_be_refused(deadline_s: float, unt
     for ticket in (crowded, paused):
         for event in dispatcher.submit(ticket, 0.0).events:
             dispatcher.apply(event, 0.0)
-    assert dispatcher.pump(until - 0.1).done == []
-    assert dispatcher.pump(until).done == [paused], "past the queue, in which others wait"
+    assert dispatcher.place_ready(until - 0.1).done == []
+    assert dispatcher.place_ready(until).done == [paused], "past the queue, in which others wait"
     assert isinstance(paused.result, Decision)
     assert dispatcher.expire(deadline_s).done == [crowded]
     assert isinstance(crowded.result, Refused)
@@ -213,4 +213,4 @@ def test_who_resumes_late_does_not_queue_besides() -> None:
     policy.tick(3000.0)
     assert policy.admits(early, 40.0)
     assert policy.admits(late, 40.0)
-    assert (policy.shift(early), policy.shift(late)) == (1.0, math.inf)
+    assert (policy.queue_boost_s(early), policy.queue_boost_s(late)) == (1.0, math.inf)

@@ -160,9 +160,9 @@ class Replicas:
         self.take(self.replicas[to].submit(ticket, now), now)
         return ticket
 
-    def pump(self, now: float = 0.0) -> None:
+    def place_ready(self, now: float = 0.0) -> None:
         for replica in self.replicas:
-            self.take(replica.pump(now), now)
+            self.take(replica.place_ready(now), now)
 
     @property
     def order(self) -> list[str]:
@@ -178,7 +178,7 @@ def prefill_done(mesh: Replicas, now: float = 0.0) -> None:
     """Everything placed so far reaches its first token, then whoever may goes."""
     for name in mesh.order:
         mesh.tell(now, SeqPrefilled(name))
-    mesh.pump(now)
+    mesh.place_ready(now)
 
 
 def drain(mesh: Replicas, now: float = 0.0) -> list[str]:
@@ -191,10 +191,10 @@ def test_requests_wait_only_while_every_worker_is_past_the_threshold() -> None:
     mesh = Replicas(dispatcher("a", "b"))
     tickets = [mesh.submit(prompt(name)) for name in "123"]
     assert [isinstance(t.result, Decision) for t in tickets] == [True, True, False]
-    mesh.pump()
+    mesh.place_ready()
     assert mesh.order == ["1", "2"]
     mesh.tell(0.0, SeqPrefilled("1"))
-    mesh.pump(0.5)
+    mesh.place_ready(0.5)
     assert isinstance(tickets[2].result, Decision)
     assert tickets[2].result.wait_s == 0.5
 
@@ -255,7 +255,7 @@ def test_a_constrained_request_does_not_hold_up_the_others() -> None:
     free = mesh.submit(prompt("3"))
     assert (pinned.result, isinstance(free.result, Decision)) == (None, True)
     mesh.tell(0.0, SeqPrefilled("1"))
-    mesh.pump()
+    mesh.place_ready()
     assert isinstance(pinned.result, Decision)
 
 
@@ -281,7 +281,7 @@ def test_constrained_requests_get_their_share_of_a_worker_that_is_never_idle(kin
         (constrained if step % 10 == 5 else plain).append(mesh.submit(message, now))
         if step % 5 and mesh.order:
             mesh.tell(now, SeqPrefilled(mesh.order[-1]))
-        mesh.pump(now)
+        mesh.place_ready(now)
         mesh.take(mesh.replicas[0].expire(now), now)
 
     def placed(tickets: list[Ticket]) -> float:
@@ -308,7 +308,7 @@ def test_a_new_request_does_not_pass_one_of_another_lane_that_there_is_room_for(
     waiting = mesh.submit(replace(prompt("2"), placement=Placement(instance="a")))
     mesh.tell(0.5, SeqPrefilled("1"))
     later = mesh.submit(prompt("3"), 0.6)
-    mesh.pump(0.7)
+    mesh.place_ready(0.7)
     assert (isinstance(waiting.result, Decision), later.result) == (True, None)
 
 
@@ -316,7 +316,7 @@ def test_what_was_asked_elsewhere_before_keeps_its_place_and_is_not_one_too_many
     mesh = Replicas(dispatcher(queue_limit=1))
     mesh.submit(prompt("0"))
     mesh.submit(prompt("mine"), 5.0)
-    moved = Ticket(replace(prompt("moved"), arrived=1.0), 6.0, place=1.0)
+    moved = Ticket(replace(prompt("moved"), arrived=1.0), 6.0, queued_since=1.0)
     mesh.take(mesh.replicas[0].submit(moved, 6.0), 6.0)
     assert drain(mesh, 7.0) == ["0", "moved", "mine"]
 
@@ -363,7 +363,7 @@ def test_workers_that_all_leave_end_the_wait() -> None:
     mesh.submit(prompt("1"))
     ticket = mesh.submit(prompt("2"))
     mesh.replicas[0].core.leave("a")
-    mesh.pump()
+    mesh.place_ready()
     assert isinstance(ticket.result, Refused)
     assert ticket.result.code == "no_workers"
     assert mesh.replicas[0].waiting == 0
@@ -375,8 +375,8 @@ def test_long_waiters_are_scored_anew() -> None:
     mesh.submit(prompt("1"))
     ticket = mesh.submit(prompt("2", 50))
     mesh.submit(prompt("3", 40))
-    assert replica.stale(5.0) == []
-    assert [t.request.request for t in replica.stale(5.1)] == ["2", "3"]
+    assert replica.due_for_rescore(5.0) == []
+    assert [t.request.request for t in replica.due_for_rescore(5.1)] == ["2", "3"]
     mesh.take(replica.rescore(ticket, overlaps({"a": (45,)}), 5.1), 5.1)
     assert drain(mesh, 6.0) == ["1", "2", "3"]
 
@@ -388,7 +388,7 @@ def test_looking_again_when_all_workers_have_left_leaves_the_request_to_its_turn
     mesh.replicas[0].core.leave("a")
     mesh.take(mesh.replicas[0].rescore(ticket, None, 6.0), 6.0)
     assert not any(done is ticket for done in mesh.done)
-    mesh.pump(6.0)
+    mesh.place_ready(6.0)
     assert isinstance(ticket.result, Refused)
     assert ticket.result.code == "no_workers"
 
@@ -429,16 +429,16 @@ def test_a_dead_replica_does_not_hold_up_the_others() -> None:
     mine = mesh.submit(prompt("mine"), 2.0)
     mesh.tell(3.0, SeqPrefilled("0"))
     alive = mesh.replicas[0]
-    assert alive.pump(3.0).done == []
-    assert alive.pump(3.2).done == []
-    assert [t.request.request for t in alive.pump(3.3).done] == ["mine"]
+    assert alive.place_ready(3.0).done == []
+    assert alive.place_ready(3.2).done == []
+    assert [t.request.request for t in alive.place_ready(3.3).done] == ["mine"]
     assert isinstance(mine.result, Decision)
     assert alive.waiting == 0
     mesh.tell(4.0, replace(entry("back", router="dead"), arrived=4.0))
     assert alive.waiting == 1
-    alive.keep({"r"}, 8.9)
+    alive.retain_routers({"r"}, 8.9)
     assert alive.waiting == 1, "its card may still be on its way"
-    alive.keep({"r"}, 9.1)
+    alive.retain_routers({"r"}, 9.1)
     assert alive.waiting == 0
 
 
@@ -450,10 +450,10 @@ def test_a_replica_that_was_passed_over_is_not_waited_for_again() -> None:
     mesh.submit(prompt("next"), 2.5)
     alive = mesh.replicas[0]
     mesh.tell(3.0, SeqPrefilled("0"))
-    alive.pump(3.0)
-    assert [t.request.request for t in alive.pump(3.3).done] == ["mine"]
+    alive.place_ready(3.0)
+    assert [t.request.request for t in alive.place_ready(3.3).done] == ["mine"]
     mesh.tell(3.4, entry("late", router="frozen", key=2.2, arrived=2.2), SeqPrefilled("mine"))
-    assert [t.request.request for t in alive.pump(3.4).done] == ["next"]
+    assert [t.request.request for t in alive.place_ready(3.4).done] == ["next"]
 
 
 def test_a_replica_is_waited_for_only_where_there_is_room_for_its_request() -> None:
@@ -465,7 +465,7 @@ def test_a_replica_is_waited_for_only_where_there_is_room_for_its_request() -> N
     theirs = mesh.submit(replace(prompt("theirs"), placement=there), 1.0, to=1)
     mine = mesh.submit(prompt("mine"), 2.0)
     mesh.tell(3.0, SeqPrefilled("at b"))
-    mesh.take(mesh.replicas[0].pump(3.0), 3.0)
+    mesh.take(mesh.replicas[0].place_ready(3.0), 3.0)
     assert (theirs.result, isinstance(mine.result, Decision)) == (None, True)
 
 
@@ -475,10 +475,10 @@ def test_a_slow_replica_keeps_its_turn_while_there_is_no_room() -> None:
     theirs = mesh.submit(prompt("theirs"), 1.0, to=1)
     mesh.submit(prompt("mine"), 2.0)
     for tenth in range(30):
-        assert mesh.replicas[0].pump(3.0 + tenth / 10).done == []
+        assert mesh.replicas[0].place_ready(3.0 + tenth / 10).done == []
     mesh.tell(6.0, SeqPrefilled("0"))
-    assert mesh.replicas[0].pump(6.1).done == []
-    assert mesh.replicas[1].pump(6.2).done == [theirs]
+    assert mesh.replicas[0].place_ready(6.1).done == []
+    assert mesh.replicas[1].place_ready(6.2).done == [theirs]
 
 
 def test_an_entry_that_the_stream_lost_is_entered_after_a_while() -> None:
@@ -487,9 +487,9 @@ def test_an_entry_that_the_stream_lost_is_entered_after_a_while() -> None:
     ticket = Ticket(prompt("2"), 0.0)
     replica.submit(ticket, 0.0)  # its event never comes back
     replica.apply(SeqPrefilled("1"), 0.1)
-    assert replica.pump(0.1).done == []
+    assert replica.place_ready(0.1).done == []
     replica.expire(0.6)
-    assert replica.pump(0.6).done == [ticket]
+    assert replica.place_ready(0.6).done == [ticket]
 
 
 Step = tuple[str, int, int]
@@ -520,7 +520,7 @@ def test_any_interleaving_conserves_requests_and_replicas_agree(steps: list[Step
         elif kind == "free":
             mesh.tell(now, SeqFree(name))
         elif kind == "pump":
-            mesh.take(mesh.replicas[replica].pump(now), now)
+            mesh.take(mesh.replicas[replica].place_ready(now), now)
         else:
             now += number / 10
     counts = [tuple(d.core.table.requests[:2]) for d in mesh.replicas]

@@ -9,7 +9,7 @@ from support.routing import request, sequence, worker
 
 from kvmesh.bus.messages import Load
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MOST, RankSpeeds
+from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MAX_SLOWNESS, RankSpeeds
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial
 
@@ -70,7 +70,7 @@ def watch(speeds: RankSpeeds, engines: list[Engine], seconds: int, start: int = 
         for slot, engine in enumerate(engines):
             engine.used = rng.uniform(0.0, engine.most_used)
             engine.run(1.0, rng)
-            speeds.take(slot, engine.load(), float(second))
+            speeds.observe(slot, engine.load(), float(second))
         speeds.update(float(second), len(engines))
 
 
@@ -80,7 +80,7 @@ def test_equal_engines_scale_nothing_whatever_they_do() -> None:
     speeds = RankSpeeds()
     watch(speeds, engines, 120)
     assert speeds.slowness is None
-    assert speeds.told == {}
+    assert speeds.outliers == {}
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -90,26 +90,26 @@ def test_a_slow_engine_is_found_among_others(count: int, factor: float) -> None:
     engines[-1].slowness = factor
     speeds = RankSpeeds()
     watch(speeds, engines, 40)
-    assert list(speeds.told) == [count - 1]
-    assert speeds.told[count - 1] == pytest.approx(factor, rel=0.3)
-    assert speeds.of(np.array([0, count - 1])) is not None
+    assert list(speeds.outliers) == [count - 1]
+    assert speeds.outliers[count - 1] == pytest.approx(factor, rel=0.3)
+    assert speeds.factors(np.array([0, count - 1])) is not None
 
 
 def test_no_engine_counts_as_more_than_ten_times_as_slow() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=50.0)]
     speeds = RankSpeeds()
     watch(speeds, engines, 60)
-    assert speeds.told == {2: MOST}
+    assert speeds.outliers == {2: MAX_SLOWNESS}
 
 
 def test_one_that_has_recovered_counts_like_the_others_again() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     speeds = RankSpeeds()
     watch(speeds, engines, 40)
-    assert list(speeds.told) == [2]
+    assert list(speeds.outliers) == [2]
     engines[2].slowness = 1.0
     watch(speeds, engines, 40, start=40)
-    assert speeds.told == {}
+    assert speeds.outliers == {}
 
 
 def test_one_that_is_avoided_is_tried_again_after_a_while() -> None:
@@ -118,7 +118,7 @@ def test_one_that_is_avoided_is_tried_again_after_a_while() -> None:
     watch(speeds, engines, 40)
     engines[2].share = 0.0
     watch(speeds, engines, int(EVIDENCE_S + 2 * FIT_S), start=40)
-    assert speeds.told == {}
+    assert speeds.outliers == {}
 
 
 def test_a_slow_rank_costs_as_much_more_as_it_is_slow() -> None:
@@ -131,7 +131,7 @@ def test_a_slow_rank_costs_as_much_more_as_it_is_slow() -> None:
         for engine in engines:
             engine.used = 0.0
             engine.run(1.0, rng)
-            router.report(engine.load(), float(second))
+            router.apply_load(engine.load(), float(second))
         router.expire(float(second))
     decision = router.decide(request("1", sequence(*range(10))), None, 40.0)
     costs = {candidate.instance: candidate.cost for candidate in decision.candidates}

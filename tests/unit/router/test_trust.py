@@ -32,9 +32,9 @@ def first_tokens(policy: str, world: World, turns: int, seed: int = 1) -> list[f
         core.table.active_blocks[:4] = [rng.uniform(0, 40) for _ in range(4)]
         held = overlaps({rng.choice("abcd"): (8,)})
         decision = core.decide(request(str(turn), TEN), held, float(turn))
-        core.follow(decision, float(turn))
+        core.apply_route_event(decision, float(turn))
         times.append(world(decision.chosen, turn) * rng.lognormvariate(0, 0.3))
-        core.follow(outcome(decision, times[-1]), float(turn))
+        core.apply_route_event(outcome(decision, times[-1]), float(turn))
     return times
 
 
@@ -82,10 +82,10 @@ def test_a_part_of_the_contested_requests_is_held_out_and_explained() -> None:
         core.join(worker(name))
     for turn in range(600):
         decision = core.decide(request(str(turn), b"", tokens=160), None, float(turn))
-        core.follow(decision, float(turn))
+        core.apply_route_event(decision, float(turn))
         notes.append(decision.note)
         slow = decision.chosen.instance == "a"
-        core.follow(outcome(decision, 1.0 if slow else 0.1), float(turn))
+        core.apply_route_event(outcome(decision, 1.0 if slow else 0.1), float(turn))
     assert notes[:50] == ["learning"] * 50
     held_out = notes.count("held out: as kv")
     assert 5 < held_out < 120
@@ -102,8 +102,10 @@ def test_in_saturation_it_is_kv() -> None:
         for turn in range(200):
             core.table.active_blocks[:3] = [rng.uniform(0, 40) for _ in range(3)]
             decision = core.decide(request(str(turn), TEN), None, float(turn))
-            core.follow(decision, float(turn))
-            core.follow(outcome(decision, 0.1 if decision.chosen.instance == "c" else 3.0), 0.0)
+            core.apply_route_event(decision, float(turn))
+            core.apply_route_event(
+                outcome(decision, 0.1 if decision.chosen.instance == "c" else 3.0), 0.0
+            )
             chosen.append(decision.chosen.instance)
         choices.append(chosen)
         if isinstance(core.policy, Thompson):
@@ -119,6 +121,6 @@ def test_time_in_the_queue_is_no_matter_of_where_a_request_went() -> None:
         core.join(worker("a"))
         decision = core.decide(request("1", TEN), None, waited, arrived=0.0)
         core.commit(decision, waited)
-        core.follow(outcome(decision, waited + 0.5), waited + 0.5)
+        core.apply_route_event(outcome(decision, waited + 0.5), waited + 0.5)
         beliefs.append(core.policy.state())
     assert beliefs[0] == beliefs[1] is not None

@@ -5,7 +5,7 @@
         …
         await router.free("request-1")
 
-It follows the mesh as a replica does, so what it places counts for the other routers and theirs
+It history_s the mesh as a replica does, so what it places counts for the other routers and theirs
 for it. It answers no one else.
 """
 
@@ -154,18 +154,18 @@ class EmbeddedRouter:
             adapter=adapter,
         )
         answer = await self._router.overlaps(request.sequence_hashes, request.salt)
-        view = self._router.core.view(request, answer.overlaps, monotonic())
-        new = view.prompt - view.overlap.sum(1)
-        tokens = (view.prefill + new) * self._router.core.table.block_size
+        candidates = self._router.core.candidates(request, answer.overlaps, monotonic())
+        new = candidates.prompt - candidates.overlap.sum(1)
+        tokens = (candidates.prefill + new) * self._router.core.table.block_size
         return [
             PotentialLoad(
-                view.rank(at).instance,
-                view.rank(at).rank,
+                candidates.rank(at).instance,
+                candidates.rank(at).rank,
                 float(tokens[at]),
-                float(view.decode[at]),
-                int(view.requests[at]),
+                float(candidates.decode[at]),
+                int(candidates.requests[at]),
             )
-            for at in range(len(view))
+            for at in range(len(candidates))
         ]
 
     async def generate(
@@ -223,7 +223,7 @@ class EmbeddedRouter:
 
     async def _tell(self, event: SeqEvent) -> None:
         self._router.apply(event)
-        self._router.eased()
+        self._router.schedule_placement()
         batch = SeqBatch(self._service.instance, [event])
         await self._service.bus.publish(self._seq_subject, batch)
 

@@ -13,8 +13,8 @@ _PREFIX = "kvmesh_router"
 
 decisions = Counter(f"{_PREFIX}_decisions", "Requests placed", ["model", "policy"])
 refusals = Counter(f"{_PREFIX}_refusals", "Requests refused", ["model", "code"])
-faults = Gauge(
-    f"{_PREFIX}_policy_faults", "Failed calls; failed choices are made by kv", ["model", "policy"]
+failures = Gauge(
+    f"{_PREFIX}_policy_failures", "Failed calls; failed choices are made by kv", ["model", "policy"]
 )
 core_seconds = Histogram(
     f"{_PREFIX}_core_seconds", "Time of one decision in the core", ["model"], buckets=_FAST
@@ -37,8 +37,10 @@ missed_blocks = Counter(
 )
 lost = Counter(f"{_PREFIX}_lost_sequences", "Active requests given up as lost", ["model"])
 ranks = Gauge(f"{_PREFIX}_ranks", "Known data-parallel ranks", ["model"])
-left_out = Gauge(
-    f"{_PREFIX}_left_out_workers", "Workers that do not fit the others of their model", ["model"]
+incompatible = Gauge(
+    f"{_PREFIX}_incompatible_workers",
+    "Workers that do not fit the others of their model",
+    ["model"],
 )
 slowness = Gauge(
     f"{_PREFIX}_slowness",
@@ -66,7 +68,7 @@ class RouterModelMetrics:
         self._by_policy: dict[str, Counter] = {}
         self._slow: set[tuple[str, str, str]] = set()
 
-    def placed(self, decision: Decision) -> None:
+    def observe_placement(self, decision: Decision) -> None:
         """Count one placement."""
         counter = self._by_policy.get(decision.policy)
         if counter is None:
@@ -81,21 +83,21 @@ class RouterModelMetrics:
         best = max((sum(c.overlap) for c in decision.candidates), default=held)
         self._missed.inc(max(best - held, 0))
 
-    def sizes(self, dispatcher: PlacementQueue) -> None:
+    def set_levels(self, queue: PlacementQueue) -> None:
         """Set what is a level, not a count."""
-        core = dispatcher.core
+        core = queue.core
         ranks.labels(self._model).set(len(core.table.slot_of))
-        left_out.labels(self._model).set(len(core.table.misfits))
+        incompatible.labels(self._model).set(len(core.table.incompatible))
         active_requests.labels(self._model).set(len(core.active))
-        queued.labels(self._model).set(dispatcher.waiting)
-        queued_tokens.labels(self._model).set(dispatcher.waiting_tokens)
+        queued.labels(self._model).set(queue.waiting)
+        queued_tokens.labels(self._model).set(queue.waiting_tokens)
         self._slowness(core)
-        for policy, count in core.faults.items():
-            faults.labels(self._model, policy).set(count)
+        for policy, count in core.failures.items():
+            failures.labels(self._model, policy).set(count)
 
     def _slowness(self, core: RouterCore) -> None:
         told = {}
-        for slot, value in core.speeds.told.items():
+        for slot, value in core.speeds.outliers.items():
             _, worker, rank = core.table.ranks[slot]
             told[self._model, worker, str(rank)] = value
         for labels in self._slow - told.keys():

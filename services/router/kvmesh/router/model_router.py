@@ -26,7 +26,7 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.router import metrics
-from kvmesh.router.index_client import IndexClient, OverlapAnswer, OverlapQuestion
+from kvmesh.router.index_client import IndexClient, OverlapResult, OverlapLookup
 from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
@@ -55,7 +55,7 @@ class RouteCall(Ticket):
 
 
 class ModelRouter:
-    """One model's dispatcher with its subjects."""
+    """One model's queue with its subjects."""
 
     def __init__(self, service: Service, model: str) -> None:
         settings = service.settings.router
@@ -64,13 +64,13 @@ class ModelRouter:
         self._loop = asyncio.get_running_loop()
         self.model = model
         self.core = RouterCore(model, service.instance, settings, Random(settings.seed), _epoch())
-        self.dispatcher = PlacementQueue(self.core, service.instance)
+        self.queue = PlacementQueue(self.core, service.instance)
         self.index = IndexClient(service.bus, model, settings.index_timeout_s)
-        self._asks_index = settings.kv_events
+        self._uses_index = settings.kv_events
         self._route_subject = service.bus.subjects.route(model)
         self._seq_subject = service.bus.subjects.seq(model)
         self._metrics = metrics.RouterModelMetrics(model)
-        self._pump_planned = False
+        self._placement_scheduled = False
         self._serving = False
         self._leaving = False
         self._calls: dict[str, RouteCall] = {}
@@ -126,50 +126,52 @@ class ModelRouter:
             return
         call = RouteCall(request, monotonic(), reply=reply, acks=acks)
         if request.arrived is not None:
-            call.place = min(request.arrived - self.core.epoch, call.arrived)
+            call.queued_since = min(request.arrived - self.core.epoch, call.arrived)
         self._calls[request.request] = call
         self.route(call)
 
     def route(self, call: RouteCall) -> None:
         """Ask the index, then place the call, let it wait or refuse it."""
         request = call.request
-        if self._asks_index and request.sequence_hashes:
-            self.index.ask(
-                OverlapQuestion(request.sequence_hashes, request.salt, partial(self._scored, call))
+        if self._uses_index and request.sequence_hashes:
+            self.index.query(
+                OverlapLookup(
+                    request.sequence_hashes, request.salt, partial(self._on_overlaps, call)
+                )
             )
         else:
-            self._scored(call, OverlapAnswer(None, 0.0))
+            self._on_overlaps(call, OverlapResult(None, 0.0))
 
-    async def overlaps(self, sequence: bytes, salt: int | None) -> OverlapAnswer:
+    async def overlaps(self, sequence: bytes, salt: int | None) -> OverlapResult:
         """What the index says about a prompt."""
-        if not self._asks_index or not sequence:
-            return OverlapAnswer(None, 0.0)
-        answer = await self.index.find(sequence, salt)
-        self._count(answer)
-        return answer
+        if not self._uses_index or not sequence:
+            return OverlapResult(None, 0.0)
+        result = await self.index.overlaps(sequence, salt)
+        self._count(result)
+        return result
 
-    def _scored(self, call: RouteCall, answer: OverlapAnswer) -> None:
-        self._count(answer)
+    def _on_overlaps(self, call: RouteCall, result: OverlapResult) -> None:
+        self._count(result)
         if not call.wanted:
             return
-        call.overlaps, call.index_s, call.note = answer
+        call.overlaps, call.index_s, call.note = result
         now = monotonic()
-        steps = self.dispatcher.submit(call, now)
+        actions = self.queue.submit(call, now)
         self._metrics.core_seconds.observe(monotonic() - now)
-        self._carry_out(steps)
+        self._execute(actions)
         if call.result is None and call.acks:
             self._loop.call_soon(self._acknowledge, call)  # once its place is known to all
 
     def _acknowledge(self, call: RouteCall) -> None:
         """Say that it waits here, if it does."""
-        waits = call.wanted and call.result is None and call.scored > 0
+        waits = call.wanted and call.result is None and call.scored_at > 0
         if waits and call.acks and call.reply is not None:
-            arrived = call.place + self.core.epoch
+            arrived = call.queued_since + self.core.epoch
             call.reply(Parked(router=self._service.instance, arrived=arrived))
 
-    def _count(self, answer: OverlapAnswer) -> None:
-        self._metrics.index_seconds.observe(answer.seconds)
-        if answer.failure is not None:
+    def _count(self, result: OverlapResult) -> None:
+        self._metrics.index_seconds.observe(result.seconds)
+        if result.failure is not None:
             self._metrics.index_failures.inc()
 
     def apply(self, event: SeqEvent) -> None:
@@ -178,25 +180,25 @@ class ModelRouter:
             unwanted = self._calls.pop(event.request, None)
             if unwanted is not None:
                 unwanted.wanted = False
-        self.dispatcher.apply(event, monotonic())
+        self.queue.apply(event, monotonic())
 
-    def eased(self) -> None:
+    def schedule_placement(self) -> None:
         """Load may have fallen: see soon whether somebody can go."""
-        if self.dispatcher.waiting and not self._pump_planned:
-            self._pump_planned = True
-            self._loop.call_soon(self._pump)
+        if self.queue.waiting and not self._placement_scheduled:
+            self._placement_scheduled = True
+            self._loop.call_soon(self._place_ready)
 
-    def _pump(self) -> None:
-        self._pump_planned = False
+    def _place_ready(self) -> None:
+        self._placement_scheduled = False
         if not self._leaving:
-            self._carry_out(self.dispatcher.pump(monotonic()))
+            self._execute(self.queue.place_ready(monotonic()))
 
-    def _carry_out(self, steps: QueueActions) -> None:
+    def _execute(self, actions: QueueActions) -> None:
         """Answer; all else is done once the answers are on their way."""
-        for ticket in steps.done:
+        for ticket in actions.done:
             self._answer(ticket)
-        if steps.events or steps.done:
-            self._loop.call_soon(self._tell, steps)
+        if actions.events or actions.done:
+            self._loop.call_soon(self._publish, actions)
 
     def _answer(self, ticket: Ticket) -> None:
         self._calls.pop(ticket.request.request, None)
@@ -205,15 +207,15 @@ class ModelRouter:
             request = ticket.request
             ticket.reply(_routed(result, request) if isinstance(result, Decision) else result)
 
-    def _tell(self, steps: QueueActions) -> None:
-        if steps.events:
-            self._bus.post(self._seq_subject, SeqBatch(self._service.instance, steps.events))
-        for ticket in steps.done:
+    def _publish(self, actions: QueueActions) -> None:
+        if actions.events:
+            self._bus.post(self._seq_subject, SeqBatch(self._service.instance, actions.events))
+        for ticket in actions.done:
             self._record(ticket.result)
 
     def _record(self, result: Decision | Refused | None) -> None:
         if isinstance(result, Decision):
-            self._metrics.placed(result)
+            self._metrics.observe_placement(result)
             self._bus.post(self._route_subject, result)
         elif result is not None:
             metrics.refusals.labels(self.model, result.code).inc()
@@ -223,19 +225,19 @@ class ModelRouter:
         self.index.probe(now)
         if self._leaving:
             return
-        self._carry_out(self.dispatcher.expire(now))
-        for ticket in self.dispatcher.stale(now) if self._asks_index else []:
-            ticket.scored = now
+        self._execute(self.queue.expire(now))
+        for ticket in self.queue.due_for_rescore(now) if self._uses_index else []:
+            ticket.scored_at = now
             request = ticket.request
-            done = partial(self._rescored, ticket)
-            self.index.ask(OverlapQuestion(request.sequence_hashes, request.salt, done))
-        self.eased()
+            done = partial(self._on_rescore, ticket)
+            self.index.query(OverlapLookup(request.sequence_hashes, request.salt, done))
+        self.schedule_placement()
 
-    def _rescored(self, ticket: Ticket, answer: OverlapAnswer) -> None:
+    def _on_rescore(self, ticket: Ticket, result: OverlapResult) -> None:
         """Take what the index says now of one that has waited for long."""
-        self._count(answer)
-        overlaps = ticket.overlaps if answer.failure else answer.overlaps
-        self._carry_out(self.dispatcher.rescore(ticket, overlaps, monotonic()))
+        self._count(result)
+        overlaps = ticket.overlaps if result.failure else result.overlaps
+        self._execute(self.queue.rescore(ticket, overlaps, monotonic()))
 
     def sweep(self, routers: set[str], now: float) -> None:
         """Forget what is out of date, once a second; the clock may have been set."""
@@ -244,8 +246,8 @@ class ModelRouter:
         if lost:
             self._metrics.lost.inc(len(lost))
             log.warning("gave up %d requests without news, such as %s", len(lost), lost[0])
-        self.dispatcher.keep(routers, now)
-        self._metrics.sizes(self.dispatcher)
+        self.queue.retain_routers(routers, now)
+        self._metrics.set_levels(self.queue)
 
 
 def _epoch() -> float:

@@ -76,10 +76,10 @@ class RouterService:
 
     def _route_reader(self) -> StreamReader | None:
         settings, bus = self._service.settings.router, self._service.bus
-        follows = make_policy(settings.policy, settings).follows
-        if not follows:
+        history_s = make_policy(settings.policy, settings).history_s
+        if not history_s:
             return None
-        since = datetime.now(UTC) - timedelta(seconds=follows)
+        since = datetime.now(UTC) - timedelta(seconds=history_s)
         subjects = bus.subjects
         return StreamReader(
             bus, subjects.route_stream, subjects.route_all, self._on_route, Start(time=since)
@@ -173,14 +173,16 @@ class RouterService:
     def _warn(self) -> None:
         """Tell what is wrong with the workers, of all models."""
         cores = [router.core for router in self._models.values()]
-        left_out = {i: text for core in cores for i, text in core.table.misfits.items()}
+        left_out = {i: text for core in cores for i, text in core.table.incompatible.items()}
         texts = {i: f"{text}; it gets no requests" for i, text in left_out.items()}
         self._service.warnings.update("misfit", texts)
         slow = {key: text for core in cores for key, text in _slow_ranks(core).items()}
         self._service.warnings.update("slow_worker", slow)
-        broken = {core.model: _NOTHING_FOUND % core.model for core in cores if core.watch.broken}
+        broken = {
+            core.model: _NOTHING_FOUND % core.model for core in cores if core.overlap_watch.broken
+        }
         self._service.warnings.update("empty_index", broken)
-        away = {name: _NO_INDEX % name for name, r in self._models.items() if r.index.away}
+        away = {name: _NO_INDEX % name for name, r in self._models.items() if r.index.outage}
         self._service.warnings.update("no_index", away)
 
     def _router(self, model: str) -> ModelRouter:
@@ -224,7 +226,7 @@ class RouterService:
         self._model_of[card.instance] = model.name
         router = self._router(model.name)
         router.core.join(card)
-        router.eased()
+        router.schedule_placement()
         self._joined_model.set()
         if self.ready and self._serves:
             self._service.spawn(router.serve(), "serve")
@@ -238,7 +240,7 @@ class RouterService:
         model = self._model_of.pop(card.instance, None)
         if model is not None:
             self._models[model].core.leave(card.instance)
-            self._models[model].eased()
+            self._models[model].schedule_placement()
 
     def _on_sequences(self, message: StreamMessage) -> None:
         try:
@@ -249,7 +251,7 @@ class RouterService:
         router = self._router(_model(message))
         for event in events:
             router.apply(event)
-        router.eased()
+        router.schedule_placement()
 
     def _on_route(self, message: StreamMessage) -> None:
         try:
@@ -257,7 +259,7 @@ class RouterService:
         except msgspec.MsgspecError as error:
             log.warning("ignored a malformed decision at %d: %s", message.seq, error)
             return
-        self._router(_model(message)).core.follow(event, monotonic())
+        self._router(_model(message)).core.apply_route_event(event, monotonic())
 
     def _on_thresholds(self, message: StreamMessage) -> None:
         model = untoken(message.subject.removeprefix(self._busy_prefix))
@@ -276,13 +278,13 @@ class RouterService:
     def _on_load(self, load: Load) -> None:
         model = self._model_of.get(load.instance)
         if model is not None:
-            self._models[model].core.report(load, monotonic())
-            self._models[model].eased()
+            self._models[model].core.apply_load(load, monotonic())
+            self._models[model].schedule_placement()
 
 
 def _slow_ranks(core: RouterCore) -> dict[str, str]:
     found = {}
-    for slot, slowness in core.speeds.told.items():
+    for slot, slowness in core.speeds.outliers.items():
         instance, worker, rank = core.table.ranks[slot]
         if slowness > 1:
             found[f"{instance} {rank}"] = (

@@ -1,4 +1,4 @@
-"""A request that a router is asked to place, as the dispatcher keeps it."""
+"""A request that a router is asked to queued_since, as the dispatcher keeps it."""
 
 from dataclasses import dataclass
 from math import inf
@@ -11,7 +11,7 @@ from kvmesh.router.scoring.overlaps import Overlaps
 class Ticket:
     """One request on its way through the router. Times are the core's.
 
-    `place` is what its place in the queue goes by: when it `arrived`, here or earlier elsewhere.
+    `queued_since` is what its queued_since in the queue goes by: when it `arrived`, here or earlier elsewhere.
     """
 
     request: RouteRequest
@@ -19,14 +19,14 @@ class Ticket:
     overlaps: Overlaps | None = None
     index_s: float = 0.0
     note: str | None = None
-    scored: float = 0.0
+    scored_at: float = 0.0
     lane: str = ""
     waiting: SeqWait | None = None
     result: Decision | Refused | None = None
-    place: float = inf
+    queued_since: float = inf
 
     def __post_init__(self) -> None:
-        self.place = min(self.place, self.arrived)
+        self.queued_since = min(self.queued_since, self.arrived)
 
     @property
     def deadline(self) -> float:

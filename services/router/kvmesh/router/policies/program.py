@@ -70,15 +70,15 @@ class ProgramPolicy(Policy):
         self._reviewed = -math.inf
 
     @property
-    def follows(self) -> float:
+    def history_s(self) -> float:
         return 600.0
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        self._table = view.table
-        cost = model.cost(view)
-        program = self._programs.get(view.request.hints.session or "")
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        self._table = candidates.table
+        cost = model.cost(candidates)
+        program = self._programs.get(candidates.request.hints.session or "")
         if program is not None and program.resumed and program.place is not None:
-            at = view.find(*program.place)
+            at = candidates.index_of(*program.place)
             if at is not None:
                 return PolicyChoice(at, cost, "resumed where it fits best")
         return PolicyChoice(pick(cost, model.temperature, rng), cost)
@@ -108,7 +108,7 @@ class ProgramPolicy(Policy):
         until = request.deadline_s - min(AHEAD_S, request.deadline_s / 2)
         return min(self._settings.program_resume_s, until)
 
-    def shift(self, request: RouteRequest) -> float:
+    def queue_boost_s(self, request: RouteRequest) -> float:
         program = self._programs.get(request.hints.session or "")
         if program is None:
             return 0.0
@@ -119,7 +119,7 @@ class ProgramPolicy(Policy):
 
     # life of a program
 
-    def placed(self, decision: Decision, now: float) -> None:
+    def on_placed(self, decision: Decision, now: float) -> None:
         key = decision.hints.session
         if not key:
             return
@@ -139,7 +139,7 @@ class ProgramPolicy(Policy):
         chosen = decision.chosen
         program.place = chosen.instance, chosen.rank
         program.context, program.tokens = decision.tokens, float(decision.tokens)
-        slot = self._table.known(*program.place) if self._table is not None else None
+        slot = self._table.find_slot(*program.place) if self._table is not None else None
         if slot is not None:
             end, new = self._held.add(slot, decision.sequence_hashes)
             program.held = slot, end
@@ -153,14 +153,14 @@ class ProgramPolicy(Policy):
             self._held.drop(end, slot)
             program.held = None
 
-    def finished(self, outcome: Outcome, now: float) -> None:
+    def on_finished(self, outcome: Outcome, now: float) -> None:
         program = self._programs.get(self._program_of.pop(outcome.request, ""))
         if program is None:
             return
         program.grow(outcome.output_tokens)
         self._rest(program, outcome.request, now)
 
-    def freed(self, request: str, now: float) -> None:
+    def on_freed(self, request: str, now: float) -> None:
         program = self._programs.get(self._program_of.get(request, ""))
         if program is not None:
             self._rest(program, request, now)

@@ -47,7 +47,7 @@ def make_policy(name: str, settings: RouterSettings) -> Policy:
     try:
         policy = make()
         if isinstance(policy, Policy):
-            float(policy.follows)
+            float(policy.history_s)
     except Exception as error:
         raise RouterConfigError("policy", f"{name} cannot be made: {_cause(error)}") from error
     if not isinstance(policy, Policy):

@@ -35,22 +35,22 @@ class SessionPolicy(Policy):
         self._bound: OrderedDict[str, Binding] = OrderedDict()
 
     @property
-    def follows(self) -> float:
+    def history_s(self) -> float:
         return self._ttl
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        cost = model.cost(view)
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        cost = model.cost(candidates)
         best = pick(cost, model.temperature, rng)
-        bound = self._candidate(view)
+        bound = self._candidate(candidates)
         if bound is None or bound == best:
             return PolicyChoice(best, cost)
         if self._hard:
             return PolicyChoice(bound, cost, "session affinity")
-        if cost[bound] - cost[best] > self._spill * view.prompt:
+        if cost[bound] - cost[best] > self._spill * candidates.prompt:
             return PolicyChoice(best, cost, "session spilled over")
         return PolicyChoice(bound, cost, "session affinity")
 
-    def placed(self, decision: Decision, now: float) -> None:
+    def on_placed(self, decision: Decision, now: float) -> None:
         key = decision.hints.session
         if not key or len(key) > LONGEST_ID:
             return
@@ -70,11 +70,11 @@ class SessionPolicy(Policy):
                 break
             del self._bound[key]
 
-    def _candidate(self, view: Candidates) -> int | None:
-        binding = self._binding(view.request.hints)
-        if binding is None or binding.expires <= view.now:
+    def _candidate(self, candidates: Candidates) -> int | None:
+        binding = self._binding(candidates.request.hints)
+        if binding is None or binding.expires <= candidates.now:
             return None
-        return view.find(binding.instance, binding.rank)
+        return candidates.index_of(binding.instance, binding.rank)
 
     def _binding(self, hints: Hints) -> Binding | None:
         own = self._bound.get(hints.session) if hints.session else None

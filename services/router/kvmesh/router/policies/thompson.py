@@ -131,7 +131,7 @@ class Thompson(Policy):
         self._believe()
 
     @property
-    def follows(self) -> float:
+    def history_s(self) -> float:
         return self._feedback
 
     @property
@@ -141,19 +141,19 @@ class Thompson(Policy):
 
     # choosing
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        cost = model.cost(view)
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        cost = model.cost(candidates)
         best = pick(cost, model.temperature, rng)
-        saturated = self._saturation.look(view.prefill)
-        contexts = _contexts(view, model, cost)
-        rank_of, family = partial(_name, view), _family(view.request.sequence_hashes)
-        trial = ThompsonTrial(contexts[best], rank_of(best), family, view.now)
-        self._draft(view.request.request, trial)
+        saturated = self._saturation.observe(candidates.prefill)
+        contexts = _contexts(candidates, model, cost)
+        rank_of, family = partial(_name, candidates), _family(candidates.request.sequence_hashes)
+        trial = ThompsonTrial(contexts[best], rank_of(best), family, candidates.now)
+        self._draft(candidates.request.request, trial)
         if self.evidence < self._least:
             return PolicyChoice(best, cost, "learning")
         if saturated:
             return PolicyChoice(best, cost, "saturated: as kv")
-        value = self._sample(view, contexts, family, rng)
+        value = self._sample(candidates, contexts, family, rng)
         value[cost > (1 + REACH * self._trust.radius) * (cost.min() + 1)] += FORBIDDEN
         chosen = int(value.argmin())
         if chosen == best:
@@ -171,17 +171,17 @@ class Thompson(Policy):
             self._drafts.popitem(last=False)
 
     def _sample(
-        self, view: Candidates, contexts: NDArray[np.float64], family: str, rng: Random
+        self, candidates: Candidates, contexts: NDArray[np.float64], family: str, rng: Random
     ) -> Floats:
         if self._normal is None:
             self._normal = np.random.default_rng(rng.getrandbits(64))
         normal, scale = self._normal, self._exploration
         weights = self._mean + scale * (self._spread @ normal.standard_normal(FEATURES))
         value: Floats = contexts @ weights
-        names = [_name(view, at) for at in range(len(view))]
+        names = [_name(candidates, at) for at in range(len(candidates))]
         for keys in (names, [f"{name} {family}" for name in names]):
             counts, totals = self._offsets(keys)
-            noise = normal.standard_normal(len(view)) / np.sqrt(counts + SHRINK)
+            noise = normal.standard_normal(len(candidates)) / np.sqrt(counts + SHRINK)
             value += totals / (counts + SHRINK) + scale * noise
         return value
 
@@ -193,13 +193,13 @@ class Thompson(Policy):
 
     # learning
 
-    def placed(self, decision: Decision, now: float) -> None:
+    def on_placed(self, decision: Decision, now: float) -> None:
         trial = self._drafts.pop(decision.request, None)
         if trial is not None:
             trial.waited = decision.wait_s
             self._trials[decision.request] = trial
 
-    def finished(self, outcome: Outcome, now: float) -> None:
+    def on_finished(self, outcome: Outcome, now: float) -> None:
         trial = self._trials.pop(outcome.request, None)
         if trial is None:
             return
@@ -257,13 +257,18 @@ class Thompson(Policy):
         self._believe()
 
 
-def _contexts(view: Candidates, model: CostModel, cost: Floats) -> NDArray[np.float64]:
-    columns = (cost, model.prefill(view), np.maximum(view.decode, 0.0), view.requests)
-    return np.column_stack((np.ones(len(view)), np.log1p(np.array(columns)).T))
+def _contexts(candidates: Candidates, model: CostModel, cost: Floats) -> NDArray[np.float64]:
+    columns = (
+        cost,
+        model.prefill(candidates),
+        np.maximum(candidates.decode, 0.0),
+        candidates.requests,
+    )
+    return np.column_stack((np.ones(len(candidates)), np.log1p(np.array(columns)).T))
 
 
-def _name(view: Candidates, at: int) -> str:
-    rank = view.rank(at)
+def _name(candidates: Candidates, at: int) -> str:
+    rank = candidates.rank(at)
     return f"{rank.worker}/{rank.rank}"
 
 

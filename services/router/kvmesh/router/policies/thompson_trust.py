@@ -83,7 +83,7 @@ class Saturation:
     def __init__(self) -> None:
         self._busy = 0.0
 
-    def look(self, prefill: Floats) -> bool:
+    def observe(self, prefill: Floats) -> bool:
         """Take note of the candidates of one request, by the blocks that each has to prefill."""
         self._busy += (float((prefill > 0).mean()) - self._busy) / MEMORY
         return self._busy > BUSY

@@ -12,7 +12,7 @@ from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.router.state.arrays import ZERO, Floats, Slots
 from kvmesh.router.state.rank_table import Rank, RankTable
 
-SHOWN = 16
+MAX_SHOWN = 16
 _cost_of = attrgetter("cost")
 
 
@@ -41,35 +41,35 @@ class Candidates:
     table: RankTable
     overlaps: Overlaps | None = None
     preference: Floats | None = None
-    most: float = inf
+    max_decode: float = inf
     slowness: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
 
     @property
-    def total(self) -> Floats:
+    def capacity(self) -> Floats:
         return self.table.total_blocks.take(self.slots)
 
     @property
-    def missing(self) -> Floats | None:
+    def shortage(self) -> Floats | None:
         """Blocks that each candidate lacks for this request beside what it runs; None: no one any.
 
         A rank whose number of blocks is unknown lacks none.
         """
         table = self.table
-        if self.most <= table.least_room:
+        if self.max_decode <= table.min_usable_blocks:
             return None
-        missing: Floats = self.decode - table.room.take(self.slots)
-        return np.maximum(missing, ZERO, out=missing)
+        shortage: Floats = self.decode - table.usable_blocks.take(self.slots)
+        return np.maximum(shortage, ZERO, out=shortage)
 
     def rank(self, index: int) -> Rank:
         """Who candidate `index` is."""
         return self.table.ranks[int(self.slots[index])]
 
-    def find(self, instance: str, rank: int = 0) -> int | None:
+    def index_of(self, instance: str, rank: int = 0) -> int | None:
         """The candidate that is this data-parallel rank of an instance, if it is eligible."""
-        slot = self.table.known(instance, rank)
+        slot = self.table.find_slot(instance, rank)
         if slot is None:
             return None
         at = int(self.slots.searchsorted(slot))
@@ -84,14 +84,21 @@ class PolicyChoice(NamedTuple):
     note: str | None = None
 
 
-def candidates(view: Candidates, choice: PolicyChoice) -> tuple[Candidate, list[Candidate]]:
+def to_wire(candidates: Candidates, choice: PolicyChoice) -> tuple[Candidate, list[Candidate]]:
     """The chosen one, then the cheapest ones in order."""
-    chosen, rank_of = choice.chosen, view.table.ranks.__getitem__
-    facts = [view.slots, view.overlap, view.prefill, view.decode, view.requests, choice.cost]
-    if len(view) > SHOWN:
-        few = np.append(choice.cost.argpartition(SHOWN)[:SHOWN], chosen)
+    chosen, rank_of = choice.chosen, candidates.table.ranks.__getitem__
+    facts = [
+        candidates.slots,
+        candidates.overlap,
+        candidates.prefill,
+        candidates.decode,
+        candidates.requests,
+        choice.cost,
+    ]
+    if len(candidates) > MAX_SHOWN:
+        few = np.append(choice.cost.argpartition(MAX_SHOWN)[:MAX_SHOWN], chosen)
         facts = [fact.take(few, 0) for fact in facts]
-        chosen = SHOWN
+        chosen = MAX_SHOWN
     facts[1] = facts[1].astype(np.int64)
     slots, *columns = [fact.tolist() for fact in facts]
     shown = [
@@ -109,4 +116,4 @@ def candidates(view: Candidates, choice: PolicyChoice) -> tuple[Candidate, list[
             map(rank_of, slots), *columns, strict=True
         )
     ]
-    return shown[chosen], sorted(shown[:SHOWN], key=_cost_of)
+    return shown[chosen], sorted(shown[:MAX_SHOWN], key=_cost_of)

@@ -44,14 +44,14 @@ def gather(
     rows = b""
     places: Slots | bytes = b""
     if overlaps is not None and overlaps.rows:
-        rows, places = overlaps.rows, table.places(overlaps.ranks)
+        rows, places = overlaps.rows, table.slots_of_keys(overlaps.ranks)
     overlap, loads = np.empty((len(slots), TIERS)), np.empty((3, len(slots)))
     nodes = len(table.nodes)
     most = _native.gather(
         overlap,
         loads,
         slots,
-        table.loaded,
+        table.load_memory,
         table.node_of_slot() if nodes else b"",
         nodes,
         rows,
@@ -82,7 +82,7 @@ class OverlapWatch:
     def broken(self) -> bool:
         return self._misses >= self._enough
 
-    def look(self, sequence: bytes, found: bool, now: float) -> None:
+    def observe(self, sequence: bytes, found: bool, now: float) -> None:
         """Take note of one answer of the index."""
         if found or not sequence:
             self._misses = 0 if found else self._misses

@@ -26,7 +26,7 @@ class _Window:
 
 
 class EngineReports:
-    """Keeps `foreign_tokens` and `foreign_blocks` of a RankTable: what to add to what is tracked.
+    """Keeps `correction_tokens` and `correction_blocks` of a RankTable: what to add to what is tracked.
 
     Requests that wait in the engine hold no blocks yet, but will: while some do, blocks are not
     taken off. Nor are tokens if it then says that it has none to prefill: it does not count them.
@@ -36,14 +36,14 @@ class EngineReports:
         self._table = table
         self._windows: dict[int, _Window] = {}
 
-    def take(self, load: Load, now: float) -> int | None:
+    def apply(self, load: Load, now: float) -> int | None:
         """Take in one report; returns the slot it is about, None if that is unknown."""
         table = self._table
-        slot = table.known(load.instance, load.rank)
+        slot = table.find_slot(load.instance, load.rank)
         if slot is None:
             return None
         cells = table.cells
-        table.resize(slot, load.total_blocks)
+        table.set_capacity(slot, load.total_blocks)
         window = self._windows.get(slot)
         if window is None:
             window = self._windows[slot] = _Window(now)
@@ -52,14 +52,14 @@ class EngineReports:
         least = 0.0 if load.waiting > 0 and not load.prefill_tokens else tokens
         if least < window.tokens:
             window.tokens = least
-        before = cells.foreign_tokens[slot]
-        cells.foreign_tokens[slot] = _foreign(tokens, window.tokens, closed, before)
+        before = cells.correction_tokens[slot]
+        cells.correction_tokens[slot] = _correction(tokens, window.tokens, closed, before)
         blocks = cells.active_blocks[slot] - load.active_blocks
         least = 0.0 if load.waiting else blocks
         if least < window.blocks:
             window.blocks = least
-        before = cells.foreign_blocks[slot]
-        cells.foreign_blocks[slot] = _foreign(blocks, window.blocks, closed, before)
+        before = cells.correction_blocks[slot]
+        cells.correction_blocks[slot] = _correction(blocks, window.blocks, closed, before)
         if closed:
             self._windows[slot] = _Window(now)
         return slot
@@ -70,7 +70,7 @@ class EngineReports:
             self._windows.pop(slot, None)
 
 
-def _foreign(surplus: float, least: float, closed: bool, before: float) -> float:
+def _correction(surplus: float, least: float, closed: bool, before: float) -> float:
     if surplus <= 0:
         return -surplus
     if closed:
