@@ -10,8 +10,7 @@ from mypyc.build import mypycify
 # workload's `model`, which msgspec reads.
 CORES = {
     "libs/kvmesh/retention": ["*"],
-    "services/indexer/kvmesh/indexer": ["incarnations", "rank_state"],
-    "services/indexer/kvmesh/indexer/queries": ["shards"],
+    "services/indexer/kvmesh/indexer": ["incarnations", "rank_state", "shards"],
     "services/router/kvmesh/router/placement": ["fair_order", "queue", "router"],
     "services/router/kvmesh/router/policies": ["thompson_trust"],
     "services/router/kvmesh/router/scoring": ["candidates", "cost", "overlaps"],

@@ -103,7 +103,7 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_named
         await eventually(named)
     short = f"the index knows less than half of the blocks that rank 0 of {await instance(mesh)}"
     await eventually_named(mesh, ports["worker"], "no_kv_events", f"{silent} what it holds")
-    await eventually_named(mesh, ports["indexer"], "index_short", f"{short} says it keeps")
+    await eventually_named(mesh, ports["indexer"], "index_short", f"{short} reports as cached")
     assert json.loads(get(ports["worker"], "/health"))["status"] == "ok"
     assert 'aborted_total{rank="0"} 0.0' not in get(ports["worker"], "/metrics")
 

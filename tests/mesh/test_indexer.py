@@ -126,7 +126,7 @@ async def test_malformed_messages_and_queries_do_not_stop_the_service(
     assert reply_ == OverlapReply([], [])
     await worker.store(1)
     await told(bus, [1], {"w-1": 1})
-    measures = replica.indexer.measures()
+    measures = replica.indexer.telemetry.read()
     assert measures["malformed"] == 3
     assert measures["bad_queries"] == 4
     await worker.close()

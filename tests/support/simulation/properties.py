@@ -74,7 +74,7 @@ def wrong(world: "World") -> list[str]:
 
 def _untrue(indexer: IndexerService, workers: list[WorkerProcess]) -> list[str]:
     """Stored means findable, and nothing else is found."""
-    holdings = indexer.holdings
+    holdings = indexer.states
     found = [f"does not know {holdings.unknown} ranks"] if holdings.unknown else []
     for blocks in prompts():
         truth = {w.node: w.contents.depth(blocks) for w in workers}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvmesh.bus.messages import OverlapQuery, OverlapReply, RankKey
 from kvmesh.hashing import sequence_hashes
 from kvmesh.indexer.queries.reply import merge
-from kvmesh.indexer.queries.shards import Shard
+from kvmesh.indexer.shards import Shard
 
 By = Literal["namespace", "root"]
 hashes = st.integers(0, (1 << 64) - 1)

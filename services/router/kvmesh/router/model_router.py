@@ -26,7 +26,7 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.router import metrics
-from kvmesh.router.index_client import IndexClient, OverlapResult, OverlapLookup
+from kvmesh.router.index_client import IndexClient, OverlapLookup, OverlapResult
 from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
