@@ -271,8 +271,8 @@ def taught(name: str) -> RouterCore:
 
 
 def evidence(core: RouterCore) -> float:
-    assert isinstance(core.policy, Thompson)
-    return core.policy.evidence
+    assert isinstance(core.policies.default, Thompson)
+    return core.policies.default.evidence
 
 
 async def test_what_is_learned_survives_a_restart_and_reaches_a_replica(bus: Bus) -> None:
@@ -286,7 +286,7 @@ async def test_what_is_learned_survives_a_restart_and_reaches_a_replica(bus: Bus
     restarted = bandit("r1")
     tasks.append(sharing("r1", restarted))
     await eventually(lambda: evidence(restarted) == 1)
-    assert restarted.policy_state() == first.policy_state()
+    assert restarted.policies.state() == first.policies.state()
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

@@ -67,7 +67,7 @@ def test_fair_weights_may_hold_equal_signs_in_names() -> None:
 
 
 def test_an_index_that_finds_nothing_is_broken_until_it_finds_something() -> None:
-    watch = OverlapWatch(settle=10.0, enough=3)
+    watch = OverlapWatch(settle_s=10.0, threshold=3)
     prompt = sequence(1, 2)
     broken = []
     for now in (0, 5, 11, 12, 13, 14):
@@ -82,7 +82,7 @@ def test_an_index_that_finds_nothing_is_broken_until_it_finds_something() -> Non
 
 
 def test_new_prompts_are_no_reason_to_worry() -> None:
-    watch = OverlapWatch(settle=10.0, enough=3)
+    watch = OverlapWatch(settle_s=10.0, threshold=3)
     for n in range(100):
         watch.observe(sequence(n), False, float(n))
     assert not watch.broken

@@ -21,8 +21,8 @@ def core(**settings: Any) -> tuple[RouterCore, Thompson]:
     router = RouterCore("m", "r", RouterSettings(**options), Random(7))
     for name in "abc":
         router.join(worker(name))
-    assert isinstance(router.policy, Thompson)
-    return router, router.policy
+    assert isinstance(router.policies.default, Thompson)
+    return router, router.policies.default
 
 
 def outcome(decision: Decision, ttft: float | None, **changes: Any) -> Outcome:

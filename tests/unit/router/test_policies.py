@@ -416,7 +416,7 @@ def test_costs_may_be_a_plain_list() -> None:
     router = core("a", "b", policy=f"{__name__}:Plain")
     decision = router.decide(request("1", TEN), None, 0.0)
     assert (decision.chosen.instance, decision.chosen.cost, decision.note) == ("b", 2.0, None)
-    assert not router.failures
+    assert not router.policies.failures
 
 
 @pytest.mark.parametrize("policy", [Broken, Astray, OfOne])
@@ -430,7 +430,7 @@ def test_a_failing_policy_falls_back_is_counted_and_logged_once(
         decisions = [router.decide(request("1", TEN), held, 0.0) for _ in range(3)]
     assert {d.chosen.instance for d in decisions} == {"b"}
     assert "kv in place of" in (decisions[0].note or "")
-    assert router.failures[name] == 3
+    assert router.policies.failures[name] == 3
     assert len([r for r in caplog.records if "failed" in r.message]) == 1
 
 

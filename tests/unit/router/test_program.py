@@ -28,8 +28,8 @@ def core(*names: str, **settings: Any) -> tuple[RouterCore, ProgramPolicy]:
     router = RouterCore("m", "r", RouterSettings(**{**options, **settings}), Random(7))
     for name in names or ("a",):
         router.join(worker(name))
-    assert isinstance(router.policy, ProgramPolicy)
-    return router, router.policy
+    assert isinstance(router.policies.default, ProgramPolicy)
+    return router, router.policies.default
 
 
 def turn(
@@ -46,7 +46,7 @@ def turn(
 
 
 def start(router: RouterCore, message: RouteRequest, now: float = 0.0) -> Decision:
-    assert router.policy.admits(message, now)
+    assert router.policies.default.admits(message, now)
     decision = router.decide(message, None, now)
     router.commit(decision, now)
     return decision

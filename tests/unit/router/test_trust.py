@@ -108,8 +108,8 @@ def test_in_saturation_it_is_kv() -> None:
             )
             chosen.append(decision.chosen.instance)
         choices.append(chosen)
-        if isinstance(core.policy, Thompson):
-            assert core.policy.evidence > 50
+        if isinstance(core.policies.default, Thompson):
+            assert core.policies.default.evidence > 50
             assert decision.note == "saturated: as kv"
     assert choices[0] == choices[1]
 
@@ -122,5 +122,5 @@ def test_time_in_the_queue_is_no_matter_of_where_a_request_went() -> None:
         decision = core.decide(request("1", TEN), None, waited, arrived=0.0)
         core.commit(decision, waited)
         core.apply_route_event(outcome(decision, waited + 0.5), waited + 0.5)
-        beliefs.append(core.policy.state())
+        beliefs.append(core.policies.default.state())
     assert beliefs[0] == beliefs[1] is not None

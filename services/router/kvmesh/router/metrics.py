@@ -92,7 +92,7 @@ class RouterModelMetrics:
         queued.labels(self._model).set(queue.waiting)
         queued_tokens.labels(self._model).set(queue.waiting_tokens)
         self._slowness(core)
-        for policy, count in core.failures.items():
+        for policy, count in core.policies.failures.items():
             failures.labels(self._model, policy).set(count)
 
     def _slowness(self, core: RouterCore) -> None:

@@ -81,7 +81,7 @@ class ModelRouter:
         if self._serving or self._leaving:
             return
         self._serving = True
-        if type(self.core.policy).state is not Policy.state:
+        if type(self.core.policies.default).state is not Policy.state:
             learned = PolicyState(self._bus, self._service.name, self.core)
             self._service.spawn(learned.run(), "learned state")
         await self.index.open()

@@ -56,7 +56,7 @@ class PolicyState:
             await self._reader.close()
 
     async def _publish(self) -> None:
-        state = self._core.policy_state()
+        state = self._core.policies.state()
         if state is None or state == self._last:
             return
         try:
@@ -76,6 +76,6 @@ class PolicyState:
         if time.time() - message.time > FRESH_S:
             return
         try:
-            self._core.merge_policy_state(router, message.data, own)
+            self._core.policies.merge(router, message.data, own)
         except ValueError as error:
             log.warning("ignored what %s has learned: %s", router, error)

@@ -158,7 +158,7 @@ class QueryServer:
         return reply if len(reply.rows) == len(query.prompts) else OverlapReply([], [])
 
     async def _query_replicas(self, label: str, query: OverlapQuery) -> OverlapReply:
-        """The reply of a replica of a shard; the first gets half the time, to leave some for another."""
+        """The reply of a replica of a shard; the first gets half the time, the next the rest."""
         replicas, subjects = self._replicas.get(label, _NO_REPLICAS), self._bus.subjects
         tried: list[str] = []
         left = self._timeout

@@ -1,8 +1,9 @@
-"""Who may go now and who waits: the queue of one model, as plain synchronous code.
+"""Placement queue of one model, as synchronous code that service and simulator share.
 
-Every replica holds the waiting requests of all replicas, learned from the active-sequence stream,
-so all see the same order; a replica places only its own, each when it is first of all that there
-is room for. The stream is the order: a request takes its place when its own event comes back.
+Every replica holds the waiting requests of all replicas, from the active-sequence stream, so all
+have the same order. A replica places only its own requests, each when it is first among those
+with free capacity. The stream defines the order: a request enters the queue when its own event
+comes back.
 """
 
 from collections.abc import Collection
@@ -23,23 +24,23 @@ from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
 
-REPLICA_PATIENCE_S = 0.25  # for the replica whose turn it is to move
-SKIP_REPLICA_S = 5.0  # in which a replica that has lost its patience is not waited for again
-ECHO_PATIENCE_S = 0.5  # for one's own entry to come back from the stream
-NEWCOMER_S = 5.0  # until the card of a new replica must have been seen
+REPLICA_PATIENCE_S = 0.25  # for the replica whose request is first to place it
+SKIP_REPLICA_S = 5.0  # in which a replica that was too slow is not waited for again
+ECHO_PATIENCE_S = 0.5  # for an own entry to come back from the stream
+NEWCOMER_S = 5.0  # for the card of a new replica to arrive
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 
 @dataclass
 class QueueActions:
-    """What the shell must do after a step: publish events and answer tickets."""
+    """Actions for the caller after a step: events to publish and tickets to answer."""
 
     events: list[SeqEvent] = field(default_factory=list)
     done: list[Ticket] = field(default_factory=list)
 
 
 class PlacementQueue:
-    """Places tickets at once where there is room, else in order. `router` is the own instance."""
+    """Places tickets at once if capacity is free, else in order. `router` is this instance."""
 
     def __init__(self, core: RouterCore, router: str) -> None:
         settings = core.settings
@@ -57,15 +58,16 @@ class PlacementQueue:
         self._failures = FailureLog()
         self._rate = 0.0
         self._rate_updated = 0.0
-        self._last_free = np.zeros(0, np.int64), 0  # where room was found last, among which slots
+        self._last_free = np.zeros(0, np.int64), 0  # slots, and the one with capacity among them
 
     @property
     def waiting(self) -> int:
-        """Requests that wait here and in the other replicas."""
+        """Number of requests that wait in any replica."""
         return len(self._queue) + len(self._unadmitted)
 
     @property
     def own_tickets(self) -> list[Ticket]:
+        """Waiting tickets of this replica."""
         return [*self._own.values(), *self._unadmitted.values()]
 
     @property
@@ -75,11 +77,11 @@ class PlacementQueue:
     # actions
 
     def submit(self, ticket: Ticket, now: float) -> QueueActions:
-        """Take in a request: place it, let it wait, or refuse it."""
+        """Place a request, queue it, or refuse it."""
         ticket.scored_at = now
         actions = QueueActions()
         try:
-            if not self.core.admits(ticket.request, now):
+            if not self.core.policies.admits(ticket.request, now):
                 self._hold_back(ticket)
             elif self._must_wait(ticket):
                 self._enqueue(ticket, now, actions)
@@ -90,7 +92,7 @@ class PlacementQueue:
         return actions
 
     def apply(self, event: SeqEvent, now: float) -> None:
-        """Apply an event of the active-sequence stream, one's own or that of a replica."""
+        """Apply an event of the active-sequence stream, of this router or a replica."""
         if type(event) is SeqWait:
             self._insert(event)
             return
@@ -101,7 +103,7 @@ class PlacementQueue:
         self.core.apply(event, now)
 
     def place_ready(self, now: float) -> QueueActions:
-        """Place whoever can go now; call when load may have fallen."""
+        """Place the waiting requests with free capacity; call when load may have fallen."""
         actions = QueueActions()
         if self._unadmitted:
             self._submit_admitted(now, actions)
@@ -118,7 +120,7 @@ class PlacementQueue:
         return actions
 
     def cancel(self, request: str) -> QueueActions:
-        """Its sender does not want a placement any more."""
+        """Drop a waiting request."""
         actions = QueueActions()
         ticket = self._own.pop(request, None) or self._unadmitted.pop(request, None)
         if ticket is not None:
@@ -127,7 +129,7 @@ class PlacementQueue:
         return actions
 
     def expire(self, now: float) -> QueueActions:
-        """Refuse the own requests whose deadline has passed; drop those of others."""
+        """Refuse own requests past their deadline; drop those of other replicas."""
         actions = QueueActions()
         for ticket in list(self._own.values()):
             unseen = ticket.request.request not in self._queue.entries
@@ -138,9 +140,11 @@ class PlacementQueue:
                 actions.events += self.cancel(ticket.request.request).events
                 waited = now - ticket.arrived
                 reason = f"no placement within {waited:.1f} s"
-                after = self.retry_after()
+                retry_after = self.retry_after()
                 _finish(
-                    ticket, Refused(code="deadline", reason=reason, retry_after_s=after), actions
+                    ticket,
+                    Refused(code="deadline", reason=reason, retry_after_s=retry_after),
+                    actions,
                 )
         late = now + self.core.epoch - 5.0
         for entry in [e for e in self._queue.entries.values() if e.deadline < late]:
@@ -148,7 +152,7 @@ class PlacementQueue:
         return actions
 
     def retain_routers(self, routers: Collection[str], now: float) -> None:
-        """Only these replicas are there: what waited in others waits no more."""
+        """Drop the waiting requests of replicas that are not among `routers`."""
         for router in [r for r in self._skipped_until if r not in routers]:
             del self._skipped_until[router]
         young = now + self.core.epoch - NEWCOMER_S
@@ -158,26 +162,26 @@ class PlacementQueue:
                 self._remove(entry.request, placed=False)
 
     def due_for_rescore(self, now: float) -> list[Ticket]:
-        """Own waiting tickets whose overlaps should be asked anew."""
+        """Own waiting tickets whose overlaps are older than `rescore_s`."""
         oldest = now - self._settings.rescore_s
         return [t for t in self.own_tickets if t.scored_at < oldest and t.request.sequence_hashes]
 
     def rescore(self, ticket: Ticket, overlaps: Overlaps | None, now: float) -> QueueActions:
-        """Take new overlaps of a waiting ticket, and its new place in the queue if that differs."""
+        """Update a waiting ticket's overlaps, and its queue entry if its key changes."""
         actions = QueueActions()
         ticket.overlaps, ticket.scored_at = overlaps, now
         if ticket.waiting is not None and ticket.request.request in self._own:
             try:
                 entry = self._entry(ticket, now)
             except Exception:
-                return actions  # it keeps its place, where it is to be refused
+                return actions  # the entry stays; placing it refuses it
             if entry.key != ticket.waiting.key:
                 ticket.waiting = entry
                 actions.events.append(entry)
         return actions
 
     def retry_after(self) -> float:
-        """Seconds in which what waits now should have gone, at the present rate; 1 to 60."""
+        """Expected seconds until the queue is empty, at the present rate; 1 to 60."""
         if self._rate <= 0:
             return 1.0
         return min(max(self.waiting_tokens / self._rate, 1.0), 60.0)
@@ -193,16 +197,19 @@ class PlacementQueue:
         _finish(ticket, decision, actions)
 
     def _update_rate(self, decision: Decision, now: float) -> None:
-        """Tokens per second that go out, smoothed over about 10 s."""
-        held = sum(decision.chosen.overlap) * self.core.table.block_size
+        """Update the rate of placed uncached tokens per second, smoothed over about 10 s."""
+        cached = sum(decision.chosen.overlap) * self.core.table.block_size
         share = min((now - self._rate_updated) / 10.0, 1.0)
         if share > 0:
             self._rate *= 1 - share
             self._rate_updated = now
-        self._rate += max(decision.tokens - held, 0) / 10.0
+        self._rate += max(decision.tokens - cached, 0) / 10.0
 
     def _must_wait(self, ticket: Ticket) -> bool:
-        if not self._settings.queue_threshold or self.core.queue_boost_s(ticket.request) == inf:
+        if (
+            not self._settings.queue_threshold
+            or self.core.policies.queue_boost_s(ticket.request) == inf
+        ):
             return False
         ticket.lane = _lane_of(ticket.request)
         if ticket.lane in self._queue.lanes or not self._has_capacity(ticket.request):
@@ -212,8 +219,8 @@ class PlacementQueue:
     def _has_capacity(self, request: RouteRequest) -> bool:
         """Whether some eligible rank is below the threshold of active prefill."""
         slots = self.core.eligible(request)
-        of, slot = self._last_free
-        if of is slots and self._below_threshold(slot):
+        among, slot = self._last_free
+        if among is slots and self._below_threshold(slot):
             return True
         table = self.core.table
         limit = self._settings.queue_threshold * table.step_tokens.take(slots)
@@ -230,7 +237,7 @@ class PlacementQueue:
         return max(waiting, 0.0) <= limit or not limit
 
     def _refusal(self, ticket: Ticket, error: Exception) -> Refused:
-        """What the sender is told; a defect costs one request, not the router."""
+        """The refusal for an error; an internal error fails one request, not the router."""
         if isinstance(error, RouteError):
             return error.refusal
         text = f"request {ticket.request.request} could not be routed"
@@ -246,7 +253,7 @@ class PlacementQueue:
 
     def _submit_admitted(self, now: float, actions: QueueActions) -> None:
         for name, ticket in list(self._unadmitted.items()):
-            if self.core.admits(ticket.request, now):
+            if self.core.policies.admits(ticket.request, now):
                 del self._unadmitted[name]
                 admitted = self.submit(ticket, now)
                 actions.events += admitted.events
@@ -259,16 +266,18 @@ class PlacementQueue:
         actions.events.append(ticket.waiting)
 
     def _check_limit(self, ticket: Ticket) -> None:
-        """Refuse what is one too many; not what has had a place before."""
+        """Raise RouterOverloaded if the queue is full, unless the request was queued before."""
         if ticket.request.arrived is None and self.waiting + 1 > self._settings.queue_limit:
-            after = self.retry_after()
-            raise RouterOverloaded(f"{self._settings.queue_limit} requests wait already", after)
+            retry_after = self.retry_after()
+            raise RouterOverloaded(
+                f"{self._settings.queue_limit} requests wait already", retry_after
+            )
 
     def _entry(self, ticket: Ticket, now: float) -> SeqWait:
         request, epoch = ticket.request, self.core.epoch
         candidates = self.core.candidates(request, ticket.overlaps, now)
-        held = int(candidates.overlap.sum(1).max()) * self.core.table.block_size
-        uncached = max(request.tokens - held, 1)
+        cached = int(candidates.overlap.sum(1).max()) * self.core.table.block_size
+        uncached = max(request.tokens - cached, 1)
         arrived = ticket.queued_since + epoch
         return SeqWait(
             request=request.request,
@@ -293,7 +302,7 @@ class PlacementQueue:
             return -arrived
         shift = priority * settings.priority_shift_s
         shift += min(max(hints.latency_sensitivity, 0.0), 1.0) * settings.latency_shift_s
-        return arrived - shift - self.core.queue_boost_s(request)
+        return arrived - shift - self.core.policies.queue_boost_s(request)
 
     def _insert(self, entry: SeqWait) -> None:
         if entry.router == self._router and entry.request not in self._own:
@@ -313,19 +322,19 @@ class PlacementQueue:
             self._unadmitted.pop(request, None)
 
     def _lane_has_capacity(self, lane: str) -> bool:
-        """Whether there is room for the requests of a lane, or no reason for one's own to wait."""
+        """Whether a lane's requests have capacity, or are to be refused and so need not wait."""
         constraints = self._constraints.get(lane)
         if constraints is None:
-            return False  # of a replica that does not tell them
+            return False  # the lane of a replica that did not publish them
         try:
             return self._has_capacity(constraints)
         except Exception:
-            return any(ticket.lane == lane for ticket in self._own.values())  # it is to be refused
+            return any(ticket.lane == lane for ticket in self._own.values())  # refused when placed
 
     def _advance(self, head: SeqWait, blocked: set[str], now: float, actions: QueueActions) -> bool:
-        """Place the first in the queue if it is one's own and there is room, or block its lane.
+        """Place the queue's head if it is this router's and has capacity, else block its lane.
 
-        False if it is for another replica to place it.
+        Returns False if another replica has to place it.
         """
         ticket = self._own.get(head.request)
         if ticket is None:
@@ -343,10 +352,10 @@ class PlacementQueue:
         return True
 
     def _await_replica(self, head: SeqWait, blocked: set[str], now: float) -> bool:
-        """Let the replica move whose turn it is, if there is room and somebody here waits for it.
+        """Wait for another replica to place the head, if that delays a request of this router.
 
-        One that does not move in time is forgotten with all that waits there, and is not waited for
-        again soon. If it was only slow, it will place its requests all the same.
+        A replica that exceeds REPLICA_PATIENCE_S is skipped for SKIP_REPLICA_S and its entries are
+        dropped here; if it was only slow, it still places its requests.
         """
         if not self._lane_has_capacity(head.lane):
             blocked.add(head.lane)
@@ -375,7 +384,7 @@ def _finish(ticket: Ticket, result: Decision | Refused, actions: QueueActions) -
 
 
 def _lane_of(request: RouteRequest) -> str:
-    """Requests that may run on the same workers wait for each other."""
+    """The lane of a request: requests with the same constraints wait for each other."""
     if request.placement == _ANY.placement and request.adapter is None:
         return ""
     constraints = _ENCODE((request.placement, request.adapter))

@@ -1,4 +1,4 @@
-"""A request that a router is asked to queued_since, as the dispatcher keeps it."""
+"""Ticket: a route request with its state in the router."""
 
 from dataclasses import dataclass
 from math import inf
@@ -9,9 +9,9 @@ from kvmesh.router.scoring.overlaps import Overlaps
 
 @dataclass(slots=True)
 class Ticket:
-    """One request on its way through the router. Times are the core's.
+    """One route request until its placement or refusal. Times are those of the core's clock.
 
-    `queued_since` is what its queued_since in the queue goes by: when it `arrived`, here or earlier elsewhere.
+    `queued_since` orders the queue: the time of its arrival here, or earlier at another router.
     """
 
     request: RouteRequest

@@ -1,4 +1,4 @@
-"""What a policy sees of one request and its candidates, and what it answers."""
+"""Input and result of a policy: the candidates of a request, and the choice among them."""
 
 from dataclasses import dataclass
 from math import inf
@@ -18,16 +18,18 @@ _cost_of = attrgetter("cost")
 
 @dataclass(slots=True, eq=False)
 class Candidates:
-    """The eligible ranks of one request. Arrays hold one entry per candidate, loads in blocks.
+    """The eligible ranks of one request. Arrays have one entry per candidate, loads in blocks.
 
-    `prompt` is the prompt's length in blocks. `overlap` has a row per candidate and a column per
-    tier: the leading blocks that the tier adds beyond the tiers before it. `prefill` is what is
-    being prefilled there already; `decode` the blocks active there if this request came too;
-    `requests` the number of active requests; `total` the blocks of the rank (0: unknown).
-    `preference` scales the cost of each candidate, if the request prefers some. `slowness` is how
-    long each takes for the same work, beside the others, if some are far from them.
-    `overlaps` is the index's answer as it came; `most` is at least the highest `decode`. Policies
-    must not write to any of it.
+    - `prompt`: the prompt's length in blocks;
+    - `overlap`: (candidates, tiers); leading blocks that each tier adds to the tiers before it;
+    - `prefill`: blocks that wait for or are in prefill;
+    - `decode`: active blocks, this request included;
+    - `requests`: number of active requests;
+    - `preference`: factors of the cost from the request's label preferences, if it has any;
+    - `slowness`: relative time for the same work, if some rank is an outlier;
+    - `overlaps`: the index's reply; `max_decode`: an upper bound of `decode`.
+
+    Policies must not write to any of them.
     """
 
     request: RouteRequest
@@ -49,13 +51,14 @@ class Candidates:
 
     @property
     def capacity(self) -> Floats:
+        """KV blocks of each candidate (0: unknown)."""
         return self.table.total_blocks.take(self.slots)
 
     @property
     def shortage(self) -> Floats | None:
-        """Blocks that each candidate lacks for this request beside what it runs; None: no one any.
+        """KV blocks each candidate is short of for this request; None if none is short.
 
-        A rank whose number of blocks is unknown lacks none.
+        A rank of unknown capacity is not short of any.
         """
         table = self.table
         if self.max_decode <= table.min_usable_blocks:
@@ -64,11 +67,11 @@ class Candidates:
         return np.maximum(shortage, ZERO, out=shortage)
 
     def rank(self, index: int) -> Rank:
-        """Who candidate `index` is."""
+        """The rank of candidate `index`."""
         return self.table.ranks[int(self.slots[index])]
 
     def index_of(self, instance: str, rank: int = 0) -> int | None:
-        """The candidate that is this data-parallel rank of an instance, if it is eligible."""
+        """Index of the candidate that is this rank of an instance; None if it is not eligible."""
         slot = self.table.find_slot(instance, rank)
         if slot is None:
             return None
@@ -77,7 +80,7 @@ class Candidates:
 
 
 class PolicyChoice(NamedTuple):
-    """The chosen candidate and what each one would have cost, in the policy's own unit."""
+    """Index of the chosen candidate, and the cost of each in the policy's own unit."""
 
     chosen: int
     cost: Floats
@@ -85,7 +88,7 @@ class PolicyChoice(NamedTuple):
 
 
 def to_wire(candidates: Candidates, choice: PolicyChoice) -> tuple[Candidate, list[Candidate]]:
-    """The chosen one, then the cheapest ones in order."""
+    """The chosen candidate and the MAX_SHOWN cheapest in order, for the decision."""
     chosen, rank_of = choice.chosen, candidates.table.ranks.__getitem__
     facts = [
         candidates.slots,

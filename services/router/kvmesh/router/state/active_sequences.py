@@ -1,4 +1,4 @@
-"""What is running where, by this mesh's own count: the load that a new request would meet."""
+"""Active requests by rank, as published by the mesh: the tracked load of each rank."""
 
 from collections import OrderedDict
 
@@ -16,7 +16,7 @@ from kvmesh.router.state.rank_table import RankTable
 
 
 class ActiveRequest:
-    """One request in an engine. `prefill` is its tokens still to be computed."""
+    """One request on a rank; loads are what it adds to the rank's columns."""
 
     __slots__ = (
         "last_event",
@@ -45,8 +45,8 @@ class ActiveSequences:
 
     Prompt blocks that several requests share on one rank count once. Prefill tokens count until
     the first token. `g` generated tokens count as g / block_size blocks, weighted by
-    max(1 - g / osl, 0) where `osl` is known: a request near its end is about to leave. A request
-    without news for `ttl` seconds is lost and no longer counts.
+    max(1 - g / osl, 0) where `osl` is known: a request near its end soon frees its blocks. A
+    request without events for `ttl` seconds is lost and no longer counts.
     """
 
     def __init__(self, table: RankTable, ttl: float) -> None:
@@ -63,7 +63,7 @@ class ActiveSequences:
 
     def apply(self, event: SeqEvent, now: float) -> None:
         """Apply one event; repeated and unknown ones change nothing."""
-        # Tests by type: such structs take five times as long to fail an isinstance.
+        # Compares types: a failing isinstance of these structs takes five times as long.
         if type(event) is SeqProgress:
             self._progress(event.request, event.generated, now)
         elif type(event) is SeqPrefilled:
@@ -73,19 +73,19 @@ class ActiveSequences:
         elif type(event) is SeqAdd:
             self.add(event, now)
 
-    def held_depths(self, sequence: bytes) -> Floats:
-        """For each slot, how many leading blocks of a prompt its active requests hold."""
-        return self._tree.depths(sequence, self._table.size)
+    def held_depths(self, sequence_hashes: bytes) -> Floats:
+        """Leading blocks of a prompt that active requests hold, per slot."""
+        return self._tree.depths(sequence_hashes, self._table.size)
 
     def drop_stale(self, slot: int, before: float) -> None:
-        """Drop what is on a slot whose engine has nothing or is gone, if older than `before`."""
+        """Drop a slot's requests without events since `before`; its engine is idle or gone."""
         if self._table.cells.requests[slot]:
             for request, active in list(self._active.items()):
                 if active.slot == slot and active.last_event < before:
                     self._remove(request, active)
 
     def expire(self, now: float) -> list[str]:
-        """Drop the requests that have been silent for too long; returns their ids."""
+        """Drop the requests without events for `ttl` seconds; returns their ids."""
         lost = []
         while self._active:
             request, active = next(iter(self._active.items()))
@@ -96,7 +96,7 @@ class ActiveSequences:
         return lost
 
     def add(self, event: SeqAdd, now: float) -> int | None:
-        """Count a placed request; returns the slot of one that was not known, wherever it was."""
+        """Add a placed request; returns its slot, None if the request was known before."""
         known = self._active.get(event.request)
         table = self._table
         slot = table.slot(event.instance, event.rank)
@@ -120,9 +120,9 @@ class ActiveSequences:
         if active is not None:
             self._table.cells.prefill_tokens[active.slot] -= active.prefill_tokens
             active.prefill_tokens = 0.0
-        elsewhere = self._active.get(prefill_part(request))
-        if elsewhere is not None:
-            self._remove(prefill_part(request), elsewhere)
+        prefill_attempt = self._active.get(prefill_part(request))
+        if prefill_attempt is not None:
+            self._remove(prefill_part(request), prefill_attempt)
 
     def _progress(self, request: str, generated: int, now: float) -> None:
         active = self._touch(request, now)
@@ -156,5 +156,5 @@ class ActiveSequences:
         cells.prefill_tokens[slot] -= active.prefill_tokens
         cells.active_blocks[slot] -= gone + active.partial_blocks + active.output_blocks
         if not cells.requests[slot]:
-            cells.prefill_tokens[slot] = cells.active_blocks[slot] = 0  # no drift of rounding
+            cells.prefill_tokens[slot] = cells.active_blocks[slot] = 0  # removes rounding drift
             self._table.release_if_idle(slot)

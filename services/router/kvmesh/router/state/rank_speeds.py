@@ -1,10 +1,9 @@
-"""The time that each rank takes for the same work, beside the others of its model.
+"""Slowness of each rank: its time for the same work relative to the other ranks of the model.
 
-Step durations differ with the load, so they are not compared as they are. What engines say of
-their steps is cut into windows: steps, prompt tokens computed, tokens generated, and steps weighted
-by the share of KV memory in use. One model of what these cost is fitted to all ranks; the
-slowness of a rank is the median of what its windows took, over what the model expects, and that of
-the rank in the middle is 1.
+Step durations depend on the load, so they are not compared directly. The engines' counters are cut
+into windows: steps, prompt tokens computed, tokens generated, and steps weighted by the share of KV
+memory in use. One cost model of these is fitted to all ranks. The slowness of a rank is the median
+of its windows' measured over expected time, normalised to 1 for the median rank (ADR 24).
 """
 
 from collections import deque
@@ -15,12 +14,12 @@ from kvmesh.bus.messages import Load
 from kvmesh.router.state.arrays import Floats, Slots
 
 WINDOW_S = 1.0
-MIN_BUSY_S = 0.05  # of a window that tells something
+MIN_BUSY_S = 0.05  # below this a window is ignored
 WINDOWS = 12
 MIN_WINDOWS = 3
 FIT_S = 5.0
-EVIDENCE_S = 120.0  # then a rank counts like the others until it shows otherwise
-OUTLIER = 2.0  # times as slow, or as fast
+EVIDENCE_S = 120.0  # afterwards a rank counts as normal until measured again
+OUTLIER = 2.0  # times as slow, or as fast: a rank becomes an outlier
 NORMAL = 1.5
 MAX_SLOWNESS = 10.0
 _ROUNDS = 2
@@ -29,7 +28,11 @@ _TINY = 1e-12
 
 
 class _RankHistory:
-    """One rank: where its present window began, and the windows before it."""
+    """One rank: the start of its present window, and its past windows.
+
+    `slowness` is the published value (1: normal); `contrary` counts comparisons in a row that
+    contradict its outlier state.
+    """
 
     __slots__ = ("contrary", "load", "slowness", "window_start", "windows")
 
@@ -42,7 +45,7 @@ class _RankHistory:
 
 
 class RankSpeeds:
-    """`slowness` is an array by slot while some rank is far from the others, else None."""
+    """`slowness` is an array by slot while some rank is an outlier, else None."""
 
     def __init__(self) -> None:
         self._histories: dict[int, _RankHistory] = {}
@@ -50,9 +53,9 @@ class RankSpeeds:
         self.slowness: Floats | None = None
 
     def observe(self, slot: int, load: Load, now: float) -> None:
-        """Take in one report of the rank in a slot."""
+        """Record one load report of the rank in a slot."""
         if not load.busy_s:
-            return  # its engine does not tell, or has done nothing yet
+            return  # the engine does not report it, or has been idle so far
         history = self._histories.get(slot)
         if (
             history is None
@@ -69,14 +72,14 @@ class RankSpeeds:
             history.windows.append((now, _work(last, load), busy))
 
     def forget(self, slots: list[int]) -> None:
-        """Their worker is gone."""
+        """Drop the windows of `slots`, whose worker is gone."""
         for slot in slots:
             self._histories.pop(slot, None)
             if self.slowness is not None and slot < len(self.slowness):
                 self.slowness[slot] = 1.0
 
     def update(self, now: float, size: int) -> None:
-        """Compare the ranks anew, now and then; `size` is the number of slots."""
+        """Compare the ranks every FIT_S seconds; `size` is the number of slots."""
         if now - self._fitted < FIT_S:
             return
         self._fitted = now
@@ -106,14 +109,14 @@ class RankSpeeds:
                 self.slowness[slot] = value
 
     def factors(self, slots: Slots) -> Floats | None:
-        """The factors to scale the costs of some slots by; None if they are all alike."""
+        """Cost factors of some slots; None if no rank is an outlier."""
         if self.slowness is None:
             return None
         return np.where(slots < len(self.slowness), self.slowness.take(slots, mode="clip"), 1.0)
 
     @property
     def outliers(self) -> dict[int, float]:
-        """The slots of ranks that are far from the others, and how slow they are."""
+        """Slowness of the outliers, by slot."""
         return {
             slot: history.slowness
             for slot, history in self._histories.items()
@@ -129,7 +132,7 @@ def _work(last: Load, load: Load) -> list[float]:
 
 
 def _update_slowness(history: _RankHistory, value: float) -> None:
-    """It changes when two comparisons in a row say so."""
+    """Update the published slowness; its state changes after two comparisons in a row."""
     far = value >= OUTLIER or value <= 1 / OUTLIER
     near = 1 / NORMAL < value < NORMAL
     changes = near if history.slowness != 1.0 else far
@@ -142,7 +145,7 @@ def _update_slowness(history: _RankHistory, value: float) -> None:
 
 
 def _fit(ranks: list[_RankHistory]) -> list[float]:
-    """Of each rank, beside the one in the middle: costs and slowness, found in turns."""
+    """Slowness of each rank relative to the median one; alternates fits of costs and slowness."""
     rows = np.array([row for history in ranks for _, row, _ in history.windows])
     took = np.array([busy for history in ranks for _, _, busy in history.windows])
     ends = np.cumsum([len(history.windows) for history in ranks])[:-1]
@@ -159,7 +162,7 @@ def _fit(ranks: list[_RankHistory]) -> list[float]:
 
 
 def _costs(rows: Floats) -> Floats:
-    """Costs of at least 0 with which each row comes to about 1 (multiplicative updates)."""
+    """Non-negative costs c with rows @ c close to 1, by multiplicative updates."""
     gram, goal = rows.T @ rows, rows.sum(0)
     costs: Floats = goal / np.maximum(gram.sum(1), _TINY)
     for _ in range(_STEPS):

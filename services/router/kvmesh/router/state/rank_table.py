@@ -1,4 +1,4 @@
-"""The ranks that requests may run on: one slot per data-parallel rank, loads in arrays by slot."""
+"""Table of ranks: one slot per data-parallel rank, with loads in arrays by slot."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -13,7 +13,7 @@ from kvmesh.router.state.arrays import ZERO, Floats, Slots
 from kvmesh.router.state.kvbm_nodes import KvbmNodes
 
 TAINT = "taint."
-USABLE_SHARE = 0.95  # of a rank's blocks; the rest is for the answers under way, which grow
+USABLE_SHARE = 0.95  # of a rank's blocks; the rest is for running requests, whose outputs grow
 UNMET_CONSTRAINTS = "no worker of this model meets the constraints of the request"
 Serves: TypeAlias = Literal["all", "prefill", "decode"]
 _ROLES: dict[Serves, tuple[str, ...]] = {
@@ -26,7 +26,7 @@ _NO_CAPACITY = Capacity(blocks=0, max_sequences=0, max_batched_tokens=0)
 
 
 class Rank(NamedTuple):
-    """Who sits in a slot. `worker` is the name that stays over restarts."""
+    """The rank in a slot. `worker` is the name, which is stable over restarts."""
 
     instance: str
     worker: str
@@ -34,7 +34,7 @@ class Rank(NamedTuple):
 
 
 class Column(Protocol):
-    """One number for each slot."""
+    """One number per slot."""
 
     def __getitem__(self, slot: int, /) -> float: ...
 
@@ -43,7 +43,7 @@ class Column(Protocol):
 
 @dataclass(slots=True)
 class Cells:
-    """The loads of a RankTable, for one slot at a time, which arrays are slow at; one memory."""
+    """Scalar access to the columns of a RankTable, over the same memory: faster than arrays."""
 
     prefill_tokens: Column
     active_blocks: Column
@@ -58,17 +58,19 @@ COLUMNS = tuple(field.name for field in fields(Cells))
 
 
 class RankTable:
-    """Slots are dense and reused; one is given out at the first mention of its rank.
+    """Slots are dense and reused; a rank gets one at its first mention.
 
-    A rank may be mentioned by an active sequence before its card is seen here, or after its card
-    has gone: such a slot counts load but is never eligible, and is freed with its last sequence.
+    An active request may mention a rank before its card is seen, or after the card is gone. Such a
+    slot counts load but is never eligible; it is freed with its last request.
 
-    Arrays by slot: `prefill_tokens`, `active_blocks` and `requests` as tracked; `correction_tokens`
-    and `correction_blocks` correct that by what engines report; `total_blocks` and `step_tokens`
-    are its KV blocks and the most tokens of one step (0: unknown). `cells` has the same for one
-    slot at a time; `room` is the blocks that its requests may use (inf: unknown), `min_usable_blocks` the
-    least of it. `loaded` is the memory of its first five columns, as `gather` reads them.
-    `disaggregated`: some worker does nothing but prefill.
+    Arrays by slot:
+    - `prefill_tokens`, `active_blocks`, `requests`: tracked load;
+    - `correction_tokens`, `correction_blocks`: added to the tracked load, from engine reports;
+    - `total_blocks`, `step_tokens`: KV blocks and most tokens of one step (0: unknown);
+    - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
+
+    `cells` is scalar access to the first seven. `load_memory` is the memory of the first five
+    columns, as `gather` reads them. `disaggregated` is set while some worker only prefills.
     """
 
     cells: Cells
@@ -105,29 +107,29 @@ class RankTable:
     # membership
 
     def join(self, card: Instance) -> None:
-        """Take in the card of a worker or kvbm, or a change to it.
+        """Add or update the card of a worker or kvbm.
 
-        A worker that does not fit the others has no slots, and so gets no requests.
+        A worker that is incompatible with the others gets no slots, and so no requests.
         """
         if card.role is Role.KVBM:
             self.nodes.join(card)
             self._invalidate()
         if card.model is None:
             return
-        fitted = not self.incompatible
+        all_compatible = not self.incompatible
         self._compatibility.join(card)
-        if fitted and not self.incompatible:
+        if all_compatible and not self.incompatible:
             self._add_card(card)
         else:
             self._readmit(card)
 
     @property
     def incompatible(self) -> dict[str, str]:
-        """The workers that are left out, by instance, each with the reason."""
+        """Workers left out as incompatible with the others: instance to reason."""
         return self._compatibility.misfits
 
     def _readmit(self, changed: Instance | None = None) -> None:
-        """Recompute the seats after the set of fitting workers has changed."""
+        """Update the slots after the set of compatible workers changed."""
         for instance in self.incompatible:
             if instance in self.cards:
                 self._remove_card(instance)
@@ -150,13 +152,13 @@ class RankTable:
             self.step_tokens[slot] = capacity.max_batched_tokens
 
     def leave(self, instance: str) -> list[int]:
-        """Forget a card; returns the slots of a worker, which stay while sequences are on them."""
-        fitted = not self.incompatible
+        """Remove a card; returns its slots, each of which stays while it has active requests."""
+        all_compatible = not self.incompatible
         self._compatibility.leave(instance)
         if instance not in self.cards and self.nodes.leave(instance):
             self._invalidate()
         slots = self._remove_card(instance)
-        if not fitted:
+        if not all_compatible:
             self._readmit()
         return slots
 
@@ -178,21 +180,21 @@ class RankTable:
         self.disaggregated = any(card.serves == "prefill" for card in self.cards.values())
 
     def set_capacity(self, slot: int, blocks: int) -> None:
-        """A rank has this many blocks."""
+        """Set a rank's number of KV blocks (0: unknown)."""
         if self.cells.total_blocks[slot] != blocks:
             self.cells.total_blocks[slot] = blocks
             self.usable_blocks[slot] = USABLE_SHARE * blocks if blocks else inf
             self.min_usable_blocks = float(self.usable_blocks.min())
 
     def slot(self, instance: str, rank: int) -> int:
-        """The slot of a rank, given out now if it has none."""
+        """The slot of a rank, allocated if it has none."""
         slot = self.slot_of.get((instance, rank))
         if slot is None:
             slot = self.slot_of[instance, rank] = self._allocate(Rank(instance, instance, rank))
         return slot
 
     def find_slot(self, instance: str, rank: int) -> int | None:
-        """The slot of a rank if it has one."""
+        """The slot of a rank; None if it has none."""
         return self.slot_of.get((instance, rank))
 
     def _allocate(self, rank: Rank) -> int:
@@ -218,7 +220,7 @@ class RankTable:
         self.min_usable_blocks = float(self.usable_blocks.min())
 
     def release_if_idle(self, slot: int) -> None:
-        """Take the slot back if its worker has gone and nothing runs on it."""
+        """Free the slot if its worker is gone and it has no active request."""
         rank = self.ranks[slot]
         if rank.instance in self.cards or self.requests[slot]:
             return
@@ -230,24 +232,23 @@ class RankTable:
         self._free_slots.append(slot)
 
     def slots_of_keys(self, ranks: list[RankKey]) -> Slots:
-        """The slot of each rank that the index named; that of node n's kvbm is `size` + n.
+        """Slots of the ranks in an index reply: `size` + n for node n's kvbm, `size` if unknown.
 
-        Unknown ones are in slot `size`. An index names much the same ranks each time, so the
-        answer for the last list is kept.
+        An index lists much the same ranks each time, so the last result is cached.
         """
         if self._index_keys is not ranks or self._index_version != self.version:
             get, size = self.slot_of.get, self.size
-            places = [get((rank.instance, rank.rank), size) for rank in ranks]
+            slots = [get((rank.instance, rank.rank), size) for rank in ranks]
             if self.nodes:
                 node = self.nodes.of_kvbm
-                pairs = zip(places, ranks, strict=True)
-                places = [p if p < size else p + node(rank.instance) for p, rank in pairs]
-            self._index_slots = np.array(places, np.int64)
+                pairs = zip(slots, ranks, strict=True)
+                slots = [s if s < size else s + node(rank.instance) for s, rank in pairs]
+            self._index_slots = np.array(slots, np.int64)
             self._index_keys, self._index_version = ranks, self.version
         return self._index_slots
 
     def node_of_slot(self) -> Slots:
-        """For each slot the number of its node, 0 where that has no kvbm."""
+        """Node number of each slot; 0 if the node has no kvbm."""
         if self._nodes_version != self.version:
             cards = (self.cards.get(rank.instance) for rank in self.ranks)
             numbers = [self.nodes.number(card.node) if card else 0 for card in cards]
@@ -258,7 +259,7 @@ class RankTable:
     # filters
 
     def eligible(self, placement: Placement, adapter: str | None, serves: Serves) -> Slots:
-        """The slots that a request may go to, in ascending order."""
+        """The slots that meet a request's constraints, in ascending order."""
         if placement == _ANYWHERE and adapter is None:
             open_slots = self._open_slots.get(serves)
             if open_slots is None:
@@ -269,7 +270,7 @@ class RankTable:
         return self._slots_of(cards, placement.rank)
 
     def why_not_eligible(self, placement: Placement, adapter: str | None) -> str:
-        """Why no slot is eligible, for the caller."""
+        """The reason for which no slot is eligible, for the caller."""
         if not self.cards:
             return "no worker serves this model"
         serving = self._serving("all")
@@ -282,7 +283,7 @@ class RankTable:
         return UNMET_CONSTRAINTS
 
     def below_thresholds(self, limits: Thresholds, slots: Slots) -> Slots:
-        """Those of `slots` that are below every threshold."""
+        """The slots that are below every threshold."""
         tokens, blocks = self.loads(slots)
         below = np.ones(len(slots), np.bool_)
         if limits.blocks is not None:
@@ -295,15 +296,13 @@ class RankTable:
         return slots[below]
 
     def loads(self, slots: Slots) -> Floats:
-        """As tracked and corrected by the engines, a row each: tokens that wait for or are in
-        prefill, and blocks in use by requests.
-        """
+        """Corrected loads of some slots, one row each: tokens to prefill, and active blocks."""
         loads: Floats = self._tracked.take(slots, 1)
         loads += self._corrections.take(slots, 1)
         return np.maximum(loads, ZERO, out=loads)
 
     def preference(self, prefer: dict[str, float], slots: Slots) -> Floats:
-        """exp(-tanh(w)) for each slot, w the sum of the weights of the labels its worker has."""
+        """exp(-tanh(w)) per slot, w the sum of the weights of its worker's labels."""
         weights = np.zeros(len(slots))
         for at, slot in enumerate(slots.tolist()):
             labels = self.cards[self.ranks[slot].instance].labels
