@@ -486,13 +486,13 @@ def test_an_installed_policy_is_found_by_its_entry_point(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[kvmesh.policies]\nastray = {__name__}:Astray\n")
     monkeypatch.syspath_prepend(tmp_path)
-    registry._places.cache_clear()
+    registry._entry_points.cache_clear()
     assert type(make_policy("astray", RouterSettings())).__name__ == "Astray"
     router = core("a")
     assert router.decide(request("1", TEN, policy="astray"), None, 0.0).policy == "astray"
     with pytest.raises(RouterConfigError, match="astray"):
         make_policy("nonsense", RouterSettings())
-    registry._places.cache_clear()
+    registry._entry_points.cache_clear()
 
 
 def test_unknown_names_do_not_make_a_router_look_for_policies_each_time(
@@ -506,10 +506,10 @@ def test_unknown_names_do_not_make_a_router_look_for_policies_each_time(
         return {}
 
     monkeypatch.setattr(registry, "installed", look)
-    registry._places.cache_clear()
+    registry._entry_points.cache_clear()
     router = core("a")
     for number in range(5):
         with pytest.raises(InvalidRouteRequest):
             router.decide(request("1", TEN, policy=f"nobody's {number}"), None, 0.0)
     assert looks == 1
-    registry._places.cache_clear()
+    registry._entry_points.cache_clear()

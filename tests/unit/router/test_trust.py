@@ -10,7 +10,7 @@ from support.routing import overlaps, request, sequence, worker
 from kvmesh.bus.messages import Candidate, Decision, Outcome
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.thompson import Thompson
-from kvmesh.router.policies.thompson_trust import LEAST, Trust
+from kvmesh.router.policies.thompson_trust import MIN_RADIUS, Trust
 from kvmesh.settings.schema import RouterSettings
 
 TEN = sequence(*range(10))
@@ -66,12 +66,12 @@ def test_a_worker_that_turns_bad_costs_little(seed: int) -> None:
     assert bandit < 1.05 * kv
 
 
-@pytest.mark.parametrize(("gain", "radius"), [(-1.0, 1.0), (1.0, LEAST)])
+@pytest.mark.parametrize(("gain", "radius"), [(-1.0, 1.0), (1.0, MIN_RADIUS)])
 def test_the_radius_follows_what_departures_achieve(gain: float, radius: float) -> None:
     trust, rng = Trust(), Random(3)
     for _ in range(2000):
         held_out = trust.holds_out(rng)
-        trust.judge(held_out, rng.gauss(0.0 if held_out else gain, 1.0))
+        trust.record(held_out, rng.gauss(0.0 if held_out else gain, 1.0))
     assert trust.radius == radius
 
 

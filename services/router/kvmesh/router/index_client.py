@@ -1,7 +1,7 @@
-"""Asking the index for overlaps: no task per lookup, and those that arrive together share one.
+"""Client of the index: batches overlap lookups into queries, without a task per lookup.
 
-Indexers are asked by instance, in turn. One that does not answer in time is left out until it
-answers a probe, and what it was asked another one is asked once.
+Indexers are queried by instance, in turn. One that does not reply in time is left out until it
+answers a probe, and its lookups are sent to another one once.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from kvmesh.router.scoring.overlaps import Overlaps
 log = logging.getLogger(__name__)
 MAX_PROMPTS = 64
 MAX_IN_FLIGHT = 4
-STEADY_S = 5.0  # without a failure, after which an outage is over: one of several indexers may hang
+STEADY_S = 5.0  # without a failure until an outage is over: one of several indexers may hang
 ROW = 20  # five uint32
 
 
 class _Reply(msgspec.Struct, array_like=True):
-    """An OverlapReply whose ranks, much the same each time, are decoded only when they differ."""
+    """An OverlapReply with undecoded ranks: they rarely change, and are decoded only then."""
 
     ranks: msgspec.Raw
     rows: list[bytes]
@@ -39,7 +39,7 @@ _ranks = msgspec.msgpack.Decoder(list[RankKey])
 
 
 class OverlapResult(NamedTuple):
-    """Overlaps, or None and why not; `seconds` is how long the query took."""
+    """Overlaps, or None and the failure; `seconds` is the duration of the query."""
 
     overlaps: Overlaps | None
     seconds: float
@@ -50,7 +50,7 @@ Done = Callable[[OverlapResult], None]
 
 
 class OverlapLookup(NamedTuple):
-    """A prompt, given as its packed sequence hashes, and who wants to know."""
+    """A prompt's packed sequence hashes, its salt if known, and the callback of the result."""
 
     sequence_hashes: bytes
     salt: int | None
@@ -58,7 +58,7 @@ class OverlapLookup(NamedTuple):
 
 
 class QueryInFlight(NamedTuple):
-    """One query on its way to `indexer`, or to whoever is free. `tried` have not answered it."""
+    """One query to `indexer`, or to the queue group if None; `tried` did not reply to it."""
 
     started: float
     lookups: list[OverlapLookup]
@@ -68,7 +68,7 @@ class QueryInFlight(NamedTuple):
 
 
 class IndexClient:
-    """One model's index, over the bus. Failures are answers; an outage is logged once."""
+    """One model's index, over the bus. Failures are results; an outage is logged once."""
 
     def __init__(self, bus: Bus, model: str, timeout: float) -> None:
         self._bus = bus
@@ -83,37 +83,37 @@ class IndexClient:
         self._failing = False
         self._outage = False
         self._failed = 0.0
-        self._known: tuple[bytes, list[RankKey]] = (b"", [])
+        self._ranks_cache: tuple[bytes, list[RankKey]] = (b"", [])
         self._probes: dict[str, tuple[str, float]] = {}
         self.indexers = Peers(timeout)
 
     @property
     def outage(self) -> bool:
-        """Whether lookups have been left unanswered lately, and none was answered well since."""
+        """Whether queries failed lately and replies have not been steady since."""
         return self._outage
 
     async def open(self) -> None:
-        """Hear answers; to be called before the first lookup."""
+        """Subscribe to replies; call before the first lookup."""
         await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._on_reply)
 
     def query(self, lookup: OverlapLookup) -> None:
-        """Have `lookup.done` called with the overlaps, perhaps before this returns."""
-        if self._failing and self._in_flight:  # one at a time tries, the others need not wait
+        """Look up overlaps; `lookup.done` gets the result, possibly before this returns."""
+        if self._failing and self._in_flight:  # while failing, one query at a time is tried
             lookup.done(OverlapResult(None, 0.0, "index unavailable"))
             return
         self._queued.append(lookup)
         if len(self._in_flight) < MAX_IN_FLIGHT:
             self._flush()
 
-    async def overlaps(self, sequence: bytes, salt: int | None = None) -> OverlapResult:
+    async def overlaps(self, sequence_hashes: bytes, salt: int | None = None) -> OverlapResult:
         """The overlaps of a prompt."""
         future: asyncio.Future[OverlapResult] = self._loop.create_future()
 
-        def done(answer: OverlapResult) -> None:
+        def done(result: OverlapResult) -> None:
             if not future.done():
-                future.set_result(answer)
+                future.set_result(result)
 
-        self.query(OverlapLookup(sequence, salt, done))
+        self.query(OverlapLookup(sequence_hashes, salt, done))
         return await future
 
     def _flush(self) -> None:
@@ -146,14 +146,14 @@ class IndexClient:
         return str(self._sent)
 
     def probe(self, now: float) -> None:
-        """Ask the indexers that are left out for a sign of life; call some times a second.
+        """Probe the indexers that are left out; call several times a second.
 
-        While lookups fail all are asked: who has no more lookups must still see the end of it.
+        During an outage all are probed, so that a router without lookups sees its end.
         """
         for token in [token for token, (_, sent) in self._probes.items() if sent < now - 60.0]:
             del self._probes[token]
-        doubted = self.indexers.instances if self._outage else ()
-        for indexer in self.indexers.to_probe(now, doubted):
+        extra = self.indexers.instances if self._outage else ()
+        for indexer in self.indexers.to_probe(now, extra):
             token = self._next_token()
             self._probes[token] = indexer, now
             subject = self._bus.subjects.index_at(indexer)
@@ -161,15 +161,15 @@ class IndexClient:
 
     def _on_reply(self, msg: Msg) -> None:
         token = msg.subject.rpartition(".")[2]
-        silent = msg.headers is not None and msg.headers.get("Status") == "503"
+        no_responder = msg.headers is not None and msg.headers.get("Status") == "503"
         if token in self._probes:
             indexer, sent = self._probes.pop(token)
-            if not silent:
+            if not no_responder:
                 self._on_probe(indexer, sent, msg.data)
             return
         if token not in self._in_flight:
             return
-        if silent:
+        if no_responder:
             self._on_no_responder(token)
             return
         try:
@@ -177,14 +177,14 @@ class IndexClient:
             ranks = self._ranks_of(reply.ranks)
             _check(reply, len(ranks), len(self._in_flight[token].lookups))
         except msgspec.MsgspecError as error:
-            self._complete(token, None, f"unreadable answer: {error}")
+            self._complete(token, None, f"unreadable reply: {error}")
             return
         self._complete(token, [Overlaps(ranks, rows) for rows in reply.rows])
 
     def _on_probe(self, indexer: str, sent: float, data: bytes) -> None:
         try:
             _replies.decode(data)
-        except msgspec.MsgspecError:  # that of a lookup is logged
+        except msgspec.MsgspecError:  # logged for lookups only
             return
         if self.indexers.heard(indexer, monotonic(), monotonic() - sent):
             log.info("indexer %s answers again", indexer)
@@ -193,30 +193,30 @@ class IndexClient:
 
     def _ranks_of(self, raw: msgspec.Raw) -> list[RankKey]:
         packed = bytes(raw)
-        if packed != self._known[0]:
-            self._known = (packed, _ranks.decode(packed))
-        return self._known[1]
+        if packed != self._ranks_cache[0]:
+            self._ranks_cache = (packed, _ranks.decode(packed))
+        return self._ranks_cache[1]
 
     def _on_timeout(self, token: str) -> None:
-        """The time for an answer is over: ask another indexer, if it is the first time."""
+        """Query another indexer once; then fail the lookups."""
         query = self._in_flight.get(token)
         if query is None:
             return
         if query.indexer is not None:
             if self.indexers.suspect(query.indexer):
-                log.warning("indexer %s does not answer: others are asked", query.indexer)
+                log.warning("indexer %s does not answer: querying others", query.indexer)
             if not query.tried and self.indexers.trusts_any():
                 del self._in_flight[token]
                 self._send_query(query.lookups, query.started, (query.indexer,))
                 return
         where = query.indexer or self._subject
-        self._complete(token, None, f"no answer of {where} within {self._timeout:g} s")
+        self._complete(token, None, f"no reply of {where} within {self._timeout:g} s")
 
     def _on_no_responder(self, token: str) -> None:
-        """Nobody listens there: ask the next one, and in the end whoever is in the group."""
+        """Query the next indexer, and the queue group when none is left."""
         query = self._in_flight[token]
         if query.indexer is None:
-            self._complete(token, None, f"nobody answers on {self._subject}")
+            self._complete(token, None, f"no responder on {self._subject}")
             return
         del self._in_flight[token]
         query.timer.cancel()
@@ -250,7 +250,7 @@ class IndexClient:
 
 def _check(reply: _Reply, ranks: int, prompts: int) -> None:
     if len(reply.rows) != prompts:
-        raise msgspec.ValidationError(f"{len(reply.rows)} answers to {prompts} prompts")
+        raise msgspec.ValidationError(f"{len(reply.rows)} replies to {prompts} prompts")
     for rows in reply.rows:
         if len(rows) % ROW:
             raise msgspec.ValidationError(f"rows of {len(rows)} bytes")

@@ -1,4 +1,4 @@
-"""One model on the bus: route requests in, placements out."""
+"""Routing of one model on the bus: receives route requests, replies with placements."""
 
 import asyncio
 import logging
@@ -37,16 +37,17 @@ from kvmesh.runtime.service import Service
 log = logging.getLogger(__name__)
 # The clock is time.monotonic: under uvloop, loop.time has a resolution of 1 ms.
 QUEUE_GROUP = "router"
-LEAVE_S = 1.0  # for questions that are on their way, to be told so
+LEAVE_S = 1.0  # for refusing the requests in flight
 MOVED = Refused(code="unavailable", reason="this router is stopping", moved=True)
 _requests = msgspec.msgpack.Decoder(RouteRequest)
 
 
 @dataclass(slots=True, eq=False)
 class RouteCall(Ticket):
-    """A ticket with the way to answer it; `acks` if the sender is to know that it waits.
+    """A ticket with its reply.
 
-    One that is not `wanted` any more is forgotten.
+    `acks`: the sender gets a `Parked` while the request waits. `wanted` is unset when the request
+    is freed or handed back.
     """
 
     reply: Reply | None = None
@@ -55,7 +56,7 @@ class RouteCall(Ticket):
 
 
 class ModelRouter:
-    """One model's queue with its subjects."""
+    """The core, queue and index client of one model, with its subjects."""
 
     def __init__(self, service: Service, model: str) -> None:
         settings = service.settings.router
@@ -77,13 +78,13 @@ class ModelRouter:
         self._subscriptions: list[Subscription] = []
 
     async def serve(self) -> None:
-        """Answer route requests of this model, from now on."""
+        """Serve route requests of this model."""
         if self._serving or self._leaving:
             return
         self._serving = True
         if type(self.core.policies.default).state is not Policy.state:
-            learned = PolicyState(self._bus, self._service.name, self.core)
-            self._service.spawn(learned.run(), "learned state")
+            shared = PolicyState(self._bus, self._service.name, self.core)
+            self._service.spawn(shared.run(), "policy state")
         await self.index.open()
         subjects, handle = self._bus.subjects, self._bus.handle
         own = subjects.router_at(self.model, self._service.instance)
@@ -96,7 +97,7 @@ class ModelRouter:
         log.info("routing %s by %s", self.model, self.core.settings.policy)
 
     async def leave(self) -> None:
-        """Take no more requests, and give those that wait here back to who asked for them."""
+        """Accept no more requests, and hand the waiting ones back to their senders."""
         self._leaving = True
         calls, self._calls = self._calls, {}
         for call in calls.values():
@@ -108,9 +109,9 @@ class ModelRouter:
                 for subscription in self._subscriptions:
                     await subscription.drain()  # type: ignore[no-untyped-call]
         except (NatsError, TimeoutError) as error:
-            log.warning("this router leaves before NATS knows: %s", cause(error))
+            log.warning("subscriptions not drained: %s", cause(error))
         if calls:
-            log.info("gave back %d waiting requests of %s", len(calls), self.model)
+            log.info("handed back %d waiting requests of %s", len(calls), self.model)
 
     def _accept_own(self, request: RouteRequest, reply: Reply) -> None:
         self._accept(request, reply, acks=True)
@@ -120,7 +121,7 @@ class ModelRouter:
             reply(MOVED)
             return
         known = self._calls.get(request.request)
-        if known is not None:  # its sender does not know whether the question has arrived
+        if known is not None:  # a resend: the sender does not know whether the request arrived
             known.reply, known.acks = reply, acks
             self._acknowledge(known)
             return
@@ -131,7 +132,7 @@ class ModelRouter:
         self.route(call)
 
     def route(self, call: RouteCall) -> None:
-        """Ask the index, then place the call, let it wait or refuse it."""
+        """Query the index, then place, queue or refuse the request."""
         request = call.request
         if self._uses_index and request.sequence_hashes:
             self.index.query(
@@ -142,11 +143,11 @@ class ModelRouter:
         else:
             self._on_overlaps(call, OverlapResult(None, 0.0))
 
-    async def overlaps(self, sequence: bytes, salt: int | None) -> OverlapResult:
-        """What the index says about a prompt."""
-        if not self._uses_index or not sequence:
+    async def overlaps(self, sequence_hashes: bytes, salt: int | None) -> OverlapResult:
+        """The overlaps of a prompt, from the index."""
+        if not self._uses_index or not sequence_hashes:
             return OverlapResult(None, 0.0)
-        result = await self.index.overlaps(sequence, salt)
+        result = await self.index.overlaps(sequence_hashes, salt)
         self._count(result)
         return result
 
@@ -160,10 +161,10 @@ class ModelRouter:
         self._metrics.core_seconds.observe(monotonic() - now)
         self._execute(actions)
         if call.result is None and call.acks:
-            self._loop.call_soon(self._acknowledge, call)  # once its place is known to all
+            self._loop.call_soon(self._acknowledge, call)  # after the queue entry is published
 
     def _acknowledge(self, call: RouteCall) -> None:
-        """Say that it waits here, if it does."""
+        """Reply `Parked` if the request waits here."""
         waits = call.wanted and call.result is None and call.scored_at > 0
         if waits and call.acks and call.reply is not None:
             arrived = call.queued_since + self.core.epoch
@@ -183,7 +184,7 @@ class ModelRouter:
         self.queue.apply(event, monotonic())
 
     def schedule_placement(self) -> None:
-        """Load may have fallen: see soon whether somebody can go."""
+        """Place ready requests in the next loop iteration; call when load may have fallen."""
         if self.queue.waiting and not self._placement_scheduled:
             self._placement_scheduled = True
             self._loop.call_soon(self._place_ready)
@@ -194,7 +195,7 @@ class ModelRouter:
             self._execute(self.queue.place_ready(monotonic()))
 
     def _execute(self, actions: QueueActions) -> None:
-        """Answer; all else is done once the answers are on their way."""
+        """Reply at once; publish and record after the replies are sent."""
         for ticket in actions.done:
             self._answer(ticket)
         if actions.events or actions.done:
@@ -221,7 +222,7 @@ class ModelRouter:
             metrics.refusals.labels(self.model, result.code).inc()
 
     def tick(self, now: float) -> None:
-        """House-keeping, some times a second."""
+        """Housekeeping, several times a second."""
         self.index.probe(now)
         if self._leaving:
             return
@@ -234,18 +235,18 @@ class ModelRouter:
         self.schedule_placement()
 
     def _on_rescore(self, ticket: Ticket, result: OverlapResult) -> None:
-        """Take what the index says now of one that has waited for long."""
+        """Update a waiting ticket with fresh overlaps."""
         self._count(result)
         overlaps = ticket.overlaps if result.failure else result.overlaps
         self._execute(self.queue.rescore(ticket, overlaps, monotonic()))
 
     def sweep(self, routers: set[str], now: float) -> None:
-        """Forget what is out of date, once a second; the clock may have been set."""
+        """Drop expired state, once a second; update the epoch, as the clock may have been set."""
         self.core.epoch = _epoch()
         lost = self.core.expire(now)
         if lost:
             self._metrics.lost.inc(len(lost))
-            log.warning("gave up %d requests without news, such as %s", len(lost), lost[0])
+            log.warning("gave up %d requests without events, such as %s", len(lost), lost[0])
         self.queue.retain_routers(routers, now)
         self._metrics.set_levels(self.queue)
 

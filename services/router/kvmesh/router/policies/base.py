@@ -1,4 +1,4 @@
-"""How one of several eligible ranks is chosen. Policies are pure: time and rng are passed in."""
+"""Base class of policies and the simple ones. Policies are pure: time and rng are passed in."""
 
 from random import Random
 
@@ -10,54 +10,55 @@ from kvmesh.router.scoring.cost import CostModel, pick
 
 
 class Policy:
-    """Base of all policies. Only `choose` must be written; the rest is for policies that learn.
+    """Base of all policies. Only `choose` is required; the rest is for policies that learn.
 
-    Decisions made here are told to `placed` in any case. With `history_s` above 0, `placed` and
-    `finished` are told every decision and outcome of the model, also those of other replicas, and
-    after a restart those of the last `history_s` seconds.
+    `on_placed` is called with this router's decisions. With `history_s` above 0, `on_placed` and
+    `on_finished` are called with the decisions and outcomes of all replicas, and after a restart
+    with those of the last `history_s` seconds.
     """
 
     @property
     def history_s(self) -> float:
+        """Seconds of the decision stream to replay at start; 0: do not follow it."""
         return 0.0
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        """Choose one of at least one candidate; `model` is the cost model of this request."""
+        """Choose among at least one candidate; `model` is the cost model of this request."""
         raise NotImplementedError
 
     def on_placed(self, decision: Decision, now: float) -> None:
-        """A request was placed, here or by a replica. May be told the same decision twice."""
+        """A request was placed, here or by a replica; may be called twice with a decision."""
 
     def on_finished(self, outcome: Outcome, now: float) -> None:
         """A placed request has ended."""
 
     def on_freed(self, request: str, now: float) -> None:
-        """A request is over or was given up. Its outcome comes before or after, or never."""
+        """A request ended or was given up; its outcome comes before, after or never."""
 
     def admits(self, request: RouteRequest, now: float) -> bool:
-        """Whether the request may be placed now; if not, it is asked again until its deadline."""
+        """Whether the request may be placed now; if not, called again until its deadline."""
         return True
 
     def queue_boost_s(self, request: RouteRequest) -> float:
-        """Seconds by which a request counts as come earlier in the queue; inf: it passes it by."""
+        """Seconds subtracted from the arrival time in the queue; inf bypasses the queue."""
         return 0.0
 
     def state(self) -> bytes | None:
-        """What the replicas and the next start should know; None if there is nothing."""
+        """Learned state for the replicas and the next start; None if there is none."""
         return None
 
     def merge(self, router: str, state: bytes, own: bool) -> None:
-        """Take the `state` of a replica, or the own one of before a restart.
+        """Merge the `state` of a replica, or restore this router's from before a restart.
 
         Raises ValueError if it is unreadable.
         """
 
     def tick(self, now: float) -> None:
-        """House-keeping, about once a second."""
+        """Housekeeping, about once a second."""
 
 
 class Kv(Policy):
-    """Least KV cost: work to prefill, less what is cached, plus blocks to decode with."""
+    """Least KV cost: blocks to prefill, less the cached ones, plus active blocks."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = model.cost(candidates)
@@ -65,7 +66,7 @@ class Kv(Policy):
 
 
 class KvMultiplicative(Policy):
-    """Prefill times decode: no backlog of the one kind is made good by a lack of the other."""
+    """Prefill times decode: little of one does not compensate for much of the other."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = model.prefill(candidates) * (candidates.decode + 1)
@@ -77,7 +78,7 @@ class KvMultiplicative(Policy):
 
 
 class LeastLoaded(Policy):
-    """Fewest active requests; among those, the smallest share of blocks in use."""
+    """Fewest active requests; among equals, the smallest share of blocks in use."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = _load(candidates)
@@ -85,7 +86,7 @@ class LeastLoaded(Policy):
 
 
 class PowerOfTwo(Policy):
-    """The less loaded one of two drawn at random (Mitzenmacher 2001): no herd, little state."""
+    """The less loaded of two drawn at random (Mitzenmacher 2001): avoids herding."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = _load(candidates)
@@ -96,7 +97,7 @@ class PowerOfTwo(Policy):
 
 
 class LoadAware(Policy):
-    """beta times load, relative to the most loaded candidate, less the prompt's cached share."""
+    """beta times load relative to the most loaded candidate, less the prompt's cached share."""
 
     def __init__(self, beta: float) -> None:
         self._beta = beta
@@ -121,7 +122,7 @@ class RoundRobin(Policy):
 
 
 class Uniform(Policy):
-    """Any rank, each as likely as the next."""
+    """A uniformly random rank."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(rng.randrange(len(candidates)), np.zeros(len(candidates)))

@@ -61,7 +61,7 @@ class PrefixTree:
         return not self._root.children
 
     def add(self, slot: int, hashes: bytes) -> tuple[PrefixNode, int]:
-        """Add a prompt to `slot`; returns its end node, for `drop`, and the new blocks of `slot`."""
+        """Add a prompt to `slot`; returns its end node, for `drop`, and the blocks it adds."""
         node, at, new = self._root, 0, 0
         while at < len(hashes):
             child = node.children.get(hashes[at : at + HASH])
