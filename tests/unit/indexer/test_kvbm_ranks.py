@@ -1,4 +1,4 @@
-"""A kvbm among the holders of the index: one instance with a rank for each of its models."""
+"""State of a kvbm: one instance with a rank for each of its models."""
 
 import struct
 
@@ -64,7 +64,7 @@ def test_each_model_is_a_rank_with_tiers_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("events_first", [False, True])
-def test_the_death_or_restart_of_a_kvbm_takes_all_its_models(events_first: bool) -> None:
+def test_the_death_or_restart_of_a_kvbm_drops_all_its_models(events_first: bool) -> None:
     states = make()
     if not events_first:
         states.joined(card("k-1"))
@@ -94,20 +94,20 @@ def test_a_gap_makes_one_model_unknown_until_its_dump() -> None:
     assert held(states, 1, 2) == {"k-1/0": (0, 2, 0, 0)}
 
 
-def test_after_a_hole_every_model_on_the_card_is_asked_for() -> None:
+def test_after_a_stream_gap_dumps_of_all_models_are_requested() -> None:
     states = make(card("k-1"))
     tell(states, "k-1", 0, stored(1, 1))
     states.mark_all_unknown()
     assert set(states.due_dumps(0.0, 0.0)) == {RankKey("k-1", 0), RankKey("k-1", 1)}
 
 
-def test_a_kvbm_without_models_is_asked_for_nothing() -> None:
+def test_no_dump_is_requested_of_a_kvbm_without_models() -> None:
     states = make(card("k-1", models=0))
     states.mark_all_unknown()
     assert states.due_dumps(0.0, 0.0) == []
 
 
-def test_one_that_tells_of_more_blocks_than_its_tiers_have_is_lost() -> None:
+def test_a_kvbm_that_reports_more_blocks_than_its_tiers_is_unknown() -> None:
     states = make(card("k-1"))
     most = 2 * 300 + 4096
     tell(states, "k-1", 0, stored(1, 1, model="other"), model="other")
@@ -120,7 +120,7 @@ def test_one_that_tells_of_more_blocks_than_its_tiers_have_is_lost() -> None:
     assert states.due_dumps(0.0, 0.0) == [RankKey("k-1", 0)]
 
 
-def test_a_snapshot_keeps_its_tiers_and_whose_they_are() -> None:
+def test_a_snapshot_restores_tiers_and_holders() -> None:
     before = make(card("k-1"))
     tell(before, "k-1", 0, stored(1, 1, 2), stored(3, 1, 2, 3))
     tell(before, "k-1", 0, stored(2, 4, model="other"), model="other")

@@ -1,4 +1,4 @@
-"""What ranks hold, from numbered events: gaps, duplicates, replacement, lapsed leases."""
+"""State of ranks from numbered events: gaps, duplicates, replacement, lapsed leases."""
 
 import struct
 from itertools import count
@@ -109,7 +109,7 @@ def test_only_the_new_part_of_an_overlapping_batch_counts(mesh: Mesh) -> None:
     assert mesh.held(1) == {}
 
 
-def test_a_gap_counts_zero_until_a_dump_arrives(mesh: Mesh) -> None:
+def test_a_rank_with_a_gap_has_no_overlaps_until_a_dump(mesh: Mesh) -> None:
     mesh.batch(0, stored(1, 2))
     mesh.batch(2, stored(3, parent=2))
     assert mesh.held(1, 2, 3) == {}
@@ -135,7 +135,7 @@ def test_a_dump_within_the_batch_that_shows_the_gap_counts(mesh: Mesh) -> None:
     assert mesh.held(2) == {"w-1/0": 1}
 
 
-def test_clearing_one_tier_does_not_end_ignorance(mesh: Mesh) -> None:
+def test_clearing_one_tier_does_not_make_a_rank_known(mesh: Mesh) -> None:
     mesh.batch(5, Cleared(0), stored(1))
     assert mesh.held(1) == {}
 
@@ -147,7 +147,7 @@ def test_a_dump_from_before_the_gap_does_not_count(mesh: Mesh) -> None:
     assert mesh.held(3) == {}
 
 
-def test_an_empty_batch_tells_of_a_gap(mesh: Mesh) -> None:
+def test_an_empty_batch_reveals_a_gap(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.batch(1)
     assert mesh.held(1) == {"w-1/0": 1}
@@ -155,7 +155,7 @@ def test_an_empty_batch_tells_of_a_gap(mesh: Mesh) -> None:
     assert mesh.held(1) == {}
 
 
-def test_asking_is_repeated_ever_more_rarely_and_then_takes_any_dump(mesh: Mesh) -> None:
+def test_dump_requests_back_off_and_then_accept_any_dump(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.batch(1 << 40, stored(2))  # nonsense that moves the next id out of reach
     asked = [now for now in range(40) if mesh.due(float(now))]
@@ -164,7 +164,7 @@ def test_asking_is_repeated_ever_more_rarely_and_then_takes_any_dump(mesh: Mesh)
     assert mesh.held(3) == {"w-1/0": 1}
 
 
-def test_a_rank_that_keeps_losing_events_is_asked_at_most_once_a_second(mesh: Mesh) -> None:
+def test_dumps_of_one_rank_are_requested_at_most_once_a_second(mesh: Mesh) -> None:
     asked = 0
     for i, first in zip(range(100), count(1, 3), strict=False):
         mesh.batch(first, Cleared(), stored(1))
@@ -173,7 +173,7 @@ def test_a_rank_that_keeps_losing_events_is_asked_at_most_once_a_second(mesh: Me
     assert asked == 10
 
 
-def test_ranks_are_apart(mesh: Mesh) -> None:
+def test_ranks_are_independent(mesh: Mesh) -> None:
     mesh.batch(0, stored(1), rank=0)
     mesh.batch(0, stored(1, 2), rank=1)
     mesh.batch(7, stored(5), rank=0)
@@ -199,7 +199,7 @@ def test_a_new_instance_drops_what_a_lapsed_one_held() -> None:
     assert mesh.held(2) == {"w-2/0": 1}
 
 
-def test_an_instance_without_a_lease_does_not_push_out_a_live_one(mesh: Mesh) -> None:
+def test_an_instance_without_a_lease_does_not_replace_a_live_one(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.batch(0, stored(2), instance="w-0")
     assert mesh.held(1) == {"w-1/0": 1}
@@ -209,7 +209,7 @@ def test_an_instance_without_a_lease_does_not_push_out_a_live_one(mesh: Mesh) ->
     assert mesh.due(0.0) == [RankKey("w-0", 0)]
 
 
-def test_history_of_a_former_instance_does_not_silence_the_live_one(mesh: Mesh) -> None:
+def test_events_of_a_former_instance_do_not_replace_the_live_one(mesh: Mesh) -> None:
     mesh.states.mark_all_unknown()
     mesh.batch(7, stored(2), instance="w-0")
     mesh.batch(0, stored(1))
@@ -252,7 +252,7 @@ def test_a_lapsed_lease_drops_the_worker(mesh: Mesh) -> None:
     assert mesh.held(2) == {}
 
 
-def test_a_worker_back_from_a_lapse_is_asked_for_a_dump(mesh: Mesh) -> None:
+def test_a_dump_is_requested_of_a_worker_whose_lease_returns(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.states.left(card("w-1"))
     mesh.states.joined(card("w-1", ranks=2))
@@ -261,14 +261,14 @@ def test_a_worker_back_from_a_lapse_is_asked_for_a_dump(mesh: Mesh) -> None:
     assert mesh.held(1) == {"w-1/0": 1}
 
 
-def test_when_the_newer_of_two_namesakes_leaves_the_other_is_asked_again(mesh: Mesh) -> None:
+def test_a_dump_of_the_older_namesake_is_requested_when_the_newer_leaves(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.states.joined(card("w-2", started=1.0))
     mesh.states.left(card("w-2", started=1.0))
     assert mesh.due(0.0) == [RankKey("w-1", 0)]
 
 
-def test_the_dead_of_the_history_are_dropped_once_it_is_read() -> None:
+def test_dead_instances_are_dropped_once_history_is_read() -> None:
     mesh = Mesh()
     mesh.batch(0, stored(1))
     mesh.states.joined(card("v-1", name="v"))
@@ -277,7 +277,7 @@ def test_the_dead_of_the_history_are_dropped_once_it_is_read() -> None:
     assert mesh.held(1) == {"v-1/0": 1}
 
 
-def test_a_rank_that_the_history_does_not_tell_of_is_asked_for_a_dump(mesh: Mesh) -> None:
+def test_a_dump_is_requested_of_a_rank_without_events_in_history(mesh: Mesh) -> None:
     mesh.states.joined(card("v-1", name="v", ranks=2))
     mesh.batch(0, stored(1))
     mesh.batch(0, stored(1), instance="v-1", worker="v")
@@ -286,7 +286,7 @@ def test_a_rank_that_the_history_does_not_tell_of_is_asked_for_a_dump(mesh: Mesh
     assert mesh.held(1) == {"w-1/0": 1, "v-1/0": 1}
 
 
-def test_a_worker_that_appears_later_is_asked_unless_its_events_are_known(mesh: Mesh) -> None:
+def test_a_dump_is_requested_of_a_later_worker_without_known_events(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.states.reconcile()
     mesh.states.joined(card("v-1", name="v"))
@@ -309,7 +309,7 @@ def test_a_publisher_without_a_lease_is_dropped_after_a_grace() -> None:
     assert mesh.held(1) == {}
 
 
-def test_a_hole_in_the_stream_makes_every_live_rank_unknown(mesh: Mesh) -> None:
+def test_a_stream_gap_makes_every_live_rank_unknown(mesh: Mesh) -> None:
     mesh.states.joined(card("v-1", name="v", ranks=2))
     mesh.batch(0, stored(1))
     mesh.states.mark_all_unknown()
@@ -344,7 +344,7 @@ def test_a_dump_may_hold_blocks_whose_parent_is_gone(mesh: Mesh) -> None:
     assert mesh.held(1, 2, 3) == {"w-1/0": 3}
 
 
-def test_a_rank_that_tells_of_more_blocks_than_it_has_is_lost(mesh: Mesh) -> None:
+def test_a_rank_that_reports_more_blocks_than_its_capacity_is_unknown(mesh: Mesh) -> None:
     mesh.batch(0, stored(*range(1, 4001)))
     assert mesh.states.mark_excessive_unknown() == []
     mesh.batch(1, stored(*range(4001, 4200), parent=4000))
@@ -354,7 +354,7 @@ def test_a_rank_that_tells_of_more_blocks_than_it_has_is_lost(mesh: Mesh) -> Non
     assert mesh.states.mark_excessive_unknown() == []
 
 
-def test_the_numbers_of_dropped_ranks_are_used_again(mesh: Mesh) -> None:
+def test_slots_of_dropped_ranks_are_reused(mesh: Mesh) -> None:
     for i in range(1, 50):
         mesh.batch(0, stored(i), instance=f"w-{i}")
     assert mesh.states.ranks == 1

@@ -1,4 +1,4 @@
-"""What docs/routing.md shows works as shown."""
+"""The examples of docs/routing.md work as shown."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""Slow ranks are told from busy ones, by what engines say of their steps."""
+"""Slow ranks are distinguished from busy ones by their step reports."""
 
 from dataclasses import dataclass
 from random import Random
@@ -74,7 +74,7 @@ def watch(speeds: RankSpeeds, engines: list[Engine], seconds: int, start: int = 
         speeds.update(float(second), len(engines))
 
 
-def test_equal_engines_scale_nothing_whatever_they_do() -> None:
+def test_equal_engines_have_no_slowness_under_any_load() -> None:
     loads = [(100, 0.05), (8000, 0.1), (2000, 0.9), (500, 0.5), (4000, 0.02)]
     engines = [Engine(str(n), prompt=p, most_used=u) for n, (p, u) in enumerate(loads)]
     speeds = RankSpeeds()
@@ -102,7 +102,7 @@ def test_no_engine_counts_as_more_than_ten_times_as_slow() -> None:
     assert speeds.outliers == {2: MAX_SLOWNESS}
 
 
-def test_one_that_has_recovered_counts_like_the_others_again() -> None:
+def test_a_recovered_engine_counts_as_normal() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     speeds = RankSpeeds()
     watch(speeds, engines, 40)
@@ -112,7 +112,7 @@ def test_one_that_has_recovered_counts_like_the_others_again() -> None:
     assert speeds.outliers == {}
 
 
-def test_one_that_is_avoided_is_tried_again_after_a_while() -> None:
+def test_an_avoided_engine_is_tried_again_after_a_while() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     speeds = RankSpeeds()
     watch(speeds, engines, 40)
@@ -121,7 +121,7 @@ def test_one_that_is_avoided_is_tried_again_after_a_while() -> None:
     assert speeds.outliers == {}
 
 
-def test_a_slow_rank_costs_as_much_more_as_it_is_slow() -> None:
+def test_slowness_multiplies_the_cost() -> None:
     router = RouterCore("m", "router", RouterSettings(prefill_weight=1.0), Random(0))
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     for engine in engines:

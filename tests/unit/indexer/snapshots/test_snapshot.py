@@ -1,4 +1,4 @@
-"""Snapshots: what is captured comes back, and what is damaged is refused."""
+"""Snapshots: captured state is restored, damaged snapshots are refused."""
 
 import hashlib
 import struct
@@ -72,7 +72,7 @@ def states() -> RankStates:
     return states
 
 
-def test_what_was_captured_comes_back(states: RankStates) -> None:
+def test_a_captured_state_is_restored(states: RankStates) -> None:
     copy = RankStates(create_index())
     assert restore(copy, snapshot(states), "whole", STREAM) == 9
     assert contents(copy) == contents(states)

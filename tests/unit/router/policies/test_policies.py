@@ -1,4 +1,4 @@
-"""Each policy's formula and behaviour on small cases worked by hand."""
+"""Formula and behaviour of each policy on small cases worked by hand."""
 
 import logging
 import sys
@@ -120,7 +120,7 @@ def test_credits_decay_with_excess_prefill() -> None:
     assert CostModel().prefill(seen).tolist() == [2, 12]
 
 
-def test_a_rank_without_room_comes_after_those_with_room() -> None:
+def test_a_full_rank_comes_after_those_with_free_capacity() -> None:
     # Of 1,024 blocks 972.8 may be used, so what the rank with the whole prompt lacks outweighs it.
     seen = candidates([10, 0, 0], [973.0, 900.0, 950.0])
     choice = choose("kv", seen, CostModel())
@@ -130,7 +130,7 @@ def test_a_rank_without_room_comes_after_those_with_room() -> None:
     assert full.chosen == 1  # the one that lacks the fewest
 
 
-def test_unlike_ranks_are_full_at_blocks_of_their_own() -> None:
+def test_the_shortage_depends_on_each_ranks_capacity() -> None:
     seen = candidates([10, 0, 0], [600.0, 700.0, 5000.0])
     seen.table.set_capacity(0, 500)
     seen.table.set_capacity(2, 0)  # unknown
@@ -142,7 +142,7 @@ def test_unlike_ranks_are_full_at_blocks_of_their_own() -> None:
     assert not seen.shortage.any()
 
 
-def test_room_that_nobody_lacks_is_not_looked_at() -> None:
+def test_the_shortage_is_not_computed_if_no_rank_can_be_short() -> None:
     seen = candidates([10, 0], [900.0, 972.0])
     assert seen.shortage is None
     for slot in range(2):
@@ -151,7 +151,7 @@ def test_room_that_nobody_lacks_is_not_looked_at() -> None:
     assert seen.shortage is None
 
 
-def test_a_temperature_draws_among_those_that_lack_nothing() -> None:
+def test_a_temperature_draws_among_ranks_without_shortage() -> None:
     cost = np.array([10.0, 30.0, 5 * SHORTAGE_COST, 20.0])
     rng = Random(7)
     drawn = Counter(pick(cost, 1.0, rng) for _ in range(400))
@@ -210,7 +210,7 @@ def test_a_request_may_name_another_policy() -> None:
 # --- predicted prefixes and approximate mode
 
 
-def test_siblings_of_a_burst_meet_before_any_event() -> None:
+def test_siblings_of_a_burst_share_a_rank_before_any_event() -> None:
     router = core("a", "b", "c", "d", predicted_ttl_s=5.0)
     first = place(router, "1", now=0.0)
     router.apply(SeqPrefilled("1"), 0.1)
@@ -223,14 +223,14 @@ def test_siblings_of_a_burst_meet_before_any_event() -> None:
     assert first.chosen.overlap == [0, 0, 0, 0]
 
 
-def test_predicted_blocks_fill_up_what_the_index_knows() -> None:
+def test_predicted_blocks_extend_the_indexs_overlap() -> None:
     router = core("a", predicted_ttl_s=5.0)
     place(router, "1", sequence(*range(6)))
     held = overlaps({"a": (2, 5)})
     assert router.decide(request("2", TEN), held, 1.0).chosen.overlap == [6, 1, 0, 0]
 
 
-def test_without_events_prompts_are_taken_to_stay_where_they_went() -> None:
+def test_without_kv_events_placed_prompts_count_as_cached() -> None:
     router = core("a", "b", kv_events=False, approximate_ttl_s=120.0)
     first = place(router, "1", now=0.0)
     router.apply(SeqFree("1"), 1.0)
@@ -262,7 +262,7 @@ def test_a_hard_session_stays_whatever_the_load() -> None:
     assert session(router, "3", 2.0, session="s").chosen.instance != home
 
 
-def test_a_soft_session_stays_while_it_pays() -> None:
+def test_a_soft_session_stays_unless_another_rank_is_cheaper_by_the_spill() -> None:
     router = core("a", "b", policy="session", session_mode="soft", session_spill=1.0)
     home = session(router, "1", 0.0, session="s").chosen.instance
     router.apply(SeqFree("1"), 0.0)
@@ -303,7 +303,7 @@ def test_subagents_start_beside_their_parent_and_a_final_request_unbinds() -> No
     "limits",
     [Thresholds(blocks=10), Thresholds(blocks_share=10 / 1024), Thresholds(prefill_tokens=160)],
 )
-def test_a_rank_past_any_threshold_takes_no_more(limits: Thresholds) -> None:
+def test_a_rank_past_any_busy_threshold_is_left_out(limits: Thresholds) -> None:
     router = core("a", "b")
     router.limits = limits
     home = place(router, "1").chosen.instance
@@ -316,7 +316,7 @@ def test_a_rank_past_any_threshold_takes_no_more(limits: Thresholds) -> None:
     assert router.decide(request("3", TEN), held, 0.0).chosen.instance == home
 
 
-def test_a_taint_repels_those_who_do_not_tolerate_it() -> None:
+def test_a_taint_excludes_requests_that_do_not_tolerate_it() -> None:
     router = core()
     router.join(worker("spot", labels={"taint.spot": "1"}))
     with pytest.raises(NoWorkers):
@@ -335,7 +335,7 @@ def test_a_preference_scales_the_cost_within_bounds() -> None:
     assert costs == pytest.approx({"a": 20.0, "b": 20.0 / np.e})
 
 
-def test_a_worker_that_does_not_fit_is_left_out_until_the_others_have_gone() -> None:
+def test_an_incompatible_worker_is_left_out_until_the_others_leave() -> None:
     router = core("a")
     router.join(worker("b", block_size=32))
     assert router.decide(request("1", TEN), None, 0.0).eligible == 1
@@ -357,7 +357,7 @@ def test_the_oldest_lease_wins_whenever_it_is_seen() -> None:
 # --- disaggregated placement
 
 
-def test_a_long_cold_prompt_is_split_and_a_short_or_hot_one_is_not() -> None:
+def test_only_a_long_uncached_prompt_is_disaggregated() -> None:
     router = core(disagg_tokens=100)
     router.join(worker("p1", serves="prefill"))
     router.join(worker("d1", serves="decode"))
@@ -370,7 +370,7 @@ def test_a_long_cold_prompt_is_split_and_a_short_or_hot_one_is_not() -> None:
     assert (short.prefill, hot.prefill, hot.chosen.instance) == (None, None, "d2")
 
 
-def test_prefill_counts_there_until_the_first_token() -> None:
+def test_remote_prefill_counts_until_the_first_token() -> None:
     router = core(disagg_tokens=100, disagg_backlog=0.015)
     router.join(worker("p", serves="prefill"))
     router.join(worker("d", serves="decode"))
@@ -452,7 +452,7 @@ def test_an_unknown_policy_is_refused_at_start(name: str) -> None:
         ("class P:\n  def __init__(self, beta):\n    pass", "missing .* 'beta'"),
     ],
 )
-def test_a_policy_that_cannot_be_made_is_refused_with_its_cause(
+def test_a_policy_that_fails_to_load_is_refused_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, cause: str
 ) -> None:
     (tmp_path / "broken_policies.py").write_text(code)
@@ -495,7 +495,7 @@ def test_an_installed_policy_is_found_by_its_entry_point(
     registry._entry_points.cache_clear()
 
 
-def test_unknown_names_do_not_make_a_router_look_for_policies_each_time(
+def test_entry_points_are_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0

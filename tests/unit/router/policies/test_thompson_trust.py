@@ -1,4 +1,4 @@
-"""How far the bandit may depart from kv, in simulated worlds that reward or punish it."""
+"""Bounds of the Thompson policy's departures from kv, in simulated worlds."""
 
 from collections.abc import Callable
 from random import Random
@@ -55,19 +55,19 @@ def bait(chosen: Candidate, turn: int) -> float:
     return usual * (1 if chosen.instance != "c" else 0.2 if turn < 60 else 3)
 
 
-def test_it_departs_where_that_pays() -> None:
+def test_it_departs_from_kv_where_outcomes_improve() -> None:
     kv, bandit = (mean(first_tokens(p, prefill_is_all, 800)) for p in ("kv", "thompson"))
     assert bandit < 0.8 * kv
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_worker_that_turns_bad_costs_little(seed: int) -> None:
+def test_a_worker_that_turns_slow_costs_little(seed: int) -> None:
     kv, bandit = (mean(first_tokens(p, bait, 800, seed)) for p in ("kv", "thompson"))
     assert bandit < 1.05 * kv
 
 
 @pytest.mark.parametrize(("gain", "radius"), [(-1.0, 1.0), (1.0, MIN_RADIUS)])
-def test_the_radius_follows_what_departures_achieve(gain: float, radius: float) -> None:
+def test_the_radius_follows_the_results_of_departures(gain: float, radius: float) -> None:
     trust, rng = Trust(), Random(3)
     for _ in range(2000):
         held_out = trust.holds_out(rng)
@@ -75,7 +75,7 @@ def test_the_radius_follows_what_departures_achieve(gain: float, radius: float) 
     assert trust.radius == radius
 
 
-def test_a_part_of_the_contested_requests_is_held_out_and_explained() -> None:
+def test_a_share_of_contested_requests_is_held_out_and_explained() -> None:
     notes = []
     core = RouterCore("m", "r", RouterSettings(policy="thompson", queue_threshold=0.0), Random(1))
     for name in "ab":
@@ -91,7 +91,7 @@ def test_a_part_of_the_contested_requests_is_held_out_and_explained() -> None:
     assert 5 < held_out < 120
 
 
-def test_in_saturation_it_is_kv() -> None:
+def test_in_saturation_it_decides_as_kv() -> None:
     choices = []
     for policy in ("kv", "thompson"):
         core = RouterCore("m", "r", RouterSettings(policy=policy, queue_threshold=0.0), Random(1))
@@ -114,7 +114,7 @@ def test_in_saturation_it_is_kv() -> None:
     assert choices[0] == choices[1]
 
 
-def test_time_in_the_queue_is_no_matter_of_where_a_request_went() -> None:
+def test_queue_time_is_no_evidence() -> None:
     beliefs = []
     for waited in (0.0, 100.0):
         core = RouterCore("m", "r", RouterSettings(policy="thompson"), Random(1))
