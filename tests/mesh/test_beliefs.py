@@ -116,8 +116,8 @@ async def test_a_router_names_an_index_that_knows_nothing_of_what_workers_hold(m
     mesh.start("frontend", "frontend-0")
     await mesh.ready()
     words = (
-        "the index has no overlaps for prompts of kvmesh-demo that begin like earlier ones: KV events"
-        " are lost, disabled, or hashed with another block size or salt"
+        "the index has no overlaps for prompts of kvmesh-demo that begin like earlier ones:"
+        " KV events are lost, disabled, or hashed with another block size or salt"
     )
 
     async def named() -> bool:

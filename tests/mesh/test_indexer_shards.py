@@ -1,4 +1,4 @@
-"""A divided index on a real bus: whichever part is asked, the answer is whole."""
+"""A divided index on a real bus: every shard's replica gives whole replies."""
 
 import asyncio
 import time
@@ -32,7 +32,7 @@ async def replicas(options: BusOptions, limits: StreamLimits, bus: Bus) -> Async
 
 
 @pytest.mark.parametrize("by", ["root", "namespace"])
-async def test_shards_together_know_what_one_index_would(
+async def test_shards_together_equal_one_index(
     bus: Bus, limits: StreamLimits, replicas: Replicas, by: Literal["root", "namespace"]
 ) -> None:
     worker = Publisher(bus, limits, "w", "w-1")
@@ -53,7 +53,7 @@ async def test_shards_together_know_what_one_index_would(
     await worker.close()
 
 
-async def test_prompts_of_a_missing_shard_count_zero(
+async def test_prompts_of_a_missing_shard_have_no_overlaps(
     bus: Bus, limits: StreamLimits, replicas: Replicas
 ) -> None:
     worker = Publisher(bus, limits, "w", "w-1")
@@ -108,7 +108,7 @@ async def test_a_silent_replica_of_a_shard_costs_no_overlaps(
     await worker.close()
 
 
-async def test_a_shard_that_does_not_exist_is_a_clear_error(replicas: Replicas) -> None:
+async def test_an_invalid_shard_is_refused_at_start(replicas: Replicas) -> None:
     with pytest.raises(StartError, match="shard 2 of 2"):
         await replicas.start(Settings(shards=2, shard=2))
 

@@ -62,7 +62,7 @@ async def generations(bus: Bus, worker: Publisher, count: int, start: int = 1) -
         await eventually(newer)
 
 
-async def test_a_replica_restores_what_the_stream_no_longer_has(
+async def test_a_replica_restores_blocks_purged_from_the_stream(
     bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     first = await replicas.start(OFTEN)
@@ -82,7 +82,7 @@ async def purged(bus: Bus) -> bool:
     return await first_seq(bus) > 1
 
 
-async def test_the_stream_keeps_what_the_snapshot_before_the_newest_needs(
+async def test_the_stream_retains_the_messages_after_the_previous_snapshot(
     bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     replica = await replicas.start(OFTEN)
@@ -129,7 +129,7 @@ async def test_a_snapshot_whose_chunks_are_gone_is_skipped(
     assert await ask(bus, 20, 21) == {"w-1": 2}
 
 
-async def test_chunks_without_an_object_are_swept_away(
+async def test_chunks_without_an_object_are_purged(
     bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     bucket = bus.subjects.index_bucket
@@ -161,7 +161,7 @@ async def test_only_one_of_several_replicas_writes(
     await eventually(lambda: len(writers()) == 2)
 
 
-async def test_a_hole_in_the_stream_is_filled_by_dumps_even_of_idle_workers(
+async def test_a_stream_gap_is_repaired_by_dumps_even_of_idle_workers(
     bus: Bus, limits: StreamLimits, worker: Publisher, replicas: Replicas
 ) -> None:
     idle = Publisher(bus, limits, "idle", "idle-1")
@@ -181,7 +181,7 @@ async def test_a_hole_in_the_stream_is_filled_by_dumps_even_of_idle_workers(
     await idle.close()
 
 
-async def test_reset_states_starts_empty_and_learns_from_the_living(
+async def test_reset_states_starts_empty_and_requests_dumps(
     bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     first = await replicas.start(OFTEN)
@@ -252,7 +252,7 @@ async def test_a_snapshot_of_messages_that_were_rewound_is_dropped_for_one_befor
         await told(bus, [start, start + 1], {"w-1": 2})
 
 
-async def test_a_leader_forgets_what_its_snapshots_covered_of_a_rewound_stream(
+async def test_a_leader_drops_its_snapshots_of_a_rewound_stream(
     nats_server: NatsServer,
     bus: Bus,
     limits: StreamLimits,
@@ -277,7 +277,7 @@ async def test_a_leader_forgets_what_its_snapshots_covered_of_a_rewound_stream(
     await told(bus, [500, 501], {"w-1": 2})
 
 
-async def test_a_replica_that_hears_nothing_does_not_pass_for_current(
+async def test_a_replica_without_messages_is_not_ready(
     nats_server: NatsServer, bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     replica = await replicas.start()

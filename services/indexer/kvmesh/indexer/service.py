@@ -143,7 +143,7 @@ class IndexerService:
             log.debug("card not updated, the next renewal does it: %s", error)
 
     def _is_leader(self) -> bool:
-        """Whether this replica writes the shard's snapshots: the oldest ready one does."""
+        """True if this replica writes the shard's snapshots: the oldest ready one does."""
         peers = [
             (card.started, card.instance)
             for card in self._directory.instances

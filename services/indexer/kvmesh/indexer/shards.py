@@ -41,7 +41,7 @@ class Shard:
         return "whole" if self.whole else f"{self.by}-{number}of{self.count}"
 
     def owns_root(self, salt: int, local: bytes) -> bool:
-        """Whether this shard owns prompts that begin with these blocks (packed local hashes)."""
+        """True if this shard owns prompts that begin with these blocks (packed local hashes)."""
         if self.whole or not local:
             return True
         if self.by == "namespace":

@@ -89,7 +89,7 @@ class IndexClient:
 
     @property
     def outage(self) -> bool:
-        """Whether queries failed lately and replies have not been steady since."""
+        """True if queries failed lately and replies have not been steady since."""
         return self._outage
 
     async def open(self) -> None:

@@ -217,7 +217,7 @@ class PlacementQueue:
         return any(self._lane_has_capacity(lane) for lane in self._queue.lanes)
 
     def _has_capacity(self, request: RouteRequest) -> bool:
-        """Whether some eligible rank is below the threshold of active prefill."""
+        """True if some eligible rank is below the threshold of active prefill."""
         slots = self.core.eligible(request)
         among, slot = self._last_free
         if among is slots and self._below_threshold(slot):
@@ -322,10 +322,10 @@ class PlacementQueue:
             self._unadmitted.pop(request, None)
 
     def _lane_has_capacity(self, lane: str) -> bool:
-        """Whether a lane's requests have capacity, or are to be refused and so need not wait."""
+        """True if a lane's requests have capacity, or are to be refused and so need not wait."""
         constraints = self._constraints.get(lane)
         if constraints is None:
-            return False  # the lane of a replica that did not publish them
+            return False  # another replica did not publish its constraints
         try:
             return self._has_capacity(constraints)
         except Exception:

@@ -36,7 +36,7 @@ class Policy:
         """A request ended or was given up; its outcome comes before, after or never."""
 
     def admits(self, request: RouteRequest, now: float) -> bool:
-        """Whether the request may be placed now; if not, called again until its deadline."""
+        """True if the request may be placed now; else called again until its deadline."""
         return True
 
     def queue_boost_s(self, request: RouteRequest) -> float:

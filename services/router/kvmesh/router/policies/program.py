@@ -269,7 +269,7 @@ class ProgramPolicy(Policy):
         return program.tokens * settings.program_acting_weight * math.exp(-age)
 
     def _all_full(self, now: float) -> bool:
-        """Whether every rank is past `program_pause`."""
+        """True if every rank is past `program_pause`."""
         ranks = self._capacities(self._table) if self._table is not None else {}
         share = self._settings.program_pause
         return bool(ranks) and all(self._load(p, now) > share * c for p, c in ranks.items())
