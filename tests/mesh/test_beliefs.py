@@ -101,7 +101,7 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_named
 
     async with client_session() as client:
         await eventually(named)
-    short = f"the index knows less than half of the blocks that rank 0 of {await instance(mesh)}"
+    short = f"the index has less than half of the blocks that rank 0 of {await instance(mesh)}"
     await eventually_named(mesh, ports["worker"], "no_kv_events", f"{silent} what it holds")
     await eventually_named(mesh, ports["indexer"], "index_short", f"{short} reports as cached")
     assert json.loads(get(ports["worker"], "/health"))["status"] == "ok"
