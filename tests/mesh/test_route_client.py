@@ -89,10 +89,10 @@ class Stage:
         await eventually(lambda: router.router._router("m")._subscriptions)
 
     def waiting(self, router: RunningRouter) -> int:
-        return router.router._router("m").dispatcher.waiting
+        return router.router._router("m").queue.waiting
 
     def own(self, router: RunningRouter) -> int:
-        return len(router.router._router("m").dispatcher.own)
+        return len(router.router._router("m").queue.own_tickets)
 
     def active(self, router: RunningRouter) -> int:
         return len(router.router._router("m").core.active)

@@ -70,7 +70,7 @@ def test_a_request_that_is_not_freed_is_seen(monkeypatch: pytest.MonkeyPatch) ->
             tell(self, model, event)
 
     monkeypatch.setattr(SequenceEventPublisher, "event", event)
-    assert any("without news" in text for text in broken(set()))
+    assert any("without events" in text for text in broken(set()))
 
 
 def broken(only: set[str], most: int = 6) -> list[str]:

@@ -7,7 +7,6 @@ import pytest
 
 from kvmesh.bus.messages import Load
 from kvmesh.frontend.generation.cache_expectations import MIN_REQUESTS, CacheExpectations
-from kvmesh.indexer.shortfall import OFF_LOOKS, ON_LOOKS, Shortfall
 from kvmesh.runtime.warnings import SHOWN, Streak, Warnings
 from kvmesh.worker.health.event_silence import BLOCKS, REQUESTS, EventSilence
 
@@ -88,24 +87,6 @@ def test_aborted_prompts_shorter_than_a_block_are_no_blocks() -> None:
     short = (10 * BLOCKS + REQUESTS) * (SIZE - 1)
     told = load(requests=REQUESTS, aborted=10 * BLOCKS, computed_tokens=short)
     assert silence.look([told], {}) == {}
-
-
-def test_an_index_that_knows_less_than_half_for_a_while_is_short() -> None:
-    shortfall = Shortfall()
-    shortfall.take(load(cached_blocks=1000))
-    looks = [shortfall.look({("w-1", 0): 400}) for _ in range(ON_LOOKS)]
-    assert [bool(found) for found in looks] == [False] * (ON_LOOKS - 1) + [True]
-    assert "rank 0 of w-1" in looks[-1]["w-1 0"]
-    looks = [shortfall.look({("w-1", 0): 600}) for _ in range(OFF_LOOKS)]
-    assert [bool(found) for found in looks] == [True] * (OFF_LOOKS - 1) + [False]
-
-
-def test_what_is_on_its_way_or_of_a_worker_that_left_is_not_short() -> None:
-    shortfall = Shortfall()
-    shortfall.take(load(cached_blocks=100))
-    shortfall.take(load("w-2", cached_blocks=1000))
-    shortfall.forget("w-2")
-    assert not any(shortfall.look({}) for _ in range(2 * ON_LOOKS))
 
 
 def test_a_worker_that_finds_less_than_half_of_what_is_expected_is_named() -> None:

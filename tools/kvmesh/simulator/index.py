@@ -73,7 +73,7 @@ class Index:
             self.holdings.apply(under_way.popleft()[1])
         if not self._network.event_loss:
             return
-        for key in self.holdings.due(now, self._network.dump):
+        for key in self.holdings.due_dumps(now, self._network.dump):
             worker = self._workers.get(key.instance)
             if worker is not None:
                 self.publish(worker, worker.core.dump())

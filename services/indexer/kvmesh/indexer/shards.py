@@ -1,9 +1,9 @@
-"""Dividing one index among processes: which part owns a prompt.
+"""Division of one index among processes: the shard that owns a prompt.
 
-By *namespace*, a part owns whole (model, adapter, tenant) namespaces, so it costs nothing extra to
-follow but one busy tenant stays on one part. By *root*, a part owns the prompts that begin with
-certain first blocks, whatever their namespace. The first sequence hash of a prompt depends on both
-the namespace and the first block, so a query divided by root tells its owner by itself.
+By *namespace*, a shard owns whole (model, adapter, tenant) namespaces: cheap to filter, but one
+busy tenant stays on one shard. By *root*, a shard owns the prompts that begin with certain first
+blocks, whatever their namespace. The first sequence hash of a prompt depends on both the namespace
+and the first block, so a query divided by root identifies its owner by itself.
 """
 
 import struct
@@ -18,7 +18,7 @@ _WORD = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `number` of `count`."""
+    """Shard `number` of `count`."""
 
     number: int = 0
     count: int = 1
@@ -34,14 +34,14 @@ class Shard:
 
     @property
     def label(self) -> str:
-        """Names the division and the part; replicas of equal label are interchangeable."""
+        """Name of the division and the shard; replicas of equal label are interchangeable."""
         return self.label_of(self.number)
 
     def label_of(self, number: int) -> str:
         return "whole" if self.whole else f"{self.by}-{number}of{self.count}"
 
     def owns_root(self, salt: int, local: bytes) -> bool:
-        """Whether prompts that begin with these blocks (packed local hashes) belong here."""
+        """True if this shard owns prompts that begin with these blocks (packed local hashes)."""
         if self.whole or not local:
             return True
         if self.by == "namespace":
@@ -49,23 +49,23 @@ class Shard:
         return _first(sequence_hashes(local[:8], salt)) % self.count == self.number
 
     def owners(self, query: OverlapQuery) -> dict[int, list[int]]:
-        """For each part that may know something, which prompts of the query to ask it for."""
+        """The prompts (by index) to query each shard for; shards without any are left out."""
         everything = list(range(len(query.prompts)))
         if self.whole:
             return {self.number: everything}
         if self.by == "namespace":
             known = query.salt is not None
-            parts = [(query.salt or 0) % self.count] if known else list(range(self.count))
-            return dict.fromkeys(parts, everything)
+            shards = [(query.salt or 0) % self.count] if known else list(range(self.count))
+            return dict.fromkeys(shards, everything)
         owners: dict[int, list[int]] = {}
-        for place, prompt in enumerate(query.prompts):
+        for index, prompt in enumerate(query.prompts):
             if prompt:
-                owners.setdefault(_first(prompt) % self.count, []).append(place)
+                owners.setdefault(_first(prompt) % self.count, []).append(index)
         return owners
 
 
 def _first(hashes: bytes) -> int:
-    """The first of packed hashes; raises ValueError if there is not one whole hash."""
+    """The first of packed hashes; raises ValueError if there is none."""
     if len(hashes) < _WORD.size:
         raise ValueError("a prompt must be whole 64-bit hashes")
     (hash_,) = _WORD.unpack_from(hashes)

@@ -1,4 +1,4 @@
-"""Answers to overlap queries: the index's numbers become the mesh's names."""
+"""Replies to overlap queries: rank numbers become rank keys."""
 
 import struct
 
@@ -62,6 +62,6 @@ def test_no_prompts_get_no_rows(index: PrefixIndex) -> None:
     assert answer(index, KEYS, OverlapQuery([]), 0.0) == OverlapReply([], [])
 
 
-def test_a_ragged_prompt_is_an_error(index: PrefixIndex) -> None:
+def test_a_prompt_of_partial_hashes_is_an_error(index: PrefixIndex) -> None:
     with pytest.raises(ValueError, match="hash"):
         answer(index, KEYS, OverlapQuery([b"odd"]), 0.0)

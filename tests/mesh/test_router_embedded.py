@@ -1,4 +1,4 @@
-"""The router as a library, against real workers."""
+"""The embedded router, against real workers."""
 
 from collections.abc import AsyncIterator
 
@@ -96,7 +96,7 @@ async def test_a_caller_that_stops_iterating_stops_the_engine(mesh: Mesh) -> Non
     await bus.close()
 
 
-async def test_a_model_that_nobody_serves_is_a_clear_error(options: BusOptions, bus: Bus) -> None:
+async def test_a_model_without_workers_raises(options: BusOptions, bus: Bus) -> None:
     with pytest.raises(NoWorkers, match="nobody"):
         async with EmbeddedRouter.connect("nobody", options, timeout=0.2):
             pass
@@ -105,7 +105,7 @@ async def test_a_model_that_nobody_serves_is_a_clear_error(options: BusOptions, 
             pass
 
 
-async def test_what_the_library_places_counts_in_the_mesh(
+async def test_placements_of_an_embedded_router_count_in_the_mesh(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     async with (

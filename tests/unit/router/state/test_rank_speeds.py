@@ -1,4 +1,4 @@
-"""Slow ranks are told from busy ones, by what engines say of their steps."""
+"""Slow ranks are distinguished from busy ones by their step reports."""
 
 from dataclasses import dataclass
 from random import Random
@@ -9,7 +9,7 @@ from support.routing import request, sequence, worker
 
 from kvmesh.bus.messages import Load
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MOST, RankSpeeds
+from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MAX_SLOWNESS, RankSpeeds
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial
 
@@ -70,17 +70,17 @@ def watch(speeds: RankSpeeds, engines: list[Engine], seconds: int, start: int = 
         for slot, engine in enumerate(engines):
             engine.used = rng.uniform(0.0, engine.most_used)
             engine.run(1.0, rng)
-            speeds.take(slot, engine.load(), float(second))
+            speeds.observe(slot, engine.load(), float(second))
         speeds.update(float(second), len(engines))
 
 
-def test_equal_engines_scale_nothing_whatever_they_do() -> None:
+def test_equal_engines_have_no_slowness_under_any_load() -> None:
     loads = [(100, 0.05), (8000, 0.1), (2000, 0.9), (500, 0.5), (4000, 0.02)]
     engines = [Engine(str(n), prompt=p, most_used=u) for n, (p, u) in enumerate(loads)]
     speeds = RankSpeeds()
     watch(speeds, engines, 120)
     assert speeds.slowness is None
-    assert speeds.told == {}
+    assert speeds.outliers == {}
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -90,38 +90,38 @@ def test_a_slow_engine_is_found_among_others(count: int, factor: float) -> None:
     engines[-1].slowness = factor
     speeds = RankSpeeds()
     watch(speeds, engines, 40)
-    assert list(speeds.told) == [count - 1]
-    assert speeds.told[count - 1] == pytest.approx(factor, rel=0.3)
-    assert speeds.of(np.array([0, count - 1])) is not None
+    assert list(speeds.outliers) == [count - 1]
+    assert speeds.outliers[count - 1] == pytest.approx(factor, rel=0.3)
+    assert speeds.factors(np.array([0, count - 1])) is not None
 
 
 def test_no_engine_counts_as_more_than_ten_times_as_slow() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=50.0)]
     speeds = RankSpeeds()
     watch(speeds, engines, 60)
-    assert speeds.told == {2: MOST}
+    assert speeds.outliers == {2: MAX_SLOWNESS}
 
 
-def test_one_that_has_recovered_counts_like_the_others_again() -> None:
+def test_a_recovered_engine_counts_as_normal() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     speeds = RankSpeeds()
     watch(speeds, engines, 40)
-    assert list(speeds.told) == [2]
+    assert list(speeds.outliers) == [2]
     engines[2].slowness = 1.0
     watch(speeds, engines, 40, start=40)
-    assert speeds.told == {}
+    assert speeds.outliers == {}
 
 
-def test_one_that_is_avoided_is_tried_again_after_a_while() -> None:
+def test_an_avoided_engine_is_tried_again_after_a_while() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     speeds = RankSpeeds()
     watch(speeds, engines, 40)
     engines[2].share = 0.0
     watch(speeds, engines, int(EVIDENCE_S + 2 * FIT_S), start=40)
-    assert speeds.told == {}
+    assert speeds.outliers == {}
 
 
-def test_a_slow_rank_costs_as_much_more_as_it_is_slow() -> None:
+def test_slowness_multiplies_the_cost() -> None:
     router = RouterCore("m", "router", RouterSettings(prefill_weight=1.0), Random(0))
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     for engine in engines:
@@ -131,7 +131,7 @@ def test_a_slow_rank_costs_as_much_more_as_it_is_slow() -> None:
         for engine in engines:
             engine.used = 0.0
             engine.run(1.0, rng)
-            router.report(engine.load(), float(second))
+            router.apply_load(engine.load(), float(second))
         router.expire(float(second))
     decision = router.decide(request("1", sequence(*range(10))), None, 40.0)
     costs = {candidate.instance: candidate.cost for candidate in decision.candidates}

@@ -1,4 +1,4 @@
-"""Admission of whole agents: who pauses, who yields, who resumes, and for how long at most."""
+"""Program policy: agents pause, are demoted and resume within bounds."""
 
 import math
 from random import Random
@@ -28,8 +28,8 @@ def core(*names: str, **settings: Any) -> tuple[RouterCore, ProgramPolicy]:
     router = RouterCore("m", "r", RouterSettings(**{**options, **settings}), Random(7))
     for name in names or ("a",):
         router.join(worker(name))
-    assert isinstance(router.policy, ProgramPolicy)
-    return router, router.policy
+    assert isinstance(router.policies.default, ProgramPolicy)
+    return router, router.policies.default
 
 
 def turn(
@@ -46,14 +46,14 @@ def turn(
 
 
 def start(router: RouterCore, message: RouteRequest, now: float = 0.0) -> Decision:
-    assert router.policy.admits(message, now)
+    assert router.policies.default.admits(message, now)
     decision = router.decide(message, None, now)
     router.commit(decision, now)
     return decision
 
 
 def end(router: RouterCore, request_id: str, now: float) -> None:
-    router.follow(
+    router.apply_route_event(
         Outcome(
             request=request_id, instance="a", time=now, cached_tokens=0, output_tokens=0,
             ttft_s=0.1, total_s=1.0, finish="stop",
@@ -66,7 +66,7 @@ def admitted(policy: ProgramPolicy, agents: str, now: float, hundreds: int = 1) 
     return "".join(a for a in agents if policy.admits(turn(a, hundreds, 9), now))
 
 
-def test_all_go_while_memory_lasts() -> None:
+def test_all_agents_are_admitted_while_capacity_lasts() -> None:
     router, policy = core()
     for agent in "xyz":
         start(router, turn(agent, 3))
@@ -86,7 +86,7 @@ def test_past_the_threshold_the_smallest_acting_agents_pause() -> None:
     assert admitted(policy, "uvx", 6.0) == "x"
 
 
-def test_what_agents_share_counts_once() -> None:
+def test_tokens_that_agents_share_count_once() -> None:
     router, policy = core()
     for number, agent in enumerate("uvwx"):  # 600 blocks in common, 90 of each: 960 of 1,024
         own = range(8000 + 100 * number, 8090 + 100 * number)
@@ -107,7 +107,7 @@ def test_a_reasoning_agent_pauses_at_its_next_tool_boundary() -> None:
     assert admitted(policy, "vwx", 7.0) == "wx"
 
 
-def test_the_paused_resume_where_they_fit_best() -> None:
+def test_paused_agents_resume_where_they_fit_best() -> None:
     router, policy = core("a", "b")
     for agent, hundreds, to in (("v", 2, "a"), ("w", 4, "a"), ("x", 4, "a"), ("y", 5, "b")):
         start(router, turn(agent, hundreds, to=to))
@@ -120,7 +120,7 @@ def test_the_paused_resume_where_they_fit_best() -> None:
     assert (decision.chosen.instance, decision.note) == ("b", "resumed where it fits best")
 
 
-def test_nobody_is_paused_for_longer_than_the_bound() -> None:
+def test_a_pause_has_an_upper_bound() -> None:
     router, policy = core(program_resume_s=60.0)
     for agent, hundreds in (("v", 2), ("w", 4), ("x", 4)):
         start(router, turn(agent, hundreds))
@@ -133,16 +133,16 @@ def test_nobody_is_paused_for_longer_than_the_bound() -> None:
     assert admitted(policy, "v", 66.0) == "v"
 
 
-def test_crowded_agents_yield_in_the_queue() -> None:
+def test_agents_past_the_demotion_share_are_demoted_in_the_queue() -> None:
     router, policy = core()
     for agent, hundreds in (("v", 2), ("w", 3), ("x", 4)):  # 900 of 1,024 blocks
         start(router, turn(agent, hundreds))
     policy.tick(5.0)
-    shifts = {agent: policy.shift(turn(agent, 1)) for agent in "vwx"}
+    shifts = {agent: policy.queue_boost_s(turn(agent, 1)) for agent in "vwx"}
     assert shifts == {"v": -2.0, "w": 0.0, "x": 0.0}
 
 
-def test_newcomers_wait_while_every_rank_is_full() -> None:
+def test_new_agents_wait_while_every_rank_is_full() -> None:
     router, policy = core()
     for agent, hundreds in (("w", 5), ("x", 5)):
         start(router, turn(agent, hundreds))
@@ -154,7 +154,7 @@ def test_newcomers_wait_while_every_rank_is_full() -> None:
     assert admitted(policy, "n", 3001.0) == "n"
 
 
-def test_a_paused_agents_request_waits_in_the_dispatcher() -> None:
+def test_a_paused_agents_request_waits_in_the_queue() -> None:
     router, policy = core(queue_threshold=0.0)
     dispatcher = PlacementQueue(router, "r")
     for agent, hundreds in (("w", 5), ("x", 5)):
@@ -164,7 +164,7 @@ def test_a_paused_agents_request_waits_in_the_dispatcher() -> None:
     assert dispatcher.waiting == 1
     end(router, "w0", 2.0)
     policy.tick(3000.0)
-    steps = dispatcher.pump(3000.0)
+    steps = dispatcher.place_ready(3000.0)
     assert steps.done == [ticket]
     assert isinstance(ticket.result, Decision)
 
@@ -180,14 +180,14 @@ def test_a_pause_ends_before_the_request_would_be_refused(deadline_s: float, unt
     for ticket in (crowded, paused):
         for event in dispatcher.submit(ticket, 0.0).events:
             dispatcher.apply(event, 0.0)
-    assert dispatcher.pump(until - 0.1).done == []
-    assert dispatcher.pump(until).done == [paused], "past the queue, in which others wait"
+    assert dispatcher.place_ready(until - 0.1).done == []
+    assert dispatcher.place_ready(until).done == [paused], "past the queue, in which others wait"
     assert isinstance(paused.result, Decision)
     assert dispatcher.expire(deadline_s).done == [crowded]
     assert isinstance(crowded.result, Refused)
 
 
-def test_what_ends_without_an_outcome_ends() -> None:
+def test_a_freed_request_without_an_outcome_ends() -> None:
     """A prefetch is placed and never runs; the end of a request may come before its outcome."""
     router, policy = core()
     for agent, hundreds in (("v", 2), ("w", 4), ("x", 4)):
@@ -202,7 +202,7 @@ def test_what_ends_without_an_outcome_ends() -> None:
     assert admitted(policy, "v", 8.5) == ""
 
 
-def test_who_resumes_late_does_not_queue_besides() -> None:
+def test_a_request_delayed_by_a_pause_skips_the_queue() -> None:
     router, policy = core("a", "b")
     for agent, hundreds, to in (("w", 5, "a"), ("x", 5, "a"), ("y", 5, "b"), ("z", 5, "b")):
         start(router, turn(agent, hundreds, to=to))
@@ -213,4 +213,4 @@ def test_who_resumes_late_does_not_queue_besides() -> None:
     policy.tick(3000.0)
     assert policy.admits(early, 40.0)
     assert policy.admits(late, 40.0)
-    assert (policy.shift(early), policy.shift(late)) == (1.0, math.inf)
+    assert (policy.queue_boost_s(early), policy.queue_boost_s(late)) == (1.0, math.inf)

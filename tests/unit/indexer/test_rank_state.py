@@ -1,4 +1,4 @@
-"""What ranks hold, from numbered events: gaps, duplicates, replacement, lapsed leases."""
+"""State of ranks from numbered events: gaps, duplicates, replacement, lapsed leases."""
 
 import struct
 from itertools import count
@@ -54,7 +54,7 @@ class Mesh:
     """Holdings plus the short hand of these tests."""
 
     def __init__(self) -> None:
-        self.holdings = RankStates(create_index())
+        self.states = RankStates(create_index())
 
     def batch(
         self,
@@ -65,25 +65,25 @@ class Mesh:
         worker: str = "w",
     ) -> None:
         source = EventSource("m", worker)
-        self.holdings.apply(Events(source, instance, rank, first, 0.0, list(events)))
+        self.states.apply(Events(source, instance, rank, first, 0.0, list(events)))
 
     def held(self, *blocks: int) -> dict[str, int]:
         """Leading blocks of this prompt that each rank holds in its engine."""
-        rows = self.holdings.index.find(sequence_hashes(pack(*blocks), SALT))
+        rows = self.states.index.find(sequence_hashes(pack(*blocks), SALT))
         found = {}
         for slot, depth, *_ in struct.iter_unpack("<5I", rows):
-            key = self.holdings.keys[slot]
+            key = self.states.keys[slot]
             found[f"{key.instance}/{key.rank}"] = depth
         return found
 
     def due(self, now: float) -> list[RankKey]:
-        return self.holdings.due(now, 0.0)
+        return self.states.due_dumps(now, 0.0)
 
 
 @pytest.fixture
 def mesh() -> Mesh:
     mesh = Mesh()
-    mesh.holdings.joined(card("w-1"))
+    mesh.states.joined(card("w-1"))
     return mesh
 
 
@@ -99,7 +99,7 @@ def test_a_batch_seen_twice_changes_nothing(mesh: Mesh) -> None:
     mesh.batch(1, removed(2))
     mesh.batch(0, stored(1, 2))
     assert mesh.held(1, 2) == {"w-1/0": 1}
-    assert mesh.holdings.counts.duplicates == 1
+    assert mesh.states.counts.duplicates == 1
 
 
 def test_only_the_new_part_of_an_overlapping_batch_counts(mesh: Mesh) -> None:
@@ -109,7 +109,7 @@ def test_only_the_new_part_of_an_overlapping_batch_counts(mesh: Mesh) -> None:
     assert mesh.held(1) == {}
 
 
-def test_a_gap_counts_zero_until_a_dump_arrives(mesh: Mesh) -> None:
+def test_a_rank_with_a_gap_has_no_overlaps_until_a_dump(mesh: Mesh) -> None:
     mesh.batch(0, stored(1, 2))
     mesh.batch(2, stored(3, parent=2))
     assert mesh.held(1, 2, 3) == {}
@@ -135,7 +135,7 @@ def test_a_dump_within_the_batch_that_shows_the_gap_counts(mesh: Mesh) -> None:
     assert mesh.held(2) == {"w-1/0": 1}
 
 
-def test_clearing_one_tier_does_not_end_ignorance(mesh: Mesh) -> None:
+def test_clearing_one_tier_does_not_make_a_rank_known(mesh: Mesh) -> None:
     mesh.batch(5, Cleared(0), stored(1))
     assert mesh.held(1) == {}
 
@@ -147,7 +147,7 @@ def test_a_dump_from_before_the_gap_does_not_count(mesh: Mesh) -> None:
     assert mesh.held(3) == {}
 
 
-def test_an_empty_batch_tells_of_a_gap(mesh: Mesh) -> None:
+def test_an_empty_batch_reveals_a_gap(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.batch(1)
     assert mesh.held(1) == {"w-1/0": 1}
@@ -155,7 +155,7 @@ def test_an_empty_batch_tells_of_a_gap(mesh: Mesh) -> None:
     assert mesh.held(1) == {}
 
 
-def test_asking_is_repeated_ever_more_rarely_and_then_takes_any_dump(mesh: Mesh) -> None:
+def test_dump_requests_back_off_and_then_accept_any_dump(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.batch(1 << 40, stored(2))  # nonsense that moves the next id out of reach
     asked = [now for now in range(40) if mesh.due(float(now))]
@@ -164,7 +164,7 @@ def test_asking_is_repeated_ever_more_rarely_and_then_takes_any_dump(mesh: Mesh)
     assert mesh.held(3) == {"w-1/0": 1}
 
 
-def test_a_rank_that_keeps_losing_events_is_asked_at_most_once_a_second(mesh: Mesh) -> None:
+def test_dumps_of_one_rank_are_requested_at_most_once_a_second(mesh: Mesh) -> None:
     asked = 0
     for i, first in zip(range(100), count(1, 3), strict=False):
         mesh.batch(first, Cleared(), stored(1))
@@ -173,7 +173,7 @@ def test_a_rank_that_keeps_losing_events_is_asked_at_most_once_a_second(mesh: Me
     assert asked == 10
 
 
-def test_ranks_are_apart(mesh: Mesh) -> None:
+def test_ranks_are_independent(mesh: Mesh) -> None:
     mesh.batch(0, stored(1), rank=0)
     mesh.batch(0, stored(1, 2), rank=1)
     mesh.batch(7, stored(5), rank=0)
@@ -182,13 +182,13 @@ def test_ranks_are_apart(mesh: Mesh) -> None:
 
 def test_a_new_lease_drops_what_the_old_instance_held(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
-    mesh.holdings.joined(card("w-2", started=1.0))
+    mesh.states.joined(card("w-2", started=1.0))
     assert mesh.held(1) == {}
     mesh.batch(0, stored(2), instance="w-2")
     assert mesh.held(2) == {"w-2/0": 1}
     mesh.batch(1, stored(3), instance="w-1")
     assert mesh.held(3) == {}
-    assert mesh.holdings.counts.stale == 1
+    assert mesh.states.counts.stale == 1
 
 
 def test_a_new_instance_drops_what_a_lapsed_one_held() -> None:
@@ -199,18 +199,18 @@ def test_a_new_instance_drops_what_a_lapsed_one_held() -> None:
     assert mesh.held(2) == {"w-2/0": 1}
 
 
-def test_an_instance_without_a_lease_does_not_push_out_a_live_one(mesh: Mesh) -> None:
+def test_an_instance_without_a_lease_does_not_replace_a_live_one(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.batch(0, stored(2), instance="w-0")
     assert mesh.held(1) == {"w-1/0": 1}
     assert mesh.held(2) == {}
-    mesh.holdings.joined(card("w-0", started=1.0))  # it was new after all: its lease came late
+    mesh.states.joined(card("w-0", started=1.0))  # it was new after all: its lease came late
     assert mesh.held(1) == {}
     assert mesh.due(0.0) == [RankKey("w-0", 0)]
 
 
-def test_history_of_a_former_instance_does_not_silence_the_live_one(mesh: Mesh) -> None:
-    mesh.holdings.doubt_all()
+def test_events_of_a_former_instance_do_not_replace_the_live_one(mesh: Mesh) -> None:
+    mesh.states.mark_all_unknown()
     mesh.batch(7, stored(2), instance="w-0")
     mesh.batch(0, stored(1))
     assert mesh.held(1) == {"w-1/0": 1}
@@ -218,101 +218,101 @@ def test_history_of_a_former_instance_does_not_silence_the_live_one(mesh: Mesh) 
 
 def test_a_dead_namesake_whose_lease_has_not_lapsed_changes_nothing() -> None:
     mesh = Mesh()
-    mesh.holdings.joined(card("w-0"))
-    mesh.holdings.joined(card("w-1", started=1.0))
-    mesh.holdings.doubt_all()
+    mesh.states.joined(card("w-0"))
+    mesh.states.joined(card("w-1", started=1.0))
+    mesh.states.mark_all_unknown()
     mesh.batch(5, stored(2), instance="w-0")
     mesh.batch(0, stored(1))
-    mesh.holdings.left(card("w-0"))
+    mesh.states.left(card("w-0"))
     assert mesh.held(1) == {"w-1/0": 1}
 
 
 def test_of_two_live_namesakes_the_later_started_counts(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
-    mesh.holdings.joined(card("w-0", started=-1.0))
+    mesh.states.joined(card("w-0", started=-1.0))
     mesh.batch(0, stored(2), instance="w-0")
     assert mesh.held(1) == {"w-1/0": 1}
     assert mesh.held(2) == {}
-    mesh.holdings.left(card("w-1"))
+    mesh.states.left(card("w-1"))
     assert mesh.due(0.0) == [RankKey("w-0", 0)]
 
 
 def test_equal_names_under_different_models_are_different_workers(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     events = Events(EventSource("other", "w"), "o-1", 0, 0, 0.0, [stored(1)])
-    mesh.holdings.apply(events)
+    mesh.states.apply(events)
     assert mesh.held(1) == {"w-1/0": 1, "o-1/0": 1}
 
 
 def test_a_lapsed_lease_drops_the_worker(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
-    mesh.holdings.left(card("w-1"))
+    mesh.states.left(card("w-1"))
     assert mesh.held(1) == {}
     mesh.batch(1, stored(2))
     assert mesh.held(2) == {}
 
 
-def test_a_worker_back_from_a_lapse_is_asked_for_a_dump(mesh: Mesh) -> None:
+def test_a_dump_is_requested_of_a_worker_whose_lease_returns(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
-    mesh.holdings.left(card("w-1"))
-    mesh.holdings.joined(card("w-1", ranks=2))
+    mesh.states.left(card("w-1"))
+    mesh.states.joined(card("w-1", ranks=2))
     assert mesh.due(0.0) == [RankKey("w-1", 0), RankKey("w-1", 1)]
     mesh.batch(1, Cleared(), stored(1))
     assert mesh.held(1) == {"w-1/0": 1}
 
 
-def test_when_the_newer_of_two_namesakes_leaves_the_other_is_asked_again(mesh: Mesh) -> None:
+def test_a_dump_of_the_older_namesake_is_requested_when_the_newer_leaves(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
-    mesh.holdings.joined(card("w-2", started=1.0))
-    mesh.holdings.left(card("w-2", started=1.0))
+    mesh.states.joined(card("w-2", started=1.0))
+    mesh.states.left(card("w-2", started=1.0))
     assert mesh.due(0.0) == [RankKey("w-1", 0)]
 
 
-def test_the_dead_of_the_history_are_dropped_once_it_is_read() -> None:
+def test_dead_instances_are_dropped_once_history_is_read() -> None:
     mesh = Mesh()
     mesh.batch(0, stored(1))
-    mesh.holdings.joined(card("v-1", name="v"))
+    mesh.states.joined(card("v-1", name="v"))
     mesh.batch(0, stored(1), instance="v-1", worker="v")
-    mesh.holdings.reconcile()
+    mesh.states.reconcile()
     assert mesh.held(1) == {"v-1/0": 1}
 
 
-def test_a_rank_that_the_history_does_not_tell_of_is_asked_for_a_dump(mesh: Mesh) -> None:
-    mesh.holdings.joined(card("v-1", name="v", ranks=2))
+def test_a_dump_is_requested_of_a_rank_without_events_in_history(mesh: Mesh) -> None:
+    mesh.states.joined(card("v-1", name="v", ranks=2))
     mesh.batch(0, stored(1))
     mesh.batch(0, stored(1), instance="v-1", worker="v")
-    mesh.holdings.reconcile()
+    mesh.states.reconcile()
     assert mesh.due(0.0) == [RankKey("v-1", 1)]
     assert mesh.held(1) == {"w-1/0": 1, "v-1/0": 1}
 
 
-def test_a_worker_that_appears_later_is_asked_unless_its_events_are_known(mesh: Mesh) -> None:
+def test_a_dump_is_requested_of_a_later_worker_without_known_events(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
-    mesh.holdings.reconcile()
-    mesh.holdings.joined(card("v-1", name="v"))
+    mesh.states.reconcile()
+    mesh.states.joined(card("v-1", name="v"))
     assert mesh.due(0.0) == [RankKey("v-1", 0)]
     mesh.batch(0, stored(1), instance="u-1", worker="u")
-    mesh.holdings.joined(card("u-1", name="u"))
-    mesh.holdings.joined(card("t-1", name="t"))
+    mesh.states.joined(card("u-1", name="u"))
+    mesh.states.joined(card("t-1", name="t"))
     mesh.batch(0, stored(1), instance="t-1", worker="t")
-    assert mesh.holdings.unknown == 1
+    assert mesh.states.unknown == 1
     assert mesh.held(1) == {"w-1/0": 1, "u-1/0": 1, "t-1/0": 1}
 
 
 def test_a_publisher_without_a_lease_is_dropped_after_a_grace() -> None:
     mesh = Mesh()
     mesh.batch(0, stored(1))
-    mesh.holdings.sweep(0.0, 3.0)
-    mesh.holdings.sweep(2.0, 3.0)
+    mesh.states.sweep(0.0, 3.0)
+    mesh.states.sweep(2.0, 3.0)
     assert mesh.held(1) == {"w-1/0": 1}
-    mesh.holdings.sweep(4.0, 3.0)
+    mesh.states.sweep(4.0, 3.0)
     assert mesh.held(1) == {}
 
 
-def test_a_hole_in_the_stream_makes_every_live_rank_unknown(mesh: Mesh) -> None:
-    mesh.holdings.joined(card("v-1", name="v", ranks=2))
+def test_a_stream_gap_makes_every_live_rank_unknown(mesh: Mesh) -> None:
+    mesh.states.joined(card("v-1", name="v", ranks=2))
     mesh.batch(0, stored(1))
-    mesh.holdings.doubt_all()
+    mesh.states.mark_all_unknown()
     assert mesh.held(1) == {}
     assert set(mesh.due(0.0)) == {RankKey("w-1", 0), RankKey("v-1", 0), RankKey("v-1", 1)}
     mesh.batch(0, stored(4), instance="v-1", worker="v")  # its whole history comes after the hole
@@ -326,13 +326,13 @@ def test_an_unreadable_event_makes_its_rank_unknown_but_an_unknown_kind_does_not
     assert mesh.held(1, 2) == {"w-1/0": 2}
     mesh.batch(3, Bad("odd bytes", unknown_tag=False), stored(3, parent=2))
     assert mesh.held(1, 2) == {}
-    assert mesh.holdings.counts.bad_events == 2
+    assert mesh.states.counts.bad_events == 2
 
 
 def test_a_store_after_an_unknown_parent_is_counted_and_skipped(mesh: Mesh) -> None:
     mesh.batch(0, stored(2, parent=1), stored(5))
     assert mesh.held(5) == {"w-1/0": 1}
-    assert mesh.holdings.counts.orphans == 1
+    assert mesh.states.counts.orphans == 1
 
 
 def test_a_dump_may_hold_blocks_whose_parent_is_gone(mesh: Mesh) -> None:
@@ -344,18 +344,18 @@ def test_a_dump_may_hold_blocks_whose_parent_is_gone(mesh: Mesh) -> None:
     assert mesh.held(1, 2, 3) == {"w-1/0": 3}
 
 
-def test_a_rank_that_tells_of_more_blocks_than_it_has_is_lost(mesh: Mesh) -> None:
+def test_a_rank_that_reports_more_blocks_than_its_capacity_is_unknown(mesh: Mesh) -> None:
     mesh.batch(0, stored(*range(1, 4001)))
-    assert mesh.holdings.curb() == []
+    assert mesh.states.mark_excessive_unknown() == []
     mesh.batch(1, stored(*range(4001, 4200), parent=4000))
-    assert mesh.holdings.curb() == [RankKey("w-1", 0)]
+    assert mesh.states.mark_excessive_unknown() == [RankKey("w-1", 0)]
     assert mesh.held(1) == {}
     assert mesh.due(0.0) == [RankKey("w-1", 0)]
-    assert mesh.holdings.curb() == []
+    assert mesh.states.mark_excessive_unknown() == []
 
 
-def test_the_numbers_of_dropped_ranks_are_used_again(mesh: Mesh) -> None:
+def test_slots_of_dropped_ranks_are_reused(mesh: Mesh) -> None:
     for i in range(1, 50):
         mesh.batch(0, stored(i), instance=f"w-{i}")
-    assert mesh.holdings.ranks == 1
-    assert len(mesh.holdings.keys) == 1
+    assert mesh.states.ranks == 1
+    assert len(mesh.states.keys) == 1

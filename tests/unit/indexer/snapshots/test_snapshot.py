@@ -1,4 +1,4 @@
-"""Snapshots: what is captured comes back, and what is damaged is refused."""
+"""Snapshots: captured state is restored, damaged snapshots are refused."""
 
 import hashlib
 import struct
@@ -40,47 +40,47 @@ def batch(first: int, *events: KvEvent, instance: str = "w-1", rank: int = 0) ->
     return Events(EventSource("m", instance[0]), instance, rank, first, 0.0, list(events))
 
 
-def contents(holdings: RankStates) -> list[dict[tuple[str, int], int]]:
+def contents(states: RankStates) -> list[dict[tuple[str, int], int]]:
     """Depth of each prompt on each rank."""
     found: list[dict[tuple[str, int], int]] = []
     for prompt in PROMPTS:
-        rows = struct.iter_unpack("<5I", holdings.index.find(sequence_hashes(pack(prompt), 7)))
+        rows = struct.iter_unpack("<5I", states.index.find(sequence_hashes(pack(prompt), 7)))
         depths = {}
         for slot, depth, *_ in rows:
-            key = holdings.keys[slot]
+            key = states.keys[slot]
             depths[key.instance, key.rank] = depth
         found.append(depths)
     return found
 
 
-def snapshot(holdings: RankStates, covered: int = 9) -> bytes:
+def snapshot(states: RankStates, covered: int = 9) -> bytes:
     packer = Packer()
-    for image in capture(holdings):
+    for image in capture(states):
         packer.add(image)
-    return packer.finish(Header("whole", STREAM, covered, 0.0, holdings.lives.gone))
+    return packer.finish(Header("whole", STREAM, covered, 0.0, states.incarnations.ignored))
 
 
 @pytest.fixture
-def holdings() -> RankStates:
-    holdings = RankStates(create_index())
-    holdings.apply(batch(0, *map(stored, PROMPTS)))
-    holdings.apply(batch(5, Removed(0, pack((1002,)))))
-    holdings.apply(batch(0, stored(PROMPTS[0]), instance="v-1", rank=3))
-    holdings.apply(batch(4, stored(PROMPTS[1]), instance="u-1"))
-    holdings.apply(batch(0, stored(PROMPTS[3]), instance="t-1"))
-    holdings.apply(batch(0, stored(PROMPTS[4]), instance="t-2"))
-    return holdings
+def states() -> RankStates:
+    states = RankStates(create_index())
+    states.apply(batch(0, *map(stored, PROMPTS)))
+    states.apply(batch(5, Removed(0, pack((1002,)))))
+    states.apply(batch(0, stored(PROMPTS[0]), instance="v-1", rank=3))
+    states.apply(batch(4, stored(PROMPTS[1]), instance="u-1"))
+    states.apply(batch(0, stored(PROMPTS[3]), instance="t-1"))
+    states.apply(batch(0, stored(PROMPTS[4]), instance="t-2"))
+    return states
 
 
-def test_what_was_captured_comes_back(holdings: RankStates) -> None:
+def test_a_captured_state_is_restored(states: RankStates) -> None:
     copy = RankStates(create_index())
-    assert restore(copy, snapshot(holdings), "whole", STREAM) == 9
-    assert contents(copy) == contents(holdings)
-    for side in (copy, holdings):
+    assert restore(copy, snapshot(states), "whole", STREAM) == 9
+    assert contents(copy) == contents(states)
+    for side in (copy, states):
         side.apply(batch(6, stored(PROMPTS[0])))  # continues where its ids left off
         side.apply(batch(1, stored(PROMPTS[1]), instance="t-1"))  # was replaced by t-2
         side.apply(batch(5, Cleared(), stored(PROMPTS[2]), instance="u-1"))  # was unknown
-    assert contents(copy) == contents(holdings)
+    assert contents(copy) == contents(states)
     assert contents(copy)[0] == {("w-1", 0): 3, ("v-1", 3): 3, ("u-1", 0): 1}
 
 
@@ -102,10 +102,8 @@ def test_an_empty_index_has_a_snapshot_too() -> None:
         lambda data: data[:-5] + bytes([data[-5] ^ 128]) + data[-4:],
     ],
 )
-def test_a_damaged_snapshot_is_refused(
-    holdings: RankStates, harm: Callable[[bytes], bytes]
-) -> None:
-    data = harm(snapshot(holdings))
+def test_a_damaged_snapshot_is_refused(states: RankStates, harm: Callable[[bytes], bytes]) -> None:
+    data = harm(snapshot(states))
     with pytest.raises(DamagedSnapshot):
         restore(RankStates(create_index()), data, "whole", STREAM)
 
@@ -114,14 +112,14 @@ def test_a_damaged_snapshot_is_refused(
     ("shard", "stream"), [("root-0of2", STREAM), ("whole", "2020-01-01"), ("", "")]
 )
 def test_a_snapshot_of_another_shard_or_stream_is_refused(
-    holdings: RankStates, shard: str, stream: str
+    states: RankStates, shard: str, stream: str
 ) -> None:
     with pytest.raises(ForeignSnapshot):
-        restore(RankStates(create_index()), snapshot(holdings), shard, stream)
+        restore(RankStates(create_index()), snapshot(states), shard, stream)
 
 
-def test_a_snapshot_of_another_version_is_refused(holdings: RankStates) -> None:
-    data = bytearray(snapshot(holdings))
+def test_a_snapshot_of_another_version_is_refused(states: RankStates) -> None:
+    data = bytearray(snapshot(states))
     data[8] += 1
     with pytest.raises(ForeignSnapshot, match="version 2"):
         check(bytes(data))
@@ -174,7 +172,7 @@ def test_a_snapshot_taken_while_events_flow_loses_nothing(
         for message in history[at:until]:
             live.apply(message)
         at = until
-    header = Header("whole", STREAM, covered, 0.0, live.lives.gone)
+    header = Header("whole", STREAM, covered, 0.0, live.incarnations.ignored)
     for message in history[at:]:
         live.apply(message)
     copy = RankStates(create_index())

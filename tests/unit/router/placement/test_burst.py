@@ -1,4 +1,4 @@
-"""A burst of prompts that begin alike: siblings meet for as long as the cost says so."""
+"""A burst of prompts with a common prefix: siblings share a rank while the cost favours it."""
 
 from random import Random
 
@@ -36,7 +36,7 @@ def burst(router: RouterCore, count: int) -> str:
     return "".join(place(router, number).chosen.instance for number in range(count))
 
 
-def test_siblings_meet_until_their_own_parts_outweigh_the_others_load() -> None:
+def test_siblings_share_a_rank_until_their_load_outweighs_the_prefix() -> None:
     # On a the n-th after the first costs 40 + 8n to wait for, 8 to compute and 48 + 8n to decode;
     # elsewhere 48 to compute and 48 + 60 to decode: 112, 128, 144, 160 against 156.
     went = burst(core(busy=60), 5)
@@ -44,7 +44,7 @@ def test_siblings_meet_until_their_own_parts_outweigh_the_others_load() -> None:
     assert went[4] in "bc"
 
 
-def test_without_predictions_they_would_part_sooner() -> None:
+def test_without_predictions_siblings_spread_sooner() -> None:
     # The second costs 48 + 48 + 56 on a, the third 96 + 48 + 64: against 156 elsewhere.
     went = burst(core(busy=60, predicted_ttl_s=0.0), 3)
     assert went[:2] == "aa"
@@ -57,7 +57,7 @@ def test_idle_workers_compute_the_prefix_rather_than_wait_for_it() -> None:
     assert len(set(burst(router, 3))) == 3
 
 
-def test_after_the_first_token_they_meet_again() -> None:
+def test_siblings_share_a_rank_again_after_the_first_token() -> None:
     router = core(busy=0)
     homes = burst(router, 3)
     router.apply(SeqPrefilled("0"), 0.1)
@@ -67,7 +67,7 @@ def test_after_the_first_token_they_meet_again() -> None:
     assert later.chosen.cost == 8 + 56
 
 
-def test_a_sibling_weighs_as_much_as_it_adds() -> None:
+def test_a_sibling_counts_only_its_own_blocks() -> None:
     router = core(busy=60)
     burst(router, 3)
     slot = router.table.slot("a", 0)

@@ -40,7 +40,7 @@ class Counted:
 
 
 @given(STEPS)
-def test_the_tree_counts_what_slots_hold(steps: list[tuple[bool, int, bytes]]) -> None:
+def test_the_tree_counts_the_blocks_of_each_slot(steps: list[tuple[bool, int, bytes]]) -> None:
     tree, counted = PrefixTree(), Counted()
     live: list[tuple[PrefixNode, int, bytes]] = []
     for drops, slot, prompt in steps:
@@ -58,7 +58,7 @@ def test_the_tree_counts_what_slots_hold(steps: list[tuple[bool, int, bytes]]) -
 
 
 @given(STEPS, st.integers(0, 40))
-def test_a_slot_can_be_forgotten(steps: list[tuple[bool, int, bytes]], gone: int) -> None:
+def test_prompts_of_a_slot_can_be_dropped(steps: list[tuple[bool, int, bytes]], gone: int) -> None:
     predicted = PredictedPrefixes(ttl=10.0)
     for at, (_, slot, prompt) in enumerate(steps):
         predicted.add(slot, prompt, float(at))

@@ -1,4 +1,4 @@
-"""Hand-computed decisions of the router's core: cost, load, filters."""
+"""Decisions of the router core, computed by hand: cost, load, filters."""
 
 from random import Random
 from typing import Any
@@ -12,7 +12,7 @@ from support.routing import BLOCK, overlaps, request, sequence, worker
 from kvmesh.bus.messages import Decision, Hints, Load, Placement, SeqFree, SeqPrefilled, SeqProgress
 from kvmesh.router.errors import InvalidRouteRequest, NoWorkers
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.scoring.cost import MISSING
+from kvmesh.router.scoring.cost import SHORTAGE_COST
 from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.settings.schema import RouterSettings
 
@@ -49,7 +49,7 @@ def test_overlap_lowers_the_cost_by_each_tiers_credit() -> None:
     assert decision.chosen.overlap == [2, 4, 0, 0]
 
 
-def test_active_prefill_and_blocks_weigh_on_a_worker_until_freed() -> None:
+def test_active_prefill_and_blocks_count_until_freed() -> None:
     router = core("a", "b")
     place(router, "1", TEN, "a")
     probe = request("2", sequence(*range(50, 54)))
@@ -99,7 +99,7 @@ def test_a_partial_block_is_prefilled_and_held() -> None:
     assert router.table.prefill_tokens[slot] == 164
 
 
-def test_a_request_without_news_is_given_up() -> None:
+def test_a_request_without_events_is_given_up() -> None:
     router = core("a", sequence_ttl_s=30.0)
     place(router, "1", TEN, "a", now=0.0)
     router.apply(SeqProgress("1", 1), 10.0)
@@ -127,15 +127,15 @@ def report(
         total_blocks=total, prefill_tokens=tokens, steps=0, prompt_tokens=0, cached_tokens=0,
         output_tokens=0, requests=3,
     )  # fmt: skip
-    router.report(load, now)
+    router.apply_load(load, now)
 
 
-def test_an_engine_has_room_for_the_blocks_that_it_reports() -> None:
+def test_the_capacity_is_that_of_the_engines_report() -> None:
     router = core("a", "b")
     place(router, "1", sequence(*range(100, 1070)), "a")
     probe = request("2", TEN)
     found = costs(router.decide(probe, None, 0.0))
-    assert found["a"] > MISSING > found["b"]
+    assert found["a"] > SHORTAGE_COST > found["b"]
     report(router, 0.0, 970, 970 * BLOCK, total=2048)
     assert costs(router.decide(probe, None, 0.0))["a"] == 970 + 10 + 970 + 10
 
@@ -147,7 +147,7 @@ def seen(router: RouterCore, now: float = 0.0) -> tuple[float, float]:
     return candidate.prefill, candidate.decode - 1
 
 
-def test_work_that_only_the_engine_knows_of_is_added() -> None:
+def test_untracked_load_of_an_engine_is_added() -> None:
     router = core("a", "b")
     place(router, "1", TEN, "a")
     assert seen(router) == (10, 10)
@@ -158,7 +158,7 @@ def test_work_that_only_the_engine_knows_of_is_added() -> None:
     assert seen(router) == (15, 15)
 
 
-def test_what_waits_in_the_engine_keeps_its_weight() -> None:
+def test_requests_waiting_in_the_engine_still_count() -> None:
     router = core("a", "b")
     place(router, "1", TEN, "a")
     for tenth in range(50):
@@ -172,7 +172,7 @@ def test_what_waits_in_the_engine_keeps_its_weight() -> None:
     assert seen(router) == (4, 10), "half computed"
 
 
-def test_what_is_on_its_way_to_the_engine_still_counts() -> None:
+def test_requests_in_flight_to_the_engine_still_count() -> None:
     router = core("a", "b")
     for now in range(20):  # each report comes before the last placement has arrived
         place(router, str(now), sequence(now, *range(9)), "a", now=now / 2)
@@ -181,7 +181,7 @@ def test_what_is_on_its_way_to_the_engine_still_counts() -> None:
         assert seen(router)[1] >= 10 * now
 
 
-def test_what_never_came_to_the_engine_counts_for_a_window_only() -> None:
+def test_requests_that_never_reach_the_engine_count_for_one_window() -> None:
     router = core("a", "b")
     place(router, "lost", TEN, "a")
     for tenth in range(30):
@@ -199,7 +199,7 @@ def test_what_never_came_to_the_engine_counts_for_a_window_only() -> None:
     assert seen(router) == (4, 4)
 
 
-def test_what_an_idle_engine_has_lost_is_given_up_after_a_grace() -> None:
+def test_requests_lost_by_an_idle_engine_are_dropped_after_a_grace() -> None:
     router = core("a", "b")
     place(router, "1", TEN, "a", now=0.0)
     place(router, "2", TEN, "a", now=10.0)
@@ -222,7 +222,7 @@ def test_repeated_and_unknown_events_change_nothing() -> None:
     assert (router.table.active_blocks == before).all()
 
 
-def test_a_request_that_moves_on_is_counted_where_it_is() -> None:
+def test_a_migrated_request_counts_on_its_new_rank() -> None:
     router = core("a", "b")
     place(router, "1", TEN, "a")
     place(router, "1", TEN, "b")
@@ -341,14 +341,14 @@ def test_round_robin_takes_turns_and_survives_changes() -> None:
     assert router.decide(request("1", TEN), None, 0.0).chosen.instance == "b"
 
 
-def test_overlaps_of_ranks_unknown_here_are_ignored() -> None:
+def test_overlaps_of_unknown_ranks_are_ignored() -> None:
     router = core("a")
     decision = router.decide(request("1", TEN), overlaps({"gone": (9,), "a": (3,)}), 0.0)
     assert decision.chosen.overlap == [3, 0, 0, 0]
     assert router.decide(request("1", TEN), Overlaps([], b""), 0.0).chosen.overlap == [0] * 4
 
 
-def test_of_many_candidates_the_best_are_shown() -> None:
+def test_of_many_candidates_the_cheapest_are_shown() -> None:
     router = core(*(f"w{i}" for i in range(40)))
     held = overlaps({"w7": (5,), "w9": (4,)})
     decision = router.decide(request("1", TEN), held, 0.0)
@@ -368,7 +368,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_load_is_conserved_whatever_happens(events: list[tuple[str, int, int]]) -> None:
+def test_load_is_conserved_under_any_events(events: list[tuple[str, int, int]]) -> None:
     router = core("a", "b", sequence_ttl_s=20.0, predicted_ttl_s=5.0)
     now = 0.0
     for kind, number, size in events:
@@ -400,7 +400,7 @@ def test_load_is_conserved_whatever_happens(events: list[tuple[str, int, int]]) 
         assert not column.any()
 
 
-def test_what_ran_on_a_worker_that_is_gone_is_dropped_after_a_while() -> None:
+def test_requests_of_a_departed_worker_are_dropped_after_a_grace() -> None:
     router = core("a", "b")
     for number in range(4):
         router.commit(router.decide(request(str(number), TEN), None, 0.0), 0.0)
@@ -413,7 +413,7 @@ def test_what_ran_on_a_worker_that_is_gone_is_dropped_after_a_while() -> None:
     assert [slot for slot in router.table.slot_of if slot[0] == "a"] == []
 
 
-def test_what_ran_on_a_worker_that_comes_back_still_counts() -> None:
+def test_requests_of_a_returning_worker_still_count() -> None:
     router = core("a")
     router.commit(router.decide(request("1", TEN), None, 0.0), 0.0)
     router.leave("a")

@@ -1,4 +1,4 @@
-"""Each policy's formula and behaviour on small cases worked by hand."""
+"""Formula and behaviour of each policy on small cases worked by hand."""
 
 import logging
 import sys
@@ -26,8 +26,8 @@ from kvmesh.router.policies import registry
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.registry import BUILT_IN, make_policy
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
-from kvmesh.router.scoring.cost import MISSING, CostModel, pick
-from kvmesh.router.state.rank_table import FILL
+from kvmesh.router.scoring.cost import SHORTAGE_COST, CostModel, pick
+from kvmesh.router.state.rank_table import USABLE_SHARE
 from kvmesh.settings.schema import RouterSettings
 
 TEN = sequence(*range(10))
@@ -41,7 +41,7 @@ def core(*names: str, **settings: Any) -> RouterCore:
     return router
 
 
-def view(
+def candidates(
     overlap: list[int], decode: list[float], prefill: list[float] | None = None, prompt: int = 10
 ) -> Candidates:
     router = core(*"abcdefgh"[: len(overlap)])
@@ -56,7 +56,7 @@ def view(
         decode=np.array(decode, np.float64),
         requests=zeros,
         table=router.table,
-        most=max(decode),
+        max_decode=max(decode),
     )
 
 
@@ -78,7 +78,7 @@ def place(
 
 def test_the_documented_example_of_three_workers() -> None:
     # A prompt of 10 blocks; 2, 5 and 8 are cached, 10, 5 and 9 blocks will decode.
-    choice = choose("kv", view([2, 5, 8], [10, 5, 9]), CostModel())
+    choice = choose("kv", candidates([2, 5, 8], [10, 5, 9]), CostModel())
     assert choice.cost.tolist() == [34, 20, 15]
     assert choice.chosen == 2
 
@@ -97,11 +97,11 @@ def test_the_documented_example_of_three_workers() -> None:
 def test_cost_formulas(
     name: str, overlap: list[int], decode: list[float], prefill: list[float], cost: list[float]
 ) -> None:
-    assert choose(name, view(overlap, decode, prefill)).cost.tolist() == pytest.approx(cost)
+    assert choose(name, candidates(overlap, decode, prefill)).cost.tolist() == pytest.approx(cost)
 
 
 def test_weights_scale_their_terms() -> None:
-    seen = view([4, 0], [10, 10], [6, 0])
+    seen = candidates([4, 0], [10, 10], [6, 0])
     model = CostModel(prefill_weight=2.0)
     assert model.cost(seen).tolist() == [2 * 12 + 10, 2 * 10 + 10]
     router = core("a", "b", request_weight=3.0)
@@ -114,50 +114,50 @@ def test_weights_scale_their_terms() -> None:
 
 
 def test_credits_decay_with_excess_prefill() -> None:
-    seen = view([8, 8], [10, 10], [0, 10])
+    seen = candidates([8, 8], [10, 10], [0, 10])
     # On the second, one prompt of backlog more: its credit is halved.
     assert CostModel(credit_decay=1.0).prefill(seen).tolist() == [2, 16]
     assert CostModel().prefill(seen).tolist() == [2, 12]
 
 
-def test_a_rank_without_room_comes_after_those_with_room() -> None:
+def test_a_full_rank_comes_after_those_with_free_capacity() -> None:
     # Of 1,024 blocks 972.8 may be used, so what the rank with the whole prompt lacks outweighs it.
-    seen = view([10, 0, 0], [973.0, 900.0, 950.0])
+    seen = candidates([10, 0, 0], [973.0, 900.0, 950.0])
     choice = choose("kv", seen, CostModel())
-    assert choice.cost.tolist() == pytest.approx([0.2 * MISSING + 973, 930, 980], abs=1e-3)
+    assert choice.cost.tolist() == pytest.approx([0.2 * SHORTAGE_COST + 973, 930, 980], abs=1e-3)
     assert choice.chosen == 1
-    full = choose("kv", view([10, 0, 0], [1500.0, 1100.0, 1200.0]), CostModel())
+    full = choose("kv", candidates([10, 0, 0], [1500.0, 1100.0, 1200.0]), CostModel())
     assert full.chosen == 1  # the one that lacks the fewest
 
 
-def test_unlike_ranks_are_full_at_blocks_of_their_own() -> None:
-    seen = view([10, 0, 0], [600.0, 700.0, 5000.0])
-    seen.table.resize(0, 500)
-    seen.table.resize(2, 0)  # unknown
-    assert seen.missing is not None
-    assert seen.missing.tolist() == [600 - FILL * 500, 0, 0]
-    seen.table.resize(0, 1000)
-    seen.table.resize(2, 6000)
-    assert seen.missing is not None
-    assert not seen.missing.any()
+def test_the_shortage_depends_on_each_ranks_capacity() -> None:
+    seen = candidates([10, 0, 0], [600.0, 700.0, 5000.0])
+    seen.table.set_capacity(0, 500)
+    seen.table.set_capacity(2, 0)  # unknown
+    assert seen.shortage is not None
+    assert seen.shortage.tolist() == [600 - USABLE_SHARE * 500, 0, 0]
+    seen.table.set_capacity(0, 1000)
+    seen.table.set_capacity(2, 6000)
+    assert seen.shortage is not None
+    assert not seen.shortage.any()
 
 
-def test_room_that_nobody_lacks_is_not_looked_at() -> None:
-    seen = view([10, 0], [900.0, 972.0])
-    assert seen.missing is None
+def test_the_shortage_is_not_computed_if_no_rank_can_be_short() -> None:
+    seen = candidates([10, 0], [900.0, 972.0])
+    assert seen.shortage is None
     for slot in range(2):
-        seen.table.resize(slot, 0)
-    assert seen.table.least_room == float("inf")
-    assert seen.missing is None
+        seen.table.set_capacity(slot, 0)
+    assert seen.table.min_usable_blocks == float("inf")
+    assert seen.shortage is None
 
 
-def test_a_temperature_draws_among_those_that_lack_nothing() -> None:
-    cost = np.array([10.0, 30.0, 5 * MISSING, 20.0])
+def test_a_temperature_draws_among_ranks_without_shortage() -> None:
+    cost = np.array([10.0, 30.0, 5 * SHORTAGE_COST, 20.0])
     rng = Random(7)
     drawn = Counter(pick(cost, 1.0, rng) for _ in range(400))
     assert drawn[0] > drawn[3] > drawn[1] > 60
     assert drawn[2] == 0
-    alone = np.array([5 * MISSING, 10.0, 5 * MISSING])
+    alone = np.array([5 * SHORTAGE_COST, 10.0, 5 * SHORTAGE_COST])
     assert {pick(alone, 1.0, rng) for _ in range(20)} == {1}
 
 
@@ -210,7 +210,7 @@ def test_a_request_may_name_another_policy() -> None:
 # --- predicted prefixes and approximate mode
 
 
-def test_siblings_of_a_burst_meet_before_any_event() -> None:
+def test_siblings_of_a_burst_share_a_rank_before_any_event() -> None:
     router = core("a", "b", "c", "d", predicted_ttl_s=5.0)
     first = place(router, "1", now=0.0)
     router.apply(SeqPrefilled("1"), 0.1)
@@ -223,14 +223,14 @@ def test_siblings_of_a_burst_meet_before_any_event() -> None:
     assert first.chosen.overlap == [0, 0, 0, 0]
 
 
-def test_predicted_blocks_fill_up_what_the_index_knows() -> None:
+def test_predicted_blocks_extend_the_indexs_overlap() -> None:
     router = core("a", predicted_ttl_s=5.0)
     place(router, "1", sequence(*range(6)))
     held = overlaps({"a": (2, 5)})
     assert router.decide(request("2", TEN), held, 1.0).chosen.overlap == [6, 1, 0, 0]
 
 
-def test_without_events_prompts_are_taken_to_stay_where_they_went() -> None:
+def test_without_kv_events_placed_prompts_count_as_cached() -> None:
     router = core("a", "b", kv_events=False, approximate_ttl_s=120.0)
     first = place(router, "1", now=0.0)
     router.apply(SeqFree("1"), 1.0)
@@ -262,7 +262,7 @@ def test_a_hard_session_stays_whatever_the_load() -> None:
     assert session(router, "3", 2.0, session="s").chosen.instance != home
 
 
-def test_a_soft_session_stays_while_it_pays() -> None:
+def test_a_soft_session_stays_unless_another_rank_is_cheaper_by_the_spill() -> None:
     router = core("a", "b", policy="session", session_mode="soft", session_spill=1.0)
     home = session(router, "1", 0.0, session="s").chosen.instance
     router.apply(SeqFree("1"), 0.0)
@@ -303,7 +303,7 @@ def test_subagents_start_beside_their_parent_and_a_final_request_unbinds() -> No
     "limits",
     [Thresholds(blocks=10), Thresholds(blocks_share=10 / 1024), Thresholds(prefill_tokens=160)],
 )
-def test_a_rank_past_any_threshold_takes_no_more(limits: Thresholds) -> None:
+def test_a_rank_past_any_busy_threshold_is_left_out(limits: Thresholds) -> None:
     router = core("a", "b")
     router.limits = limits
     home = place(router, "1").chosen.instance
@@ -316,7 +316,7 @@ def test_a_rank_past_any_threshold_takes_no_more(limits: Thresholds) -> None:
     assert router.decide(request("3", TEN), held, 0.0).chosen.instance == home
 
 
-def test_a_taint_repels_those_who_do_not_tolerate_it() -> None:
+def test_a_taint_excludes_requests_that_do_not_tolerate_it() -> None:
     router = core()
     router.join(worker("spot", labels={"taint.spot": "1"}))
     with pytest.raises(NoWorkers):
@@ -335,15 +335,15 @@ def test_a_preference_scales_the_cost_within_bounds() -> None:
     assert costs == pytest.approx({"a": 20.0, "b": 20.0 / np.e})
 
 
-def test_a_worker_that_does_not_fit_is_left_out_until_the_others_have_gone() -> None:
+def test_an_incompatible_worker_is_left_out_until_the_others_leave() -> None:
     router = core("a")
     router.join(worker("b", block_size=32))
     assert router.decide(request("1", TEN), None, 0.0).eligible == 1
-    assert "block size 32 differs from 16 of a" in router.table.misfits["b"]
+    assert "block size 32 differs from 16 of a" in router.table.incompatible["b"]
     router.leave("a")
     assert router.table.block_size == 32
     decision = router.decide(request("1", sequence(1, 2), tokens=64), None, 0.0)
-    assert (decision.chosen.instance, router.table.misfits) == ("b", {})
+    assert (decision.chosen.instance, router.table.incompatible) == ("b", {})
 
 
 def test_the_oldest_lease_wins_whenever_it_is_seen() -> None:
@@ -351,13 +351,13 @@ def test_the_oldest_lease_wins_whenever_it_is_seen() -> None:
     router.join(worker("young", block_size=32, started=2.0))
     router.join(worker("old", started=1.0))
     assert router.decide(request("1", TEN), None, 0.0).chosen.instance == "old"
-    assert "young" in router.table.misfits
+    assert "young" in router.table.incompatible
 
 
 # --- disaggregated placement
 
 
-def test_a_long_cold_prompt_is_split_and_a_short_or_hot_one_is_not() -> None:
+def test_only_a_long_uncached_prompt_is_disaggregated() -> None:
     router = core(disagg_tokens=100)
     router.join(worker("p1", serves="prefill"))
     router.join(worker("d1", serves="decode"))
@@ -370,7 +370,7 @@ def test_a_long_cold_prompt_is_split_and_a_short_or_hot_one_is_not() -> None:
     assert (short.prefill, hot.prefill, hot.chosen.instance) == (None, None, "d2")
 
 
-def test_prefill_counts_there_until_the_first_token() -> None:
+def test_remote_prefill_counts_until_the_first_token() -> None:
     router = core(disagg_tokens=100, disagg_backlog=0.015)
     router.join(worker("p", serves="prefill"))
     router.join(worker("d", serves="decode"))
@@ -389,26 +389,26 @@ def test_prefill_counts_there_until_the_first_token() -> None:
 
 
 class Broken(Policy):
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         raise RuntimeError("no idea")
 
 
 class Astray(Policy):
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        return PolicyChoice(99, np.zeros(len(view)))
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        return PolicyChoice(99, np.zeros(len(candidates)))
 
 
 class OfOne(Policy):
     """Says the cost of the chosen one alone."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(0, np.zeros(1))
 
 
 class Plain(Policy):
     """Needs no NumPy."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(1, [3, 2])  # type: ignore[arg-type]
 
 
@@ -416,7 +416,7 @@ def test_costs_may_be_a_plain_list() -> None:
     router = core("a", "b", policy=f"{__name__}:Plain")
     decision = router.decide(request("1", TEN), None, 0.0)
     assert (decision.chosen.instance, decision.chosen.cost, decision.note) == ("b", 2.0, None)
-    assert not router.faults
+    assert not router.policies.failures
 
 
 @pytest.mark.parametrize("policy", [Broken, Astray, OfOne])
@@ -430,7 +430,7 @@ def test_a_failing_policy_falls_back_is_counted_and_logged_once(
         decisions = [router.decide(request("1", TEN), held, 0.0) for _ in range(3)]
     assert {d.chosen.instance for d in decisions} == {"b"}
     assert "kv in place of" in (decisions[0].note or "")
-    assert router.faults[name] == 3
+    assert router.policies.failures[name] == 3
     assert len([r for r in caplog.records if "failed" in r.message]) == 1
 
 
@@ -452,7 +452,7 @@ def test_an_unknown_policy_is_refused_at_start(name: str) -> None:
         ("class P:\n  def __init__(self, beta):\n    pass", "missing .* 'beta'"),
     ],
 )
-def test_a_policy_that_cannot_be_made_is_refused_with_its_cause(
+def test_a_policy_that_fails_to_load_is_refused_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, cause: str
 ) -> None:
     (tmp_path / "broken_policies.py").write_text(code)
@@ -469,7 +469,7 @@ def test_every_policy_chooses_an_eligible_rank(name: str) -> None:
         decision = router.decide(request(str(number), TEN, hints=Hints(session="s")), None, 0.0)
         router.commit(decision, float(number))
         assert decision.chosen.instance in "abc"
-        router.follow(
+        router.apply_route_event(
             Outcome(request=str(number), instance=decision.chosen.instance, time=float(number),
                     cached_tokens=0, output_tokens=9, ttft_s=0.1, total_s=0.5, finish="stop"),
             float(number),
@@ -486,16 +486,16 @@ def test_an_installed_policy_is_found_by_its_entry_point(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[kvmesh.policies]\nastray = {__name__}:Astray\n")
     monkeypatch.syspath_prepend(tmp_path)
-    registry._places.cache_clear()
+    registry._entry_points.cache_clear()
     assert type(make_policy("astray", RouterSettings())).__name__ == "Astray"
     router = core("a")
     assert router.decide(request("1", TEN, policy="astray"), None, 0.0).policy == "astray"
     with pytest.raises(RouterConfigError, match="astray"):
         make_policy("nonsense", RouterSettings())
-    registry._places.cache_clear()
+    registry._entry_points.cache_clear()
 
 
-def test_unknown_names_do_not_make_a_router_look_for_policies_each_time(
+def test_entry_points_are_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0
@@ -506,10 +506,10 @@ def test_unknown_names_do_not_make_a_router_look_for_policies_each_time(
         return {}
 
     monkeypatch.setattr(registry, "installed", look)
-    registry._places.cache_clear()
+    registry._entry_points.cache_clear()
     router = core("a")
     for number in range(5):
         with pytest.raises(InvalidRouteRequest):
             router.decide(request("1", TEN, policy=f"nobody's {number}"), None, 0.0)
     assert looks == 1
-    registry._places.cache_clear()
+    registry._entry_points.cache_clear()

@@ -1,4 +1,4 @@
-"""The bandit: kv until taught, then what outcomes say; delayed, missing and shared evidence."""
+"""Thompson policy: kv without evidence, then outcomes; delayed, missing and shared evidence."""
 
 from collections import Counter
 from random import Random
@@ -21,8 +21,8 @@ def core(**settings: Any) -> tuple[RouterCore, Thompson]:
     router = RouterCore("m", "r", RouterSettings(**options), Random(7))
     for name in "abc":
         router.join(worker(name))
-    assert isinstance(router.policy, Thompson)
-    return router, router.policy
+    assert isinstance(router.policies.default, Thompson)
+    return router, router.policies.default
 
 
 def outcome(decision: Decision, ttft: float | None, **changes: Any) -> Outcome:
@@ -43,12 +43,12 @@ def teach(
         decision = router.decide(request(f"t{now}-{turn}", TEN), None, now)
         router.commit(decision, now)
         went[decision.chosen.instance] += 1
-        router.follow(outcome(decision, times[decision.chosen.instance]), now)
+        router.apply_route_event(outcome(decision, times[decision.chosen.instance]), now)
         router.apply(SeqFree(decision.request), now)
     return went
 
 
-def test_without_evidence_it_is_kv() -> None:
+def test_without_evidence_it_decides_as_kv() -> None:
     router, policy = core()
     held = overlaps({"b": (10,)})
     decision = router.decide(request("1", TEN), held, 0.0)
@@ -66,7 +66,7 @@ def test_it_learns_which_worker_is_slow() -> None:
     assert min(went["a"], went["b"]) > 20
 
 
-def test_it_notices_when_the_slow_one_recovers() -> None:
+def test_it_notices_that_a_slow_worker_recovers() -> None:
     router, _ = core(thompson_forgetting=0.97)
     teach(router, {"a": 0.1, "b": 0.1, "c": 1.0}, 100)
     teach(router, {"a": 0.3, "b": 0.3, "c": 0.05}, 300, now=1.0)
@@ -83,7 +83,7 @@ def test_overlap_still_counts_when_workers_are_alike() -> None:
     assert chosen.count("b") > 90
 
 
-def test_it_never_takes_what_kv_finds_far_dearer() -> None:
+def test_it_never_takes_a_rank_far_more_expensive_for_kv() -> None:
     router, _ = core()
     teach(router, {"a": 5.0, "b": 5.0, "c": 0.01}, 60)
     for number in range(8):
@@ -99,24 +99,24 @@ def _moved(decision: Decision, instance: str) -> Decision:
     return msgspec.structs.replace(decision, chosen=chosen)
 
 
-def test_an_outcome_that_does_not_come_counts_as_late_and_an_abort_as_nothing() -> None:
+def test_a_missing_outcome_counts_as_late_and_an_abort_does_not_count() -> None:
     router, policy = core(thompson_feedback_s=30.0)
     lost = router.decide(request("1", TEN), None, 0.0)
     aborted = router.decide(request("2", TEN), None, 0.0)
     unplaced = router.decide(request("3", TEN), None, 0.0)
     router.commit(lost, 0.0)
     router.commit(aborted, 0.0)
-    router.follow(outcome(aborted, None, finish="abort"), 1.0)
+    router.apply_route_event(outcome(aborted, None, finish="abort"), 1.0)
     router.expire(29.0)
     assert policy.evidence == 0
     router.expire(31.0)
     assert policy.evidence == 1
-    router.follow(outcome(lost, 0.1), 32.0)
-    router.follow(outcome(unplaced, 0.1), 32.0)
+    router.apply_route_event(outcome(lost, 0.1), 32.0)
+    router.apply_route_event(outcome(unplaced, 0.1), 32.0)
     assert policy.evidence == 1, "late and foreign outcomes are not counted"
 
 
-def test_replicas_add_up_what_they_know() -> None:
+def test_replicas_add_up_their_evidence() -> None:
     one, first = core()
     other, second = core()
     teach(one, {"a": 0.1, "b": 0.1, "c": 1.0}, 60)

@@ -1,4 +1,4 @@
-"""Hand-computed overlaps of workers whose node has a kvbm: its tiers, and those of other nodes."""
+"""Overlaps of workers on a node with a kvbm, computed by hand."""
 
 from random import Random
 
@@ -79,12 +79,12 @@ def test_each_tier_lowers_the_cost_by_its_credit_as_documented() -> None:
     assert decision.chosen.instance == "a1"
 
 
-def test_the_rank_of_a_kvbm_is_a_model_of_its_own_and_does_not_matter() -> None:
+def test_the_rank_of_a_kvbm_does_not_matter() -> None:
     decision = core().decide(request("1", TEN), overlaps({"ka": (0, 6)}, rank=3), 0.0)
     assert rows(decision)["a1"] == (0, 6, 0, 0)
 
 
-def test_predicted_blocks_come_before_the_nodes() -> None:
+def test_predicted_blocks_precede_those_of_the_node() -> None:
     router = core(predicted_ttl_s=5.0)
     router.commit(
         router.decide(request("0", TEN[:40], placement=Placement(instance="a1")), None, 0.0), 0.0
@@ -94,7 +94,7 @@ def test_predicted_blocks_come_before_the_nodes() -> None:
     assert rows(decision)["a2"] == (0, 7, 0, 0)
 
 
-def test_a_kvbm_that_leaves_or_moves_takes_its_credit_along() -> None:
+def test_the_credit_follows_a_kvbm_that_leaves_or_moves() -> None:
     router = core()
     answer = overlaps({"ka": (0, 6), "kb": (0, 2)})
     router.leave("ka")

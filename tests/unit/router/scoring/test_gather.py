@@ -1,4 +1,4 @@
-"""What is known of a prompt's candidates: the native pass against the same in plain Python."""
+"""The native gather against the same in plain Python."""
 
 from functools import partial
 from itertools import accumulate
@@ -92,7 +92,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
 
 
 @given(fleets())
-def test_any_fleet_is_gathered_as_in_plain_python(fleet: Fleet) -> None:
+def test_gather_equals_the_plain_python_reference(fleet: Fleet) -> None:
     assert gathered(fleet) == expected(fleet)
 
 
@@ -112,12 +112,12 @@ PLAIN = Fleet([(0, 0, 0, 0, 0)] * 2, [0, 0], 0, [(0, 3, 0, 0, 0)], [1], [], [0, 
         PLAIN._replace(columns=[(0, 0, 0, 0, 0)]),
     ],
 )
-def test_numbers_beyond_another_buffer_are_refused(wrong: Fleet) -> None:
+def test_indices_out_of_range_are_refused(wrong: Fleet) -> None:
     with pytest.raises(IndexError):
         gathered(wrong)
 
 
-def test_outputs_must_fit() -> None:
+def test_outputs_of_the_wrong_size_are_refused() -> None:
     slots, none = np.zeros(1, np.int64), np.zeros(1)
     for overlap, loads in ((np.empty((1, 3)), np.empty((3, 1))), (np.empty((1, 4)), np.empty(2))):
         with pytest.raises(ValueError, match="for each slot"):
