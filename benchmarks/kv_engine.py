@@ -8,9 +8,8 @@ from kv_node import LIMITS, NODE, until
 
 from kvmesh.blocks.attachment import ArenaUser, Tenant
 from kvmesh.blocks.kvbm_client import StoreClient
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import KvEvent, Sampling, Work
+from kvmesh.bus.messages import KvEvent, KvLayout, Sampling, Work
 from kvmesh.settings.schema import Settings, TorchSettings
 from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta
 from kvmesh.worker.engines.torch.engine import create

@@ -14,8 +14,8 @@ from local_mesh import free_port, nats_command, wait_for_port
 from kvmesh._native import xxh3
 from kvmesh.blocks.attachment import Tenant
 from kvmesh.blocks.kvbm_client import KvbmPrompt, StoreClient, TierSpeeds
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.messages import KvLayout
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 
 NODE = "bench"

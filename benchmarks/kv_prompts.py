@@ -18,9 +18,9 @@ from kv_node import attach, node, numbered
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.kvbm_client import KvbmPrompt, StoreClient, TierSpeeds
-from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.blocks.prompt_delta import SentPrompts
 from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import KvLayout, LayerLayout
 
 BLOCK = 16
 TOKENS = 128 << 10

@@ -16,11 +16,10 @@ from kvmesh.blocks.arena import ArenaView
 from kvmesh.blocks.attachment import Attachment, Tenant
 from kvmesh.blocks.digests import chain_digests, root_digest
 from kvmesh.blocks.kvbm_client import FetchedPart, KvbmPrompt, PendingWrite, StoreClient, TierSpeeds
-from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.blocks.prompt_delta import KnownPrompts
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Commit,
     Computed,
@@ -29,6 +28,8 @@ from kvmesh.bus.kvbm import (
     Detach,
     Fetch,
     Finish,
+    KvLayout,
+    LayerLayout,
     Offer,
 )
 from kvmesh.bus.streams import StreamLimits

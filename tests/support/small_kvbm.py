@@ -18,7 +18,7 @@ from kvmesh.blocks.digests import split_digests
 from kvmesh.blocks.prompt_delta import KnownPrompts, Names
 from kvmesh.bus.client import Bus, Respond
 from kvmesh.bus.discovery import Lease
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Attached,
     Await,
@@ -31,13 +31,15 @@ from kvmesh.bus.kvbm import (
     Fetched,
     Finish,
     Incomplete,
+    Instance,
     KvbmRequest,
     Lend,
+    NodeStore,
     Offer,
     Prepare,
+    Role,
     Wanted,
 )
-from kvmesh.bus.messages import Instance, NodeStore, Role
 from kvmesh.bus.streams import StreamLimits
 
 KEY = bytes(range(32))

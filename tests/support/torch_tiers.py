@@ -6,9 +6,8 @@ from functools import partial
 
 from kvmesh.blocks.attachment import ArenaUser, Tenant
 from kvmesh.blocks.kvbm_client import StoreClient
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import KvEvent, Sampling, Work
+from kvmesh.bus.messages import KvEvent, KvLayout, Sampling, Work
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import TorchSettings

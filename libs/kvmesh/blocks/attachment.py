@@ -18,13 +18,21 @@ from nats.errors import Error as NatsError
 
 from kvmesh.blocks.arena import WORKER_LOCKS, ArenaView, LivenessLock
 from kvmesh.blocks.errors import BlocksError
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.blocks.prompt_delta import SentPrompts
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, MessageTooLarge, cause
-from kvmesh.bus.kvbm import Attach, Attached, Declined, Detach, Done
-from kvmesh.bus.messages import Instance, NodeStore, Role
+from kvmesh.bus.messages import (
+    Attach,
+    Attached,
+    Declined,
+    Detach,
+    Done,
+    Instance,
+    KvLayout,
+    NodeStore,
+    Role,
+)
 from kvmesh.bus.streams import StreamLimits
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import KvLayout
 
 DIGEST_BYTES = 16
 KEY_BYTES = 32

@@ -17,7 +17,7 @@ from kvmesh.blocks.arena import ArenaView
 from kvmesh.blocks.attachment import REQUEST_S, ArenaUser, Attacher, Attachment, Tenant
 from kvmesh.blocks.digests import DIGEST_BYTES
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Await,
     Commit,
     Computed,
@@ -28,9 +28,9 @@ from kvmesh.bus.kvbm import (
     Finish,
     Incomplete,
     Offer,
+    Retain,
     Wanted,
 )
-from kvmesh.bus.messages import Retain
 from kvmesh.bus.streams import StreamLimits
 
 T = TypeVar("T")

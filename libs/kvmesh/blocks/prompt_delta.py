@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from kvmesh.blocks.digests import DIGEST_BYTES
-from kvmesh.bus.kvbm import Fetch, Offer
+from kvmesh.bus.messages import Fetch, Offer
 
 HASH_BYTES = 8
 LEAST_BLOCKS = 64
@@ -127,7 +127,7 @@ class SentPrompts:
         return replace(
             message,
             digests=message.digests[DIGEST_BYTES * shared :],
-            sequence=message.sequence_hashes[HASH_BYTES * shared :],
+            sequence_hashes=message.sequence_hashes[HASH_BYTES * shared :],
             local=message.local[HASH_BYTES * shared :],
             base=base,
             shared=shared,

@@ -14,7 +14,7 @@ from kvmesh.blocks.digests import (
     root_digest,
     split_digests,
 )
-from kvmesh.blocks.layout import KvLayout, LayerLayout, divided
+from kvmesh.bus.messages import KvLayout, LayerLayout, incompatible_models
 
 KEY = bytes(range(32))
 LAYOUT = KvLayout(
@@ -96,4 +96,4 @@ def test_a_layout_in_words() -> None:
 def test_nodes_are_divided_by_models_of_which_they_have_no_layout_in_common() -> None:
     ours = {"m": ["a", "b"], "n": ["a"], "o": ["a"], "p": []}
     theirs = {"m": ["b"], "n": ["b"], "p": ["a"]}
-    assert divided(ours, theirs) == divided(theirs, ours) == ["n"]
+    assert incompatible_models(ours, theirs) == incompatible_models(theirs, ours) == ["n"]

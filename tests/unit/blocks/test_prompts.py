@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.blocks.prompt_delta import LEAST_BLOCKS, KnownPrompts, Names, SentPrompts
-from kvmesh.bus.kvbm import Fetch, Offer
+from kvmesh.bus.messages import Fetch, Offer
 
 MOST = 8 * LEAST_BLOCKS
 

@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus, Respond
 from kvmesh.bus.errors import cause
-from kvmesh.bus.kvbm import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
+from kvmesh.bus.messages import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
 from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.errors import TooSmall

@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from kvmesh.blocks.attachment import ArenaUser
 from kvmesh.blocks.kvbm_client import StoreClient
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import Capacity, KvEvent, Load, Work
+from kvmesh.bus.messages import Capacity, KvEvent, KvLayout, Load, Work
 from kvmesh.settings.schema import Settings
 
 

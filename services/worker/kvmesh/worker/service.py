@@ -9,8 +9,8 @@ from prometheus_client import REGISTRY
 
 from kvmesh.blocks.attachment import ArenaUser, Tenant
 from kvmesh.blocks.kvbm_client import StoreClient
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.errors import ModelFilesError
+from kvmesh.bus.messages import KvLayout
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import WorkerSettings

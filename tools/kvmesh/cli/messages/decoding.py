@@ -6,12 +6,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvmesh.bus.kvbm import Computing, KvbmRequest
 from kvmesh.bus.messages import (
+    Computing,
     Control,
     Dump,
     Instance,
     KvBatch,
+    KvbmRequest,
     LimitUse,
     Load,
     OverlapQuery,

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from kvmesh.bus import kvbm as k
 from kvmesh.bus import messages as m
 from kvmesh.cli.messages.decoding import Undecodable, hashes, hexadecimal, plain
 
@@ -148,28 +147,28 @@ def _damaged(message: Undecodable) -> str:
     return f"undecodable, {message.size} bytes: {message.error}"
 
 
-def _offer(offer: k.Offer) -> str:
+def _offer(offer: m.Offer) -> str:
     count = offer.shared + len(offer.sequence_hashes) // 8
     new = offer.sequence_hashes[8 * max(0, offer.first - offer.shared) :]
     return f"offer blocks {offer.first} to {count}{_span(new)}"
 
 
-def _fetch(fetch: k.Fetch) -> str:
+def _fetch(fetch: m.Fetch) -> str:
     count = fetch.shared + len(fetch.sequence_hashes) // 8
     waits = f", waits {fetch.wait_s:g} s" if fetch.wait_s else ""
     span = _span(fetch.sequence_hashes)
     return f"fetch {fetch.request} {count} blocks, {fetch.held} held{span}{waits}"
 
 
-def _lend(lend: k.Lend) -> str:
+def _lend(lend: m.Lend) -> str:
     return f"lend {len(lend.digests) // 16} blocks of {lend.block_bytes} bytes"
 
 
-def _prepare(prepare: k.Prepare) -> str:
+def _prepare(prepare: m.Prepare) -> str:
     return f"prepare {len(prepare.digests) // 16} blocks of {prepare.model}"
 
 
-def _computing(computing: k.Computing) -> str:
+def _computing(computing: m.Computing) -> str:
     names = len(computing.digests) // 16
     what = f"computes a prompt, known by {names} digests" if names else "computes nothing more"
     return f"{computing.instance} #{computing.number} {what}"
@@ -186,11 +185,11 @@ _FORMS: dict[type, Callable[[Any], str]] = {
     m.OverlapQuery: _query,
     m.RouteRequest: _route_request,
     m.Instance: _instance,
-    k.Offer: _offer,
-    k.Fetch: _fetch,
-    k.Lend: _lend,
-    k.Prepare: _prepare,
-    k.Computing: _computing,
+    m.Offer: _offer,
+    m.Fetch: _fetch,
+    m.Lend: _lend,
+    m.Prepare: _prepare,
+    m.Computing: _computing,
     Undecodable: _damaged,
     **dict.fromkeys((m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping), _control),
 }

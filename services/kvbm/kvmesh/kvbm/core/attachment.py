@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvmesh.blocks.prompt_delta import KnownPrompts, Names
-from kvmesh.bus.kvbm import Fetch, Offer
+from kvmesh.bus.messages import Fetch, Offer
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 

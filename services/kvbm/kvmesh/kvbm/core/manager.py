@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from kvmesh.blocks.digests import split_digests
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Await,
+    Clear,
     Commit,
     Computed,
     Corrupt,
@@ -22,12 +22,15 @@ from kvmesh.bus.kvbm import (
     Fetched,
     Finish,
     Incomplete,
+    KvEvent,
+    KvLayout,
     Offer,
+    Pin,
     Prepare,
     Prepared,
     Wanted,
+    encode,
 )
-from kvmesh.bus.messages import Clear, KvEvent, Pin, encode
 from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Space
 from kvmesh.kvbm.core.blocks.events import dump
@@ -61,7 +64,7 @@ class ParkedFetch(NamedTuple):
 
 
 class Manager:
-    """Answers the messages of `kvmesh.bus.kvbm`; what is to be done and told is taken after.
+    """Answers the messages of `kvmesh.bus.messages`; what is to be done and told is taken after.
 
     `instance` is what other kvbms know it by.
     """

@@ -12,12 +12,18 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from kvmesh.blocks.digests import split_digests
-from kvmesh.blocks.layout import divided
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.kvbm import Computing, Declined, Prepare, Prepared
-from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.messages import (
+    Computing,
+    Declined,
+    Instance,
+    Prepare,
+    Prepared,
+    Role,
+    incompatible_models,
+)
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.transfers.mesh_claims import ClaimMessage, Claims, PeerClaims, PeerSource
@@ -88,7 +94,7 @@ class ClaimsExchange:
             for card in self.cards
             if card.store is not None
             and card.store.key == self._key
-            and not divided(ours, card.store.layouts)
+            and not incompatible_models(ours, card.store.layouts)
             and not self.rests(card.instance)
         }
 

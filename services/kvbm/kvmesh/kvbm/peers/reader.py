@@ -13,8 +13,7 @@ from contextlib import suppress
 
 from kvmesh._native import xxh3
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import Declined, Lend, Lent
-from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.messages import Declined, Lend, Lent, OverlapQuery, OverlapReply
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource

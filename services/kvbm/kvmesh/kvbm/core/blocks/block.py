@@ -7,7 +7,7 @@ final, and *dropped*: nobody finds it any more, and its slot is free as soon as 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import KvLayout
 from kvmesh.kvbm.core.blocks.slab_allocator import slot_bytes
 from kvmesh.retention.claims import BlockRetention
 

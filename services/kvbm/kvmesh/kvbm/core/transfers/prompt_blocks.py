@@ -7,8 +7,7 @@ from typing import overload
 
 from kvmesh.blocks.digests import DIGEST_BYTES, split_digests
 from kvmesh.blocks.prompt_delta import Names
-from kvmesh.bus.kvbm import Fetch, Offer
-from kvmesh.bus.messages import Retain
+from kvmesh.bus.messages import Fetch, Offer, Retain
 from kvmesh.kvbm.core.blocks.block import Block, Space
 
 

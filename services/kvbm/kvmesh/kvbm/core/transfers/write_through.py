@@ -2,7 +2,7 @@
 
 from array import array
 
-from kvmesh.bus.kvbm import Offer, Wanted
+from kvmesh.bus.messages import Offer, Wanted
 from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, CopyState
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.retention import TierRetention

@@ -18,8 +18,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import Work
+from kvmesh.bus.messages import KvLayout, Work
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.transfer.staging import Staging

@@ -31,10 +31,9 @@ from kvmesh.blocks.kvbm_client import (
     TierSpeeds,
     digest_of,
 )
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import Retain
+from kvmesh.bus.messages import KvLayout, Retain
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.hashing import block_hashes
 from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors

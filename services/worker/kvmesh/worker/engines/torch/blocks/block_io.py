@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable
 
 from kvmesh.blocks.digests import DIGEST_BYTES
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import KvLayout
 from kvmesh.worker.engines.torch.core import TorchCore
 
 

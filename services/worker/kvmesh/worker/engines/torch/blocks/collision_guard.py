@@ -11,8 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 from kvmesh.blocks.digests import DIGEST_BYTES, KEY_BYTES, DigestChain
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import KvEvent, Removed, Work
+from kvmesh.bus.messages import KvEvent, KvLayout, Removed, Work
 
 
 class Prints:

@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import Retain
+from kvmesh.bus.messages.layout import KvLayout
+from kvmesh.bus.messages.work import Retain
 
 
 class Attach(Struct, frozen=True, array_like=True, tag="attach"):

@@ -44,8 +44,10 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         return f"{item}, {self.block_size} tokens a block, {layers}, weights {self.weights}"
 
 
-def divided(ours: Mapping[str, Sequence[str]], theirs: Mapping[str, Sequence[str]]) -> list[str]:
-    """Models that both have in layouts (in words) none of which is the same."""
+def incompatible_models(
+    ours: Mapping[str, Sequence[str]], theirs: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Models of which both nodes have layouts (as summaries), none of them the same."""
     return [
         model
         for model, layouts in ours.items()

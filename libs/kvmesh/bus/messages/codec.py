@@ -1,0 +1,5 @@
+"""Encoder of every message."""
+
+import msgspec
+
+encode = msgspec.msgpack.Encoder().encode

@@ -1,0 +1,51 @@
+"""KV events: changes of the blocks that a rank holds."""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+
+class Stored(Struct, frozen=True, array_like=True, tag="stored"):
+    """Consecutive blocks now held after `parent` (an engine hash; None at the root of a prompt).
+
+    `engine` and `local` are packed uint64, one per block; `salt` seeds the chain at the root.
+    In a dump, blocks whose parent is held no longer name its sequence hash as `previous` instead.
+    """
+
+    tier: int
+    parent: int | None
+    engine: bytes
+    local: bytes
+    salt: int = 0
+    previous: int | None = None
+
+
+class Removed(Struct, frozen=True, array_like=True, tag="removed"):
+    """Blocks no longer held, by engine hash (packed uint64)."""
+
+    tier: int
+    engine: bytes
+
+
+class Cleared(Struct, frozen=True, array_like=True, tag="cleared"):
+    """The rank holds nothing any more (in `tier`, or in all). Starts every full dump."""
+
+    tier: int | None = None
+
+
+KvEvent: TypeAlias = Stored | Removed | Cleared
+
+
+class KvBatch(Struct, frozen=True, array_like=True):
+    """Events of one rank, coalesced over a few milliseconds.
+
+    Event ids are gap-free per (instance, rank): this batch holds `first` … `first + len - 1`. One
+    whose acknowledgement was lost may come twice in a row; a gap means that events were lost.
+    """
+
+    worker: str
+    instance: str
+    rank: int
+    first: int
+    time: float
+    events: list[KvEvent]
