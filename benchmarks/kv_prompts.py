@@ -18,9 +18,9 @@ from kv_node import attach, node, numbered
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.kvbm_client import KvbmPrompt, StoreClient, TierSpeeds
-from kvmesh.blocks.prompt_delta import SentPrompts
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KvLayout, LayerLayout
+from kvmesh.prompt_delta.blocks import SentBlockPromptCache
 
 BLOCK = 16
 TOKENS = 128 << 10
@@ -90,7 +90,7 @@ async def session(bus: Bus, kvbm: int, seed: int, told_whole: bool) -> list[Turn
     if told_whole:
         attachment = client._attacher.current
         assert attachment is not None
-        attachment.prompts = SentPrompts(0)
+        attachment.prompts = SentBlockPromptCache(0)
     whole = numbered("r", TOKENS // BLOCK, seed)
     turns = [await turn(bus, kvbm, client, whole, start) for start in range(0, TOKENS, TURN)]
     await client.close()

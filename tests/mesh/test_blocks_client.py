@@ -16,7 +16,6 @@ from kvmesh.blocks.arena import ArenaView
 from kvmesh.blocks.attachment import Attachment, Tenant
 from kvmesh.blocks.digests import chain_digests, root_digest
 from kvmesh.blocks.kvbm_client import FetchedPart, KvbmPrompt, PendingWrite, StoreClient, TierSpeeds
-from kvmesh.blocks.prompt_delta import KnownPrompts
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import (
@@ -34,6 +33,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.hashing import block_hashes
+from kvmesh.prompt_delta.blocks import BlockPromptCache
 
 LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
@@ -166,7 +166,7 @@ async def test_what_the_kvbm_has_forgotten_is_told_again(client: StoreClient, st
     await attached(client)
     assert await give(client, prompt(100)) == list(range(100))
     await eventually(lambda: len(kvbm.blocks) == 100)
-    kvbm.prompts[1] = KnownPrompts(kvbm.keeps)
+    kvbm.prompts[1] = BlockPromptCache(kvbm.keeps)
     assert await give(client, prompt(103), first=90) == [100, 101, 102]
     assert [len(r.sequence_hashes) // 8 for r in kvbm.asked if isinstance(r, Offer)] == [
         100,

@@ -18,7 +18,6 @@ from nats.errors import Error as NatsError
 
 from kvmesh.blocks.arena import WORKER_LOCKS, ArenaView, LivenessLock
 from kvmesh.blocks.errors import BlocksError
-from kvmesh.blocks.prompt_delta import SentPrompts
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, MessageTooLarge, cause
@@ -34,6 +33,7 @@ from kvmesh.bus.messages import (
     Role,
 )
 from kvmesh.bus.streams import StreamLimits
+from kvmesh.prompt_delta.blocks import SentBlockPromptCache
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Attachment:
         self.kvbm = kvbm
         self.id = attached.attachment
         self.key = attached.key
-        self.prompts = SentPrompts(attached.keeps)
+        self.prompts = SentBlockPromptCache(attached.keeps)
         self.arena = arena
         self.lock = lock
         self.overdue = False

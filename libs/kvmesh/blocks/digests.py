@@ -11,8 +11,8 @@ from hashlib import blake2b
 import msgspec
 
 from kvmesh.bus.messages import KvLayout
+from kvmesh.hashing import DIGEST_BYTES, TOKEN_BYTES
 
-DIGEST_BYTES = 16
 KEY_BYTES = 32
 FINGERPRINT_BYTES = 4
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -31,7 +31,7 @@ def root_digest(key: bytes, model: str, adapter: str, tenant: str, layout: KvLay
 
 def chain_digests(key: bytes, previous: bytes, tokens: bytes, block_size: int) -> bytes:
     """Packed digests of the full blocks of `tokens` (packed uint32), each over all before it."""
-    step = 4 * block_size
+    step = TOKEN_BYTES * block_size
     digests = bytearray()
     for end in range(step, len(tokens) + 1, step):
         block = blake2b(previous, digest_size=DIGEST_BYTES, key=key)

@@ -6,16 +6,15 @@ exchange done for him in the background.
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 
 from kvmesh.blocks.arena import ArenaView
 from kvmesh.blocks.attachment import REQUEST_S, ArenaUser, Attacher, Attachment, Tenant
-from kvmesh.blocks.digests import DIGEST_BYTES
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import (
     Await,
@@ -32,6 +31,8 @@ from kvmesh.bus.messages import (
     Wanted,
 )
 from kvmesh.bus.streams import StreamLimits
+from kvmesh.hashing import DIGEST_BYTES
+from kvmesh.runtime.background import BackgroundTasks
 
 T = TypeVar("T")
 AWAIT_S = 0.5
@@ -104,7 +105,7 @@ class StoreClient:
     ) -> None:
         self.tenant = tenant
         self._attacher = Attacher(bus, limits, tenant, user)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = BackgroundTasks()
 
     @property
     def key(self) -> bytes | None:
@@ -123,10 +124,8 @@ class StoreClient:
 
     async def close(self) -> None:
         """Give everything back and leave."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=REQUEST_S)
-        for task in self._tasks:
-            task.cancel()
+        await self._tasks.wait(REQUEST_S)
+        self._tasks.cancel()
         await self._attacher.close()
 
     async def load(
@@ -217,14 +216,16 @@ class StoreClient:
             short = message
             answer = await self._ask(attachment, message, reply, timeout)
         if answer is not None:
-            prompts.sent(message.digests, short.base)
+            prompts.store(message.digests, short.base)
         return answer
 
     async def _ticket(
         self, attachment: Attachment, message: Offer | Fetch, reply: type[T], timeout: float
     ) -> T | None:
         """What comes of it; a ticket whose asker is cancelled meanwhile is given back."""
-        asking = self._spawn(self._describe(attachment, message, reply, timeout))
+        asking = self._tasks.start(
+            self._describe(attachment, message, reply, timeout), awaited=True
+        )
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -239,13 +240,7 @@ class StoreClient:
             self._later(attachment, Commit(attachment.id, answer.ticket, b""))
 
     def _later(self, attachment: Attachment, message: object) -> None:
-        self._spawn(self._ask(attachment, message, Done, REQUEST_S))
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self._tasks.start(self._ask(attachment, message, Done, REQUEST_S))
 
 
 def _fetch(

@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvmesh.blocks.kvbm_client import KvbmPrompt, PendingWrite, StoreClient
 from kvmesh.bus.errors import cause
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -61,7 +62,7 @@ class WriteThrough(Generic[Item]):
         self._ending: set[str] = set()
         self._blocks = 0
         self._wake = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks()
         self.written = 0
         self.skipped = 0
 
@@ -71,14 +72,11 @@ class WriteThrough(Generic[Item]):
         return not self._queue and not self._under_way
 
     def start(self) -> None:
-        names = [f"write-through {lane}" for lane in range(self._lanes)]
-        self._tasks = [asyncio.create_task(self._run(), name=name) for name in names]
+        for lane in range(self._lanes):
+            self._tasks.start(self._run(), f"write-through {lane}")
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
 
     def put(self, request: str, item: Item, first: int, end: int) -> bool:
         """Queue blocks `first` to `end` of a request; `item` stands for all up to `end`.

@@ -4,9 +4,18 @@ from hashlib import blake2b
 
 from kvmesh._native import block_hashes, sequence_hashes, xxh3
 
-__all__ = ["HASH_BYTES", "HASH_VERSION", "TOKEN_BYTES", "block_hashes", "salt", "sequence_hashes"]
+__all__ = [
+    "DIGEST_BYTES",
+    "HASH_BYTES",
+    "HASH_VERSION",
+    "TOKEN_BYTES",
+    "block_hashes",
+    "salt",
+    "sequence_hashes",
+]
 
 HASH_BYTES = 8  # of one packed hash
+DIGEST_BYTES = 16  # of one block digest (kvmesh.blocks.digests)
 TOKEN_BYTES = 4  # of one packed token id
 HASH_VERSION = 1  # of all that is hashed here and in the native core; workers must agree on it
 

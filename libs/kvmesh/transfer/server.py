@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from kvmesh.bus.errors import cause
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.transfer.channel import Channel, Closed, Got, TransferReply, Want
 from kvmesh.transfer.grants import Grant, Grants
 from kvmesh.transfer.memory_ranges import Range, unpack
@@ -31,7 +32,7 @@ class TransferServer:
         self._most = most
         self._agent = agent
         self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._serving = 0
         self._loop = asyncio.get_running_loop()
 
@@ -41,15 +42,12 @@ class TransferServer:
         family, _, _, _, address = found[0]
         self._listener = socket.create_server(address[:2], family=family, backlog=self._most)
         self._listener.setblocking(False)
-        self._start(self._accept(self._listener))
+        self._tasks.start(self._accept(self._listener), "block server")
         own: int = self._listener.getsockname()[1]
         return own
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -65,14 +63,9 @@ class TransferServer:
             if self._serving < self._most + MOST_REFUSALS:
                 self._serving += 1
                 talk = self._refuse if self._serving > self._most else self._talk
-                self._start(self._serve(channel, talk))
+                self._tasks.start(self._serve(channel, talk), "block reader")
             else:
                 channel.close()
-
-    def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task = self._loop.create_task(work, name="block reader")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, channel: Channel, talk: Callable[[Channel], Awaitable[None]]) -> None:
         try:

@@ -121,7 +121,7 @@ class WorkerServer:
         self._warn(guest)
         log.info("%s attached", guest.instance)
         return Attached(
-            guest.number, self._arena.name, self._arena.size, self._key, guest.prompts.most
+            guest.number, self._arena.name, self._arena.size, self._key, guest.prompts.max_blocks
         )
 
     def _warn(self, guest: AttachedWorker) -> None:

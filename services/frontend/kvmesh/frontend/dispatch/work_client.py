@@ -12,9 +12,9 @@ from kvmesh.bus.discovery import Directory, forget_instance
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import Cancel, Work, WorkReply
 from kvmesh.bus.ping import ping
-from kvmesh.frontend.dispatch.prompt_delta import SentPromptCache
 from kvmesh.frontend.dispatch.token_inbox import TokenInbox
 from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.prompt_delta.tokens import SentPromptCache
 
 log = logging.getLogger(__name__)
 ANSWER_S = 1.0  # workers answer at once, whatever their engines do
@@ -44,7 +44,7 @@ class WorkClient:
         self._bus = bus
         self._inbox = inbox
         self._directory = directory
-        self._bases = SentPromptCache()
+        self._sent_prompts = SentPromptCache()
         self._probes: dict[str, asyncio.Task[None]] = {}
         self.buried_at = -inf  # when a worker was last found gone, on the loop's clock
         self._loop = asyncio.get_running_loop()
@@ -68,16 +68,16 @@ class WorkClient:
         sequence.place(instance, offered_at)
         self._inbox.add(sequence)
         try:
-            reply = await self._offer(instance, self._bases.shorten(instance, work))
+            reply = await self._offer(instance, self._sent_prompts.shorten(instance, work))
             if reply.status == "incomplete":
-                self._bases.forget(instance, work)
+                self._sent_prompts.forget(instance, work)
                 reply = await self._offer(instance, work)
         except (NoResponder, RequestTimeout) as error:
             if sequence.heard_at > offered_at:
                 return OfferResult("accepted")  # only the answer was lost: its tokens come
             return await self._unanswered(sequence, error, offered_at)
         if reply.kept:
-            self._bases.keep(instance, work)
+            self._sent_prompts.store(instance, work)
         if reply.status != "accepted":
             self._inbox.remove(sequence)
         elif reply.checking:

@@ -29,6 +29,7 @@ from kvmesh.frontend.sessions.speculative_prefill import (
     successor,
 )
 from kvmesh.hashing import block_hashes
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 MAX_TASKS = 1024
@@ -53,7 +54,7 @@ class SessionHooks:
         self._preparer = preparer
         self._budget = budget
         self._speculations = SpeculativePrefills()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = BackgroundTasks()
 
     def begin(self, prepared: PreparedRequest) -> HookedRequest:
         prompt, session = prepared.prompts[0], prepared.request.hints.session
@@ -94,10 +95,7 @@ class SessionHooks:
                 self._count(made, 0)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
 
     async def _speculate(self, exchange: ActiveRequest, following: GenerateRequest) -> None:
         prepared, job = exchange.prepared, exchange.jobs[0]
@@ -162,9 +160,7 @@ class SessionHooks:
             work.close()
             log.warning("too much follows answers: some of it is left out")
             return
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
 
 def _computes_prompts(job: SequenceTask) -> RankKey:

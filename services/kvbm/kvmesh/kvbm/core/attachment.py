@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from kvmesh.blocks.prompt_delta import KnownPrompts, Names
 from kvmesh.bus.messages import Fetch, Offer
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
+from kvmesh.prompt_delta.blocks import BlockHashes, BlockPromptCache
 
 KEEPS_BLOCKS = 1 << 19  # of 32 bytes each
 
@@ -19,17 +19,17 @@ class AttachedWorker:
     space: Space
     lock: str
     tickets: set[int] = field(default_factory=set)
-    prompts: KnownPrompts = field(default_factory=lambda: KnownPrompts(KEEPS_BLOCKS))
+    prompts: BlockPromptCache = field(default_factory=lambda: BlockPromptCache(KEEPS_BLOCKS))
 
     def prompt(self, message: Offer | Fetch) -> PromptBlocks | None:
         """All of what a message describes, or None if its base is not known.
 
         Raises ValueError if its parts do not belong together.
         """
-        rest = Names(message.digests, message.sequence_hashes, message.local)
+        rest = BlockHashes(message.digests, message.sequence_hashes, message.local)
         whole = self.prompts.complete(message.base, message.shared, rest)
         if whole is None:
             return None
         prompt = PromptBlocks.of(message, whole, self.space)
-        self.prompts.keep(whole, message.base)
+        self.prompts.store(whole, message.base)
         return prompt

@@ -1,7 +1,7 @@
 """What is beyond a node: the store that all nodes share, and the arenas of the others."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 
 from kvmesh.kvbm.core.blocks.block import REMOTE
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
@@ -10,6 +10,7 @@ from kvmesh.kvbm.core.transfers.onboarding import Lookup
 from kvmesh.kvbm.peers.claims_exchange import PAUSE_S, ClaimsExchange
 from kvmesh.kvbm.peers.reader import PeerReader
 from kvmesh.kvbm.tiers.remote.mover import RemoteMover
+from kvmesh.runtime.background import BackgroundTasks
 
 
 class RemoteSources:
@@ -31,19 +32,16 @@ class RemoteSources:
         self._neighbours = neighbours
         self._found = found
         self._moved = moved
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     async def open(self) -> None:
         if self._neighbours is not None:
             await self._neighbours.open()
         if self._courier is not None:
-            self._spawn(self._courier.tend())
+            self._tasks.start(self._courier.tend())
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         if self._peers is not None:
             await self._peers.close()
         if self._courier is not None:
@@ -54,7 +52,7 @@ class RemoteSources:
     def look_up(self, lookups: Iterable[Lookup]) -> None:
         """Begin lookups, all of which are answered in the end."""
         for lookup in lookups:
-            self._spawn(self._look_up(lookup))
+            self._tasks.start(self._look_up(lookup))
 
     def start(self, moves: Iterable[Move]) -> None:
         """Begin moves to and from tier 3, all of which are told of in the end."""
@@ -103,8 +101,3 @@ class RemoteSources:
         if peers is not None and not stored:
             peers.note(ready, further.owner)
         return len(ready), more
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -8,7 +8,7 @@ import logging
 import struct
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from kvmesh._native import xxh3
@@ -20,6 +20,7 @@ from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
 from kvmesh.kvbm.peers.claims_exchange import FAILURES, ClaimsExchange
 from kvmesh.kvbm.tiers.arena import Arena
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Region, TransferError, Transport
 
@@ -53,16 +54,13 @@ class PeerReader:
         self._hold = hold
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self._grants: dict[str, bytes] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._transport: Transport | None = None
         self._region: Region | None = None
         self._opening: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         if self._transport is not None:
             await self._transport.close()
 
@@ -123,7 +121,7 @@ class PeerReader:
             by_peer[peer, move.source.block.space.block_bytes].append(move)
         for (peer, size), batch in by_peer.items():
             for at in range(0, len(batch), BATCH_BLOCKS):
-                self._spawn(self._get(peer, size, batch[at : at + BATCH_BLOCKS]))
+                self._tasks.start(self._get(peer, size, batch[at : at + BATCH_BLOCKS]))
 
     async def _get(self, peer: str, size: int, batch: Sequence[Move]) -> None:
         sums = array("Q")
@@ -187,7 +185,7 @@ class PeerReader:
     def begin(self) -> None:
         """There is somebody."""
         if self._opening is None:
-            self._opening = self._spawn(self._open_transport())
+            self._opening = self._tasks.start(self._open_transport())
 
     @property
     def opening(self) -> bool:
@@ -200,12 +198,6 @@ class PeerReader:
             self._region = self._transport.register(self._arena.map)
         except TransferError as error:
             log.warning("no blocks are read from other nodes: %s", error)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _end(further: PeerSource) -> int:

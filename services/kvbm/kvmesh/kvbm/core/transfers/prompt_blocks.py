@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from kvmesh.blocks.digests import DIGEST_BYTES, split_digests
-from kvmesh.blocks.prompt_delta import Names
+from kvmesh.blocks.digests import split_digests
 from kvmesh.bus.messages import Fetch, Offer, Retain
+from kvmesh.hashing import DIGEST_BYTES
 from kvmesh.kvbm.core.blocks.block import Block, Space
+from kvmesh.prompt_delta.blocks import BlockHashes
 
 
 class Digests(Sequence[bytes]):
@@ -57,7 +58,7 @@ class PromptBlocks:
     retention: list[Retain]
 
     @classmethod
-    def of(cls, message: Offer | Fetch, names: Names, space: Space) -> "PromptBlocks":
+    def of(cls, message: Offer | Fetch, names: BlockHashes, space: Space) -> "PromptBlocks":
         """What a message says of all these blocks; ValueError if they are not the same ones."""
         count, rest = divmod(len(names.digests), DIGEST_BYTES)
         if rest or len(names.sequence_hashes) != 8 * count or len(names.local) != 8 * count:

@@ -19,6 +19,7 @@ from kvmesh.kvbm.tiers.arena import Arena
 from kvmesh.kvbm.tiers.remote.interface import RemoteBlock, RemoteError, RemoteStore
 from kvmesh.kvbm.tiers.remote.seal import Seal
 from kvmesh.retention.claims import RetentionWish
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 AT_ONCE = 4
@@ -58,7 +59,7 @@ class RemoteMover:
         self._moved = moved
         self._clock = clock
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._rest_s = 0.0
         self._rests_until = 0.0
         self.errors = 0
@@ -74,9 +75,9 @@ class RemoteMover:
         there = [move for move in asked if move.target.tier == REMOTE]
         here = [move for move in asked if move.source.tier == REMOTE]
         for batch in _batched(there):
-            self._spawn(self._run(self._put, batch, MoveEnd.UNWRITABLE))
+            self._tasks.start(self._run(self._put, batch, MoveEnd.UNWRITABLE))
         for batch in _batched(here):
-            self._spawn(self._run(self._get, batch, MoveEnd.UNREADABLE))
+            self._tasks.start(self._run(self._get, batch, MoveEnd.UNREADABLE))
 
     async def find(self, digests: Sequence[bytes]) -> int:
         """How many leading ones are there, as far as is known."""
@@ -85,7 +86,7 @@ class RemoteMover:
     def drop(self, digests: Sequence[bytes]) -> None:
         """Have the store drop blocks."""
         if digests:
-            self._spawn(self._drop(digests))
+            self._tasks.start(self._drop(digests))
 
     async def tend(self) -> None:
         """Housekeeping, for ever."""
@@ -94,16 +95,8 @@ class RemoteMover:
             await self._guarded(self._store.tend())
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         await self._store.close()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _run(
         self,

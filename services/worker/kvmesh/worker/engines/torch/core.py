@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from kvmesh.blocks.digests import DIGEST_BYTES, DigestChain
+from kvmesh.blocks.digests import DigestChain
 from kvmesh.bus.messages import KvEvent, Work
+from kvmesh.hashing import DIGEST_BYTES
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import EngineCounters

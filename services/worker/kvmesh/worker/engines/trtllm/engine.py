@@ -101,8 +101,8 @@ class TrtllmEngine(StreamingAdapter):
             raise EngineError(f"TensorRT-LLM does not start: {error}") from error
         self._sink = sink
         self._streams = RequestStreams(sink, 1, self._block_size)
-        self._spawn(self._follow_events(sink), "trtllm events")
-        self._spawn(self._follow_stats(), "trtllm stats")
+        self._tasks.start(self._follow_events(sink), "trtllm events")
+        self._tasks.start(self._follow_stats(), "trtllm stats")
         return self._describe()
 
     def submit(self, work: Work) -> None:

@@ -27,6 +27,7 @@ from kvmesh.blocks.kvbm_client import (
 )
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.messages import Retain, Work, owner
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.worker.capabilities.tiered import TierCounts
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.retention_request import asked_before
@@ -84,7 +85,7 @@ class LowerTiers:
         self._copier = BlockCopier(core.model.memory)
         self._threads = ThreadPoolExecutor(2, "blocks")
         self._tasks: dict[Sequence, asyncio.Task[None]] = {}
-        self._touches: set[asyncio.Task[None]] = set()
+        self._touches = BackgroundTasks()
         self._computing = Throughput()
         self._loading = Throughput()
 
@@ -107,11 +108,12 @@ class LowerTiers:
         self.writer.start()
 
     async def close(self) -> None:
-        tasks = [*self._tasks.values(), *self._touches]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._touches.close()
         await self.writer.close()
         await self._client.close()
         self._threads.shutdown()
@@ -145,9 +147,7 @@ class LowerTiers:
         if job.asked:
             return
         job.asked = True
-        touching = asyncio.create_task(self._ask(sequence, job), name="touch")
-        self._touches.add(touching)
-        touching.add_done_callback(self._touches.discard)
+        self._touches.start(self._ask(sequence, job), "touch")
 
     async def _ask(self, sequence: Sequence, job: EngineRequest) -> None:
         hashes = sequence.reusable
