@@ -31,7 +31,7 @@ from kvmesh.bus.messages import (
     Wanted,
 )
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.hashing import DIGEST_BYTES
+from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
 from kvmesh.runtime.background import BackgroundTasks
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class KvbmPrompt(Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> int:
-        return len(self.sequence_hashes) // 8
+        return len(self.sequence_hashes) // HASH_BYTES
 
 
 class TierSpeeds(Struct, frozen=True, kw_only=True):

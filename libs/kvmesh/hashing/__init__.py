@@ -1,6 +1,7 @@
 """Names for what the native core hashes: blocks of tokens, and the namespace they live in."""
 
 from hashlib import blake2b
+from typing import Final
 
 from kvmesh._native import block_hashes, sequence_hashes, xxh3
 
@@ -14,10 +15,10 @@ __all__ = [
     "sequence_hashes",
 ]
 
-HASH_BYTES = 8  # of one packed hash
-DIGEST_BYTES = 16  # of one block digest (kvmesh.blocks.digests)
-TOKEN_BYTES = 4  # of one packed token id
-HASH_VERSION = 1  # of all that is hashed here and in the native core; workers must agree on it
+HASH_BYTES: Final = 8  # of one packed hash
+DIGEST_BYTES: Final = 16  # of one block digest (kvmesh.blocks.digests)
+TOKEN_BYTES: Final = 4  # of one packed token id
+HASH_VERSION: Final = 1  # of all hashes here and in the native core; workers must agree on it
 
 
 def salt(model: str, adapter: str = "", tenant: str = "", key: bytes = b"") -> int:

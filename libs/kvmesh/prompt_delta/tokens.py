@@ -25,7 +25,7 @@ class SentPromptCache:
         self._sent: LruCache[SentKey, tuple[str, bytes]] = LruCache(max_bytes, _sent_bytes)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         return self._sent.size
 
     def shorten(self, instance: str, work: Work) -> Work:
@@ -57,7 +57,7 @@ class PromptCache:
         self._prompts: LruCache[str, bytes] = LruCache(max_bytes, _bytes_of)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         return self._prompts.size
 
     def complete(self, work: Work) -> Work | None:

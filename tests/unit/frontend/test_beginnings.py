@@ -58,7 +58,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     text = "<|im_start|>user\nHello<|im_end|>\n" * 100
     for key in ((1, 1), (1, 2), (2, 1)):
         encoded(beginnings, text, key)
-    assert 0 < beginnings.bytes <= 20_000
+    assert 0 < beginnings.size <= 20_000
     assert not encoded(beginnings, text, (1, 1))[1]
     assert encoded(beginnings, text, (2, 1))[1]
 
@@ -66,4 +66,4 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
 def test_what_is_larger_than_all_of_the_memory_is_not_kept() -> None:
     beginnings = PrefixTokenCache(1000)
     encoded(beginnings, "<|im_start|>user\nHello<|im_end|>\n" * 100)
-    assert beginnings.bytes == 0
+    assert beginnings.size == 0

@@ -56,7 +56,7 @@ def test_the_memo_forgets_what_was_not_used_for_longest() -> None:
     memo.put(1, "fourth", b"4")
     assert memo.get(1, "second") is None
     assert memo.get(1, "first") == b"1"
-    assert memo.bytes <= 1000
+    assert memo.size <= 1000
 
 
 def test_tenants_do_not_see_each_other_s_parts() -> None:
@@ -68,5 +68,5 @@ def test_tenants_do_not_see_each_other_s_parts() -> None:
 def test_what_is_larger_than_the_memo_is_not_kept() -> None:
     memo = SegmentMemo(limit=1000)
     memo.put(1, "x" * 5000, b"1")
-    assert memo.bytes == 0
+    assert memo.size == 0
     assert memo.get(1, "x" * 5000) is None

@@ -53,8 +53,8 @@ def test_what_arrives_is_what_was_sent(
         assert taken == whole
         if workers[name].store(whole, sent.base):
             sent_prompts.store(name, whole)
-        assert sent_prompts.bytes <= sender_limit
-        assert workers[name].bytes <= keeper_limit
+        assert sent_prompts.size <= sender_limit
+        assert workers[name].size <= keeper_limit
 
 
 def test_a_turn_sends_what_it_adds() -> None:
@@ -77,7 +77,7 @@ def test_a_prompt_takes_the_place_of_the_one_it_was_built_on() -> None:
     whole = prompts.complete(longer)
     assert whole is not None
     assert prompts.store(whole, "a")
-    assert prompts.bytes == MIN_BYTES + 4
+    assert prompts.size == MIN_BYTES + 4
     assert prompts.complete(longer) is None
     assert not prompts.store(work("c", prompt(TOKENS - 1)))
 

@@ -7,6 +7,7 @@ import msgspec
 
 from kvmesh.bus import messages as m
 from kvmesh.cli.messages.decoding import Undecodable, hashes, hexadecimal, plain
+from kvmesh.hashing import HASH_BYTES, TOKEN_BYTES
 
 SHOWN = 4
 WIDTH = 160
@@ -55,7 +56,7 @@ def _kv_batch(batch: m.KvBatch) -> str:
 def _kv_event(event: m.KvEvent) -> str:
     if isinstance(event, m.Cleared):
         return f"cleared {'everything' if event.tier is None else _tier(event.tier)}"
-    count = len(event.engine) // 8
+    count = len(event.engine) // HASH_BYTES
     if isinstance(event, m.Removed):
         return f"-{count} {_tier(event.tier)}{_span(event.engine)}"
     under = "root" if event.parent is None else _hash(event.parent)
@@ -68,7 +69,7 @@ def _decision(decision: m.Decision) -> str:
     parts = [
         f"{decision.request} → {chosen.worker}#{chosen.rank}",
         f"{decision.policy}: cost {chosen.cost:.1f}",
-        f"overlap {overlap} of {len(decision.sequence_hashes) // 8} blocks",
+        f"overlap {overlap} of {len(decision.sequence_hashes) // HASH_BYTES} blocks",
         f"{len(decision.candidates)} candidates",
         f"waited {_milliseconds(decision.wait_s)}, index {_milliseconds(decision.index_s)}",
     ]
@@ -91,7 +92,7 @@ def _seq_batch(batch: m.SeqBatch) -> str:
 
 def _seq_event(event: m.SeqEvent) -> str:
     if isinstance(event, m.SeqAdd):
-        blocks = len(event.sequence_hashes) // 8
+        blocks = len(event.sequence_hashes) // HASH_BYTES
         return f"add {event.request} on {event.instance} ({event.overlap} of {blocks} blocks held)"
     if isinstance(event, m.SeqProgress):
         return f"progress {event.request} {event.generated} tokens"
@@ -108,7 +109,7 @@ def _step(step: m.StepOutput) -> str:
 
 
 def _work(work: m.Work) -> str:
-    prompt = len(work.tokens) // 4
+    prompt = len(work.tokens) // TOKEN_BYTES
     text = (
         f"{work.request} from {work.frontend}  prompt {prompt}, at most {work.sampling.max_tokens}"
     )
@@ -129,7 +130,7 @@ def _load(load: m.Load) -> str:
 
 
 def _query(query: m.OverlapQuery) -> str:
-    blocks = sum(len(prompt) // 8 for prompt in query.prompts)
+    blocks = sum(len(prompt) // HASH_BYTES for prompt in query.prompts)
     return f"{len(query.prompts)} prompts, {blocks} blocks"
 
 
@@ -148,13 +149,13 @@ def _damaged(message: Undecodable) -> str:
 
 
 def _offer(offer: m.Offer) -> str:
-    count = offer.shared + len(offer.sequence_hashes) // 8
-    new = offer.sequence_hashes[8 * max(0, offer.first - offer.shared) :]
+    count = offer.shared + len(offer.sequence_hashes) // HASH_BYTES
+    new = offer.sequence_hashes[HASH_BYTES * max(0, offer.first - offer.shared) :]
     return f"offer blocks {offer.first} to {count}{_span(new)}"
 
 
 def _fetch(fetch: m.Fetch) -> str:
-    count = fetch.shared + len(fetch.sequence_hashes) // 8
+    count = fetch.shared + len(fetch.sequence_hashes) // HASH_BYTES
     waits = f", waits {fetch.wait_s:g} s" if fetch.wait_s else ""
     span = _span(fetch.sequence_hashes)
     return f"fetch {fetch.request} {count} blocks, {fetch.held} held{span}{waits}"

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from kvmesh.bus.buckets import bucket_sizes
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import owner
+from kvmesh.runtime.lru import LruCache
 
 FRESH_S = 60.0
 MOST_OWNERS = 10_000
@@ -60,7 +61,7 @@ class BucketQuota:
         self._bus = bus
         self._bucket = bucket
         self.most = most
-        self._held: OrderedDict[str, Holding] = OrderedDict()
+        self._held: LruCache[str, Holding] = LruCache(MOST_OWNERS)
 
     async def make_room(self, entry: str, size: int) -> None:
         """Before an entry of so many bytes is written; raises the server's errors."""
@@ -68,10 +69,8 @@ class BucketQuota:
         held = self._held.get(owner)
         if held is None or (held.total > self.most // 2 and now - held.read_at > FRESH_S):
             sizes = await bucket_sizes(self._bus, self._bucket, f"{owner}.>")
-            held = self._held[owner] = Holding(sizes, now)
-        self._held.move_to_end(owner)
-        if len(self._held) > MOST_OWNERS:
-            self._held.popitem(last=False)
+            held = Holding(sizes, now)
+            self._held.put(owner, held)
         held.add(entry, size)
         for old in held.drop(self.most):
             await self.purge(old)

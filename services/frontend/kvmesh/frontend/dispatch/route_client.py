@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,6 +31,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.peer_choice import Peers
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.runtime.lru import LruCache
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -79,7 +79,7 @@ class RouteClient:
         self._inbox = bus.client.new_inbox()
         self._names = itertools.count(1)
         self._questions: dict[str, RouteQuestion] = {}
-        self._late: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._late: LruCache[str, tuple[str, str]] = LruCache(MOST_LATE)
         self._pings: dict[str, tuple[str, float]] = {}
         self._clock = 0.0
         self.routers = Peers(SILENT_S)
@@ -163,9 +163,7 @@ class RouteClient:
     def _give_up(self, question: RouteQuestion) -> None:
         """Whatever comes to this question as it was asked last, comes too late."""
         if self._questions.pop(question.token, None) is not None:
-            self._late[question.token] = question.model, question.request.request
-            while len(self._late) > MOST_LATE:
-                self._late.popitem(last=False)
+            self._late.put(question.token, (question.model, question.request.request))
 
     def _free(self, question: RouteQuestion) -> None:
         """Take the attempts that were given up off the books; not before there is a later one, or
@@ -238,7 +236,7 @@ class RouteClient:
 
     def _too_late(self, token: str, msg: Msg) -> None:
         """A router has come to an attempt that was given up: nothing will run there."""
-        given_up = self._late.get(token)
+        given_up = self._late.peek(token)
         if given_up is None:
             return
         model, attempt = given_up

@@ -23,7 +23,7 @@ from kvmesh.frontend.preprocess.tool_choice import RequiredToolCall, optional, r
 from kvmesh.frontend.tokenizer.encoder import SegmentMemo
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, PrefixTokenCache
 from kvmesh.frontend.tokenizer.text_slices import check_runs
-from kvmesh.hashing import block_hashes
+from kvmesh.hashing import TOKEN_BYTES, block_hashes
 
 T = TypeVar("T")
 LONG_TEXT = 8192
@@ -33,7 +33,7 @@ SLICE_TOKENS = 4096
 TAIL = 256
 PROMPT_BYTES = 64 << 20  # packed tokens, of all answers of a request
 ANSWER_BYTES = 256 << 20  # of one request, for all of its answers
-TOKEN_BYTES = 64
+ANSWER_TOKEN_BYTES = 64
 LOGPROB_BYTES = 400
 
 
@@ -194,7 +194,7 @@ class Preprocessor:
                 tokens = yield from _gathered(model.dialect.encoder.steps(segment), model, count)
                 memo.put(seed, segment, tokens)
             made.append(tokens)
-            count += len(tokens) // 4
+            count += len(tokens) // TOKEN_BYTES
         return made
 
     def _memo_of(self, tenant: str, model: ServedModel) -> int:
@@ -233,7 +233,7 @@ def _gathered(slices: Iterator[bytes], model: ServedModel, before: int = 0) -> S
     parts, count = [], before
     for tokens in slices:
         parts.append(tokens)
-        count += len(tokens) // 4
+        count += len(tokens) // TOKEN_BYTES
         if count > model.card.context:
             raise ContextExceeded(count, None, model.card.context)
         if len(tokens) >= SLICE_TOKENS or not tokens:
@@ -262,7 +262,7 @@ def _guided(
 def _check_copies(packed: list[bytes], n: int) -> None:
     """Each answer is placed by itself, with the whole prompt."""
     if n * sum(map(len, packed)) > PROMPT_BYTES:
-        most = PROMPT_BYTES // 4
+        most = PROMPT_BYTES // TOKEN_BYTES
         raise InvalidRequest(
             f"The prompts of all answers together have more than {most} tokens.", "n"
         )
@@ -279,7 +279,7 @@ def output_limit(request: GenerateRequest, prompts: int, longest: int, context: 
     if longest + asked > context:
         raise ContextExceeded(longest, asked, context)
     logprobs = request.sampling.logprobs
-    size = TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES * (1 + logprobs))
+    size = ANSWER_TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES * (1 + logprobs))
     most = ANSWER_BYTES // (size * prompts * request.n)
     if asked > most:
         reason = f"{prompts * request.n} answers with what is asked of them may have {most} tokens"
@@ -311,7 +311,7 @@ def prompt_of(tokens: bytes, model: ServedModel, seed: int, kept: list[Retain]) 
     if not tokens:
         raise InvalidRequest("The prompt has no tokens.", "prompt")
     _, sequence = block_hashes(tokens, model.card.block_size, seed)
-    return PromptTokens(tokens, len(tokens) // 4, sequence, seed, kept)
+    return PromptTokens(tokens, len(tokens) // TOKEN_BYTES, sequence, seed, kept)
 
 
 def _refuse_images(request: GenerateRequest) -> None:

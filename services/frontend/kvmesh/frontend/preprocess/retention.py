@@ -7,6 +7,7 @@ from kvmesh.bus.messages import Retain
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.preprocess.prompt_spans import PromptSpans
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
+from kvmesh.hashing import TOKEN_BYTES
 
 KEEP = 75  # priority of what a caller asks to keep for a time
 MAX_KINDS = 64
@@ -32,12 +33,12 @@ class TokenOffsets:
         return [(edge, place) for edge, place in found if edge != place]
 
     def cut(self, place: int, tokens: bytes) -> None:
-        self._known[place] = len(tokens) // 4
+        self._known[place] = len(tokens) // TOKEN_BYTES
 
     def at(self, place: int) -> int:
         """How many tokens are before a character."""
         segment = bisect_right(self._whole.edges, place) - 1
-        return self._whole.sizes[segment] // 4 + self._known.get(place, 0)
+        return self._whole.sizes[segment] // TOKEN_BYTES + self._known.get(place, 0)
 
     def _edge(self, place: int) -> int:
         """The last edge that is not behind it."""

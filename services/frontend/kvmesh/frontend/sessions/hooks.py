@@ -21,14 +21,13 @@ from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocesso
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
-    HASH,
     LIFETIME_S,
     Speculation,
     SpeculativePrefills,
     shared,
     successor,
 )
-from kvmesh.hashing import block_hashes
+from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ class SessionHooks:
         held = job.prompt.tokens + array("I", job.sequence.tokens).tobytes()
         sequence = block_hashes(tokens, size, salt)[1]
         base = shared(block_hashes(held, size, salt)[1], sequence)
-        asked = min(len(sequence) // HASH - base, self._budget // size) * size
+        asked = min(len(sequence) // HASH_BYTES - base, self._budget // size) * size
         if base and asked > 0:
             await self._compute(exchange, tokens, sequence, base, asked)
 
@@ -124,10 +123,10 @@ class SessionHooks:
             tenant=tenant,
             instance=there.instance,
             model=prepared.model.card.name,
-            known=sequence[(base - 1) * HASH : base * HASH],
+            known=sequence[(base - 1) * HASH_BYTES : base * HASH_BYTES],
             base=base,
-            end=sequence[-HASH:],
-            blocks=len(sequence) // HASH,
+            end=sequence[-HASH_BYTES:],
+            blocks=len(sequence) // HASH_BYTES,
             asked=asked,
             expires=asyncio.get_running_loop().time() + LIFETIME_S,
         )

@@ -1,6 +1,6 @@
 """The last prompt of each session, so that a session can be named instead of its prompt."""
 
-from collections import Counter, OrderedDict
+import sys
 
 import msgspec
 
@@ -8,6 +8,7 @@ from kvmesh.bus.client import Bus, Respond
 from kvmesh.bus.errors import RequestTimeout
 from kvmesh.bus.messages import SessionPrompt, SessionQuery, owner
 from kvmesh.frontend.namespaces import SEPARATOR
+from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 500
 ASK_S = 0.5
@@ -24,35 +25,31 @@ class LastPrompts:
     def __init__(self, bus: Bus, limit: int) -> None:
         self._bus = bus
         self._limit = limit
-        self._held: dict[str, OrderedDict[tuple[str, str], SessionPrompt]] = {}
-        self._bytes: Counter[str] = Counter()
-        self._total = 0
+        self._held: dict[str, LruCache[tuple[str, str], SessionPrompt]] = {}
+        self._bytes = 0
 
     async def open(self) -> None:
         """Answer other frontends."""
         await self._bus.serve(self._bus.subjects.sessions, _queries, self._answer)
 
     def remember(self, model: str, session: str, prompt: SessionPrompt) -> None:
-        key, whose = (model, session), _owner(session)
-        held = self._held.setdefault(whose, OrderedDict())
-        self._count(whose, _size(prompt) - _size(held.pop(key, None)))
-        held[key] = prompt
-        while self._total > self._limit:
-            self._give_up(self._bytes.most_common(1)[0][0])
+        held = self._held.setdefault(_owner(session), LruCache(sys.maxsize, _size))
+        before = held.size
+        held.put((model, session), prompt)
+        self._bytes += held.size - before
+        while self._bytes > self._limit:
+            self._evict(max(self._held, key=lambda owner: self._held[owner].size))
 
-    def _give_up(self, whose: str) -> None:
-        _, oldest = self._held[whose].popitem(last=False)
-        self._count(whose, -_size(oldest))
-        if not self._held[whose]:
-            del self._held[whose], self._bytes[whose]
-
-    def _count(self, whose: str, size: int) -> None:
-        self._bytes[whose] += size
-        self._total += size
+    def _evict(self, owner: str) -> None:
+        held = self._held[owner]
+        key, prompt = held.evict()
+        self._bytes -= _size(key, prompt)
+        if not held:
+            del self._held[owner]
 
     def _known(self, model: str, session: str) -> SessionPrompt | None:
         held = self._held.get(_owner(session))
-        return None if held is None else held.get((model, session))
+        return None if held is None else held.peek((model, session))
 
     async def find(self, model: str, session: str) -> SessionPrompt | None:
         """None if no frontend knows the session."""
@@ -77,5 +74,5 @@ def _owner(session: str) -> str:
     return owner(tenant) if apart else ""
 
 
-def _size(prompt: SessionPrompt | None) -> int:
-    return 0 if prompt is None else ENTRY_BYTES + len(prompt.tokens)
+def _size(_key: tuple[str, str], prompt: SessionPrompt) -> int:
+    return ENTRY_BYTES + len(prompt.tokens)

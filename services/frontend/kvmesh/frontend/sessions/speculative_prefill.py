@@ -19,9 +19,9 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects.templates.chat_template import CONTINUE
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.retention.session_blocks import common
 
-HASH = 8
 MAX_OPEN = 1024
 LIFETIME_S = 900.0
 CUT = "\ue000kvmesh-next\ue000"
@@ -71,7 +71,7 @@ class Speculation(Struct, frozen=True):
 
     def fits(self, sequence: bytes) -> bool:
         """Whether a prompt (packed sequence hashes) begins with all of it."""
-        return sequence[(self.blocks - 1) * HASH : self.blocks * HASH] == self.end
+        return sequence[(self.blocks - 1) * HASH_BYTES : self.blocks * HASH_BYTES] == self.end
 
     def useful(self, cached: int, block_size: int) -> int:
         """How much of it the real prompt found, which had `cached` tokens."""
@@ -104,7 +104,7 @@ class SpeculativePrefills:
     def take(self, tenant: str, sequence: bytes) -> Speculation | None:
         """The one that was made for this prompt (packed sequence hashes), if any."""
         for base in self._bases:
-            place = tenant, sequence[(base - 1) * HASH : base * HASH]
+            place = tenant, sequence[(base - 1) * HASH_BYTES : base * HASH_BYTES]
             if place in self._open:
                 return self._remove(place)
         return None

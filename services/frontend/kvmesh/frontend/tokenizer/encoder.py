@@ -7,7 +7,6 @@ messages: a turn repeats the parts of the turn before it, and only new ones need
 
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from threading import Lock
@@ -17,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from kvmesh.frontend.tokenizer.byte_level_bpe import Unknown, WordEncoder, packed
 from kvmesh.frontend.tokenizer.pretokenizer import NotUnderstood
 from kvmesh.frontend.tokenizer.text_slices import PROSE, SLICE, any_of, cut, find_all
+from kvmesh.runtime.lru import LruCache
 
 log = logging.getLogger(__name__)
 ENTRY_BYTES = 300
@@ -30,33 +30,26 @@ class SegmentMemo:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held: OrderedDict[tuple[int, str], bytes] = OrderedDict()
+        self._held: LruCache[tuple[int, str], bytes] = LruCache(limit, _size)
         self._lock = Lock()
-        self.bytes = 0
+
+    @property
+    def size(self) -> int:
+        return self._held.size
 
     def get(self, tenant: int, text: str) -> bytes | None:
-        key = (tenant, text)
         with self._lock:
-            tokens = self._held.get(key)
-            if tokens is not None:
-                self._held.move_to_end(key)
-            return tokens
+            return self._held.get((tenant, text))
 
     def put(self, tenant: int, text: str, tokens: bytes) -> None:
-        size = _size(text, tokens)
         key = (tenant, text)
         with self._lock:
-            if size > self._limit or key in self._held:
-                return
-            self._held[key] = tokens
-            self.bytes += size
-            while self.bytes > self._limit:
-                (_, old_text), old_tokens = self._held.popitem(last=False)
-                self.bytes -= _size(old_text, old_tokens)
+            if key not in self._held:
+                self._held.put(key, tokens)
 
 
-def _size(text: str, tokens: bytes) -> int:
+def _size(key: tuple[int, str], tokens: bytes) -> int:
+    text = key[1]
     # characters beyond Latin-1 take two or four bytes each
     width = 1 if text.isascii() else 4
     return ENTRY_BYTES + width * len(text) + len(tokens)

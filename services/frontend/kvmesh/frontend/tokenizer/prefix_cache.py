@@ -5,11 +5,12 @@ behind it as the longest special token, they are cut alike up to there: whatever
 that place ends before it, or is seen whole.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple
+
+from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 300
 EDGE_BYTES = 16
@@ -48,14 +49,16 @@ class PrefixTokenCache:
     """The longest unused first out; `limit` in bytes bounds them. Any thread may ask."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held: OrderedDict[Key, EncodedPrompt] = OrderedDict()
+        self._held: LruCache[Key, EncodedPrompt] = LruCache(limit, _size)
         self._lock = Lock()
-        self.bytes = 0
+
+    @property
+    def size(self) -> int:
+        return self._held.size
 
     def find(self, key: Key, text: str, margin: int) -> EncodedPrompt:
         """What is known of the beginning of `text`; no special token is longer than `margin`."""
-        known = self._held.get(key)
+        known = self._held.peek(key)
         if known is None:
             return EncodedPrompt()
         place, step = len(known.edges) - 1, 1
@@ -70,18 +73,10 @@ class PrefixTokenCache:
     def keep(self, key: Key, encoded: EncodedPrompt) -> None:
         """In place of what is kept there."""
         with self._lock:
-            self.bytes -= _size(self._held.pop(key, None))
-            if _size(encoded) > self._limit:
-                return
-            self._held[key] = encoded
-            self.bytes += _size(encoded)
-            while self.bytes > self._limit:
-                self.bytes -= _size(self._held.popitem(last=False)[1])
+            self._held.put(key, encoded)
 
 
-def _size(encoded: EncodedPrompt | None) -> int:
-    if encoded is None:
-        return 0
+def _size(_key: Key, encoded: EncodedPrompt) -> int:
     text, edges, _, tokens = encoded
     width = 1 if text.isascii() else 4
     return ENTRY_BYTES + width * len(text) + EDGE_BYTES * len(edges) + len(tokens)

@@ -1,7 +1,6 @@
 """Retention over all tiers: what prompts ask for their blocks, pins, and the ends of sessions."""
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from math import inf
 
@@ -15,6 +14,7 @@ from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.retention.session_blocks import PromptTail, SessionBook
 from kvmesh.retention.token_ranges import PLAIN_WISH, segments, with_prefix
+from kvmesh.runtime.lru import LruCache
 
 IDLE_SESSION_S = 3600.0
 MOST_SESSION_BLOCKS = 1 << 20
@@ -28,7 +28,7 @@ class TierRetention:
         self._store = store
         self._defaults = defaults
         self._sessions: SessionBook[bytes] = SessionBook(IDLE_SESSION_S, MOST_SESSION_BLOCKS)
-        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._closed: LruCache[str, bool] = LruCache(MOST_CLOSED)
         self._pins: PinTable[int] = PinTable()
 
     @property
@@ -54,7 +54,7 @@ class TierRetention:
     def reopen(self, session: str | None) -> None:
         """A prompt of the session begins."""
         if session is not None:
-            self._closed.pop(session, None)
+            self._closed.pop(session)
 
     def follow(self, prompt: PromptBlocks) -> None:
         """A session has this prompt now: what of its last one it leaves, nobody keeps."""
@@ -157,10 +157,7 @@ class TierRetention:
         """Forget sessions and what only they use; returns how many blocks that was."""
         ended = list(sessions)
         for session in ended:
-            self._closed[session] = None
-            self._closed.move_to_end(session)
-        while len(self._closed) > MOST_CLOSED:
-            self._closed.popitem(last=False)
+            self._closed.put(session, True)
         return self._forget(self._sessions.release(ended))
 
     def _forget(self, tails: Iterable[PromptTail[bytes]]) -> int:

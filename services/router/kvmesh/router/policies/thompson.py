@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.bus.messages import BanditStats, Decision, Outcome
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.thompson_trust import Saturation, Trust
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 from kvmesh.router.state.arrays import Floats
-from kvmesh.router.state.prefix_tree import HASH
+from kvmesh.runtime.lru import LruCache
 
 FEATURES = 5  # 1 and the logarithms of cost, prefill, decode, requests
 PRIOR = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
@@ -122,7 +123,7 @@ class Thompson(Policy):
         self._saturation = Saturation()
         self._own = Evidence(forgetting)
         self._others: dict[str, Evidence] = {}
-        self._drafts: OrderedDict[str, ThompsonTrial] = OrderedDict()
+        self._drafts: LruCache[str, ThompsonTrial] = LruCache(MOST_DRAFTS)
         self._trials: OrderedDict[str, ThompsonTrial] = OrderedDict()
         self._mean: Floats = PRIOR
         self._spread: NDArray[np.float64] = np.eye(FEATURES)
@@ -166,9 +167,7 @@ class Thompson(Policy):
         return PolicyChoice(chosen, value)
 
     def _draft(self, request: str, trial: ThompsonTrial) -> None:
-        self._drafts[request] = trial
-        if len(self._drafts) > MOST_DRAFTS:
-            self._drafts.popitem(last=False)
+        self._drafts.put(request, trial)
 
     def _sample(
         self, view: Candidates, contexts: NDArray[np.float64], family: str, rng: Random
@@ -194,7 +193,7 @@ class Thompson(Policy):
     # learning
 
     def placed(self, decision: Decision, now: float) -> None:
-        trial = self._drafts.pop(decision.request, None)
+        trial = self._drafts.pop(decision.request)
         if trial is not None:
             trial.waited = decision.wait_s
             self._trials[decision.request] = trial
@@ -269,7 +268,7 @@ def _name(view: Candidates, at: int) -> str:
 
 def _family(sequence: bytes) -> str:
     """Prompts that begin alike: one agent program with its tools and system prompt."""
-    return sequence[:HASH].hex()
+    return sequence[:HASH_BYTES].hex()
 
 
 def _time_per_token(outcome: Outcome) -> float | None:

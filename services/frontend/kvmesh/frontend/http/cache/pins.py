@@ -12,9 +12,9 @@ from kvmesh.frontend.http.cache.pin_store import PinHead, PinStore, StoredPin
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
 from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.namespaces import scoped
+from kvmesh.hashing import HASH_BYTES
 
 log = logging.getLogger(__name__)
-HASH = 8
 MAX_PINS = 1000  # of one owner
 MAX_BYTES = 32 << 20  # of all of them
 
@@ -103,7 +103,7 @@ def _pin(parsed: PinBody, target: ResolvedPrompt, now: float) -> StoredPin:
 
 def _id_of(target: ResolvedPrompt) -> str:
     """The same for the same prefix: the hash of its last block stands for all of it."""
-    return f"pin_{target.prompt.sequence_hashes[-HASH:].hex()}"
+    return f"pin_{target.prompt.sequence_hashes[-HASH_BYTES:].hex()}"
 
 
 def _command(pin: StoredPin, now: float) -> Pin:

@@ -7,7 +7,7 @@ from typing import overload
 
 from kvmesh.blocks.digests import split_digests
 from kvmesh.bus.messages import Fetch, Offer, Retain
-from kvmesh.hashing import DIGEST_BYTES
+from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
 from kvmesh.kvbm.core.blocks.block import Block, Space
 from kvmesh.prompt_delta.blocks import BlockHashes
 
@@ -61,7 +61,11 @@ class PromptBlocks:
     def of(cls, message: Offer | Fetch, names: BlockHashes, space: Space) -> "PromptBlocks":
         """What a message says of all these blocks; ValueError if they are not the same ones."""
         count, rest = divmod(len(names.digests), DIGEST_BYTES)
-        if rest or len(names.sequence_hashes) != 8 * count or len(names.local) != 8 * count:
+        if (
+            rest
+            or len(names.sequence_hashes) != HASH_BYTES * count
+            or len(names.local) != HASH_BYTES * count
+        ):
             raise ValueError("digests and hashes are not of the same blocks")
         return cls(
             space,

@@ -16,6 +16,7 @@ import aiohttp
 
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Capacity, Load, Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.settings import redacted
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.adapters.base import StreamingAdapter
@@ -128,7 +129,7 @@ class RemoteEngine(StreamingAdapter):
             self._salts.note(work)
         own = self._salts.is_own(work)
         cached = self._ledgers[work.rank].matched(work) if own else 0
-        cached = min(cached, len(work.tokens) // 4 - 1)
+        cached = min(cached, len(work.tokens) // TOKEN_BYTES - 1)
         self._streams.start(work, self._answer(self._http, work.rank, path, body, read, cached))
 
     def load(self, instance: str) -> list[Load]:

@@ -21,6 +21,7 @@ from tensorrt_llm.llmapi import (
 )
 
 from kvmesh.bus.messages import Capacity, Guided, Load, Sampling, Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import segments
 from kvmesh.worker.adapters.base import StreamingAdapter
@@ -115,7 +116,7 @@ class TrtllmEngine(StreamingAdapter):
         fields = self._request(work)
         self._salts.note(work)
         matched = self._ledger.matched(work) if self._salts.is_own(work) else 0
-        cached = min(matched, len(work.tokens) // 4 - 1)
+        cached = min(matched, len(work.tokens) // TOKEN_BYTES - 1)
         self._streams.start(work, self._answer(fields, cached))
 
     def load(self, instance: str) -> list[Load]:
@@ -243,7 +244,7 @@ def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
 
     Ranges may not overlap, and the generated tokens are not in them.
     """
-    prompt = len(work.tokens) // 4 - work.generated
+    prompt = len(work.tokens) // TOKEN_BYTES - work.generated
     asked = segments(work.retention, work.decode, prompt, 1, defaults)
     rest = RetentionWish(_level(PLAIN_LEVEL + work.priority))
     if not asked and rest.plain:

@@ -35,7 +35,7 @@ from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import KvLayout, Retain
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.hashing import block_hashes
+from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors
 from kvmesh.worker.throughput import Throughput, in_turn
 
@@ -136,7 +136,7 @@ class Bridge:
         local, sequence = block_hashes(tokens.tobytes(), self._layout.block_size, origin.salt)
         return KvbmPrompt(
             request=request,
-            digests=chain.upto(key, tokens, len(sequence) // 8),
+            digests=chain.upto(key, tokens, len(sequence) // HASH_BYTES),
             sequence_hashes=sequence,
             local=local,
             salt=origin.salt,
