@@ -10,9 +10,9 @@ from math import inf
 
 from kvmesh.bus.messages import Retain
 from kvmesh.retention.claims import (
-    MOST_LEVEL,
-    PLAIN,
-    PLAIN_LEVEL,
+    DEFAULT_LEVEL,
+    MAX_LEVEL,
+    UNCLAIMED,
     BlockRetention,
     EvictionRank,
     RetentionClaim,
@@ -91,7 +91,7 @@ class RetentionBudget:
             if claim.directive is not None:
                 self.outcomes.ended(claim.directive, DirectiveOutcome.EXPIRED)
         self._settle(keep, size)
-        return keep.standing(now) if keep else PLAIN
+        return keep.standing(now) if keep else UNCLAIMED
 
     def pin(
         self,
@@ -103,7 +103,7 @@ class RetentionBudget:
         directive: Directive,
     ) -> bool:
         """Grant a pin until `deadline`, whoever else asks what; False if there is no room."""
-        wish = RetentionWish(min(max(priority, PLAIN_LEVEL), MOST_LEVEL), deadline)
+        wish = RetentionWish(min(max(priority, DEFAULT_LEVEL), MAX_LEVEL), deadline)
         directive.asked += size
         if self.grantable(keep, size, wish) < size:
             return False
@@ -142,7 +142,7 @@ class RetentionBudget:
             return
         if alone:
             keep.claims = ()
-        elif wish.level >= PLAIN_LEVEL:
+        elif wish.level >= DEFAULT_LEVEL:
             keep.lift()
         elif not keep.claims:
             return  # others use them and have asked for nothing

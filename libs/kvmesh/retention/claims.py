@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from kvmesh.retention.outcomes import Directive
 
-PLAIN_LEVEL = 35
-MOST_LEVEL = 100
+DEFAULT_LEVEL = 35
+MAX_LEVEL = 100
 THINKING_LEVEL = -1
 
 
@@ -20,7 +20,7 @@ class EvictionRank(NamedTuple):
     until: float
 
 
-PLAIN = EvictionRank(PLAIN_LEVEL, 0.0)
+UNCLAIMED = EvictionRank(DEFAULT_LEVEL, 0.0)
 
 
 class RetentionWish(NamedTuple):
@@ -29,19 +29,21 @@ class RetentionWish(NamedTuple):
     `directive` is the place among the explicit directives of the request, None for a default.
     """
 
-    level: int = PLAIN_LEVEL
+    level: int = DEFAULT_LEVEL
     ttl_s: float | None = None
     directive: int | None = None
 
     @property
     def plain(self) -> bool:
         """Whether it asks for nothing: the same as no wish."""
-        return self.level == PLAIN_LEVEL and self.ttl_s is None
+        return self.level == DEFAULT_LEVEL and self.ttl_s is None
 
     @property
     def keeps(self) -> bool:
         """Whether it asks for more than others get, which a budget bounds."""
-        return self.level > PLAIN_LEVEL or (self.level == PLAIN_LEVEL and self.ttl_s is not None)
+        return self.level > DEFAULT_LEVEL or (
+            self.level == DEFAULT_LEVEL and self.ttl_s is not None
+        )
 
 
 class RetentionClaim(NamedTuple):
@@ -96,7 +98,7 @@ class BlockRetention:
 
     def standing(self, now: float) -> EvictionRank:
         """Where the claims that still hold put the block."""
-        return max((c.standing for c in self.all if c.deadline > now), default=PLAIN)
+        return max((c.standing for c in self.all if c.deadline > now), default=UNCLAIMED)
 
     def add(self, claim: RetentionClaim) -> None:
         """One more wish for blocks that several use: whatever asks for most counts at any time."""
@@ -107,7 +109,7 @@ class BlockRetention:
 
     def lift(self) -> None:
         """Somebody uses the block who does not think little of it."""
-        self.claims = tuple(c for c in self.claims if c.wish.level >= PLAIN_LEVEL)
+        self.claims = tuple(c for c in self.claims if c.wish.level >= DEFAULT_LEVEL)
 
     def renew(self, now: float) -> None:
         """The block was used at `now`: times to live start again."""

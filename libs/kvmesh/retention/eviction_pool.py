@@ -15,7 +15,7 @@ from itertools import count
 from math import inf
 from typing import Generic, TypeAlias, TypeVar
 
-from kvmesh.retention.claims import PLAIN, EvictionRank
+from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 
 K = TypeVar("K", bound=Hashable)
 Entry: TypeAlias = tuple[int, float, int, K]
@@ -47,10 +47,10 @@ class EvictionPool(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._plain or key in self._entries
 
-    def add(self, key: K, standing: EvictionRank = PLAIN) -> None:
+    def add(self, key: K, standing: EvictionRank = UNCLAIMED) -> None:
         """Insert a key that is not here, as the most recently used."""
         stamp = next(self._stamps)
-        if standing == PLAIN:
+        if standing == UNCLAIMED:
             self._plain[key] = stamp
         else:
             self._file(key, standing, stamp)
@@ -76,12 +76,12 @@ class EvictionPool(Generic[K]):
 
     def standing(self, key: K) -> EvictionRank:
         """What a key was inserted with, or set to since; KeyError."""
-        return PLAIN if key in self._plain else EvictionRank(*self._entries[key][:2])
+        return UNCLAIMED if key in self._plain else EvictionRank(*self._entries[key][:2])
 
     def set(self, key: K, standing: EvictionRank) -> None:
         """Something else is asked for a key, which stays as recent as it was; KeyError."""
         if key in self._plain:
-            if standing != PLAIN:
+            if standing != UNCLAIMED:
                 self._file(key, standing, self._plain.pop(key))
         else:
             self._file(key, standing, self._entries[key][2])
@@ -129,7 +129,7 @@ class EvictionPool(Generic[K]):
         if not self._plain:
             return self._heap[0]
         key = next(iter(self._plain))
-        entry = (*PLAIN, self._plain[key], key)
+        entry = (*UNCLAIMED, self._plain[key], key)
         return min(entry, self._heap[0]) if self._heap else entry
 
     def _is_valid(self, entry: Entry[K]) -> bool:

@@ -5,10 +5,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvmesh.retention.outcomes import Directive
-from kvmesh.retention.session_blocks import common
+from kvmesh.retention.session_blocks import common_prefix
 
 K = TypeVar("K", bound=Hashable)
-MOST_PINS = 4096
+MAX_PINS = 4096
 
 
 class Pinned(NamedTuple, Generic[K]):
@@ -27,7 +27,7 @@ class PinTable(Generic[K]):
     It is the one that would end first of those.
     """
 
-    def __init__(self, most: int = MOST_PINS) -> None:
+    def __init__(self, most: int = MAX_PINS) -> None:
         self._most = most
         self._pins: dict[str, Pinned[K]] = {}
         self._by_root: dict[K, dict[str, Pinned[K]]] = {}
@@ -74,6 +74,6 @@ class PinTable(Generic[K]):
         alike = self._by_root.get(prompt[0], {}) if prompt and self._by_root else {}
         for pin in list(alike.values()):
             if pin.deadline > now:
-                yield pin, common(prompt, pin.prompt)
+                yield pin, common_prefix(prompt, pin.prompt)
             else:
                 self.remove(pin.id)

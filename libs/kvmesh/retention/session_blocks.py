@@ -44,7 +44,7 @@ class _Session(Generic[K]):
         self.used = 0.0
 
 
-class SessionBook(Generic[K]):
+class SessionBlocks(Generic[K]):
     """At most `blocks` block names and as many sessions; idle after `idle_s` seconds is forgotten.
 
     Who is forgotten shares nothing any more: its blocks are as any that were once used.
@@ -95,7 +95,7 @@ class SessionBook(Generic[K]):
             if other.session == but or found >= min(len(prompt), len(theirs)):
                 continue
             if theirs[found] == prompt[found]:
-                found = common(prompt, theirs)
+                found = common_prefix(prompt, theirs)
         return found
 
     def release(self, sessions: Iterable[str]) -> list[PromptTail[K]]:
@@ -112,7 +112,7 @@ class SessionBook(Generic[K]):
         """Take out the prompts that `new` continues or leaves; returns the latter."""
         left: list[tuple[_Prompt[K], int]] = []
         for old in list(entry.prompts):
-            at = common(old.blocks, new)
+            at = common_prefix(old.blocks, new)
             if at == 0 or at == len(new) < len(old.blocks):
                 continue
             leaves = at < len(old.blocks)
@@ -151,7 +151,7 @@ class SessionBook(Generic[K]):
                 self._remove(prompt)
 
 
-def common(one: Sequence[K], other: Sequence[K]) -> int:
+def common_prefix(one: Sequence[K], other: Sequence[K]) -> int:
     """How many leading blocks two prompts have in common: O(log n), see the module."""
     most = min(len(one), len(other))
     return bisect_left(range(most), True, key=lambda place: one[place] != other[place])

@@ -7,14 +7,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvmesh.bus.messages import Retain
-from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, THINKING_LEVEL, RetentionWish
+from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, THINKING_LEVEL, RetentionWish
 
 KINDS = ("system", "conversation", "tool", "thinking", "decode")
 FIRST = "first"
 DEFAULTS: Mapping[str, RetentionWish] = MappingProxyType(
     {"thinking": RetentionWish(THINKING_LEVEL)}
 )
-PLAIN_WISH = RetentionWish()
+NO_WISH = RetentionWish()
 
 
 class RetentionSegment(NamedTuple):
@@ -51,7 +51,7 @@ def parse_defaults(texts: Sequence[str]) -> dict[str, RetentionWish]:
             raise RetentionError(text) from error
         if (
             kind not in KINDS
-            or not THINKING_LEVEL <= wish.level <= MOST_LEVEL
+            or not THINKING_LEVEL <= wish.level <= MAX_LEVEL
             or (wish.ttl_s or 0) < 0
         ):
             raise RetentionError(text)
@@ -73,7 +73,7 @@ def segments(
     whole, and half of it is no use to whoever asked for that half. Wishes count explicit entries
     from 0, the decode's comes last.
     """
-    wishes = _wishes(retention, decode, defaults)
+    wishes = _parse_wishes(retention, decode, defaults)
     if all(map(_says_nothing, wishes)):
         return []
     spans = [(max(0, r.start), tokens if r.end is None else r.end) for r in retention]
@@ -114,7 +114,7 @@ def _says_nothing(wish: RetentionWish) -> bool:
     return wish.plain and wish.directive is None
 
 
-def _wishes(
+def _parse_wishes(
     retention: Sequence[Retain], decode: Retain | None, defaults: Mapping[str, RetentionWish]
 ) -> list[RetentionWish]:
     """One for each entry, and one for what is generated."""
@@ -123,11 +123,11 @@ def _wishes(
     for retain in (*retention, decode or Retain(0, None, kind="decode")):
         if retain.explicit:
             wishes.append(
-                RetentionWish(min(MOST_LEVEL, max(0, retain.priority)), retain.ttl_s, explicit)
+                RetentionWish(min(MAX_LEVEL, max(0, retain.priority)), retain.ttl_s, explicit)
             )
             explicit += 1
         else:
-            wishes.append(defaults.get(retain.kind, PLAIN_WISH))
+            wishes.append(defaults.get(retain.kind, NO_WISH))
     return wishes
 
 
@@ -146,7 +146,7 @@ def _paint(
             at += 1
         while over and spans[-over[0]][1] <= start:
             heapq.heappop(over)
-        painted.append((start, end, wishes[-over[0]] if over else PLAIN_WISH))
+        painted.append((start, end, wishes[-over[0]] if over else NO_WISH))
     return painted
 
 
@@ -176,7 +176,7 @@ def _blocks(
 
 def _worth(wish: RetentionWish) -> tuple[int, float]:
     """As in `Standing`: among equals, plain ones go before those that are kept for a while."""
-    if wish.level != PLAIN_LEVEL:
+    if wish.level != DEFAULT_LEVEL:
         return wish.level, float("inf") if wish.ttl_s is None else wish.ttl_s
     return wish.level, wish.ttl_s or 0.0
 

@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmesh.retention.claims import PLAIN, EvictionRank
+from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
 
 STANDINGS = st.one_of(
-    st.just(PLAIN),
+    st.just(UNCLAIMED),
     st.builds(
         EvictionRank,
         st.sampled_from([-1, 0, 20, 35, 36, 100]),
@@ -37,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _standing(self, key: int) -> EvictionRank:
         standing = self.standings[key]
-        return standing if standing.until > self.now else PLAIN
+        return standing if standing.until > self.now else UNCLAIMED
 
     def _expected(self) -> int:
         leaves = [key for key in self.order if not self._carries(key)]
@@ -48,7 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
         key = max(self.parents, default=0) + 1
         self.parents[key] = data.draw(st.sampled_from([None, *self.parents]))
         if standing.until <= self.now:
-            standing = PLAIN
+            standing = UNCLAIMED
         self._add(key, standing)
 
     def _add(self, key: int, standing: EvictionRank) -> None:
@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
         keys = data.draw(st.lists(st.sampled_from([0, *self.order]), unique=True))
         self.pool.touch(keys)
         for key in filter(None, keys):
-            self.standings[key] = PLAIN
+            self.standings[key] = UNCLAIMED
             self.order.remove(key)
             self.order.append(key)
 
@@ -83,7 +83,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), standing=STANDINGS)
     def revise(self, data: st.DataObject, standing: EvictionRank) -> None:
         key = data.draw(st.sampled_from(self.order))
-        if standing.until > self.now or standing == PLAIN:
+        if standing.until > self.now or standing == UNCLAIMED:
             self.standings[key] = standing
             self.pool.set(key, standing)
 
@@ -117,7 +117,7 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 def loose() -> EvictionPool[bytes]:
-    return EvictionPool(lambda _: False, lambda _key, _now: PLAIN)
+    return EvictionPool(lambda _: False, lambda _key, _now: UNCLAIMED)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=3), unique=True, min_size=1))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvmesh.bus.messages import Retain
 from kvmesh.retention.budget import RetentionBudget, directives
 from kvmesh.retention.claims import (
-    PLAIN,
     THINKING_LEVEL,
+    UNCLAIMED,
     BlockRetention,
     EvictionRank,
     RetentionWish,
@@ -56,7 +56,7 @@ def test_whatever_asks_for_most_counts_at_any_time(
             promises.touch(keep, 1, float(used))
     held = [old for old in held if old.ttl_s is None or old.ttl_s > later]
     ends = [EvictionRank(w.level, inf if w.ttl_s is None else used + w.ttl_s) for w in held]
-    assert keep.standing(float(used + later)) == max(ends, default=PLAIN)
+    assert keep.standing(float(used + later)) == max(ends, default=UNCLAIMED)
 
 
 def test_a_hit_starts_the_time_again_and_the_end_falls_back_to_plain() -> None:
@@ -64,7 +64,7 @@ def test_a_hit_starts_the_time_again_and_the_end_falls_back_to_plain() -> None:
     promises.claim(keep, 1, RetentionWish(80, 10.0), now=0.0)
     promises.touch(keep, 1, now=8.0)
     assert keep.standing(17.0) == EvictionRank(80, 18.0)
-    assert promises.lapse(keep, 1, now=18.0) == PLAIN
+    assert promises.lapse(keep, 1, now=18.0) == UNCLAIMED
     assert not keep
     assert promises.charged == {}
 
@@ -92,9 +92,9 @@ def test_who_uses_a_lowered_block_plainly_lifts_it() -> None:
     promises, keep = RetentionBudget(most=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(THINKING_LEVEL), now=0.0)
     promises.touch(keep, 1, now=1.0)
-    assert keep.standing(1.0) == PLAIN
+    assert keep.standing(1.0) == UNCLAIMED
     promises.claim(keep, 1, RetentionWish(10), now=2.0, alone=False)
-    assert keep.standing(2.0) == PLAIN, "others who use it have asked for nothing"
+    assert keep.standing(2.0) == UNCLAIMED, "others who use it have asked for nothing"
 
 
 def test_a_short_high_claim_and_a_long_low_one_follow_each_other() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.transfer.memory_ranges import Allowed, Piece, Range, batches, merged, pack, unpack
-from kvmesh.transfer.staging import Staging
+from kvmesh.worker.engines.torch.staging import Staging
 
 PIECES = st.lists(st.builds(Piece, *[st.integers(0, 300)] * 2, st.integers(1, 40)), max_size=30)
 RANGES = st.lists(st.builds(Range, st.integers(0, 300), st.integers(1, 40)), max_size=20)

@@ -20,7 +20,7 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.dialects.templates.chat_template import CONTINUE
 from kvmesh.hashing import HASH_BYTES
-from kvmesh.retention.session_blocks import common
+from kvmesh.retention.session_blocks import common_prefix
 
 MAX_OPEN = 1024
 LIFETIME_S = 900.0
@@ -80,7 +80,7 @@ class Speculation(Struct, frozen=True):
 
 def shared(one: bytes, other: bytes) -> int:
     """How many leading blocks two prompts have in common, by their packed sequence hashes."""
-    return common(memoryview(one).cast("Q"), memoryview(other).cast("Q"))
+    return common_prefix(memoryview(one).cast("Q"), memoryview(other).cast("Q"))
 
 
 class SpeculativePrefills:

@@ -9,11 +9,11 @@ from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.retention.budget import RetentionBudget
-from kvmesh.retention.claims import PLAIN_LEVEL, BlockRetention, RetentionWish
+from kvmesh.retention.claims import DEFAULT_LEVEL, BlockRetention, RetentionWish
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
-from kvmesh.retention.session_blocks import PromptTail, SessionBook
-from kvmesh.retention.token_ranges import PLAIN_WISH, segments, with_prefix
+from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
+from kvmesh.retention.token_ranges import NO_WISH, segments, with_prefix
 from kvmesh.runtime.lru import LruCache
 
 IDLE_SESSION_S = 3600.0
@@ -27,7 +27,7 @@ class TierRetention:
     def __init__(self, store: Store, defaults: Mapping[str, RetentionWish]) -> None:
         self._store = store
         self._defaults = defaults
-        self._sessions: SessionBook[bytes] = SessionBook(IDLE_SESSION_S, MOST_SESSION_BLOCKS)
+        self._sessions: SessionBlocks[bytes] = SessionBlocks(IDLE_SESSION_S, MOST_SESSION_BLOCKS)
         self._closed: LruCache[str, bool] = LruCache(MOST_CLOSED)
         self._pins: PinTable[int] = PinTable()
 
@@ -72,7 +72,7 @@ class TierRetention:
         if wishes or any(copy.keep is not None for copy in copies):
             shared = self._sessions.shared(prompt.digests, prompt.session)
             for copy in copies:
-                wish = wishes.get(copy.block.index, PLAIN_WISH)
+                wish = wishes.get(copy.block.index, NO_WISH)
                 alone = copy.block.index >= shared
                 if not wish.plain or (alone and copy.keep is not None):
                     directive = _directive(directives, wish, owner(prompt.tenant))
@@ -99,7 +99,7 @@ class TierRetention:
         if copy.keep is None:
             return None
         standing = copy.keep.standing(self._store.now)
-        if standing.level < PLAIN_LEVEL or standing.until == 0:
+        if standing.level < DEFAULT_LEVEL or standing.until == 0:
             return None
         size, index = copy.block.space.layout.block_size, copy.block.index
         ttl_s = None if standing.until == inf else standing.until - self._store.now

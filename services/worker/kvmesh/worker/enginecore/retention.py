@@ -14,9 +14,9 @@ from math import inf
 from kvmesh.bus.messages import Pin, owner
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import (
-    MOST_LEVEL,
-    PLAIN,
-    PLAIN_LEVEL,
+    DEFAULT_LEVEL,
+    MAX_LEVEL,
+    UNCLAIMED,
     BlockRetention,
     EvictionRank,
     RetentionWish,
@@ -24,7 +24,7 @@ from kvmesh.retention.claims import (
 from kvmesh.retention.eviction_pool import EvictionPool
 from kvmesh.retention.outcomes import Directive, DirectiveOutcome
 from kvmesh.retention.pins import Pinned, PinTable
-from kvmesh.retention.session_blocks import PromptTail, SessionBook
+from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
 from kvmesh.retention.token_ranges import (
     DEFAULTS,
     RetentionError,
@@ -38,7 +38,7 @@ from kvmesh.worker.enginecore.radix_tree import BlockRun, RadixTree
 from kvmesh.worker.enginecore.retention_request import NOTHING, RetentionRequest
 
 log = logging.getLogger(__name__)
-PINNED = RetentionWish(MOST_LEVEL)
+PINNED = RetentionWish(MAX_LEVEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class RetentionManager:
         self._tree = tree
         self._cut = cut
         self._stays = stays
-        self._book: SessionBook[int] = SessionBook(
+        self._book: SessionBlocks[int] = SessionBlocks(
             options.session_idle_s, options.session_blocks * capacity
         )
         self._pins: PinTable[int] = PinTable()
@@ -110,7 +110,7 @@ class RetentionManager:
 
     def standing(self, run: BlockRun, now: float) -> EvictionRank:
         """Where a run is in the order of eviction."""
-        return run.keep.standing(now) if run.keep is not None else PLAIN
+        return run.keep.standing(now) if run.keep is not None else UNCLAIMED
 
     def begin_use(self, run: BlockRun, now: float) -> None:
         """An idle run is used again: what had ended by then has ended."""
@@ -166,7 +166,7 @@ class RetentionManager:
         As far as the budget of their tenant has room, and until nobody has used them for long.
         """
         self.idle.expire(now)
-        wish = RetentionWish(min(MOST_LEVEL, PLAIN_LEVEL + priority))
+        wish = RetentionWish(min(MAX_LEVEL, DEFAULT_LEVEL + priority))
         payer = ""
         for at, run in self._pieces(held, ()):
             payer = payer if at else owner(run.tenant)
@@ -214,8 +214,8 @@ class RetentionManager:
         found: list[RetentionSegment] = []
         at = 0
         for run in self._tree.way(prompt).runs:
-            standing = run.keep.standing(now) if run.keep is not None else PLAIN
-            if standing.level >= PLAIN_LEVEL and standing != PLAIN:
+            standing = run.keep.standing(now) if run.keep is not None else UNCLAIMED
+            if standing.level >= DEFAULT_LEVEL and standing != UNCLAIMED:
                 ttl_s = None if standing.until == inf else standing.until - now
                 found.append(
                     RetentionSegment(at, at + len(run), RetentionWish(standing.level, ttl_s))

@@ -10,7 +10,7 @@ from kvmesh.kvbm.core.blocks.block import Block, Copy, CopyState
 from kvmesh.kvbm.core.blocks.slab_allocator import SlabAllocator
 from kvmesh.kvbm.core.errors import TooSmall
 from kvmesh.retention.budget import RetentionBudget
-from kvmesh.retention.claims import PLAIN, BlockRetention, EvictionRank
+from kvmesh.retention.claims import UNCLAIMED, BlockRetention, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
 
 
@@ -170,11 +170,11 @@ class Tier:
 
     def _renewed(self, copy: Copy, now: float) -> EvictionRank:
         if copy.keep is None:
-            return PLAIN
+            return UNCLAIMED
         return self.promises.lapse(copy.keep, copy.block.space.slot, now)
 
     def _standing(self, copy: Copy) -> EvictionRank:
-        return copy.keep.standing(self._turn.now) if copy.keep is not None else PLAIN
+        return copy.keep.standing(self._turn.now) if copy.keep is not None else UNCLAIMED
 
     def _add(self, block: Block, offset: int) -> Copy:
         copy = Copy(block, self.number, offset, users=1)

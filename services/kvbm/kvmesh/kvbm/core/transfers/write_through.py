@@ -9,7 +9,7 @@ from kvmesh.kvbm.core.retention import TierRetention
 from kvmesh.kvbm.core.transfers.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.transfers.tickets import WriteTicket
 from kvmesh.retention.claims import THINKING_LEVEL, RetentionWish
-from kvmesh.retention.token_ranges import PLAIN_WISH
+from kvmesh.retention.token_ranges import NO_WISH
 
 STAGED_SHARE = 4
 
@@ -96,6 +96,6 @@ class OfferedBlocks:
 def _thinking_from(prompt: PromptBlocks, wishes: dict[int, RetentionWish]) -> int:
     """Where the thinking at the end begins: what follows other thinking shows that it is in use."""
     first = len(prompt)
-    while first and wishes.get(first - 1, PLAIN_WISH).level == THINKING_LEVEL:
+    while first and wishes.get(first - 1, NO_WISH).level == THINKING_LEVEL:
         first -= 1
     return first

@@ -22,7 +22,7 @@ from tensorrt_llm.llmapi import (
 
 from kvmesh.bus.messages import Capacity, Guided, Load, Sampling, Work
 from kvmesh.hashing import TOKEN_BYTES
-from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, RetentionWish
+from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import segments
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
@@ -246,7 +246,7 @@ def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
     """
     prompt = len(work.tokens) // TOKEN_BYTES - work.generated
     asked = segments(work.retention, work.decode, prompt, 1, defaults)
-    rest = RetentionWish(_level(PLAIN_LEVEL + work.priority))
+    rest = RetentionWish(_level(DEFAULT_LEVEL + work.priority))
     if not asked and rest.plain:
         return None
     spans = []
@@ -268,7 +268,7 @@ def _span(start: int, end: int, wish: RetentionWish) -> list[Any]:
 
 
 def _level(level: int) -> int:
-    return max(0, min(MOST_LEVEL, level))
+    return max(0, min(MAX_LEVEL, level))
 
 
 def _duration(wish: RetentionWish) -> timedelta | None:
