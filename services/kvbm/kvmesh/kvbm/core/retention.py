@@ -70,15 +70,15 @@ class TierRetention:
         copies = [c for block in blocks for c in block.copies.values() if c.tier in tiers]
         directives: dict[int, Directive] = {}
         if wishes or any(copy.keep is not None for copy in copies):
-            shared = self._sessions.shared(prompt.digests, prompt.session)
+            shared = self._sessions.shared_blocks(prompt.digests, prompt.session)
             for copy in copies:
                 wish = wishes.get(copy.block.index, NO_WISH)
                 alone = copy.block.index >= shared
-                if not wish.plain or (alone and copy.keep is not None):
+                if not wish.is_default or (alone and copy.keep is not None):
                     directive = _directive(directives, wish, owner(prompt.tenant))
                     self._store.claim(copy, wish, directive, alone)
         for directive in directives.values():
-            self._store.tiers[ARENA].promises.outcomes.granted(directive)
+            self._store.tiers[ARENA].promises.outcomes.record_grant(directive)
         self._ask_for_pins(prompt, copies)
 
     def inherited(self, copies: Iterable[Copy]) -> list[Retain]:
@@ -98,7 +98,7 @@ class TierRetention:
     def _retain(self, copy: Copy) -> Retain | None:
         if copy.keep is None:
             return None
-        standing = copy.keep.standing(self._store.now)
+        standing = copy.keep.eviction_rank(self._store.now)
         if standing.level < DEFAULT_LEVEL or standing.until == 0:
             return None
         size, index = copy.block.space.layout.block_size, copy.block.index
@@ -120,7 +120,7 @@ class TierRetention:
         blocks = self._store.named(prompt)
         for block in blocks:
             self._pin(pinned, self._here(block))
-        self._store.tiers[ARENA].promises.outcomes.granted(directive)
+        self._store.tiers[ARENA].promises.outcomes.record_grant(directive)
         return len(blocks)
 
     def unpin(self, name: str) -> int | None:
@@ -139,7 +139,7 @@ class TierRetention:
         return len(blocks)
 
     def _ask_for_pins(self, prompt: PromptBlocks, copies: list[Copy]) -> None:
-        for pinned, count in self._pins.along(prompt.sequence_hashes, self._store.now):
+        for pinned, count in self._pins.matching(prompt.sequence_hashes, self._store.now):
             self._pin(pinned, [copy for copy in copies if copy.block.index < count])
 
     def _pin(self, pinned: Pinned[int], copies: Iterable[Copy]) -> None:
@@ -163,7 +163,7 @@ class TierRetention:
     def _forget(self, tails: Iterable[PromptTail[bytes]]) -> int:
         gone = 0
         for tail in tails:
-            for digest in reversed(tail.prompt[tail.kept :]):
+            for digest in reversed(tail.prompt[tail.start :]):
                 block = self._store.blocks.get(digest)
                 if block is not None and not _is_wanted(block):
                     gone += self._drop_here(block)

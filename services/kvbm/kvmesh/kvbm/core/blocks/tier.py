@@ -79,7 +79,7 @@ class Tier:
     def resize(self, capacity: int) -> int:
         """There are fewer bytes, or more again; drops what is beyond, and returns how much."""
         beyond = [self.copies[slot] for slot in self.slots.resize(capacity)]
-        self.promises.most = int(capacity * self._budget)
+        self.promises.max_size = int(capacity * self._budget)
         self._fitting.clear()
         leaving = [copy for copy in beyond if copy.state is not CopyState.DROPPED]
         self._evict(leaving)
@@ -143,7 +143,7 @@ class Tier:
         change(self.promises, keep, copy.block.space.slot)
         copy.keep = keep if keep else None
         if copy in self._pool(copy):
-            self._pool(copy).set(copy, self._standing(copy))
+            self._pool(copy).update(copy, self._standing(copy))
 
     def drop(self, copy: Copy) -> None:
         """Nobody finds it any more; the slot is free once nobody uses it."""
@@ -171,10 +171,10 @@ class Tier:
     def _renewed(self, copy: Copy, now: float) -> EvictionRank:
         if copy.keep is None:
             return UNCLAIMED
-        return self.promises.lapse(copy.keep, copy.block.space.slot, now)
+        return self.promises.expire(copy.keep, copy.block.space.slot, now)
 
     def _standing(self, copy: Copy) -> EvictionRank:
-        return copy.keep.standing(self._turn.now) if copy.keep is not None else UNCLAIMED
+        return copy.keep.eviction_rank(self._turn.now) if copy.keep is not None else UNCLAIMED
 
     def _add(self, block: Block, offset: int) -> Copy:
         copy = Copy(block, self.number, offset, users=1)
@@ -187,7 +187,7 @@ class Tier:
 
     def _forget(self, copy: Copy) -> None:
         if copy.keep is not None:
-            self.promises.freed(copy.keep, copy.block.space.slot)
+            self.promises.on_dropped(copy.keep, copy.block.space.slot)
             copy.keep = None
         del self._by_digest[copy.block.digest]
         parent = copy.block.parent
@@ -198,7 +198,7 @@ class Tier:
             del self._behind[parent]
             before = self._by_digest.get(parent)
             if before is not None:
-                self._pool(before).uncover(before)
+                self._pool(before).unblock(before)
 
     def _free(self, copy: Copy) -> None:
         del self.copies[copy.offset]
@@ -226,7 +226,7 @@ class Tier:
 
     def _first(self, pool: EvictionPool[Copy]) -> Copy | None:
         try:
-            return pool.first(self._turn.now)
+            return pool.next_victim(self._turn.now)
         except IndexError:
             return None
 
@@ -247,7 +247,7 @@ class Tier:
         self.evicted += len(copies)
         for copy in copies:
             if copy.keep is not None:
-                self.promises.evicted(copy.keep, copy.block.space.slot, self._turn.now)
+                self.promises.on_evicted(copy.keep, copy.block.space.slot, self._turn.now)
                 copy.keep = None
             self.drop(copy)
         return True

@@ -247,7 +247,7 @@ def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
     prompt = len(work.tokens) // TOKEN_BYTES - work.generated
     asked = segments(work.retention, work.decode, prompt, 1, defaults)
     rest = RetentionWish(_level(DEFAULT_LEVEL + work.priority))
-    if not asked and rest.plain:
+    if not asked and rest.is_default:
         return None
     spans = []
     at, answer = 0, rest
@@ -261,7 +261,7 @@ def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
 
 
 def _span(start: int, end: int, wish: RetentionWish) -> list[Any]:
-    if start >= end or wish.plain:
+    if start >= end or wish.is_default:
         return []
     make = KvCacheRetentionConfig.TokenRangeRetentionConfig
     return [make(start, end, _level(wish.level), _duration(wish))]

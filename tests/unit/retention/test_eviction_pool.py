@@ -85,7 +85,7 @@ class PoolMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(self.order))
         if standing.until > self.now or standing == UNCLAIMED:
             self.standings[key] = standing
-            self.pool.set(key, standing)
+            self.pool.update(key, standing)
 
     @rule(seconds=st.integers(1, 12))
     def wait(self, seconds: int) -> None:
@@ -97,14 +97,14 @@ class PoolMachine(RuleBasedStateMachine):
         """As many as are here can always go, in the order of the model."""
         for _ in range(min(count, len(self.order))):
             expected = self._expected()
-            key = self.pool.first(self.now)
+            key = self.pool.next_victim(self.now)
             assert key == expected
             self.pool.discard(key)
             self.order.remove(key)
             del self.standings[key]
             parent = self.parents.pop(key)
             if parent is not None and not self._carries(parent):
-                self.pool.uncover(parent)
+                self.pool.unblock(parent)
 
     @invariant()
     def holds_the_same(self) -> None:
@@ -127,7 +127,7 @@ def test_what_nothing_was_asked_for_goes_by_recency(keys: list[bytes]) -> None:
         pool.add(key)
     gone = []
     while len(pool):
-        gone.append(pool.first(1.0))
+        gone.append(pool.next_victim(1.0))
         pool.discard(gone[-1])
     assert gone == keys
 
@@ -142,7 +142,7 @@ def test_thinking_first_then_low_then_plain_then_what_is_kept() -> None:
     pool.add(b"thinking", EvictionRank(-1, inf))
     gone = []
     while len(pool):
-        gone.append(pool.first(1.0))
+        gone.append(pool.next_victim(1.0))
         pool.discard(gone[-1])
     assert gone == [b"thinking", b"low", b"plain", b"short", b"kept"]
 
@@ -152,4 +152,4 @@ def test_memory_stays_in_proportion_however_often_a_key_changes() -> None:
     for i in range(10_000):
         pool.add(b"a", EvictionRank(50, 100.0 + i))
         pool.discard(b"a")
-    assert len(pool._heap) + len(pool._ends) < 200
+    assert len(pool._heap) + len(pool._expiries) < 200

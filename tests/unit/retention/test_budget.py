@@ -43,66 +43,66 @@ def directive(tenant: str = "t") -> Directive:
 def test_whatever_asks_for_most_counts_at_any_time(
     asked: list[tuple[RetentionWish, int]], later: int
 ) -> None:
-    keep, promises = BlockRetention("t"), RetentionBudget(most=10, forget_s=inf)
+    keep, promises = BlockRetention("t"), RetentionBudget(max_size=10, unlimited_ttl_s=inf)
     used = 0
     held: list[RetentionWish] = []
     for wish, wait in asked:
         used += wait
         held = [old for old in held if old.ttl_s is None or old.ttl_s > wait]
-        if wish.keeps:
-            assert promises.claim(keep, 1, wish, float(used), alone=False)
+        if wish.needs_budget:
+            assert promises.claim(keep, 1, wish, float(used), exclusive=False)
             held.append(wish)
         else:
             promises.touch(keep, 1, float(used))
     held = [old for old in held if old.ttl_s is None or old.ttl_s > later]
     ends = [EvictionRank(w.level, inf if w.ttl_s is None else used + w.ttl_s) for w in held]
-    assert keep.standing(float(used + later)) == max(ends, default=UNCLAIMED)
+    assert keep.eviction_rank(float(used + later)) == max(ends, default=UNCLAIMED)
 
 
 def test_a_hit_starts_the_time_again_and_the_end_falls_back_to_plain() -> None:
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80, 10.0), now=0.0)
     promises.touch(keep, 1, now=8.0)
-    assert keep.standing(17.0) == EvictionRank(80, 18.0)
-    assert promises.lapse(keep, 1, now=18.0) == UNCLAIMED
+    assert keep.eviction_rank(17.0) == EvictionRank(80, 18.0)
+    assert promises.expire(keep, 1, now=18.0) == UNCLAIMED
     assert not keep
     assert promises.charged == {}
 
 
 def test_promises_without_an_end_are_forgotten_when_nobody_comes_back() -> None:
-    promises, keep = RetentionBudget(most=10, forget_s=50.0), BlockRetention("t")
+    promises, keep = RetentionBudget(max_size=10, unlimited_ttl_s=50.0), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80), now=0.0)
     promises.touch(keep, 1, now=40.0)
-    assert keep.standing(89.0) == EvictionRank(80, 90.0)
-    promises.lapse(keep, 1, now=90.0)
+    assert keep.eviction_rank(89.0) == EvictionRank(80, 90.0)
+    promises.expire(keep, 1, now=90.0)
     assert promises.charged == {}
 
 
 def test_the_only_session_may_lower_and_others_keep_what_they_asked_for() -> None:
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80), now=0.0)
-    promises.claim(keep, 1, RetentionWish(10), now=1.0, alone=False)
-    assert keep.standing(1.0).level == 80
-    promises.claim(keep, 1, RetentionWish(10), now=1.0, alone=True)
-    assert keep.standing(1.0).level == 10
+    promises.claim(keep, 1, RetentionWish(10), now=1.0, exclusive=False)
+    assert keep.eviction_rank(1.0).level == 80
+    promises.claim(keep, 1, RetentionWish(10), now=1.0, exclusive=True)
+    assert keep.eviction_rank(1.0).level == 10
     assert promises.charged == {}
 
 
 def test_who_uses_a_lowered_block_plainly_lifts_it() -> None:
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(THINKING_LEVEL), now=0.0)
     promises.touch(keep, 1, now=1.0)
-    assert keep.standing(1.0) == UNCLAIMED
-    promises.claim(keep, 1, RetentionWish(10), now=2.0, alone=False)
-    assert keep.standing(2.0) == UNCLAIMED, "others who use it have asked for nothing"
+    assert keep.eviction_rank(1.0) == UNCLAIMED
+    promises.claim(keep, 1, RetentionWish(10), now=2.0, exclusive=False)
+    assert keep.eviction_rank(2.0) == UNCLAIMED, "others who use it have asked for nothing"
 
 
 def test_a_short_high_claim_and_a_long_low_one_follow_each_other() -> None:
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80, 10.0), now=0.0)
-    promises.claim(keep, 1, RetentionWish(40, 100.0), now=0.0, alone=False)
-    assert keep.standing(5.0) == EvictionRank(80, 10.0)
-    assert promises.lapse(keep, 1, 10.0) == EvictionRank(40, 100.0)
+    promises.claim(keep, 1, RetentionWish(40, 100.0), now=0.0, exclusive=False)
+    assert keep.eviction_rank(5.0) == EvictionRank(80, 10.0)
+    assert promises.expire(keep, 1, 10.0) == EvictionRank(40, 100.0)
 
 
 # --- budgets and outcomes ----------------------------------------------------------------------
@@ -125,28 +125,28 @@ def test_the_budget_of_a_tenant_is_never_exceeded(
 ) -> None:
     sizes = [1, 2, 3, 1, 5]
     keeps = [BlockRetention("t" if i < 4 else "u") for i in range(5)]
-    promises = RetentionBudget(most=4)
+    promises = RetentionBudget(max_size=4)
     now = 0.0
     for call, i, wish, wait in calls:
         now += wait
         keep, size = keeps[i], sizes[i]
         match call:
             case "claim":
-                promises.claim(keep, size, wish, now, directive(), alone=wait % 2 == 0)
+                promises.claim(keep, size, wish, now, directive(), exclusive=wait % 2 == 0)
             case "touch":
                 promises.touch(keep, size, now)
             case "lapse":
-                promises.lapse(keep, size, now)
+                promises.expire(keep, size, now)
             case "pin":
                 promises.pin(keep, size, "p", wish.level, now + 5, directive())
             case "unpin":
                 promises.unpin(keep, size, "p")
             case _:
-                promises.evicted(keep, size, now)
+                promises.on_evicted(keep, size, now)
                 keeps[i] = BlockRetention(keep.tenant)
         held = {"t": 0, "u": 0}
         for k, s in zip(keeps, sizes, strict=True):
-            assert k.charged == k.keeps
+            assert k.charged == k.needs_budget
             held[k.tenant] += s * k.charged
         assert {tenant: used for tenant, used in held.items() if used} == promises.charged
         assert all(used <= 4 for used in held.values())
@@ -154,25 +154,27 @@ def test_the_budget_of_a_tenant_is_never_exceeded(
 
 def test_over_budget_a_directive_is_clipped_and_says_so() -> None:
     told: list[tuple[Directive, DirectiveOutcome]] = []
-    promises = RetentionBudget(most=3, tell=lambda asked, outcome: told.append((asked, outcome)))
+    promises = RetentionBudget(
+        max_size=3, on_outcome=lambda asked, outcome: told.append((asked, outcome))
+    )
     asked = directive()
     assert promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, asked)
     assert not promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, asked)
     assert promises.grantable(BlockRetention("t"), 2, RetentionWish(80)) == 1
     assert promises.claim(BlockRetention("other"), 2, RetentionWish(80), 0.0)
-    assert promises.outcomes.granted(asked) == DirectiveOutcome.CLIPPED
+    assert promises.outcomes.record_grant(asked) == DirectiveOutcome.CLIPPED
     assert told == [(asked, DirectiveOutcome.CLIPPED)]
-    assert (asked.blocks, asked.asked) == (2, 4)
+    assert (asked.granted_blocks, asked.requested_blocks) == (2, 4)
 
 
 def test_a_directive_ends_once() -> None:
-    promises, asked = RetentionBudget(most=10), directive()
+    promises, asked = RetentionBudget(max_size=10), directive()
     one, two = BlockRetention("t"), BlockRetention("t")
     for keep in (one, two):
         promises.claim(keep, 1, RetentionWish(80, 10.0), 0.0, asked)
-    assert promises.outcomes.granted(asked) == DirectiveOutcome.HONOURED
-    promises.evicted(one, 1, now=5.0)
-    promises.lapse(two, 1, now=11.0)
+    assert promises.outcomes.record_grant(asked) == DirectiveOutcome.HONOURED
+    promises.on_evicted(one, 1, now=5.0)
+    promises.expire(two, 1, now=11.0)
     assert promises.outcomes.counts[DirectiveOutcome.EVICTED] == 1
     assert promises.outcomes.counts[DirectiveOutcome.EXPIRED] == 0
 
@@ -185,20 +187,20 @@ def pin(name: str, prompt: list[int], deadline: float) -> Pinned[int]:
 
 
 def test_the_same_id_replaces_and_the_table_is_bounded() -> None:
-    table: PinTable[int] = PinTable(most=2)
+    table: PinTable[int] = PinTable(max_pins=2)
     first, again = pin("a", [1, 2], 10.0), pin("a", [1, 3], 20.0)
     assert table.put(first) == []
     assert table.put(again) == [first]
     assert table.put(pin("b", [1, 3, 4], 30.0)) == []
     assert table.put(pin("c", [5], 40.0)) == [again]
-    assert [(found.id, n) for found, n in table.along([1, 3, 9], 1.0)] == [("b", 2)]
-    assert list(table.along([1, 3], 30.0)) == []
+    assert [(found.id, n) for found, n in table.matching([1, 3, 9], 1.0)] == [("b", 2)]
+    assert list(table.matching([1, 3], 30.0)) == []
     assert table.remove("b") is None, "it ended"
     assert len(table) == 1
 
 
 def test_a_full_table_of_pins_takes_from_the_owner_with_the_most() -> None:
-    table: PinTable[int] = PinTable(most=3)
+    table: PinTable[int] = PinTable(max_pins=3)
     greedy, modest = Directive("greedy", 100, 9.0), Directive("modest", 100, 9.0)
 
     def put(name: str, deadline: float, directive: Directive) -> list[str]:
@@ -267,10 +269,10 @@ def test_an_explicit_wish_for_the_default_revises_an_earlier_one() -> None:
     assert segments([default], None, 100, 16) == [
         RetentionSegment(2, 4, RetentionWish(35, None, 0))
     ]
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80), 0.0, directive())
     promises.claim(keep, 1, RetentionWish(THINKING_LEVEL), 1.0)
-    assert keep.standing(1.0).level == 80, "a default revises nothing"
+    assert keep.eviction_rank(1.0).level == 80, "a default revises nothing"
     promises.claim(keep, 1, RetentionWish(35, None, 0), 2.0, directive())
     assert not keep
 
