@@ -72,7 +72,7 @@ class Attachment:
         self.kvbm = kvbm
         self.id = attached.attachment
         self.key = attached.key
-        self.prompts = SentBlockPromptCache(attached.keeps)
+        self.prompts = SentBlockPromptCache(attached.prompt_blocks)
         self.arena = arena
         self.lock = lock
         self.overdue = False

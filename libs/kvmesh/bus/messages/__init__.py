@@ -1,9 +1,9 @@
-"""Every message on the bus, as a msgspec struct encoded with msgpack.
+"""Messages of the bus: msgspec structs, encoded with msgpack.
 
-Compatibility: decoders ignore unknown fields and new fields carry defaults, so services of two
+Compatibility: decoders ignore unknown fields and new fields have defaults, so services of two
 versions run side by side. Messages on the token and event paths are arrays (`array_like`), which
 grow at the end only. Hash and token arrays are packed little-endian buffers (uint64 and uint32):
-they go from the wire to the native core without a Python object per element.
+they pass from the wire to the native core without a Python object per element.
 """
 
 from kvmesh.bus.messages.codec import encode
@@ -29,8 +29,8 @@ from kvmesh.bus.messages.kvbm import (
     Attached,
     Await,
     Commit,
+    ComputeClaim,
     Computed,
-    Computing,
     Corrupt,
     Declined,
     Detach,
@@ -102,8 +102,8 @@ __all__ = [
     "Clear",
     "Cleared",
     "Commit",
+    "ComputeClaim",
     "Computed",
-    "Computing",
     "Control",
     "ControlReply",
     "Corrupt",

@@ -1,4 +1,4 @@
-"""Encoder of every message."""
+"""Encoder of all messages."""
 
 import msgspec
 

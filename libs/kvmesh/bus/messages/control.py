@@ -14,27 +14,27 @@ class Cancel(Struct, frozen=True, tag="cancel"):
 
 
 class Resend(Struct, frozen=True, tag="resend"):
-    """Publish this request's tokens again, from the `offset`-th generated one."""
+    """Send this request's tokens again, from generated token number `offset` on."""
 
     request: str
     offset: int
 
 
 class Dump(Struct, frozen=True, tag="dump"):
-    """Publish everything held by a rank on the KV stream: a `Cleared`, then what is stored."""
+    """Publish all blocks of a rank on the KV stream: `Cleared`, then `Stored` events."""
 
     rank: int
 
 
 class Drain(Struct, frozen=True, tag="drain"):
-    """Accept nothing new, finish what runs, then exit."""
+    """Accept no new work, finish running requests, then exit."""
 
 
 class Clear(Struct, frozen=True, tag="clear"):
-    """Drop every block that no running request uses, of one namespace and in some tiers if told.
+    """Drop all blocks that no running request uses.
 
-    Who holds blocks of several models drops those of `model`, or of all if that is None. A
-    namespace is a `salt` and the `Work.tenant` that its blocks were computed for.
+    Restricted to `tiers` if given, to `model` on a kvbm with several models, and to one namespace
+    if `salt` is given, which is that salt and the `tenant` of the work that computed the blocks.
     """
 
     salt: int | None = None
@@ -44,9 +44,9 @@ class Clear(Struct, frozen=True, tag="clear"):
 
 
 class Release(Struct, frozen=True, kw_only=True, tag="release"):
-    """The prompts of these sessions will not be extended: nobody keeps blocks for them.
+    """Release blocks of these sessions: their prompts will not be extended.
 
-    Advisory and idempotent. What other live sessions or running requests share stays.
+    Advisory and idempotent. Blocks shared with other live sessions or running requests stay.
     """
 
     sessions: list[str]
@@ -55,9 +55,9 @@ class Release(Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class Pin(Struct, frozen=True, kw_only=True, tag="pin"):
-    """Prefer to keep a prefix (packed sequence hashes) for `ttl_s` seconds; the same id replaces.
+    """Retain a prefix, given by its packed sequence hashes, for `ttl_s` seconds; a preference.
 
-    `tenant` is whose budget it counts against.
+    A pin replaces an earlier one with the same id. `tenant` is charged for it.
     """
 
     id: str
@@ -68,16 +68,16 @@ class Pin(Struct, frozen=True, kw_only=True, tag="pin"):
 
 
 class Unpin(Struct, frozen=True, tag="unpin"):
-    """Forget a pin."""
+    """Remove a pin."""
 
     id: str
 
 
 class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
-    """Have this prompt's blocks in engine memory at Unix time `at` (None: now), from lower tiers.
+    """Load this prompt's blocks from lower tiers into the engine by Unix time `at` (None: now).
 
-    With `compute`, up to that many tokens that no tier holds are computed. Ended by `Cancel` of
-    `id`, by a request whose prompt begins alike, and `deadline_s` after `at`.
+    Up to `compute` tokens that no tier holds are computed. A prefetch ends by `Cancel` of `id`, by
+    a request whose prompt shares the prefix, or `deadline_s` after `at`.
     """
 
     id: str
@@ -94,16 +94,16 @@ class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
 
 
 class Ping(Struct, frozen=True, tag="ping"):
-    """Are you there? The answer matters less than the server's "no responders"."""
+    """Liveness probe: the server's "no responders" tells that the instance is gone."""
 
 
 Control: TypeAlias = Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch
 
 
 class ControlReply(Struct, frozen=True):
-    """Whether the command applied (an unknown request does not), and why not.
+    """Reply to a command: `ok` if it applied, else a reason (an unknown request, for example).
 
-    `blocks` is how many it concerned here, of tier 0 or in the tiers of a kvbm.
+    `blocks` counts the blocks concerned, in tier 0 of a worker or in the tiers of a kvbm.
     """
 
     ok: bool

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 
 class Role(StrEnum):
-    """What a process does; the first part of its key in the instances bucket."""
+    """Role of a process; the first part of its key in the bucket of instances."""
 
     FRONTEND = "frontend"
     ROUTER = "router"
@@ -17,12 +17,13 @@ class Role(StrEnum):
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """What a worker serves. Sizes in tokens and blocks; `files` is a digest in the model store.
+    """The model that a worker serves.
 
-    `structural_tags`: the engine follows `Guided` of that kind. The rest is what workers of one
-    model must agree on (`kvmesh.bus.compatibility`), empty if not known: the version of the hashes
-    of blocks, digests of the tokenizer, of the chat template and of config.json, the revision of
-    the weights, and how the engine lays KV out, in words.
+    `context` is in tokens, `block_size` in tokens per block; `files` is a digest in the model
+    store. `structural_tags`: the engine supports `Guided` of that kind. Workers of one model must
+    agree on the fields from `hash_version` on (`kvmesh.bus.compatibility`), empty if unknown: the
+    version of the block hashes, digests of the tokenizer, the chat template and config.json, the
+    revision of the weights, and a summary of the engine's KV layout.
     """
 
     name: str
@@ -43,7 +44,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
-    """Limits of one engine: KV blocks per rank, and what one scheduling step may hold."""
+    """Limits of one engine: KV blocks per rank; sequences and tokens of one scheduling step."""
 
     blocks: int
     max_sequences: int
@@ -53,14 +54,14 @@ class Capacity(Struct, frozen=True, kw_only=True):
 
 
 class NodeStore(Struct, frozen=True, kw_only=True):
-    """The block tiers of one node, on the card of its kvbm. Sizes in bytes, for tiers 1, 2 and 3.
+    """The block tiers of one node, on the card of its kvbm. Sizes are those of tiers 1, 2 and 3.
 
-    `directory` is where the node's workers find the arena and put their locks; `models` lists what
-    it holds blocks of: a model's place in it is its rank in KV events. `tier_blocks` says how many
-    blocks of all models together each tier can have; it is empty if that is not known. `endpoint`
-    describes, to whoever uses the same transport, how the arena is read from other nodes. If blocks
-    are shared with other nodes, `layouts` are those of its workers by model, in words, and `key` is
-    the fingerprint of the key that names them.
+    `directory` holds the arena and the locks of the node's workers. `models` lists the models whose
+    blocks the kvbm holds; a model's index in it is its rank in KV events. `tier_blocks` is the
+    capacity of each tier in blocks of all models, empty if unknown. `endpoint` describes how other
+    nodes read the arena over the same transport. If blocks are shared with other nodes, `layouts`
+    are the layout summaries of its workers by model, and `key` is the fingerprint of the key of
+    block digests.
     """
 
     directory: str
@@ -73,11 +74,11 @@ class NodeStore(Struct, frozen=True, kw_only=True):
 
 
 class Instance(Struct, frozen=True, kw_only=True):
-    """One process on the mesh: the value of its lease. `name` stays over restarts.
+    """One process on the mesh: the value of its lease. `name` is stable across restarts.
 
-    `started` is when it joined, by the clock of the NATS server, in Unix seconds. `node` names the
-    machine whose memory and disks it can reach. `warnings` are what the process sees to be wrong on
-    the mesh while it goes on serving.
+    `started` is the time at which it joined, in Unix seconds of the NATS server's clock. `node`
+    names the machine whose memory and disks it can reach. `warnings` are problems of the mesh that
+    the process has detected and that do not stop it from serving.
     """
 
     instance: str

@@ -4,24 +4,25 @@ from msgspec import Struct
 
 
 class SessionQuery(Struct, frozen=True):
-    """To all frontends: the last prompt of a session, from whoever knows it; others say nothing."""
+    """Query to all frontends for the last prompt of a session; only one that has it replies."""
 
     model: str
     session: str
 
 
 class SessionPrompt(Struct, frozen=True):
-    """The last prompt of a session: packed uint32 tokens, and the adapter that it was for."""
+    """The last prompt of a session: packed uint32 tokens, and its adapter."""
 
     tokens: bytes
     adapter: str | None = None
 
 
 class KeyUse(Struct, frozen=True, array_like=True):
-    """The use of an API key's limits. `key` is the hash of its secret.
+    """Use of an API key's limits at one frontend. `key` is the hash of its secret.
 
-    `requests` and `tokens` were taken by one frontend since it began, `running` are its sequences
-    now. What is owed has still to come in at the key's rates, whoever took it.
+    `requests` and `tokens` count since the frontend started; `running` is the number of running
+    sequences. `owed_requests` and `owed_tokens` are the debts of the key's rate limits, to which
+    all frontends contribute.
     """
 
     key: str
@@ -33,12 +34,13 @@ class KeyUse(Struct, frozen=True, array_like=True):
 
 
 class LimitUse(Struct, frozen=True):
-    """One frontend to all others: what it lets its callers use, and for how long it has told so.
+    """One frontend's use of limits, sent to all others.
 
-    `asks` them to say all in turn.
+    `age` is the time in seconds for which it has reported. `request_all`: the others reply with
+    their own use.
     """
 
     frontend: str
     uses: list[KeyUse] = []
     age: float = 0.0
-    asks: bool = False
+    request_all: bool = False

@@ -6,10 +6,11 @@ from msgspec import Struct
 
 
 class Stored(Struct, frozen=True, array_like=True, tag="stored"):
-    """Consecutive blocks now held after `parent` (an engine hash; None at the root of a prompt).
+    """Consecutive blocks stored after `parent` (an engine hash; None at the root of a prompt).
 
-    `engine` and `local` are packed uint64, one per block; `salt` seeds the chain at the root.
-    In a dump, blocks whose parent is held no longer name its sequence hash as `previous` instead.
+    `engine` and `local` are engine hashes and local hashes, packed uint64, one per block; `salt`
+    seeds the chain at the root. In a dump, blocks whose parent is no longer held carry the parent's
+    sequence hash as `previous` instead.
     """
 
     tier: int
@@ -21,14 +22,14 @@ class Stored(Struct, frozen=True, array_like=True, tag="stored"):
 
 
 class Removed(Struct, frozen=True, array_like=True, tag="removed"):
-    """Blocks no longer held, by engine hash (packed uint64)."""
+    """Blocks removed, by engine hash (packed uint64)."""
 
     tier: int
     engine: bytes
 
 
 class Cleared(Struct, frozen=True, array_like=True, tag="cleared"):
-    """The rank holds nothing any more (in `tier`, or in all). Starts every full dump."""
+    """All blocks of the rank removed, in `tier` or in all tiers. First event of a full dump."""
 
     tier: int | None = None
 
@@ -39,8 +40,8 @@ KvEvent: TypeAlias = Stored | Removed | Cleared
 class KvBatch(Struct, frozen=True, array_like=True):
     """Events of one rank, coalesced over a few milliseconds.
 
-    Event ids are gap-free per (instance, rank): this batch holds `first` … `first + len - 1`. One
-    whose acknowledgement was lost may come twice in a row; a gap means that events were lost.
+    Event ids are gap-free per (instance, rank): this batch holds `first` … `first + len - 1`. A
+    batch whose acknowledgement was lost may arrive twice in a row; a gap means lost events.
     """
 
     worker: str

@@ -1,18 +1,19 @@
-"""What the workers of a node and its kvbm say to each other: one message per request or batch.
+"""Messages between the workers of a node and its kvbm, and between the kvbms of nodes.
 
-Block bytes never travel in these: a worker copies between its engine and the arena that it maps.
-All are arrays, which grow at the end only. Digests are packed, 16 bytes each; hashes, offsets and
-checksums are packed little-endian uint64, one per block. Every request goes to
-`Subjects.kvbm(instance)` and is answered by one of the replies named with it, or by `Declined`.
+Messages carry no block bytes: a worker copies between its engine and the arena, which it maps. All
+are arrays, which grow at the end only. Digests are packed, 16 bytes each; hashes, offsets and
+checksums are packed little-endian uint64, one per block. A request goes to
+`Subjects.kvbm(instance)`; the reply is the one named in its docstring, or `Declined`.
 
-A *ticket* stands for blocks that a worker uses. Until it is given back they are neither evicted
-nor overwritten. The tickets of a worker that is gone are given back when its lock is free: it holds
-an exclusive `flock` on a file of its own in the node's directory for as long as it is attached.
+A *ticket* stands for blocks that a worker uses: until the worker returns it, they are neither
+evicted nor overwritten. An attached worker holds an exclusive `flock` on its own file in the node's
+directory; when that lock is free, the kvbm takes back the worker's tickets.
 
-`Offer` and `Fetch` describe a whole prompt, but need not repeat it: with `base`, the last digest of
-a prompt that the kvbm was told of under the same attachment, the blocks are the first `shared` of
-that one and then those in the message. A kvbm that does not have it any more answers `Incomplete`
-and has done nothing; it is then told all. `first` and `held` count from the root in any case.
+`Offer` and `Fetch` describe a whole prompt, as a delta where possible (`kvmesh.prompt_delta`): with
+`base`, the last digest of an earlier prompt of the same attachment, the blocks are the first
+`shared` blocks of that prompt followed by those in the message. If the kvbm has evicted the base, it
+replies `Incomplete` and does nothing else; the worker then sends the whole prompt. `first` and
+`held` always count from the root of the prompt.
 """
 
 from typing import TypeAlias
@@ -24,10 +25,10 @@ from kvmesh.bus.messages.work import Retain
 
 
 class Attach(Struct, frozen=True, array_like=True, tag="attach"):
-    """A worker is here, holding the lock file `lock` in the directory. Answer: `Attached`.
+    """Attach a worker that holds the lock file `lock` in the directory. Reply: `Attached`.
 
-    Again after a restart of either side; a kvbm that does not know an attachment says so with
-    the `Declined` code "unknown", and the worker attaches anew.
+    Sent again after a restart of either side: a kvbm declines an unknown attachment with the code
+    "unknown", and the worker attaches again.
     """
 
     instance: str
@@ -37,34 +38,34 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
 
 
 class Attached(Struct, frozen=True, array_like=True, tag="attached"):
-    """`arena` is the name of a file in the directory, to be mapped; `key` names blocks.
+    """`arena` is the name of the file in the directory to map; `key` is the key of block digests.
 
-    Up to `keeps` blocks of the prompts of this attachment can be the `base` of others.
+    The kvbm stores up to `prompt_blocks` blocks of this attachment's prompts as bases of deltas.
     """
 
     attachment: int
     arena: str
     arena_bytes: int
     key: bytes
-    keeps: int = 0
+    prompt_blocks: int = 0
 
 
 class Incomplete(Struct, frozen=True, array_like=True, tag="incomplete"):
-    """The `base` of an `Offer` or a `Fetch` is not known."""
+    """The kvbm does not have the `base` of an `Offer` or `Fetch`."""
 
 
 class Declined(Struct, frozen=True, array_like=True, tag="declined"):
-    """Not done. `code`: "unknown" (attach again), "layout", "full", "invalid" or "closing"."""
+    """Request refused. `code`: "unknown" (attach again), "layout", "full", "invalid" or "closing"."""
 
     code: str
     reason: str
 
 
 class Offer(Struct, frozen=True, array_like=True, tag="offer"):
-    """Full blocks `first` … of a prompt could be written through. Gets `Wanted` or `Incomplete`.
+    """Offer full blocks of a prompt, from index `first` on. Reply: `Wanted` or `Incomplete`.
 
-    `digests`, `sequence` and `local` are of the whole prefix up to the last of them; `salt` seeds
-    the hashes. `retention` is in tokens of the prompt, later entries win.
+    `digests`, `sequence_hashes` and `local` are those of the whole prefix up to the last block;
+    `salt` seeds the hashes. `retention` is in tokens of the prompt; later entries win.
     """
 
     attachment: int
@@ -81,9 +82,9 @@ class Offer(Struct, frozen=True, array_like=True, tag="offer"):
 
 
 class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
-    """Write these blocks (packed uint32, counted from the root) at these offsets, then `Commit`.
+    """Write these blocks (packed uint32 indices from the root) at these offsets, then `Commit`.
 
-    Ticket 0 comes with no blocks and needs no commit.
+    Ticket 0 has no blocks and needs no commit.
     """
 
     ticket: int
@@ -92,9 +93,9 @@ class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
 
 
 class Commit(Struct, frozen=True, array_like=True, tag="commit"):
-    """The first `len(checksums)` wanted blocks are written; the others never will be.
+    """End a ticket: the first `len(checksums)` wanted blocks are written, the others will not be.
 
-    Ends the ticket; no checksums give it up. Answer: `Done`.
+    Without checksums the write is abandoned. Reply: `Done`.
     """
 
     attachment: int
@@ -103,19 +104,19 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done"):
-    """How many blocks it concerned."""
+    """Success; `blocks` counts the blocks concerned."""
 
     blocks: int = 0
 
 
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
-    """A prompt (its full blocks from the root on) starts, `held` leading ones are in the engine.
+    """Request the blocks of a starting prompt after the `held` leading ones in the engine.
 
-    Asks for those that follow, if loading them beats computing: `compute_tps` tokens and
-    `load_bps` bytes a second are what the engine has measured, 0 if it does not know. The ticket
-    waits up to `wait_s` for blocks that another worker computes now, and the answer half a second
-    at most; what nobody has counts, from here on, as being computed by this one, if `computes`.
-    Answer: `Fetched` or `Incomplete`.
+    The message describes all full blocks from the root. The kvbm returns blocks if loading them
+    beats computing, by the engine's measured `compute_tps` tokens and `load_bps` bytes per second,
+    0 if unknown. The ticket waits up to `wait_s` for blocks that another worker is computing, the
+    reply at most half a second. With `computes`, this worker is recorded as computing the blocks
+    that are missing everywhere. Reply: `Fetched` or `Incomplete`.
     """
 
     attachment: int
@@ -137,11 +138,11 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
 
 
 class Fetched(Struct, frozen=True, array_like=True, tag="fetched"):
-    """The next `len(offsets)` blocks are in the arena; `pending` more are on their way there.
+    """The next `len(offsets)` blocks are in the arena; `pending` more are being loaded into it.
 
-    `tiers` says for each of these blocks where it was (packed uint8), `retention` (in tokens of the
-    prompt) what they inherit. With `pending`, ask on with `Await`. A checksum that does not match
-    is told with `Corrupt`. Ticket 0 comes without blocks and is not given back.
+    `tiers` are the tiers that the blocks came from (packed uint8); `retention`, in tokens of the
+    prompt, is the retention that they inherit. With `pending`, the worker continues with `Await`.
+    It reports a wrong checksum with `Corrupt`. Ticket 0 has no blocks and is not returned.
     """
 
     ticket: int
@@ -153,7 +154,7 @@ class Fetched(Struct, frozen=True, array_like=True, tag="fetched"):
 
 
 class Await(Struct, frozen=True, array_like=True, tag="await"):
-    """The next blocks of a ticket. Gets `Fetched` once there are any, or in `wait_s`, or 0.5 s."""
+    """Request the next blocks of a ticket. Reply: `Fetched`, within `wait_s` and 0.5 s at most."""
 
     attachment: int
     ticket: int
@@ -161,21 +162,21 @@ class Await(Struct, frozen=True, array_like=True, tag="await"):
 
 
 class Finish(Struct, frozen=True, array_like=True, tag="finish"):
-    """The worker is done with a ticket's blocks, whatever came of it. Answer: `Done`."""
+    """Return a ticket: the worker no longer uses its blocks. Reply: `Done`."""
 
     attachment: int
     ticket: int
 
 
 class Computed(Struct, frozen=True, array_like=True, tag="computed"):
-    """`request` computes nothing more: whoever waits for its blocks need not. Answer: `Done`."""
+    """`request` computes no more blocks, so no fetch needs to wait for it. Reply: `Done`."""
 
     attachment: int
     request: str
 
 
 class Corrupt(Struct, frozen=True, array_like=True, tag="corrupt"):
-    """Blocks (digests) whose content was not what it should be are dropped. Answer: `Done`."""
+    """Report blocks (digests) with wrong content, to be dropped. Reply: `Done`."""
 
     attachment: int
     ticket: int
@@ -183,22 +184,22 @@ class Corrupt(Struct, frozen=True, array_like=True, tag="corrupt"):
 
 
 class Detach(Struct, frozen=True, array_like=True, tag="detach"):
-    """The worker leaves and uses nothing any more. Answer: `Done`."""
+    """The worker leaves and uses no blocks any more. Reply: `Done`."""
 
     attachment: int
 
 
 class Lend(Struct, frozen=True, array_like=True, tag="lend"):
-    """The kvbm of another node would read blocks, of `block_bytes` each. Answer: `Lent`."""
+    """Request of another node's kvbm to read blocks of `block_bytes` each. Reply: `Lent`."""
 
     digests: bytes
     block_bytes: int
 
 
 class Lent(Struct, frozen=True, array_like=True, tag="lent"):
-    """The first `len(offsets)` of them may be read from the arena with a grant of `transfer`.
+    """The first `len(offsets)` blocks may be read from the arena with a grant of `transfer`.
 
-    Without any, `descriptor` is empty.
+    `descriptor` describes the grant; it is empty without blocks.
     """
 
     descriptor: bytes
@@ -207,11 +208,11 @@ class Lent(Struct, frozen=True, array_like=True, tag="lent"):
 
 
 class Prepare(Struct, frozen=True, array_like=True, tag="prepare"):
-    """The kvbm of another node would have blocks of a prompt that are not in the arena yet.
+    """Request of another node's kvbm for blocks of a prompt that are not in the arena yet.
 
-    Those on disk come up if that beats computing, at the speeds of a `Fetch`; those that a worker
-    computes now are waited for. The answer, `Prepared`, comes with the first that are ready, or
-    after `wait_s`. With `stored` the other node can read them only in the store that all share.
+    Blocks on disk are loaded if that beats computing, at the speeds of a `Fetch`; blocks that a
+    worker is computing are awaited. The reply, `Prepared`, comes with the first blocks that are
+    ready, or after `wait_s`. `stored`: the other node can read blocks only from the remote store.
     """
 
     model: str
@@ -224,24 +225,24 @@ class Prepare(Struct, frozen=True, array_like=True, tag="prepare"):
 
 
 class Prepared(Struct, frozen=True, array_like=True, tag="prepared"):
-    """The first `blocks` may be lent now, or are in the shared store; with `more`, ask again."""
+    """The first `blocks` can be lent now, or are in the remote store; `more`: request again."""
 
     blocks: int
     more: bool
     stored: bool = False
 
 
-class Computing(Struct, frozen=True, array_like=True, tag="computing"):
-    """Told to the kvbms of all nodes: one of the workers at `instance` computes these blocks.
+class ComputeClaim(Struct, frozen=True, array_like=True, tag="computing"):
+    """Announcement to the kvbms of all nodes: a worker of kvbm `instance` computes these blocks.
 
-    `digests` are some of a prompt's, its last one among them. In place of what was told before
-    under the same `number`; without any, nothing more comes of it. It counts for `lasts_s`.
+    `digests` are some of the prompt's, including the last. A claim replaces the earlier one with
+    the same `number`; without digests it withdraws that. It is valid for `ttl_s` seconds.
     """
 
     instance: str
     number: int
     digests: bytes
-    lasts_s: float
+    ttl_s: float
 
 
 KvbmRequest: TypeAlias = (

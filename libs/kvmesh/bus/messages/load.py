@@ -1,13 +1,13 @@
-"""Load of one rank, as its engine reports it."""
+"""Load of one data-parallel rank."""
 
 from msgspec import Struct
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """Forward-pass metrics of one rank. Blocks and tokens now; counters since the start.
+    """Load and counters of one rank. Blocks and waiting tokens are current; counters since start.
 
-    `step_s` is the mean of the last steps. `busy_s` is the time in steps, 0 where the engine does
-    not tell it, and `computed_tokens` the prompt tokens computed, both since the start.
+    `step_s` is the mean duration of the latest steps. `busy_s` is the total time in steps, 0 if the
+    engine does not report it; `computed_tokens` counts computed prompt tokens.
     """
 
     instance: str

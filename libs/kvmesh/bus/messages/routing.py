@@ -8,7 +8,7 @@ from msgspec import Struct
 class OverlapQuery(Struct, frozen=True, array_like=True):
     """Prompts, each as packed sequence hashes.
 
-    `salt`, if they share one and it is known, spares an index divided by namespace asking around.
+    `salt` is the prompts' common salt, if known: an index sharded by namespace then asks one shard.
     """
 
     prompts: list[bytes]
@@ -23,7 +23,10 @@ class RankKey(Struct, frozen=True, array_like=True):
 
 
 class OverlapReply(Struct, frozen=True, array_like=True):
-    """For each prompt, rows of five uint32: place in `ranks`, then blocks added by each tier."""
+    """For each prompt, rows of five uint32: index into `ranks`, then blocks added by each tier.
+
+    `lag` is the age in seconds of the newest KV event that the index has not applied yet.
+    """
 
     ranks: list[RankKey]
     rows: list[bytes]
@@ -31,7 +34,7 @@ class OverlapReply(Struct, frozen=True, array_like=True):
 
 
 class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the caller said about its request; see docs/requests.md for each field's effect."""
+    """The caller's hints about its request; docs/requests.md describes the effect of each."""
 
     priority: int = 0
     strict_priority: int = 0
@@ -45,10 +48,10 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Placement(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Constraints on the choice of a worker; they bind before any score is computed.
+    """Constraints on the choice of a worker, applied before any score is computed.
 
-    `tolerate` names taints (labels `taint.NAME`) that do not matter to this request; `prefer`
-    maps `KEY=VALUE` labels to weights that scale the cost of the workers which carry them.
+    `tolerate` names taints (labels `taint.NAME`) that the request accepts; `prefer` maps
+    `KEY=VALUE` labels to weights that scale the cost of workers with that label.
     """
 
     instance: str | None = None
@@ -61,11 +64,11 @@ class Placement(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where should this prompt run? `sequence` is its packed sequence hashes.
+    """Request for a placement of one prompt, given by its packed sequence hashes.
 
-    `deadline_s` bounds the wait in the router's queue, in seconds from now. `salt`, if known,
-    spares a divided index asking around. `arrived` is the Unix time of its place in the queue, for
-    one that has had a place before: in the queue of another router, or with a worker.
+    `deadline_s` bounds the wait in the router's queue, in seconds from now. `salt`, if known, saves
+    queries to all shards of an index. `arrived` is the Unix time of the original arrival, for a
+    request that waited in another router's queue or ran on a worker before.
     """
 
     request: str
@@ -98,10 +101,10 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=True):
-    """Why a request went where it went. `time` is Unix seconds; `wait_s` its time in the queue.
+    """A placement and its reasons. `time` is in Unix seconds; `wait_s` is the time in the queue.
 
     `candidates` are the best of the `eligible` ranks, cheapest first; `prefill` is the rank that
-    computes the prompt, where that is another one than `chosen`.
+    computes the prompt, if it differs from `chosen`.
     """
 
     request: str
@@ -125,7 +128,7 @@ class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=
 
 
 class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=True):
-    """What came of a decision: `cached_tokens` as the engine counted them, times in seconds."""
+    """Result of a placed request: `cached_tokens` as counted by the engine, times in seconds."""
 
     request: str
     instance: str
@@ -141,7 +144,7 @@ RouteEvent: TypeAlias = Decision | Outcome
 
 
 class Routed(Struct, frozen=True, kw_only=True, tag="routed"):
-    """The chosen rank; the caller dispatches to it, after `prefill` has done the prompt if set."""
+    """The chosen rank. If `prefill` is set, that rank computes the prompt first."""
 
     instance: str
     rank: int
@@ -151,11 +154,11 @@ class Routed(Struct, frozen=True, kw_only=True, tag="routed"):
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
-    """No placement. `retry_after_s` is when it is worth trying again.
+    """No placement. The caller may retry after `retry_after_s` seconds.
 
-    `code` is "no_workers", "overloaded", "deadline", "invalid" or "unavailable"; one that is not
-    known means the last. `unmet`: there are workers, and the request's own constraints exclude them
-    all. `moved`: this router stops and has forgotten the request; another one is to place it.
+    `code` is "no_workers", "overloaded", "deadline", "invalid" or "unavailable"; receivers treat an
+    unknown code as the last. `unmet`: the request's own constraints exclude all workers. `moved`:
+    this router is stopping and has dropped the request; another router must place it.
     """
 
     code: str
@@ -166,9 +169,10 @@ class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Parked(Struct, frozen=True, kw_only=True, tag="parked"):
-    """The request waits in the queue of `router`; the answer follows.
+    """The request waits in the queue of `router`; the reply follows.
 
-    `arrived` is the Unix time of its place there. Only who asks a router by its instance is told.
+    `arrived` is the Unix time of its arrival there. Sent only for requests to a router's own
+    subject, not for those to the queue group.
     """
 
     router: str
@@ -181,10 +185,10 @@ RouteNews: TypeAlias = Parked | Routed | Refused
 
 
 class Thresholds(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rank at or past any of these takes no new request; None does not limit.
+    """A rank at or above any of these gets no new request; None sets no limit.
 
-    `blocks_share` is active blocks over all blocks of the rank, `prefill_tokens` tokens that wait
-    for or are in prefill.
+    `blocks_share` is active blocks over all blocks of the rank; `prefill_tokens` are tokens waiting
+    for or in prefill.
     """
 
     blocks: int | None = None
@@ -193,7 +197,7 @@ class Thresholds(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BanditStats(Struct, frozen=True, kw_only=True):
-    """What one router has learned: sums over the outcomes of its own decisions, old ones decayed.
+    """Bandit state of one router: decayed sums over the outcomes of its own decisions.
 
     `gram` is the sum of x xᵀ, row by row, and `moment` that of x y, over contexts x and values y;
     `offsets` maps a rank, or a rank and a prefix family, to count and sum of its residuals.

@@ -1,4 +1,4 @@
-"""Active sequences: events that keep the load views of all routers equal."""
+"""Events of active sequences, from which all routers compute the same load."""
 
 from typing import TypeAlias
 
@@ -8,12 +8,12 @@ from kvmesh.bus.messages.routing import Placement
 
 
 def prefill_part(request: str) -> str:
-    """The name of a request on a rank that only prefills it; it ends with the request at latest."""
+    """Return the id of a request's prefill on another rank; it ends with the request at latest."""
     return f"{request}#prefill"
 
 
 class SeqAdd(Struct, frozen=True, array_like=True, tag="add"):
-    """A request was placed. `overlap` is blocks already held; `osl` expected output tokens."""
+    """The request was placed. `overlap` is in blocks; `osl` is the expected output in tokens."""
 
     request: str
     instance: str
@@ -26,30 +26,30 @@ class SeqAdd(Struct, frozen=True, array_like=True, tag="add"):
 
 
 class SeqPrefilled(Struct, frozen=True, array_like=True, tag="prefilled"):
-    """Its first token is out: it loads the engine with decoding only."""
+    """The first token is out: from now on the request only decodes."""
 
     request: str
 
 
 class SeqProgress(Struct, frozen=True, array_like=True, tag="progress"):
-    """It has generated this many tokens so far."""
+    """The request has generated this many tokens so far."""
 
     request: str
     generated: int
 
 
 class SeqFree(Struct, frozen=True, array_like=True, tag="free"):
-    """It has left its engine, for whatever reason, or does not wait for one any more."""
+    """The request has left its engine or a router's queue, for any reason."""
 
     request: str
 
 
 class SeqWait(Struct, frozen=True, array_like=True, tag="wait"):
-    """It waits in the queue of `router`, until its SeqAdd or SeqFree. Sent again, it replaces.
+    """The request waits in the queue of `router` until its SeqAdd or SeqFree; the last one counts.
 
-    Its place is by tier (higher first), then by class in turn, then by `key` (lower first).
-    `lane` stands for its constraints, `placement` and `adapter`, which are left out where there are
-    none; `cost` is its uncached tokens; times are Unix seconds.
+    The queue is ordered by tier (higher first), then by class in turn, then by `key` (lower first).
+    `lane` identifies the constraints `placement` and `adapter`, which are None if there are none;
+    `cost` is in uncached tokens; times are in Unix seconds.
     """
 
     request: str

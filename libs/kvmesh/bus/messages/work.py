@@ -1,4 +1,4 @@
-"""Work for an engine, and the tokens that come back."""
+"""Work for an engine, and its output tokens."""
 
 from typing import Any, Literal
 
@@ -6,9 +6,9 @@ from msgspec import Struct
 
 
 def owner(tenant: str) -> str:
-    """Whose budget a tenant's blocks, pins and prefetches count against.
+    """Return the owner of a tenant tag: its budget is charged for blocks, pins and prefetches.
 
-    A tag is that of an owner, or that and, behind a slash, that of a part of it.
+    A tag is OWNER or OWNER/PART.
     """
     return tenant.partition("/")[0]
 
@@ -21,7 +21,7 @@ class Guided(Struct, frozen=True, kw_only=True):
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to generate. Names and meanings are those of the OpenAI and vLLM APIs."""
+    """Sampling parameters, named as in the OpenAI and vLLM APIs."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -42,12 +42,12 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Retain(Struct, frozen=True, array_like=True):
-    """How dearly tokens `start` to `end` (None: all that follow) of a prompt are kept.
+    """Retention of tokens `start` to `end` (exclusive; None: all that follow) of a prompt.
 
-    `priority` is 0 to 100, and what has the highest is evicted last (TensorRT-LLM's meaning and
-    default). `ttl_s` counts from each use; None is no deadline. `kind` says what the tokens are:
-    "system", "conversation", "tool", "thinking" or "decode". A caller asked for `explicit` ones
-    and is told what came of them.
+    `priority` is 0 to 100; the highest is evicted last (TensorRT-LLM's meaning and default).
+    `ttl_s` counts from each use; None sets no deadline. `kind` is the kind of the tokens: "system",
+    "conversation", "tool", "thinking" or "decode". `explicit`: the caller requested it, and its
+    outcome is reported.
     """
 
     start: int
@@ -61,16 +61,15 @@ class Retain(Struct, frozen=True, array_like=True):
 class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence for an engine. `tokens` is the packed uint32 prompt.
 
-    The last `generated` tokens of the prompt were generated earlier, by a worker that was lost;
-    `sampling` speaks of the whole answer, those tokens included, and chunks count from its start.
-    `turn` is how many answers of the conversation come before this one. `handoff` is what the
-    engine's own KV connector needs to fetch KV that another engine left; with `prefill` the prompt
-    alone is computed and its KV left, and the chunk that ends it says in its `handoff` where.
-    `tenant` is the tag that isolates its blocks from others', of which `owner` pays for them: no
-    two tenants have the same one, while `salt`, with its 64 bits, only finds blocks.
-    `retention` speaks of the prompt, later entries win, and `decode` of what will be generated.
-    With `base`, a request whose prompt the worker keeps, the prompt is the first `shared` tokens of
-    that one and then `tokens`.
+    The last `generated` tokens of the prompt were generated before a migration; `sampling` applies
+    to the whole output including those tokens, and chunk offsets count from its start. `turn` is
+    the number of earlier outputs of the conversation. `handoff` holds the parameters with which the
+    engine's KV connector fetches KV from a prefill engine. With `prefill`, the engine computes only
+    the prompt and lends its KV; the last chunk carries the `handoff`. `tenant` is the tag that
+    isolates blocks, unique per tenant, and `owner(tenant)` is charged for them; the 64-bit `salt`
+    only finds blocks. `retention` is for the prompt, where later entries win; `decode` is for the
+    generated tokens. With `base`, a request whose prompt the worker has stored, the prompt is the
+    first `shared` tokens of that prompt followed by `tokens` (`kvmesh.prompt_delta`).
     """
 
     request: str
@@ -95,29 +94,29 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WorkReply(Struct, frozen=True, kw_only=True):
-    """The worker's immediate answer; tokens follow on the frontend's subject when accepted.
+    """The worker's immediate reply; if it accepts, tokens follow on the frontend's subject.
 
-    `status` is "accepted", "busy", "draining", "invalid" or "incomplete"; with one that is not
-    known the work is not taken. With `kept` the prompt may be the `base` of later work, until an
-    answer is "incomplete": then it is not there any more, and the work must be offered whole. With
-    `checking` a chunk follows once the engine has taken it, or refused it.
+    `status` is "accepted", "busy", "draining", "invalid" or "incomplete"; an unknown status means
+    that the work was not accepted. `stored`: the prompt may be the `base` of later work, until a
+    reply is "incomplete": then the base was evicted, and the work must be sent with its whole
+    prompt. `checking`: a chunk follows once the engine has accepted or refused the work.
     """
 
     status: str
     reason: str = ""
-    kept: bool = False
+    stored: bool = False
     checking: bool = False
 
 
 class Chunk(Struct, array_like=True):
-    """New tokens of one request, the first of them its `offset`-th (from 0) generated token.
+    """New tokens of one request; the first is its generated token number `offset`, from 0.
 
-    The first chunk carries `cached` (prompt tokens not computed, per tier); the last one `finish`
-    ("stop", "length", "abort" or "error") and, for errors, `error`; that of a prefill for another
-    engine also `handoff`, for the `Work` of the one that goes on. `retention` comes with `cached`:
-    for each explicit `Retain` of the prompt "honoured", "clipped" or "unsupported". `decode` comes
-    with `finish` and says the same of an explicit `Work.decode`. With `invalid` the request was
-    refused after it had been accepted, and no worker will take it.
+    The first chunk carries `cached`, the cached prompt tokens per tier, and `retention`, one of
+    "honoured", "clipped" or "unsupported" for each explicit `Retain` of the prompt. The last chunk
+    carries `finish` ("stop", "length", "abort" or "error"), `error` with a reason, `decode`, the
+    outcome of an explicit `Work.decode`, and after a prefill `handoff`, for the `Work` of the
+    decode engine. `invalid`: the engine refused the request after the worker had accepted it; any
+    worker would refuse it.
     """
 
     request: str
@@ -134,7 +133,7 @@ class Chunk(Struct, array_like=True):
 
 
 class StepOutput(Struct, array_like=True):
-    """All that one engine step produced for one frontend."""
+    """Output of one engine step for one frontend."""
 
     instance: str
     chunks: list[Chunk]

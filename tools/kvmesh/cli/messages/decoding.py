@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.messages import (
-    Computing,
+    ComputeClaim,
     Control,
     Dump,
     Instance,
@@ -42,7 +42,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "dump": msgspec.msgpack.Decoder(Dump),
     "ping": msgspec.msgpack.Decoder(Ping),
     "kvbm": msgspec.msgpack.Decoder(KvbmRequest),
-    "computing": msgspec.msgpack.Decoder(Computing),
+    "computing": msgspec.msgpack.Decoder(ComputeClaim),
     "sessions": msgspec.msgpack.Decoder(SessionQuery),
     "limits": msgspec.msgpack.Decoder(LimitUse),
     "load": msgspec.msgpack.Decoder(Load),

@@ -32,7 +32,7 @@ class SharedLimits:
     async def open(self) -> None:
         """Begin to listen, and ask for what the others know."""
         await self._bus.subscribe(self._bus.subjects.limits, _decoder, self._heard)
-        self._bus.post(self._bus.subjects.limits, LimitUse(self._instance, asks=True))
+        self._bus.post(self._bus.subjects.limits, LimitUse(self._instance, request_all=True))
 
     async def run(self) -> None:
         """For ever."""
@@ -61,7 +61,7 @@ class SharedLimits:
         if said.frontend == self._instance:
             return
         self._accounts.hear(said, self._loop.time(), self._age)
-        if said.asks:
+        if said.request_all:
             self._tell_all()
 
     @property

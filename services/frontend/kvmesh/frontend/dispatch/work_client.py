@@ -76,7 +76,7 @@ class WorkClient:
             if sequence.heard_at > offered_at:
                 return OfferResult("accepted")  # only the answer was lost: its tokens come
             return await self._unanswered(sequence, error, offered_at)
-        if reply.kept:
+        if reply.stored:
             self._sent_prompts.store(instance, work)
         if reply.status != "accepted":
             self._inbox.remove(sequence)

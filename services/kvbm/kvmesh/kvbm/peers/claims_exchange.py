@@ -16,7 +16,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
-    Computing,
+    ComputeClaim,
     Declined,
     Instance,
     Prepare,
@@ -35,7 +35,7 @@ ANSWER_S = 0.75
 PAUSE_S = 0.05
 REST_S = 10.0
 FAILURES = (BusError, NatsError, OSError, TimeoutError, msgspec.MsgspecError)
-_decoder = msgspec.msgpack.Decoder(Computing)
+_decoder = msgspec.msgpack.Decoder(ComputeClaim)
 Answered = Prepared | Declined
 
 
@@ -132,17 +132,17 @@ class ClaimsExchange:
 
     def _post(self, subject: str, telling: ClaimMessage) -> None:
         marks = b"".join(telling.marks)
-        message = Computing(self._instance, telling.number, marks, self._claims.lasts_s)
+        message = ComputeClaim(self._instance, telling.number, marks, self._claims.lasts_s)
         self._bus.post(subject, message)
 
     async def _listen(self, subject: str) -> None:
         self._subscriptions.append(await self._bus.subscribe(subject, _decoder, self._hear))
 
-    def _hear(self, message: Computing) -> None:
+    def _hear(self, message: ComputeClaim) -> None:
         owner = message.instance
         if owner == self._instance or self.rests(owner):
             return
-        lasts_s = min(self._claims.lasts_s, message.lasts_s)  # in this order: it may be NaN
+        lasts_s = min(self._claims.lasts_s, message.ttl_s)  # in this order: it may be NaN
         until = self._clock() + lasts_s
         self._others.hear(owner, message.number, split_digests(message.digests), until)
 

@@ -6,7 +6,7 @@ from kvmesh.worker.engine import EngineInfo
 
 ACCEPTED = WorkReply(status="accepted")
 CHECKING = WorkReply(status="accepted", checking=True)
-KEPT = WorkReply(status="accepted", kept=True)
+KEPT = WorkReply(status="accepted", stored=True)
 INCOMPLETE = WorkReply(status="incomplete", reason="the prompt it builds on is not here any more")
 BUSY = WorkReply(status="busy", reason="too many requests wait in the engine")
 DRAINING = WorkReply(status="draining", reason="this worker is leaving")
