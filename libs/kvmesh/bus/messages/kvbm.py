@@ -11,8 +11,8 @@ directory; when that lock is free, the kvbm takes back the worker's tickets.
 
 `Offer` and `Fetch` describe a whole prompt, as a delta where possible (`kvmesh.prompt_delta`): with
 `base`, the last digest of an earlier prompt of the same attachment, the blocks are the first
-`shared` blocks of that prompt followed by those in the message. If the kvbm has evicted the base, it
-replies `Incomplete` and does nothing else; the worker then sends the whole prompt. `first` and
+`shared` blocks of that prompt followed by those in the message. If the kvbm has evicted the base,
+it replies `Incomplete` and does nothing else; the worker then sends the whole prompt. `first` and
 `held` always count from the root of the prompt.
 """
 
@@ -55,7 +55,7 @@ class Incomplete(Struct, frozen=True, array_like=True, tag="incomplete"):
 
 
 class Declined(Struct, frozen=True, array_like=True, tag="declined"):
-    """Request refused. `code`: "unknown" (attach again), "layout", "full", "invalid" or "closing"."""
+    """Request refused. `code`: "unknown" (attach again), "layout", "full", "invalid", "closing"."""
 
     code: str
     reason: str

@@ -25,7 +25,7 @@ class RankKey(Struct, frozen=True, array_like=True):
 class OverlapReply(Struct, frozen=True, array_like=True):
     """For each prompt, rows of five uint32: index into `ranks`, then blocks added by each tier.
 
-    `lag` is the age in seconds of the newest KV event that the index has not applied yet.
+    `lag`: the reply may be out of date by so many seconds.
     """
 
     ranks: list[RankKey]

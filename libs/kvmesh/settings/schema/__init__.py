@@ -1,4 +1,4 @@
-"""Every option of every service: its type, bounds, default and meaning, stated once.
+"""Settings schema: type, bounds, default and description of every option of every service.
 
 Each one is a key of the TOML file (`[router] policy = "kv"`), an environment variable
 (`KVMESH_ROUTER_POLICY`) and a command-line flag (`kvmesh router --policy kv`).

@@ -9,13 +9,11 @@ Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(ge=0)]
 LOOPBACK = "127.0.0.1"
-MetricsHost = Annotated[
-    str, Meta(description="address of metrics-port, which asks nobody for a key")
-]
-# never shown, no flag's value; also read from a file: password_file, KVMESH_NATS_PASSWORD_FILE …
+MetricsHost = Annotated[str, Meta(description="address of metrics-port, which needs no API key")]
+# never printed, not a flag; also read from a file: password_file, KVMESH_NATS_PASSWORD_FILE …
 Secret = Annotated[str, Meta(extra={"secret": True})]
-Url = Annotated[str, Meta(extra={"url": True})]  # shown without the user and password in it
+Url = Annotated[str, Meta(extra={"url": True})]  # printed without its user and password
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section: an unknown key is an error that names it."""
+    """Base of all sections; an unknown key is an error."""

@@ -9,11 +9,11 @@ from kvmesh.settings.schema.common import LOOPBACK, Count, MetricsHost, Port, Se
 
 class IndexerSettings(Section, frozen=True, kw_only=True):
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
-    shards: Annotated[Count, Meta(description="parts that the index is divided into")] = 1
-    shard: Annotated[int, Meta(ge=0, description="which of them this replica holds, from 0")] = 0
+    shards: Annotated[Count, Meta(description="shards of the index")] = 1
+    shard: Annotated[int, Meta(ge=0, description="shard of this replica, from 0")] = 0
     shard_by: Annotated[
         Literal["namespace", "root"],
-        Meta(description="divide by model, adapter and tenant, or by the first block of a prompt"),
+        Meta(description="shard by model, adapter and tenant, or by the first block of a prompt"),
     ] = "namespace"
     snapshot_threshold: Annotated[
         Count, Meta(description="a snapshot is due after this many messages of the KV stream")
@@ -29,10 +29,10 @@ class IndexerSettings(Section, frozen=True, kw_only=True):
         bool, Meta(description="purge the KV stream and the snapshots, and start empty")
     ] = False
     lag_limit_s: Annotated[
-        Seconds, Meta(description="a replica that is further behind the stream stops answering")
+        Seconds, Meta(description="a replica further behind the stream stops replying")
     ] = 2.0
     shard_timeout_s: Annotated[
-        Seconds, Meta(description="longest wait for the answer of another shard")
+        Seconds, Meta(description="longest wait for the reply of another shard")
     ] = 0.2
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
     metrics_host: MetricsHost = LOOPBACK

@@ -20,11 +20,11 @@ class NatsSettings(Section, frozen=True, kw_only=True):
     token: Annotated[Secret | None, Meta(description="authentication token")] = None
     credentials: Annotated[str | None, Meta(description="path of a .creds file")] = None
     nkey_seed: Annotated[
-        Secret | None, Meta(description="seed of the nkey that says who this process is")
+        Secret | None, Meta(description="seed of the nkey that identifies this process")
     ] = None
     tls_ca: Annotated[
         Path | None,
-        Meta(description="PEM file of the authority that the servers' certificates come from"),
+        Meta(description="PEM file of the CA that signed the servers' certificates"),
     ] = None
     tls_cert: Annotated[
         Path | None, Meta(description="PEM file of this process's certificate, for mutual TLS")
@@ -34,43 +34,49 @@ class NatsSettings(Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*$",
-            description="first part of the subjects on which this process gets answers",
+            description="prefix of the subjects on which this process receives replies",
         ),
     ] = "_INBOX"
     replicas: Annotated[int, Meta(ge=1, le=5, description="copies of each stream")] = 1
 
 
 class StreamSettings(Section, frozen=True, kw_only=True):
-    kv_bytes: Annotated[int, Meta(ge=1 << 20, description="most bytes of KV events kept")] = 4 << 30
-    kv_age_s: Annotated[Seconds, Meta(description="longest that a KV event is kept")] = 86400.0
-    route_bytes: Annotated[int, Meta(ge=1 << 20, description="most bytes of decisions kept")] = (
-        2 << 30
+    kv_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="largest size of the KV event stream, in bytes")
+    ] = 4 << 30
+    kv_age_s: Annotated[Seconds, Meta(description="retention time of KV events")] = 86400.0
+    route_bytes: Annotated[
+        int,
+        Meta(ge=1 << 20, description="largest size of the stream of routing decisions, in bytes"),
+    ] = 2 << 30
+    route_age_s: Annotated[Seconds, Meta(description="retention time of routing decisions")] = (
+        86400.0
     )
-    route_age_s: Annotated[Seconds, Meta(description="longest that a decision is kept")] = 86400.0
     seq_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="most bytes of active-sequence messages kept")
+        int,
+        Meta(ge=1 << 20, description="largest size of the stream of active sequences, in bytes"),
     ] = 64 << 20
     seq_age_s: Annotated[
-        Seconds, Meta(description="longest that an active-sequence message is kept")
+        Seconds, Meta(description="retention time of active-sequence messages")
     ] = 3600.0
     lease_s: Annotated[
         float,
         Meta(
             ge=1,
-            description="a process that does not renew for this long is gone; where processes"
-            " differ, what the first was set to holds for all, until NATS starts again",
+            description="a process that does not renew its lease for this long is gone; the value of"
+            " the first process holds for all until NATS restarts",
         ),
     ] = 10.0
 
 
 class LogSettings(Section, frozen=True, kw_only=True):
     level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least severity shown")
+        Literal["debug", "info", "warning", "error"], Meta(description="lowest severity logged")
     ] = "info"
-    format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"
+    format: Annotated[Literal["text", "json"], Meta(description="format of log lines")] = "text"
 
 
 class ProcessSettings(Section, frozen=True, kw_only=True):
     hang_timeout_s: Annotated[
-        Seconds, Meta(description="a service whose event loop does not turn for this long ends")
+        Seconds, Meta(description="a service whose event loop is blocked for this long exits")
     ] = 30.0
