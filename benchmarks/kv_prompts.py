@@ -17,7 +17,7 @@ from common import Report, cpu_seconds, median, parser
 from kv_node import attach, node, numbered
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.kvbm_client import KvbmPrompt, StoreClient, TierSpeeds
+from kvmesh.blocks.kvbm_client import KvbmClient, KvbmPrompt, TierSpeeds
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KvLayout, LayerLayout
 from kvmesh.prompt_delta.blocks import SentBlockPromptCache
@@ -53,7 +53,7 @@ def begin(whole: KvbmPrompt, blocks: int) -> KvbmPrompt:
     )
 
 
-async def fetch(client: StoreClient, prompt: KvbmPrompt) -> float:
+async def fetch(client: KvbmClient, prompt: KvbmPrompt) -> float:
     start = time.perf_counter()
     async with aclosing(client.load(prompt, prompt.blocks, TierSpeeds(), 0.0, 0.0)) as parts:
         async for _ in parts:
@@ -61,7 +61,7 @@ async def fetch(client: StoreClient, prompt: KvbmPrompt) -> float:
     return time.perf_counter() - start
 
 
-async def offer(client: StoreClient, prompt: KvbmPrompt, first: int) -> None:
+async def offer(client: KvbmClient, prompt: KvbmPrompt, first: int) -> None:
     async with client.writing(prompt, first) as writing:
         if writing is None:
             raise RuntimeError("nothing was wanted")
@@ -69,7 +69,7 @@ async def offer(client: StoreClient, prompt: KvbmPrompt, first: int) -> None:
             writing.checksums.append(xxh3(writing.arena.view(offset, LAYOUT.block_bytes)))
 
 
-async def turn(bus: Bus, kvbm: int, client: StoreClient, whole: KvbmPrompt, start: int) -> Turn:
+async def turn(bus: Bus, kvbm: int, client: KvbmClient, whole: KvbmPrompt, start: int) -> Turn:
     asked = start + TURN - GENERATED
     sent, worker, before = bus.client.stats["out_bytes"], time.process_time(), cpu_seconds(kvbm)
     seconds = await fetch(client, begin(whole, asked // BLOCK))

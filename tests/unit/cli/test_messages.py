@@ -207,7 +207,7 @@ def test_what_workers_ask_their_kvbm() -> None:
 def test_what_kvbms_tell_each_other() -> None:
     layout = KvLayout(weights="", dtype="uint8", item_bytes=1, block_size=4, layers=[])
     prepare = m.Prepare("m", layout, bytes(48), 0.0, 0.0, 0.25)
-    claims = [m.ComputeClaim("kv-1", 7, digests, 30.0) for digests in (bytes(32), b"")]
+    claims = [m.ClaimAnnouncement("kv-1", 7, digests, 30.0) for digests in (bytes(32), b"")]
     assert summarise(decode("kvbm", m.encode(prepare))) == "prepare 3 blocks of m"
     assert [summarise(decode("computing", m.encode(claim))) for claim in claims] == [
         "kv-1 #7 computes a prompt, known by 2 digests",

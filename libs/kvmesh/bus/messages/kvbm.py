@@ -232,7 +232,7 @@ class Prepared(Struct, frozen=True, array_like=True, tag="prepared"):
     stored: bool = False
 
 
-class ComputeClaim(Struct, frozen=True, array_like=True, tag="computing"):
+class ClaimAnnouncement(Struct, frozen=True, array_like=True, tag="computing"):
     """Announcement to the kvbms of all nodes: a worker of kvbm `instance` computes these blocks.
 
     `digests` are some of the prompt's, including the last. A claim replaces the earlier one with

@@ -63,8 +63,8 @@ class StreamSettings(Section, frozen=True, kw_only=True):
         float,
         Meta(
             ge=1,
-            description="a process that does not renew its lease for this long is gone; the value of"
-            " the first process holds for all until NATS restarts",
+            description="a process that does not renew its lease for this long is gone; the value"
+            " of the first process holds for all until NATS restarts",
         ),
     ] = 10.0
 

@@ -27,7 +27,7 @@ class TransferSettings(Section, frozen=True, kw_only=True):
     lend_s: Annotated[
         Seconds,
         Meta(
-            description="time for which a prefill worker lends a prompt's blocks to the decode worker"
+            description="time for which a prefill worker holds a prompt's blocks for the decode worker"
         ),
     ] = 30.0
     timeout_s: Annotated[

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.messages import (
-    ComputeClaim,
+    ClaimAnnouncement,
     Control,
     Dump,
     Instance,
@@ -42,7 +42,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "dump": msgspec.msgpack.Decoder(Dump),
     "ping": msgspec.msgpack.Decoder(Ping),
     "kvbm": msgspec.msgpack.Decoder(KvbmRequest),
-    "computing": msgspec.msgpack.Decoder(ComputeClaim),
+    "computing": msgspec.msgpack.Decoder(ClaimAnnouncement),
     "sessions": msgspec.msgpack.Decoder(SessionQuery),
     "limits": msgspec.msgpack.Decoder(LimitUse),
     "load": msgspec.msgpack.Decoder(Load),

@@ -169,7 +169,7 @@ def _prepare(prepare: m.Prepare) -> str:
     return f"prepare {len(prepare.digests) // 16} blocks of {prepare.model}"
 
 
-def _computing(computing: m.ComputeClaim) -> str:
+def _computing(computing: m.ClaimAnnouncement) -> str:
     names = len(computing.digests) // 16
     what = f"computes a prompt, known by {names} digests" if names else "computes nothing more"
     return f"{computing.instance} #{computing.number} {what}"
@@ -190,7 +190,7 @@ _FORMS: dict[type, Callable[[Any], str]] = {
     m.Fetch: _fetch,
     m.Lend: _lend,
     m.Prepare: _prepare,
-    m.ComputeClaim: _computing,
+    m.ClaimAnnouncement: _computing,
     Undecodable: _damaged,
     **dict.fromkeys((m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping), _control),
 }

@@ -16,7 +16,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
-    ComputeClaim,
+    ClaimAnnouncement,
     Declined,
     Instance,
     Prepare,
@@ -35,7 +35,7 @@ ANSWER_S = 0.75
 PAUSE_S = 0.05
 REST_S = 10.0
 FAILURES = (BusError, NatsError, OSError, TimeoutError, msgspec.MsgspecError)
-_decoder = msgspec.msgpack.Decoder(ComputeClaim)
+_decoder = msgspec.msgpack.Decoder(ClaimAnnouncement)
 Answered = Prepared | Declined
 
 
@@ -132,13 +132,13 @@ class ClaimsExchange:
 
     def _post(self, subject: str, telling: ClaimMessage) -> None:
         marks = b"".join(telling.marks)
-        message = ComputeClaim(self._instance, telling.number, marks, self._claims.lasts_s)
+        message = ClaimAnnouncement(self._instance, telling.number, marks, self._claims.lasts_s)
         self._bus.post(subject, message)
 
     async def _listen(self, subject: str) -> None:
         self._subscriptions.append(await self._bus.subscribe(subject, _decoder, self._hear))
 
-    def _hear(self, message: ComputeClaim) -> None:
+    def _hear(self, message: ClaimAnnouncement) -> None:
         owner = message.instance
         if owner == self._instance or self.rests(owner):
             return

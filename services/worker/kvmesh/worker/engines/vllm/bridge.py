@@ -21,13 +21,13 @@ from msgspec import Struct
 from torch import Tensor
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.attachment import Tenant
+from kvmesh.blocks.attachment import WorkerIdentity
 from kvmesh.blocks.digests import DigestChain
 from kvmesh.blocks.kvbm_client import (
     FetchedPart,
+    KvbmClient,
     KvbmPrompt,
     PendingWrite,
-    StoreClient,
     TierSpeeds,
     digest_of,
 )
@@ -109,14 +109,14 @@ class Bridge:
         self._thread.join(START_S)
         self._loop.close()
 
-    async def _open(self, instance: str) -> tuple[Bus, StoreClient]:
+    async def _open(self, instance: str) -> tuple[Bus, KvbmClient]:
         options = self._options
         bus = await Bus.connect(told_bus(), instance, START_S)
         limits = StreamLimits(lease_s=options.lease_s)
-        tenant = Tenant(
+        tenant = WorkerIdentity(
             node=options.node, instance=instance, model=options.model, layout=self._layout
         )
-        client = StoreClient(bus, limits, tenant, self._arenas)
+        client = KvbmClient(bus, limits, tenant, self._arenas)
         await client.open()
         return bus, client
 
@@ -222,7 +222,7 @@ class Lookups(Bridge):
     def end(self, request: str) -> None:
         """The request computes no more; what it has computed is written a little later."""
         self.finish(request)
-        computed = self._client.computed
+        computed = self._client.report_computed
         self._loop.call_soon_threadsafe(self._loop.call_later, WRITTEN_S, computed, request)
 
     async def _look_up(
@@ -267,7 +267,7 @@ class Lookups(Bridge):
             if good < len(part.offsets):
                 self.corrupt += 1
                 log.warning("a block of request %s has a wrong checksum", prompt.request)
-                self._client.corrupt(part, digest_of(prompt, part.first + good))
+                self._client.report_corrupt(part, digest_of(prompt, part.first + good))
                 break
             if held + len(found.offsets) == prompt.blocks:
                 break

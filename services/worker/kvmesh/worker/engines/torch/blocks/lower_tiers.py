@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from kvmesh.blocks.digests import DigestChain
 from kvmesh.blocks.kvbm_client import (
     FetchedPart,
+    KvbmClient,
     KvbmPrompt,
     PendingWrite,
-    StoreClient,
     TierSpeeds,
     digest_of,
 )
@@ -69,7 +69,7 @@ class LowerTiers:
     def __init__(
         self,
         core: TorchCore,
-        client: StoreClient,
+        client: KvbmClient,
         arenas: ArenaTensors,
         options: LowerOptions,
         told: Callable[[], None],
@@ -239,7 +239,7 @@ class LowerTiers:
     def _on_corrupt(self, prompt: KvbmPrompt, part: FetchedPart, block: int) -> None:
         self._corrupt += 1
         log.warning("block %d of request %s has a wrong checksum", block, prompt.request)
-        self._client.corrupt(part, digest_of(prompt, block))
+        self._client.report_corrupt(part, digest_of(prompt, block))
 
     @property
     def speeds(self) -> TierSpeeds:
@@ -297,7 +297,7 @@ class LowerTiers:
         return _prompt(work, digests, item.hashes, item.local, retention)
 
     def _chain(self, work: Work) -> DigestChain:
-        tenant = self._client.tenant
+        tenant = self._client.worker
         return DigestChain(tenant.model, work.adapter or "", work.tenant, tenant.layout)
 
     async def _copy(self, function: Callable[..., T], *arguments: object) -> T:
