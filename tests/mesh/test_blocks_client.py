@@ -257,7 +257,7 @@ async def test_a_copy_that_takes_long_is_let_end_in_the_end(
         tries.append(stay)
         await unused(stay)
 
-    monkeypatch.setattr(Attachment, "unused", tried)
+    monkeypatch.setattr(Attachment, "wait_unused", tried)
     kvbm = await start()
     await attached(client)
     async with client.writing(prompt(2), 0) as writing:
@@ -266,7 +266,7 @@ async def test_a_copy_that_takes_long_is_let_end_in_the_end(
         assert await take(client, prompt(3)) == []
         await attached(client, 2)
         await eventually(lambda: len(tries) > 4, what="it is tried again")
-    assert caplog.text.count("still holding it") == 1
+    assert caplog.text.count("its arena stays mapped") == 1
     await eventually(lambda: not lock.exists(), what="it is let go")
 
 
@@ -283,7 +283,7 @@ async def test_why_there_is_no_attachment_is_said_once(
 ) -> None:
     kvbm = await start(declines=Declined("closing", "it is about to leave"))
     await eventually(lambda: kvbm.count(Attach) == 4, what="it is tried again and again")
-    assert len([r for r in caplog.records if "does not take this worker" in r.message]) == 1
+    assert len([r for r in caplog.records if "refused this worker" in r.message]) == 1
     assert client.attachments == 0
 
 

@@ -26,9 +26,7 @@ class TransferSettings(Section, frozen=True, kw_only=True):
     ] = 1 << 30
     lend_s: Annotated[
         Seconds,
-        Meta(
-            description="time for which a prefill worker holds a prompt's blocks for the decode worker"
-        ),
+        Meta(description="time for which a prefill worker lends a prompt's blocks"),
     ] = 30.0
     timeout_s: Annotated[
         Seconds, Meta(description="time after which a prompt is computed instead of transferred")
