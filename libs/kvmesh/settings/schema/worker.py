@@ -38,9 +38,7 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
     ] = []
     serves: Annotated[
         Literal["aggregated", "prefill", "decode"],
-        Meta(
-            description="whole requests, prompts for decode workers, or prefilled and whole requests"
-        ),
+        Meta(description="serve whole requests, only prompts, or prefilled and whole requests"),
     ] = "aggregated"
     load_interval_s: Annotated[Seconds, Meta(description="time between load messages")] = 0.1
     event_interval_s: Annotated[

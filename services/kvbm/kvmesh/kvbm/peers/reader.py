@@ -14,6 +14,7 @@ from contextlib import suppress
 from kvmesh._native import xxh3
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Declined, Lend, Lent, OverlapQuery, OverlapReply
+from kvmesh.index import unpack_rows
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
@@ -95,8 +96,8 @@ class PeerReader:
         query = OverlapQuery([sequence], lookup.prompt.salt)
         try:
             reply = await self._bus.request(subject, query, OverlapReply, FIND_S)
-            rows = struct.iter_unpack("<5I", reply.rows[0] if reply.rows else b"")
-            named = [(reply.ranks[rank].instance, a, d) for rank, _, a, d, _ in rows]
+            rows = unpack_rows(reply.rows[0] if reply.rows else b"")
+            named = [(reply.ranks[row.rank].instance, row.host, row.disk) for row in rows]
         except (*FAILURES, struct.error, IndexError) as error:
             log.debug("the index does not say what peers have: %s", error)
             return NOBODY, NOBODY
