@@ -1,4 +1,4 @@
-"""A prompt described by its delta arrives whole, or is asked for whole."""
+"""Prompt deltas in blocks, from sender to receiver."""
 
 from array import array
 from hashlib import blake2b
@@ -64,7 +64,7 @@ prompts = st.lists(st.tuples(st.integers(0, 2), lengths), min_size=1, max_size=3
 
 
 @given(st.lists(prompts, max_size=25), st.integers(0, MOST), st.integers(0, MOST))
-def test_what_arrives_is_what_was_sent(
+def test_the_receiver_rebuilds_every_prompt(
     told_of: list[list[tuple[int, int]]], sender: int, keeper: int
 ) -> None:
     sent, received = SentBlockPromptCache(sender), BlockPromptCache(keeper)
@@ -75,7 +75,7 @@ def test_what_arrives_is_what_was_sent(
 
 
 @given(st.lists(prompts, max_size=25), st.integers(0, MOST))
-def test_nothing_is_asked_again_in_order(told_of: list[list[tuple[int, int]]], most: int) -> None:
+def test_in_order_nothing_is_sent_twice(told_of: list[list[tuple[int, int]]], most: int) -> None:
     sent, received = SentBlockPromptCache(most), BlockPromptCache(most)
     for parts in told_of:
         names = named(*parts)
@@ -101,7 +101,7 @@ def test_a_growing_prompt_sends_what_it_adds() -> None:
 
 
 @pytest.mark.parametrize("common", [MIN_BLOCKS, MIN_BLOCKS + 5, 3 * MIN_BLOCKS - 1])
-def test_a_prompt_that_goes_on_otherwise_stands_beside(common: int) -> None:
+def test_a_diverging_prompt_is_stored_besides(common: int) -> None:
     sent, received = SentBlockPromptCache(MOST), BlockPromptCache(MOST)
     whole = named((0, 3 * MIN_BLOCKS))
     exchange(sent, received, whole)
@@ -112,7 +112,7 @@ def test_a_prompt_that_goes_on_otherwise_stands_beside(common: int) -> None:
     assert received.blocks == 3 * MIN_BLOCKS + common + 9
 
 
-def test_the_start_of_a_known_prompt_is_not_kept_twice() -> None:
+def test_a_prefix_of_a_stored_prompt_is_not_stored_twice() -> None:
     sent, received = SentBlockPromptCache(MOST), BlockPromptCache(MOST)
     exchange(sent, received, named((0, 3 * MIN_BLOCKS)))
     message = exchange(sent, received, named((0, 2 * MIN_BLOCKS)))
@@ -120,7 +120,7 @@ def test_the_start_of_a_known_prompt_is_not_kept_twice() -> None:
     assert received.blocks == 3 * MIN_BLOCKS
 
 
-def test_what_is_forgotten_is_sent_whole() -> None:
+def test_an_evicted_base_leads_to_the_whole_prompt() -> None:
     sent = SentBlockPromptCache(MOST)
     exchange(sent, BlockPromptCache(MOST), named((0, MIN_BLOCKS)))
     longer = named((0, MIN_BLOCKS + 1))
@@ -130,13 +130,13 @@ def test_what_is_forgotten_is_sent_whole() -> None:
 
 
 @pytest.mark.parametrize("shared", [-1, 0, MIN_BLOCKS + 1])
-def test_more_than_is_known_cannot_be_shared(shared: int) -> None:
+def test_no_more_than_the_base_can_be_shared(shared: int) -> None:
     received, names = BlockPromptCache(MOST), named((0, MIN_BLOCKS))
     received.store(names)
     assert received.complete(names.digests[-16:], shared, BlockHashes(b"")) is None
 
 
-def test_a_kvbm_that_keeps_nothing_is_told_all() -> None:
+def test_without_a_cache_prompts_are_sent_whole() -> None:
     sent, names = SentBlockPromptCache(0), named((0, 2 * MIN_BLOCKS))
     sent.store(names.digests, b"")
     assert sent.shorten(offer(names)) == offer(names)

@@ -1,4 +1,4 @@
-"""A prompt sent as what it adds to an earlier one arrives whole, or is asked for whole."""
+"""Prompt deltas in tokens, from sender to receiver."""
 
 from array import array
 
@@ -38,7 +38,7 @@ turns = st.tuples(
 
 
 @given(st.lists(turns, max_size=30), st.integers(0, 20 * TOKENS), st.integers(0, 20 * TOKENS))
-def test_what_arrives_is_what_was_sent(
+def test_the_receiver_rebuilds_every_prompt(
     offered: list[tuple[str | None, int, str, int, int]], sender_limit: int, keeper_limit: int
 ) -> None:
     sent_prompts = SentPromptCache(sender_limit)
@@ -57,7 +57,7 @@ def test_what_arrives_is_what_was_sent(
         assert workers[name].size <= keeper_limit
 
 
-def test_a_turn_sends_what_it_adds() -> None:
+def test_a_turn_sends_only_new_tokens() -> None:
     sent_prompts = SentPromptCache()
     sent_prompts.store("w", work("a", grown(TOKENS, loose=8)))
     longer = work("b", prompt(TOKENS + 100))
@@ -70,7 +70,7 @@ def test_a_turn_sends_what_it_adds() -> None:
     assert sent_prompts.shorten("w", replace(longer, salt=2)).base == ""
 
 
-def test_a_prompt_takes_the_place_of_the_one_it_was_built_on() -> None:
+def test_a_prompt_replaces_its_base() -> None:
     prompts = PromptCache()
     assert prompts.store(work("a", prompt(TOKENS)))
     longer = replace(work("b", prompt(1)), base="a", shared=TOKENS)
@@ -82,7 +82,7 @@ def test_a_prompt_takes_the_place_of_the_one_it_was_built_on() -> None:
     assert not prompts.store(work("c", prompt(TOKENS - 1)))
 
 
-def test_a_base_is_not_believed_to_be_longer_than_it_is() -> None:
+def test_a_delta_cannot_share_more_than_the_base() -> None:
     prompts = PromptCache()
     prompts.store(work("a", prompt(TOKENS)))
     for shared in (-1, 0, TOKENS + 1):

@@ -1,4 +1,4 @@
-"""Claims, budgets, outcomes, pins, and the way from token ranges to blocks."""
+"""Claims, budgets, outcomes, pins, and block segments from token ranges."""
 
 from collections.abc import Sequence
 from math import inf
@@ -40,9 +40,7 @@ def directive(tenant: str = "t") -> Directive:
 
 
 @given(st.lists(st.tuples(WISHES, st.integers(0, 20)), max_size=6), st.integers(0, 30))
-def test_whatever_asks_for_most_counts_at_any_time(
-    asked: list[tuple[RetentionWish, int]], later: int
-) -> None:
+def test_the_highest_valid_claim_counts(asked: list[tuple[RetentionWish, int]], later: int) -> None:
     keep, promises = BlockRetention("t"), RetentionBudget(max_size=10, unlimited_ttl_s=inf)
     used = 0
     held: list[RetentionWish] = []
@@ -59,7 +57,7 @@ def test_whatever_asks_for_most_counts_at_any_time(
     assert keep.eviction_rank(float(used + later)) == max(ends, default=UNCLAIMED)
 
 
-def test_a_hit_starts_the_time_again_and_the_end_falls_back_to_plain() -> None:
+def test_a_hit_renews_a_claim_which_then_expires() -> None:
     promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80, 10.0), now=0.0)
     promises.touch(keep, 1, now=8.0)
@@ -69,7 +67,7 @@ def test_a_hit_starts_the_time_again_and_the_end_falls_back_to_plain() -> None:
     assert promises.charged == {}
 
 
-def test_promises_without_an_end_are_forgotten_when_nobody_comes_back() -> None:
+def test_unlimited_claims_expire_without_use() -> None:
     promises, keep = RetentionBudget(max_size=10, unlimited_ttl_s=50.0), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80), now=0.0)
     promises.touch(keep, 1, now=40.0)
@@ -78,7 +76,7 @@ def test_promises_without_an_end_are_forgotten_when_nobody_comes_back() -> None:
     assert promises.charged == {}
 
 
-def test_the_only_session_may_lower_and_others_keep_what_they_asked_for() -> None:
+def test_an_exclusive_wish_replaces_claims_and_a_shared_one_does_not() -> None:
     promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80), now=0.0)
     promises.claim(keep, 1, RetentionWish(10), now=1.0, exclusive=False)
@@ -88,7 +86,7 @@ def test_the_only_session_may_lower_and_others_keep_what_they_asked_for() -> Non
     assert promises.charged == {}
 
 
-def test_who_uses_a_lowered_block_plainly_lifts_it() -> None:
+def test_a_default_use_drops_low_claims() -> None:
     promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(THINKING_LEVEL), now=0.0)
     promises.touch(keep, 1, now=1.0)
@@ -152,7 +150,7 @@ def test_the_budget_of_a_tenant_is_never_exceeded(
         assert all(used <= 4 for used in held.values())
 
 
-def test_over_budget_a_directive_is_clipped_and_says_so() -> None:
+def test_a_directive_over_budget_is_clipped() -> None:
     told: list[tuple[Directive, DirectiveOutcome]] = []
     promises = RetentionBudget(
         max_size=3, on_outcome=lambda asked, outcome: told.append((asked, outcome))
@@ -199,7 +197,7 @@ def test_the_same_id_replaces_and_the_table_is_bounded() -> None:
     assert len(table) == 1
 
 
-def test_a_full_table_of_pins_takes_from_the_owner_with_the_most() -> None:
+def test_a_full_pin_table_replaces_a_pin_of_the_largest_owner() -> None:
     table: PinTable[int] = PinTable(max_pins=3)
     greedy, modest = Directive("greedy", 100, 9.0), Directive("modest", 100, 9.0)
 
@@ -259,12 +257,12 @@ def test_a_block_takes_the_highest_wish_of_its_tokens(
     assert found == expected
 
 
-def test_nothing_is_asked_where_all_is_as_by_default() -> None:
+def test_default_wishes_make_no_segments() -> None:
     assert segments([], None, 100, 16) == []
     assert segments([Retain(0, 50, kind="system"), Retain(50, None)], None, 100, 16) == []
 
 
-def test_an_explicit_wish_for_the_default_revises_an_earlier_one() -> None:
+def test_an_explicit_default_overrides_an_earlier_wish() -> None:
     default = Retain(32, 64, 35, explicit=True)
     assert segments([default], None, 100, 16) == [
         RetentionSegment(2, 4, RetentionWish(35, None, 0))
@@ -285,7 +283,7 @@ def test_only_blocks_wholly_inside_thinking_count_as_such() -> None:
     assert segments(retention, None, 80, 16) == [RetentionSegment(2, 3, RetentionWish(60, None, 0))]
 
 
-def test_what_comes_before_is_kept_as_dearly_and_counts() -> None:
+def test_preceding_blocks_are_retained_and_charged() -> None:
     retention = [Retain(0, 32, 50, explicit=True), Retain(48, 80, 90, 60.0, explicit=True)]
     asked = segments([*retention, Retain(80, 96, kind="thinking")], None, 112, 16)
     first, second = RetentionWish(90, 60.0, 0), RetentionWish(90, 60.0, 1)
@@ -302,7 +300,7 @@ def test_what_comes_before_is_kept_as_dearly_and_counts() -> None:
     ]
 
 
-def test_what_is_generated_has_a_wish_of_its_own() -> None:
+def test_generated_tokens_have_their_own_wish() -> None:
     decode = Retain(0, None, 70, 60.0, kind="decode", explicit=True)
     prompt = [Retain(0, 32, 90, explicit=True)]
     assert segments(prompt, decode, 40, 16) == [
@@ -325,7 +323,7 @@ def test_defaults_can_be_changed() -> None:
 
 
 @pytest.mark.parametrize("text", ["tool", "tool=", "tool=101", "tool=x", "pet=3", "tool=3/-1"])
-def test_a_wrong_default_is_named(text: str) -> None:
+def test_a_malformed_default_is_named(text: str) -> None:
     with pytest.raises(RetentionError, match="KIND=PRIORITY") as caught:
         parse_defaults([text])
     assert caught.value.text == text

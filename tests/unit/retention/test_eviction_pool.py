@@ -1,4 +1,4 @@
-"""The eviction pool against a model that looks at everything each time."""
+"""The eviction pool against a model that searches all keys each time."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,7 +121,7 @@ def loose() -> EvictionPool[bytes]:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=3), unique=True, min_size=1))
-def test_what_nothing_was_asked_for_goes_by_recency(keys: list[bytes]) -> None:
+def test_unclaimed_keys_are_evicted_by_recency(keys: list[bytes]) -> None:
     pool = loose()
     for key in keys:
         pool.add(key)
@@ -132,7 +132,7 @@ def test_what_nothing_was_asked_for_goes_by_recency(keys: list[bytes]) -> None:
     assert gone == keys
 
 
-def test_thinking_first_then_low_then_plain_then_what_is_kept() -> None:
+def test_eviction_order_of_levels() -> None:
     pool = loose()
     inf = float("inf")
     pool.add(b"kept", EvictionRank(80, inf))
@@ -147,7 +147,7 @@ def test_thinking_first_then_low_then_plain_then_what_is_kept() -> None:
     assert gone == [b"thinking", b"low", b"plain", b"short", b"kept"]
 
 
-def test_memory_stays_in_proportion_however_often_a_key_changes() -> None:
+def test_memory_is_proportional_to_the_keys() -> None:
     pool = loose()
     for i in range(10_000):
         pool.add(b"a", EvictionRank(50, 100.0 + i))

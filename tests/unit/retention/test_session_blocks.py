@@ -1,4 +1,4 @@
-"""The session book against a model that compares every block of every session."""
+"""SessionBlocks against a model that compares every block of every session."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +42,7 @@ def test_release_frees_exactly_what_no_live_session_uses(
 
 
 @given(PROMPTS, PROMPTS)
-def test_common_is_where_two_prompts_part(one: list[int], other: list[int]) -> None:
+def test_common_prefix_ends_at_the_first_difference(one: list[int], other: list[int]) -> None:
     first, second = chain(one), chain(other)
     expected = next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
@@ -60,7 +60,7 @@ def test_two_sessions_share_a_prefix() -> None:
     assert book.release(["b"]) == [PromptTail(chain([1, 2, 9]), 0)]
 
 
-def test_a_prompt_without_the_old_tail_leaves_it() -> None:
+def test_a_prompt_supersedes_a_different_tail() -> None:
     book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
     book.record("a", chain([1, 2, 3, 4]), 1.0)
     book.record("other", chain([1, 2, 3]), 1.0)
@@ -68,7 +68,7 @@ def test_a_prompt_without_the_old_tail_leaves_it() -> None:
     assert tails(book.release(["a"])) == {chain([1, 7])[1]}
 
 
-def test_what_is_generated_belongs_to_the_session() -> None:
+def test_generated_blocks_belong_to_the_session() -> None:
     book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
     prompt = chain([1, 2])
     book.record("a", prompt, 1.0)
@@ -76,21 +76,21 @@ def test_what_is_generated_belongs_to_the_session() -> None:
     assert tails(book.release(["a"])) == set(prompt)
 
 
-def test_a_shorter_start_of_the_same_prompt_leaves_nothing() -> None:
+def test_a_prefix_of_the_last_prompt_supersedes_nothing() -> None:
     book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
     book.record("a", chain([1, 2, 3]), 1.0)
     assert book.record("a", chain([1, 2]), 2.0) == []
     assert tails(book.release(["a"])) == set(chain([1, 2, 3]))
 
 
-def test_prompts_without_a_common_start_stand_side_by_side() -> None:
+def test_prompts_without_a_common_prefix_coexist() -> None:
     book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
     book.record("a", chain([1, 2]), 1.0)
     assert book.record("a", chain([5, 6]), 2.0) == []
     assert tails(book.release(["a"])) == {*chain([1, 2]), *chain([5, 6])}
 
 
-def test_a_session_that_comes_back_holds_several_conversations() -> None:
+def test_a_session_that_returns_to_a_prompt_branches() -> None:
     """For example one prompt_cache_key for all conversations of an application."""
     book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
     book.record("key", chain([1, 2, 3]), 1.0)
@@ -100,7 +100,7 @@ def test_a_session_that_comes_back_holds_several_conversations() -> None:
     assert tails(book.release(["key"])) == {*chain([1, 2, 3, 4]), *chain([1, 5, 6])}
 
 
-def test_idle_sessions_are_forgotten_and_share_nothing() -> None:
+def test_idle_sessions_are_forgotten() -> None:
     book: SessionBlocks[int] = SessionBlocks(idle_s=10.0, max_blocks=1000)
     book.record("idle", chain([1, 2]), 1.0)
     book.record("busy", chain([1, 3]), 12.0)
