@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PREFIX = "KVMESH_"
 CONFIG = "KVMESH_CONFIG"
 WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
-Place: TypeAlias = tuple[str, str]
+OptionKey: TypeAlias = tuple[str, str]
 
 
 class SettingsError(Exception):
@@ -126,7 +126,7 @@ def _base(hint: Any) -> Any:
     return hint
 
 
-def load(file: Path | None, env: Mapping[str, str], flags: Mapping[Place, Flag]) -> Settings:
+def load(file: Path | None, env: Mapping[str, str], flags: Mapping[OptionKey, Flag]) -> Settings:
     """Resolve all options; without `file`, read the one that KVMESH_CONFIG in `env` names.
 
     Raises SettingsError naming the file and key, the variable, or the flag at fault.
@@ -151,7 +151,7 @@ def variables() -> list[str]:
 
 
 def _texts(
-    option: Option, env: Mapping[str, str], flags: Mapping[Place, Flag]
+    option: Option, env: Mapping[str, str], flags: Mapping[OptionKey, Flag]
 ) -> Iterator[tuple[str, str, bool]]:
     """Yield values from environment and flags: source, text, and if the text names a file."""
     if option.secret and option.file_env in env and env[option.file_env]:
@@ -192,7 +192,9 @@ def to_env(settings: Settings) -> dict[str, str]:
     return env
 
 
-def _read(file: Path | None, known: Mapping[Place, Option]) -> Iterator[tuple[Place, object]]:
+def _read(
+    file: Path | None, known: Mapping[OptionKey, Option]
+) -> Iterator[tuple[OptionKey, object]]:
     if file is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""How the KV of one block is laid out in memory, wherever it is."""
+"""Memory layout of the KV of one block."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
