@@ -26,9 +26,8 @@ from kv_node import attach, node, numbered, read, until, write
 from local_mesh import free_port
 
 from kvmesh.blocks.kvbm_client import TierSpeeds
-from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Respond
-from kvmesh.bus.kvbm import Finish
+from kvmesh.bus.messages import Finish, KvLayout, LayerLayout
 from kvmesh.worker.engines.torch.blocks.arena import BlockCopier
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 

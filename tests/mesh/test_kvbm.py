@@ -14,14 +14,21 @@ from support.kvbm import SALT, SIZE, Names, TestWorker, find_kvbm, layout, token
 from support.kvbm_node import ALL_TO_DISK, DISK_BYTES, HOST_BYTES, Node
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder
-from kvmesh.bus.kvbm import Await, Commit, Detach, Done, Fetched, Finish, Incomplete, Offer
 from kvmesh.bus.messages import (
+    Await,
     Clear,
+    Commit,
     ControlReply,
+    Detach,
+    Done,
+    Fetched,
+    Finish,
+    Incomplete,
     Instance,
+    KvLayout,
+    Offer,
     OverlapQuery,
     OverlapReply,
     Pin,

@@ -18,10 +18,9 @@ from support.redis import RedisServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.blocks.digests import KEY_BYTES, fingerprint
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder
-from kvmesh.bus.messages import Clear, ControlReply, OverlapQuery, OverlapReply
+from kvmesh.bus.messages import Clear, ControlReply, KvLayout, OverlapQuery, OverlapReply
 from kvmesh.bus.streams import StreamLimits
 
 

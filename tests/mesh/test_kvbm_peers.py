@@ -10,7 +10,7 @@ from support.kvbm import layout
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, Respond
-from kvmesh.bus.kvbm import Lend, Lent
+from kvmesh.bus.messages import Lend, Lent
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd

@@ -76,8 +76,8 @@ async def test_tokens_come_in_order_and_again_on_request(desk: Desk, crew: Crew)
 
 async def test_a_prompt_may_be_sent_as_what_it_adds(desk: Desk, crew: Crew) -> None:
     await crew.start(replace(FAST, blocks=1024))
-    assert not (await desk.offer("w-1", work("short", prompt(40)))).kept
-    assert (await desk.offer("w-1", work("a", prompt(5000)))).kept
+    assert not (await desk.offer("w-1", work("short", prompt(40)))).stored
+    assert (await desk.offer("w-1", work("a", prompt(5000)))).stored
     whole = await _answer(desk, work("b", prompt(5100)))
     rest = work("c", prompt(5100)[4 * 4900 :], base="a", shared=4900)
     assert await _answer(desk, rest) == whole

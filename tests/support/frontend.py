@@ -109,7 +109,7 @@ class ScriptedWorker:
         self.frozen = self.frozen or self.hangs
         status = "incomplete" if work.base else self.status
         if not self.frozen:
-            await respond(WorkReply(status=status, kept=self.keeps))
+            await respond(WorkReply(status=status, stored=self.keeps))
         async with self._arrived:
             self.works.append(work)
             self._arrived.notify_all()

@@ -19,10 +19,9 @@ import msgspec
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.digests import chain_digests, root_digest
-from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.discovery import Directory
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Attached,
     Await,
@@ -34,11 +33,14 @@ from kvmesh.bus.kvbm import (
     Fetch,
     Fetched,
     Finish,
+    Instance,
     KvbmReply,
+    KvLayout,
+    LayerLayout,
     Offer,
+    Role,
     Wanted,
 )
-from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.hashing import block_hashes
 from support.wait import eventually

@@ -3,9 +3,8 @@
 import asyncio
 import urllib.request
 
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import ControlReply, Dump, Instance
+from kvmesh.bus.messages import ControlReply, Dump, Instance, KvLayout
 from kvmesh.bus.streams import StreamLimits
 from support.kvbm import TestWorker, find_kvbm, layout
 from support.mesh import Mesh

@@ -24,6 +24,7 @@ from nats.errors import MaxPayloadError
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Removed, Stored, encode
+from kvmesh.hashing import HASH_BYTES
 
 log = logging.getLogger(__name__)
 ACK_TIMEOUT_S = 2.0
@@ -211,11 +212,11 @@ class Backlog:
 
 def _parts(event: KvEvent, blocks: int) -> Iterator[KvEvent]:
     """The same in events of at most so many blocks, so that a message holds any."""
-    if isinstance(event, Cleared) or len(event.engine) <= 8 * blocks:
+    if isinstance(event, Cleared) or len(event.engine) <= HASH_BYTES * blocks:
         yield event
         return
-    for start in range(0, len(event.engine), 8 * blocks):
-        part = slice(start, start + 8 * blocks)
+    for start in range(0, len(event.engine), HASH_BYTES * blocks):
+        part = slice(start, start + HASH_BYTES * blocks)
         if isinstance(event, Removed):
             yield Removed(event.tier, event.engine[part])
         elif not start:

@@ -10,12 +10,13 @@ import msgspec
 
 from kvmesh.bus.messages import KvBatch, OverlapQuery, SeqWait
 from kvmesh.bus.subjects import Subjects
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.indexer.queries.reply import answer
 from kvmesh.indexer.service import IndexerService
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.state.active_sequences import ActiveRequest
-from kvmesh.router.state.prefix_tree import HASH, PrefixNode
+from kvmesh.router.state.prefix_tree import PrefixNode
 from support.events import MODEL, depths, prompt
 from support.simulation.callers import prompts
 from support.simulation.jetstream import JetStream, Stream
@@ -149,7 +150,7 @@ def _books(model: ModelRouter) -> Iterator[tuple[int, Booked, Booked]]:
         running[each.slot].append(each)
     for slot, there in running.items():
         nodes = {id(node): node for each in there for node in _upwards(each.prefix_end)}
-        shared = sum(len(node.label) // HASH for node in nodes.values())
+        shared = sum(len(node.label) // HASH_BYTES for node in nodes.values())
         blocks = shared + sum(each.partial_blocks + each.output_blocks for each in there)
         summed = len(there), sum(each.prefill_tokens for each in there), blocks
         columns = (table.requests, table.prefill_tokens, table.active_blocks)

@@ -23,7 +23,7 @@ SLOTS = 4
 def test_a_table_of_pins_holds_at_most_so_many_and_tells_which_it_ends(
     steps: list[tuple[bool, str, str, int]],
 ) -> None:
-    table: PinTable[int] = PinTable(most=SLOTS)
+    table: PinTable[int] = PinTable(max_pins=SLOTS)
     live: set[str] = set()
     for adds, name, tenant, deadline in steps:
         if adds:

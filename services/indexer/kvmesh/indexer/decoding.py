@@ -11,6 +11,7 @@ import msgspec
 
 from kvmesh.bus.messages import KvBatch, KvEvent, Removed, Stored
 from kvmesh.bus.subjects import name_of, untoken
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.index.interface import TIERS
 
 MAX_RANKS = 4096
@@ -117,9 +118,9 @@ def _fault(event: KvEvent) -> str:
     if event.tier is not None and not 0 <= event.tier < TIERS:
         return f"tier {event.tier}"
     if isinstance(event, Stored):
-        if len(event.engine) % 8 or len(event.engine) != len(event.local):
+        if len(event.engine) % HASH_BYTES or len(event.engine) != len(event.local):
             return f"{len(event.engine)} bytes of engine and {len(event.local)} of local hashes"
-    elif isinstance(event, Removed) and len(event.engine) % 8:
+    elif isinstance(event, Removed) and len(event.engine) % HASH_BYTES:
         return f"{len(event.engine)} bytes of engine hashes"
     return ""
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Cleared, Instance, KvEvent, RankKey, Removed, Stored
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.index.interface import PrefixIndex
 from kvmesh.indexer.decoding import Bad, Events, EventSource
 from kvmesh.indexer.incarnations import Incarnations, rank_count, source_of_card
@@ -209,14 +210,14 @@ class RankStates:
         elif parent is None and not self.shard.owns_root(salt, event.local):
             return
         elif self.index.store(rank.slot, event.tier, parent, event.engine, event.local, salt):
-            self.counts.stored_blocks += len(event.engine) // 8
+            self.counts.stored_blocks += len(event.engine) // HASH_BYTES
         elif self.shard.whole:  # a part cannot tell orphans from blocks of another part
             self.counts.orphans += 1
 
     def _attach(self, rank: RankState, event: Stored, previous: int) -> None:
         """Attach blocks in every shard: the event does not identify their prompt."""
         self.index.attach(rank.slot, event.tier, previous, event.engine, event.local)
-        self.counts.stored_blocks += len(event.engine) // 8
+        self.counts.stored_blocks += len(event.engine) // HASH_BYTES
 
     def _skip(self, rank: RankState, bad: Bad) -> None:
         self.counts.bad_events += 1

@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus, Respond
 from kvmesh.bus.errors import cause
-from kvmesh.bus.kvbm import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
+from kvmesh.bus.messages import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
 from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.errors import TooSmall
@@ -121,7 +121,7 @@ class WorkerServer:
         self._warn_about_layout(worker)
         log.info("%s attached", worker.instance)
         return Attached(
-            worker.number, self._arena.name, self._arena.size, self._key, worker.prompts.most
+            worker.number, self._arena.name, self._arena.size, self._key, worker.prompts.max_blocks
         )
 
     def _warn_about_layout(self, worker: AttachedWorker) -> None:

@@ -3,9 +3,9 @@
 from prometheus_client import Counter, Gauge, Histogram
 
 from kvmesh.bus.messages import Decision
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.state.prefix_tree import HASH
 
 _FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0)
 _SLOW = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -80,7 +80,7 @@ class RouterModelMetrics:
         counter.inc()
         cached = sum(decision.chosen.overlap)
         self._wait.observe(decision.wait_s)
-        self._prompt.inc(len(decision.sequence_hashes) // HASH)
+        self._prompt.inc(len(decision.sequence_hashes) // HASH_BYTES)
         self._overlap.inc(cached)
         best = max((sum(c.overlap) for c in decision.candidates), default=cached)
         self._missed.inc(max(best - cached, 0))

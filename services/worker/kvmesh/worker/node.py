@@ -35,6 +35,8 @@ from kvmesh.bus.model_files import publish_model
 from kvmesh.bus.ping import answer_pings
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
+from kvmesh.prompt_delta.tokens import PromptCache
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings, keep_told
 from kvmesh.settings.schema import Settings
 from kvmesh.worker.capabilities.retaining import Retaining, obey, outcomes
@@ -56,7 +58,6 @@ from kvmesh.worker.model_card import instance_card, model_card
 from kvmesh.worker.requests import admission as intake
 from kvmesh.worker.requests.orphans import OrphanedRequests
 from kvmesh.worker.requests.output_buffer import OutputBuffer
-from kvmesh.worker.requests.prompt_cache import PromptCache
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -106,7 +107,7 @@ class WorkerNode:
         self._told: list[Load] = []
         self._changed_at = 0.0
         self._told_at = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks()
         self._subscriptions: list[Subscription] = []
         self._publisher: KvPublisher | None = None
         self._lease: Lease | None = None
@@ -161,21 +162,17 @@ class WorkerNode:
             self._engine.dump,
         )
         self._publisher.start()
-        self._tasks = [
-            asyncio.create_task(self._send_load(), name="load"),
-            asyncio.create_task(self._watch_engine(), name="watchdog"),
-        ]
+        self._tasks.start(self._send_load(), "load")
+        self._tasks.start(self._watch_engine(), "watchdog")
         await self._listen()
         await self._orphans.open()
         self._lease = Lease(self._bus, card, self._limits, self._on_lapsed)
         await self._lease.open()
         await self._standing.confirm(card)
         self._joined = True
-        self._tasks += [
-            asyncio.create_task(self._standing.run(lambda: self._lease), name="standing"),
-            asyncio.create_task(keep_told(lambda: self._lease, self._warnings), name="warnings"),
-            asyncio.create_task(self._watch_events(card.name, model.block_size), name="silence"),
-        ]
+        self._tasks.start(self._standing.run(lambda: self._lease), "standing")
+        self._tasks.start(keep_told(lambda: self._lease, self._warnings), "warnings")
+        self._tasks.start(self._watch_events(card.name, model.block_size), "silence")
         log.info("serving %s on %s as %s", model.name, self.info.name, self.instance)
 
     async def drain(self, timeout: float) -> None:
@@ -203,10 +200,7 @@ class WorkerNode:
         await self._engine.close()
         if self._publisher is not None:
             await self._publisher.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
 
     async def _unsubscribe(self) -> None:
         while self._subscriptions:
@@ -273,7 +267,7 @@ class WorkerNode:
         if reason := self._submit(work):
             self._transcripts.drop(work.request)
             return intake.invalid(reason)
-        return intake.KEPT if self._prompts.keep(work, offered.base) else intake.ACCEPTED
+        return intake.KEPT if self._prompts.store(work, offered.base) else intake.ACCEPTED
 
     def _submit(self, work: Work) -> str:
         """Why the engine does not take it; empty if it does."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-from kvmesh.blocks.attachment import ArenaUser, Tenant
-from kvmesh.blocks.kvbm_client import StoreClient
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
+from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.errors import ModelFilesError
+from kvmesh.bus.messages import KvLayout
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import WorkerSettings
@@ -82,14 +82,14 @@ def _store(service: Service, folder: Path) -> StoreFactory:
     """Makes clients of the block manager on this worker's node."""
     worker = service.settings.worker
 
-    def connect(layout: KvLayout, user: ArenaUser) -> StoreClient:
-        tenant = Tenant(
+    def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
+        tenant = WorkerIdentity(
             node=node_name(worker),
             instance=service.instance,
             model=worker.served_name or folder.name,
             layout=layout,
         )
-        return StoreClient(service.bus, service.limits, tenant, user)
+        return KvbmClient(service.bus, service.limits, tenant, user)
 
     return connect
 

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.routing import sequence
 
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
-from kvmesh.router.state.prefix_tree import HASH, PrefixNode, PrefixTree
+from kvmesh.router.state.prefix_tree import PrefixNode, PrefixTree
 
 PROMPTS = st.lists(st.integers(0, 1), max_size=12).map(lambda blocks: sequence(*blocks))
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 40), PROMPTS), max_size=60)
@@ -20,7 +21,7 @@ class Counted:
         self.held: Counter[tuple[int, bytes]] = Counter()
 
     def blocks(self, prompt: bytes) -> list[bytes]:
-        return [prompt[at : at + HASH] for at in range(0, len(prompt), HASH)]
+        return [prompt[at : at + HASH_BYTES] for at in range(0, len(prompt), HASH_BYTES)]
 
     def change(self, slot: int, prompt: bytes, by: int) -> int:
         """Returns how many blocks the slot holds more, or less."""

@@ -187,7 +187,7 @@ class KeepingMachine(RuleBasedStateMachine):
         for run in self.keeping_runs:
             assert run.keep is not None
             assert run.keep
-            assert run.keep.charged == run.keep.keeps
+            assert run.keep.charged == run.keep.needs_budget
             charged[run.keep.tenant] += len(run) * run.keep.charged
         assert +charged == Counter(self.manager.keeping.promises.charged)
         assert all(size <= CAPACITY // 2 for size in charged.values())

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from kvmesh.bus.buckets import bucket_sizes
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import owner
+from kvmesh.runtime.lru import LruCache
 
 FRESH_S = 60.0
 MAX_OWNERS = 10_000
@@ -57,7 +58,7 @@ class BucketQuota:
         self._bus = bus
         self._bucket = bucket
         self.max_bytes = max_bytes
-        self._usages: OrderedDict[str, OwnerUsage] = OrderedDict()
+        self._usages: LruCache[str, OwnerUsage] = LruCache(MAX_OWNERS)
 
     async def reserve(self, entry: str, size: int) -> None:
         """Make space for an entry of `size` bytes; raises the server's errors."""
@@ -65,10 +66,8 @@ class BucketQuota:
         usage = self._usages.get(owner)
         if usage is None or (usage.total > self.max_bytes // 2 and now - usage.read_at > FRESH_S):
             sizes = await bucket_sizes(self._bus, self._bucket, f"{owner}.>")
-            usage = self._usages[owner] = OwnerUsage(sizes, now)
-        self._usages.move_to_end(owner)
-        if len(self._usages) > MAX_OWNERS:
-            self._usages.popitem(last=False)
+            usage = OwnerUsage(sizes, now)
+            self._usages.put(owner, usage)
         usage.add(entry, size)
         for old in usage.evict(self.max_bytes):
             await self.purge(old)

@@ -31,7 +31,7 @@ class SharedLimits:
     async def open(self) -> None:
         """Subscribe to reports, and request those of the other frontends."""
         await self._bus.subscribe(self._bus.subjects.limits, _decoder, self._receive)
-        self._bus.post(self._bus.subjects.limits, LimitUse(self._instance, asks=True))
+        self._bus.post(self._bus.subjects.limits, LimitUse(self._instance, request_all=True))
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -60,7 +60,7 @@ class SharedLimits:
         if report.frontend == self._instance:
             return
         self._accounts.receive(report, self._loop.time(), self._age)
-        if report.asks:
+        if report.request_all:
             self._report_all()
 
     @property

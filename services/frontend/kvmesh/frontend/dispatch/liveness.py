@@ -18,6 +18,7 @@ from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.dispatch.work_client import REJOIN_S, WorkClient
 from kvmesh.frontend.errors import ApiError
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
@@ -92,7 +93,7 @@ class LivenessMonitor:
         self._backlog = backlog
         self._watched: dict[TokenStream, ProbeState] = {}
         self._pinged: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._loop = asyncio.get_running_loop()
 
     def watch(self, model: str, stream: TokenStream) -> None:
@@ -196,9 +197,7 @@ class LivenessMonitor:
                 stream.lose(reason, "vanished")
 
     def _start(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(_guard(coroutine))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(_guard(coroutine))
 
 
 async def _guard(coroutine: Coroutine[None, None, None]) -> None:

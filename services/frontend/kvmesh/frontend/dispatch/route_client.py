@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,6 +31,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.peer_choice import Peers
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.runtime.lru import LruCache
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -80,7 +80,7 @@ class RouteClient:
         self._inbox = bus.client.new_inbox()
         self._names = itertools.count(1)
         self._queries: dict[str, RouteQuery] = {}
-        self._abandoned: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._abandoned: LruCache[str, tuple[str, str]] = LruCache(MAX_ABANDONED)
         self._pings: dict[str, tuple[str, float]] = {}
         self._clock = 0.0
         self.routers = Peers(SILENT_S)
@@ -166,9 +166,7 @@ class RouteClient:
     def _abandon(self, query: RouteQuery) -> None:
         """Forget the latest attempt's token, but remember to free the attempt if it is placed."""
         if self._queries.pop(query.token, None) is not None:
-            self._abandoned[query.token] = query.model, query.request.request
-            while len(self._abandoned) > MAX_ABANDONED:
-                self._abandoned.popitem(last=False)
+            self._abandoned.put(query.token, (query.model, query.request.request))
 
     def _free_abandoned(self, query: RouteQuery) -> None:
         """Free abandoned attempts in all routers; only once a later attempt is queued or placed, so
@@ -241,7 +239,7 @@ class RouteClient:
 
     def _late_reply(self, token: str, msg: Msg) -> None:
         """A router has replied to an abandoned attempt: free it, since it will not run."""
-        abandoned = self._abandoned.get(token)
+        abandoned = self._abandoned.peek(token)
         if abandoned is None:
             return
         model, attempt = abandoned

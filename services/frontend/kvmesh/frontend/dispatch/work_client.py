@@ -12,9 +12,9 @@ from kvmesh.bus.discovery import Directory, forget_instance
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import Cancel, Work, WorkReply
 from kvmesh.bus.ping import ping
-from kvmesh.frontend.dispatch.prompt_delta import SentPromptCache
 from kvmesh.frontend.dispatch.token_inbox import Consumer, TokenInbox
 from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.prompt_delta.tokens import SentPromptCache
 
 log = logging.getLogger(__name__)
 REPLY_TIMEOUT_S = 1.0  # workers reply at once, whatever their engines do
@@ -82,8 +82,8 @@ class WorkClient:
             if stream.received_at > offered_at:
                 return OfferResult("accepted")  # only the reply was lost: tokens arrive
             return await self._unanswered(stream, error, offered_at)
-        if reply.kept:
-            self._sent_prompts.keep(instance, work)
+        if reply.stored:
+            self._sent_prompts.store(instance, work)
         if reply.status != "accepted":
             self.inbox.remove(stream)
         elif reply.checking:

@@ -27,7 +27,7 @@ from kvmesh.frontend.preprocess.tool_choice import (
 from kvmesh.frontend.tokenizer.encoder import SegmentMemo
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, PrefixTokenCache
 from kvmesh.frontend.tokenizer.text_slices import check_runs
-from kvmesh.hashing import block_hashes
+from kvmesh.hashing import TOKEN_BYTES, block_hashes
 
 T = TypeVar("T")
 LONG_TEXT = 8192
@@ -243,7 +243,7 @@ def _collect(slices: Iterator[bytes], model: ServedModel, count: int = 0) -> Ste
     parts = []
     for tokens in slices:
         parts.append(tokens)
-        count += len(tokens) // 4
+        count += len(tokens) // TOKEN_BYTES
         if count > model.card.context:
             raise ContextExceeded(count, None, model.card.context)
         if len(tokens) >= SLICE_TOKENS or not tokens:

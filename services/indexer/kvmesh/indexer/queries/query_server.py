@@ -23,6 +23,7 @@ from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.metrics import QUERY_S
 from kvmesh.indexer.queries.reply import answer, merge
 from kvmesh.indexer.rank_state import RankStates
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 QUEUE = "index"
@@ -55,7 +56,7 @@ class QueryServer:
         self._feed = feed
         self._timeout = timeout
         self._subscriptions: list[Subscription] = []
-        self._forwards: set[asyncio.Task[None]] = set()
+        self._forwards = BackgroundTasks()
         self._silent: set[int] = set()
         self._replicas: dict[str, Peers] = {}
         self.counts = QueryCounts()
@@ -90,8 +91,7 @@ class QueryServer:
                 await subscription.drain()  # type: ignore[no-untyped-call]
             except NatsError as error:
                 log.debug("leaving the queue group: %s", error)
-        if self._forwards:
-            await asyncio.wait(self._forwards, timeout=self._timeout)
+        await self._forwards.wait(self._timeout)
 
     def _on_query(self, query: OverlapQuery, reply: Reply) -> None:
         started = time.perf_counter()
@@ -125,9 +125,7 @@ class QueryServer:
             self.counts.shard_errors += 1
             reply(self._refuse("too many queries wait for other shards"))
         else:
-            task = asyncio.create_task(self._gather(query, owners, reply))
-            self._forwards.add(task)
-            task.add_done_callback(self._forwards.discard)
+            self._forwards.start(self._gather(query, owners, reply))
 
     async def _gather(
         self, query: OverlapQuery, owners: dict[int, list[int]], reply: Reply
@@ -200,9 +198,7 @@ class QueryServer:
         """Ping the replicas that are left out, with an empty query."""
         for replicas in self._replicas.values():
             for instance in replicas.to_probe(now):
-                task = asyncio.create_task(self._probe(replicas, instance))
-                self._forwards.add(task)
-                task.add_done_callback(self._forwards.discard)
+                self._forwards.start(self._probe(replicas, instance))
 
     async def _probe(self, replicas: Peers, instance: str) -> None:
         subject = self._bus.subjects.index_part_at(instance)

@@ -8,19 +8,20 @@ import logging
 import struct
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from kvmesh._native import xxh3
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import Declined, Lend, Lent
-from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.messages import Declined, Lend, Lent, OverlapQuery, OverlapReply
+from kvmesh.index import unpack_rows
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
 from kvmesh.kvbm.peers.claims_exchange import FAILURES, ClaimsExchange
 from kvmesh.kvbm.tiers.arena import Arena
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Region, TransferError, Transport
 
@@ -57,16 +58,13 @@ class PeerReader:
         self._hold = hold
         self._holders: OrderedDict[bytes, str] = OrderedDict()
         self._grants: dict[str, bytes] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._transport: Transport | None = None
         self._region: Region | None = None
         self._opening: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         if self._transport is not None:
             await self._transport.close()
 
@@ -103,8 +101,8 @@ class PeerReader:
         query = OverlapQuery([sequence_hashes], lookup.prompt.salt)
         try:
             reply = await self._bus.request(subject, query, OverlapReply, FIND_S)
-            rows = struct.iter_unpack("<5I", reply.rows[0] if reply.rows else b"")
-            overlaps = [(reply.ranks[rank].instance, a, d) for rank, _, a, d, _ in rows]
+            rows = unpack_rows(reply.rows[0] if reply.rows else b"")
+            overlaps = [(reply.ranks[row.rank].instance, row.host, row.disk) for row in rows]
         except (*FAILURES, struct.error, IndexError) as error:
             log.debug("the index query for peers' blocks failed: %s", error)
             return NO_SOURCE, NO_SOURCE
@@ -132,7 +130,7 @@ class PeerReader:
             by_peer[peer, move.source.block.space.block_bytes].append(move)
         for (peer, size), batch in by_peer.items():
             for start in range(0, len(batch), BATCH_BLOCKS):
-                self._spawn(self._get(peer, size, batch[start : start + BATCH_BLOCKS]))
+                self._tasks.start(self._get(peer, size, batch[start : start + BATCH_BLOCKS]))
 
     async def _get(self, peer: str, size: int, batch: Sequence[Move]) -> None:
         checksums = array("Q")
@@ -196,7 +194,7 @@ class PeerReader:
     def open_transport(self) -> None:
         """Open the transport when the first peer joins."""
         if self._opening is None:
-            self._opening = self._spawn(self._open_transport())
+            self._opening = self._tasks.start(self._open_transport())
 
     @property
     def opening(self) -> bool:
@@ -209,12 +207,6 @@ class PeerReader:
             self._region = self._transport.register(self._arena.map)
         except TransferError as error:
             log.warning("cannot read blocks from other nodes: %s", error)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 class NoPeerReader:

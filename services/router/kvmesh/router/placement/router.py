@@ -15,6 +15,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     prefill_part,
 )
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.config import cost_model, thresholds
 from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouterOverloaded
 from kvmesh.router.placement.policy_runner import PolicyRunner
@@ -25,7 +26,6 @@ from kvmesh.router.state.active_sequences import ActiveSequences
 from kvmesh.router.state.arrays import Slots
 from kvmesh.router.state.engine_reports import EngineReports
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
-from kvmesh.router.state.prefix_tree import HASH
 from kvmesh.router.state.rank_speeds import RankSpeeds
 from kvmesh.router.state.rank_table import UNMET_CONSTRAINTS, RankTable, Serves
 from kvmesh.settings.schema import RouterSettings
@@ -280,7 +280,7 @@ _UNLIMITED = thresholds(RouterSettings())
 def _check(request: RouteRequest, block_size: int) -> None:
     """Raise InvalidRouteRequest if a number of the request is invalid."""
     size, tokens, prefer = len(request.sequence_hashes), request.tokens, request.placement.prefer
-    if size % HASH:
+    if size % HASH_BYTES:
         raise InvalidRouteRequest("the sequence hashes are not whole 64-bit numbers")
     if not 0 < request.deadline_s < math.inf:
         raise InvalidRouteRequest(f"a deadline of {request.deadline_s} s")
@@ -290,6 +290,6 @@ def _check(request: RouteRequest, block_size: int) -> None:
         raise InvalidRouteRequest("a preference is not a finite number")
     if tokens < 1:
         raise InvalidRouteRequest(f"a prompt of {tokens} tokens")
-    if size // HASH * block_size > tokens:
-        blocks = size // HASH
+    if size // HASH_BYTES * block_size > tokens:
+        blocks = size // HASH_BYTES
         raise InvalidRouteRequest(f"{blocks} blocks of {block_size} do not fit {tokens} tokens")

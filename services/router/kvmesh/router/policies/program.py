@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvmesh.bus.messages import Decision, Outcome, RouteRequest
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
-from kvmesh.router.state.prefix_tree import HASH, PrefixNode, PrefixTree
+from kvmesh.router.state.prefix_tree import PrefixNode, PrefixTree
 from kvmesh.router.state.rank_table import RankTable
 from kvmesh.settings.schema import RouterSettings
 
@@ -142,7 +143,7 @@ class ProgramPolicy(Policy):
         if slot is not None:
             end, new = self._prefixes.add(slot, decision.sequence_hashes)
             program.prefix = slot, end
-            shared = len(decision.sequence_hashes) // HASH - new
+            shared = len(decision.sequence_hashes) // HASH_BYTES - new
             program.tokens -= shared * decision.block_size
 
     def _release_prefix(self, program: Program) -> None:

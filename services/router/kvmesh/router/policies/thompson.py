@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.bus.messages import BanditStats, Decision, Outcome
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.thompson_trust import Saturation, Trust
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 from kvmesh.router.state.arrays import Floats
-from kvmesh.router.state.prefix_tree import HASH
+from kvmesh.runtime.lru import LruCache
 
 FEATURES = 5  # 1 and the logarithms of cost, prefill, decode, requests
 PRIOR = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
@@ -125,7 +126,7 @@ class Thompson(Policy):
         self._saturation = Saturation()
         self._own = Evidence(forgetting)
         self._others: dict[str, Evidence] = {}
-        self._proposed: OrderedDict[str, ThompsonTrial] = OrderedDict()
+        self._proposed: LruCache[str, ThompsonTrial] = LruCache(MAX_PROPOSED)
         self._trials: OrderedDict[str, ThompsonTrial] = OrderedDict()
         self._mean: Floats = PRIOR
         self._spread: NDArray[np.float64] = np.eye(FEATURES)
@@ -169,9 +170,7 @@ class Thompson(Policy):
         return PolicyChoice(chosen, value)
 
     def _propose(self, request: str, trial: ThompsonTrial) -> None:
-        self._proposed[request] = trial
-        if len(self._proposed) > MAX_PROPOSED:
-            self._proposed.popitem(last=False)
+        self._proposed.put(request, trial)
 
     def _sample(
         self, candidates: Candidates, contexts: NDArray[np.float64], family: str, rng: Random
@@ -197,7 +196,7 @@ class Thompson(Policy):
     # learning
 
     def on_placed(self, decision: Decision, now: float) -> None:
-        trial = self._proposed.pop(decision.request, None)
+        trial = self._proposed.pop(decision.request)
         if trial is not None:
             trial.waited = decision.wait_s
             self._trials[decision.request] = trial
@@ -277,7 +276,7 @@ def _name(candidates: Candidates, at: int) -> str:
 
 def _family(sequence_hashes: bytes) -> str:
     """Key of prompts with the same first block: one agent's system prompt and tools."""
-    return sequence_hashes[:HASH].hex()
+    return sequence_hashes[:HASH_BYTES].hex()
 
 
 def _time_per_token(outcome: Outcome) -> float | None:

@@ -7,8 +7,8 @@ import numpy as np
 
 from kvmesh import _native
 from kvmesh.bus.messages import OverlapReply, RankKey
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.arrays import Floats, Slots
-from kvmesh.router.state.prefix_tree import HASH
 from kvmesh.router.state.rank_table import RankTable
 
 TIERS = 4
@@ -93,7 +93,7 @@ class OverlapWatch:
         if found or not sequence_hashes:
             self._misses = 0 if found else self._misses
             return
-        first = self._first_seen.setdefault(sequence_hashes[:HASH], now)
+        first = self._first_seen.setdefault(sequence_hashes[:HASH_BYTES], now)
         if len(self._first_seen) > self._max_prompts:
             self._first_seen.popitem(last=False)
         if now - first >= self._settle_s:

@@ -10,8 +10,9 @@ from kvmesh.bus.messages import (
     SeqProgress,
     prefill_part,
 )
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.arrays import Floats
-from kvmesh.router.state.prefix_tree import HASH, PrefixNode, PrefixTree
+from kvmesh.router.state.prefix_tree import PrefixNode, PrefixTree
 from kvmesh.router.state.rank_table import RankTable
 
 
@@ -106,7 +107,7 @@ class ActiveSequences:
             self._remove(event.request, known)
         end, new = self._tree.add(slot, event.sequence_hashes)
         size = max(table.block_size, 1)
-        tail = max(-(-event.tokens // size) - len(event.sequence_hashes) // HASH, 0)
+        tail = max(-(-event.tokens // size) - len(event.sequence_hashes) // HASH_BYTES, 0)
         prefill = max(event.tokens - event.overlap * size, 0)
         self._active[event.request] = ActiveRequest(slot, end, prefill, tail, event.osl, now)
         cells = table.cells

@@ -7,9 +7,9 @@ bisection: cost grows with the number of branches on the path, not with the numb
 
 import numpy as np
 
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.arrays import Floats
 
-HASH = 8
 _SPARSE = 12
 
 
@@ -64,13 +64,13 @@ class PrefixTree:
         """Add a prompt to `slot`; returns its end node, for `drop`, and the blocks it adds."""
         node, at, new = self._root, 0, 0
         while at < len(hashes):
-            child = node.children.get(hashes[at : at + HASH])
+            child = node.children.get(hashes[at : at + HASH_BYTES])
             if child is None:
                 child = self._grow(node, hashes[at:])
             elif not hashes.startswith(child.label, at):
                 child = self._split(child, _common(child.label, hashes, at))
             if child.acquire(slot):
-                new += len(child.label) // HASH
+                new += len(child.label) // HASH_BYTES
             node, at = child, at + len(child.label)
         node.ends += 1
         return node, new
@@ -83,9 +83,9 @@ class PrefixTree:
         while node.parent is not None:
             parent = node.parent
             if node.release(slot):
-                gone += len(node.label) // HASH
+                gone += len(node.label) // HASH_BYTES
             if not node.ranks:
-                del parent.children[node.label[:HASH]]
+                del parent.children[node.label[:HASH_BYTES]]
             elif len(node.children) == 1 and not node.ends:
                 self._merge(node, parent)
             node = parent
@@ -96,11 +96,11 @@ class PrefixTree:
         path: list[tuple[int, int]] = []
         children, at, length = self._root.children, 0, len(hashes)
         while at < length:
-            child = children.get(hashes[at : at + HASH])
+            child = children.get(hashes[at : at + HASH_BYTES])
             if child is None:
                 break
             if not hashes.startswith(child.label, at):
-                path.append((child.mask, (at + _common(child.label, hashes, at)) // HASH))
+                path.append((child.mask, (at + _common(child.label, hashes, at)) // HASH_BYTES))
                 break
             path.append((child.mask, child.depth))
             children = child.children
@@ -108,8 +108,8 @@ class PrefixTree:
         return _deepest(path, size)
 
     def _grow(self, parent: PrefixNode, label: bytes) -> PrefixNode:
-        node = PrefixNode(label, parent.depth + len(label) // HASH, parent)
-        parent.children[label[:HASH]] = node
+        node = PrefixNode(label, parent.depth + len(label) // HASH_BYTES, parent)
+        parent.children[label[:HASH_BYTES]] = node
         return node
 
     def _split(self, node: PrefixNode, at: int) -> PrefixNode:
@@ -119,7 +119,7 @@ class PrefixTree:
         upper.mask = node.mask
         node.label = node.label[at:]
         node.parent = upper
-        upper.children[node.label[:HASH]] = node
+        upper.children[node.label[:HASH_BYTES]] = node
         return upper
 
     def _merge(self, node: PrefixNode, parent: PrefixNode) -> None:
@@ -127,7 +127,7 @@ class PrefixTree:
         (child,) = node.children.values()
         child.label = node.label + child.label
         child.parent = parent
-        parent.children[child.label[:HASH]] = child
+        parent.children[child.label[:HASH_BYTES]] = child
 
 
 def _deepest(path: list[tuple[int, int]], size: int) -> Floats:
@@ -156,12 +156,12 @@ def _bits(mask: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
 
 def _common(label: bytes, hashes: bytes, at: int) -> int:
     """Length in bytes of the common prefix of `label` and `hashes[at:]`; at least one hash."""
-    low, high = 1, min(len(label), len(hashes) - at) // HASH
+    low, high = 1, min(len(label), len(hashes) - at) // HASH_BYTES
     while low < high:
         middle = (low + high + 1) // 2
-        start = (middle - 1) * HASH
-        if hashes.startswith(label[start : start + HASH], at + start):
+        start = (middle - 1) * HASH_BYTES
+        if hashes.startswith(label[start : start + HASH_BYTES], at + start):
             low = middle
         else:
             high = middle - 1
-    return low * HASH
+    return low * HASH_BYTES

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored, Work
-from kvmesh.hashing import block_hashes, salt
+from kvmesh.hashing import TOKEN_BYTES, block_hashes, salt
 from kvmesh.index import TIERS
+from kvmesh.runtime.lru import LruCache
 
 HASH_MASK = (1 << 64) - 1
 _MEDIA = {
@@ -98,7 +99,7 @@ class Salts:
         self._model = model
         self._block_size = block_size
         self._limit = limit
-        self._noted: OrderedDict[int, list[int]] = OrderedDict()
+        self._noted: LruCache[int, list[int]] = LruCache(limit)
         self._tenants: OrderedDict[int, str | None] = OrderedDict()
 
     def is_own(self, work: Work) -> bool:
@@ -124,22 +125,20 @@ class Salts:
 
     def note(self, work: Work) -> None:
         """Remember the salt of a prompt, by its first block."""
-        local, _ = block_hashes(work.tokens[: 4 * self._block_size], self._block_size)
+        local, _ = block_hashes(work.tokens[: TOKEN_BYTES * self._block_size], self._block_size)
         if local:
             key = int.from_bytes(local, "little")
-            waiting = self._noted.setdefault(key, [])
+            waiting = self._noted.peek(key) or []
             if work.salt not in waiting:
                 waiting.append(work.salt)
-            self._noted.move_to_end(key)
-        if len(self._noted) > self._limit:
-            self._noted.popitem(last=False)
+            self._noted.put(key, waiting)
 
     def find(self, event: BlocksStored, held: Callable[[int], bool]) -> int:
         """The salt of a root block; `held` says whether it is held under a salt already."""
         if event.salt is not None:
             return event.salt
-        local, _ = block_hashes(event.tokens[: 4 * event.block_size], event.block_size)
-        waiting = self._noted.get(int.from_bytes(local, "little"), []) if local else []
+        local, _ = block_hashes(event.tokens[: TOKEN_BYTES * event.block_size], event.block_size)
+        waiting = (self._noted.peek(int.from_bytes(local, "little")) if local else None) or []
         found = next((noted for noted in waiting if not held(noted)), None)
         if found is None:
             return salt(self._model, event.adapter or "")
@@ -232,7 +231,7 @@ class CacheLedger:
         return events + self._remove(BlocksRemoved(event.hashes, event.tier))
 
     def _store(self, event: BlocksStored) -> list[KvEvent]:
-        whole = len(event.tokens) == 4 * event.block_size * len(event.hashes)
+        whole = len(event.tokens) == TOKEN_BYTES * event.block_size * len(event.hashes)
         previous = self._previous(event)
         if event.block_size != self._block_size or not whole or previous is None:
             self.strays += len(event.hashes)
@@ -267,7 +266,7 @@ class CacheLedger:
         for held in self._tiers:
             if event.hashes and event.hashes[0] in held:
                 return held[event.hashes[0]].previous
-        first = event.tokens[: 4 * self._block_size]
+        first = event.tokens[: TOKEN_BYTES * self._block_size]
 
         def is_held(salt: int) -> bool:
             _, sequence = block_hashes(first, self._block_size, salt)

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Load, Sampling, Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.worker.engine import EngineError, OutputDelta, Rejected, Sink
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class RequestStreams:
 
     def start(self, work: Work, stream: AsyncIterator[StreamOutput]) -> None:
         """Follow `stream` to its end, which is the end of the request."""
-        live = _Live(work, len(work.tokens) // 4)
+        live = _Live(work, len(work.tokens) // TOKEN_BYTES)
         self._live[work.request] = live
         self._idle.clear()
         live.task = asyncio.create_task(self._follow(live, stream), name=f"stream {work.request}")

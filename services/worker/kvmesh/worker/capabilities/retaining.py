@@ -4,11 +4,10 @@ from collections.abc import Container
 from typing import Protocol, runtime_checkable
 
 from kvmesh.bus.messages import Clear, ControlReply, Pin, Release, Unpin, Work
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.worker.engine import Engine, Unsupported
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.simulated_tiers import TIERS
-
-HASH_BYTES = 8
 
 
 @runtime_checkable

@@ -14,9 +14,9 @@ from math import inf
 from kvmesh.bus.messages import Pin, owner
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import (
-    MOST_LEVEL,
-    PLAIN,
-    PLAIN_LEVEL,
+    DEFAULT_LEVEL,
+    MAX_LEVEL,
+    UNCLAIMED,
     BlockRetention,
     EvictionRank,
     RetentionWish,
@@ -24,7 +24,7 @@ from kvmesh.retention.claims import (
 from kvmesh.retention.eviction_pool import EvictionPool
 from kvmesh.retention.outcomes import Directive, DirectiveOutcome
 from kvmesh.retention.pins import Pinned, PinTable
-from kvmesh.retention.session_blocks import PromptTail, SessionBook
+from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
 from kvmesh.retention.token_ranges import (
     DEFAULTS,
     RetentionError,
@@ -38,7 +38,7 @@ from kvmesh.worker.enginecore.radix_tree import BlockRun, RadixTree
 from kvmesh.worker.enginecore.retention_request import NOTHING, RetentionRequest
 
 log = logging.getLogger(__name__)
-PINNED = RetentionWish(MOST_LEVEL)
+PINNED = RetentionWish(MAX_LEVEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class RetentionManager:
         self._tree = tree
         self._cut = cut
         self._stays = stays
-        self._book: SessionBook[int] = SessionBook(
+        self._book: SessionBlocks[int] = SessionBlocks(
             options.session_idle_s, options.session_blocks * capacity
         )
         self._pins: PinTable[int] = PinTable()
@@ -110,7 +110,7 @@ class RetentionManager:
 
     def standing(self, run: BlockRun, now: float) -> EvictionRank:
         """Where a run is in the order of eviction."""
-        return run.keep.standing(now) if run.keep is not None else PLAIN
+        return run.keep.eviction_rank(now) if run.keep is not None else UNCLAIMED
 
     def begin_use(self, run: BlockRun, now: float) -> None:
         """An idle run is used again: what had ended by then has ended."""
@@ -128,10 +128,10 @@ class RetentionManager:
     def evict(self, count: int, now: float) -> None:
         """Drop the `count` idle blocks that are worth least; there are as many."""
         while count > 0:
-            run = self.idle.first(now)
+            run = self.idle.next_victim(now)
             part = min(count, len(run.hashes))
             if run.keep is not None:
-                self.promises.evicted(run.keep, part, now)
+                self.promises.on_evicted(run.keep, part, now)
             if part == len(run.hashes):
                 self._drop(run)
             else:
@@ -151,7 +151,7 @@ class RetentionManager:
         if asked is None:
             return None
         self.follow(asked.session, prompt, now)
-        granted = self.promises.outcomes.granted
+        granted = self.promises.outcomes.record_grant
         return [str(granted(asked.directives[i])) for i in range(asked.for_prompt)] or None
 
     def keep(self, held: "array[int]", asked: RetentionRequest | None, now: float) -> None:
@@ -166,7 +166,7 @@ class RetentionManager:
         As far as the budget of their tenant has room, and until nobody has used them for long.
         """
         self.idle.expire(now)
-        wish = RetentionWish(min(MOST_LEVEL, PLAIN_LEVEL + priority))
+        wish = RetentionWish(min(MAX_LEVEL, DEFAULT_LEVEL + priority))
         payer = ""
         for at, run in self._pieces(held, ()):
             payer = payer if at else owner(run.tenant)
@@ -185,7 +185,7 @@ class RetentionManager:
         What came of the directive for it, if there is one.
         """
         self._ask(held, asked, now, first)
-        granted = self.promises.outcomes.granted
+        granted = self.promises.outcomes.record_grant
         told = [str(granted(directive)) for directive in asked.directives[asked.for_prompt :]]
         return told[0] if told else None
 
@@ -193,12 +193,12 @@ class RetentionManager:
         """Claim blocks from the `first` one on of a prompt, all of which are in use."""
         self.idle.expire(now)
         if asked.segments or self._claimed:
-            shared = self._book.shared(prompt, asked.session) if asked.segments else first
+            shared = self._book.shared_blocks(prompt, asked.session) if asked.segments else first
             edges = (e for s in asked.segments for e in (s.first, s.end) if e)
             for at, run in self._pieces(prompt, {first, shared, *edges}):
                 if at >= first:
                     self._claim(run, asked.wish_at(at), at >= shared, asked, now)
-        for pin, blocks in self._pins.along(prompt, now):
+        for pin, blocks in self._pins.matching(prompt, now):
             self._pin(pin, prompt[:blocks], now)
 
     def inherit(self, held: "array[int]", asked: RetentionRequest, now: float) -> None:
@@ -214,8 +214,8 @@ class RetentionManager:
         found: list[RetentionSegment] = []
         at = 0
         for run in self._tree.way(prompt).runs:
-            standing = run.keep.standing(now) if run.keep is not None else PLAIN
-            if standing.level >= PLAIN_LEVEL and standing != PLAIN:
+            standing = run.keep.eviction_rank(now) if run.keep is not None else UNCLAIMED
+            if standing.level >= DEFAULT_LEVEL and standing != UNCLAIMED:
                 ttl_s = None if standing.until == inf else standing.until - now
                 found.append(
                     RetentionSegment(at, at + len(run), RetentionWish(standing.level, ttl_s))
@@ -251,8 +251,8 @@ class RetentionManager:
         for over in self._pins.put(pinned):
             self._unpin(over, now)
         self._pin(pinned, prompt, now)
-        self.promises.outcomes.granted(directive)
-        return directive.blocks
+        self.promises.outcomes.record_grant(directive)
+        return directive.granted_blocks
 
     def unpin(self, pin: str, now: float) -> int:
         """Forget a pin; returns how many blocks it was on."""
@@ -279,7 +279,7 @@ class RetentionManager:
         """Make the first blocks of a run one of its own, which is returned."""
         upper = self._tree.split(run, size)
         if not upper.refs:
-            self.idle.add(upper, self.idle.standing(run))
+            self.idle.add(upper, self.idle.eviction_rank(run))
         return upper
 
     def _claim(
@@ -308,7 +308,7 @@ class RetentionManager:
         size = self.promises.grantable(keep, len(run), wish)
         if 0 < size < len(run):
             self._prize(self._split(run, size), wish, payer, now)
-        self.promises.claim(keep, len(run), wish, now, alone=False)
+        self.promises.claim(keep, len(run), wish, now, exclusive=False)
         self._tidy(run)
 
     def _pin(self, pin: Pinned[int], prompt: "array[int]", now: float) -> None:
@@ -336,7 +336,7 @@ class RetentionManager:
     def _revise(self, run: BlockRun, now: float) -> None:
         self._tidy(run)
         if not run.refs:
-            self.idle.set(run, self.standing(run, now))
+            self.idle.update(run, self.standing(run, now))
 
     def _renewed(self, run: BlockRun, now: float) -> EvictionRank:
         self._lapse(run, now)
@@ -344,7 +344,7 @@ class RetentionManager:
 
     def _lapse(self, run: BlockRun, now: float) -> None:
         if run.keep is not None:
-            self.promises.lapse(run.keep, len(run), now)
+            self.promises.expire(run.keep, len(run), now)
             self._tidy(run)
 
     def _tidy(self, run: BlockRun) -> None:
@@ -357,7 +357,7 @@ class RetentionManager:
         self.idle.discard(run)
         self._cut(run, len(run.hashes))
         if run.parent is not None and not run.parent.children:
-            self.idle.uncover(run.parent)
+            self.idle.unblock(run.parent)
 
     # what nobody wants any more
 
@@ -366,7 +366,7 @@ class RetentionManager:
 
     def _drop_tail(self, tail: PromptTail[int]) -> int:
         prompt = array("Q", tail.prompt)
-        kept = max(tail.kept, self._stays(prompt))
+        kept = max(tail.start, self._stays(prompt))
         at = 0
         for run in self._tree.way(prompt).runs:
             end = at + len(run)
@@ -388,7 +388,7 @@ class RetentionManager:
                 continue
             blocks += len(run)
             if run.keep is not None:
-                self.promises.freed(run.keep, len(run))
+                self.promises.on_dropped(run.keep, len(run))
             self._drop(run)
         return blocks
 
@@ -399,7 +399,7 @@ def _log(directive: Directive, outcome: DirectiveOutcome) -> None:
         directive.priority,
         directive.ttl_s,
         directive.tenant,
-        directive.asked,
+        directive.requested_blocks,
         outcome,
     )
 

@@ -1,11 +1,12 @@
 """Whether a worker takes a piece of work: decided before the engine sees it."""
 
 from kvmesh.bus.messages import Guided, Work, WorkReply
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.worker.engine import EngineInfo
 
 ACCEPTED = WorkReply(status="accepted")
 CHECKING = WorkReply(status="accepted", checking=True)
-KEPT = WorkReply(status="accepted", kept=True)
+KEPT = WorkReply(status="accepted", stored=True)
 INCOMPLETE = WorkReply(status="incomplete", reason="the prompt it builds on is not here any more")
 BUSY = WorkReply(status="busy", reason="too many requests wait in the engine")
 DRAINING = WorkReply(status="draining", reason="this worker is leaving")
@@ -13,7 +14,7 @@ DRAINING = WorkReply(status="draining", reason="this worker is leaving")
 
 def check(work: Work, info: EngineInfo, constraint_bytes: int) -> str:
     """Why `work` can never run on this engine; empty if it can."""
-    length, ragged = divmod(len(work.tokens), 4)
+    length, ragged = divmod(len(work.tokens), TOKEN_BYTES)
     if ragged:
         return f"the token buffer has {len(work.tokens)} bytes, not a multiple of 4"
     if not length:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Prefetch, Sampling, Work, owner
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.worker.engine import OutputDelta, Rejected
 from kvmesh.worker.enginecore.sequence import hash_prompt
 
@@ -135,10 +136,10 @@ class PrefetchQueue:
 
     async def _compute(self, wish: Prefetch, held: int) -> None:
         size = self._block_size
-        tokens = min(held * size + wish.compute, len(wish.tokens) // 4) // size * size
+        tokens = min(held * size + wish.compute, len(wish.tokens) // TOKEN_BYTES) // size * size
         if tokens <= held * size:
             return
-        work = work_of(wish, wish.tokens[: 4 * tokens])
+        work = work_of(wish, wish.tokens[: TOKEN_BYTES * tokens])
         done = self._computing[wish.id] = asyncio.Event()
         try:
             self._loader.compute(work)

@@ -23,6 +23,7 @@ from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, Kind
+from kvmesh.hashing import TOKEN_BYTES
 
 TYPES: dict[Kind, str] = {
     "invalid_request": "invalid_request_error",
@@ -89,7 +90,7 @@ class CountTokens:
         return parse_body(body, headers, stamp)
 
     def answer(self, prompts: list[bytes], context: int) -> bytes:
-        return json_encode({"input_tokens": sum(len(prompt) // 4 for prompt in prompts)})
+        return json_encode({"input_tokens": sum(len(prompt) // TOKEN_BYTES for prompt in prompts)})
 
 
 def error_object(error: ApiError, request_id: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from kvmesh.frontend.apis.responses.items import OutputItem
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
+from kvmesh.hashing import TOKEN_BYTES
 
 CODES: dict[Kind, str] = {
     "invalid_request": "invalid_prompt",
@@ -83,7 +84,7 @@ class InputTokens:
         return parse_body(body, headers, stamp)[1]
 
     def answer(self, prompts: list[bytes], context: int) -> bytes:
-        count = sum(len(prompt) // 4 for prompt in prompts)
+        count = sum(len(prompt) // TOKEN_BYTES for prompt in prompts)
         return json_encode({"object": "response.input_tokens", "input_tokens": count})
 
 

@@ -17,9 +17,9 @@ from kvmesh.frontend.http.cache.pin_store import PinHead, PinStore, StoredPin
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
 from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.namespaces import scoped
+from kvmesh.hashing import HASH_BYTES
 
 log = logging.getLogger(__name__)
-HASH = 8
 MAX_PINS = 1000  # per owner
 MAX_BYTES = 32 << 20  # of hashes of all pins of an owner
 
@@ -110,7 +110,7 @@ def _pin(parsed: PinBody, target: ResolvedPrompt, now: float) -> StoredPin:
 
 def _id_of(target: ResolvedPrompt) -> str:
     """Id of a prefix: the sequence hash of its last block."""
-    return f"pin_{target.prompt.sequence_hashes[-HASH:].hex()}"
+    return f"pin_{target.prompt.sequence_hashes[-HASH_BYTES:].hex()}"
 
 
 def _command(pin: StoredPin, now: float) -> Pin:

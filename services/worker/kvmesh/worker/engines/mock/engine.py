@@ -7,6 +7,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
 from kvmesh.worker.capabilities.tiered import TierCounts
@@ -210,7 +211,7 @@ class MockEngine:
         local, sequence, tail = hash_prompt(work.tokens, self._block_size, work.salt)
         return Request(
             id=work.request,
-            length=len(work.tokens) // 4,
+            length=len(work.tokens) // TOKEN_BYTES,
             local=local,
             sequence_hashes=sequence,
             tail=tail,
@@ -302,7 +303,7 @@ class _Live:
     def __init__(self, rank: MockRank, work: Work) -> None:
         self.rank = rank
         self.logprobs = work.sampling.logprobs
-        self.handoff = {"tokens": len(work.tokens) // 4} if work.prefill else None
+        self.handoff = {"tokens": len(work.tokens) // TOKEN_BYTES} if work.prefill else None
 
 
 def _left(work: Work) -> int:

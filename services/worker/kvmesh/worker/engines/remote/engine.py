@@ -16,6 +16,7 @@ import aiohttp
 
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Capacity, Load, Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.settings import redacted
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.adapters.base import StreamingAdapter
@@ -107,7 +108,7 @@ class RemoteEngine(StreamingAdapter):
                 self._feeds.append(self._feed(rank, ledger, sink))
         for feed in self._feeds:
             feed.start()
-        self._spawn(self._watch(server), "server watch")
+        self._tasks.start(self._watch(server), "server watch")
         return self._describe(block_size)
 
     def _feed(self, rank: int, ledger: CacheLedger, sink: Sink) -> EventFeed:
@@ -128,7 +129,7 @@ class RemoteEngine(StreamingAdapter):
             self._salts.note(work)
         own = self._salts.is_own(work)
         cached = self._ledgers[work.rank].matched(work) if own else 0
-        cached = min(cached, len(work.tokens) // 4 - 1)
+        cached = min(cached, len(work.tokens) // TOKEN_BYTES - 1)
         self._streams.start(work, self._answer(self._http, work.rank, path, body, read, cached))
 
     def load(self, instance: str) -> list[Load]:
@@ -143,7 +144,7 @@ class RemoteEngine(StreamingAdapter):
         ]
 
     def clear(self) -> None:
-        self._spawn(self._clear(), "clear cache")
+        self._tasks.start(self._clear(), "clear cache")
 
     async def close(self) -> None:
         await self._end()

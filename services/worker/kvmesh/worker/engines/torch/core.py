@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from kvmesh.blocks.digests import DIGEST_BYTES, DigestChain
+from kvmesh.blocks.digests import DigestChain
 from kvmesh.bus.messages import KvEvent, Work
+from kvmesh.hashing import DIGEST_BYTES, TOKEN_BYTES
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import EngineCounters
@@ -253,7 +254,7 @@ class TorchCore:
 
     def limit(self, work: Work) -> int:
         """Tokens of the answer at which it ends; raises ValueError if it can never fit."""
-        base = len(work.tokens) // 4 - work.generated
+        base = len(work.tokens) // TOKEN_BYTES - work.generated
         limit = min(work.sampling.max_tokens, self.context - base)
         if base + limit > self.blocks.capacity * self.limits.block_size or limit <= work.generated:
             raise ValueError(f"{work.request} does not fit into {self.blocks.capacity} blocks")

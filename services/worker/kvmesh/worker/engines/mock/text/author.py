@@ -6,6 +6,7 @@ from random import Random
 
 from kvmesh._native import xxh3
 from kvmesh.bus.messages import Sampling, Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.worker.enginecore.sequence import TokenSource
 from kvmesh.worker.engines.mock.text.guided import generate, leaves_free
 from kvmesh.worker.engines.mock.text.script import TAIL_TOKENS, Script
@@ -146,20 +147,20 @@ class Author:
         return MockAnswer(Finite(tokens), bound, "length")
 
     def _room(self, work: Work) -> int:
-        return self.options.context - len(_original(work)) // 4
+        return self.options.context - len(_original(work)) // TOKEN_BYTES
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 
     def _prompt_end(self, work: Work, count: int) -> str:
-        tokens = memoryview(_original(work)[-4 * count :]).cast("I").tolist()
+        tokens = memoryview(_original(work)[-TOKEN_BYTES * count :]).cast("I").tolist()
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
 
 def _original(work: Work) -> bytes:
-    return work.tokens[: len(work.tokens) - 4 * work.generated]
+    return work.tokens[: len(work.tokens) - TOKEN_BYTES * work.generated]
 
 
 def _cut_at_stop(whole: MockAnswer, sampling: Sampling, generated: int) -> MockAnswer:

@@ -19,14 +19,15 @@ from msgspec.structs import replace
 from kvmesh.blocks.digests import DigestChain
 from kvmesh.blocks.kvbm_client import (
     FetchedPart,
+    KvbmClient,
     KvbmPrompt,
     PendingWrite,
-    StoreClient,
     TierSpeeds,
     digest_of,
 )
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.messages import Retain, Work, owner
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.worker.capabilities.tiered import TierCounts
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.retention_request import asked_before
@@ -68,7 +69,7 @@ class LowerTiers:
     def __init__(
         self,
         core: TorchCore,
-        client: StoreClient,
+        client: KvbmClient,
         arenas: ArenaTensors,
         options: LowerOptions,
         told: Callable[[], None],
@@ -84,7 +85,7 @@ class LowerTiers:
         self._copier = BlockCopier(core.model.memory)
         self._threads = ThreadPoolExecutor(2, "blocks")
         self._tasks: dict[Sequence, asyncio.Task[None]] = {}
-        self._touches: set[asyncio.Task[None]] = set()
+        self._touches = BackgroundTasks()
         self._computing = Throughput()
         self._loading = Throughput()
 
@@ -107,11 +108,12 @@ class LowerTiers:
         self.writer.start()
 
     async def close(self) -> None:
-        tasks = [*self._tasks.values(), *self._touches]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._touches.close()
         await self.writer.close()
         await self._client.close()
         self._threads.shutdown()
@@ -145,9 +147,7 @@ class LowerTiers:
         if job.asked:
             return
         job.asked = True
-        touching = asyncio.create_task(self._ask(sequence, job), name="touch")
-        self._touches.add(touching)
-        touching.add_done_callback(self._touches.discard)
+        self._touches.start(self._ask(sequence, job), "touch")
 
     async def _ask(self, sequence: Sequence, job: EngineRequest) -> None:
         hashes = sequence.reusable
@@ -239,7 +239,7 @@ class LowerTiers:
     def _on_corrupt(self, prompt: KvbmPrompt, part: FetchedPart, block: int) -> None:
         self._corrupt += 1
         log.warning("block %d of request %s has a wrong checksum", block, prompt.request)
-        self._client.corrupt(part, digest_of(prompt, block))
+        self._client.report_corrupt(part, digest_of(prompt, block))
 
     @property
     def speeds(self) -> TierSpeeds:
@@ -297,7 +297,7 @@ class LowerTiers:
         return _prompt(work, digests, item.hashes, item.local, retention)
 
     def _chain(self, work: Work) -> DigestChain:
-        tenant = self._client.tenant
+        tenant = self._client.worker
         return DigestChain(tenant.model, work.adapter or "", work.tenant, tenant.layout)
 
     async def _copy(self, function: Callable[..., T], *arguments: object) -> T:

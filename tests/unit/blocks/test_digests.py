@@ -14,7 +14,7 @@ from kvmesh.blocks.digests import (
     root_digest,
     split_digests,
 )
-from kvmesh.blocks.layout import KvLayout, LayerLayout, divided
+from kvmesh.bus.messages import KvLayout, LayerLayout, incompatible_models
 
 KEY = bytes(range(32))
 LAYOUT = KvLayout(
@@ -59,7 +59,7 @@ def test_a_changed_token_changes_all_that_follow() -> None:
     assert not set(other[1:]) & set(digests()[1:])
 
 
-def test_a_chain_goes_on_where_it_was_cut() -> None:
+def test_a_chain_continues_from_a_digest() -> None:
     root = root_digest(KEY, "m", "", "", LAYOUT)
     first = chain_digests(KEY, root, TOKENS[:32], 4)
     rest = chain_digests(KEY, split_digests(first)[-1], TOKENS[32:], 4)
@@ -76,14 +76,14 @@ def test_a_growing_prompt_is_digested_once() -> None:
     assert chain.upto(bytes(32), tokens, 4) == b"".join(digests(key=bytes(32)))
 
 
-def test_a_fingerprint_tells_keys_apart() -> None:
+def test_a_fingerprint_identifies_a_key() -> None:
     prints = {fingerprint(bytes([n]) * KEY_BYTES) for n in range(200)}
     assert len(prints) == 200
     assert {len(text) for text in prints} == {2 * FINGERPRINT_BYTES}
     assert not any(digest.hex().startswith(fingerprint(KEY)) for digest in digests())
 
 
-def test_a_layout_in_words() -> None:
+def test_layout_summary() -> None:
     small, large = LayerLayout(1, 4, 4), LayerLayout(2, 8, 8)
     mixed = replace(LAYOUT, layers=[large, large, small])
     assert mixed.summary == (
@@ -93,7 +93,7 @@ def test_a_layout_in_words() -> None:
     assert mixed.summary != replace(mixed, layers=[large, small, large]).summary
 
 
-def test_nodes_are_divided_by_models_of_which_they_have_no_layout_in_common() -> None:
+def test_models_without_a_common_layout_are_incompatible() -> None:
     ours = {"m": ["a", "b"], "n": ["a"], "o": ["a"], "p": []}
     theirs = {"m": ["b"], "n": ["b"], "p": ["a"]}
-    assert divided(ours, theirs) == divided(theirs, ours) == ["n"]
+    assert incompatible_models(ours, theirs) == incompatible_models(theirs, ours) == ["n"]

@@ -1,4 +1,4 @@
-"""A prompt sent as what it adds to an earlier one arrives whole, or is asked for whole."""
+"""Prompt deltas in tokens, from sender to receiver."""
 
 from array import array
 
@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Sampling, Work
-from kvmesh.frontend.dispatch.prompt_delta import SentPromptCache
-from kvmesh.worker.requests.prompt_cache import LONG, PromptCache
+from kvmesh.prompt_delta.tokens import MIN_BYTES, PromptCache, SentPromptCache
 
-TOKENS = LONG // 4
+TOKENS = MIN_BYTES // 4
 
 
 def work(request: str, tokens: bytes, session: str | None = "s", salt: int = 1) -> Work:
@@ -39,52 +38,52 @@ turns = st.tuples(
 
 
 @given(st.lists(turns, max_size=30), st.integers(0, 20 * TOKENS), st.integers(0, 20 * TOKENS))
-def test_what_arrives_is_what_was_sent(
+def test_the_receiver_rebuilds_every_prompt(
     offered: list[tuple[str | None, int, str, int, int]], sender_limit: int, keeper_limit: int
 ) -> None:
-    bases = SentPromptCache(sender_limit)
+    sent_prompts = SentPromptCache(sender_limit)
     workers = {name: PromptCache(keeper_limit) for name in ("w-1", "w-2")}
     for number, (session, salt, name, length, loose) in enumerate(offered):
         whole = work(f"r{number}", grown(length, loose), session, salt)
-        sent = bases.shorten(name, whole)
+        sent = sent_prompts.shorten(name, whole)
         taken = workers[name].complete(sent)
         if taken is None:
-            bases.forget(name, whole)
+            sent_prompts.forget(name, whole)
             sent, taken = whole, workers[name].complete(whole)
         assert taken == whole
-        if workers[name].keep(whole, sent.base):
-            bases.keep(name, whole)
-        assert bases.bytes <= sender_limit
-        assert workers[name].bytes <= keeper_limit
+        if workers[name].store(whole, sent.base):
+            sent_prompts.store(name, whole)
+        assert sent_prompts.size <= sender_limit
+        assert workers[name].size <= keeper_limit
 
 
-def test_a_turn_sends_what_it_adds() -> None:
-    bases = SentPromptCache()
-    bases.keep("w", work("a", grown(TOKENS, loose=8)))
+def test_a_turn_sends_only_new_tokens() -> None:
+    sent_prompts = SentPromptCache()
+    sent_prompts.store("w", work("a", grown(TOKENS, loose=8)))
     longer = work("b", prompt(TOKENS + 100))
-    sent = bases.shorten("w", longer)
+    sent = sent_prompts.shorten("w", longer)
     assert sent.base == "a"
     assert sent.shared == TOKENS - 64
     assert sent.tokens == longer.tokens[4 * sent.shared :]
-    assert bases.shorten("other", longer) is longer
-    assert bases.shorten("w", replace(longer, session="t")).base == ""
-    assert bases.shorten("w", replace(longer, salt=2)).base == ""
+    assert sent_prompts.shorten("other", longer) is longer
+    assert sent_prompts.shorten("w", replace(longer, session="t")).base == ""
+    assert sent_prompts.shorten("w", replace(longer, salt=2)).base == ""
 
 
-def test_a_prompt_takes_the_place_of_the_one_it_was_built_on() -> None:
+def test_a_prompt_replaces_its_base() -> None:
     prompts = PromptCache()
-    assert prompts.keep(work("a", prompt(TOKENS)))
+    assert prompts.store(work("a", prompt(TOKENS)))
     longer = replace(work("b", prompt(1)), base="a", shared=TOKENS)
     whole = prompts.complete(longer)
     assert whole is not None
-    assert prompts.keep(whole, "a")
-    assert prompts.bytes == LONG + 4
+    assert prompts.store(whole, "a")
+    assert prompts.size == MIN_BYTES + 4
     assert prompts.complete(longer) is None
-    assert not prompts.keep(work("c", prompt(TOKENS - 1)))
+    assert not prompts.store(work("c", prompt(TOKENS - 1)))
 
 
-def test_a_base_is_not_believed_to_be_longer_than_it_is() -> None:
+def test_a_delta_cannot_share_more_than_the_base() -> None:
     prompts = PromptCache()
-    prompts.keep(work("a", prompt(TOKENS)))
+    prompts.store(work("a", prompt(TOKENS)))
     for shared in (-1, 0, TOKENS + 1):
         assert prompts.complete(replace(work("b", b""), base="a", shared=shared)) is None

@@ -1,4 +1,4 @@
-"""Claims, budgets, outcomes, pins, and the way from token ranges to blocks."""
+"""Claims, budgets, outcomes, pins, and block segments from token ranges."""
 
 from collections.abc import Sequence
 from math import inf
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvmesh.bus.messages import Retain
 from kvmesh.retention.budget import RetentionBudget, directives
 from kvmesh.retention.claims import (
-    PLAIN,
     THINKING_LEVEL,
+    UNCLAIMED,
     BlockRetention,
     EvictionRank,
     RetentionWish,
@@ -40,69 +40,67 @@ def directive(tenant: str = "t") -> Directive:
 
 
 @given(st.lists(st.tuples(WISHES, st.integers(0, 20)), max_size=6), st.integers(0, 30))
-def test_whatever_asks_for_most_counts_at_any_time(
-    asked: list[tuple[RetentionWish, int]], later: int
-) -> None:
-    keep, promises = BlockRetention("t"), RetentionBudget(most=10, forget_s=inf)
+def test_the_highest_valid_claim_counts(asked: list[tuple[RetentionWish, int]], later: int) -> None:
+    keep, promises = BlockRetention("t"), RetentionBudget(max_size=10, unlimited_ttl_s=inf)
     used = 0
     held: list[RetentionWish] = []
     for wish, wait in asked:
         used += wait
         held = [old for old in held if old.ttl_s is None or old.ttl_s > wait]
-        if wish.keeps:
-            assert promises.claim(keep, 1, wish, float(used), alone=False)
+        if wish.needs_budget:
+            assert promises.claim(keep, 1, wish, float(used), exclusive=False)
             held.append(wish)
         else:
             promises.touch(keep, 1, float(used))
     held = [old for old in held if old.ttl_s is None or old.ttl_s > later]
     ends = [EvictionRank(w.level, inf if w.ttl_s is None else used + w.ttl_s) for w in held]
-    assert keep.standing(float(used + later)) == max(ends, default=PLAIN)
+    assert keep.eviction_rank(float(used + later)) == max(ends, default=UNCLAIMED)
 
 
-def test_a_hit_starts_the_time_again_and_the_end_falls_back_to_plain() -> None:
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+def test_a_hit_renews_a_claim_which_then_expires() -> None:
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80, 10.0), now=0.0)
     promises.touch(keep, 1, now=8.0)
-    assert keep.standing(17.0) == EvictionRank(80, 18.0)
-    assert promises.lapse(keep, 1, now=18.0) == PLAIN
+    assert keep.eviction_rank(17.0) == EvictionRank(80, 18.0)
+    assert promises.expire(keep, 1, now=18.0) == UNCLAIMED
     assert not keep
     assert promises.charged == {}
 
 
-def test_promises_without_an_end_are_forgotten_when_nobody_comes_back() -> None:
-    promises, keep = RetentionBudget(most=10, forget_s=50.0), BlockRetention("t")
+def test_unlimited_claims_expire_without_use() -> None:
+    promises, keep = RetentionBudget(max_size=10, unlimited_ttl_s=50.0), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80), now=0.0)
     promises.touch(keep, 1, now=40.0)
-    assert keep.standing(89.0) == EvictionRank(80, 90.0)
-    promises.lapse(keep, 1, now=90.0)
+    assert keep.eviction_rank(89.0) == EvictionRank(80, 90.0)
+    promises.expire(keep, 1, now=90.0)
     assert promises.charged == {}
 
 
-def test_the_only_session_may_lower_and_others_keep_what_they_asked_for() -> None:
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+def test_an_exclusive_wish_replaces_claims_and_a_shared_one_does_not() -> None:
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80), now=0.0)
-    promises.claim(keep, 1, RetentionWish(10), now=1.0, alone=False)
-    assert keep.standing(1.0).level == 80
-    promises.claim(keep, 1, RetentionWish(10), now=1.0, alone=True)
-    assert keep.standing(1.0).level == 10
+    promises.claim(keep, 1, RetentionWish(10), now=1.0, exclusive=False)
+    assert keep.eviction_rank(1.0).level == 80
+    promises.claim(keep, 1, RetentionWish(10), now=1.0, exclusive=True)
+    assert keep.eviction_rank(1.0).level == 10
     assert promises.charged == {}
 
 
-def test_who_uses_a_lowered_block_plainly_lifts_it() -> None:
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+def test_a_default_use_drops_low_claims() -> None:
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(THINKING_LEVEL), now=0.0)
     promises.touch(keep, 1, now=1.0)
-    assert keep.standing(1.0) == PLAIN
-    promises.claim(keep, 1, RetentionWish(10), now=2.0, alone=False)
-    assert keep.standing(2.0) == PLAIN, "others who use it have asked for nothing"
+    assert keep.eviction_rank(1.0) == UNCLAIMED
+    promises.claim(keep, 1, RetentionWish(10), now=2.0, exclusive=False)
+    assert keep.eviction_rank(2.0) == UNCLAIMED, "others who use it have asked for nothing"
 
 
 def test_a_short_high_claim_and_a_long_low_one_follow_each_other() -> None:
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80, 10.0), now=0.0)
-    promises.claim(keep, 1, RetentionWish(40, 100.0), now=0.0, alone=False)
-    assert keep.standing(5.0) == EvictionRank(80, 10.0)
-    assert promises.lapse(keep, 1, 10.0) == EvictionRank(40, 100.0)
+    promises.claim(keep, 1, RetentionWish(40, 100.0), now=0.0, exclusive=False)
+    assert keep.eviction_rank(5.0) == EvictionRank(80, 10.0)
+    assert promises.expire(keep, 1, 10.0) == EvictionRank(40, 100.0)
 
 
 # --- budgets and outcomes ----------------------------------------------------------------------
@@ -125,54 +123,56 @@ def test_the_budget_of_a_tenant_is_never_exceeded(
 ) -> None:
     sizes = [1, 2, 3, 1, 5]
     keeps = [BlockRetention("t" if i < 4 else "u") for i in range(5)]
-    promises = RetentionBudget(most=4)
+    promises = RetentionBudget(max_size=4)
     now = 0.0
     for call, i, wish, wait in calls:
         now += wait
         keep, size = keeps[i], sizes[i]
         match call:
             case "claim":
-                promises.claim(keep, size, wish, now, directive(), alone=wait % 2 == 0)
+                promises.claim(keep, size, wish, now, directive(), exclusive=wait % 2 == 0)
             case "touch":
                 promises.touch(keep, size, now)
             case "lapse":
-                promises.lapse(keep, size, now)
+                promises.expire(keep, size, now)
             case "pin":
                 promises.pin(keep, size, "p", wish.level, now + 5, directive())
             case "unpin":
                 promises.unpin(keep, size, "p")
             case _:
-                promises.evicted(keep, size, now)
+                promises.on_evicted(keep, size, now)
                 keeps[i] = BlockRetention(keep.tenant)
         held = {"t": 0, "u": 0}
         for k, s in zip(keeps, sizes, strict=True):
-            assert k.charged == k.keeps
+            assert k.charged == k.needs_budget
             held[k.tenant] += s * k.charged
         assert {tenant: used for tenant, used in held.items() if used} == promises.charged
         assert all(used <= 4 for used in held.values())
 
 
-def test_over_budget_a_directive_is_clipped_and_says_so() -> None:
+def test_a_directive_over_budget_is_clipped() -> None:
     told: list[tuple[Directive, DirectiveOutcome]] = []
-    promises = RetentionBudget(most=3, tell=lambda asked, outcome: told.append((asked, outcome)))
+    promises = RetentionBudget(
+        max_size=3, on_outcome=lambda asked, outcome: told.append((asked, outcome))
+    )
     asked = directive()
     assert promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, asked)
     assert not promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, asked)
     assert promises.grantable(BlockRetention("t"), 2, RetentionWish(80)) == 1
     assert promises.claim(BlockRetention("other"), 2, RetentionWish(80), 0.0)
-    assert promises.outcomes.granted(asked) == DirectiveOutcome.CLIPPED
+    assert promises.outcomes.record_grant(asked) == DirectiveOutcome.CLIPPED
     assert told == [(asked, DirectiveOutcome.CLIPPED)]
-    assert (asked.blocks, asked.asked) == (2, 4)
+    assert (asked.granted_blocks, asked.requested_blocks) == (2, 4)
 
 
 def test_a_directive_ends_once() -> None:
-    promises, asked = RetentionBudget(most=10), directive()
+    promises, asked = RetentionBudget(max_size=10), directive()
     one, two = BlockRetention("t"), BlockRetention("t")
     for keep in (one, two):
         promises.claim(keep, 1, RetentionWish(80, 10.0), 0.0, asked)
-    assert promises.outcomes.granted(asked) == DirectiveOutcome.HONOURED
-    promises.evicted(one, 1, now=5.0)
-    promises.lapse(two, 1, now=11.0)
+    assert promises.outcomes.record_grant(asked) == DirectiveOutcome.HONOURED
+    promises.on_evicted(one, 1, now=5.0)
+    promises.expire(two, 1, now=11.0)
     assert promises.outcomes.counts[DirectiveOutcome.EVICTED] == 1
     assert promises.outcomes.counts[DirectiveOutcome.EXPIRED] == 0
 
@@ -185,20 +185,20 @@ def pin(name: str, prompt: list[int], deadline: float) -> Pinned[int]:
 
 
 def test_the_same_id_replaces_and_the_table_is_bounded() -> None:
-    table: PinTable[int] = PinTable(most=2)
+    table: PinTable[int] = PinTable(max_pins=2)
     first, again = pin("a", [1, 2], 10.0), pin("a", [1, 3], 20.0)
     assert table.put(first) == []
     assert table.put(again) == [first]
     assert table.put(pin("b", [1, 3, 4], 30.0)) == []
     assert table.put(pin("c", [5], 40.0)) == [again]
-    assert [(found.id, n) for found, n in table.along([1, 3, 9], 1.0)] == [("b", 2)]
-    assert list(table.along([1, 3], 30.0)) == []
+    assert [(found.id, n) for found, n in table.matching([1, 3, 9], 1.0)] == [("b", 2)]
+    assert list(table.matching([1, 3], 30.0)) == []
     assert table.remove("b") is None, "it ended"
     assert len(table) == 1
 
 
-def test_a_full_table_of_pins_takes_from_the_owner_with_the_most() -> None:
-    table: PinTable[int] = PinTable(most=3)
+def test_a_full_pin_table_replaces_a_pin_of_the_largest_owner() -> None:
+    table: PinTable[int] = PinTable(max_pins=3)
     greedy, modest = Directive("greedy", 100, 9.0), Directive("modest", 100, 9.0)
 
     def put(name: str, deadline: float, directive: Directive) -> list[str]:
@@ -257,20 +257,20 @@ def test_a_block_takes_the_highest_wish_of_its_tokens(
     assert found == expected
 
 
-def test_nothing_is_asked_where_all_is_as_by_default() -> None:
+def test_default_wishes_make_no_segments() -> None:
     assert segments([], None, 100, 16) == []
     assert segments([Retain(0, 50, kind="system"), Retain(50, None)], None, 100, 16) == []
 
 
-def test_an_explicit_wish_for_the_default_revises_an_earlier_one() -> None:
+def test_an_explicit_default_overrides_an_earlier_wish() -> None:
     default = Retain(32, 64, 35, explicit=True)
     assert segments([default], None, 100, 16) == [
         RetentionSegment(2, 4, RetentionWish(35, None, 0))
     ]
-    promises, keep = RetentionBudget(most=10), BlockRetention("t")
+    promises, keep = RetentionBudget(max_size=10), BlockRetention("t")
     promises.claim(keep, 1, RetentionWish(80), 0.0, directive())
     promises.claim(keep, 1, RetentionWish(THINKING_LEVEL), 1.0)
-    assert keep.standing(1.0).level == 80, "a default revises nothing"
+    assert keep.eviction_rank(1.0).level == 80, "a default revises nothing"
     promises.claim(keep, 1, RetentionWish(35, None, 0), 2.0, directive())
     assert not keep
 
@@ -283,7 +283,7 @@ def test_only_blocks_wholly_inside_thinking_count_as_such() -> None:
     assert segments(retention, None, 80, 16) == [RetentionSegment(2, 3, RetentionWish(60, None, 0))]
 
 
-def test_what_comes_before_is_kept_as_dearly_and_counts() -> None:
+def test_preceding_blocks_are_retained_and_charged() -> None:
     retention = [Retain(0, 32, 50, explicit=True), Retain(48, 80, 90, 60.0, explicit=True)]
     asked = segments([*retention, Retain(80, 96, kind="thinking")], None, 112, 16)
     first, second = RetentionWish(90, 60.0, 0), RetentionWish(90, 60.0, 1)
@@ -300,7 +300,7 @@ def test_what_comes_before_is_kept_as_dearly_and_counts() -> None:
     ]
 
 
-def test_what_is_generated_has_a_wish_of_its_own() -> None:
+def test_generated_tokens_have_their_own_wish() -> None:
     decode = Retain(0, None, 70, 60.0, kind="decode", explicit=True)
     prompt = [Retain(0, 32, 90, explicit=True)]
     assert segments(prompt, decode, 40, 16) == [
@@ -323,7 +323,7 @@ def test_defaults_can_be_changed() -> None:
 
 
 @pytest.mark.parametrize("text", ["tool", "tool=", "tool=101", "tool=x", "pet=3", "tool=3/-1"])
-def test_a_wrong_default_is_named(text: str) -> None:
+def test_a_malformed_default_is_named(text: str) -> None:
     with pytest.raises(RetentionError, match="KIND=PRIORITY") as caught:
         parse_defaults([text])
     assert caught.value.text == text

@@ -1,4 +1,4 @@
-"""How the KV of one block is laid out in memory, wherever it is."""
+"""Memory layout of the KV of one block."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -15,9 +15,9 @@ class LayerLayout(Struct, frozen=True, array_like=True):
 
 
 class KvLayout(Struct, frozen=True, kw_only=True):
-    """How a block is laid out: layer by layer, keys then values, each [block_size, heads, size].
+    """Layout of a block: layer by layer, keys then values, each [block_size, heads, size].
 
-    `weights` is a fingerprint of the model: KV is good only for the weights that computed it.
+    `weights` is a fingerprint of the model: KV is valid only for the weights that computed it.
     """
 
     weights: str
@@ -34,7 +34,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """All of it in words: equal for equal layouts only."""
+        """Description of the whole layout, equal only for equal layouts."""
         runs = ((layer, len(list(same))) for layer, same in groupby(self.layers))
         layers = ", ".join(
             f"{count} layers of {layer.heads} heads of {layer.key_size}+{layer.value_size}"
@@ -44,8 +44,10 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         return f"{item}, {self.block_size} tokens a block, {layers}, weights {self.weights}"
 
 
-def divided(ours: Mapping[str, Sequence[str]], theirs: Mapping[str, Sequence[str]]) -> list[str]:
-    """Models that both have in layouts (in words) none of which is the same."""
+def incompatible_models(
+    ours: Mapping[str, Sequence[str]], theirs: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Models of which both nodes have layouts (as summaries), none of them the same."""
     return [
         model
         for model, layouts in ours.items()

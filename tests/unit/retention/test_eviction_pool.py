@@ -1,14 +1,14 @@
-"""The eviction pool against a model that looks at everything each time."""
+"""The eviction pool against a model that searches all keys each time."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmesh.retention.claims import PLAIN, EvictionRank
+from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
 
 STANDINGS = st.one_of(
-    st.just(PLAIN),
+    st.just(UNCLAIMED),
     st.builds(
         EvictionRank,
         st.sampled_from([-1, 0, 20, 35, 36, 100]),
@@ -37,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _standing(self, key: int) -> EvictionRank:
         standing = self.standings[key]
-        return standing if standing.until > self.now else PLAIN
+        return standing if standing.until > self.now else UNCLAIMED
 
     def _expected(self) -> int:
         leaves = [key for key in self.order if not self._carries(key)]
@@ -48,7 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
         key = max(self.parents, default=0) + 1
         self.parents[key] = data.draw(st.sampled_from([None, *self.parents]))
         if standing.until <= self.now:
-            standing = PLAIN
+            standing = UNCLAIMED
         self._add(key, standing)
 
     def _add(self, key: int, standing: EvictionRank) -> None:
@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
         keys = data.draw(st.lists(st.sampled_from([0, *self.order]), unique=True))
         self.pool.touch(keys)
         for key in filter(None, keys):
-            self.standings[key] = PLAIN
+            self.standings[key] = UNCLAIMED
             self.order.remove(key)
             self.order.append(key)
 
@@ -83,9 +83,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), standing=STANDINGS)
     def revise(self, data: st.DataObject, standing: EvictionRank) -> None:
         key = data.draw(st.sampled_from(self.order))
-        if standing.until > self.now or standing == PLAIN:
+        if standing.until > self.now or standing == UNCLAIMED:
             self.standings[key] = standing
-            self.pool.set(key, standing)
+            self.pool.update(key, standing)
 
     @rule(seconds=st.integers(1, 12))
     def wait(self, seconds: int) -> None:
@@ -97,14 +97,14 @@ class PoolMachine(RuleBasedStateMachine):
         """As many as are here can always go, in the order of the model."""
         for _ in range(min(count, len(self.order))):
             expected = self._expected()
-            key = self.pool.first(self.now)
+            key = self.pool.next_victim(self.now)
             assert key == expected
             self.pool.discard(key)
             self.order.remove(key)
             del self.standings[key]
             parent = self.parents.pop(key)
             if parent is not None and not self._carries(parent):
-                self.pool.uncover(parent)
+                self.pool.unblock(parent)
 
     @invariant()
     def holds_the_same(self) -> None:
@@ -117,22 +117,22 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 def loose() -> EvictionPool[bytes]:
-    return EvictionPool(lambda _: False, lambda _key, _now: PLAIN)
+    return EvictionPool(lambda _: False, lambda _key, _now: UNCLAIMED)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=3), unique=True, min_size=1))
-def test_what_nothing_was_asked_for_goes_by_recency(keys: list[bytes]) -> None:
+def test_unclaimed_keys_are_evicted_by_recency(keys: list[bytes]) -> None:
     pool = loose()
     for key in keys:
         pool.add(key)
     gone = []
     while len(pool):
-        gone.append(pool.first(1.0))
+        gone.append(pool.next_victim(1.0))
         pool.discard(gone[-1])
     assert gone == keys
 
 
-def test_thinking_first_then_low_then_plain_then_what_is_kept() -> None:
+def test_eviction_order_of_levels() -> None:
     pool = loose()
     inf = float("inf")
     pool.add(b"kept", EvictionRank(80, inf))
@@ -142,14 +142,14 @@ def test_thinking_first_then_low_then_plain_then_what_is_kept() -> None:
     pool.add(b"thinking", EvictionRank(-1, inf))
     gone = []
     while len(pool):
-        gone.append(pool.first(1.0))
+        gone.append(pool.next_victim(1.0))
         pool.discard(gone[-1])
     assert gone == [b"thinking", b"low", b"plain", b"short", b"kept"]
 
 
-def test_memory_stays_in_proportion_however_often_a_key_changes() -> None:
+def test_memory_is_proportional_to_the_keys() -> None:
     pool = loose()
     for i in range(10_000):
         pool.add(b"a", EvictionRank(50, 100.0 + i))
         pool.discard(b"a")
-    assert len(pool._heap) + len(pool._ends) < 200
+    assert len(pool._heap) + len(pool._expiries) < 200

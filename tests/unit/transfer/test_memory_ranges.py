@@ -1,4 +1,4 @@
-"""The pure parts of block transfers: ranges, and room for blocks on their way."""
+"""The pure parts of block transfers: ranges and staging memory."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.transfer.memory_ranges import Allowed, Piece, Range, batches, merged, pack, unpack
-from kvmesh.transfer.staging import Staging
+from kvmesh.worker.engines.torch.staging import Staging
 
 PIECES = st.lists(st.builds(Piece, *[st.integers(0, 300)] * 2, st.integers(1, 40)), max_size=30)
 RANGES = st.lists(st.builds(Range, st.integers(0, 300), st.integers(1, 40)), max_size=20)
@@ -29,7 +29,7 @@ def test_merging_moves_the_same_bytes_in_no_more_pieces(pieces: list[Piece]) -> 
     assert len(joined) <= len(pieces)
 
 
-def test_what_lies_side_by_side_becomes_one_piece() -> None:
+def test_adjacent_pieces_are_merged() -> None:
     pieces = [Piece(i * 64, 1000 + i * 64, 64) for i in (3, 1, 0, 2)]
     assert merged(pieces) == [Piece(0, 1000, 256)]
 
@@ -53,7 +53,7 @@ def test_a_range_is_allowed_if_each_of_its_bytes_is(
 
 
 @given(PIECES)
-def test_what_is_packed_is_unpacked(pieces: list[Piece]) -> None:
+def test_packing_round_trip(pieces: list[Piece]) -> None:
     assert unpack(pack(pieces)) == [Range(p.remote, p.length) for p in pieces]
 
 
@@ -62,7 +62,7 @@ def test_half_a_range_is_an_error() -> None:
         unpack(b"12345678")
 
 
-async def test_staging_serves_who_came_first() -> None:
+async def test_staging_is_first_come_first_served() -> None:
     staging = Staging(4)
     assert await staging.take(3) == [0, 1, 2]
     large = asyncio.create_task(staging.take(3))
