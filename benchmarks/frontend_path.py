@@ -264,7 +264,7 @@ async def _route(nats_url: str, count: int) -> list[float]:
         await bus.request(bus.subjects.router(MODEL), request, RouteReply, 5.0)  # type: ignore[arg-type]
         times.append((time.perf_counter() - started) * 1e3)
         freed = SeqBatch(source="benchmark", events=[SeqFree(request=request.request)])
-        await bus.publish(bus.subjects.seq(MODEL), freed)
+        bus.post(bus.subjects.seq(MODEL), freed)
     await bus.close()
     return times
 

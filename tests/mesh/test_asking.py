@@ -101,7 +101,7 @@ class Stage:
         """Make room for one after the other; returns the requests in the order of their going."""
         for number in range(count):
             done = SeqPrefilled(self.decisions.seen[-1].request)
-            await self.bus.publish(self.bus.subjects.seq("m"), SeqBatch("f", [done]))
+            self.bus.post(self.bus.subjects.seq("m"), SeqBatch("f", [done]))
             await self._placed(number + 2)
         return [d.request.partition(".")[0] for d in self.decisions.seen[1:]]
 
@@ -213,7 +213,7 @@ async def test_after_a_lost_connection_each_request_still_waits_and_counts_once(
     for _ in range(3):
         for reconnected in stage.bus.on_reconnect:
             reconnected()
-        await stage.bus.client.flush()
+        await stage.bus.flush()
     assert await stage.let_all_go(4) == [f"q{number}" for number in range(4)]
     assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
     assert all(len(names) == 1 for names in stage.attempts.values())
@@ -231,7 +231,7 @@ async def test_what_nobody_waits_for_any_more_is_not_placed(stage: Stage) -> Non
     given_up: list[SeqEvent] = [
         SeqFree(names[-1]) for names in stage.attempts.values() if names[0] != "first"
     ]
-    await stage.bus.publish(stage.bus.subjects.seq("m"), SeqBatch("f", given_up))
+    stage.bus.post(stage.bus.subjects.seq("m"), SeqBatch("f", given_up))
     stage.proxy.release()
     await eventually(lambda: [stage.waiting(router) for router in stage.routers] == [0, 0])
     assert [d.request for d in stage.decisions.seen] == ["first"]

@@ -14,15 +14,19 @@ import msgspec
 import pytest
 import uvloop
 from msgspec.structs import fields
-from nats.errors import NoRespondersError
-from nats.js.errors import APIError
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.client import Bus, BusOptions, Reply, Respond
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.discovery import Directory, Lease, forget_instance
 from kvmesh.bus.engine_loads import follow_loads
-from kvmesh.bus.errors import BusUnavailable, ModelFilesError, NoResponder, RequestTimeout
+from kvmesh.bus.errors import (
+    BusUnavailable,
+    JetStreamError,
+    ModelFilesError,
+    NoResponder,
+    RequestTimeout,
+)
 from kvmesh.bus.messages import (
     ControlReply,
     Instance,
@@ -37,6 +41,8 @@ from kvmesh.bus.model_files import fetch_model, publish_model
 from kvmesh.bus.reader import TURN_S, Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 
+CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
+
 PING = msgspec.msgpack.Decoder(Ping)
 
 
@@ -47,34 +53,37 @@ def card(name: str) -> Instance:
 
 
 async def test_a_request_is_answered_and_absence_is_told_from_silence(bus: Bus) -> None:
-    async def answer(_: Ping, respond: Respond) -> None:
-        await respond(ControlReply(ok=True))
+    async def answer(_: Ping, reply: Reply) -> None:
+        reply(ControlReply(ok=True))
 
-    async def ignore(_: Ping, __: Respond) -> None:
+    async def ignore(_: Ping, __: Reply) -> None:
         return
 
     await bus.serve(bus.subjects.ping("a"), PING, answer)
     await bus.serve(bus.subjects.ping("b"), PING, ignore)
-    assert (await bus.request(bus.subjects.ping("a"), Ping(), ControlReply, PATIENCE_S)).ok
+    assert (await bus.request(bus.subjects.ping("a"), Ping(), CONTROL_REPLY, PATIENCE_S)).ok
     with pytest.raises(NoResponder):
-        await bus.request(bus.subjects.ping("c"), Ping(), ControlReply, PATIENCE_S)
+        await bus.request(bus.subjects.ping("c"), Ping(), CONTROL_REPLY, PATIENCE_S)
     with pytest.raises(RequestTimeout):
-        await bus.request(bus.subjects.ping("b"), Ping(), ControlReply, 0.05)
+        await bus.request(bus.subjects.ping("b"), Ping(), CONTROL_REPLY, 0.05)
 
 
 async def test_a_malformed_request_is_answered_and_the_server_lives(bus: Bus) -> None:
-    async def answer(_: Ping, respond: Respond) -> None:
-        await respond(ControlReply(ok=True))
+    async def answer(_: Ping, reply: Reply) -> None:
+        reply(ControlReply(ok=True))
 
     await bus.serve(
         bus.subjects.ping("a"), PING, answer, on_malformed=lambda why: ControlReply(False, why)
     )
     reply = await bus.request(
-        bus.subjects.ping("a"), {"type": "nonsense"}, ControlReply, PATIENCE_S
+        bus.subjects.ping("a"),
+        {"type": "nonsense"},
+        CONTROL_REPLY,
+        PATIENCE_S,
     )
     assert not reply.ok
     assert "nonsense" in reply.reason
-    assert (await bus.request(bus.subjects.ping("a"), Ping(), ControlReply, PATIENCE_S)).ok
+    assert (await bus.request(bus.subjects.ping("a"), Ping(), CONTROL_REPLY, PATIENCE_S)).ok
 
 
 async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: Bus) -> None:
@@ -85,13 +94,13 @@ async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: B
 
     subject = bus.subjects.ping("a")
     for _ in range(2):
-        await bus.handle(subject, PING, keep, "group", lambda why: ControlReply(False, why))
-    asked = asyncio.create_task(bus.request(subject, Ping(), ControlReply, PATIENCE_S))
+        await bus.serve(subject, PING, keep, "group", lambda why: ControlReply(False, why))
+    asked = asyncio.create_task(bus.request(subject, Ping(), CONTROL_REPLY, PATIENCE_S))
     await eventually(lambda: kept)
     kept[0](ControlReply(ok=True))
     assert (await asked).ok
     assert len(kept) == 1
-    assert not (await bus.request(subject, {"type": "nonsense"}, ControlReply, PATIENCE_S)).ok
+    assert not (await bus.request(subject, {"type": "nonsense"}, CONTROL_REPLY, PATIENCE_S)).ok
 
 
 async def test_posts_keep_their_order_also_when_the_connection_is_congested(bus: Bus) -> None:
@@ -118,7 +127,7 @@ async def test_a_plain_function_gets_all_in_order_and_may_fail(bus: Bus) -> None
     await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), hear)
     for number in range(0, 3000, 3):
         assert bus.client.try_publish(subject, encode(SeqFree(str(number))))
-        await bus.publish(subject, SeqFree(str(number + 1)))
+        bus.post(subject, SeqFree(str(number + 1)))
         await bus.client.publish(subject, encode(SeqFree(str(number + 2))), headers={"a": "b"})
     await eventually(lambda: len(heard) == 3000)
     assert heard == list(range(3000))
@@ -133,9 +142,9 @@ async def test_what_is_published_during_an_outage_follows(
         subject, msgspec.msgpack.Decoder(SeqFree), lambda event: heard.append(event.request)
     )
     await asyncio.to_thread(nats_server.stop)
-    await eventually(lambda: not bus.client.is_connected)
+    await eventually(lambda: not bus.connected)
     assert not bus.client.try_publish(subject, encode(SeqFree("a")))
-    await bus.publish(subject, SeqFree("a"))
+    bus.post(subject, SeqFree("a"))
     await asyncio.to_thread(nats_server.start)
     await eventually(lambda: bus.client.try_publish(subject, encode(SeqFree("b"))))
     await eventually(lambda: heard == ["a", "b"])
@@ -155,7 +164,7 @@ async def test_attempts_that_fail_are_closed(nats_server: NatsServer, bus: Bus) 
         await eventually(lambda: len(attempts) > 2)
         await eventually(lambda: all(reader.at_eof() for reader in attempts[:2]))
     await asyncio.to_thread(nats_server.start)
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
 
 
 async def test_no_server_is_a_clear_error() -> None:
@@ -199,18 +208,18 @@ class Reading:
 
 async def free(bus: Bus, *ids: str) -> None:
     for name in ids:
-        await bus.publish(bus.subjects.seq("m"), SeqBatch("test", [SeqFree(name)]))
-    await bus.client.flush()
+        bus.post(bus.subjects.seq("m"), SeqBatch("test", [SeqFree(name)]))
+    await bus.flush()
 
 
 async def test_what_is_stored_is_in_the_stream_and_what_is_not_is_an_error(bus: Bus) -> None:
     await bus.store(bus.subjects.seq("m"), encode(SeqBatch("test", [SeqFree("a")])), 5)
     assert (await bus.js.stream_info(bus.subjects.seq_stream)).state.messages == 1
-    with pytest.raises(NoRespondersError):
+    with pytest.raises(NoResponder):
         await bus.store("nowhere", b"", 5)
     small = f"{bus.options.namespace}-small"
     await bus.js.add_stream(name=small, subjects=[small], max_msg_size=8)
-    with pytest.raises(APIError, match="exceeds"):
+    with pytest.raises(JetStreamError, match="exceeds"):
         await bus.store(small, b"too much for it", 5)
 
 
@@ -287,7 +296,7 @@ async def test_a_reader_starts_over_when_the_server_lost_the_stream(
     await free(bus, "a", "b", "c")
     await eventually(lambda: len(reading.ids) == 3)
     await asyncio.to_thread(nats_server.wipe)
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
     await ensure_streams(bus, limits)
     await free(bus, "d")
     await eventually(lambda: reading.ids[3:] == ["d"])
@@ -358,9 +367,9 @@ async def test_an_instance_tells_of_its_own_load_alone(
 
     heard: list[Load] = []
     await follow_loads(bus, heard.append)
-    await bus.publish(bus.subjects.load("a-1"), load("b-1", 99))
+    bus.post(bus.subjects.load("a-1"), load("b-1", 99))
     await bus.client.publish(bus.subjects.load("a-1"), b"no load")
-    await bus.publish(bus.subjects.load("b-1"), load("b-1", 1))
+    bus.post(bus.subjects.load("b-1"), load("b-1", 1))
     await eventually(lambda: heard)
     assert heard == [load("b-1", 1)]
     assert "from now on silently: it speaks of b-1" in caplog.text
@@ -492,7 +501,7 @@ async def test_a_lost_server_is_one_line_with_its_cause(
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvmesh.bus")
     nats_server.kill()
-    await eventually(lambda: not bus.client.is_connected)
+    await eventually(lambda: not bus.connected)
     await eventually(lambda: bus.client.last_error is not None)  # an attempt failed as well
     await asyncio.to_thread(nats_server.start)
     await eventually(lambda: bus.connected_for > 0)
@@ -520,15 +529,15 @@ async def test_an_answer_that_came_while_the_process_was_stopped_is_an_answer(
     """As under uvloop, which services run on: its timers come before what is to be read."""
     subject = bus.subjects.ping("w")
 
-    async def answer(_: Ping, respond: Respond) -> None:
+    async def answer(_: Ping, reply: Reply) -> None:
         await asyncio.sleep(0.1)
-        await respond(ControlReply(ok=True))
+        reply(ControlReply(ok=True))
 
     await bus.serve(subject, PING, answer)
 
     async def stopped() -> ControlReply:
         own = await Bus.connect(options, "stopped")
-        asked = asyncio.create_task(own.request(subject, Ping(), ControlReply, 0.3))
+        asked = asyncio.create_task(own.request(subject, Ping(), CONTROL_REPLY, 0.3))
         await asyncio.sleep(0.05)  # it is sent, but not answered yet
         time.sleep(1.0)  # noqa: ASYNC251 (nothing runs here meanwhile, as while it is stopped)
         try:

@@ -87,7 +87,7 @@ async def test_a_reader_that_goes_on_from_before_notices_as_well(
     await eventually(lambda: before.texts == ["a", "lost"])
     await before.reader.close()
     await rewind(nats_server, bus, tmp_path / "copy", "b", "c")
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
     last = before.last
     assert last is not None
     after = Follower(bus, Start(after=last.seq, stored=last.time))
@@ -154,7 +154,7 @@ async def test_a_new_connection_ends_a_long_delay(
     monkeypatch.setattr(reader, "Backoff", Patient)
     follower = Follower(bus)
     await follower.reader.open()
-    await bus.js.delete_stream(bus.subjects.route_stream)
+    await bus.js.context.delete_stream(bus.subjects.route_stream)
     await eventually(lambda: 3600.0 in delays)
     await ensure_streams(bus)
     await bus.client.force_reconnect()

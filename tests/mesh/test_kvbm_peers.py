@@ -9,7 +9,7 @@ import pytest_asyncio
 from support.kvbm import layout
 from support.wait import eventually
 
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.kvbm import Lend, Lent
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
@@ -61,8 +61,8 @@ async def reader(bus: Bus, limits: StreamLimits, arena: Arena) -> AsyncIterator[
 async def test_what_a_peer_says_ends_in_a_block_or_in_none(
     bus: Bus, reader: Reader, lent: Lent
 ) -> None:
-    async def lend(_: Lend, respond: Respond) -> None:
-        await respond(lent)
+    async def lend(_: Lend, reply: Reply) -> None:
+        reply(lent)
 
     decoder = msgspec.msgpack.Decoder(Lend)
     serving = await bus.serve(bus.subjects.kvbm("liar"), decoder, lend)

@@ -65,7 +65,7 @@ async def test_a_loss_after_the_acknowledgement_shows_though_nothing_more_happen
     engine.store(1)
     await eventually(lambda: engine.publisher.published == 1)
     await asyncio.to_thread(nats_server.keep, tmp_path / "copy")
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
     engine.store(2)
     await eventually(lambda: engine.publisher.published == 2)
     await asyncio.to_thread(nats_server.put_back, tmp_path / "copy")
@@ -86,7 +86,7 @@ async def test_a_server_that_takes_less_than_before_gets_a_dump_in_smaller_parts
     engine.store(1, 10_000)
     await eventually(lambda: len(desk.contents.held.get(RANK, ())) == 10_000)
     nats_server.kill()
-    await eventually(lambda: not bus.client.is_connected)
+    await eventually(lambda: not bus.connected)
     engine.store(20_001, 10_000)  # one batch of 160 KB that the server would not take
     nats_server.max_payload = "64KB"
     try:
@@ -104,7 +104,7 @@ async def test_a_connection_that_the_server_ends_for_good_is_told(
     lost = asyncio.Event()
     bus.on_lost.append(lost.set)
     nats_server.kill()
-    await eventually(lambda: not bus.client.is_connected)
+    await eventually(lambda: not bus.connected)
     await bus.client.publish(bus.subjects.out("f"), bytes(100_000))  # too large for what comes
     nats_server.max_payload = "64KB"
     try:

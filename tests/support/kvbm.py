@@ -44,6 +44,7 @@ from kvmesh.hashing import block_hashes
 from support.wait import eventually
 
 T = TypeVar("T")
+_replies: "msgspec.msgpack.Decoder[KvbmReply]" = msgspec.msgpack.Decoder(KvbmReply)
 SIZE = 4
 SALT = 5
 
@@ -94,7 +95,7 @@ class Names:
         """What follows the first `shared` blocks, for one who knows the first `of`."""
         return {
             "digests": self.digests[16 * shared :],
-            "sequence": self.sequence[8 * shared :],
+            "sequence_hashes": self.sequence[8 * shared :],
             "local": self.local[8 * shared :],
             "base": self.digest(of - 1),
             "shared": shared,
@@ -137,8 +138,7 @@ class TestWorker:
 
     async def ask(self, message: object, reply: type[T], timeout: float = 10.0) -> T:
         subject = self.bus.subjects.kvbm(self.card.instance)
-        either: type[KvbmReply] = KvbmReply  # type: ignore[assignment]
-        answer = await self.bus.request(subject, message, either, timeout)
+        answer = await self.bus.request(subject, message, _replies, timeout)
         assert isinstance(answer, reply), answer
         return answer
 

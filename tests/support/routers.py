@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvmesh.bus.client import Bus, BusOptions, Respond
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
@@ -100,8 +100,8 @@ async def scripted_index(bus: Bus, held: dict[str, tuple[int, ...]]) -> None:
     """Serve an index that answers every prompt with the same overlaps."""
     answer = overlaps(held)
 
-    async def find(query: OverlapQuery, respond: Respond) -> None:
-        await respond(OverlapReply(answer.ranks, [answer.rows] * len(query.prompts)))
+    async def find(query: OverlapQuery, reply: Reply) -> None:
+        reply(OverlapReply(answer.ranks, [answer.rows] * len(query.prompts)))
 
     await bus.serve(bus.subjects.index("m"), QUERIES, find, queue="index")
 

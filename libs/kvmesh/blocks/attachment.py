@@ -10,11 +10,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
-from nats.errors import Error as NatsError
 
 from kvmesh.blocks.arena import WORKER_LOCKS, ArenaView, LivenessLock
 from kvmesh.blocks.errors import BlocksError
@@ -55,6 +54,16 @@ class ArenaUser(Protocol):
     async def release(self, arena: ArenaView) -> None:
         """Nothing is copied any more."""
         ...
+
+
+class Replies(NamedTuple, Generic[T]):
+    """The decoder of a reply that is a T unless the kvbm declines."""
+
+    decoder: "msgspec.msgpack.Decoder[T | Declined]"
+
+
+_attached: Replies[Attached] = Replies(msgspec.msgpack.Decoder(Attached | Declined))
+_done: Replies[Done] = Replies(msgspec.msgpack.Decoder(Done | Declined))
 
 
 class Attachment:
@@ -138,15 +147,19 @@ class Attacher:
         self._changed.set()
 
     async def ask(
-        self, attachment: Attachment, message: object, reply: type[T], timeout: float = REQUEST_S
+        self,
+        attachment: Attachment,
+        message: object,
+        replies: "Replies[T]",
+        timeout: float = REQUEST_S,
     ) -> T | None:
         """The answer to a request, or None for whatever reason, which is logged."""
         try:
-            answer = await self._send(attachment.kvbm, message, reply, timeout)
+            answer = await self._send(attachment.kvbm, message, replies, timeout)
         except MessageTooLarge as error:
             log.warning("%s", error)
             return None
-        except (BusError, NatsError, OSError, msgspec.MsgspecError) as error:
+        except BusError as error:
             self.lose(attachment, error)
             return None
         if isinstance(answer, Declined):
@@ -155,10 +168,15 @@ class Attacher:
         return answer
 
     async def _send(
-        self, kvbm: str, message: object, reply: type[T], timeout: float
+        self,
+        kvbm: str,
+        message: object,
+        replies: "Replies[T]",
+        timeout: float,
     ) -> T | Declined:
-        either: type[T] = reply | Declined  # type: ignore[assignment]
-        return await self._bus.request(self._bus.subjects.kvbm(kvbm), message, either, timeout)
+        return await self._bus.request(
+            self._bus.subjects.kvbm(kvbm), message, replies.decoder, timeout
+        )
 
     def _on_declined(self, attachment: Attachment, declined: Declined) -> None:
         if declined.code in {"unknown", "closing"}:
@@ -216,7 +234,7 @@ class Attacher:
         with ExitStack() as undo:
             try:
                 attachment = await self._request(card, store, undo)
-            except (BusError, BlocksError, NatsError, OSError, msgspec.MsgspecError) as error:
+            except (BusError, BlocksError, OSError) as error:
                 self._complain(f"cannot attach to {card.name}: {cause(error)}")
                 return False
             if attachment is None:
@@ -239,7 +257,7 @@ class Attacher:
         lock = LivenessLock(directory / name)
         undo.callback(lock.close)
         message = Attach(tenant.instance, tenant.model, tenant.layout, lock.path.name)
-        answer = await self._send(card.instance, message, Attached, REQUEST_S)
+        answer = await self._send(card.instance, message, _attached, REQUEST_S)
         if isinstance(answer, Declined):
             self._on_refused(card, answer)
             return None
@@ -275,8 +293,8 @@ class Attacher:
         try:
             if self._user is not None:
                 await self._user.release(attachment.arena)
-            await self._send(attachment.kvbm, Detach(attachment.id), Done, DETACH_S)
-        except (BusError, NatsError, OSError, msgspec.MsgspecError) as error:
+            await self._send(attachment.kvbm, Detach(attachment.id), _done, DETACH_S)
+        except (BusError, OSError) as error:
             log.debug("%s is left without a word: %s", attachment.kvbm, error)
         finally:
             attachment.close()

@@ -9,12 +9,13 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from kvmesh.blocks.arena import ArenaView
-from kvmesh.blocks.attachment import REQUEST_S, ArenaUser, Attacher, Attachment, Tenant
+from kvmesh.blocks.attachment import REQUEST_S, ArenaUser, Attacher, Attachment, Replies, Tenant
 from kvmesh.blocks.digests import DIGEST_BYTES
 from kvmesh.bus.client import Bus
 from kvmesh.bus.kvbm import (
@@ -22,6 +23,7 @@ from kvmesh.bus.kvbm import (
     Commit,
     Computed,
     Corrupt,
+    Declined,
     Done,
     Fetch,
     Fetched,
@@ -35,6 +37,24 @@ from kvmesh.bus.streams import StreamLimits
 
 T = TypeVar("T")
 AWAIT_S = 0.5
+
+
+class _Replies(NamedTuple, Generic[T]):
+    """Decoders of the replies to a whole prompt, and to one that the kvbm has to complete."""
+
+    full: Replies[T]
+    short: Replies[T | Incomplete]
+
+
+_done: Replies[Done] = Replies(msgspec.msgpack.Decoder(Done | Declined))
+_fetched: _Replies[Fetched] = _Replies(
+    Replies(msgspec.msgpack.Decoder(Fetched | Declined)),
+    Replies(msgspec.msgpack.Decoder(Fetched | Incomplete | Declined)),
+)
+_wanted: _Replies[Wanted] = _Replies(
+    Replies(msgspec.msgpack.Decoder(Wanted | Declined)),
+    Replies(msgspec.msgpack.Decoder(Wanted | Incomplete | Declined)),
+)
 
 
 class KvbmPrompt(Struct, frozen=True, kw_only=True):
@@ -150,7 +170,7 @@ class StoreClient:
         ends = asyncio.get_running_loop().time() + deadline_s
         with attachment.in_use():
             fetch = _fetch(attachment, prompt, held, speeds, wait_s, computes)
-            fetched = await self._ticket(attachment, fetch, Fetched, REQUEST_S)
+            fetched = await self._ticket(attachment, fetch, _fetched, REQUEST_S)
             ticket, first = (fetched.ticket, held) if fetched is not None else (0, 0)
             try:
                 while fetched is not None:
@@ -160,7 +180,7 @@ class StoreClient:
                     if not fetched.pending or asyncio.get_running_loop().time() > ends:
                         break
                     further = Await(attachment.id, ticket, AWAIT_S)
-                    fetched = await self._ask(attachment, further, Fetched, REQUEST_S)
+                    fetched = await self._ask(attachment, further, _fetched.full, REQUEST_S)
             finally:
                 if ticket:
                     self._later(attachment, Finish(attachment.id, ticket))
@@ -177,7 +197,7 @@ class StoreClient:
             return
         with attachment.in_use():
             offer = _offer(attachment, prompt, first)
-            wanted = await self._ticket(attachment, offer, Wanted, REQUEST_S)
+            wanted = await self._ticket(attachment, offer, _wanted, REQUEST_S)
             if wanted is None or not wanted.ticket:
                 yield None
                 return
@@ -199,32 +219,36 @@ class StoreClient:
             self._later(attachment, Computed(attachment.id, request))
 
     async def _ask(
-        self, attachment: Attachment, message: object, reply: type[T], timeout: float
+        self,
+        attachment: Attachment,
+        message: object,
+        replies: Replies[T],
+        timeout: float,
     ) -> T | None:
         with attachment.in_use():
-            return await self._attacher.ask(attachment, message, reply, timeout)
+            return await self._attacher.ask(attachment, message, replies, timeout)
 
     async def _describe(
-        self, attachment: Attachment, message: Offer | Fetch, reply: type[T], timeout: float
+        self, attachment: Attachment, message: Offer | Fetch, replies: _Replies[T], timeout: float
     ) -> T | None:
         """Ask about a prompt with what the kvbm does not know of it, or with all of it."""
         prompts = attachment.prompts
         short = prompts.shorten(message)
-        either: type[T | Incomplete] = reply | Incomplete  # type: ignore[assignment]
-        answer = await self._ask(attachment, short, either, timeout)
+        answer = await self._ask(attachment, short, replies.short, timeout)
         if isinstance(answer, Incomplete):
             prompts.forget(short.base)
             short = message
-            answer = await self._ask(attachment, message, reply, timeout)
+            answer = await self._ask(attachment, message, replies.full, timeout)
         if answer is not None:
             prompts.sent(message.digests, short.base)
         return answer
 
     async def _ticket(
-        self, attachment: Attachment, message: Offer | Fetch, reply: type[T], timeout: float
+        self, attachment: Attachment, message: Offer | Fetch, replies: _Replies[T], timeout: float
     ) -> T | None:
         """What comes of it; a ticket whose asker is cancelled meanwhile is given back."""
-        asking = self._spawn(self._describe(attachment, message, reply, timeout))
+        question = self._describe(attachment, message, replies, timeout)
+        asking = self._spawn(question)
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -239,7 +263,8 @@ class StoreClient:
             self._later(attachment, Commit(attachment.id, answer.ticket, b""))
 
     def _later(self, attachment: Attachment, message: object) -> None:
-        self._spawn(self._ask(attachment, message, Done, REQUEST_S))
+        question = self._ask(attachment, message, _done, REQUEST_S)
+        self._spawn(question)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.create_task(coroutine)

@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from nats.js.api import DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
-from nats.js.errors import APIError
 from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import Conflict
+from kvmesh.bus.jetstream import Bucket
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.bus.streams import STREAM_EXISTS
+from kvmesh.bus.translation import bus_errors
 
 TIMEOUT_S = 10.0
 OPERATION = "KV-Operation"  # of a message that deletes a key
@@ -17,7 +19,7 @@ SIZE = "Nats-Msg-Size"
 
 
 async def read_bucket(bus: Bus, bucket: str, keys: str = ">") -> dict[str, bytes]:
-    """The values of all keys that match; raises the server's errors, or TimeoutError."""
+    """The values of all keys that match; raises BusError."""
     found: dict[str, bytes] = {}
 
     def take(key: str, message: StreamMessage) -> None:
@@ -67,19 +69,20 @@ async def _read(
     reader = StreamReader(bus, f"KV_{bucket}", f"{prefix}{keys}", found, start)
     await reader.open()
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            await reader.caught_up.wait()
+        with bus_errors():
+            async with asyncio.timeout(TIMEOUT_S):
+                await reader.caught_up.wait()
     finally:
         await reader.close()
 
 
-async def keys_bucket(bus: Bus) -> KeyValue:
+async def keys_bucket(bus: Bus) -> Bucket:
     """The bucket of API keys, made if it is missing."""
     config = KeyValueConfig(bucket=bus.subjects.keys_bucket, replicas=bus.options.replicas)
     return await bus.js.create_key_value(config)
 
 
-async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> KeyValue:
+async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> Bucket:
     """A bucket that drops its oldest values where it is full; one that is there stays as it is.
 
     The client library makes only buckets that refuse new values then.
@@ -97,10 +100,37 @@ async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -
         num_replicas=bus.options.replicas,
         storage=StorageType.FILE,
     )
-    try:
+    with suppress(Conflict):
         await bus.js.add_stream(stream)
-    except APIError as error:
-        if error.err_code != STREAM_EXISTS:
-            raise
-    # where an older release made it, it allows direct reads, which users of the server do not have
-    return KeyValue(bucket, name, prefix, bus.js, direct=False)
+    # an older release's bucket allows direct reads, which the server's users are not permitted
+    return Bucket(KeyValue(bucket, name, prefix, bus.js.context, direct=False))
+
+
+async def expiring_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> Bucket:
+    """A bucket on disk, created if missing, that refuses new values when it is full."""
+    return await bus.js.create_key_value(
+        KeyValueConfig(
+            bucket=bucket,
+            ttl=ttl_s,
+            max_bytes=max_bytes,
+            storage=StorageType.FILE,
+            replicas=bus.options.replicas,
+        )
+    )
+
+
+async def make_write_once_bucket(bus: Bus, bucket: str) -> None:
+    """Create, if missing, a bucket of entries that the server lets nobody replace or delete."""
+    stream = StreamConfig(
+        name=f"KV_{bucket}",
+        subjects=[f"$KV.{bucket}.>"],
+        deny_delete=True,
+        deny_purge=True,
+        discard=DiscardPolicy.NEW,
+        discard_new_per_subject=True,
+        max_msgs_per_subject=1,
+        num_replicas=bus.options.replicas,
+        storage=StorageType.FILE,
+    )
+    with suppress(Conflict):
+        await bus.js.add_stream(stream)

@@ -37,7 +37,11 @@ DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORE
 
 
 class PermissionDenied(NatsError):
-    """The server refused a request: whoever connected may not publish on that subject."""
+    """The server does not permit this process to publish on `subject`."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(f"nats: permissions violation for publish to {subject}")
+        self.subject = subject
 
 
 class DirectClient(Client):
@@ -185,7 +189,7 @@ class DirectClient(Client):
         refused = [token for token, asked in self._asked.items() if asked.casefold() == subject]
         for token in refused:
             if not self._waiting[token].done():
-                self._waiting[token].set_exception(PermissionDenied(text))
+                self._waiting[token].set_exception(PermissionDenied(self._asked[token]))
         return bool(refused)
 
     @property

@@ -12,26 +12,21 @@ import logging
 from collections.abc import Callable
 
 import msgspec
-from nats.errors import Error as NatsError
-from nats.js.errors import (
-    APIError,
-    KeyNotFoundError,
-    KeyWrongLastSequenceError,
-    NotFoundError,
-)
-from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
+from kvmesh.bus.jetstream import Bucket
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Instance, Role, encode
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.bus.subjects import name_of
+from kvmesh.bus.translation import bus_errors
 
 log = logging.getLogger(__name__)
 STATE = "state"  # the label that says how far a process is, if it has to catch up first
 READY = "ready"
+OPEN_S = 10.0
 _card_decoder = msgspec.msgpack.Decoder(Instance)
 
 
@@ -49,7 +44,7 @@ class Term:
         self.seconds = limits.lease_s
 
     async def refresh(self) -> None:
-        """Read it again if the server may be another one; raises what reading a bucket raises."""
+        """Read it again if the server may be another one; raises BusError."""
         if self._read_at > self._bus.connected_at:
             return
         read_at = asyncio.get_running_loop().time()
@@ -105,7 +100,7 @@ class Lease:
         bucket = self._bus.subjects.instances_bucket
         key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
         subject = f"$KV.{bucket}.{key}"
-        with contextlib.suppress(NotFoundError):
+        with contextlib.suppress(NotFound):
             if stored := (await self._bus.js.get_msg(f"KV_{bucket}", subject=subject)).time:
                 return stored.timestamp()
         return self.card.started
@@ -126,7 +121,7 @@ class Lease:
         try:
             async with asyncio.timeout(2):
                 await forget_instance(self._bus, self.card)
-        except (NatsError, APIError, TimeoutError) as error:
+        except (BusError, TimeoutError) as error:
             log.warning("could not withdraw the lease; it will lapse: %s", cause(error))
 
     async def _renew(self) -> None:
@@ -138,7 +133,7 @@ class Lease:
                     data = encode(self.card)
                     self._revision = await bucket.update(key, data, last=self._revision)
                     return
-            except KeyWrongLastSequenceError:
+            except Conflict:
                 if not await _is_there(bucket, key) and self._bucket_made == self._term.made:
                     log.warning("the lease had ended: others took this process for dead")
                     self._lapsed()
@@ -154,7 +149,7 @@ class Lease:
                     await self._term.refresh()
                     await self._renew()
                 failing = False
-            except (NatsError, APIError, OSError, TimeoutError) as error:
+            except (BusError, TimeoutError) as error:
                 if not failing:
                     log.warning("cannot renew the lease, retrying: %s", cause(error))
                 failing = True
@@ -162,11 +157,11 @@ class Lease:
 
     async def _restore_buckets(self) -> None:
         """The bucket lives in server memory: a restarted server has forgotten it."""
-        if not self._bus.client.is_connected:
+        if not self._bus.connected:
             return
         try:
             await ensure_streams(self._bus, self._limits)
-        except (NatsError, APIError, OSError, TimeoutError) as error:
+        except BusError as error:
             log.debug("streams not restored yet: %s", error)
 
 
@@ -176,7 +171,7 @@ async def forget_instance(bus: Bus, card: Instance) -> None:
     await bucket.delete(bus.subjects.lease_key(card.role, card.instance))
 
 
-async def _bucket(bus: Bus) -> KeyValue:
+async def _bucket(bus: Bus) -> Bucket:
     bucket = bus.buckets.get(bus.subjects.instances_bucket)
     if bucket is None:
         bucket = await bus.js.key_value(bus.subjects.instances_bucket)
@@ -184,10 +179,10 @@ async def _bucket(bus: Bus) -> KeyValue:
     return bucket
 
 
-async def _is_there(bucket: KeyValue, key: str) -> bool:
+async def _is_there(bucket: Bucket, key: str) -> bool:
     try:
         return bool((await bucket.get(key)).value)
-    except KeyNotFoundError:
+    except NotFound:
         return False
 
 
@@ -236,8 +231,9 @@ class Directory:
         """Watch, and return once every card that exists now is known."""
         await self._term.refresh()
         await self._reader.open()
-        async with asyncio.timeout(10):
-            await self._reader.caught_up.wait()
+        with bus_errors():
+            async with asyncio.timeout(OPEN_S):
+                await self._reader.caught_up.wait()
         self._task = asyncio.create_task(self._expire(), name="directory")
 
     async def close(self) -> None:
@@ -284,7 +280,7 @@ class Directory:
             try:
                 async with asyncio.timeout(self.lease_s):
                     await self._term.refresh()
-            except (NatsError, APIError, OSError, TimeoutError) as error:
+            except (BusError, TimeoutError) as error:
                 log.debug("leases are taken to last %g s: %s", self.lease_s, error)
                 continue
             now = asyncio.get_running_loop().time()

@@ -7,10 +7,8 @@ import logging
 from collections.abc import Callable
 
 import msgspec
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Load
 
@@ -26,7 +24,7 @@ async def follow_loads(bus: Bus, take: Callable[[Load], object]) -> Subscription
         if told.first(subject):
             log.warning("drop loads on %s, from now on silently: %s", subject, why)
 
-    def receive(msg: Msg) -> None:
+    def receive(msg: RawMessage) -> None:
         try:
             load = _decoder.decode(msg.data)
         except msgspec.MsgspecError as error:
@@ -37,4 +35,4 @@ async def follow_loads(bus: Bus, take: Callable[[Load], object]) -> Subscription
         else:
             drop(msg.subject, f"it speaks of {load.instance}")
 
-    return await bus.client.subscribe_direct(bus.subjects.load_all, receive)
+    return await bus.subscribe_raw(bus.subjects.load_all, receive)

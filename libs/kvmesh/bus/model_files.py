@@ -11,11 +11,9 @@ import tarfile
 from pathlib import Path
 
 import zstandard
-from nats.errors import Error as NatsError
-from nats.js.errors import NotFoundError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import ModelFilesError
+from kvmesh.bus.errors import BusError, ModelFilesError, NotFound
 
 FILES = (
     "config.json",
@@ -73,7 +71,7 @@ async def publish_model(bus: Bus, folder: Path) -> str:
     store = await bus.js.object_store(bus.subjects.model_bucket)
     try:
         await store.get_info(digest)
-    except NotFoundError:
+    except NotFound:
         await store.put(digest, archive)
     return digest
 
@@ -83,9 +81,9 @@ async def fetch_model(bus: Bus, digest: str) -> dict[str, bytes]:
     try:
         store = await bus.js.object_store(bus.subjects.model_bucket)
         archive = (await store.get(digest)).data or b""
-    except NotFoundError as error:
+    except NotFound as error:
         raise ModelFilesError(f"no model files with digest {digest}") from error
-    except NatsError as error:
+    except BusError as error:
         raise ModelFilesError(f"cannot read model files {digest}: {error}") from error
     if hashlib.sha256(archive).hexdigest() != digest:
         raise ModelFilesError(f"model files {digest} are damaged")

@@ -4,22 +4,23 @@ It is no command, so that others than those who command may ask.
 """
 
 import msgspec
-from nats.aio.subscription import Subscription
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, Subscription, returning
 from kvmesh.bus.messages import ControlReply, Ping
 
 _pings = msgspec.msgpack.Decoder(Ping)
+_replies = msgspec.msgpack.Decoder(ControlReply)
 
 
 async def ping(bus: Bus, instance: str, timeout: float) -> None:
     """Return once it has answered, within `timeout` seconds; else NoResponder or RequestTimeout."""
-    await bus.request(bus.subjects.ping(instance), Ping(), ControlReply, timeout)
+    await bus.request(bus.subjects.ping(instance), Ping(), _replies, timeout)
 
 
 async def answer_pings(bus: Bus, instance: str) -> Subscription:
     """Answer from the event loop of this process, whatever else it does."""
-    return await bus.answer(bus.subjects.ping(instance), _pings, _here, _not_understood)
+    subject = bus.subjects.ping(instance)
+    return await bus.serve(subject, _pings, returning(_here), on_malformed=_not_understood)
 
 
 def _here(_: Ping) -> ControlReply:

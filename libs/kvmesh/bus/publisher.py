@@ -16,13 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
 from msgspec.structs import replace
-from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, MessageTooLarge, cause
 from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Removed, Stored, encode
 
 log = logging.getLogger(__name__)
@@ -108,7 +105,7 @@ class KvPublisher:
     @property
     def _most_bytes(self) -> int:
         """Of a batch: well below what the server takes."""
-        return min(MAX_BATCH_BYTES, self._bus.client.max_payload // 2)
+        return min(MAX_BATCH_BYTES, self._bus.max_payload // 2)
 
     def _on_reconnect(self) -> None:
         self._reconnected = True
@@ -146,8 +143,8 @@ class KvPublisher:
             while not await self._offer(payload, quiet=failing):
                 failing = True
                 await asyncio.sleep(RETRY_S)
-        except MaxPayloadError:
-            most = self._bus.client.max_payload
+        except MessageTooLarge:
+            most = self._bus.max_payload
             log.warning("NATS takes %d bytes now: a dump of rank %d in smaller parts", most, rank)
             backlog.overflow()
             self._wake.set()
@@ -156,14 +153,14 @@ class KvPublisher:
         self.published_by_rank[rank] += len(events)
 
     async def _offer(self, payload: bytes, quiet: bool) -> bool:
-        """Whether the server has it; raises MaxPayloadError if it never will."""
-        if not self._bus.client.is_connected:
+        """Whether the server has it; raises MessageTooLarge if it never will."""
+        if not self._bus.connected:
             return False
         try:
             await self._bus.store(self._subject, payload, ACK_TIMEOUT_S)
-        except MaxPayloadError:
+        except MessageTooLarge:
             raise
-        except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+        except BusError as error:
             if not quiet:
                 log.warning("cannot publish KV events, retrying: %s", cause(error))
             return False

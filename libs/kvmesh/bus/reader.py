@@ -17,15 +17,11 @@ from time import monotonic
 from typing import NamedTuple
 
 from msgspec import Raw
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamInfo
-from nats.js.errors import NotFoundError
 
 from kvmesh.bus.backoff import Backoff
-from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.client import Bus, RawMessage, Subscription
+from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.stream_identity import is_another
 
 log = logging.getLogger(__name__)
@@ -122,7 +118,7 @@ class StreamReader:
         self._heard = 0.0
         self._attached = 0.0
         self._loop = asyncio.get_running_loop()
-        self._arrived: deque[Msg] = deque()  # the server's flow control bounds it
+        self._arrived: deque[RawMessage] = deque()  # the server's flow control bounds it
         self._turn_planned = False
         self._held = False
         self._attaching = False  # until it is known to be the stream that was read before
@@ -134,7 +130,7 @@ class StreamReader:
         self.caught_up = asyncio.Event()
 
     async def open(self) -> None:
-        """Create the consumer; raises the server's error if the stream cannot be read."""
+        """Create the consumer; raises BusError if the stream cannot be read."""
         await self._attach()
         self._task = asyncio.create_task(self._watch(), name=f"reader {self._stream}")
 
@@ -163,13 +159,13 @@ class StreamReader:
 
     async def _delete_consumers(self) -> None:
         """Leave none behind: the server's own notice that nobody listens may come late or never."""
-        while self._consumers and self._bus.client.is_connected:
+        while self._consumers and self._bus.connected:
             try:
                 async with asyncio.timeout(DELETE_S):
                     await self._bus.js.delete_consumer(self._stream, self._consumers[0])
-            except NotFoundError:
+            except NotFound:
                 pass
-            except (NatsError, OSError, TimeoutError) as error:
+            except (BusError, TimeoutError) as error:
                 log.debug("consumer %s is left for now: %s", self._consumers[0], cause(error))
                 return
             self._consumers.popleft()
@@ -199,10 +195,10 @@ class StreamReader:
         await self._detach()
         await self._delete_consumers()
         self._attached = self._loop.time()
-        inbox = self._bus.client.new_inbox()
+        inbox = self._bus.new_inbox()
         self._consumer_seq = 0
         self._stale.clear()
-        self._subscription = await self._bus.client.subscribe_direct(inbox, self._receive)
+        self._subscription = await self._bus.subscribe_raw(inbox, self._receive)
         name = secrets.token_hex(8)
         self._consumers.append(name)  # before it is made: the answer may be lost
         consumer = await self._bus.js.add_consumer(self._stream, self._config(name, inbox))
@@ -254,12 +250,12 @@ class StreamReader:
             return
         try:
             await self._subscription.unsubscribe()
-        except NatsError as error:
+        except BusError as error:
             log.debug("unsubscribing from %s: %s", self._stream, error)
         self._subscription = None
         self._arrived.clear()
 
-    def _receive(self, msg: Msg) -> None:
+    def _receive(self, msg: RawMessage) -> None:
         self._heard = self._loop.time()
         self._arrived.append(msg)
         if not self._turn_planned:
@@ -282,7 +278,7 @@ class StreamReader:
             self._turn_planned = False
             self._plan_turn()
 
-    def _take(self, msg: Msg) -> None:
+    def _take(self, msg: RawMessage) -> None:
         headers = msg.headers
         if headers is not None and headers.get("Status") == "100":
             self._on_status(msg, headers)
@@ -304,7 +300,7 @@ class StreamReader:
         if not pending:
             self.caught_up.set()
 
-    def _on_status(self, msg: Msg, headers: dict[str, str]) -> None:
+    def _on_status(self, msg: RawMessage, headers: dict[str, str]) -> None:
         if msg.reply:
             self._bus.post(msg.reply, _NOTHING)
         elif "Nats-Consumer-Stalled" in headers:
@@ -326,7 +322,7 @@ class StreamReader:
             try:
                 await self._attach()
                 failing = False
-            except (NatsError, OSError, TimeoutError) as error:
+            except BusError as error:
                 if not failing:
                     log.warning("cannot read %s, retrying: %s", self._stream, cause(error))
                 failing = True
@@ -358,7 +354,7 @@ class StreamReader:
             reconnected = self._bus.connected_at > self._attached
             if not (self.silent_for or reconnected):
                 return False
-        if self._bus.client.is_connected:
+        if self._bus.connected:
             return True
         await asyncio.sleep(OFFLINE_S)
         return False

@@ -6,10 +6,8 @@ Error codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nats.js.errors import APIError, ServiceUnavailableError
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import ServerUnfit
+from kvmesh.bus.errors import JetStreamError, JetStreamUnavailable, ServerUnfit
 
 LEAST_PAYLOAD = 1 << 20
 GOOD_PAYLOAD = "8MB"
@@ -20,8 +18,8 @@ NO_CLUSTER = 10074
 
 
 async def check_server(bus: Bus) -> None:
-    """Raise ServerUnfit if the server's settings are too small; else nats-py's errors."""
-    size = bus.client.max_payload
+    """Raise ServerUnfit if the server's settings are too small; else another BusError."""
+    size = bus.max_payload
     if size < LEAST_PAYLOAD:
         raise ServerUnfit(
             f"the NATS server takes messages of {size} bytes at most: set max_payload in its"
@@ -29,9 +27,9 @@ async def check_server(bus: Bus) -> None:
         )
     try:
         await bus.js.account_info()
-    except APIError as error:
-        unnamed = isinstance(error, ServiceUnavailableError) and error.err_code is None
-        if unnamed:  # nobody listens on JetStream's subjects
+    except JetStreamError as error:
+        absent = isinstance(error, JetStreamUnavailable) and error.code == 503
+        if absent and error.err_code is None:  # nobody listens on JetStream's subjects
             raise ServerUnfit(
                 f"the NATS server runs without JetStream: add {JETSTREAM} to its configuration"
             ) from error
@@ -48,7 +46,7 @@ def explained(stream: str, size: float) -> Iterator[None]:
     """Turn the refusal of a stream of `size` bytes into a ServerUnfit that names the setting."""
     try:
         yield
-    except APIError as error:
+    except JetStreamError as error:
         reason = _reason(error.err_code, size)
         if reason is None:
             raise

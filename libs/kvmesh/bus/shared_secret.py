@@ -6,19 +6,9 @@ import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from nats.errors import Error as NatsError
-from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js.errors import (
-    KeyWrongLastSequenceError,
-    NoStreamResponseError,
-    NotFoundError,
-    ServerError,
-    ServiceUnavailableError,
-)
-
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.errors import BusError, BusTimeout, Conflict, JetStreamUnavailable, NotFound, cause
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 30.0  # a cluster elects a leader in a few seconds; a request waits 10 s for an answer
@@ -26,13 +16,7 @@ FIRST_DELAY_S = 0.1
 MOST_DELAY_S = 2.0
 # A cluster says these while it elects leaders. It refuses to make a key whose first value is on its
 # way, which nobody can read yet: then the key is not found.
-_PASSING = (
-    NatsTimeoutError,
-    NoStreamResponseError,
-    NotFoundError,
-    ServerError,
-    ServiceUnavailableError,
-)
+_PASSING = (BusTimeout, JetStreamUnavailable, NotFound)
 
 
 class SecretUnusable(BusError):
@@ -92,7 +76,7 @@ async def shared_secret(
     except TimeoutError as error:
         why = f"not within {patience_s:g} s: {reason or 'JetStream does not answer'}"
         raise _unusable(bucket, name, f"cannot be read {why}") from error
-    except NatsError as error:
+    except BusError as error:
         raise _unusable(bucket, name, f"cannot be read: {cause(error)}") from error
     if len(value) != size:
         raise _unusable(bucket, name, f"has {len(value)} bytes, not {size}")
@@ -102,7 +86,7 @@ async def shared_secret(
 async def _made(bus: Bus, bucket: str, name: str, value: bytes) -> bytes:
     """What is under `name`: `value` if nothing was."""
     kept = await bus.js.key_value(bucket)
-    with suppress(KeyWrongLastSequenceError):  # somebody else was first, or we, and did not hear so
+    with suppress(Conflict):  # somebody else was first, or we, and did not hear so
         await kept.create(name, value)
     return (await kept.get(name)).value or b""
 

@@ -5,9 +5,8 @@ goes on counting from there. Neither the stream's creation time nor its last num
 at which the message of a known number was stored does.
 """
 
-from nats.js.errors import NotFoundError
-
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import NotFound
 
 SAME_S = 1e-4  # the two ways to learn when a message was stored differ in their last digits
 
@@ -19,6 +18,6 @@ async def is_another(bus: Bus, stream: str, seq: int, stored: float) -> bool:
     """
     try:
         found = await bus.js.get_msg(stream, seq=seq)
-    except NotFoundError:
+    except NotFound:
         return False
     return found.time is None or abs(found.time.timestamp() - stored) > SAME_S

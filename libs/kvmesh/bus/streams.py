@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nats.errors import Error as NatsError
 from nats.js.api import (
     DiscardPolicy,
     KeyValueConfig,
@@ -20,20 +19,18 @@ from nats.js.api import (
     StreamConfig,
     StreamInfo,
 )
-from nats.js.errors import APIError, NotFoundError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.direct_client import PermissionDenied
+from kvmesh.bus.errors import BusError, Conflict, NotFound, NotPermitted
 from kvmesh.bus.server_check import explained
 
-STREAM_EXISTS = 10058  # JetStream API error "stream name already in use" (other configuration)
 MEMORY = StorageType.MEMORY
 # Records carry ids of their own by which readers know repeats, and no `Nats-Msg-Id`: JetStream has
 # nothing to remember in this window, which cannot be none.
 UNUSED_WINDOW_S = 1.0
 
 
-class NotThere(NatsError):
+class StreamMissing(BusError):
     """A stream is missing that this process may not make."""
 
 
@@ -122,19 +119,18 @@ async def mesh_streams(bus: Bus) -> list[StreamInfo]:
 async def _ensure(bus: Bus, wanted: _Wanted) -> StreamConfig:
     try:
         return (await bus.js.stream_info(wanted.name)).config
-    except NotFoundError:
+    except NotFound:
         pass
     size, _ = wanted.limits.get("max_bytes", (0, ""))
     try:
         with explained(wanted.name, size):
             await wanted.make()
-    except PermissionDenied:
-        raise NotThere(
+    except NotPermitted:
+        raise StreamMissing(
             f"stream {wanted.name} is missing, and only frontends and operators may make it"
         ) from None
-    except APIError as error:
-        if error.err_code != STREAM_EXISTS:  # else somebody else was first
-            raise
+    except Conflict:
+        pass  # another process was first
     return (await bus.js.stream_info(wanted.name)).config
 
 
@@ -229,7 +225,7 @@ async def purge_states(bus: Bus) -> None:
     """Empty the streams and delete the index snapshots; what does not exist yet stays so."""
     subjects = bus.subjects
     for stream in (subjects.kv_stream, subjects.route_stream, subjects.seq_stream):
-        with contextlib.suppress(NotFoundError):
+        with contextlib.suppress(NotFound):
             await bus.js.purge_stream(stream)
-    with contextlib.suppress(NotFoundError):
+    with contextlib.suppress(NotFound):
         await bus.js.delete_object_store(subjects.index_bucket)

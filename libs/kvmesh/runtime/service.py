@@ -13,11 +13,10 @@ from importlib.metadata import version
 from typing import Any
 
 import uvloop
-from nats.errors import Error as NatsError
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
 from kvmesh.bus.server_check import check_server
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.runtime import logs
@@ -137,7 +136,7 @@ async def _prepare(service: Service) -> None:
             differences = await ensure_streams(service.bus, service.limits)
         except ServerUnfit as error:
             raise StartError(str(error)) from error
-        except (NatsError, TimeoutError) as error:
+        except BusError as error:
             if not failing:
                 log.warning("JetStream is not ready yet, trying on: %s", cause(error))
             failing = True

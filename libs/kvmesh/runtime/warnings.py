@@ -9,12 +9,10 @@ import logging
 from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
 from prometheus_client import Gauge
 
 from kvmesh.bus.discovery import Lease
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, cause
 
 log = logging.getLogger(__name__)
 TELL_S = 1.0
@@ -58,7 +56,7 @@ async def keep_told(lease: Callable[[], Lease | None], warnings: Warnings) -> No
             continue
         try:
             await held.update(replace(held.card, warnings=warnings.texts))
-        except (NatsError, APIError, OSError, TimeoutError) as error:
+        except BusError as error:
             log.debug("the card will change with the next renewal: %s", cause(error))
 
 

@@ -19,7 +19,7 @@ from kvmesh.worker.engine import EngineError, Rejected
 SERVER = """
 import os, signal, sys, time
 from pathlib import Path
-from kvmesh.worker.constraints.trial import Server
+from kvmesh.worker.constraints.trial import TrialServer
 
 def make(guided):
     what, _, rest = guided.value.partition(" ")
@@ -38,7 +38,7 @@ folder = Path(sys.argv[1]).parent
 Path(sys.argv[1]).write_text(str(os.getpid()))
 while (folder / "slow").exists():
     time.sleep(0.01)
-Server(make, float(sys.argv[2])).run()
+TrialServer(make, float(sys.argv[2])).run()
 """
 
 

@@ -198,7 +198,7 @@ class ModelRegistry:
                 # a vocabulary lives as long as the process: the collector need not walk it
                 gc.freeze()
                 break
-            except (BusError, TimeoutError) as error:
+            except BusError as error:
                 log.warning("cannot fetch the files of %s, retrying: %s", model.name, error)
                 await asyncio.sleep(RETRY_S)
             except DialectError as error:

@@ -6,9 +6,9 @@ import sys
 import time
 
 from aiohttp import web
-from nats.aio.subscription import Subscription
 from prometheus_client import REGISTRY
 
+from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery import Directory, Lease, routable
 from kvmesh.bus.engine_loads import follow_loads
 from kvmesh.bus.messages import Instance, Role
@@ -99,7 +99,7 @@ class FrontendService:
         )
 
     def _backlog(self) -> int:
-        return self._tokens.pending_msgs if self._tokens is not None else 0
+        return self._tokens.pending_messages if self._tokens is not None else 0
 
     def _joined(self, card: Instance) -> None:
         self.registry.joined(card)
@@ -122,7 +122,7 @@ class FrontendService:
         if self._service.stopping.is_set():
             return ["stopping"]
         bus = self._service.bus
-        if not bus.client.is_connected:
+        if not bus.connected:
             return ["nats"]
         roles = {card.role for card in self.directory.instances if routable(card)}
         missing = [role.value for role in (Role.ROUTER, Role.WORKER) if role not in roles]
@@ -172,7 +172,7 @@ class FrontendService:
 
     async def close(self) -> None:
         await self.keeping.close()
-        await self.tracker.flush()
+        self.tracker.flush()
         await self.directory.close()
 
     def application(self) -> web.Application:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import msgspec
-from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
@@ -29,6 +28,7 @@ from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import keep_told
 
 log = logging.getLogger(__name__)
+_replies = msgspec.msgpack.Decoder(ControlReply)
 TICK_S = 0.05
 SWEEP_S = 1.0
 CURB_S = 10.0
@@ -87,7 +87,7 @@ class IndexerService:
         stopping = self._service.stopping
         try:
             await self._begin()
-        except (NatsError, OSError, TimeoutError) as error:
+        except (BusError, OSError, TimeoutError) as error:
             raise BusUnavailable(self._bus.options.url, error) from error
         if not stopping.is_set():
             self._service.joined()
@@ -140,7 +140,7 @@ class IndexerService:
         labels = {**self._lease.card.labels, STATE: state}
         try:
             await self._lease.update(msgspec.structs.replace(self._lease.card, labels=labels))
-        except (NatsError, OSError, TimeoutError) as error:
+        except BusError as error:
             log.debug("the card will change with the next renewal: %s", error)
 
     def _leads(self) -> bool:
@@ -185,10 +185,8 @@ class IndexerService:
         async with self._asking:
             self.dump_requests += 1
             try:
-                reply = await self._bus.request(
-                    subject, Dump(key.rank), ControlReply, DUMP_TIMEOUT_S
-                )
-            except (BusError, NatsError, OSError, msgspec.MsgspecError) as error:
+                reply = await self._bus.request(subject, Dump(key.rank), _replies, DUMP_TIMEOUT_S)
+            except BusError as error:
                 log.warning("rank %d of %s did not dump: %s", key.rank, key.instance, error)
                 return
         if reply.ok:

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
 
 from kvmesh.blocks.digests import fingerprint
+from kvmesh.bus.client import Subscription, returning
 from kvmesh.bus.discovery import Lease
+from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import ControlReply, Instance, NodeStore, Role
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.kvbm import control_server as control
@@ -121,11 +120,17 @@ class KvbmNode:
         subjects, instance = self._bus.subjects, self._service.instance
         await self.desk.open(subjects.kvbm(instance))
         self._subscriptions = [
-            await self._bus.answer(
-                subjects.ctl(instance), control.decoder, self._control.obey, _not_understood
+            await self._bus.serve(
+                subjects.ctl(instance),
+                control.decoder,
+                returning(self._control.obey),
+                on_malformed=_not_understood,
             ),
-            await self._bus.answer(
-                subjects.dump(instance), control.dumps, self._control.dump, _not_understood
+            await self._bus.serve(
+                subjects.dump(instance),
+                control.dumps,
+                returning(self._control.dump),
+                on_malformed=_not_understood,
             ),
         ]
         await self._outside.open()
@@ -250,7 +255,7 @@ class KvbmNode:
         while True:
             await self._sending.wait()
             self._sending.clear()
-            await self.desk.send_due()
+            self.desk.send_due()
 
     async def _reclaim(self) -> None:
         while True:
@@ -322,7 +327,7 @@ class KvbmNode:
         card = replace(self._lease.card, store=self._card().store)
         try:
             await self._lease.update(card)
-        except (NatsError, APIError, OSError, TimeoutError) as error:
+        except BusError as error:
             log.debug("the card will change with the next renewal: %s", error)
 
 

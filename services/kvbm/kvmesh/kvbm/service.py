@@ -1,11 +1,10 @@
 """The kvbm process: the lower tiers of one node, until it is told to leave."""
 
-from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
 
 from kvmesh.blocks.digests import KEY_BYTES
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusUnavailable
+from kvmesh.bus.errors import BusError, BusUnavailable
 from kvmesh.bus.shared_secret import SecretUnusable, parse_secret, shared_secret
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK
 from kvmesh.kvbm.core.blocks.store import RemoteCounts
@@ -81,7 +80,7 @@ async def _serve(service: Service, node: KvbmNode) -> None:
         await node.close()
     except KvbmError as error:
         raise StartError(f"kvbm: {error}", hopeless=True) from error
-    except (NatsError, OSError, TimeoutError) as error:
+    except (BusError, OSError, TimeoutError) as error:
         raise BusUnavailable(service.bus.options.url, error) from error
     finally:
         await node.settle_tiers()

@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Bus, Respond
-from kvmesh.bus.errors import cause
+from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.kvbm import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
 from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import Space
@@ -53,7 +50,7 @@ class WorkerServer:
         self._settle = settle
         self._lender = lender
         self._clock = clock
-        self._parked: dict[int, Respond] = {}
+        self._parked: dict[int, Reply] = {}
         self._seen: set[Space] = set()
         self._divided: set[tuple[str, ...]] = set()
         self._subscription: Subscription | None = None
@@ -69,14 +66,14 @@ class WorkerServer:
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
-    async def send_due(self) -> None:
+    def send_due(self) -> None:
         """Answer those who waited and need not any more."""
         answers: dict[int, object] = {**self._manager.take_answers(self._clock())}
         ended = self._parked.keys() - self._manager.fetches.readings.keys() - answers.keys()
         for ticket, answer in (answers | dict.fromkeys(ended, ENDED)).items():
-            respond = self._parked.pop(ticket, None)
-            if respond is not None:
-                await _send(respond, answer)
+            reply = self._parked.pop(ticket, None)
+            if reply is not None:
+                reply(answer)
 
     def reclaim(self) -> None:
         """Take back what workers held that are gone."""
@@ -88,7 +85,7 @@ class WorkerServer:
                 log.warning("%s %s; %d tickets reclaimed", guest.instance, what, tickets)
         self._settle()
 
-    async def _take(self, request: KvbmRequest, respond: Respond) -> None:
+    def _take(self, request: KvbmRequest, reply: Reply) -> None:
         self.requests += 1
         now = self._clock()
         if isinstance(request, Attach):
@@ -99,16 +96,16 @@ class WorkerServer:
             answer = self._manager.answer(request, now)
         self._settle()
         if isinstance(answer, ParkedFetch):
-            await self._park(answer.ticket, respond)
+            self._park(answer.ticket, reply)
         else:
-            await _send(respond, answer)
-        await self.send_due()
+            reply(answer)
+        self.send_due()
 
-    async def _park(self, ticket: int, respond: Respond) -> None:
+    def _park(self, ticket: int, reply: Reply) -> None:
         replaced = self._parked.get(ticket)
-        self._parked[ticket] = respond
+        self._parked[ticket] = reply
         if replaced is not None:
-            await _send(replaced, REPLACED)
+            replaced(REPLACED)
 
     def _attach(self, request: Attach) -> Attached | Declined:
         if Path(request.lock).name != request.lock or not self._directory.is_held(request.lock):
@@ -142,10 +139,3 @@ class WorkerServer:
     def _on_malformed(self, reason: str) -> Declined:
         self.malformed += 1
         return Declined("invalid", reason)
-
-
-async def _send(respond: Respond, answer: object) -> None:
-    try:
-        await respond(answer)
-    except NatsError as error:
-        log.warning("cannot answer a worker: %s", cause(error))

@@ -9,11 +9,9 @@ from random import Random
 from time import monotonic
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Reply
-from kvmesh.bus.errors import cause
+from kvmesh.bus.client import Reply, Subscription
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     Decision,
     Parked,
@@ -85,11 +83,11 @@ class ModelRouter:
             learned = PolicyState(self._bus, self._service.name, self.core)
             self._service.spawn(learned.run(), "learned state")
         await self.index.open()
-        subjects, handle = self._bus.subjects, self._bus.handle
+        subjects, serve = self._bus.subjects, self._bus.serve
         own = subjects.router_at(self.model, self._service.instance)
         self._subscriptions = [
-            await handle(own, _requests, self._accept_own, on_malformed=_malformed),
-            await handle(
+            await serve(own, _requests, self._accept_own, on_malformed=_malformed),
+            await serve(
                 subjects.router(self.model), _requests, self._accept, QUEUE_GROUP, _malformed
             ),
         ]
@@ -106,8 +104,8 @@ class ModelRouter:
         try:
             async with asyncio.timeout(LEAVE_S):
                 for subscription in self._subscriptions:
-                    await subscription.drain()  # type: ignore[no-untyped-call]
-        except (NatsError, TimeoutError) as error:
+                    await subscription.drain()
+        except (BusError, TimeoutError) as error:
             log.warning("this router leaves before NATS knows: %s", cause(error))
         if calls:
             log.info("gave back %d waiting requests of %s", len(calls), self.model)

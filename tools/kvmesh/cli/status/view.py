@@ -3,13 +3,13 @@
 from itertools import combinations
 
 import msgspec
-from nats.js.api import StreamInfo
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kvmesh.blocks.layout import divided
 from kvmesh.bus.discovery import STATE
+from kvmesh.bus.jetstream import StreamInfo
 from kvmesh.bus.messages import Load, NodeStore
 from kvmesh.cli.status.report import Bucket, Member, Report, Stream
 from kvmesh.cli.units import duration, size

@@ -238,7 +238,7 @@ class Dispatcher:
             self._inbox.remove(sequence)
             if sequence.finish is not None:
                 break
-            await self._leave(job)
+            self._leave(job)
             self._blame(sequence, sequence, sequence.loss)
             if moves == self._migration_limit:
                 raise Unavailable(f"The worker was lost: {sequence.lost}")
@@ -247,9 +247,9 @@ class Dispatcher:
         if sequence.error is not None:
             raise sequence.error
 
-    async def _leave(self, job: SequenceTask) -> None:
+    def _leave(self, job: SequenceTask) -> None:
         """The old attempt may still run somewhere: it must not hold blocks for nobody."""
-        await self.offers.cancel(job.sequence)
+        self.offers.cancel(job.sequence)
         self._tracker.event(job.model, SeqFree(job.sequence.attempt))
 
     async def _migrate(self, job: SequenceTask) -> None:

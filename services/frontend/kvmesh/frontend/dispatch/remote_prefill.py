@@ -47,7 +47,7 @@ class RemotePrefill:
         finally:
             inbox.remove(sequence)
             if sequence.instance and not sequence.engine_done:
-                await offers.cancel(sequence)
+                offers.cancel(sequence)
         if sequence.finish is None:
             raise PrefillFailed("lost", sequence.lost)
         if sequence.handoff is None:

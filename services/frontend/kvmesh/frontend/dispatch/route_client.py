@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from nats.aio.msg import Msg
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     Instance,
@@ -76,7 +75,7 @@ class RouteClient:
         self._bus = bus
         self._tracker = tracker
         self._loop = asyncio.get_running_loop()
-        self._inbox = bus.client.new_inbox()
+        self._inbox = bus.new_inbox()
         self._names = itertools.count(1)
         self._questions: dict[str, RouteQuestion] = {}
         self._late: OrderedDict[str, tuple[str, str]] = OrderedDict()
@@ -86,7 +85,7 @@ class RouteClient:
 
     async def open(self) -> None:
         """Hear answers; to be called before the first question."""
-        await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._receive)
+        await self._bus.subscribe_raw(f"{self._inbox}.*", self._receive)
         self._bus.on_reconnect.append(self._ask_again)
 
     async def ask(
@@ -147,7 +146,7 @@ class RouteClient:
         subjects, model = self._bus.subjects, question.model
         subject = subjects.router(model) if router == ANYONE else subjects.router_at(model, router)
         try:
-            self._bus.ask(subject, question.request, f"{self._inbox}.{question.token}")
+            self._bus.post(subject, question.request, f"{self._inbox}.{question.token}")
         except MessageTooLarge as error:
             self._fail(question, error)
 
@@ -201,7 +200,7 @@ class RouteClient:
 
     # hearing
 
-    def _receive(self, msg: Msg) -> None:
+    def _receive(self, msg: RawMessage) -> None:
         token = msg.subject.rpartition(".")[2]
         silent = msg.headers is not None and msg.headers.get("Status") == "503"
         if token in self._pings:
@@ -236,7 +235,7 @@ class RouteClient:
         question.request = question.compose(False, question.arrived)
         self._put(question)
 
-    def _too_late(self, token: str, msg: Msg) -> None:
+    def _too_late(self, token: str, msg: RawMessage) -> None:
         """A router has come to an attempt that was given up: nothing will run there."""
         given_up = self._late.get(token)
         if given_up is None:
@@ -245,7 +244,7 @@ class RouteClient:
         log.debug("a router came too late to %s", attempt)
         self._tracker.event(model, SeqFree(attempt))
 
-    def _ponged(self, token: str, msg: Msg, silent: bool) -> None:
+    def _ponged(self, token: str, msg: RawMessage, silent: bool) -> None:
         router, sent = self._pings.pop(token)
         if silent or not self.routers.heard(router, self._clock, self._clock - sent):
             return
@@ -262,7 +261,7 @@ class RouteClient:
         while True:
             await asyncio.sleep(TICK_S)
             now = self._loop.time()
-            if self._bus.client.is_connected:
+            if self._bus.connected:
                 self._tick(min(now - then, 2 * TICK_S))
             then = now
 

@@ -5,7 +5,7 @@ import logging
 from math import inf
 from typing import NamedTuple
 
-from nats.errors import Error as NatsError
+import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, forget_instance
@@ -21,6 +21,7 @@ ANSWER_S = 1.0  # workers answer at once, whatever their engines do
 PROBE_S = 0.5
 REJOIN_S = 2.0  # after the own connection was made, in which others' may still be on their way
 CHECK_S = 30.0
+_replies = msgspec.msgpack.Decoder(WorkReply)
 
 
 class OfferResult(NamedTuple):
@@ -100,7 +101,7 @@ class WorkClient:
 
     async def _offer(self, instance: str, work: Work) -> WorkReply:
         subject = self._bus.subjects.work(instance)
-        return await self._bus.request(subject, work, WorkReply, ANSWER_S)
+        return await self._bus.request(subject, work, _replies, ANSWER_S)
 
     async def _unanswered(
         self, sequence: TokenStream, error: NoResponder | RequestTimeout, offered_at: float
@@ -110,7 +111,7 @@ class WorkClient:
         if absent and self._bus.connected_for >= REJOIN_S:
             await self.bury(sequence.instance)
             return OfferResult("gone", str(error))
-        await self.cancel(sequence)
+        self.cancel(sequence)
         self.suspect(sequence.instance)
         cut_off = self._bus.connected_for < self._loop.time() - offered_at
         return OfferResult("away" if absent or cut_off else "silent", str(error))
@@ -138,14 +139,14 @@ class WorkClient:
     async def _answers(self, instance: str) -> bool:
         try:
             await ping(self._bus, instance, ANSWER_S)
-        except (BusError, NatsError, OSError):
+        except BusError:
             return False
         return True
 
-    async def cancel(self, sequence: TokenStream) -> None:
+    def cancel(self, sequence: TokenStream) -> None:
         """Tell the worker that nobody wants more of this attempt."""
         subject = self._bus.subjects.ctl(sequence.instance)
-        await self._bus.publish(subject, Cancel(sequence.attempt))
+        self._bus.post(subject, Cancel(sequence.attempt))
 
     async def bury(self, instance: str) -> None:
         """Remove the lease of a process that no longer listens, so that everyone knows now.

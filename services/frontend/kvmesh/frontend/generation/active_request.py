@@ -167,7 +167,7 @@ class ActiveRequest:
             if job.sequence.attempts:
                 self._engine.tracker.event(job.model, SeqFree(job.sequence.attempt))
             if job.sequence.instance:
-                await self._leave(job, kind)
+                self._leave(job, kind)
         self._unlink()
 
     def _unlink(self) -> None:
@@ -176,10 +176,10 @@ class ActiveRequest:
         for job in self.jobs:
             job.sequence.consumer = Nobody()
 
-    async def _leave(self, job: SequenceTask, kind: type[BaseException] | None) -> None:
+    def _leave(self, job: SequenceTask, kind: type[BaseException] | None) -> None:
         sequence = job.sequence
         if not sequence.engine_done:
-            await self._engine.dispatcher.offers.cancel(sequence)
+            self._engine.dispatcher.offers.cancel(sequence)
         now = asyncio.get_running_loop().time()
         finish = sequence.finish or ("cancelled" if kind else "lost")
         first = sequence.first_at

@@ -79,7 +79,7 @@ class SessionHooks:
         if request.hints.session_final and request.hints.session is not None:
             cards = self._holders.of([turn.prepared.model.card.name])
             command = Release(sessions=[request.hints.session])
-            self._do(self._holders.publish(cards, command))
+            self._holders.post(cards, command)
         elif exchange.said is not None and exchange.jobs[0].sequence.finish == "stop":
             blocks = exchange.said.blocks(in_order)
             if (following := successor(request, blocks)) is not None:

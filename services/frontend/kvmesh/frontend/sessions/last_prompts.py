@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict
 
 import msgspec
 
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.errors import RequestTimeout
 from kvmesh.bus.messages import SessionPrompt, SessionQuery, owner
 from kvmesh.frontend.namespaces import SEPARATOR
@@ -12,6 +12,7 @@ from kvmesh.frontend.namespaces import SEPARATOR
 ENTRY_BYTES = 500
 ASK_S = 0.5
 _queries = msgspec.msgpack.Decoder(SessionQuery)
+_prompts = msgspec.msgpack.Decoder(SessionPrompt)
 
 
 class LastPrompts:
@@ -61,14 +62,14 @@ class LastPrompts:
             return known
         query = SessionQuery(model, session)
         try:
-            return await self._bus.request(self._bus.subjects.sessions, query, SessionPrompt, ASK_S)
+            return await self._bus.request(self._bus.subjects.sessions, query, _prompts, ASK_S)
         except RequestTimeout:
             return None
 
-    async def _answer(self, query: SessionQuery, respond: Respond) -> None:
+    def _answer(self, query: SessionQuery, reply: Reply) -> None:
         known = self._known(query.model, query.session)
         if known is not None:
-            await respond(known)
+            reply(known)
 
 
 def _owner(session: str) -> str:

@@ -5,10 +5,8 @@ import logging
 import time
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Bus, Reply
+from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.discovery import READY, STATE
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
@@ -27,6 +25,7 @@ log = logging.getLogger(__name__)
 QUEUE = "index"
 ANY_MODEL = "any"  # the subject's model token does not matter between shards: hashes tell
 QUERY = msgspec.msgpack.Decoder(OverlapQuery)
+_replies = msgspec.msgpack.Decoder(OverlapReply)
 MAX_FORWARDS = 1024
 SHARD = "shard"  # the label on an indexer's card that names its part
 _NONE = Peers(0.0)
@@ -71,7 +70,7 @@ class QueryServer:
             }
         for subject, handler in handlers.items():
             self._subscriptions.append(
-                await self._bus.handle(subject, QUERY, handler, QUEUE, self._refuse)
+                await self._bus.serve(subject, QUERY, handler, QUEUE, self._refuse)
             )
 
     async def close(self) -> None:
@@ -79,8 +78,8 @@ class QueryServer:
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             try:
-                await subscription.drain()  # type: ignore[no-untyped-call]
-            except NatsError as error:
+                await subscription.drain()
+            except BusError as error:
                 log.debug("leaving the queue group: %s", error)
         if self._forwards:
             await asyncio.wait(self._forwards, timeout=self._timeout)
@@ -137,7 +136,7 @@ class QueryServer:
             return self._answer(query)
         try:
             reply = await self._ask_replicas(shard.label_of(number), query)
-        except (BusError, NatsError, msgspec.MsgspecError) as error:
+        except BusError as error:
             self.shard_errors += 1
             if number not in self._silent:
                 log.warning("prompts of shard %d count zero: %s", number, error)
@@ -157,7 +156,7 @@ class QueryServer:
             subject = subjects.index_part_at(replica)
             try:
                 seconds = left / 2 if first else left
-                return await self._bus.request(subject, query, OverlapReply, seconds)
+                return await self._bus.request(subject, query, _replies, seconds)
             except NoResponder:
                 continue
             except RequestTimeout:
@@ -167,7 +166,7 @@ class QueryServer:
                     raise
                 left /= 2
         subject = subjects.index_shard(ANY_MODEL, label)
-        return await self._bus.request(subject, query, OverlapReply, left)
+        return await self._bus.request(subject, query, _replies, left)
 
     # --- the other shards' replicas
 
@@ -197,8 +196,8 @@ class QueryServer:
         subject = self._bus.subjects.index_part_at(instance)
         began = time.monotonic()
         try:
-            await self._bus.request(subject, OverlapQuery([]), OverlapReply, self._timeout / 2)
-        except (BusError, NatsError, msgspec.MsgspecError) as error:
+            await self._bus.request(subject, OverlapQuery([]), _replies, self._timeout / 2)
+        except BusError as error:
             log.debug("indexer %s: %s", instance, error)
             return
         if replicas.heard(instance, time.monotonic(), time.monotonic() - began):

@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nats.errors import Error as NatsError
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, BusTimeout, cause
 from kvmesh.bus.stream_identity import is_another
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.indexer.feed import Feed
@@ -98,7 +96,7 @@ class Snapshotter:
                 covered = await asyncio.to_thread(
                     restore, self._holdings, data, self._label, stream
                 )
-            except (SnapshotError, TimeoutError) as error:
+            except (SnapshotError, BusTimeout, TimeoutError) as error:
                 self.skipped += 1
                 self._holdings.reset()
                 log.warning("skipped snapshot %s: %s", slot.name, cause(error))
@@ -139,7 +137,7 @@ class Snapshotter:
                 if self._due():
                     await self.snapshot()
                 failing = False
-            except (NatsError, SnapshotError, OSError, TimeoutError) as error:
+            except (BusError, SnapshotError, OSError, TimeoutError) as error:
                 self.failed += 1
                 if not failing:
                     log.warning("no snapshot, retrying: %s", cause(error))

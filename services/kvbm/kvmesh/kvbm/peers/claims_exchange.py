@@ -8,12 +8,10 @@ import logging
 from collections.abc import Callable, Iterable
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from kvmesh.blocks.digests import split_digests
 from kvmesh.blocks.layout import divided
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, Subscription
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.kvbm import Computing, Declined, Prepare, Prepared
@@ -28,9 +26,10 @@ PREPARE_S = 0.25
 ANSWER_S = 0.75
 PAUSE_S = 0.05
 REST_S = 10.0
-FAILURES = (BusError, NatsError, OSError, TimeoutError, msgspec.MsgspecError)
 _decoder = msgspec.msgpack.Decoder(Computing)
-Answered = Prepared | Declined
+_replies: "msgspec.msgpack.Decoder[Prepared | Declined]" = msgspec.msgpack.Decoder(
+    Prepared | Declined
+)
 
 
 class ClaimsExchange:
@@ -167,10 +166,9 @@ class ClaimsExchange:
 
     async def _ask(self, owner: str, message: Prepare) -> Prepared | None:
         subject = self._bus.subjects.kvbm(owner)
-        either: type[Answered] = Answered  # type: ignore[assignment]
         try:
-            reply = await self._bus.request(subject, message, either, PREPARE_S + ANSWER_S)
-        except FAILURES as error:
+            reply = await self._bus.request(subject, message, _replies, PREPARE_S + ANSWER_S)
+        except BusError as error:
             self.rest(owner, error)
             return None
         return reply if isinstance(reply, Prepared) else None

@@ -11,15 +11,18 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 
+import msgspec
+
 from kvmesh._native import xxh3
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError
 from kvmesh.bus.kvbm import Declined, Lend, Lent
 from kvmesh.bus.messages import OverlapQuery, OverlapReply
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
-from kvmesh.kvbm.peers.claims_exchange import FAILURES, ClaimsExchange
+from kvmesh.kvbm.peers.claims_exchange import ClaimsExchange
 from kvmesh.kvbm.tiers.arena import Arena
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Region, TransferError, Transport
@@ -31,7 +34,8 @@ BATCH_BLOCKS = 128
 MOST_KNOWN = 1 << 16
 NOBODY = PeerSource("", 0)
 Ends = list[tuple[Move, MoveEnd]]
-Answered = Lent | Declined
+_lends: "msgspec.msgpack.Decoder[Lent | Declined]" = msgspec.msgpack.Decoder(Lent | Declined)
+_overlaps = msgspec.msgpack.Decoder(OverlapReply)
 
 
 class PeerReader:
@@ -97,10 +101,10 @@ class PeerReader:
         subject = self._bus.subjects.index(lookup.prompt.space.model)
         query = OverlapQuery([sequence], lookup.prompt.salt)
         try:
-            reply = await self._bus.request(subject, query, OverlapReply, FIND_S)
+            reply = await self._bus.request(subject, query, _overlaps, FIND_S)
             rows = struct.iter_unpack("<5I", reply.rows[0] if reply.rows else b"")
             named = [(reply.ranks[rank].instance, a, d) for rank, _, a, d, _ in rows]
-        except (*FAILURES, struct.error, IndexError) as error:
+        except (BusError, struct.error, IndexError) as error:
             log.debug("the index does not say what peers have: %s", error)
             return NOBODY, NOBODY
         peers = self._neighbours.sharing(lookup.prompt.space)
@@ -130,7 +134,7 @@ class PeerReader:
         sums = array("Q")
         try:
             sums = await self._read(peer, size, batch)
-        except (*FAILURES, TransferError, ValueError) as error:
+        except (BusError, OSError, TransferError, ValueError) as error:
             self._on_failure(peer, error, batch)
         ends = await asyncio.to_thread(self._checked, batch, sums, size)
         self._moved(ends)
@@ -139,9 +143,8 @@ class PeerReader:
         """Copy the peer's blocks into the arena; returns the checksums of those that came."""
         transport, region = self._transport, self._region
         digests = b"".join(move.source.block.digest for move in batch)
-        either: type[Answered] = Answered  # type: ignore[assignment]
         subject = self._bus.subjects.kvbm(peer)
-        lent = await self._bus.request(subject, Lend(digests, size), either, LEND_S)
+        lent = await self._bus.request(subject, Lend(digests, size), _lends, LEND_S)
         if isinstance(lent, Declined) or transport is None or region is None:
             return array("Q")
         offsets = array("Q", lent.offsets)

@@ -84,7 +84,7 @@ class PinEndpoints:
             log.warning("%s has not been told the pins: %s", card.instance, error)
             return
         for pin in pins:
-            await self._holders.publish([card], _command(pin, now))
+            self._holders.post([card], _command(pin, now))
 
 
 def _pin(parsed: PinBody, target: ResolvedPrompt, now: float) -> StoredPin:
