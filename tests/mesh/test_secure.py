@@ -140,7 +140,7 @@ async def test_people_look_and_steer_as_far_as_their_user_may(
     await asyncio.to_thread(run, server, "operator", *busy, "--reset")
     refused = await asyncio.to_thread(run, server, "observer", *busy, "--blocks", "1")
     assert refused.returncode == 1
-    assert "ermissions" in refused.stderr
+    assert "does not permit" in refused.stderr
     assert "as an operator" in refused.stderr
 
 
