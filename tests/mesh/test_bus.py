@@ -38,7 +38,7 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.model_files import fetch_model, publish_model
-from kvmesh.bus.reader import TURN_S, Start, StreamMessage, StreamReader
+from kvmesh.bus.reader import BATCH_S, Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 
 CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
@@ -250,7 +250,7 @@ async def test_a_reader_with_much_to_do_lets_others_run(bus: Bus) -> None:
             asyncio.get_running_loop().call_soon(other)
 
     def slow(_: StreamMessage) -> None:
-        time.sleep(2 * TURN_S)
+        time.sleep(2 * BATCH_S)
         seen.append(turns)
 
     stream, subject = bus.subjects.seq_stream, bus.subjects.seq("m")
@@ -372,7 +372,7 @@ async def test_an_instance_tells_of_its_own_load_alone(
     bus.post(bus.subjects.load("b-1"), load("b-1", 1))
     await eventually(lambda: heard)
     assert heard == [load("b-1", 1)]
-    assert "from now on silently: it speaks of b-1" in caplog.text
+    assert "logged once: it describes b-1" in caplog.text
 
 
 async def test_the_later_life_is_told_by_the_servers_clock(bus: Bus, limits: StreamLimits) -> None:

@@ -48,10 +48,10 @@ async def test_it_is_tried_on_until_the_bucket_is_there(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = asyncio.create_task(shared_secret(bus, "later", "name", SIZE))
-    await eventually(lambda: "trying on" in caplog.text)
+    await eventually(lambda: "retrying" in caplog.text)
     await bus.js.context.create_key_value(bucket="later")
     assert len(await waiting) == SIZE
-    assert caplog.text.count("trying on") == 1
+    assert caplog.text.count("retrying") == 1
     await bus.js.context.delete_key_value("later")
 
 

@@ -148,7 +148,7 @@ async def test_a_missing_stream_is_made_by_those_who_may(server: SecuredServer, 
     async with server.connected("operator") as operator, server.connected("indexer") as indexer:
         bucket = f"OBJ_{SUBJECTS.model_bucket}"
         await operator.js.context.delete_stream(bucket)
-        with pytest.raises(StreamMissing, match="only frontends and operators may make it"):
+        with pytest.raises(StreamMissing, match="only frontends and operators may create it"):
             await ensure_streams(indexer)
         async with server.connected("frontend") as frontend:
             await ensure_streams(frontend)
@@ -496,7 +496,7 @@ async def test_a_server_of_another_authority_or_without_tls_is_not_spoken_to(
     server: SecuredServer, nats_server: NatsServer, tmp_path: Path
 ) -> None:
     plain = replace(server.options("router"), url=nats_server.url)
-    with pytest.raises(BusUnavailable, match="does not ask for TLS"):
+    with pytest.raises(BusUnavailable, match="does not offer TLS"):
         await Bus.connect(plain, "router", timeout=2)
     assert secure(tmp_path / "other").returncode == 0
     other = replace(server.options("router"), tls_ca=tmp_path / "other" / "authority" / "ca.pem")

@@ -74,9 +74,9 @@ async def test_no_process_changes_streams_by_starting(
     await eventually(lambda: "ready" in mesh.logs())
     mesh.stop()
     assert (await bus.js.stream_info(bus.subjects.kv_stream)).config == before
-    wanted = f"has max_bytes {limits.kv_bytes}, streams.kv_bytes says 1048576"
+    wanted = f"has max_bytes {limits.kv_bytes}, streams.kv_bytes is 1048576"
     assert f"{bus.subjects.kv_stream} {wanted}; `kvmesh streams apply`" in mesh.logs()
-    assert f"{bus.subjects.seq_stream} has num_replicas 1, nats.replicas says 3" in mesh.logs()
+    assert f"{bus.subjects.seq_stream} has num_replicas 1, nats.replicas is 3" in mesh.logs()
 
 
 async def test_lease_repair_changes_no_streams(bus: Bus, limits: StreamLimits) -> None:
@@ -172,8 +172,8 @@ AUTHORIZED = {"settings": "authorization { user: mesh, password: right }"}
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (BusOptions(user="mesh", password="wrong"), r"refuses nats\.user and nats\.password"),
-        (BusOptions(token="wrong"), r"refuses nats\.token"),
+        (BusOptions(user="mesh", password="wrong"), r"rejects nats\.user and nats\.password"),
+        (BusOptions(token="wrong"), r"rejects nats\.token"),
         (BusOptions(), "asks for a user and password"),
     ],
 )
@@ -188,7 +188,7 @@ async def test_a_service_waits_for_the_server_and_says_so(tmp_path: Path) -> Non
     server = NatsServer(tmp_path / "nats")
     mesh = Mesh(server.url, tmp_path)
     mesh.start("router", "router-0")
-    await eventually(lambda: "no NATS server yet, trying on: " in mesh.logs())
+    await eventually(lambda: "no NATS server yet, retrying: " in mesh.logs())
     assert mesh.processes["router-0"].poll() is None
     server.start()
     bus = await Bus.connect(mesh.options, "test")

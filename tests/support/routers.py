@@ -26,6 +26,8 @@ from kvmesh.settings.schema import RouterSettings, Settings, StreamSettings
 from support.routing import overlaps, worker
 from support.wait import PATIENCE_S, eventually
 
+ROUTE_REPLY: "msgspec.msgpack.Decoder[RouteReply]" = msgspec.msgpack.Decoder(RouteReply)
+
 QUERIES = msgspec.msgpack.Decoder(OverlapQuery)
 T = TypeVar("T")
 
@@ -114,7 +116,7 @@ async def ask(
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while True:
         try:
-            return await bus.request(subject, message, RouteReply, timeout)  # type: ignore[arg-type]
+            return await bus.request(subject, message, ROUTE_REPLY, timeout)
         except (NoResponder, RequestTimeout):
             if asyncio.get_running_loop().time() > deadline:
                 raise

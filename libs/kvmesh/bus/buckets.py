@@ -1,4 +1,4 @@
-"""All that a bucket holds at one moment, and buckets that make room for what is new."""
+"""Key-value buckets: reading a whole one, and creating those of the frontends."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,40 +14,40 @@ from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.translation import bus_errors
 
 TIMEOUT_S = 10.0
-OPERATION = "KV-Operation"  # of a message that deletes a key
+OPERATION = "KV-Operation"  # header of a message that deletes a key
 SIZE = "Nats-Msg-Size"
 
 
 async def read_bucket(bus: Bus, bucket: str, keys: str = ">") -> dict[str, bytes]:
-    """The values of all keys that match; raises BusError."""
+    """The values of all keys that match `keys`; raises BusError."""
     found: dict[str, bytes] = {}
 
-    def take(key: str, message: StreamMessage) -> None:
+    def add(key: str, message: StreamMessage) -> None:
         if message.data:  # a deleted key has none
             found[key] = message.data
 
-    await _read(bus, bucket, keys, take, headers_only=False)
+    await _read(bus, bucket, keys, add, headers_only=False)
     return found
 
 
 async def read_headers(bus: Bus, bucket: str, keys: str = ">") -> dict[str, dict[str, str]]:
-    """The headers of all keys that match, without reading values, those of the oldest value first.
+    """The headers of all keys that match, oldest value first; values are not read.
 
     Raises as `read_bucket` does.
     """
     found: dict[str, dict[str, str]] = {}
 
-    def take(key: str, message: StreamMessage) -> None:
+    def add(key: str, message: StreamMessage) -> None:
         headers = message.headers or {}
         if OPERATION not in headers:
             found[key] = headers
 
-    await _read(bus, bucket, keys, take, headers_only=True)
+    await _read(bus, bucket, keys, add, headers_only=True)
     return found
 
 
 async def bucket_sizes(bus: Bus, bucket: str, keys: str = ">") -> dict[str, int]:
-    """The sizes in bytes of the keys that match, the oldest value first; errors as above."""
+    """The sizes in bytes of the values whose keys match, oldest first; raises BusError."""
     headers = await read_headers(bus, bucket, keys)
     return {key: int(value[SIZE]) for key, value in headers.items() if SIZE in value}
 
@@ -56,15 +56,15 @@ async def _read(
     bus: Bus,
     bucket: str,
     keys: str,
-    take: Callable[[str, StreamMessage], None],
+    handler: Callable[[str, StreamMessage], None],
     headers_only: bool,
 ) -> None:
-    """The client library's own watch can call itself complete before its first entry arrives."""
+    """Read all entries. nats-py's own watch can report completion before its first entry."""
     prefix = f"$KV.{bucket}."
     start = Start(last_per_subject=True, headers_only=headers_only)
 
     def found(message: StreamMessage) -> None:
-        take(message.subject.removeprefix(prefix), message)
+        handler(message.subject.removeprefix(prefix), message)
 
     reader = StreamReader(bus, f"KV_{bucket}", f"{prefix}{keys}", found, start)
     await reader.open()
@@ -77,15 +77,15 @@ async def _read(
 
 
 async def keys_bucket(bus: Bus) -> Bucket:
-    """The bucket of API keys, made if it is missing."""
+    """The bucket of API keys, created if missing."""
     config = KeyValueConfig(bucket=bus.subjects.keys_bucket, replicas=bus.options.replicas)
     return await bus.js.create_key_value(config)
 
 
 async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> Bucket:
-    """A bucket that drops its oldest values where it is full; one that is there stays as it is.
+    """A bucket, created if missing, that drops its oldest values when it is full.
 
-    The client library makes only buckets that refuse new values then.
+    nats-py creates only buckets that refuse new values then.
     """
     name, prefix = f"KV_{bucket}", f"$KV.{bucket}."
     stream = StreamConfig(
@@ -120,7 +120,7 @@ async def expiring_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -
 
 
 async def make_write_once_bucket(bus: Bus, bucket: str) -> None:
-    """Create, if missing, a bucket of entries that the server lets nobody replace or delete."""
+    """Create, if missing, a bucket whose entries cannot be replaced or deleted."""
     stream = StreamConfig(
         name=f"KV_{bucket}",
         subjects=[f"$KV.{bucket}.>"],

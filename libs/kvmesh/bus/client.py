@@ -92,9 +92,9 @@ class Subscription:
 
 @dataclass(frozen=True)
 class BusOptions:
-    """Where and as whom to connect. `url` may list several servers, separated by commas.
+    """Server addresses, credentials and TLS. `url` may list several servers, separated by commas.
 
-    With an authority in `tls_ca`, or a certificate, every server must offer TLS.
+    With `tls_ca` or a certificate, every server must offer TLS.
     """
 
     url: str = field(default="nats://127.0.0.1:4222", repr=False)
@@ -145,16 +145,16 @@ class Bus:
         client = DirectClient()
         bus = cls(client, options)
         servers = [url.strip() for url in options.url.split(",")]
-        joining = FirstConnection(len(servers) if once else None)
+        first = FirstConnection(len(servers) if once else None)
         try:
             security = _security(options)
             attempt = asyncio.create_task(
-                _connect_patiently(client, servers, bus, name, joining, security)
+                _connect_with_retries(client, servers, bus, name, first, security)
             )
-            await joining.result(attempt, timeout)
+            await first.result(attempt, timeout)
         except (TimeoutError, OSError, ValueError, NkeysError, NatsError) as error:
             client.abandon()
-            reason = joining.reason(error, _credentials(options))
+            reason = first.reason(error, _credentials(options))
             raise BusUnavailable(options.url, reason) from error
         return bus
 
@@ -336,7 +336,7 @@ class Bus:
     async def flush(self) -> None:
         """Return once the server has received everything posted before."""
         with bus_errors():
-            await self._posts.sent()
+            await self._posts.drained()
             await self.client.flush()
 
     async def close(self) -> None:
@@ -346,7 +346,7 @@ class Bus:
             return
         try:
             async with asyncio.timeout(2):
-                await self._posts.sent()
+                await self._posts.drained()
                 await self.client.flush()
         except (TimeoutError, NatsError) as error:
             log.warning("closing without a flush: %s", cause(error))
@@ -363,7 +363,7 @@ def returning(answer: Callable[[T], object]) -> Callable[[T, Reply], None]:
 
 
 def _credentials(options: BusOptions) -> str:
-    """The settings by which the server knows who this is; empty if there are none."""
+    """The name of the setting that authenticates this process; empty if there is none."""
     settings = {
         "nats.nkey_seed": options.nkey_seed,
         "nats.credentials": options.credentials,
@@ -375,9 +375,9 @@ def _credentials(options: BusOptions) -> str:
 
 
 def _security(options: BusOptions) -> dict[str, Any]:
-    """The client's arguments that say who this is and whom it trusts.
+    """The client's arguments for authentication and TLS.
 
-    Raises OSError or ValueError for files that cannot be used.
+    Raises OSError or ValueError for unusable files.
     """
     return {
         "user": options.user,
@@ -390,17 +390,17 @@ def _security(options: BusOptions) -> dict[str, Any]:
     }
 
 
-async def _connect_patiently(
+async def _connect_with_retries(
     client: DirectClient,
     servers: list[str],
     bus: Bus,
     name: str,
-    joining: FirstConnection,
+    first: FirstConnection,
     security: dict[str, Any],
 ) -> None:
     while True:
         try:
-            await _connect(client, servers, bus, name, joining, security)
+            await _connect(client, servers, bus, name, first, security)
         except (OSError, nats.errors.NoServersError):
             await asyncio.sleep(0.2)
         else:
@@ -412,7 +412,7 @@ async def _connect(
     servers: list[str],
     bus: Bus,
     name: str,
-    joining: FirstConnection,
+    first: FirstConnection,
     security: dict[str, Any],
 ) -> None:
     last_error = broken_by = ""
@@ -420,7 +420,7 @@ async def _connect(
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
         text = cause(error)
-        if joining.failed(error) or client.denied(text):
+        if first.failed(error) or client.fail_denied(text):
             return
         if isinstance(error, BROKEN):
             broken_by = text
@@ -431,20 +431,22 @@ async def _connect(
     async def on_reconnect() -> None:
         nonlocal last_error, broken_by
         last_error = broken_by = ""
-        client.made()
+        client.on_connected()
         bus.connected_at = asyncio.get_running_loop().time()
         log.info("reconnected to %s", client.server)
         for callback in bus.on_reconnect:
             callback()
 
     async def on_disconnect() -> None:
-        client.broken()
+        client.on_disconnected()
         if not client.is_closed:
             log.warning("lost the connection to NATS, reconnecting: %s", broken_by or "no answer")
 
     async def on_closed() -> None:
         if not bus.closing:
-            log.error("NATS ended the connection for good: %s", client.last_error or "no reason")
+            log.error(
+                "NATS closed the connection permanently: %s", client.last_error or "no reason"
+            )
             for callback in bus.on_lost:
                 callback()
 
@@ -456,11 +458,11 @@ async def _connect(
         reconnected_cb=on_reconnect,
         disconnected_cb=on_disconnect,
         max_reconnect_attempts=-1,
-        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # slept on as it is
+        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # nats-py sleeps for this many seconds
         connect_timeout=2,
         ping_interval=10,
         pending_size=64 * 1024 * 1024,
         **security,
     )
-    client.made()
+    client.on_connected()
     bus.connected_at = asyncio.get_running_loop().time()

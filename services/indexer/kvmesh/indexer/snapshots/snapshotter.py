@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusTimeout, cause
-from kvmesh.bus.stream_identity import is_another
+from kvmesh.bus.stream_identity import is_rewound
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.rank_state import RankStates
@@ -118,7 +118,7 @@ class Snapshotter:
             another = slot.made not in ("", str(info.created))
             another = another or slot.covered > info.state.last_seq
             if not another and slot.stored:
-                another = await is_another(self._bus, stream, slot.covered, slot.stored)
+                another = await is_rewound(self._bus, stream, slot.covered, slot.stored)
             if another:
                 self.skipped += 1
                 log.warning("dropped snapshot %s: it covers messages that are gone", slot.name)
