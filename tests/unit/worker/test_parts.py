@@ -297,7 +297,8 @@ def test_what_a_killed_worker_has_left_goes_with_the_next(
     (tmp_path / f"{PREFIX}unlocked").mkdir()
     with ScratchFolder() as living:
         code = (
-            "import os, signal; from kvmesh.worker.scratch import Scratch; made = ScratchFolder()\n"
+            "import os, signal; from kvmesh.worker.scratch import ScratchFolder\n"
+            "made = ScratchFolder()\n"
             "(made.path / 'weights').write_text('…'); print(made.path, flush=True)\n"
             "os.kill(os.getpid(), signal.SIGKILL)"
         )
