@@ -36,7 +36,7 @@ from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.runtime.warnings import keep_told
+from kvmesh.runtime.warnings import publish_warnings
 from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class FrontendService:
             configured = self._settings.tenant_secret
             self._tenants.unlock(await tenant_secret(service.bus, configured))
         except SecretUnusable as error:
-            raise StartError(str(error), hopeless=error.configured) from error
+            raise StartError(str(error), permanent=error.configured) from error
         self._tokens = await service.bus.subscribe(
             subjects.out(service.instance), step_decoder, self.inbox.receive
         )
@@ -145,7 +145,7 @@ class FrontendService:
         try:
             await self.gate.open()
         except KeysError as error:
-            raise StartError(str(error), hopeless=True) from error
+            raise StartError(str(error), permanent=True) from error
         await self.asking.open()
         if self.gate.closed:
             await self.shared_use.open()
@@ -237,11 +237,11 @@ async def main(service: Service) -> None:
     )
     lease = Lease(service.bus, card, service.limits)
     await lease.open()
-    service.joined()
+    service.start_watchdog()
     log.info("listening on %s", endpoint)
     others = asyncio.create_task(siblings.keep(service), name="siblings")
     service.spawn(siblings.follow_parent(service), "parent")
-    service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
+    service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
     metrics = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:
         await service.stopping.wait()
@@ -282,5 +282,5 @@ def _check_openness(settings: FrontendSettings, keys: bool) -> None:
         raise StartError(
             f"refusing to serve everyone on {settings.host}: configure frontend.keys_file or"
             " frontend.keys_bucket, or set frontend.allow_anonymous",
-            hopeless=True,
+            permanent=True,
         )

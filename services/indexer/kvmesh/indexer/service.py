@@ -25,7 +25,7 @@ from kvmesh.indexer.shortfall import Shortfall
 from kvmesh.indexer.snapshots.snapshotter import Snapshotter, SnapshotThresholds
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.runtime.warnings import keep_told
+from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
 _replies = msgspec.msgpack.Decoder(ControlReply)
@@ -90,10 +90,10 @@ class IndexerService:
         except (BusError, OSError, TimeoutError) as error:
             raise BusUnavailable(self._bus.options.url, error) from error
         if not stopping.is_set():
-            self._service.joined()
+            self._service.start_watchdog()
             self._service.spawn(self._follow(), "readiness")
             self._service.spawn(self._repair(), "repair")
-            telling = keep_told(lambda: self._lease, self._service.warnings)
+            telling = publish_warnings(lambda: self._lease, self._service.warnings)
             self._service.spawn(telling, "warnings")
             self._service.spawn(self.keeper.run(self._leads), "snapshots")
             await stopping.wait()
@@ -231,7 +231,7 @@ def _shard(service: Service) -> Shard:
     try:
         return Shard(settings.shard, settings.shards, settings.shard_by)
     except ValueError as error:
-        raise StartError(f"indexer: {error}", hopeless=True) from error
+        raise StartError(f"indexer: {error}", permanent=True) from error
 
 
 async def main(service: Service) -> None:

@@ -50,11 +50,11 @@ async def main(service: Service) -> None:
         key = await _key(service.bus, settings.key)
         storage = await Storage.claim(settings, service.bus.options.namespace)
     except SecretUnusable as error:
-        raise StartError(f"kvbm: {error}", hopeless=error.configured) from error
+        raise StartError(f"kvbm: {error}", permanent=error.configured) from error
     except InUse as error:
         raise StartError(f"kvbm: {error}") from error
     except (KvbmError, RemoteError, RetentionError) as error:
-        raise StartError(f"kvbm: {error}", hopeless=True) from error
+        raise StartError(f"kvbm: {error}", permanent=True) from error
     try:
         await _serve(service, KvbmNode(service, manager, storage, key))
     finally:
@@ -75,11 +75,11 @@ async def _serve(service: Service, node: KvbmNode) -> None:
     metrics = await serve_metrics(settings, lambda: node.ready, service.warnings)
     try:
         await node.open()
-        service.joined()
+        service.start_watchdog()
         await service.stopping.wait()
         await node.close()
     except KvbmError as error:
-        raise StartError(f"kvbm: {error}", hopeless=True) from error
+        raise StartError(f"kvbm: {error}", permanent=True) from error
     except (BusError, OSError, TimeoutError) as error:
         raise BusUnavailable(service.bus.options.url, error) from error
     finally:

@@ -34,7 +34,7 @@ from kvmesh.bus.model_files import publish_model
 from kvmesh.bus.ping import answer_pings
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.runtime.warnings import Warnings, keep_told
+from kvmesh.runtime.warnings import Warnings, publish_warnings
 from kvmesh.settings.schema import Settings
 from kvmesh.worker.capabilities.retaining import Retaining, obey, outcomes
 from kvmesh.worker.capabilities.tiered import TierCounts, Tiered, prefetch
@@ -172,7 +172,9 @@ class WorkerNode:
         self._joined = True
         self._tasks += [
             asyncio.create_task(self._standing.run(lambda: self._lease), name="standing"),
-            asyncio.create_task(keep_told(lambda: self._lease, self._warnings), name="warnings"),
+            asyncio.create_task(
+                publish_warnings(lambda: self._lease, self._warnings), name="warnings"
+            ),
             asyncio.create_task(self._watch_events(card.name, model.block_size), name="silence"),
         ]
         log.info("serving %s on %s as %s", model.name, self.info.name, self.instance)
