@@ -252,7 +252,7 @@ class DirectClient(Client):
             await self._error_cb(error)
 
     def _is_stray(self, sid: int) -> bool:
-        """Whether a consumer delivered to a subscription other than an inbox; drop such messages.
+        """True if a consumer delivered to a subscription other than an inbox: drop the message.
 
         The server lets every reader of a stream choose any subject for the delivery.
         """

@@ -59,7 +59,7 @@ class LeaseDuration:
 
 
 def routable(card: Instance) -> bool:
-    """Whether a process accepts work, according to its card."""
+    """True if a process accepts work, according to its card."""
     return not card.draining and card.labels.get(STATE, READY) == READY
 
 

@@ -36,7 +36,7 @@ class RequestTimeout(BusTimeout):
     """A process listens on `subject` but did not reply within `timeout` seconds."""
 
     def __init__(self, subject: str, timeout: float) -> None:
-        super().__init__(f"no answer on {subject} within {timeout:g} s")
+        super().__init__(f"no reply on {subject} within {timeout:g} s")
         self.subject = subject
         self.timeout = timeout
 
@@ -45,7 +45,7 @@ class NoResponder(BusError):
     """No process listens on `subject`: it is gone, or none has started yet."""
 
     def __init__(self, subject: str) -> None:
-        super().__init__(f"nobody answers on {subject}")
+        super().__init__(f"no process listens on {subject}")
         self.subject = subject
 
 
@@ -61,7 +61,7 @@ class MessageTooLarge(BusError):
     """A message of `size` bytes exceeds the server's `max_payload`."""
 
     def __init__(self, subject: str, size: int) -> None:
-        super().__init__(f"a message of {size} bytes on {subject} is more than the server takes")
+        super().__init__(f"a message of {size} bytes on {subject} exceeds the server's limit")
         self.subject = subject
         self.size = size
 

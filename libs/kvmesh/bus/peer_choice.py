@@ -12,12 +12,12 @@ PROBE_S = 0.25
 class Peer:
     """The state of one process: trusted or suspected, and the last times of a reply and a probe."""
 
-    __slots__ = ("heard", "probed", "suspected")
+    __slots__ = ("probed_at", "replied_at", "suspected")
 
     def __init__(self) -> None:
         self.suspected = False
-        self.heard = 0.0
-        self.probed = 0.0
+        self.replied_at = 0.0
+        self.probed_at = 0.0
 
 
 class Peers:
@@ -59,7 +59,7 @@ class Peers:
         return peer is not None and not peer.suspected
 
     def trusts_any(self, excluded: Collection[str] = ()) -> bool:
-        """Whether a trusted process is left that is not excluded."""
+        """True if a process is trusted and not excluded."""
         return any(self.trusts(each) for each in self._order if each not in excluded)
 
     def suspect(self, instance: str) -> bool:
@@ -70,27 +70,27 @@ class Peers:
         peer.suspected = True
         return True
 
-    def heard(self, instance: str, now: float, took: float) -> bool:
+    def replied(self, instance: str, now: float, took: float) -> bool:
         """Record a reply after `took` seconds. True if the process was suspected until now."""
         peer = self._known.get(instance)
         if peer is None or took > self._limit:
             return False
-        peer.heard = now
+        peer.replied_at = now
         suspected, peer.suspected = peer.suspected, False
         return suspected
 
     def silent(self, instance: str, now: float) -> bool:
-        """Whether its last reply is older than the limit."""
+        """True if its last reply is older than the limit."""
         peer = self._known.get(instance)
-        return peer is None or now - peer.heard > self._limit
+        return peer is None or now - peer.replied_at > self._limit
 
     def to_probe(self, now: float, busy: Collection[str] = ()) -> list[str]:
         """The processes to probe now: suspected ones and those in `busy`."""
         due = [
             instance
             for instance, peer in self._known.items()
-            if (peer.suspected or instance in busy) and now - peer.probed >= PROBE_S
+            if (peer.suspected or instance in busy) and now - peer.probed_at >= PROBE_S
         ]
         for instance in due:
-            self._known[instance].probed = now
+            self._known[instance].probed_at = now
         return due

@@ -24,7 +24,7 @@ class MessageParser:
 
     @property
     def has_partial(self) -> bool:
-        """Whether the beginning of an incomplete message is buffered."""
+        """True while an incomplete message is buffered."""
         return bool(self._held)
 
     def feed(self, data: bytes) -> bytes:

@@ -153,7 +153,7 @@ class KvPublisher:
         self.published_by_rank[rank] += len(events)
 
     async def _store(self, payload: bytes, quiet: bool) -> bool:
-        """Whether the server stored the batch; raises MessageTooLarge if it never will."""
+        """Try to store a batch; returns success, raises MessageTooLarge if a retry cannot help."""
         if not self._bus.connected:
             return False
         try:

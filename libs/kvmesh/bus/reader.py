@@ -339,7 +339,7 @@ class StreamReader:
                 ends = self._loop.time() + self._backoff.delay()
 
     def _renew_delays(self) -> bool:
-        """Whether the connection was made anew since the last call."""
+        """Reset the delays if the connection is new since the last call; returns whether it is."""
         if self._bus.connected_at <= self._connected_at:
             return False
         self._connected_at = self._bus.connected_at

@@ -66,7 +66,7 @@ class Subjects:
         return f"kvm-{self.namespace}-seq"
 
     def owns(self, stream: str | None) -> bool:
-        """Whether a stream belongs to this mesh, directly or as one of its buckets."""
+        """True if a stream belongs to this mesh, directly or as one of its buckets."""
         name = (stream or "").removeprefix("KV_").removeprefix("OBJ_")
         kind = name.removeprefix(f"kvm-{self.namespace}-")
         return kind != name and "-" not in kind  # another namespace may have this one as its prefix

@@ -185,7 +185,7 @@ class IndexClient:
             _replies.decode(data)
         except msgspec.MsgspecError:  # that of a question is logged
             return
-        if self.indexers.heard(indexer, monotonic(), monotonic() - sent):
+        if self.indexers.replied(indexer, monotonic(), monotonic() - sent):
             log.info("indexer %s answers again", indexer)
         if self.indexers.trusts(indexer):
             self._note("")

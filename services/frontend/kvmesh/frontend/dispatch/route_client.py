@@ -219,7 +219,7 @@ class RouteClient:
         except msgspec.MsgspecError as error:
             self._fail(question, error)
             return
-        self.routers.heard(question.router, self._clock, self._clock - question.asked_at)
+        self.routers.replied(question.router, self._clock, self._clock - question.asked_at)
         if isinstance(news, Parked):
             question.parked, question.arrived = True, news.arrived
             self._free(question)
@@ -246,7 +246,7 @@ class RouteClient:
 
     def _ponged(self, token: str, msg: RawMessage, silent: bool) -> None:
         router, sent = self._pings.pop(token)
-        if silent or not self.routers.heard(router, self._clock, self._clock - sent):
+        if silent or not self.routers.replied(router, self._clock, self._clock - sent):
             return
         log.info("router %s answers again", router)
         for question in self._asked_of(router):

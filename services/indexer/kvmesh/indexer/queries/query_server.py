@@ -200,7 +200,7 @@ class QueryServer:
         except BusError as error:
             log.debug("indexer %s: %s", instance, error)
             return
-        if replicas.heard(instance, time.monotonic(), time.monotonic() - began):
+        if replicas.replied(instance, time.monotonic(), time.monotonic() - began):
             log.info("indexer %s answers again", instance)
 
 
