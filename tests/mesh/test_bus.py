@@ -1,4 +1,4 @@
-"""The bus against a real server: requests, streams that survive, leases that lapse."""
+"""The bus against a real server: requests, streams, leases, model files."""
 
 import asyncio
 import gc
@@ -42,7 +42,6 @@ from kvmesh.bus.reader import BATCH_S, Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 
 CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
-
 PING = msgspec.msgpack.Decoder(Ping)
 
 
@@ -52,7 +51,7 @@ def card(name: str) -> Instance:
     )
 
 
-async def test_a_request_is_answered_and_absence_is_told_from_silence(bus: Bus) -> None:
+async def test_a_request_gets_a_reply_no_responder_or_a_timeout(bus: Bus) -> None:
     async def answer(_: Ping, reply: Reply) -> None:
         reply(ControlReply(ok=True))
 
@@ -68,7 +67,7 @@ async def test_a_request_is_answered_and_absence_is_told_from_silence(bus: Bus) 
         await bus.request(bus.subjects.ping("b"), Ping(), CONTROL_REPLY, 0.05)
 
 
-async def test_a_malformed_request_is_answered_and_the_server_lives(bus: Bus) -> None:
+async def test_a_malformed_request_gets_a_reply_and_the_server_continues(bus: Bus) -> None:
     async def answer(_: Ping, reply: Reply) -> None:
         reply(ControlReply(ok=True))
 
@@ -103,7 +102,7 @@ async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: B
     assert not (await bus.request(subject, {"type": "nonsense"}, CONTROL_REPLY, PATIENCE_S)).ok
 
 
-async def test_posts_keep_their_order_also_when_the_connection_is_congested(bus: Bus) -> None:
+async def test_posts_keep_their_order_on_a_congested_connection(bus: Bus) -> None:
     subject, heard, padding = bus.subjects.out("f"), [], "x" * 2000
 
     def hear(event: SeqFree) -> None:
@@ -116,7 +115,7 @@ async def test_posts_keep_their_order_also_when_the_connection_is_congested(bus:
     assert heard == list(range(3000))
 
 
-async def test_a_plain_function_gets_all_in_order_and_may_fail(bus: Bus) -> None:
+async def test_a_plain_handler_gets_all_messages_in_order_and_may_raise(bus: Bus) -> None:
     subject, heard = bus.subjects.out("f"), []
 
     def hear(event: SeqFree) -> None:
@@ -133,7 +132,7 @@ async def test_a_plain_function_gets_all_in_order_and_may_fail(bus: Bus) -> None
     assert heard == list(range(3000))
 
 
-async def test_what_is_published_during_an_outage_follows(
+async def test_messages_posted_during_an_outage_are_sent_after_it(
     nats_server: NatsServer, bus: Bus
 ) -> None:
     heard: list[str] = []
@@ -150,7 +149,7 @@ async def test_what_is_published_during_an_outage_follows(
     await eventually(lambda: heard == ["a", "b"])
 
 
-async def test_attempts_that_fail_are_closed(nats_server: NatsServer, bus: Bus) -> None:
+async def test_failed_connection_attempts_are_closed(nats_server: NatsServer, bus: Bus) -> None:
     attempts: list[asyncio.StreamReader] = []
 
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -173,7 +172,7 @@ async def test_no_server_is_a_clear_error() -> None:
         await Bus.connect(BusOptions(url=url), "test", timeout=0.5)
 
 
-async def test_a_server_that_says_nothing_is_left(options: BusOptions) -> None:
+async def test_a_connection_to_a_silent_server_is_closed(options: BusOptions) -> None:
     left = asyncio.Event()
 
     async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -212,7 +211,7 @@ async def free(bus: Bus, *ids: str) -> None:
     await bus.flush()
 
 
-async def test_what_is_stored_is_in_the_stream_and_what_is_not_is_an_error(bus: Bus) -> None:
+async def test_store_returns_once_stored_and_raises_otherwise(bus: Bus) -> None:
     await bus.store(bus.subjects.seq("m"), encode(SeqBatch("test", [SeqFree("a")])), 5)
     assert (await bus.js.stream_info(bus.subjects.seq_stream)).state.messages == 1
     with pytest.raises(NoResponder):
@@ -238,7 +237,7 @@ async def test_a_reader_replays_then_follows(bus: Bus) -> None:
     await resumed.reader.close()
 
 
-async def test_a_reader_with_much_to_do_lets_others_run(bus: Bus) -> None:
+async def test_a_busy_reader_lets_other_tasks_run(bus: Bus) -> None:
     await free(bus, *map(str, range(20)))
     turns = 0
     seen: list[int] = []
@@ -320,7 +319,7 @@ async def test_a_lease_joins_changes_and_leaves(bus: Bus, limits: StreamLimits) 
     await directory.close()
 
 
-async def test_a_card_that_another_process_could_have_written_is_ignored(
+async def test_a_card_at_the_key_of_another_process_is_ignored(
     bus: Bus, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket = await bus.js.key_value(bus.subjects.instances_bucket)
@@ -341,7 +340,7 @@ async def test_a_card_that_another_process_could_have_written_is_ignored(
     await directory.close()
 
 
-async def test_a_card_that_is_refused_is_told_of_once_however_often_it_is_renewed(
+async def test_a_rejected_card_is_logged_once_however_often_it_is_renewed(
     bus: Bus, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = Directory(bus, limits)
@@ -358,7 +357,7 @@ async def test_a_card_that_is_refused_is_told_of_once_however_often_it_is_renewe
     await directory.close()
 
 
-async def test_an_instance_tells_of_its_own_load_alone(
+async def test_an_instance_reports_only_its_own_load(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load(instance: str, running: int) -> Load:
@@ -375,7 +374,9 @@ async def test_an_instance_tells_of_its_own_load_alone(
     assert "logged once: it describes b-1" in caplog.text
 
 
-async def test_the_later_life_is_told_by_the_servers_clock(bus: Bus, limits: StreamLimits) -> None:
+async def test_the_servers_clock_decides_which_instance_is_later(
+    bus: Bus, limits: StreamLimits
+) -> None:
     fast = Lease(bus, msgspec.structs.replace(card("w"), started=4e9), limits)
     slow = Lease(bus, msgspec.structs.replace(card("w"), instance="w-2", started=1.0), limits)
     for lease in (fast, slow):
@@ -391,7 +392,7 @@ async def test_the_later_life_is_told_by_the_servers_clock(bus: Bus, limits: Str
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
-async def test_a_lease_that_nobody_renews_lapses(
+async def test_a_lease_without_renewal_expires(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     dying = await Bus.connect(options, "dying")
@@ -406,7 +407,7 @@ async def test_a_lease_that_nobody_renews_lapses(
     await lease.close()
 
 
-async def test_processes_that_are_set_differently_agree_on_leases(
+async def test_processes_with_different_settings_agree_on_leases(
     options: BusOptions, limits: StreamLimits
 ) -> None:
     bus = await Bus.connect(options, "test")
@@ -430,7 +431,7 @@ async def test_processes_that_are_set_differently_agree_on_leases(
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
-async def test_anyone_may_bury_a_dead_instance_which_learns_of_it_if_it_lives(
+async def test_any_process_may_delete_a_lease_and_a_living_owner_notices(
     bus: Bus, limits: StreamLimits
 ) -> None:
     lapses: list[bool] = []
@@ -447,7 +448,7 @@ async def test_anyone_may_bury_a_dead_instance_which_learns_of_it_if_it_lives(
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
-async def test_a_lease_that_was_renewed_unheard_has_not_lapsed(
+async def test_a_renewal_with_a_lost_reply_does_not_end_the_lease(
     bus: Bus, limits: StreamLimits
 ) -> None:
     lapses: list[bool] = []
@@ -523,7 +524,7 @@ async def test_model_files_travel_and_are_checked(bus: Bus, tmp_path: Path) -> N
         await publish_model(bus, tmp_path / "nowhere")
 
 
-async def test_an_answer_that_came_while_the_process_was_stopped_is_an_answer(
+async def test_a_reply_that_arrived_while_the_process_was_stopped_counts(
     options: BusOptions, bus: Bus
 ) -> None:
     """As under uvloop, which services run on: its timers come before what is to be read."""

@@ -1,4 +1,4 @@
-"""Streams that lost their end and went on: readers notice, and leave no consumer behind."""
+"""Readers of rewound streams start over, and leave no consumer behind."""
 
 import asyncio
 from dataclasses import replace
@@ -61,7 +61,7 @@ async def rewind(server: NatsServer, bus: Bus, copy: Path, *texts: str) -> None:
     await asyncio.to_thread(server.start)
 
 
-async def test_a_reader_starts_over_when_numbers_were_used_again(
+async def test_a_reader_starts_over_when_sequences_were_reused(
     nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:
     follower = Follower(bus)
@@ -76,7 +76,7 @@ async def test_a_reader_starts_over_when_numbers_were_used_again(
     await follower.reader.close()
 
 
-async def test_a_reader_that_goes_on_from_before_notices_as_well(
+async def test_a_reader_that_resumes_from_a_sequence_notices_a_rewind(
     nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:
     before = Follower(bus)
@@ -97,7 +97,7 @@ async def test_a_reader_that_goes_on_from_before_notices_as_well(
     await after.reader.close()
 
 
-async def test_a_reader_goes_on_where_only_what_it_has_read_was_purged(
+async def test_a_reader_continues_if_only_read_messages_were_purged(
     nats_server: NatsServer, bus: Bus
 ) -> None:
     follower = Follower(bus)
@@ -163,7 +163,7 @@ async def test_a_new_connection_ends_a_long_delay(
     await follower.reader.close()
 
 
-async def test_a_reader_tells_how_long_it_has_heard_nothing(
+async def test_a_reader_reports_how_long_it_has_received_nothing(
     nats_server: NatsServer, bus: Bus
 ) -> None:
     follower = Follower(bus)

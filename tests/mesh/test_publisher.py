@@ -1,4 +1,4 @@
-"""KV events against a server that forgets what it acknowledged, or takes smaller messages."""
+"""KV events with a server that loses acknowledged messages, or lowers its size limit."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -59,7 +59,7 @@ class Numbers:
         self.seen.append((batch.first, len(batch.events)))
 
 
-async def test_a_loss_after_the_acknowledgement_shows_though_nothing_more_happens(
+async def test_a_loss_after_the_acknowledgement_shows_without_further_events(
     nats_server: NatsServer, bus: Bus, engine: Engine, tmp_path: Path
 ) -> None:
     engine.store(1)
@@ -79,7 +79,7 @@ async def test_a_loss_after_the_acknowledgement_shows_though_nothing_more_happen
     await numbers.reader.close()
 
 
-async def test_a_server_that_takes_less_than_before_gets_a_dump_in_smaller_parts(
+async def test_a_lower_size_limit_leads_to_a_dump_in_smaller_parts(
     nats_server: NatsServer, bus: Bus, desk: Desk, engine: Engine
 ) -> None:
     desk.contents.tolerant = True  # of the ids of what was too large
@@ -98,7 +98,7 @@ async def test_a_server_that_takes_less_than_before_gets_a_dump_in_smaller_parts
         await asyncio.to_thread(nats_server.restart)
 
 
-async def test_a_connection_that_the_server_ends_for_good_is_told(
+async def test_a_connection_closed_permanently_is_reported(
     nats_server: NatsServer, bus: Bus
 ) -> None:
     lost = asyncio.Event()
