@@ -87,6 +87,7 @@ class Stage:
         """Wait until a router may be asked."""
         await eventually(lambda: router.service.instance in self.asking.routers)
         await eventually(lambda: router.router._router("m")._subscriptions)
+        await router.service.bus.flush()  # the server knows them too
 
     def waiting(self, router: RunningRouter) -> int:
         return router.router._router("m").dispatcher.waiting
