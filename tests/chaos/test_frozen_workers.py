@@ -70,7 +70,7 @@ async def test_a_worker_that_was_frozen_does_no_harm_when_it_thaws(mesh: Mesh) -
     finally:
         process.send_signal(signal.SIGCONT)
     await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
-    await eventually(lambda: "others took this process for dead" in mesh.logs())
+    await eventually(lambda: "other processes considered this one dead" in mesh.logs())
     await traffic.more()
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)

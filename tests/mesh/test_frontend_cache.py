@@ -27,7 +27,7 @@ from support.nats import NatsServer, free_port
 from support.wait import eventually
 from tokenizers import Tokenizer
 
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.messages import (
     Cancel,
@@ -94,9 +94,9 @@ class ScriptedStore:
     def __init__(self) -> None:
         self.told: list[Control] = []
 
-    async def answer(self, control: Control, respond: Respond) -> None:
+    async def answer(self, control: Control, reply: Reply) -> None:
         self.told.append(control)
-        await respond(ControlReply(ok=True, blocks=3))
+        reply(ControlReply(ok=True, blocks=3))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import JetStreamError
 from kvmesh.bus.messages import SessionPrompt
 from kvmesh.bus.shared_secret import SecretUnusable
 from kvmesh.frontend.apis.base import StoredTurn
@@ -214,7 +215,7 @@ async def test_an_invalid_secret_is_named_and_not_replaced(bus: Bus, wrong: str)
 
 async def bucket_of_an_earlier_release(bus: Bus) -> KeyValue:
     """A bucket of secrets whose entries may be replaced."""
-    return await bus.js.create_key_value(bucket=bus.subjects.secrets_bucket)
+    return await bus.js.context.create_key_value(bucket=bus.subjects.secrets_bucket)
 
 
 async def test_a_secret_of_an_earlier_release_stays_valid(bus: Bus) -> None:
@@ -226,11 +227,11 @@ async def test_a_secret_of_an_earlier_release_stays_valid(bus: Bus) -> None:
 async def test_an_existing_secret_is_never_replaced(bus: Bus) -> None:
     secret = await tenant_secret(bus, None)
     name = bus.subjects.tenants_key
-    bucket = await bus.js.key_value(bus.subjects.secrets_bucket)
+    bucket = await bus.js.context.key_value(bus.subjects.secrets_bucket)
     for attempt in (bucket.put(name, b"x" * 32), bucket.delete(name), bucket.purge(name)):
         with pytest.raises(APIError):
             await attempt
-    with pytest.raises(APIError):
+    with pytest.raises(JetStreamError):
         await bus.js.purge_stream(f"KV_{bus.subjects.secrets_bucket}")
     assert await tenant_secret(bus, None) == secret
 

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest_asyncio
 from support.events import MODEL, Publisher, swallow
 from support.indexing import Replicas, ask, told
@@ -122,7 +123,9 @@ async def test_malformed_messages_and_queries_do_not_stop_the_service(
         reply = await bus.client.request(bus.subjects.index(MODEL), junk, timeout=PATIENCE_S)
         assert reply.data
     query = OverlapQuery([b"odd"])
-    reply_ = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, PATIENCE_S)
+    reply_ = await bus.request(
+        bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), PATIENCE_S
+    )
     assert reply_ == OverlapReply([], [])
     await worker.store(1)
     await told(bus, [1], {"w-1": 1})

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Literal
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
@@ -21,6 +22,8 @@ from kvmesh.bus.streams import StreamLimits
 from kvmesh.index.interface import Buffer, PrefixIndex
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import IndexerSettings as Settings
+
+OVERLAP_REPLY = msgspec.msgpack.Decoder(OverlapReply)
 
 PROMPTS = [(i, i + 1, i + 2) for i in range(1, 40, 3)]
 
@@ -44,7 +47,7 @@ async def test_shards_together_equal_one_index(
     ]
     query = OverlapQuery([prompt(blocks) for blocks in PROMPTS] + [b""])
     for _ in range(10):  # whoever the server picks
-        reply = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, PATIENCE_S)
+        reply = await bus.request(bus.subjects.index(MODEL), query, OVERLAP_REPLY, PATIENCE_S)
         assert [depths(reply, i) for i in range(len(PROMPTS))] == [{"w-1": 3}] * len(PROMPTS)
         assert reply.rows[-1] == b""
     held = [part.indexer.states.index.stats().blocks for part in parts]
@@ -98,7 +101,7 @@ async def test_a_silent_replica_of_a_shard_costs_no_overlaps(
         subject = bus.subjects.index_at(asked.indexer._service.instance)
         for blocks in PROMPTS * 2:
             query = OverlapQuery([prompt(blocks)])
-            reply = await bus.request(subject, query, OverlapReply, PATIENCE_S)
+            reply = await bus.request(subject, query, OVERLAP_REPLY, PATIENCE_S)
             assert depths(reply) == {"w-1": 3}
         assert not known["root-1of2"].trusts(silent.indexer._service.instance)
         assert asked.indexer.queries.counts.shard_errors == 0
@@ -145,7 +148,7 @@ async def test_a_lagging_replica_withdraws_and_comes_back(
     async def publish() -> None:
         for i in range(2, 400):
             await worker.store(i)
-        await bus.client.flush()
+        await bus.flush()
 
     await asyncio.gather(publish(), eventually(lambda: not replica.indexer.ready))
     slow.seconds = 0.0

@@ -39,7 +39,7 @@ async def fill(worker: Publisher, start: int, count: int = 10) -> None:
     """Store prompts of two blocks: (start, start + 1), (start + 1, start + 2), …"""
     for first in range(start, start + count):
         await worker.store(first, first + 1)
-    await worker.bus.client.flush()
+    await worker.bus.flush()
 
 
 async def covered(bus: Bus) -> list[int]:
@@ -134,7 +134,7 @@ async def test_chunks_without_an_object_are_purged(
 ) -> None:
     bucket = bus.subjects.index_bucket
     orphan = f"$O.{bucket}.C.lost"
-    await bus.js.publish(orphan, b"half a snapshot")
+    await bus.js.context.publish(orphan, b"half a snapshot")
     await replicas.start(OFTEN)
     await generations(bus, worker, 3)
 
@@ -200,7 +200,7 @@ async def test_a_deleted_stream_does_not_revive_its_snapshot(
     first = await replicas.start(OFTEN)
     await generations(bus, worker, 1)
     await first.stop()
-    await bus.js.delete_stream(bus.subjects.kv_stream)
+    await bus.js.context.delete_stream(bus.subjects.kv_stream)
     await ensure_streams(bus, limits)
     second = await replicas.start(Settings())
     assert second.indexer.snapshotter.counts.snapshots_skipped == 1
@@ -218,7 +218,7 @@ async def rewind(server: NatsServer, bus: Bus, limits: StreamLimits, copy: Path)
         await fill(Publisher(other, limits, "x", "x-1"), 700, 30)
         await other.close()
     await asyncio.to_thread(server.start)
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
     await ensure_streams(bus, limits)
 
 

@@ -145,7 +145,7 @@ async def test_the_bus_shows_a_request(mesh: Mesh, client: AsyncOpenAI) -> None:
     await bus.subscribe(names.kv_all, msgspec.msgpack.Decoder(KvBatch), on_kv)
     await bus.subscribe(names.route_all, msgspec.msgpack.Decoder(RouteEvent), on_route)
     await bus.subscribe(names.seq_all, msgspec.msgpack.Decoder(SeqBatch), on_sequence)
-    await bus.client.flush()
+    await bus.flush()
     await stream(client, "Something that nobody asked before. " * 20, 8)
     await eventually(lambda: stored and any(isinstance(e, Outcome) for e in routed))
     decision = next(event for event in routed if isinstance(event, Decision))
@@ -172,7 +172,7 @@ async def test_a_prompt_is_prefetched_before_anybody_asks(mesh: Mesh) -> None:
         prompts.extend((batch.instance, len(event.engine) // 8) for event in stored)
 
     await bus.subscribe(bus.subjects.kv_all, msgspec.msgpack.Decoder(KvBatch), on_kv)
-    await bus.client.flush()
+    await bus.flush()
     later = "What will be asked only later. " * 40
     body = {"model": MODEL, "messages": [{"role": "user", "content": later}], "compute": 160}
     url = f"{mesh.url}/v1/prefetch"

@@ -19,7 +19,7 @@ from support.routers import (
 from support.routing import request, sequence
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.client import Bus, BusOptions, Respond
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.messages import (
     Decision,
     Hints,
@@ -88,7 +88,7 @@ async def test_another_replica_counts_the_load_of_earlier_requests(
         ):  # r1 is gone: this one replays the stream
             assert (await placed(bus, request("3", TEN))).instance == "b"
             subject = bus.subjects.seq("m")
-            await bus.publish(subject, SeqBatch("f", [SeqFree("1"), SeqFree("2")]))
+            bus.post(subject, SeqBatch("f", [SeqFree("1"), SeqFree("2")]))
             reply = await placed(bus, request("4", TEN, explain=True))
             assert reply.instance == "a"
 
@@ -96,7 +96,7 @@ async def test_another_replica_counts_the_load_of_earlier_requests(
 async def test_an_index_outage_is_logged_and_does_not_stop_routing(
     bus: Bus, options: BusOptions, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def never(_: OverlapQuery, __: Respond) -> None:
+    async def never(_: OverlapQuery, __: Reply) -> None:
         return
 
     decoder = msgspec.msgpack.Decoder(OverlapQuery)
@@ -126,9 +126,9 @@ async def test_an_intermittent_index_is_logged_once(
 ) -> None:
     answered = count()
 
-    async def at_times(query: OverlapQuery, respond: Respond) -> None:
+    async def at_times(query: OverlapQuery, reply: Reply) -> None:
         if next(answered) % 2:
-            await respond(OverlapReply([], [b""] * len(query.prompts)))
+            reply(OverlapReply([], [b""] * len(query.prompts)))
 
     decoder = msgspec.msgpack.Decoder(OverlapQuery)
     await bus.serve(bus.subjects.index("m"), decoder, at_times, queue="index")
@@ -146,10 +146,10 @@ async def test_an_intermittent_index_is_logged_once(
 async def test_requests_do_not_wait_for_each_others_index_queries(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
-    held: list[Respond] = []
+    held: list[Reply] = []
 
-    async def hold(_: OverlapQuery, respond: Respond) -> None:
-        held.append(respond)
+    async def hold(_: OverlapQuery, reply: Reply) -> None:
+        held.append(reply)
 
     decoder = msgspec.msgpack.Decoder(OverlapQuery)
     await bus.serve(bus.subjects.index("m"), decoder, hold, queue="index")
@@ -192,7 +192,7 @@ async def test_a_loaded_rank_gets_fewer_requests(
     )  # fmt: skip
     async with running_workers(bus, limits, "a", "b"), running_router(options):
         await placed(bus, request("0", TEN))
-        await bus.publish(bus.subjects.load("a"), load)
+        bus.post(bus.subjects.load("a"), load)
 
         async def seen() -> bool:
             reply = await placed(bus, request("1", TEN, explain=True))
@@ -240,7 +240,7 @@ async def test_each_kind_of_policy_failure_is_logged_once(
     ):
         for name in ("1", "2", "3"):
             assert isinstance(await ask(bus, request(name, TEN)), Routed)
-            await bus.publish(bus.subjects.seq("m"), SeqBatch("f", [SeqFree(name)]))
+            bus.post(bus.subjects.seq("m"), SeqBatch("f", [SeqFree(name)]))
         await caught_up(bus, [running])
         await eventually(lambda: {"tick", "state"} <= set(told()))
     assert told() == ["admits", "choose", "freed", "placed", "shift", "state", "tick"]
@@ -262,7 +262,7 @@ async def test_without_kv_events_the_index_is_not_queried(
 ) -> None:
     async with running_workers(bus, limits, "a", "b"), running_router(options, kv_events=False):
         home = (await placed(bus, request("1", TEN))).instance
-        await bus.publish(bus.subjects.seq("m"), SeqBatch("f", [SeqFree("1")]))
+        bus.post(bus.subjects.seq("m"), SeqBatch("f", [SeqFree("1")]))
 
         async def known() -> bool:
             reply = await placed(bus, request("2", TEN, explain=True))

@@ -38,7 +38,7 @@ class Indexer:
 @asynccontextmanager
 async def indexer(bus: Bus, limits: StreamLimits, name: str) -> AsyncIterator[Indexer]:
     made = Indexer(name)
-    await bus.handle(bus.subjects.index_at(name), QUERIES, made.answer)
+    await bus.serve(bus.subjects.index_at(name), QUERIES, made.answer)
     card = Instance(
         instance=name,
         role=Role.INDEXER,

@@ -106,7 +106,7 @@ async def all_serve(bus: Bus, routes: Tail[Decision], routers: list[RunningRoute
 async def freed(bus: Bus, routers: list[RunningRouter], *requests: str) -> None:
     """Free these, and wait until all routers know it."""
     batch = SeqBatch("f", [SeqFree(request) for request in requests])
-    await bus.js.publish(bus.subjects.seq("m"), encode(batch))
+    await bus.js.context.publish(bus.subjects.seq("m"), encode(batch))
     await caught_up(bus, routers)
 
 
@@ -237,7 +237,7 @@ async def test_waiting_requests_leave_in_one_order_over_all_routers(
         for turn in range(16):
             await eventually(lambda n=turn: len(routes.seen) == probes + 1 + n)  # type: ignore[misc]
             done = SeqPrefilled(routes.seen[-1].request)
-            await bus.publish(subject, SeqBatch("f", [done]))
+            bus.post(subject, SeqBatch("f", [done]))
         await asyncio.gather(*asked)
         order = [d.request for d in routes.seen[probes:]]
         assert order == ["first", *(f"p{n}" for n in reversed(range(15)))]

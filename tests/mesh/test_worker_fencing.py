@@ -5,6 +5,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support.mesh import Mesh, stream_env
@@ -55,7 +56,9 @@ async def held(bus: Bus, prompts: list[bytes]) -> list[int]:
     """How many leading blocks of each the index knows of."""
     query = OverlapQuery([block_hashes(tokens, 16, SALT)[1] for tokens in prompts])
     try:
-        reply = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, 10)
+        reply = await bus.request(
+            bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), 10
+        )
     except BusError as error:
         raise AssertionError(f"no answer: {error}") from error
     rows = [memoryview(row).cast("I").tolist() for row in reply.rows]

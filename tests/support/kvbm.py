@@ -46,6 +46,7 @@ from kvmesh.hashing import block_hashes
 from support.wait import eventually
 
 T = TypeVar("T")
+_replies: "msgspec.msgpack.Decoder[KvbmReply]" = msgspec.msgpack.Decoder(KvbmReply)
 SIZE = 4
 SALT = 5
 
@@ -139,8 +140,7 @@ class TestWorker:
 
     async def ask(self, message: object, reply: type[T], timeout: float = 10.0) -> T:
         subject = self.bus.subjects.kvbm(self.card.instance)
-        either: type[KvbmReply] = KvbmReply  # type: ignore[assignment]
-        answer = await self.bus.request(subject, message, either, timeout)
+        answer = await self.bus.request(subject, message, _replies, timeout)
         assert isinstance(answer, reply), answer
         return answer
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvmesh.bus.client import Bus, BusOptions, Respond
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
@@ -25,6 +25,8 @@ from kvmesh.runtime.service import Service
 from kvmesh.settings.schema import RouterSettings, Settings, StreamSettings
 from support.routing import overlaps, worker
 from support.wait import PATIENCE_S, eventually
+
+ROUTE_REPLY: "msgspec.msgpack.Decoder[RouteReply]" = msgspec.msgpack.Decoder(RouteReply)
 
 QUERIES = msgspec.msgpack.Decoder(OverlapQuery)
 T = TypeVar("T")
@@ -100,8 +102,8 @@ async def scripted_index(bus: Bus, held: dict[str, tuple[int, ...]]) -> None:
     """Serve an index that returns the same overlaps for every prompt."""
     answer = overlaps(held)
 
-    async def find(query: OverlapQuery, respond: Respond) -> None:
-        await respond(OverlapReply(answer.ranks, [answer.rows] * len(query.prompts)))
+    async def find(query: OverlapQuery, reply: Reply) -> None:
+        reply(OverlapReply(answer.ranks, [answer.rows] * len(query.prompts)))
 
     await bus.serve(bus.subjects.index("m"), QUERIES, find, queue="index")
 
@@ -114,7 +116,7 @@ async def ask(
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while True:
         try:
-            return await bus.request(subject, message, RouteReply, timeout)  # type: ignore[arg-type]
+            return await bus.request(subject, message, ROUTE_REPLY, timeout)
         except (NoResponder, RequestTimeout):
             if asyncio.get_running_loop().time() > deadline:
                 raise

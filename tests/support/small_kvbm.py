@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from nats.aio.subscription import Subscription
 
 from kvmesh.blocks.digests import split_digests
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.messages import (
     Attach,
@@ -119,10 +118,10 @@ class SmallKvbm:
                 return True
         return False
 
-    async def _serve(self, request: KvbmRequest, respond: Respond) -> None:
+    async def _serve(self, request: KvbmRequest, reply: Reply) -> None:
         self.asked.append(request)
         if type(request) not in self.silent:
-            await respond(self._answer(request))
+            reply(self._answer(request))
 
     def _answer(self, request: KvbmRequest) -> object:
         if isinstance(request, Attach):

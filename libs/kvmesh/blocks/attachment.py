@@ -10,11 +10,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
-from nats.errors import Error as NatsError
 
 from kvmesh.blocks.arena import WORKER_LOCKS, ArenaView, LivenessLock
 from kvmesh.blocks.errors import BlocksError
@@ -63,6 +62,16 @@ class ArenaUser(Protocol):
     async def release(self, arena: ArenaView) -> None:
         """Undo `adopt`: copying has ended."""
         ...
+
+
+class Replies(NamedTuple, Generic[T]):
+    """The decoder of a reply that is a T unless the kvbm declines."""
+
+    decoder: "msgspec.msgpack.Decoder[T | Declined]"
+
+
+_attached: Replies[Attached] = Replies(msgspec.msgpack.Decoder(Attached | Declined))
+_done: Replies[Done] = Replies(msgspec.msgpack.Decoder(Done | Declined))
 
 
 class Attachment:
@@ -146,15 +155,19 @@ class Attacher:
         self._changed.set()
 
     async def request(
-        self, attachment: Attachment, message: object, reply: type[T], timeout: float = REQUEST_S
+        self,
+        attachment: Attachment,
+        message: object,
+        replies: "Replies[T]",
+        timeout: float = REQUEST_S,
     ) -> T | None:
         """Send a request; return the reply, or None after any failure, which is logged."""
         try:
-            answer = await self._send(attachment.kvbm, message, reply, timeout)
+            answer = await self._send(attachment.kvbm, message, replies, timeout)
         except MessageTooLarge as error:
             log.warning("%s", error)
             return None
-        except (BusError, NatsError, OSError, msgspec.MsgspecError) as error:
+        except BusError as error:
             self.lose(attachment, error)
             return None
         if isinstance(answer, Declined):
@@ -163,10 +176,15 @@ class Attacher:
         return answer
 
     async def _send(
-        self, kvbm: str, message: object, reply: type[T], timeout: float
+        self,
+        kvbm: str,
+        message: object,
+        replies: "Replies[T]",
+        timeout: float,
     ) -> T | Declined:
-        either: type[T] = reply | Declined  # type: ignore[assignment]
-        return await self._bus.request(self._bus.subjects.kvbm(kvbm), message, either, timeout)
+        return await self._bus.request(
+            self._bus.subjects.kvbm(kvbm), message, replies.decoder, timeout
+        )
 
     def _on_declined(self, attachment: Attachment, declined: Declined) -> None:
         if declined.code in {"unknown", "closing"}:
@@ -224,7 +242,7 @@ class Attacher:
         with ExitStack() as undo:
             try:
                 attachment = await self._request_attachment(card, store, undo)
-            except (BusError, BlocksError, NatsError, OSError, msgspec.MsgspecError) as error:
+            except (BusError, BlocksError, OSError) as error:
                 self._warn_once(f"cannot attach to {card.name}: {cause(error)}")
                 return False
             if attachment is None:
@@ -247,7 +265,7 @@ class Attacher:
         lock = LivenessLock(directory / name)
         undo.callback(lock.close)
         message = Attach(worker.instance, worker.model, worker.layout, lock.path.name)
-        answer = await self._send(card.instance, message, Attached, REQUEST_S)
+        answer = await self._send(card.instance, message, _attached, REQUEST_S)
         if isinstance(answer, Declined):
             self._on_refused(card, answer)
             return None
@@ -285,8 +303,8 @@ class Attacher:
         try:
             if self._user is not None:
                 await self._user.release(attachment.arena)
-            await self._send(attachment.kvbm, Detach(attachment.id), Done, DETACH_S)
-        except (BusError, NatsError, OSError, msgspec.MsgspecError) as error:
+            await self._send(attachment.kvbm, Detach(attachment.id), _done, DETACH_S)
+        except (BusError, OSError) as error:
             log.debug("detaching from %s failed: %s", attachment.kvbm, error)
         finally:
             attachment.close()

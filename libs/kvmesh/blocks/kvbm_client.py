@@ -9,18 +9,27 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from kvmesh.blocks.arena import ArenaView
-from kvmesh.blocks.attachment import REQUEST_S, ArenaUser, Attacher, Attachment, WorkerIdentity
+from kvmesh.blocks.attachment import (
+    REQUEST_S,
+    ArenaUser,
+    Attacher,
+    Attachment,
+    Replies,
+    WorkerIdentity,
+)
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import (
     Await,
     Commit,
     Computed,
     Corrupt,
+    Declined,
     Done,
     Fetch,
     Fetched,
@@ -36,6 +45,24 @@ from kvmesh.runtime.background import BackgroundTasks
 
 T = TypeVar("T")
 AWAIT_S = 0.5
+
+
+class _Replies(NamedTuple, Generic[T]):
+    """Decoders of the replies to a whole prompt, and to one that the kvbm has to complete."""
+
+    full: Replies[T]
+    short: Replies[T | Incomplete]
+
+
+_done: Replies[Done] = Replies(msgspec.msgpack.Decoder(Done | Declined))
+_fetched: _Replies[Fetched] = _Replies(
+    Replies(msgspec.msgpack.Decoder(Fetched | Declined)),
+    Replies(msgspec.msgpack.Decoder(Fetched | Incomplete | Declined)),
+)
+_wanted: _Replies[Wanted] = _Replies(
+    Replies(msgspec.msgpack.Decoder(Wanted | Declined)),
+    Replies(msgspec.msgpack.Decoder(Wanted | Incomplete | Declined)),
+)
 
 
 class KvbmPrompt(Struct, frozen=True, kw_only=True):
@@ -149,7 +176,7 @@ class KvbmClient:
         ends = asyncio.get_running_loop().time() + deadline_s
         with attachment.in_use():
             fetch = _fetch(attachment, prompt, held, speeds, wait_s, computes)
-            fetched = await self._request_ticket(attachment, fetch, Fetched, REQUEST_S)
+            fetched = await self._request_ticket(attachment, fetch, _fetched, REQUEST_S)
             ticket, first = (fetched.ticket, held) if fetched is not None else (0, 0)
             try:
                 while fetched is not None:
@@ -159,7 +186,7 @@ class KvbmClient:
                     if not fetched.pending or asyncio.get_running_loop().time() > ends:
                         break
                     further = Await(attachment.id, ticket, AWAIT_S)
-                    fetched = await self._request(attachment, further, Fetched, REQUEST_S)
+                    fetched = await self._request(attachment, further, _fetched.full, REQUEST_S)
             finally:
                 if ticket:
                     self._post(attachment, Finish(attachment.id, ticket))
@@ -176,7 +203,7 @@ class KvbmClient:
             return
         with attachment.in_use():
             offer = _offer(attachment, prompt, first)
-            wanted = await self._request_ticket(attachment, offer, Wanted, REQUEST_S)
+            wanted = await self._request_ticket(attachment, offer, _wanted, REQUEST_S)
             if wanted is None or not wanted.ticket:
                 yield None
                 return
@@ -198,34 +225,32 @@ class KvbmClient:
             self._post(attachment, Computed(attachment.id, request))
 
     async def _request(
-        self, attachment: Attachment, message: object, reply: type[T], timeout: float
+        self, attachment: Attachment, message: object, replies: Replies[T], timeout: float
     ) -> T | None:
         with attachment.in_use():
-            return await self._attacher.request(attachment, message, reply, timeout)
+            return await self._attacher.request(attachment, message, replies, timeout)
 
     async def _send_prompt(
-        self, attachment: Attachment, message: Offer | Fetch, reply: type[T], timeout: float
+        self, attachment: Attachment, message: Offer | Fetch, replies: _Replies[T], timeout: float
     ) -> T | None:
         """Send a prompt as a delta; send it whole if the kvbm has evicted the base."""
         prompts = attachment.prompts
         short = prompts.shorten(message)
-        either: type[T | Incomplete] = reply | Incomplete  # type: ignore[assignment]
-        answer = await self._request(attachment, short, either, timeout)
+        answer = await self._request(attachment, short, replies.short, timeout)
         if isinstance(answer, Incomplete):
             prompts.forget(short.base)
             short = message
-            answer = await self._request(attachment, message, reply, timeout)
+            answer = await self._request(attachment, message, replies.full, timeout)
         if answer is not None:
             prompts.store(message.digests, short.base)
         return answer
 
     async def _request_ticket(
-        self, attachment: Attachment, message: Offer | Fetch, reply: type[T], timeout: float
+        self, attachment: Attachment, message: Offer | Fetch, replies: _Replies[T], timeout: float
     ) -> T | None:
         """Send a prompt; if the caller is cancelled meanwhile, return the ticket."""
-        sending = self._tasks.start(
-            self._send_prompt(attachment, message, reply, timeout), awaited=True
-        )
+        work = self._send_prompt(attachment, message, replies, timeout)
+        sending = self._tasks.start(work, awaited=True)
         try:
             return await asyncio.shield(sending)
         except asyncio.CancelledError:
@@ -240,7 +265,8 @@ class KvbmClient:
             self._post(attachment, Commit(attachment.id, answer.ticket, b""))
 
     def _post(self, attachment: Attachment, message: object) -> None:
-        self._tasks.start(self._request(attachment, message, Done, REQUEST_S))
+        work = self._request(attachment, message, _done, REQUEST_S)
+        self._tasks.start(work)
 
 
 def _fetch(

@@ -7,7 +7,7 @@ import pytest
 
 from kvmesh.bus.messages import Load
 from kvmesh.frontend.generation.cache_expectations import MIN_REQUESTS, CacheExpectations
-from kvmesh.runtime.warnings import SHOWN, Streak, Warnings
+from kvmesh.runtime.warnings import MAX_SHOWN, Streak, Warnings
 from kvmesh.worker.health.event_silence import BLOCKS, REQUESTS, EventSilence
 
 SIZE = 16
@@ -21,7 +21,7 @@ def load(instance: str = "w-1", **fields: Any) -> Load:
 def test_a_streak_holds_from_so_many_looks_until_so_many() -> None:
     streak = Streak(3, 2)
     seen = [True, True, False, True, True, True, False, True, False, False, True]
-    assert [streak.look(s) for s in seen] == [False] * 5 + [True] * 4 + [False] * 2
+    assert [streak.observe(s) for s in seen] == [False] * 5 + [True] * 4 + [False] * 2
 
 
 def test_a_warning_is_logged_when_it_begins_and_when_it_ends(
@@ -38,8 +38,8 @@ def test_a_warning_is_logged_when_it_begins_and_when_it_ends(
 
 def test_of_many_warnings_only_the_first_are_shown() -> None:
     warnings = Warnings()
-    warnings.update("odd", {str(n): f"{n} is odd" for n in range(SHOWN + 5)})
-    assert len(warnings.texts) == SHOWN + 1
+    warnings.update("odd", {str(n): f"{n} is odd" for n in range(MAX_SHOWN + 5)})
+    assert len(warnings.texts) == MAX_SHOWN + 1
     assert warnings.texts[-1] == "and 5 more warnings: see the log"
 
 

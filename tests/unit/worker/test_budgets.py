@@ -100,13 +100,13 @@ def test_a_backlog_counts_what_it_holds_and_gives_all_of_it_in_order(
     taken: list[KvEvent] = []
     for step in steps:
         if isinstance(step, int):
-            taken += backlog.take(step)
+            taken += backlog.pop(step)
         else:
             backlog.extend([step])
             put.append(step)
         assert (backlog.bytes == 0) == (len(taken) == len(put))
         assert backlog.bytes >= 0
-    while some := backlog.take(500):
+    while some := backlog.pop(500):
         taken += some
     assert taken == put
     assert backlog.bytes == 0

@@ -24,7 +24,7 @@ class FairThreads:
 
     async def call(self, owner: str, function: Callable[[], T]) -> T:
         """Call `function` in a thread when it is the owner's turn."""
-        await self._slots.take(owner)
+        await self._slots.acquire(owner)
         work = asyncio.get_running_loop().run_in_executor(self._pool, function)
         work.add_done_callback(self._done)
         return await work
@@ -43,7 +43,7 @@ class FairThreads:
     def _done(self, work: "asyncio.Future[T]") -> None:
         if not work.cancelled():
             work.exception()  # retrieved here because the waiter may be cancelled
-        self._slots.free()
+        self._slots.release()
 
 
 def _step(steps: "Steps[T]") -> tuple[T] | None:

@@ -197,7 +197,7 @@ class ModelRegistry:
                 self._dialects[key] = await asyncio.to_thread(Dialect, model, files)
                 gc.freeze()  # vocabularies are long-lived: exclude them from collections
                 break
-            except (BusError, TimeoutError) as error:
+            except BusError as error:
                 log.warning("cannot fetch the files of %s, retrying: %s", model.name, error)
                 await asyncio.sleep(RETRY_S)
             except DialectError as error:

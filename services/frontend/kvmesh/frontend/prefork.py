@@ -23,7 +23,7 @@ WATCH_S = 1.0
 def check_settings(settings: Settings) -> None:
     """Raises StartError for settings with which processes cannot share a port."""
     if settings.frontend.processes > 1 and settings.frontend.port == 0:
-        raise StartError("frontend.processes needs a fixed frontend.port", hopeless=True)
+        raise StartError("frontend.processes needs a fixed frontend.port", permanent=True)
 
 
 async def supervise(service: Service) -> None:

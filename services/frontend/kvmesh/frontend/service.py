@@ -6,9 +6,9 @@ import sys
 import time
 
 from aiohttp import web
-from nats.aio.subscription import Subscription
 from prometheus_client import REGISTRY
 
+from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery import Directory, Lease, routable
 from kvmesh.bus.engine_loads import follow_loads
 from kvmesh.bus.messages import Instance, Role, StepOutput
@@ -37,7 +37,7 @@ from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.runtime.warnings import keep_told
+from kvmesh.runtime.warnings import publish_warnings
 from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class FrontendService:
             self.monitor.on_gap(stream)
 
     def _backlog(self) -> int:
-        return self._tokens.pending_msgs if self._tokens is not None else 0
+        return self._tokens.pending_messages if self._tokens is not None else 0
 
     def _joined(self, card: Instance) -> None:
         self.registry.joined(card)
@@ -120,7 +120,7 @@ class FrontendService:
         if self._service.stopping.is_set():
             return ["stopping"]
         bus = self._service.bus
-        if not bus.client.is_connected:
+        if not bus.connected:
             return ["nats"]
         roles = {card.role for card in self.directory.instances if routable(card)}
         missing = [role.value for role in (Role.ROUTER, Role.WORKER) if role not in roles]
@@ -135,7 +135,7 @@ class FrontendService:
             configured = self._settings.tenant_secret
             self._tenants.set_secret(await tenant_secret(service.bus, configured))
         except SecretUnusable as error:
-            raise StartError(str(error), hopeless=error.configured) from error
+            raise StartError(str(error), permanent=error.configured) from error
         self._tokens = await service.bus.subscribe(
             subjects.out(service.instance), step_decoder, self._receive
         )
@@ -143,7 +143,7 @@ class FrontendService:
         try:
             await self.authenticator.open()
         except KeysError as error:
-            raise StartError(str(error), hopeless=True) from error
+            raise StartError(str(error), permanent=True) from error
         await self.routes.open()
         if self.authenticator.requires_keys:
             await self.shared_limits.open()
@@ -170,7 +170,7 @@ class FrontendService:
 
     async def close(self) -> None:
         await self.cache_api.close()
-        await self.events.flush()
+        self.events.flush()
         await self.directory.close()
 
     def application(self) -> web.Application:
@@ -230,11 +230,11 @@ async def main(service: Service) -> None:
     )
     lease = Lease(service.bus, card, service.limits)
     await lease.open()
-    service.joined()
+    service.start_watchdog()
     log.info("listening on %s", endpoint)
     others = asyncio.create_task(prefork.supervise(service), name="prefork")
     service.spawn(prefork.follow_parent(service), "parent")
-    service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
+    service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
     metrics = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:
         await service.stopping.wait()
@@ -275,5 +275,5 @@ def _check_openness(settings: FrontendSettings, keys: bool) -> None:
         raise StartError(
             f"refusing to serve everyone on {settings.host}: configure frontend.keys_file or"
             " frontend.keys_bucket, or set frontend.allow_anonymous",
-            hopeless=True,
+            permanent=True,
         )

@@ -6,7 +6,6 @@ import random
 import time
 
 import msgspec
-from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
@@ -25,9 +24,10 @@ from kvmesh.indexer.snapshots.snapshotter import Snapshotter, SnapshotThresholds
 from kvmesh.indexer.telemetry import IndexerTelemetry
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.runtime.warnings import keep_told
+from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
+_replies = msgspec.msgpack.Decoder(ControlReply)
 TICK_S = 0.05
 SWEEP_S = 1.0
 CAPACITY_CHECK_S = 10.0
@@ -86,13 +86,13 @@ class IndexerService:
         stopping = self._service.stopping
         try:
             await self._start()
-        except (NatsError, OSError, TimeoutError) as error:
+        except (BusError, OSError, TimeoutError) as error:
             raise BusUnavailable(self._bus.options.url, error) from error
         if not stopping.is_set():
-            self._service.joined()
+            self._service.start_watchdog()
             self._service.spawn(self._update_readiness(), "readiness")
             self._service.spawn(self._repair(), "repair")
-            warnings = keep_told(lambda: self._lease, self._service.warnings)
+            warnings = publish_warnings(lambda: self._lease, self._service.warnings)
             self._service.spawn(warnings, "warnings")
             self._service.spawn(self.snapshotter.run(self._is_leader), "snapshots")
             await stopping.wait()
@@ -139,7 +139,7 @@ class IndexerService:
         labels = {**self._lease.card.labels, STATE: state}
         try:
             await self._lease.update(msgspec.structs.replace(self._lease.card, labels=labels))
-        except (NatsError, OSError, TimeoutError) as error:
+        except BusError as error:
             log.debug("card not updated, the next renewal does it: %s", error)
 
     def _is_leader(self) -> bool:
@@ -184,10 +184,8 @@ class IndexerService:
         async with self._dump_slots:
             self.states.counts.dump_requests += 1
             try:
-                reply = await self._bus.request(
-                    subject, Dump(key.rank), ControlReply, DUMP_TIMEOUT_S
-                )
-            except (BusError, NatsError, OSError, msgspec.MsgspecError) as error:
+                reply = await self._bus.request(subject, Dump(key.rank), _replies, DUMP_TIMEOUT_S)
+            except BusError as error:
                 log.warning("no dump of rank %d of %s: %s", key.rank, key.instance, error)
                 return
         if reply.ok:
@@ -201,7 +199,7 @@ def _shard(service: Service) -> Shard:
     try:
         return Shard(settings.shard, settings.shards, settings.shard_by)
     except ValueError as error:
-        raise StartError(f"indexer: {error}", hopeless=True) from error
+        raise StartError(f"indexer: {error}", permanent=True) from error
 
 
 async def main(service: Service) -> None:

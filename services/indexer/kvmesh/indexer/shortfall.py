@@ -34,7 +34,7 @@ class Shortfall:
         for key, held in self._reported.items():
             short = indexed.get(key, 0) + SPARE_BLOCKS < held * SHARE
             streak = self._streaks.setdefault(key, Streak(LOOKS_TO_WARN, LOOKS_TO_CLEAR))
-            if streak.look(short):
+            if streak.observe(short):
                 found[f"{key[0]} {key[1]}"] = (
                     f"the index has less than half of the blocks that rank {key[1]} of {key[0]}"
                     " reports as cached"

@@ -17,9 +17,9 @@ from time import monotonic
 from typing import NamedTuple
 
 import msgspec
-from nats.js.errors import NotFoundError
 
 from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import (
     Hints,
     Placement,
@@ -225,7 +225,7 @@ class EmbeddedRouter:
         self._router.apply(event)
         self._router.schedule_placement()
         batch = SeqBatch(self._service.instance, [event])
-        await self._service.bus.publish(self._seq_subject, batch)
+        self._service.bus.post(self._seq_subject, batch)
 
     async def _place(self, request: RouteRequest) -> Routed:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -262,7 +262,7 @@ async def _join(mesh: RouterService, service: Service, timeout: float) -> None:
             await service.bus.js.stream_info(service.bus.subjects.seq_stream)
             await service.bus.js.stream_info(f"KV_{service.bus.subjects.router_bucket}")
             break
-        except NotFoundError:
+        except NotFound:
             if monotonic() > deadline:
                 raise NoWorkers(f"no mesh named {service.bus.options.namespace}") from None
             await asyncio.sleep(0.1)

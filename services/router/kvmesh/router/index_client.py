@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from nats.aio.msg import Msg
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import OverlapQuery, RankKey
 from kvmesh.bus.peer_choice import Peers
@@ -76,7 +75,7 @@ class IndexClient:
         self._subject = bus.subjects.index(model)
         self._model = model
         self._timeout = timeout
-        self._inbox = bus.client.new_inbox()
+        self._inbox = bus.new_inbox()
         self._queued: list[OverlapLookup] = []
         self._in_flight: dict[str, QueryInFlight] = {}
         self._sent = 0
@@ -94,7 +93,7 @@ class IndexClient:
 
     async def open(self) -> None:
         """Subscribe to replies; call before the first lookup."""
-        await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._on_reply)
+        await self._bus.subscribe_raw(f"{self._inbox}.*", self._on_reply)
 
     def query(self, lookup: OverlapLookup) -> None:
         """Look up overlaps; `lookup.done` gets the result, possibly before this returns."""
@@ -137,7 +136,7 @@ class IndexClient:
         )
         subject = self._subject if indexer is None else self._bus.subjects.index_at(indexer)
         try:
-            self._bus.ask(subject, query, f"{self._inbox}.{token}")
+            self._bus.post(subject, query, f"{self._inbox}.{token}")
         except MessageTooLarge as error:
             self._complete(token, None, str(error))
 
@@ -159,7 +158,7 @@ class IndexClient:
             subject = self._bus.subjects.index_at(indexer)
             self._bus.post(subject, OverlapQuery([]), f"{self._inbox}.{token}")
 
-    def _on_reply(self, msg: Msg) -> None:
+    def _on_reply(self, msg: RawMessage) -> None:
         token = msg.subject.rpartition(".")[2]
         no_responder = msg.headers is not None and msg.headers.get("Status") == "503"
         if token in self._probes:
@@ -186,7 +185,7 @@ class IndexClient:
             _replies.decode(data)
         except msgspec.MsgspecError:  # logged for lookups only
             return
-        if self.indexers.heard(indexer, monotonic(), monotonic() - sent):
+        if self.indexers.replied(indexer, monotonic(), monotonic() - sent):
             log.info("indexer %s answers again", indexer)
         if self.indexers.trusts(indexer):
             self._log_outage("")

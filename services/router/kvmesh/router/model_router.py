@@ -9,11 +9,9 @@ from random import Random
 from time import monotonic
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Reply
-from kvmesh.bus.errors import cause
+from kvmesh.bus.client import Reply, Subscription
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     Decision,
     Parked,
@@ -86,11 +84,11 @@ class ModelRouter:
             shared = PolicyState(self._bus, self._service.name, self.core)
             self._service.spawn(shared.run(), "policy state")
         await self.index.open()
-        subjects, handle = self._bus.subjects, self._bus.handle
+        subjects, serve = self._bus.subjects, self._bus.serve
         own = subjects.router_at(self.model, self._service.instance)
         self._subscriptions = [
-            await handle(own, _requests, self._accept_own, on_malformed=_malformed),
-            await handle(
+            await serve(own, _requests, self._accept_own, on_malformed=_malformed),
+            await serve(
                 subjects.router(self.model), _requests, self._accept, QUEUE_GROUP, _malformed
             ),
         ]
@@ -107,8 +105,8 @@ class ModelRouter:
         try:
             async with asyncio.timeout(LEAVE_S):
                 for subscription in self._subscriptions:
-                    await subscription.drain()  # type: ignore[no-untyped-call]
-        except (NatsError, TimeoutError) as error:
+                    await subscription.drain()
+        except (BusError, TimeoutError) as error:
             log.warning("subscriptions not drained: %s", cause(error))
         if calls:
             log.info("handed back %d waiting requests of %s", len(calls), self.model)

@@ -5,11 +5,8 @@ import contextlib
 import logging
 import time
 
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.placement.router import RouterCore
@@ -63,7 +60,7 @@ class PolicyState:
             bucket = await self._bus.js.key_value(self._bus.subjects.router_bucket)
             await bucket.put(self._key, state)
             self._last, self._failing = state, False
-        except (NatsError, APIError, OSError, TimeoutError) as error:
+        except BusError as error:
             if not self._failing:
                 log.warning("cannot publish the policy's state, retrying: %s", cause(error))
             self._failing = True

@@ -30,7 +30,7 @@ from kvmesh.router.policies.registry import make_policy
 from kvmesh.router.state.sequence_decoding import sequence_events
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.runtime.warnings import keep_told
+from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -107,8 +107,8 @@ class RouterService:
         try:
             await self.open()
             await lease.update(replace(card, labels={STATE: READY}))
-            service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
-            service.joined()
+            service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
+            service.start_watchdog()
             await service.stopping.wait()
             for router in self._models.values():
                 await router.leave()
@@ -303,5 +303,5 @@ async def main(service: Service) -> None:
     try:
         check_settings(service.settings.router)
     except RouterConfigError as error:
-        raise StartError(str(error), hopeless=True) from error
+        raise StartError(str(error), permanent=True) from error
     await RouterService(service).run()

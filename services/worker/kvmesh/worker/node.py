@@ -7,11 +7,10 @@ from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, Subscription, returning
 from kvmesh.bus.discovery import Lease
+from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import (
     Cancel,
     Chunk,
@@ -37,7 +36,7 @@ from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.prompt_delta.tokens import PromptCache
 from kvmesh.runtime.background import BackgroundTasks
-from kvmesh.runtime.warnings import Warnings, keep_told
+from kvmesh.runtime.warnings import Warnings, publish_warnings
 from kvmesh.settings.schema import Settings
 from kvmesh.worker.capabilities.retaining import Retaining, obey, outcomes
 from kvmesh.worker.capabilities.tiered import TierCounts, Tiered, prefetch
@@ -171,7 +170,7 @@ class WorkerNode:
         await self._standing.confirm(card)
         self._joined = True
         self._tasks.start(self._standing.run(lambda: self._lease), "standing")
-        self._tasks.start(keep_told(lambda: self._lease, self._warnings), "warnings")
+        self._tasks.start(publish_warnings(lambda: self._lease, self._warnings), "warnings")
         self._tasks.start(self._watch_events(card.name, model.block_size), "silence")
         log.info("serving %s on %s as %s", model.name, self.info.name, self.instance)
 
@@ -206,7 +205,7 @@ class WorkerNode:
         while self._subscriptions:
             try:
                 await self._subscriptions.pop().unsubscribe()
-            except NatsError as error:
+            except BusError as error:
                 log.warning("could not unsubscribe: %s", error)
 
     # what the engine tells
@@ -239,11 +238,26 @@ class WorkerNode:
     # what the mesh asks
 
     async def _listen(self) -> None:
-        subjects, answer = self._bus.subjects, self._bus.answer
+        subjects, serve = self._bus.subjects, self._bus.serve
         self._subscriptions = [
-            await answer(subjects.work(self.instance), _work_decoder, self._take, intake.invalid),
-            await answer(subjects.ctl(self.instance), _control_decoder, self._obey, _unknown),
-            await answer(subjects.dump(self.instance), _dump_decoder, self._dump, _unknown),
+            await serve(
+                subjects.work(self.instance),
+                _work_decoder,
+                returning(self._take),
+                on_malformed=intake.invalid,
+            ),
+            await serve(
+                subjects.ctl(self.instance),
+                _control_decoder,
+                returning(self._obey),
+                on_malformed=_unknown,
+            ),
+            await serve(
+                subjects.dump(self.instance),
+                _dump_decoder,
+                returning(self._dump),
+                on_malformed=_unknown,
+            ),
             await answer_pings(self._bus, self.instance),
         ]
 

@@ -41,10 +41,10 @@ async def _model(worker: WorkerSettings, made: ExitStack) -> Path:
         if folder is None:
             folder = await asyncio.to_thread(default_model, worker.engine, made)
     except EngineError as error:
-        raise StartError(str(error), hopeless=True) from error
+        raise StartError(str(error), permanent=True) from error
     if not (folder / "tokenizer.json").is_file():
         reason = f"{folder} is not a Hugging Face model folder: it has no tokenizer.json"
-        raise StartError(reason, hopeless=True)
+        raise StartError(reason, permanent=True)
     return folder
 
 
@@ -60,7 +60,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
     try:
         engine = create_engine(EngineContext(settings, folder, _store(service, folder)))
     except EngineError as error:
-        raise StartError(str(error), hopeless=True) from error
+        raise StartError(str(error), permanent=True) from error
     try:
         node = WorkerNode(
             service.bus,
@@ -75,7 +75,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
         )
         await _serve(service, node)
     except (EngineError, ModelFilesError) as error:
-        raise StartError(str(error), hopeless=isinstance(error, EngineConfigError)) from error
+        raise StartError(str(error), permanent=isinstance(error, EngineConfigError)) from error
 
 
 def _store(service: Service, folder: Path) -> StoreFactory:
@@ -106,7 +106,7 @@ async def _serve(service: Service, node: WorkerNode) -> None:
     http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
         await node.start()
-        service.joined()
+        service.start_watchdog()
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)
     finally:

@@ -3,12 +3,12 @@
 from itertools import combinations
 
 import msgspec
-from nats.js.api import StreamInfo
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kvmesh.bus.discovery import STATE
+from kvmesh.bus.jetstream import StreamInfo
 from kvmesh.bus.messages import Load, NodeStore, incompatible_models
 from kvmesh.cli.status.report import Bucket, Member, Report, Stream
 from kvmesh.cli.units import duration, size

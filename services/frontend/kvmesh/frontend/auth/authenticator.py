@@ -8,12 +8,10 @@ from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
 
 from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.frontend.auth.accounts import Account, Accounts, Key, Scope
 from kvmesh.frontend.auth.origin_check import cross_origin_fault
 from kvmesh.frontend.conversation import GenerateRequest
@@ -159,7 +157,7 @@ class Authenticator:
             await asyncio.sleep(RELOAD_S)
             try:
                 await self._reload()
-            except (KeysError, NatsError, APIError, TimeoutError) as error:
+            except (KeysError, BusError) as error:
                 self._log_failure(cause(error))
 
     def _log_failure(self, reason: str) -> None:

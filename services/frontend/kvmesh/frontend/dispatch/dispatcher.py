@@ -84,7 +84,7 @@ class Dispatcher:
         self._monitor.watch(task.model, task.stream)
         await self._dispatch(task)
 
-    async def release(self, task: SequenceTask) -> None:
+    def release(self, task: SequenceTask) -> None:
         """Free what the sequence holds in this process, in routers and in its worker."""
         stream = task.stream
         self._tasks.discard(task)
@@ -97,7 +97,7 @@ class Dispatcher:
         if stream.attempts:
             self._events.event(task.model, SeqFree(stream.attempt))
         if stream.instance and not stream.engine_done:
-            await self._workers.cancel(stream)
+            self._workers.cancel(stream)
 
     async def _dispatch(self, task: SequenceTask) -> None:
         try:
@@ -235,7 +235,7 @@ class Dispatcher:
             self._workers.inbox.remove(stream)
             if stream.finish is not None:
                 break
-            await self._end_attempt(task)
+            self._end_attempt(task)
             self._blame(stream, stream, stream.loss)
             if migrations == self._migration_limit:
                 raise Unavailable(f"The worker was lost: {stream.lost}")
@@ -244,9 +244,9 @@ class Dispatcher:
         if stream.error is not None:
             raise stream.error
 
-    async def _end_attempt(self, task: SequenceTask) -> None:
+    def _end_attempt(self, task: SequenceTask) -> None:
         """Free the lost attempt's blocks: it may still run."""
-        await self._workers.cancel(task.stream)
+        self._workers.cancel(task.stream)
         self._events.event(task.model, SeqFree(task.stream.attempt))
 
     async def _migrate(self, task: SequenceTask) -> None:

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from nats.aio.msg import Msg
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     Instance,
@@ -77,7 +76,7 @@ class RouteClient:
         self._bus = bus
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._inbox = bus.client.new_inbox()
+        self._inbox = bus.new_inbox()
         self._names = itertools.count(1)
         self._queries: dict[str, RouteQuery] = {}
         self._abandoned: LruCache[str, tuple[str, str]] = LruCache(MAX_ABANDONED)
@@ -87,7 +86,7 @@ class RouteClient:
 
     async def open(self) -> None:
         """Subscribe to replies; call it before the first query."""
-        await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._receive)
+        await self._bus.subscribe_raw(f"{self._inbox}.*", self._receive)
         self._bus.on_reconnect.append(self._repeat_all)
 
     async def request(
@@ -150,7 +149,7 @@ class RouteClient:
             subjects.router(model) if router == ANY_ROUTER else subjects.router_at(model, router)
         )
         try:
-            self._bus.ask(subject, query.request, f"{self._inbox}.{query.token}")
+            self._bus.post(subject, query.request, f"{self._inbox}.{query.token}")
         except MessageTooLarge as error:
             self._fail(query, error)
 
@@ -202,7 +201,7 @@ class RouteClient:
 
     # replies
 
-    def _receive(self, msg: Msg) -> None:
+    def _receive(self, msg: RawMessage) -> None:
         token = msg.subject.rpartition(".")[2]
         silent = msg.headers is not None and msg.headers.get("Status") == "503"
         if token in self._pings:
@@ -221,7 +220,7 @@ class RouteClient:
         except msgspec.MsgspecError as error:
             self._fail(query, error)
             return
-        self.routers.heard(query.router, self._clock, self._clock - query.sent_at)
+        self.routers.replied(query.router, self._clock, self._clock - query.sent_at)
         if isinstance(news, Parked):
             query.parked, query.arrived = True, news.arrived
             self._free_abandoned(query)
@@ -237,7 +236,7 @@ class RouteClient:
         query.request = query.compose(False, query.arrived)
         self._send(query)
 
-    def _late_reply(self, token: str, msg: Msg) -> None:
+    def _late_reply(self, token: str, msg: RawMessage) -> None:
         """A router has replied to an abandoned attempt: free it, since it will not run."""
         abandoned = self._abandoned.peek(token)
         if abandoned is None:
@@ -246,9 +245,9 @@ class RouteClient:
         log.debug("a router replied too late to %s", attempt)
         self._events.event(model, SeqFree(attempt))
 
-    def _on_pong(self, token: str, msg: Msg, silent: bool) -> None:
+    def _on_pong(self, token: str, msg: RawMessage, silent: bool) -> None:
         router, sent = self._pings.pop(token)
-        if silent or not self.routers.heard(router, self._clock, self._clock - sent):
+        if silent or not self.routers.replied(router, self._clock, self._clock - sent):
             return
         log.info("router %s replies again", router)
         for query in self._sent_to(router):
@@ -263,7 +262,7 @@ class RouteClient:
         while True:
             await asyncio.sleep(TICK_S)
             now = self._loop.time()
-            if self._bus.client.is_connected:
+            if self._bus.connected:
                 self._tick(min(now - previous, 2 * TICK_S))
             previous = now
 

@@ -163,7 +163,7 @@ class ActiveRequest:
             metrics.cancellations.labels(self.prepared.model.card.name).inc()
         reporter = OutcomeReporter(self._runner.events, self._runner.expectations)
         for task in self.tasks:
-            await self._runner.dispatcher.release(task)
+            self._runner.dispatcher.release(task)
             if task.stream.instance:
                 reporter.report(task, self._started)
 

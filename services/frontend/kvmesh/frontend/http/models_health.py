@@ -10,7 +10,7 @@ from kvmesh.frontend.errors import ModelNotFound
 from kvmesh.frontend.http.bodies import JSON
 from kvmesh.frontend.http.middleware import caller_of
 from kvmesh.frontend.models import ModelRegistry, ServedModel
-from kvmesh.runtime.status_http import render_metrics, told
+from kvmesh.runtime.status_http import render_metrics, with_warnings
 from kvmesh.runtime.warnings import Warnings
 
 
@@ -59,7 +59,7 @@ class InformationEndpoints:
         if missing:
             status = {"status": "not_ready", "missing": missing}
         if self._authenticator.is_admin(http.headers):
-            status = told(status, self._warnings)
+            status = with_warnings(status, self._warnings)
         return _json(status, 503 if missing else 200)
 
     async def live(self, _: web.Request) -> web.Response:

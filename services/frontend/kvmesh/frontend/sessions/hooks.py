@@ -91,7 +91,7 @@ class SessionHooks:
         if request.hints.session_final and request.hints.session is not None:
             cards = self._control.holders_of([prepared.model.card.name])
             command = Release(sessions=[request.hints.session])
-            self._start(self._control.publish(cards, command))
+            self._control.post(cards, command)
         elif transcript is not None and stream.finish == "stop":
             blocks = transcript.blocks(in_order)
             if (following := successor(request, blocks)) is not None:

@@ -4,7 +4,7 @@ import sys
 
 import msgspec
 
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.errors import RequestTimeout
 from kvmesh.bus.messages import SessionPrompt, SessionQuery, owner
 from kvmesh.frontend.namespaces import SEPARATOR
@@ -13,6 +13,7 @@ from kvmesh.runtime.lru import LruCache
 ENTRY_BYTES = 500
 QUERY_TIMEOUT_S = 0.5
 _queries = msgspec.msgpack.Decoder(SessionQuery)
+_prompts = msgspec.msgpack.Decoder(SessionPrompt)
 
 
 class LastPrompts:
@@ -58,14 +59,14 @@ class LastPrompts:
             return stored
         query, subject = SessionQuery(model, session), self._bus.subjects.sessions
         try:
-            return await self._bus.request(subject, query, SessionPrompt, QUERY_TIMEOUT_S)
+            return await self._bus.request(subject, query, _prompts, QUERY_TIMEOUT_S)
         except RequestTimeout:
             return None
 
-    async def _reply(self, query: SessionQuery, respond: Respond) -> None:
+    def _reply(self, query: SessionQuery, reply: Reply) -> None:
         stored = self._stored(query.model, query.session)
         if stored is not None:
-            await respond(stored)
+            reply(stored)
 
 
 def _owner(session: str) -> str:

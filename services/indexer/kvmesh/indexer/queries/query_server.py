@@ -6,10 +6,8 @@ import time
 from dataclasses import dataclass
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Bus, Reply
+from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.discovery import READY, STATE
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
@@ -29,6 +27,7 @@ log = logging.getLogger(__name__)
 QUEUE = "index"
 ANY_MODEL = "any"  # between shards the model token is unused: hashes include the model
 QUERY = msgspec.msgpack.Decoder(OverlapQuery)
+_replies = msgspec.msgpack.Decoder(OverlapReply)
 MAX_FORWARDS = 1024
 SHARD = "shard"  # label of an indexer's card: its shard
 _NO_REPLICAS = Peers(0.0)
@@ -80,7 +79,7 @@ class QueryServer:
             }
         for subject, handler in handlers.items():
             self._subscriptions.append(
-                await self._bus.handle(subject, QUERY, handler, QUEUE, self._refuse)
+                await self._bus.serve(subject, QUERY, handler, QUEUE, self._refuse)
             )
 
     async def close(self) -> None:
@@ -88,8 +87,8 @@ class QueryServer:
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             try:
-                await subscription.drain()  # type: ignore[no-untyped-call]
-            except NatsError as error:
+                await subscription.drain()
+            except BusError as error:
                 log.debug("leaving the queue group: %s", error)
         await self._forwards.wait(self._timeout)
 
@@ -146,7 +145,7 @@ class QueryServer:
             return self._answer(query)
         try:
             reply = await self._query_replicas(shard.label_of(number), query)
-        except (BusError, NatsError, msgspec.MsgspecError) as error:
+        except BusError as error:
             self.counts.shard_errors += 1
             if number not in self._silent:
                 log.warning("no overlaps from shard %d: %s", number, error)
@@ -166,7 +165,7 @@ class QueryServer:
             subject = subjects.index_part_at(replica)
             try:
                 seconds = left / 2 if first else left
-                return await self._bus.request(subject, query, OverlapReply, seconds)
+                return await self._bus.request(subject, query, _replies, seconds)
             except NoResponder:
                 continue
             except RequestTimeout:
@@ -176,7 +175,7 @@ class QueryServer:
                     raise
                 left /= 2
         subject = subjects.index_shard(ANY_MODEL, label)
-        return await self._bus.request(subject, query, OverlapReply, left)
+        return await self._bus.request(subject, query, _replies, left)
 
     # --- the other shards' replicas
 
@@ -204,11 +203,11 @@ class QueryServer:
         subject = self._bus.subjects.index_part_at(instance)
         began = time.monotonic()
         try:
-            await self._bus.request(subject, OverlapQuery([]), OverlapReply, self._timeout / 2)
-        except (BusError, NatsError, msgspec.MsgspecError) as error:
+            await self._bus.request(subject, OverlapQuery([]), _replies, self._timeout / 2)
+        except BusError as error:
             log.debug("indexer %s: %s", instance, error)
             return
-        if replicas.heard(instance, time.monotonic(), time.monotonic() - began):
+        if replicas.replied(instance, time.monotonic(), time.monotonic() - began):
             log.info("indexer %s answers again", instance)
 
 

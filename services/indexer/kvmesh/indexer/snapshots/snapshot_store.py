@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nats.js.api import ObjectMeta
-from nats.js.errors import BadObjectMetaError, NotFoundError, ObjectNotFoundError
-
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import NotFound, ObjectUnreadable
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.indexer.snapshots.snapshot import DamagedSnapshot
 
@@ -62,9 +60,9 @@ class SnapshotStore:
         bucket = await self._bus.js.object_store(self._bucket)
         try:
             info = await bucket.get_info(name)
-        except (ObjectNotFoundError, NotFoundError):
+        except NotFound:
             return None
-        except BadObjectMetaError:
+        except ObjectUnreadable:
             return Slot(name, -1, "", 0)
         headers = info.headers or {}
         covered, stored = int(_number(headers, COVERED, -1)), _number(headers, STORED, 0)
@@ -115,12 +113,12 @@ class SnapshotStore:
             MADE: covers.made,
             VERSION: str(version),
         }
-        await bucket.put(name, data, ObjectMeta(name=name, headers=headers))
+        await bucket.put(name, data, headers)
 
     async def drop(self, slot: Slot) -> None:
         """Remove one snapshot."""
         bucket = await self._bus.js.object_store(self._bucket)
-        with contextlib.suppress(ObjectNotFoundError, NotFoundError):
+        with contextlib.suppress(NotFound):
             await bucket.delete(slot.name)
 
     async def clear(self) -> None:

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nats.errors import Error as NatsError
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
-from kvmesh.bus.stream_identity import is_another
+from kvmesh.bus.errors import BusError, BusTimeout, cause
+from kvmesh.bus.stream_identity import is_rewound
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.rank_state import RankStates
@@ -103,7 +101,7 @@ class Snapshotter:
             try:
                 data = await self._store.read(slot)
                 covered = await asyncio.to_thread(restore, self._states, data, self._label, stream)
-            except (SnapshotError, TimeoutError) as error:
+            except (SnapshotError, BusTimeout, TimeoutError) as error:
                 self.counts.snapshots_skipped += 1
                 self._states.reset()
                 log.warning("skipped snapshot %s: %s", slot.name, cause(error))
@@ -125,7 +123,7 @@ class Snapshotter:
             another = slot.made not in ("", str(info.created))
             another = another or slot.covered > info.state.last_seq
             if not another and slot.stored:
-                another = await is_another(self._bus, stream, slot.covered, slot.stored)
+                another = await is_rewound(self._bus, stream, slot.covered, slot.stored)
             if another:
                 self.counts.snapshots_skipped += 1
                 log.warning("dropped snapshot %s: it covers messages that are gone", slot.name)
@@ -144,7 +142,7 @@ class Snapshotter:
                 if self._due():
                     await self.snapshot()
                 failing = False
-            except (NatsError, SnapshotError, OSError, TimeoutError) as error:
+            except (BusError, SnapshotError, OSError, TimeoutError) as error:
                 self.counts.snapshot_failures += 1
                 if not failing:
                     log.warning("no snapshot, retrying: %s", cause(error))

@@ -8,11 +8,9 @@ import logging
 from collections.abc import Callable, Iterable
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from kvmesh.blocks.digests import split_digests
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, Subscription
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
@@ -34,9 +32,10 @@ PREPARE_S = 0.25
 ANSWER_S = 0.75
 PAUSE_S = 0.05
 REST_S = 10.0
-FAILURES = (BusError, NatsError, OSError, TimeoutError, msgspec.MsgspecError)
 _decoder = msgspec.msgpack.Decoder(ClaimAnnouncement)
-PrepareReply = Prepared | Declined
+_replies: "msgspec.msgpack.Decoder[Prepared | Declined]" = msgspec.msgpack.Decoder(
+    Prepared | Declined
+)
 
 
 class ClaimsExchange:
@@ -189,10 +188,9 @@ class ClaimsExchange:
 
     async def _request(self, instance: str, message: Prepare) -> Prepared | None:
         subject = self._bus.subjects.kvbm(instance)
-        either: type[PrepareReply] = PrepareReply  # type: ignore[assignment]
         try:
-            reply = await self._bus.request(subject, message, either, PREPARE_S + ANSWER_S)
-        except FAILURES as error:
+            reply = await self._bus.request(subject, message, _replies, PREPARE_S + ANSWER_S)
+        except BusError as error:
             self.report_failure(instance, error)
             return None
         return reply if isinstance(reply, Prepared) else None

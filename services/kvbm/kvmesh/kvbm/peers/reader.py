@@ -11,15 +11,18 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+import msgspec
+
 from kvmesh._native import xxh3
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Declined, Lend, Lent, OverlapQuery, OverlapReply
 from kvmesh.index import unpack_rows
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
-from kvmesh.kvbm.peers.claims_exchange import FAILURES, ClaimsExchange
+from kvmesh.kvbm.peers.claims_exchange import ClaimsExchange
 from kvmesh.kvbm.tiers.arena import Arena
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.settings.schema import TransferSettings
@@ -32,7 +35,8 @@ BATCH_BLOCKS = 128
 MAX_HOLDERS = 1 << 16
 NO_SOURCE = PeerSource("", 0)
 Ends = list[tuple[Move, MoveEnd]]
-LendReply = Lent | Declined
+_lends: "msgspec.msgpack.Decoder[Lent | Declined]" = msgspec.msgpack.Decoder(Lent | Declined)
+_overlaps = msgspec.msgpack.Decoder(OverlapReply)
 
 
 class PeerReader:
@@ -100,10 +104,10 @@ class PeerReader:
         subject = self._bus.subjects.index(lookup.prompt.space.model)
         query = OverlapQuery([sequence_hashes], lookup.prompt.salt)
         try:
-            reply = await self._bus.request(subject, query, OverlapReply, FIND_S)
+            reply = await self._bus.request(subject, query, _overlaps, FIND_S)
             rows = unpack_rows(reply.rows[0] if reply.rows else b"")
             overlaps = [(reply.ranks[row.rank].instance, row.host, row.disk) for row in rows]
-        except (*FAILURES, struct.error, IndexError) as error:
+        except (BusError, struct.error, IndexError) as error:
             log.debug("the index query for peers' blocks failed: %s", error)
             return NO_SOURCE, NO_SOURCE
         peers = self._exchange.compatible(lookup.prompt.space)
@@ -136,7 +140,7 @@ class PeerReader:
         checksums = array("Q")
         try:
             checksums = await self._read(peer, size, batch)
-        except (*FAILURES, TransferError, ValueError) as error:
+        except (BusError, OSError, TransferError, ValueError) as error:
             self._on_failure(peer, error, batch)
         ends = await asyncio.to_thread(self._verified, batch, checksums, size)
         self._on_moved(ends)
@@ -145,9 +149,8 @@ class PeerReader:
         """Copy the peer's blocks into the arena; return the checksums of those it lent."""
         transport, region = self._transport, self._region
         digests = b"".join(move.source.block.digest for move in batch)
-        either: type[LendReply] = LendReply  # type: ignore[assignment]
         subject = self._bus.subjects.kvbm(peer)
-        lent = await self._bus.request(subject, Lend(digests, size), either, LEND_S)
+        lent = await self._bus.request(subject, Lend(digests, size), _lends, LEND_S)
         if isinstance(lent, Declined) or transport is None or region is None:
             return array("Q")
         offsets = array("Q", lent.offsets)

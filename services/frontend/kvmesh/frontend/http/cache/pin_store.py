@@ -8,14 +8,11 @@ from hashlib import blake2b
 
 import msgspec
 from msgspec import Struct
-from nats.errors import Error as NatsError
-from nats.js.api import KeyValueConfig, StorageType
-from nats.js.errors import APIError, KeyDeletedError, KeyNotFoundError
-from nats.js.kv import KeyValue
 
-from kvmesh.bus.buckets import read_bucket, read_headers
+from kvmesh.bus.buckets import expiring_bucket, read_bucket, read_headers
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.jetstream import Bucket
 from kvmesh.frontend.errors import Unavailable
 
 TTL_S = 86400.0
@@ -65,27 +62,21 @@ class PinStore:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._config = KeyValueConfig(
-            bucket=bus.subjects.pins_bucket,
-            ttl=TTL_S,
-            max_bytes=MAX_BYTES,
-            storage=StorageType.FILE,
-            replicas=bus.options.replicas,
-        )
-        self._bucket: KeyValue | None = None
+        self._name = bus.subjects.pins_bucket
+        self._bucket: Bucket | None = None
 
     async def put(self, pin: StoredPin) -> None:
-        subject = f"$KV.{self._config.bucket}.{_key(pin.tenant, pin.id)}"
+        subject = f"$KV.{self._name}.{_key(pin.tenant, pin.id)}"
         head = json.dumps(msgspec.to_builtins(pin.head))  # headers must be ASCII
         async with self._open():
-            await self._bus.js.publish(subject, _encode(pin), headers={HEAD: head})
+            await self._bus.store(subject, _encode(pin), TIMEOUT_S, {HEAD: head})
 
     async def get(self, tenant: str, pin: str, now: float) -> StoredPin | None:
         """The pin of this id; None if it does not exist or has expired."""
         async with self._open() as bucket:
             try:
                 found = _decoder.decode((await bucket.get(_key(tenant, pin))).value or b"")
-            except (KeyNotFoundError, KeyDeletedError):
+            except NotFound:
                 return None
             return found if found.expires > now else None
 
@@ -115,13 +106,13 @@ class PinStore:
         return sorted(valid, key=lambda head: head.created)
 
     @asynccontextmanager
-    async def _open(self) -> AsyncIterator[KeyValue]:
+    async def _open(self) -> AsyncIterator[Bucket]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 if self._bucket is None:
-                    self._bucket = await self._bus.js.create_key_value(self._config)
+                    self._bucket = await expiring_bucket(self._bus, self._name, TTL_S, MAX_BYTES)
                 yield self._bucket
-        except (NatsError, APIError, TimeoutError) as error:
+        except (BusError, TimeoutError) as error:
             raise Unavailable(f"Cannot access pins: {cause(error)}") from error
 
 

@@ -91,7 +91,7 @@ class PinEndpoints:
             log.warning("pins not sent to %s: %s", card.instance, error)
             return
         for pin in pins:
-            await self._control.publish([card], _command(pin, now))
+            self._control.post([card], _command(pin, now))
 
 
 def _pin(parsed: PinBody, target: ResolvedPrompt, now: float) -> StoredPin:

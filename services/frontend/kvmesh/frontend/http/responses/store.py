@@ -9,13 +9,11 @@ import logging
 
 import msgspec
 import zstandard
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError, KeyDeletedError, KeyNotFoundError
-from nats.js.kv import KeyValue
 
 from kvmesh.bus.buckets import evicting_bucket
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.jetstream import Bucket
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.bucket_quota import BucketQuota, owner_of
@@ -52,7 +50,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         name = bus.subjects.responses_bucket
         self._quota = BucketQuota(bus, name, int(max_bytes * tenant_share))
-        self._bucket: KeyValue | None = None
+        self._bucket: Bucket | None = None
 
     async def history(self, response_id: str, tenant: str) -> list[StoredTurn]:
         """The turns up to and including `response_id`, oldest first, at most `MAX_TURNS`.
@@ -81,9 +79,9 @@ class ResponseStore:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 packed = await self._read(_entry(response_id, tenant))
-        except (KeyNotFoundError, KeyDeletedError):
+        except NotFound:
             raise ResponseNotFound(response_id, param) from None
-        except (NatsError, APIError, TimeoutError) as error:
+        except (BusError, TimeoutError) as error:
             raise Unavailable(f"Cannot read stored responses: {error}") from error
         size = zstandard.frame_content_size(packed)
         if not 0 <= size <= max_bytes:
@@ -116,7 +114,7 @@ class ResponseStore:
                 for number, part in list(enumerate(parts))[:0:-1]:
                     await bucket.put(f"{entry}.{number}", part)
                 await bucket.put(f"{entry}.0", bytes([len(parts)]) + parts[0])
-        except (NatsError, APIError, TimeoutError) as error:
+        except (BusError, TimeoutError) as error:
             return self._not_stored(turn, cause(error))
         return True
 
@@ -131,10 +129,10 @@ class ResponseStore:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._quota.purge(_entry(response_id, tenant))
-        except (NatsError, APIError, TimeoutError) as error:
+        except (BusError, TimeoutError) as error:
             raise Unavailable(f"Cannot change stored responses: {error}") from error
 
-    async def _open(self) -> KeyValue:
+    async def _open(self) -> Bucket:
         if self._bucket is None:
             name = self._bus.subjects.responses_bucket
             self._bucket = await evicting_bucket(self._bus, name, self._ttl_s, self._max_bytes)

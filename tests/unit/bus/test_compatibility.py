@@ -1,4 +1,4 @@
-"""Which workers may serve a model together."""
+"""Workers that differ from the oldest one are left out."""
 
 from typing import Any
 
@@ -29,16 +29,16 @@ def card(worker_name: str, started: float = 0.0, engine: str = "mock", **facts: 
         ("context", 8192, 4096, "context 4096 differs from 8192"),
     ],
 )
-def test_a_worker_that_differs_is_left_out_and_both_sides_are_named(
+def test_a_worker_that_differs_is_left_out_and_both_values_are_named(
     fact: str, ours: object, theirs: object, words: str
 ) -> None:
-    told: list[dict[str, Any]] = [{fact: ours}, {fact: theirs}]
-    old = [card(name, **told[0]) for name in ("worker-0", "worker-1")]
-    found = misfits([card("worker-2", 1.0, **told[1]), *old])
+    facts: list[dict[str, Any]] = [{fact: ours}, {fact: theirs}]
+    old = [card(name, **facts[0]) for name in ("worker-0", "worker-1")]
+    found = misfits([card("worker-2", 1.0, **facts[1]), *old])
     assert found == {"worker-2": f"worker-2: {words} of worker-0, worker-1 (m)"}
 
 
-def test_what_a_card_does_not_state_fits_and_the_next_one_says_it() -> None:
+def test_an_unstated_fact_matches_and_the_next_card_states_it() -> None:
     cards = [card("old"), card("new", 1.0, tokenizer="a"), card("other", 2.0, tokenizer="b")]
     assert list(misfits(cards)) == ["other"]
 
@@ -48,11 +48,11 @@ def test_layouts_are_compared_among_engines_of_one_kind() -> None:
     assert misfits(cards) == {}
 
 
-def test_models_are_judged_apart() -> None:
+def test_models_are_compared_separately() -> None:
     assert misfits([card("a", tokenizer="x"), card("b", 1.0, tokenizer="y", name="n")]) == {}
 
 
-def test_those_that_leave_make_room_for_others() -> None:
+def test_a_misfit_is_admitted_once_the_others_left() -> None:
     found = Compatibility()
     first, second = card("a", tokenizer="x"), card("b", 1.0, tokenizer="y")
     found.join(second)

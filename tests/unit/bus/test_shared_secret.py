@@ -1,4 +1,4 @@
-"""Secrets as they are configured."""
+"""Decoding of configured secrets."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def test_a_secret_is_two_hexadecimal_digits_for_each_byte() -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "ab", "xy" * 32, "ab" * 33])
-def test_another_text_is_refused_by_the_name_of_its_setting(bad: str) -> None:
+def test_an_invalid_secret_is_rejected_by_the_name_of_its_setting(bad: str) -> None:
     with pytest.raises(SecretUnusable, match=r"kvbm\.key must be 64 hex") as error:
         parse_secret(bad, 32, "kvbm.key")
     assert error.value.configured

@@ -1,4 +1,4 @@
-"""The port of metrics and probes of a service."""
+"""The HTTP endpoint of metrics and health."""
 
 import socket
 
@@ -12,7 +12,7 @@ from kvmesh.runtime.warnings import Warnings
 from kvmesh.settings import load
 
 
-async def test_metrics_are_for_this_machine_unless_told_otherwise() -> None:
+async def test_metrics_listen_on_the_loopback_by_default() -> None:
     port = free_port()
     settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
     runner = await serve_metrics(settings, lambda: True, Warnings())

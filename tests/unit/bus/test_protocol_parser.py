@@ -1,4 +1,4 @@
-"""Messages are taken whole and in order wherever the bytes are cut; the rest is left untouched."""
+"""The parser delivers whole messages in order, however the bytes are split."""
 
 from itertools import pairwise
 
@@ -26,42 +26,40 @@ def frame(message: Message) -> bytes:
     return b"MSG %b %d%b %d\r\n%b\r\n" % (subject, sid, middle, len(payload), payload)
 
 
-def cut(data: bytes, places: list[int]) -> list[bytes]:
-    edges = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
+def cut(data: bytes, offsets: list[int]) -> list[bytes]:
+    edges = sorted({0, len(data), *(offset % (len(data) + 1) for offset in offsets)})
     return [data[a:b] for a, b in pairwise(edges)]
 
 
-class Taker:
+class Receiver:
     def __init__(self) -> None:
-        self.taken: list[Message] = []
-        self.arrivals = MessageParser(self._known)
+        self.received: list[Message] = []
+        self.parser = MessageParser(self._known)
 
     def _known(self, sid: int, subject: bytes, reply: bytes, payload: bytes) -> bool:
         if sid == MINE:
-            self.taken.append((sid, subject, reply, payload))
+            self.received.append((sid, subject, reply, payload))
         return sid == MINE
 
 
 @given(st.lists(messages, max_size=8), foreign, st.lists(messages, max_size=3), st.data())
-def test_wherever_the_stream_is_cut(
+def test_messages_are_whole_however_the_stream_is_split(
     first: list[Message], other: bytes, rest: list[Message], data: st.DataObject
 ) -> None:
     stream = b"".join(map(frame, first)) + other + b"".join(map(frame, rest))
-    taker, left = Taker(), b""
+    receiver, left = Receiver(), b""
     for chunk in cut(stream, data.draw(st.lists(st.integers(0, 1000), max_size=6))):
-        left += chunk if left else taker.arrivals.take(chunk)
-    handed = b"".join(map(frame, taker.taken))
+        left += chunk if left else receiver.parser.feed(chunk)
+    handed = b"".join(map(frame, receiver.received))
     assert handed + left == stream
-    assert taker.taken == first[: len(taker.taken)]
+    assert receiver.received == first[: len(receiver.received)]
 
 
 @given(messages, messages, st.integers(0, 100))
-def test_a_message_that_has_begun_is_waited_for(
-    first: Message, second: Message, place: int
-) -> None:
-    taker, stream = Taker(), frame(first)
-    at = stream.index(b"\r\n") + 2 + place % (len(first[3]) + 2)
-    assert taker.arrivals.take(stream[:at]) == b""
-    assert taker.arrivals.waits
-    assert taker.arrivals.take(stream[at:] + frame(second)) == b""
-    assert taker.taken == [first, second]
+def test_an_incomplete_message_is_buffered(first: Message, second: Message, offset: int) -> None:
+    receiver, stream = Receiver(), frame(first)
+    at = stream.index(b"\r\n") + 2 + offset % (len(first[3]) + 2)
+    assert receiver.parser.feed(stream[:at]) == b""
+    assert receiver.parser.has_partial
+    assert receiver.parser.feed(stream[at:] + frame(second)) == b""
+    assert receiver.received == [first, second]
