@@ -201,7 +201,7 @@ nb::list dump(const Index& index, uint64_t rank) {
     const nb::gil_scoped_release released;
     chains = index.dump(rank);
   }
-  const nb::object segment = interface("Segment");
+  const nb::object segment = interface("OverlapSegment");
   nb::list segments;
   for (const Chain& chain : chains) {
     segments.append(segment(chain.tier, chain.root, chain.previous, packed(chain.engine),

@@ -103,7 +103,7 @@ async def test_the_tail_as_json_is_whole(mesh: Up, run: Run) -> None:
     kinds = {line["message"]["type"] for line in shown}
     assert {"Load", "Work", "StepOutput", "Decision", "Outcome"} <= kinds
     decision = next(s["message"] for s in shown if s["message"]["type"] == "Decision")
-    assert {"chosen", "candidates", "sequence", "policy"} <= set(decision)
+    assert {"chosen", "candidates", "sequence_hashes", "policy"} <= set(decision)
 
 
 async def test_since_replays_the_streams_and_may_stop_at_the_present(mesh: Up, run: Run) -> None:

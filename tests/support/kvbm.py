@@ -94,7 +94,7 @@ class Names:
         """What follows the first `shared` blocks, for one who knows the first `of`."""
         return {
             "digests": self.digests[16 * shared :],
-            "sequence": self.sequence[8 * shared :],
+            "sequence_hashes": self.sequence[8 * shared :],
             "local": self.local[8 * shared :],
             "base": self.digest(of - 1),
             "shared": shared,

@@ -60,7 +60,7 @@ def request(name: str, blocks: bytes, tokens: int | None = None, **changes: Any)
     fields: dict[str, Any] = {
         "request": name,
         "model": "m",
-        "sequence": blocks,
+        "sequence_hashes": blocks,
         "tokens": len(blocks) // 8 * BLOCK if tokens is None else tokens,
         "max_tokens": 16,
         "deadline_s": 10.0,

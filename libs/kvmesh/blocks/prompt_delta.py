@@ -127,7 +127,7 @@ class SentPrompts:
         return replace(
             message,
             digests=message.digests[DIGEST_BYTES * shared :],
-            sequence=message.sequence_hashes[HASH_BYTES * shared :],
+            sequence_hashes=message.sequence_hashes[HASH_BYTES * shared :],
             local=message.local[HASH_BYTES * shared :],
             base=base,
             shared=shared,

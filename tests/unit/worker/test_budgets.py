@@ -11,8 +11,8 @@ from kvmesh.bus.messages import KvEvent, Prefetch, Removed, Stored, Work
 from kvmesh.bus.publisher import Backlog
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
-from kvmesh.worker.requests import prefetch as prefetches
-from kvmesh.worker.requests.prefetch import PrefetchQueue
+from kvmesh.worker.adapters import prefetch as prefetches
+from kvmesh.worker.adapters.prefetch import PrefetchQueue
 
 IDS = st.integers(0, 9).map(str)
 TENANTS = st.sampled_from(["red", "blue", "green"])
@@ -39,10 +39,10 @@ def test_a_table_of_pins_holds_at_most_so_many_and_tells_which_it_ends(
 class Loader:
     """An engine that never comes to its prefetches."""
 
-    def prompt(self, request: str, rank: int) -> "array[int] | None":
+    def prompt_hashes(self, request: str, rank: int) -> "array[int] | None":
         return None
 
-    def seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
+    def estimate_seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
         return 0.0
 
     async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
@@ -52,7 +52,7 @@ class Loader:
     def compute(self, work: Work) -> None:
         raise AssertionError("nothing is loaded")
 
-    def drop(self, work: Work) -> None:
+    def cancel(self, work: Work) -> None:
         raise AssertionError("nothing is computed")
 
 
@@ -69,7 +69,7 @@ def test_no_more_prefetches_are_under_way_than_there_are_slots(
                 wish = Prefetch(id=name, tokens=tokens, salt=1, tenant=tenant, deadline_s=60.0)
                 refused = bool(under_way.start(wish))
             else:
-                under_way.end(name)
+                under_way.cancel(name)
             count = len(under_way._tasks)
             assert count <= SLOTS
             assert not (refused and starts) or count == SLOTS, "a slot was free"
@@ -78,7 +78,7 @@ def test_no_more_prefetches_are_under_way_than_there_are_slots(
         assert not under_way._tasks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefetches, "MOST", SLOTS)
+        patch.setattr(prefetches, "MAX_PREFETCHES", SLOTS)
         asyncio.run(run())
 
 

@@ -53,11 +53,11 @@ class Bench:
 async def test_only_what_is_not_compiled_yet_waits() -> None:
     assert isinstance(Engine(), Compiling)
     compiler = Bench(Engine()).compiler
-    assert compiler.needs(WORK)
+    assert compiler.must_compile(WORK)
     known = Guided(kind="regex", value="known")
-    assert not compiler.needs(work("r", b"", sampling=Sampling(max_tokens=1, guided=known)))
-    assert not compiler.needs(work("r", b""))
-    assert not Bench(object()).compiler.needs(WORK)
+    assert not compiler.must_compile(work("r", b"", sampling=Sampling(max_tokens=1, guided=known)))
+    assert not compiler.must_compile(work("r", b""))
+    assert not Bench(object()).compiler.must_compile(WORK)
 
 
 async def test_it_begins_once_it_is_compiled_and_its_frontend_hears_so() -> None:
@@ -114,13 +114,13 @@ async def test_only_so_many_wait_at_once_and_fewer_of_one_owner() -> None:
     bench = Bench(Engine())
     for number in range(MOST):
         owner = f"o{number // MOST_OF_ONE}"
-        assert bench.compiler.room(of(owner, f"r{number}"))
+        assert bench.compiler.has_capacity(of(owner, f"r{number}"))
         bench.compiler.start(of(owner, f"r{number}"))
         if number == MOST_OF_ONE - 1:
-            assert not bench.compiler.room(of(owner, "more"))
-    assert not bench.compiler.room(of("another", "r"))
+            assert not bench.compiler.has_capacity(of(owner, "more"))
+    assert not bench.compiler.has_capacity(of("another", "r"))
     bench.compiler.close()
-    await eventually(lambda: bench.compiler.room(of("o0", "r")))
+    await eventually(lambda: bench.compiler.has_capacity(of("o0", "r")))
 
 
 class Slow(Engine):

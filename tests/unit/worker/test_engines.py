@@ -11,10 +11,10 @@ from support.wait import eventually
 
 from kvmesh.bus.messages import Retain
 from kvmesh.demo import model_dir
+from kvmesh.worker.adapters.prefetch import MAX_PREFETCHES
 from kvmesh.worker.capabilities.retaining import Retaining
 from kvmesh.worker.capabilities.tiered import prefetch
 from kvmesh.worker.engine import EngineError
-from kvmesh.worker.requests.prefetch import MOST
 
 
 @pytest_asyncio.fixture(params=ENGINES)
@@ -84,14 +84,14 @@ async def test_prefetches_of_one_owner_give_way_to_those_of_others(started: Star
         asked = wish(tokens, name, at=at, tenant=tenant)
         return prefetch(started.engine, "e", asked).reason
 
-    for number in range(MOST):
+    for number in range(MAX_PREFETCHES):
         assert not ask(f"greedy{number}", f"greedy/{number}", later + number)
-    assert ask("more", "greedy/new") == f"{MOST} prefetches are under way"
+    assert ask("more", "greedy/new") == f"{MAX_PREFETCHES} prefetches are under way"
     assert not ask("modest", "modest")
-    assert not started.engine.abort(f"greedy{MOST - 1}"), "the last one has given way"
+    assert not started.engine.abort(f"greedy{MAX_PREFETCHES - 1}"), "the last one has given way"
     assert started.engine.abort("modest")
     assert not ask("one", "modest/part")
-    for number in range(MOST - 1):
+    for number in range(MAX_PREFETCHES - 1):
         started.engine.abort(f"greedy{number}")
 
 

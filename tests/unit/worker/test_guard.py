@@ -13,8 +13,8 @@ from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 
 PARENT = """
 import subprocess, time
-from kvmesh.worker.engines.vllm.process_guard import Guard
-guard = Guard([subprocess.Popen(["sleep", "1000"]).pid])
+from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
+guard = ProcessGuard([subprocess.Popen(["sleep", "1000"]).pid])
 print("guarded", flush=True)
 time.sleep(1000)
 """

@@ -37,7 +37,7 @@ from kvmesh.worker.model_card import (
     model_card,
     model_context,
 )
-from kvmesh.worker.requests.admission import check
+from kvmesh.worker.requests.admission import rejection_reason
 from kvmesh.worker.requests.output_buffer import OutputBuffer
 from kvmesh.worker.scratch import PREFIX, ScratchFolder
 
@@ -63,10 +63,10 @@ def work(count: int = 10, **fields: object) -> Work:
 
 
 def test_good_work_passes() -> None:
-    assert check(work(), INFO, 9) == ""
-    assert check(work(99), INFO, 9) == ""
-    assert check(work(rank=1, adapter="lora", generated=9), INFO, 9) == ""
-    assert check(work(sampling=Sampling(max_tokens=20, guided=GUIDED)), INFO, 9) == ""
+    assert rejection_reason(work(), INFO, 9) == ""
+    assert rejection_reason(work(99), INFO, 9) == ""
+    assert rejection_reason(work(rank=1, adapter="lora", generated=9), INFO, 9) == ""
+    assert rejection_reason(work(sampling=Sampling(max_tokens=20, guided=GUIDED)), INFO, 9) == ""
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_good_work_passes() -> None:
     ],
 )
 def test_bad_work_is_named(item: Work, reason: str) -> None:
-    assert reason in check(item, INFO, 8)
+    assert reason in rejection_reason(item, INFO, 8)
 
 
 def test_transcripts_number_tokens_and_sort_them_by_frontend() -> None:
     kept = OutputBuffer()
-    kept.open(work())
-    kept.open(work(request="b", frontend="g", generated=4))
+    kept.start(work())
+    kept.start(work(request="b", frontend="g", generated=4))
     first = kept.add([OutputDelta("a", [1, 2], cached=[16]), OutputDelta("b", [9])], 0.0)
     assert first == {"f": [Chunk("a", 0, [1, 2], cached=[16])], "g": [Chunk("b", 4, [9])]}
     second = kept.add([OutputDelta("a", [3], finish="stop"), OutputDelta("stranger", [1])], 0.0)
@@ -106,36 +106,36 @@ def test_transcripts_number_tokens_and_sort_them_by_frontend() -> None:
 
 def test_transcripts_give_again_what_is_asked_for() -> None:
     kept = OutputBuffer()
-    kept.open(work(generated=4))
+    kept.start(work(generated=4))
     kept.add(
         [OutputDelta("a", [5, 6, 7], cached=[0], logprobs=[{5: 0.0}, {6: 0.0}, {7: 0.0}])], 0.0
     )
     again = Chunk("a", 5, [6, 7], cached=[0], logprobs=[{6: 0.0}, {7: 0.0}])
-    assert kept.resend("a", 5) == ("f", again)
+    assert kept.output_from("a", 5) == ("f", again)
     for early in (0, 4):
-        found = kept.resend("a", early)
+        found = kept.output_from("a", early)
         assert found is not None
         assert (found[1].offset, found[1].tokens) == (4, [5, 6, 7])
-    assert kept.resend("b", 0) is None
+    assert kept.output_from("b", 0) is None
 
 
 def test_what_an_engine_does_not_tell_is_told_for_it() -> None:
     kept = OutputBuffer()
-    kept.open(work(), ["unsupported"], "unsupported")
-    kept.open(work(request="b"), ["unsupported"], "unsupported")
+    kept.start(work(), ["unsupported"], "unsupported")
+    kept.start(work(request="b"), ["unsupported"], "unsupported")
     first = kept.add([OutputDelta("a", [1], cached=[0]), OutputDelta("b", [1], cached=[0])], 0.0)[
         "f"
     ]
     assert [(chunk.retention, chunk.decode) for chunk in first] == [(["unsupported"], None)] * 2
     last = [OutputDelta("a", [2], "stop"), OutputDelta("b", [2], "stop", decode="clipped")]
     assert [chunk.decode for chunk in kept.add(last, 0.0)["f"]] == ["unsupported", "clipped"]
-    again = [found[1] for name in "ab" if (found := kept.resend(name, 0)) is not None]
+    again = [found[1] for name in "ab" if (found := kept.output_from(name, 0)) is not None]
     assert [chunk.decode for chunk in again] == ["unsupported", "clipped"]
 
 
 def test_ended_transcripts_are_kept_for_a_while() -> None:
     kept = OutputBuffer(keep_s=5)
-    kept.open(work())
+    kept.start(work())
     kept.add([OutputDelta("a", [1], finish="stop")], 100.0)
     kept.add([], 105.0)
     assert "a" in kept
@@ -249,16 +249,16 @@ def test_an_engine_with_work_and_no_steps_is_stalled() -> None:
     watch = StallWatch(3)
     idle = replace(LOAD, rank=0, running=0, waiting=0)
     for steps in (1, 1, 1, 2, 2, 2):
-        watch.look([idle, replace(LOAD, steps=steps)])
+        watch.observe([idle, replace(LOAD, steps=steps)])
     assert not watch.stalled
-    watch.look([idle, replace(LOAD, steps=2)])
+    watch.observe([idle, replace(LOAD, steps=2)])
     assert watch.stalled
 
 
 def test_an_engine_that_had_a_rest_is_not_stalled() -> None:
     watch = StallWatch(3)
     for running in (1, 1, 1, 0, 1, 1, 1):
-        watch.look([replace(LOAD, running=running, waiting=0)])
+        watch.observe([replace(LOAD, running=running, waiting=0)])
     assert not watch.stalled
 
 
@@ -297,7 +297,7 @@ def test_what_a_killed_worker_has_left_goes_with_the_next(
     (tmp_path / f"{PREFIX}unlocked").mkdir()
     with ScratchFolder() as living:
         code = (
-            "import os, signal; from kvmesh.worker.scratch import Scratch; made = Scratch()\n"
+            "import os, signal; from kvmesh.worker.scratch import Scratch; made = ScratchFolder()\n"
             "(made.path / 'weights').write_text('…'); print(made.path, flush=True)\n"
             "os.kill(os.getpid(), signal.SIGKILL)"
         )

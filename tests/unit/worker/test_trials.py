@@ -13,13 +13,13 @@ from support.trials import there
 from support.wait import eventually
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.constraints.trials import Trials
+from kvmesh.worker.constraints.trial_client import TrialClient
 from kvmesh.worker.engine import EngineError, Rejected
 
 SERVER = """
 import os, signal, sys, time
 from pathlib import Path
-from kvmesh.worker.constraints.trial import Server
+from kvmesh.worker.constraints.trial_server import Server
 
 def make(guided):
     what, _, rest = guided.value.partition(" ")
@@ -38,7 +38,7 @@ folder = Path(sys.argv[1]).parent
 Path(sys.argv[1]).write_text(str(os.getpid()))
 while (folder / "slow").exists():
     time.sleep(0.01)
-Server(make, float(sys.argv[2])).run()
+TrialServer(make, float(sys.argv[2])).run()
 """
 
 
@@ -47,7 +47,7 @@ class Stage:
 
     def __init__(self, folder: Path, seconds: float = 60.0, most_s: float = 60.0) -> None:
         self.folder = folder
-        self.trials = Trials(
+        self.trials = TrialClient(
             most_s, sys.executable, "-c", SERVER, str(folder / "pid"), str(seconds)
         )
 
@@ -56,7 +56,7 @@ class Stage:
         return int((self.folder / "pid").read_text())
 
     async def judge(self, value: str) -> int:
-        return await self.trials.judge(Guided(kind="regex", value=value))
+        return await self.trials.try_constraint(Guided(kind="regex", value=value))
 
     async def turning(self) -> tuple["asyncio.Task[int]", int]:
         """A trial that has no end, and its process."""
@@ -114,7 +114,7 @@ async def test_time_is_bounded_once_the_trial_has_begun(tmp_path: Path) -> None:
 async def test_a_process_that_does_not_get_ready_is_replaced(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmesh.worker.constraints.trials.START_S", 0.5)
+    monkeypatch.setattr("kvmesh.worker.constraints.trial_client.START_S", 0.5)
     (stage.folder / "slow").touch()
     with pytest.raises(EngineError, match=r"did not start within 0\.5 s"):
         await stage.judge("fine")
@@ -156,7 +156,7 @@ async def test_a_process_that_ends_is_started_again_and_what_it_tried_is_tried_t
 async def test_a_frozen_process_is_replaced_with_all_its_forks(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvmesh.worker.constraints.trials.HEARD_S", 2.0)
+    monkeypatch.setattr("kvmesh.worker.constraints.trial_client.HEARD_S", 2.0)
     task, fork = await stage.turning()
     first = stage.pid
     os.kill(first, signal.SIGSTOP)
@@ -190,9 +190,9 @@ async def test_a_process_goes_on_starting_while_those_who_wait_give_up(stage: St
 
 
 async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
-    trials = Trials(60.0, sys.executable, "-c", "raise SystemExit(3)")
+    trials = TrialClient(60.0, sys.executable, "-c", "raise SystemExit(3)")
     with pytest.raises(EngineError, match="has ended"):
-        await trials.judge(Guided(kind="regex", value="fine"))
+        await trials.try_constraint(Guided(kind="regex", value="fine"))
 
 
 async def test_its_end_is_that_of_its_trials(stage: Stage) -> None:

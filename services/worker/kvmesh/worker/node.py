@@ -117,7 +117,7 @@ class WorkerNode:
 
     @property
     def ready(self) -> bool:
-        return self._joined and not self.draining and not self._standing.left_out
+        return self._joined and not self.draining and not self._standing.incompatible
 
     @property
     def events_published(self) -> int:
@@ -169,7 +169,7 @@ class WorkerNode:
         await self._orphans.open()
         self._lease = Lease(self._bus, card, self._limits, self._on_lapsed)
         await self._lease.open()
-        await self._standing.confirm(card)
+        await self._standing.recheck(card)
         self._joined = True
         self._tasks += [
             asyncio.create_task(self._standing.run(lambda: self._lease), name="standing"),
@@ -261,19 +261,21 @@ class WorkerNode:
         work = self._prompts.complete(offered)
         if work is None:
             return intake.INCOMPLETE
-        if reason := intake.check(work, self.info, self._settings.worker.constraint_bytes):
+        if reason := intake.rejection_reason(
+            work, self.info, self._settings.worker.constraint_bytes
+        ):
             return intake.invalid(reason)
-        compiles = self._compiler.needs(work)
-        if self._full(work.rank) or (compiles and not self._compiler.room(work)):
+        compiles = self._compiler.must_compile(work)
+        if self._full(work.rank) or (compiles and not self._compiler.has_capacity(work)):
             return intake.BUSY
-        self._transcripts.open(work, *outcomes(self._engine, work, self.info.retention))
+        self._transcripts.start(work, *outcomes(self._engine, work, self.info.retention))
         if compiles:
             self._compiler.start(work)
             return intake.CHECKING
         if reason := self._submit(work):
             self._transcripts.drop(work.request)
             return intake.invalid(reason)
-        return intake.KEPT if self._prompts.keep(work, offered.base) else intake.ACCEPTED
+        return intake.STORED if self._prompts.store(work, offered.base) else intake.ACCEPTED
 
     def _submit(self, work: Work) -> str:
         """Why the engine does not take it; empty if it does."""
@@ -289,8 +291,8 @@ class WorkerNode:
 
     def _abandon(self, frontend: str) -> None:
         """Nobody reads what is made for this frontend."""
-        self._abort_all(self._transcripts.of(frontend))
-        self._transcripts.forget(frontend)
+        self._abort_all(self._transcripts.live_of(frontend))
+        self._transcripts.drop_frontend(frontend)
 
     def _on_lapsed(self) -> None:
         """What ran here was moved elsewhere while this process stood still, or soon will be."""
@@ -326,7 +328,7 @@ class WorkerNode:
         return ControlReply(True)
 
     def _resend(self, request: str, offset: int) -> bool:
-        found = self._transcripts.resend(request, offset)
+        found = self._transcripts.output_from(request, offset)
         if found is not None:
             self._tell_frontend(found[0], [found[1]])
         return found is not None
@@ -369,13 +371,13 @@ class WorkerNode:
         watch = StallWatch(STALL_LOOKS)
         while not watch.stalled:
             await asyncio.sleep(timeout / STALL_LOOKS)
-            watch.look(self.load())
+            watch.observe(self.load())
         self.failed(EngineError(f"the engine has work but took no step for {timeout:g} s"))
 
     async def _watch_events(self, name: str, block_size: int) -> None:
         silence = EventSilence(name, block_size)
         while self._publisher is not None:
-            found = silence.look(self.load(), self._publisher.published_by_rank)
+            found = silence.check(self.load(), self._publisher.published_by_rank)
             self._warnings.update("no_kv_events", found)
             await asyncio.sleep(HEARTBEAT_S)
 

@@ -70,13 +70,13 @@ class BlockMachine(RuleBasedStateMachine):
     def begin(self, local: tuple[int, ...], priority: int, part: int) -> None:
         """Use what is held, and compute the rest in one or two pieces."""
         prefix = Prefix(local, priority)
-        way = self.manager.find(packed(prefix.blocks))
-        hits, inactive = way.held, way.inactive
+        way = self.manager.match_prefix(packed(prefix.blocks))
+        hits, inactive = way.matched, way.inactive
         assert (hits, inactive) == self.plain.match(prefix.blocks)
         missing = len(local) - hits
         if missing + inactive > self.manager.available:
             return
-        assert self.manager.use(packed(prefix.blocks)) == hits
+        assert self.manager.lock_prefix(packed(prefix.blocks)) == hits
         self.plain.use(prefix.blocks[:hits])
         prefix.held = hits
         assert self.allocate(missing)
@@ -110,7 +110,7 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         prefix = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
-        self.manager.deref(packed(prefix.blocks), prefix.priority)
+        self.manager.unlock(packed(prefix.blocks), prefix.priority)
         self.plain.deref(prefix.blocks, prefix.priority)
 
     @rule(count=st.integers(1, CAPACITY + 2))
@@ -121,7 +121,7 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.private)
     @rule()
     def destroy_private(self) -> None:
-        self.manager.destroy(self.private)
+        self.manager.free_private(self.private)
         self.plain.private -= self.private
         self.private = 0
 
@@ -156,7 +156,7 @@ class BlockMachine(RuleBasedStateMachine):
             for local in range(3):
                 block = hashes(*prefix.local, local)[-1]
                 here = block in self.plain.contents
-                assert self.manager.continues(prefix.blocks[-1], block) == here
+                assert self.manager.holds_child(prefix.blocks[-1], block) == here
 
 
 TestBlockMachine = BlockMachine.TestCase
@@ -184,8 +184,8 @@ def test_only_a_new_store_is_told_and_shared_blocks_are_counted_once() -> None:
 def test_the_least_recently_released_end_of_a_prefix_goes_first() -> None:
     manager = BlockManager(4)
     old, new = store(manager, 1, 2), store(manager, 3, 4)
-    manager.deref(old)
-    manager.deref(new)
+    manager.unlock(old)
+    manager.unlock(new)
     manager.take_events()
     assert manager.allocate(3)
     assert manager.take_events() == [Removed(0, packed([old[1], old[0], new[1]]).tobytes())]
@@ -196,8 +196,8 @@ def test_the_least_recently_released_end_of_a_prefix_goes_first() -> None:
 def test_a_higher_priority_outlives_a_later_release() -> None:
     manager = BlockManager(4)
     precious, plain = store(manager, 1, 2), store(manager, 3, 4)
-    manager.deref(precious, priority=5)
-    manager.deref(plain)
+    manager.unlock(precious, priority=5)
+    manager.unlock(plain)
     assert manager.allocate(2)
     assert manager.contents == set(precious)
 

@@ -22,7 +22,7 @@ from kvmesh.worker.adapters.cache_ledger import (
     BlocksStored,
     CacheEvent,
     CacheLedger,
-    Salts,
+    PromptSalts,
     fold_hash,
     medium_tier,
 )
@@ -47,7 +47,7 @@ def stored(tokens: list[int], start: int = 0, key: str = "") -> BlocksStored:
 
 
 def ledger(counted: bool = True) -> CacheLedger:
-    return CacheLedger(SIZE, Salts("m", SIZE).find, counted)
+    return CacheLedger(SIZE, PromptSalts("m", SIZE).root_salt, counted)
 
 
 def replay(events: list[KvEvent]) -> dict[int, int]:
@@ -188,7 +188,7 @@ def test_blocks_after_an_unknown_parent_or_of_another_size_are_strays() -> None:
     assert books.apply([stored(list(range(12)), start=1)]) == []
     assert books.apply([BlocksStored([1], None, pack([1, 2]), 2)]) == []
     assert books.apply([BlocksStored([1, 2], None, pack([1, 2, 3, 4]), SIZE)]) == []
-    assert books.strays == 5
+    assert books.dropped_blocks == 5
 
 
 def test_tiers_are_kept_apart() -> None:
@@ -203,40 +203,40 @@ def test_tiers_are_kept_apart() -> None:
 
 
 def test_a_prompt_without_salt_in_its_event_is_known_by_its_first_block() -> None:
-    salts = Salts("m", SIZE, limit=2)
-    books = CacheLedger(SIZE, salts.find)
+    salts = PromptSalts("m", SIZE, limit=2)
+    books = CacheLedger(SIZE, salts.root_salt)
     tokens = list(range(8))
-    salts.note(work(tokens, salt_=99))
+    salts.remember(work(tokens, salt_=99))
     assert depth(books.apply([stored(tokens)]), tokens, 99) == 2
-    assert books.matched(work(tokens, salt_=99)) == 8
-    assert books.matched(work(tokens, salt_=98)) == 0
-    salts.note(work(list(range(50, 58)), salt_=1))
-    salts.note(work(list(range(60, 68)), salt_=1))
-    assert salts.find(stored(tokens), lambda _: False) == SALT
+    assert books.cached_tokens(work(tokens, salt_=99)) == 8
+    assert books.cached_tokens(work(tokens, salt_=98)) == 0
+    salts.remember(work(list(range(50, 58)), salt_=1))
+    salts.remember(work(list(range(60, 68)), salt_=1))
+    assert salts.root_salt(stored(tokens), lambda _: False) == SALT
 
 
 def test_only_a_tenant_is_tagged() -> None:
-    salts = Salts("m", SIZE)
-    assert salts.tag(work([1], salt_=SALT)) is None
-    assert salts.tag(work([1], salt_=0xAB)) == "00000000000000ab"
+    salts = PromptSalts("m", SIZE)
+    assert salts.cache_salt(work([1], salt_=SALT)) is None
+    assert salts.cache_salt(work([1], salt_=0xAB)) == "00000000000000ab"
 
 
 def test_a_tag_keeps_tenants_apart_whose_salts_are_equal() -> None:
-    salts = Salts("m", SIZE)
-    tags = {salts.tag(work([1], salt_, tenant)) for tenant in "ab" for salt_ in (SALT, 0xAB)}
+    salts = PromptSalts("m", SIZE)
+    tags = {salts.cache_salt(work([1], salt_, tenant)) for tenant in "ab" for salt_ in (SALT, 0xAB)}
     assert len(tags) == 4
-    assert salts.tag(work([1], 0xAB, "a/b")) == "a.b-00000000000000ab"
+    assert salts.cache_salt(work([1], 0xAB, "a/b")) == "a.b-00000000000000ab"
     first, other = work([1], 7, "a"), work([1], 7, "b")
-    assert [salts.is_own(item) for item in (first, first, other, first, other)] == [
+    assert [salts.is_exclusive(item) for item in (first, first, other, first, other)] == [
         True,
         True,
         False,
         False,
         False,
     ]
-    assert salts.is_own(work([1], SALT))
-    assert not salts.is_own(work([1], SALT, "a"))
-    assert not salts.is_own(work([1], SALT))
+    assert salts.is_exclusive(work([1], SALT))
+    assert not salts.is_exclusive(work([1], SALT, "a"))
+    assert not salts.is_exclusive(work([1], SALT))
     [event] = decode(CACHE.stored(list(range(8)), extra_keys=[["a/b-00000000000000ab"], None]))
     assert isinstance(event, BlocksStored)
     assert event.salt == 0xAB
@@ -404,14 +404,14 @@ async def test_an_engine_that_begins_anew_holds_nothing(
 
 
 def test_tenants_that_share_a_first_block_are_told_apart_by_who_waits() -> None:
-    salts = Salts("m", SIZE)
-    books = CacheLedger(SIZE, salts.find)
+    salts = PromptSalts("m", SIZE)
+    books = CacheLedger(SIZE, salts.root_salt)
     tokens = list(range(8))
     for tenant in (1, 2, 2):
-        salts.note(work(tokens, salt_=tenant))
+        salts.remember(work(tokens, salt_=tenant))
     told = books.apply([stored(tokens, key="one"), stored(tokens, key="two")])
     assert (depth(told, tokens, 1), depth(told, tokens, 2)) == (2, 2)
-    salts.note(work(tokens, salt_=1))  # found in the cache: no event
-    salts.note(work(tokens, salt_=3))
+    salts.remember(work(tokens, salt_=1))  # found in the cache: no event
+    salts.remember(work(tokens, salt_=3))
     told += books.apply([stored(tokens, key="three")])
     assert depth(told, tokens, 3) == 2

@@ -14,10 +14,10 @@ from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.demo import model_dir
 from kvmesh.worker.engines.mock.text.author import (
     AnswerOptions,
-    Author,
-    Finite,
+    AnswerWriter,
+    ConcatenatedTokens,
+    FixedTokens,
     MockAnswer,
-    Spliced,
 )
 from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint
 from kvmesh.worker.engines.mock.text.script import Script, ScriptEntry, ScriptError
@@ -26,8 +26,8 @@ from kvmesh.worker.engines.mock.text.source import PASSAGE, TextReading, TextSou
 TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 TEXT = TextSource(TOKENIZER)
 OPTIONS = AnswerOptions(context=1000, output_tokens=50)
-AUTHOR = Author(TEXT, OPTIONS)
-THINKER = Author(TEXT, AnswerOptions(1000, 50, reasoning_tokens=30))
+AUTHOR = AnswerWriter(TEXT, OPTIONS)
+THINKER = AnswerWriter(TEXT, AnswerOptions(1000, 50, reasoning_tokens=30))
 
 
 def work(count: int = 10, generated: int = 0, **sampling: object) -> Work:
@@ -59,7 +59,7 @@ def test_a_reading_is_one_endless_text(seed: int, start: int, first: int, second
     assert whole[first:] == reading.slice(start + first, start + first + second)
 
 
-@pytest.mark.parametrize("seed", range(len(TEXT.starts)))
+@pytest.mark.parametrize("seed", range(len(TEXT.paragraphs)))
 def test_an_answer_is_a_paragraph_whose_text_has_the_same_tokens(seed: int) -> None:
     tokens = TextReading(TEXT, seed).slice(0, 100)
     text = TOKENIZER.decode(tokens)
@@ -121,7 +121,7 @@ def test_a_stop_token_ends_the_answer() -> None:
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 60), st.integers(0, 60))
 def test_a_spliced_source_is_one_text(head: int, rest: int, start: int, length: int) -> None:
     tokens = list(range(head + rest))
-    spliced = Spliced(tokens[:head], Finite(tokens[head:]))
+    spliced = ConcatenatedTokens(tokens[:head], FixedTokens(tokens[head:]))
     assert spliced.slice(start, start + length) == tokens[start : start + length]
 
 
@@ -193,14 +193,14 @@ SCRIPT = Script(
 def test_a_script_answers_the_turns_that_it_knows(
     session: str | None, turn: int, prompt: str, text: str
 ) -> None:
-    author = Author(TEXT, OPTIONS, SCRIPT)
+    author = AnswerWriter(TEXT, OPTIONS, SCRIPT)
     item = replace(asking(prompt, max_tokens=100), session=session, turn=turn)
     whole = author.answer(item)
     assert (text_of(whole), whole.finish) == (text, "stop")
 
 
 def test_what_no_script_knows_is_answered_as_ever() -> None:
-    author = Author(TEXT, OPTIONS, SCRIPT)
+    author = AnswerWriter(TEXT, OPTIONS, SCRIPT)
     assert said(author.answer(work())) == said(AUTHOR.answer(work()))
 
 

@@ -14,7 +14,7 @@ from kvmesh.hashing import block_hashes
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore, MockOutput, StepResult
-from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial
+from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel
 
 SIZE = 4
 LIMITS = SchedulerLimits(block_size=SIZE, max_sequences=8, max_batched_tokens=32, watermark=0.0)
@@ -36,7 +36,7 @@ def request(
     return Request(
         id=name,
         length=len(tokens),
-        local=local,
+        local_hashes=local,
         sequence_hashes=sequence,
         tail=tail,
         source=Counting(),
@@ -206,7 +206,7 @@ def test_clear_drops_only_what_is_unused() -> None:
 
 
 def test_the_default_polynomial_and_the_speedup() -> None:
-    model = Polynomial()
+    model = PolynomialStepModel()
     assert model.prefill(0) == 0
     assert model.prefill(1000) == pytest.approx((0.4209989 + 15.18344 + 16.50142) / 1000)
     assert model.decode(DecodeLoad(0, 0, 100)) == 0
@@ -279,7 +279,7 @@ def test_a_quiet_core_does_the_same_and_tells_only_the_ends(seed: int, horizon: 
     requests = random_requests(Random(seed), 120)
     options = replace(SMALL, blocks=40)
     loud = run(MockCore(options), *requests).finish(horizon)
-    quiet = run(MockCore(replace(options, tell_tokens=False)), *requests).finish(horizon)
+    quiet = run(MockCore(replace(options, emit_tokens=False)), *requests).finish(horizon)
     assert quiet.now == loud.now
     assert quiet.events == loud.events
     assert quiet.core.counters == loud.core.counters
@@ -297,7 +297,7 @@ class Ahead(Run):
 
     def step_until(self, arrival: float | None, horizon: float) -> None:
         begun = self.now
-        planned = self.core.begin(self.now, horizon)
+        planned = self.core.plan(self.now, horizon)
         if isinstance(planned, StepResult):
             self.now += planned.duration
             self.outputs += planned.outputs
@@ -305,7 +305,7 @@ class Ahead(Run):
         if arrival is not None and arrival < begun + planned.duration:
             planned = planned.until(arrival - begun)
         self.now += planned.duration
-        self.outputs += self.core.take(planned).outputs
+        self.outputs += self.core.execute(planned).outputs
 
 
 def serve(going: Run, arrivals: list[tuple[float, Request]], horizon: float | None) -> None:
@@ -330,7 +330,7 @@ def test_steps_planned_ahead_and_cut_by_arrivals_change_nothing(
     rng = Random(seed)
     requests = [known_answer(r) for r in random_requests(rng, blocks * SIZE)]
     arrivals = [(rng.random() * 2, r) for r in requests]
-    options = replace(SMALL, blocks=blocks, tell_tokens=False)
+    options = replace(SMALL, blocks=blocks, emit_tokens=False)
     single, ahead = Run(MockCore(options)), Ahead(MockCore(options))
     serve(single, arrivals, None)
     serve(ahead, arrivals, horizon)
@@ -344,9 +344,9 @@ def test_steps_planned_ahead_and_cut_by_arrivals_change_nothing(
 
 def known_answer(r: Request) -> Request:
     """The same request with the hashes of its answer told beforehand, as a simulator does."""
-    local, sequence, tail = r.local, r.sequence_hashes, r.tail
+    local, sequence, tail = r.local_hashes, r.sequence_hashes, r.tail
     answer = array("I", r.source.slice(0, r.target)).tobytes()
     more_local, more_sequence = block_hashes(
         tail + answer, SIZE, int.from_bytes(sequence[-8:] or r.salt.to_bytes(8, "little"), "little")
     )
-    return replace(r, local=local + more_local, sequence_hashes=sequence + more_sequence)
+    return replace(r, local_hashes=local + more_local, sequence_hashes=sequence + more_sequence)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvmesh.bus.messages import Guided
 from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint, generate
-from kvmesh.worker.engines.mock.text.regex import RegexError, matching
+from kvmesh.worker.engines.mock.text.regex import RegexError, matching_string
 
 SEEDS = range(30)
 ADDRESS: dict[str, Any] = {
@@ -138,19 +138,19 @@ PATTERNS = [
 @pytest.mark.parametrize("pattern", PATTERNS)
 @given(seed=st.integers(0, 2**32))
 def test_strings_match_their_expression(pattern: str, seed: int) -> None:
-    assert re.fullmatch(pattern, matching(pattern, Random(seed)))
+    assert re.fullmatch(pattern, matching_string(pattern, Random(seed)))
 
 
 @pytest.mark.parametrize("pattern", [r"a(?=b)", r"a++b", r"(?>a|ab)c", r"(a)?(?(1)b|c)"])
 def test_what_cannot_be_followed_is_refused(pattern: str) -> None:
     with pytest.raises(RegexError, match="not supported"):
-        matching(pattern, Random(0))
+        matching_string(pattern, Random(0))
 
 
 @pytest.mark.parametrize("pattern", [r"(?:ax?|a){60}$b", r"a\bb", r"a^b", r"(?:x|(y))\1\Z\w"])
 def test_conditions_that_do_not_hold_are_refused(pattern: str) -> None:
     with pytest.raises(RegexError, match=r"cannot follow|no value"):
-        matching(pattern, Random(0))
+        matching_string(pattern, Random(0))
 
 
 NESTED = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 4} for i in range(14)}

@@ -14,7 +14,7 @@ from kvmesh.worker.enginecore.sequence import Request, Sequence, hash_prompt
 from kvmesh.worker.enginecore.simulated_tiers import HOST, Link, LowerTier, TierOptions
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.faults import Faults, InjectedCrash
-from kvmesh.worker.engines.mock.loading import Loading
+from kvmesh.worker.engines.mock.prefix_load import PrefixLoad
 from kvmesh.worker.engines.mock.profile import StepProfile, StepProfileError
 from kvmesh.worker.engines.mock.timing import DecodeLoad
 
@@ -85,13 +85,13 @@ def request(name: str, first: int, length: int = 40, target: int = 1, remote: in
     return Request(
         id=name,
         length=length,
-        local=local,
+        local_hashes=local,
         sequence_hashes=sequence,
         tail=tail,
         source=Counting(),
         target=target,
         salt=3,
-        remote=remote,
+        remote_tokens=remote,
     )
 
 
@@ -175,15 +175,17 @@ def test_a_prefetch_loads_part_by_part_as_fast_as_the_link() -> None:
     engine.submit(of)
     now, _, _ = finish(engine)
     engine.blocks.clear()
-    loading = Loading(engine, array("Q", of.sequence_hashes), array("Q", of.local), of.salt, "")
+    loading = PrefixLoad(
+        engine, array("Q", of.sequence_hashes), array("Q", of.local_hashes), of.salt, ""
+    )
     second = (8 << 20) * 4 / 1e5  # for a block; two are a part
     for part in range(1, 5):
-        assert loading.ask(now) == pytest.approx(now + 2 * second)
+        assert loading.start_next(now) == pytest.approx(now + 2 * second)
         now += 2 * second
-        loading.arrive(now)
+        loading.finish_part(now)
         assert (loading.held, engine.blocks.active) == (2 * part, 2 * part)
-    assert loading.ask(now) is not None
-    loading.end()
+    assert loading.start_next(now) is not None
+    loading.close()
     assert (engine.blocks.active, engine.blocks.cached) == (0, 8), "the last part has not come"
     assert replay(engine.dump())[0] == set(array("Q", of.sequence_hashes)[:8])
 
@@ -195,12 +197,14 @@ def test_a_prefetch_takes_no_more_than_there_is_room_for() -> None:
     now, _, _ = finish(engine)
     engine.submit(request("b", 500, target=20))
     engine.step(now)
-    loading = Loading(engine, array("Q", of.sequence_hashes), array("Q", of.local), of.salt, "")
-    while (ready_at := loading.ask(now)) is not None:
+    loading = PrefixLoad(
+        engine, array("Q", of.sequence_hashes), array("Q", of.local_hashes), of.salt, ""
+    )
+    while (ready_at := loading.start_next(now)) is not None:
         now = ready_at
-        loading.arrive(now)
+        loading.finish_part(now)
     assert engine.blocks.available == 0
-    loading.end()
+    loading.close()
     finish(engine, now)
     assert engine.blocks.active == 0
 
@@ -225,7 +229,7 @@ def left(prefix: list[int]) -> Sequence:
     of = Request(
         id="a",
         length=len(prefix),
-        local=local,
+        local_hashes=local,
         sequence_hashes=hashes,
         tail=tail,
         source=Counting(),
@@ -233,7 +237,7 @@ def left(prefix: list[int]) -> Sequence:
         salt=9,
     )
     made = Sequence(of, 0, 1)
-    made.held = len(prefix)
+    made.full_blocks = len(prefix)
     return made
 
 
@@ -248,7 +252,7 @@ def test_a_lower_tier_tells_the_truth_and_keeps_its_bounds(prefixes: list[list[i
         assert len(tier.contents) <= 5
         assert (tier.active, tier.cached) == (0, len(tier.contents))
         assert replay(events)[HOST] == tier.contents
-        assert tier.find(sequence.sequence).held == min(5, len(prefix))
+        assert tier.match_prefix(sequence.sequence_hashes).matched == min(5, len(prefix))
     assert replay(tier.stored())[HOST] == tier.contents
 
 
@@ -257,11 +261,11 @@ def test_faults_come_when_they_are_due() -> None:
     none.check_crash(10**9)
     assert not none.hangs(10**9)
     assert not none.loses(7)
-    assert none.stretch(7) == 1.0
+    assert none.slowdown(7) == 1.0
     faults = Faults(crash_step=3, hang_step=5, slow_step=7, slow_factor=4.0, lose_every=2)
     faults.check_crash(2)
     with pytest.raises(InjectedCrash, match="step 3"):
         faults.check_crash(3)
     assert [faults.hangs(4), faults.hangs(5)] == [False, True]
-    assert [faults.stretch(6), faults.stretch(7)] == [1.0, 4.0]
+    assert [faults.slowdown(6), faults.slowdown(7)] == [1.0, 4.0]
     assert [faults.loses(n) for n in (1, 2, 3, 4)] == [False, True, False, True]

@@ -40,7 +40,7 @@ def check(driver: Driver, index: PrefixIndex, prompts: list[list[int]]) -> None:
     driver.events.clear()
     assert driver.held == core.blocks.contents == core.slots.contents
     for tokens in prompts:
-        held = core.blocks.find(array("Q", hashes(tokens)[1])).held
+        held = core.blocks.match_prefix(array("Q", hashes(tokens)[1])).matched
         assert overlap(index, tokens) == held
 
 

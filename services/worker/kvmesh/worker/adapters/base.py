@@ -30,7 +30,7 @@ class StreamingAdapter:
         if self._streams is not None:
             await self._streams.drain()
 
-    async def _end(self) -> None:
+    async def _stop_streams(self) -> None:
         """Stop following; the engine itself is still to be shut down."""
         for task in self._tasks:
             task.cancel()

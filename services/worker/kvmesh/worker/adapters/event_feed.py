@@ -31,7 +31,7 @@ class EventFeed:
         self._sink = sink
         self._decoder = EventDecoder()
         self._subscriber = ZmqSubscriber(
-            endpoint, replay, topic, self._take, self.forget, self._lost
+            endpoint, replay, topic, self._on_payload, self.clear, self._on_gap
         )
 
     def start(self) -> None:
@@ -42,25 +42,25 @@ class EventFeed:
 
     def dump(self) -> None:
         """Tell all that is known to be held."""
-        self._tell(self.ledger.dump())
+        self._publish(self.ledger.dump())
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The engine holds nothing: tell it now, whenever its own event may come."""
-        self._tell(self.ledger.forget())
+        self._publish(self.ledger.clear())
 
-    def _take(self, payload: bytes) -> None:
+    def _on_payload(self, payload: bytes) -> None:
         try:
             events = self._decoder.decode(payload)
         except ValueError as error:
             log.warning("rank %d: %s", self.rank, error)
-            self._lost(1)
+            self._on_gap(1)
             return
-        self._tell(self.ledger.apply(events))
+        self._publish(self.ledger.apply(events))
 
-    def _lost(self, count: int) -> None:
+    def _on_gap(self, count: int) -> None:
         log.warning("rank %d: %d messages of KV events are lost", self.rank, count)
         self.dump()
 
-    def _tell(self, events: list[KvEvent]) -> None:
+    def _publish(self, events: list[KvEvent]) -> None:
         if events:
             self._sink.events(self.rank, events)

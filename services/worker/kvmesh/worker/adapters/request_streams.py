@@ -53,10 +53,10 @@ class StreamCounters:
 @dataclass
 class _Live:
     work: Work
-    prompt: int
+    prompt_tokens: int
     task: asyncio.Task[None] | None = None
     generated: int = 0
-    first_told: bool = False
+    started: bool = False
 
 
 class RequestStreams:
@@ -69,28 +69,28 @@ class RequestStreams:
         self._sink = sink
         self._block_size = block_size
         self._count_steps = count_steps
-        self._live: dict[str, _Live] = {}
+        self._requests: dict[str, _Live] = {}
         self._pending: list[OutputDelta] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._dead = False
+        self._closed = False
         self.counters = [StreamCounters() for _ in range(ranks)]
 
     def start(self, work: Work, stream: AsyncIterator[StreamOutput]) -> None:
         """Follow `stream` to its end, which is the end of the request."""
         live = _Live(work, len(work.tokens) // 4)
-        self._live[work.request] = live
+        self._requests[work.request] = live
         self._idle.clear()
         live.task = asyncio.create_task(self._follow(live, stream), name=f"stream {work.request}")
 
     def abort(self, request: str) -> bool:
         """Stop following; closing the stream stops the engine. False if it is not here."""
-        live = self._live.get(request)
+        live = self._requests.get(request)
         if live is None:
             return False
         self.counters[live.work.rank].aborted += 1
-        self._tell([OutputDelta(request, [], finish="abort")])
+        self._emit([OutputDelta(request, [], finish="abort")])
         self._end(live)
         if live.task is not None:
             live.task.cancel()
@@ -98,8 +98,8 @@ class RequestStreams:
 
     def fail(self, error: EngineError) -> None:
         """The engine is dead: tell it once."""
-        if not self._dead:
-            self._dead = True
+        if not self._closed:
+            self._closed = True
             self._flush()
             self._sink.failed(error)
 
@@ -109,8 +109,8 @@ class RequestStreams:
             await asyncio.wait(self._closing)
 
     async def close(self) -> None:
-        self._dead = True
-        for live in list(self._live.values()):
+        self._closed = True
+        for live in list(self._requests.values()):
             if live.task is not None:
                 live.task.cancel()
                 self._closing.add(live.task)
@@ -130,11 +130,11 @@ class RequestStreams:
         busy_s: float = 0.0,
     ) -> Load:
         """A rank's load; what the engine itself says about it goes before what is seen here."""
-        mine = [live for live in self._live.values() if live.work.rank == rank]
-        new = [live for live in mine if not live.first_told]
+        mine = [live for live in self._requests.values() if live.work.rank == rank]
+        new = [live for live in mine if not live.started]
         waits = min(len(mine), len(new) if waiting is None else waiting)
         if active_blocks is None:
-            held = (live.prompt + live.generated for live in mine if live.first_told)
+            held = (live.prompt_tokens + live.generated for live in mine if live.started)
             active_blocks = sum(-(-tokens // self._block_size) for tokens in held)
         counters = self.counters[rank]
         return Load(
@@ -145,7 +145,7 @@ class RequestStreams:
             active_blocks=active_blocks if mine else 0,
             cached_blocks=cached_blocks,
             total_blocks=total_blocks,
-            prefill_tokens=sum(live.prompt for live in new),
+            prefill_tokens=sum(live.prompt_tokens for live in new),
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
@@ -162,8 +162,8 @@ class RequestStreams:
         name = live.work.request
         try:
             async for output in stream:
-                self._take(live, output)
-            if name in self._live:
+                self._add_output(live, output)
+            if name in self._requests:
                 self._finish(live, "error", "the engine ended the answer without a reason")
         except EngineUnavailable as error:
             self._finish(live, "abort", str(error))
@@ -172,8 +172,8 @@ class RequestStreams:
         except EngineError as error:
             self.fail(error)
 
-    def _take(self, live: _Live, output: StreamOutput) -> None:
-        if self._live.get(live.work.request) is not live:
+    def _add_output(self, live: _Live, output: StreamOutput) -> None:
+        if self._requests.get(live.work.request) is not live:
             return
         counters = self.counters[live.work.rank]
         counters.output_tokens += len(output.tokens)
@@ -186,32 +186,32 @@ class RequestStreams:
             logprobs=output.logprobs,
             handoff=output.handoff,
         )
-        if not live.first_told and (output.tokens or output.finish):
-            live.first_told = True
+        if not live.started and (output.tokens or output.finish):
+            live.started = True
             cached = output.cached or 0
             delta.cached = _by_tier(cached, output.below)
-            counters.prompt_tokens += live.prompt
+            counters.prompt_tokens += live.prompt_tokens
             counters.cached_tokens += cached
-        self._tell([delta])
+        self._emit([delta])
         if output.finish is not None:
             counters.requests += 1
             self._end(live)
 
     def _finish(self, live: _Live, finish: str, error: str, invalid: bool = False) -> None:
-        if self._live.get(live.work.request) is live:
+        if self._requests.get(live.work.request) is live:
             last = OutputDelta(live.work.request, [], finish=finish, error=error, invalid=invalid)
-            self._tell([last])
+            self._emit([last])
             self._end(live)
 
     def _end(self, live: _Live) -> None:
-        del self._live[live.work.request]
+        del self._requests[live.work.request]
         if live.task is not None:
             self._closing.add(live.task)
             live.task.add_done_callback(self._closing.discard)
-        if not self._live:
+        if not self._requests:
             self._idle.set()
 
-    def _tell(self, deltas: list[OutputDelta]) -> None:
+    def _emit(self, deltas: list[OutputDelta]) -> None:
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._flush)
         self._pending += deltas
@@ -219,7 +219,7 @@ class RequestStreams:
             self._flush()
 
     def _flush(self) -> None:
-        if self._pending and not self._dead:
+        if self._pending and not self._closed:
             told, self._pending = self._pending, []
             self._sink.output(told)
 
@@ -240,7 +240,7 @@ class StepClock:
         self._last: float | None = None
         self.steps = 0
 
-    def look(self, counter: float | None) -> int:
+    def update(self, counter: float | None) -> int:
         """Enter what the engine's counter says, if it has one; returns the steps so far."""
         if counter is None or self._last is None:
             self.steps += 1

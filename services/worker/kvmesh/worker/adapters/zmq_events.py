@@ -64,13 +64,13 @@ class EventDecoder:
         kind = event["type"]
         if kind == "AllBlocksCleared":
             yield AllCleared()
-        elif kind == "BlockStored" and self._speaks(event):
+        elif kind == "BlockStored" and self._is_chosen_group(event):
             yield _stored(event)
         elif kind == "BlockRemoved" and event.get("group_idx") in (None, self._group):
             hashes = [fold_hash(value) for value in event["block_hashes"]]
             yield BlocksRemoved(hashes, medium_tier(event.get("medium")))
 
-    def _speaks(self, event: dict[str, Any]) -> bool:
+    def _is_chosen_group(self, event: dict[str, Any]) -> bool:
         group = event.get("group_idx")
         if group is None:
             return True
@@ -157,8 +157,8 @@ class ZmqSubscriber:
         self._on_gap = on_gap
         self._context = zmq.asyncio.Context()
         self._task: asyncio.Task[None] | None = None
-        self._next = 0
-        self._early: set[int] = set()
+        self._next_seq = 0
+        self._replayed: set[int] = set()
 
     def start(self) -> None:
         """Subscribe; raises zmq.ZMQError for an endpoint that cannot be one."""
@@ -185,37 +185,37 @@ class ZmqSubscriber:
             if len(frames) < 2 or len(frames[-2]) != 8:
                 log.warning("a message of %d frames is no KV event", len(frames))
                 continue
-            await self._take(int.from_bytes(frames[-2], "big"), frames[-1])
+            await self._on_message(int.from_bytes(frames[-2], "big"), frames[-1])
 
-    async def _take(self, number: int, payload: bytes) -> None:
-        if number in self._early:
-            self._early.discard(number)
+    async def _on_message(self, number: int, payload: bytes) -> None:
+        if number in self._replayed:
+            self._replayed.discard(number)
             return
-        if number < self._next:
+        if number < self._next_seq:
             log.info("the KV event publisher at %s began anew", self._endpoint)
-            self._next = 0
-            self._early.clear()
+            self._next_seq = 0
+            self._replayed.clear()
             self._on_restart()
-        if number > self._next:
+        if number > self._next_seq:
             await self._catch_up(number)
-        self._next = number + 1
+        self._next_seq = number + 1
         self._on_payload(payload)
 
     async def _catch_up(self, before: int | None) -> None:
         """Get what was missed: up to message `before`, or all that there is so far."""
-        found = await self._ask(self._next, before)
-        end = max([*found, self._next - 1]) + 1 if before is None else before
-        missing = end - self._next - len(found)
+        found = await self._replay(self._next_seq, before)
+        end = max([*found, self._next_seq - 1]) + 1 if before is None else before
+        missing = end - self._next_seq - len(found)
         if missing:
             self._on_gap(missing)
         for number in sorted(found):
             self._on_payload(found[number])
             if before is None:
-                self._early.add(number)
-        self._next = end
-        self._early = {number for number in self._early if number > end - RECEIVE_QUEUE}
+                self._replayed.add(number)
+        self._next_seq = end
+        self._replayed = {number for number in self._replayed if number > end - RECEIVE_QUEUE}
 
-    async def _ask(self, first: int, before: int | None) -> dict[int, bytes]:
+    async def _replay(self, first: int, before: int | None) -> dict[int, bytes]:
         if self._replay_endpoint is None:
             return {}
         socket = self._context.socket(zmq.DEALER)

@@ -44,17 +44,17 @@ class ConstraintCompiler:
         tell: Callable[[list[OutputDelta]], None],
     ) -> None:
         self._engine = engine if isinstance(engine, Compiling) else None
-        self._begin = begin
-        self._tell = tell
+        self._submit = begin
+        self._emit = tell
         self._slots = FairSlots(AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._owners: Counter[str] = Counter()
 
-    def room(self, work: Work) -> bool:
+    def has_capacity(self, work: Work) -> bool:
         """Whether this work may wait for its constraint."""
         return len(self._tasks) < MOST and self._owners[owner(work.tenant)] < MOST_OF_ONE
 
-    def needs(self, work: Work) -> bool:
+    def must_compile(self, work: Work) -> bool:
         """Whether the constraint of this work has to be compiled."""
         guided = work.sampling.guided
         return self._engine is not None and guided is not None and not self._engine.compiled(guided)
@@ -65,9 +65,9 @@ class ConstraintCompiler:
         task = asyncio.create_task(self._run(work, whose), name="compile")
         self._tasks[work.request] = task
         self._owners[whose] += 1
-        task.add_done_callback(lambda _: self._left(whose))
+        task.add_done_callback(lambda _: self._release_owner(whose))
 
-    def _left(self, whose: str) -> None:
+    def _release_owner(self, whose: str) -> None:
         self._owners[whose] -= 1
         if not self._owners[whose]:
             del self._owners[whose]
@@ -78,7 +78,7 @@ class ConstraintCompiler:
         if task is None:
             return False
         task.cancel()
-        self._tell([OutputDelta(request, [], finish="abort")])
+        self._emit([OutputDelta(request, [], finish="abort")])
         return True
 
     def close(self) -> None:
@@ -93,11 +93,11 @@ class ConstraintCompiler:
 
     async def _run(self, work: Work, whose: str) -> None:
         async with self._slots.held(whose):
-            last = await self._compile(work) if self.needs(work) else None
+            last = await self._compile(work) if self.must_compile(work) else None
         self._tasks.pop(work.request, None)
-        if last is None and (reason := self._begin(work)):
+        if last is None and (reason := self._submit(work)):
             last = _refusal(work, reason)
-        self._tell([last or OutputDelta(work.request, [])])
+        self._emit([last or OutputDelta(work.request, [])])
 
     async def _compile(self, work: Work) -> OutputDelta | None:
         """The end of work whose constraint cannot be followed, or not here; else None."""

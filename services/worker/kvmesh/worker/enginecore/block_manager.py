@@ -25,7 +25,7 @@ class BlockManager:
     """At most `capacity` blocks: `active` (private ones included) and `cached`, the inactive ones.
 
     Prefixes are arrays of sequence hashes (typecode Q), one for each block from the first on. `now`
-    is in seconds, set by whoever knows it. `keeping` has the order of eviction, `tier` is that of
+    is in seconds, set by whoever knows it. `retention` has the order of eviction, `tier` is that of
     the events. What is in memory `above` at the end of a session is used there.
     """
 
@@ -34,7 +34,7 @@ class BlockManager:
         capacity: int,
         options: RetentionOptions = DEFAULTS,
         tier: int = ENGINE,
-        above: "BlockManager | None" = None,
+        upper_tier: "BlockManager | None" = None,
     ) -> None:
         self.capacity = capacity
         self.tier = tier
@@ -42,9 +42,11 @@ class BlockManager:
         self.cached = 0
         self.now = 0.0
         self._tree = RadixTree()
-        self._above = above
-        self.keeping = RetentionManager(options, capacity, self._tree, self._cut, self._held_above)
-        self._evicted = array("Q")
+        self._upper_tier = upper_tier
+        self.retention = RetentionManager(
+            options, capacity, self._tree, self._evict, self._held_by_upper_tier
+        )
+        self._evicted_hashes = array("Q")
         self._events: list[KvEvent] = []
 
     @property
@@ -62,32 +64,32 @@ class BlockManager:
         root = self._tree.roots.get(first)
         return root is not None and root.tenant != tenant
 
-    def continues(self, parent: int | None, block: int) -> bool:
+    def holds_child(self, parent: int | None, block: int) -> bool:
         """Whether `block` is held; `parent` is the last one of a sequence's prefix."""
-        return block in self._tree.after(self._tree.ending(parent))
+        return block in self._tree.children_of(self._tree.run_ending_at(parent))
 
-    def find(self, hashes: "array[int]") -> PrefixMatch:
-        """Which leading blocks of a prefix are held. Changes nothing; `refer` at once or never."""
-        return self._tree.way(hashes)
+    def match_prefix(self, hashes: "array[int]") -> PrefixMatch:
+        """Which leading blocks of a prefix are held. Changes nothing; `lock` at once or never."""
+        return self._tree.match(hashes)
 
-    def refer(self, way: PrefixMatch) -> None:
+    def lock(self, way: PrefixMatch) -> None:
         """Take a reference on the blocks of a way."""
-        if way.over:
+        if way.unmatched:
             lower = way.runs[-1]
-            way.runs[-1] = self._tree.split(lower, len(lower) - way.over)
+            way.runs[-1] = self._tree.split(lower, len(lower) - way.unmatched)
         for run in way.runs:
             if not run.refs:
-                self.keeping.begin_use(run, self.now)
+                self.retention.begin_use(run, self.now)
                 blocks = len(run.hashes)
                 self.cached -= blocks
                 self.active += blocks
             run.refs += 1
 
-    def use(self, hashes: "array[int]") -> int:
+    def lock_prefix(self, hashes: "array[int]") -> int:
         """Take a reference on the leading blocks of a prefix that are held; returns how many."""
-        way = self.find(hashes)
-        self.refer(way)
-        return way.held
+        way = self.match_prefix(hashes)
+        self.lock(way)
+        return way.matched
 
     def allocate(self, count: int) -> bool:
         """Make `count` private blocks, evicting if need be; False changes nothing: no room."""
@@ -95,11 +97,11 @@ class BlockManager:
         if active > self.capacity:
             return False
         if active + self.cached > self.capacity:
-            self.keeping.evict(active + self.cached - self.capacity, self.now)
+            self.retention.evict(active + self.cached - self.capacity, self.now)
         self.active = active
         return True
 
-    def destroy(self, count: int) -> None:
+    def free_private(self, count: int) -> None:
         """Drop `count` private blocks; nobody was told of them."""
         self.active -= count
 
@@ -116,23 +118,23 @@ class BlockManager:
         A block that is held already is referred to instead; it must not be another `tenant`'s.
         """
         self.active -= len(hashes)
-        before = self._tree.ending(parent)
-        if hashes and hashes[0] in self._tree.after(before):
-            way = self._tree.way(hashes, before)
-            self.refer(way)
+        before = self._tree.run_ending_at(parent)
+        if hashes and hashes[0] in self._tree.children_of(before):
+            way = self._tree.match(hashes, before)
+            self.lock(way)
             before = way.runs[-1]
-            hashes, local = hashes[way.held :], local[way.held :]
+            hashes, local = hashes[way.matched :], local[way.matched :]
         if hashes:
             self._store(before, salt, hashes, local, tenant)
 
-    def deref(self, hashes: "array[int]", priority: int = 0) -> None:
+    def unlock(self, hashes: "array[int]", priority: int = 0) -> None:
         """Return one reference on each block of a prefix; what nobody uses becomes inactive."""
         if priority > 0:
-            self.keeping.prize(hashes, priority, self.now)
-        run = self._tree.ending(hashes[-1]) if hashes else None
+            self.retention.raise_priority(hashes, priority, self.now)
+        run = self._tree.run_ending_at(hashes[-1]) if hashes else None
         while run is not None:
             run.refs -= 1
-            self.keeping.end_use(run, self.now)
+            self.retention.end_use(run, self.now)
             if not run.refs:
                 blocks = len(run.hashes)
                 self.active -= blocks
@@ -141,11 +143,11 @@ class BlockManager:
 
     def clear(self, salt: int | None = None, tenant: str = "") -> int:
         """Drop every inactive block, of one namespace if told; returns how many that was."""
-        return self.keeping.clear(salt, tenant)
+        return self.retention.clear(salt, tenant)
 
     def take_events(self) -> list[KvEvent]:
         """What changed since the last call, in order."""
-        if self._evicted:
+        if self._evicted_hashes:
             self._flush_evicted()
         events, self._events = self._events, []
         return events
@@ -156,7 +158,7 @@ class BlockManager:
 
     def stored(self) -> list[KvEvent]:
         """Every full block, parents first."""
-        return [event for run in self._tree for event in self._told(run)]
+        return [event for run in self._tree for event in self._stored_events(run)]
 
     def _store(
         self,
@@ -170,30 +172,30 @@ class BlockManager:
         if before is not None and _is_own_end(before):
             self._tree.extend(before, hashes, local)
         else:
-            self._tree.grow(before, hashes[:], local[:], salt, tenant).refs = 1
+            self._tree.add_run(before, hashes[:], local[:], salt, tenant).refs = 1
         self.active += len(hashes)
-        if self._evicted:
+        if self._evicted_hashes:
             self._flush_evicted()
         root_salt = salt if parent is None else 0
         self._events.append(Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), root_salt))
 
-    def _cut(self, run: BlockRun, count: int) -> None:
-        self._evicted += self._tree.cut(run, count)
+    def _evict(self, run: BlockRun, count: int) -> None:
+        self._evicted_hashes += self._tree.truncate(run, count)
         self.cached -= count
 
     def _flush_evicted(self) -> None:
-        self._events.append(Removed(self.tier, self._evicted.tobytes()))
-        self._evicted = array("Q")
+        self._events.append(Removed(self.tier, self._evicted_hashes.tobytes()))
+        self._evicted_hashes = array("Q")
 
-    def _held_above(self, prompt: "array[int]") -> int:
-        return self._above.find(prompt).held if self._above is not None else 0
+    def _held_by_upper_tier(self, prompt: "array[int]") -> int:
+        return self._upper_tier.match_prefix(prompt).matched if self._upper_tier is not None else 0
 
-    def _told(self, run: BlockRun) -> Iterator[Stored]:
+    def _stored_events(self, run: BlockRun) -> Iterator[Stored]:
         """A run as events of at most `DUMP_BLOCKS` blocks."""
         parent = None if run.parent is None else run.parent.hashes[-1]
         for start in range(0, len(run), DUMP_BLOCKS):
             part = slice(start, start + DUMP_BLOCKS)
-            hashes, local = run.hashes[part], run.local[part]
+            hashes, local = run.hashes[part], run.local_hashes[part]
             salt = run.salt if parent is None else 0
             yield Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), salt)
             parent = hashes[-1]
@@ -201,4 +203,4 @@ class BlockManager:
 
 def _is_own_end(run: BlockRun) -> bool:
     """Whether what its only user adds may become part of the run."""
-    return run.refs == 1 and not run.children and run.keep is None
+    return run.refs == 1 and not run.children and run.retention is None

@@ -14,16 +14,16 @@ from kvmesh.retention.claims import BlockRetention
 class BlockRun:
     """Consecutive blocks with the same users: each of `refs` sequences uses all of them.
 
-    `hashes` and `local` have an entry for each block; `children` go on after the last one, by the
-    first hash of each. `salt` and `tenant` count only without a `parent`. `keep` is what was asked
+    `hashes` and `local_hashes` have an entry for each block; `children` go on after the last one, by the
+    first hash of each. `salt` and `tenant` count only without a `parent`. `retention` is what was asked
     for it.
     """
 
     __slots__ = (
         "children",
         "hashes",
-        "keep",
-        "local",
+        "retention",
+        "local_hashes",
         "parent",
         "refs",
         "salt",
@@ -39,12 +39,12 @@ class BlockRun:
         tenant: str = "",
     ) -> None:
         self.hashes = hashes
-        self.local = local
+        self.local_hashes = local
         self.parent = parent
         self.salt = salt
         self.tenant = tenant
         self.refs = 0
-        self.keep: BlockRetention | None = None
+        self.retention: BlockRetention | None = None
         self.children: dict[int, BlockRun] = {}
 
     def __len__(self) -> int:
@@ -52,20 +52,20 @@ class BlockRun:
 
 
 class PrefixMatch:
-    """The runs that `held` leading blocks of a prefix lie on; `over` blocks of the last do not."""
+    """The runs that `matched` leading blocks of a prefix lie on; `unmatched` blocks of the last do not."""
 
-    __slots__ = ("held", "over", "runs")
+    __slots__ = ("matched", "unmatched", "runs")
 
     def __init__(self, runs: list[BlockRun], held: int, over: int) -> None:
         self.runs = runs
-        self.held = held
-        self.over = over
+        self.matched = held
+        self.unmatched = over
 
     @property
     def inactive(self) -> int:
         """How many of the blocks nobody uses."""
         inactive = sum([len(run.hashes) for run in self.runs if not run.refs])
-        return inactive - self.over if self.over and not self.runs[-1].refs else inactive
+        return inactive - self.unmatched if self.unmatched and not self.runs[-1].refs else inactive
 
 
 class RadixTree:
@@ -83,15 +83,15 @@ class RadixTree:
             yield run
             waiting.extend(run.children.values())
 
-    def ending(self, block: int | None) -> BlockRun | None:
+    def run_ending_at(self, block: int | None) -> BlockRun | None:
         """The run whose last block this is, None for None; KeyError if no run ends there."""
         return None if block is None else self._by_end[block]
 
-    def after(self, run: BlockRun | None) -> dict[int, BlockRun]:
+    def children_of(self, run: BlockRun | None) -> dict[int, BlockRun]:
         """What follows a run, or begins a prefix, by first block."""
         return self.roots if run is None else run.children
 
-    def way(self, hashes: "array[int]", start: BlockRun | None = None) -> PrefixMatch:
+    def match(self, hashes: "array[int]", start: BlockRun | None = None) -> PrefixMatch:
         """Follow `hashes` from the end of `start` as far as there are blocks."""
         runs: list[BlockRun] = []
         at, end = 0, len(hashes)
@@ -109,7 +109,7 @@ class RadixTree:
             children = run.children
         return PrefixMatch(runs, at, 0)
 
-    def grow(
+    def add_run(
         self,
         parent: BlockRun | None,
         hashes: "array[int]",
@@ -118,7 +118,7 @@ class RadixTree:
         tenant: str,
     ) -> BlockRun:
         """A new run behind `parent`."""
-        run = self.after(parent)[hashes[0]] = BlockRun(hashes, local, parent, salt, tenant)
+        run = self.children_of(parent)[hashes[0]] = BlockRun(hashes, local, parent, salt, tenant)
         self._by_end[hashes[-1]] = run
         return run
 
@@ -126,31 +126,33 @@ class RadixTree:
         """Add blocks to the end of a run without children."""
         del self._by_end[run.hashes[-1]]
         run.hashes += hashes
-        run.local += local
+        run.local_hashes += local
         self._by_end[hashes[-1]] = run
 
     def split(self, run: BlockRun, at: int) -> BlockRun:
         """Make the first `at` blocks of `run` a run of their own, which is returned."""
-        upper = self.grow(run.parent, run.hashes[:at], run.local[:at], run.salt, run.tenant)
+        upper = self.add_run(
+            run.parent, run.hashes[:at], run.local_hashes[:at], run.salt, run.tenant
+        )
         upper.refs = run.refs
-        upper.keep = run.keep.copy() if run.keep is not None else None
+        upper.retention = run.retention.copy() if run.retention is not None else None
         del run.hashes[:at]
-        del run.local[:at]
+        del run.local_hashes[:at]
         run.parent = upper
         upper.children[run.hashes[0]] = run
         return upper
 
-    def cut(self, run: BlockRun, count: int) -> "array[int]":
+    def truncate(self, run: BlockRun, count: int) -> "array[int]":
         """Drop the last `count` blocks of a run without children; returns them, last one first."""
         del self._by_end[run.hashes[-1]]
         keep = len(run.hashes) - count
         gone = run.hashes[keep:]
         if keep:
             del run.hashes[keep:]
-            del run.local[keep:]
+            del run.local_hashes[keep:]
             self._by_end[run.hashes[-1]] = run
         else:
-            del self.after(run.parent)[gone[0]]
+            del self.children_of(run.parent)[gone[0]]
         gone.reverse()
         return gone
 

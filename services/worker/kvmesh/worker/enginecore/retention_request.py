@@ -15,12 +15,12 @@ from kvmesh.retention.token_ranges import RetentionSegment, segments, with_prefi
 class RetentionRequest:
     """The wishes of one request for its blocks, which count against the budget of `tenant`.
 
-    `directives` are its explicit ones, of which the first `for_prompt` speak of the prompt.
+    `directives` are its explicit ones, of which the first `prompt_directives` speak of the prompt.
     """
 
     segments: list[RetentionSegment]
     directives: list[Directive]
-    for_prompt: int
+    prompt_directives: int
     tenant: str
     session: str | None
 
@@ -32,17 +32,21 @@ class RetentionRequest:
         return self.segments[at].wish
 
     @property
-    def apart(self) -> "RetentionRequest":
+    def for_other_tier(self) -> "RetentionRequest":
         """The same for another tier, which counts by itself what is granted there."""
         return replace(
             self, directives=[Directive(d.tenant, d.priority, d.ttl_s) for d in self.directives]
         )
 
 
-NOTHING = RetentionRequest(segments=[], directives=[], for_prompt=0, tenant="", session=None)
+NO_RETENTION = RetentionRequest(
+    segments=[], directives=[], prompt_directives=0, tenant="", session=None
+)
 
 
-def asked_before(retention: Sequence[Retain], block_size: int, tenant: str) -> RetentionRequest:
+def inherited_retention(
+    retention: Sequence[Retain], block_size: int, tenant: str
+) -> RetentionRequest:
     """What others have asked for blocks that come from another tier: whole blocks, in order."""
     found = [
         RetentionSegment(
@@ -53,11 +57,11 @@ def asked_before(retention: Sequence[Retain], block_size: int, tenant: str) -> R
         for r in retention
     ]
     return RetentionRequest(
-        segments=found, directives=[], for_prompt=0, tenant=tenant, session=None
+        segments=found, directives=[], prompt_directives=0, tenant=tenant, session=None
     )
 
 
-def asked_of(
+def parse_retention(
     work: Work, block_size: int, defaults: Mapping[str, RetentionWish]
 ) -> RetentionRequest | None:
     """What a request asks; None if it is as any other."""
@@ -70,7 +74,7 @@ def asked_of(
     return RetentionRequest(
         segments=with_prefix(segments(work.retention, work.decode, prompt, block_size, defaults)),
         directives=explicit + answer,
-        for_prompt=len(explicit),
+        prompt_directives=len(explicit),
         tenant=payer,
         session=work.session,
     )

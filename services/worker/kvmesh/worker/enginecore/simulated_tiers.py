@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvmesh.settings.schema import MockSettings
 from kvmesh.worker.enginecore.block_manager import DEFAULTS, BlockManager
 from kvmesh.worker.enginecore.retention import RetentionOptions
-from kvmesh.worker.enginecore.retention_request import NOTHING
+from kvmesh.worker.enginecore.retention_request import NO_RETENTION
 from kvmesh.worker.enginecore.sequence import Sequence
 
 HOST, DISK = 1, 2
@@ -35,17 +35,22 @@ class LowerTier(BlockManager):
 
     def store(self, sequence: Sequence, worth: int) -> None:
         """Keep the blocks that a sequence holds, as many from the root as fit."""
-        request, hashes = sequence.request, sequence.sequence[: min(sequence.held, self.capacity)]
-        held = self.use(hashes)
+        request, hashes = (
+            sequence.request,
+            sequence.sequence_hashes[: min(sequence.full_blocks, self.capacity)],
+        )
+        held = self.lock_prefix(hashes)
         new = slice(held, len(hashes))
         if held < len(hashes):
             self.allocate(len(hashes) - held)
             parent = hashes[held - 1] if held else None
-            local = sequence.local[new]
+            local = sequence.local_hashes[new]
             self.promote(parent, request.salt, hashes[new], local, request.tenant)
             self.written += len(hashes) - held
-        self.keeping.keep(hashes, request.asked.apart if request.asked else None, self.now)
-        self.deref(hashes, worth)
+        self.retention.claim(
+            hashes, request.retention.for_other_tier if request.retention else None, self.now
+        )
+        self.unlock(hashes, worth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +84,20 @@ def tier_options(mock: MockSettings) -> TierOptions:
 class TierMatch:
     """Blocks of a prefix that can be had without computing them, by where they are.
 
-    `asked`: a kvbm is asked for more, and the sequence is told when that has come.
+    `kvbm_queried`: a kvbm is asked for more, and the sequence is told when that has come.
     """
 
-    __slots__ = ("asked", "disk", "engine", "host", "remote")
+    __slots__ = ("kvbm_queried", "disk", "engine", "host", "remote")
 
     def __init__(self, engine: int, host: int, disk: int, remote: int, asked: bool = False) -> None:
         self.engine = engine
         self.host = host
         self.disk = disk
         self.remote = remote
-        self.asked = asked
+        self.kvbm_queried = asked
 
     @property
-    def arriving(self) -> int:
+    def loadable(self) -> int:
         return self.host + self.disk + self.remote
 
     def first(self, count: int) -> "TierMatch":
@@ -121,12 +126,12 @@ class SimulatedTiers:
         block_size: int,
         speedup: float,
         blocks: BlockManager,
-        askable: Callable[[], bool] = lambda: False,
-        keeping: RetentionOptions = DEFAULTS,
+        has_kvbm: Callable[[], bool] = lambda: False,
+        retention: RetentionOptions = DEFAULTS,
     ) -> None:
-        self._askable = askable
+        self._has_kvbm = has_kvbm
         sizes = ((HOST, options.host_blocks), (DISK, options.disk_blocks))
-        self.lower = [LowerTier(size, keeping, tier, blocks) for tier, size in sizes if size]
+        self.lower = [LowerTier(size, retention, tier, blocks) for tier, size in sizes if size]
         self.block_bytes = block_size * options.bytes_per_token
         self.loaded = [0] * len(TIERS)
         self._links = [
@@ -142,49 +147,49 @@ class SimulatedTiers:
         """Whether a tier has another tenant's prompt that begins with a block with this hash."""
         return any(tier.is_foreign(first, tenant) for tier in self.lower)
 
-    def find(self, reusable: "array[int]", hits: int, remote: int = 0) -> TierMatch:
+    def match_prefix(self, reusable: "array[int]", hits: int, remote: int = 0) -> TierMatch:
         """Where the blocks of a prefix are, `hits` leading ones being in the engine."""
-        asked = hits < len(reusable) and self._askable()
+        asked = hits < len(reusable) and self._has_kvbm()
         if not self.lower and not remote:
             return TierMatch(hits, 0, 0, 0, asked)
         below = [0] * len(TIERS)
         at = hits
         for tier in self.lower:
-            held = tier.find(reusable).held
+            held = tier.match_prefix(reusable).matched
             if held > at:
                 below[tier.tier] = held - at
                 at = held
         far = max(0, min(remote, len(reusable)) - at)
         return TierMatch(hits, below[HOST], below[DISK], far, asked)
 
-    def fetch(self, found: TierMatch, now: float) -> float:
+    def load(self, found: TierMatch, now: float) -> float:
         """Begin the transfers that `found` asks for; returns when the last one has arrived.
 
         What is on the disk comes through the host's memory, both links being used at once.
         """
-        ready_at = math.inf if found.asked else now
-        for link, size in self._loads(found):
+        ready_at = math.inf if found.kvbm_queried else now
+        for link, size in self._link_bytes(found):
             ready_at = max(ready_at, link.reserve(now, size))
         self.loaded[HOST] += found.host
         self.loaded[DISK] += found.disk
         return ready_at
 
-    def seconds(self, found: TierMatch) -> float:
+    def load_seconds(self, found: TierMatch) -> float:
         """How long those transfers take, should nothing else be on the links."""
-        return max((size / link.bytes_per_s for link, size in self._loads(found)), default=0.0)
+        return max((size / link.bytes_per_s for link, size in self._link_bytes(found)), default=0.0)
 
-    def _loads(self, found: TierMatch) -> list[tuple[Link, int]]:
+    def _link_bytes(self, found: TierMatch) -> list[tuple[Link, int]]:
         """Bytes over each link that is used."""
         blocks = (found.host + found.disk, found.disk, found.remote)
         return [(k, n * self.block_bytes) for k, n in zip(self._links, blocks, strict=True) if n]
 
     # what is kept
 
-    def follow(self, session: str | None, prompt: "array[int]", now: float) -> None:
+    def record_prompt(self, session: str | None, prompt: "array[int]", now: float) -> None:
         """As in `Keeping`."""
         for tier in self.lower:
             tier.now = now
-            tier.keeping.follow(session, prompt, now)
+            tier.retention.record_prompt(session, prompt, now)
 
     def store(self, sequence: Sequence, worth: int, now: float) -> None:
         """A sequence leaves the engine's memory."""
@@ -192,10 +197,10 @@ class SimulatedTiers:
             tier.now = now
             tier.store(sequence, worth)
 
-    def hand_on(self, prefix: "array[int]", tenant: str, to: BlockManager) -> None:
+    def hand_over_retention(self, prefix: "array[int]", tenant: str, to: BlockManager) -> None:
         """Blocks that the engine has taken in, and refers to, are kept there as they were here."""
         for tier in self.lower:
-            kept = tier.keeping.inherited(prefix, to.now)
+            kept = tier.retention.retained_segments(prefix, to.now)
             if kept:
-                asked = replace(NOTHING, segments=kept, tenant=tenant)
-                to.keeping.inherit(prefix, asked, to.now)
+                asked = replace(NO_RETENTION, segments=kept, tenant=tenant)
+                to.retention.claim_inherited(prefix, asked, to.now)

@@ -32,10 +32,10 @@ class Membership:
     def __init__(self, bus: Bus, warnings: Warnings, lease_s: float) -> None:
         self._bus = bus
         self._warnings = warnings
-        self._look_s = min(LOOK_S, 3 * lease_s)
-        self._twins: set[str] = set()
-        self._told = LogOnce()
-        self.left_out = ""
+        self._interval_s = min(LOOK_S, 3 * lease_s)
+        self._namesakes: set[str] = set()
+        self._logged = LogOnce()
+        self.incompatible = ""
 
     async def admit(self, card: Instance) -> None:
         """Before the lease: raise ConfigError unless the worker fits those that are there."""
@@ -45,7 +45,7 @@ class Membership:
         if reason:
             raise EngineConfigError(f"{reason}; {ADVICE}")
 
-    async def confirm(self, card: Instance) -> None:
+    async def recheck(self, card: Instance) -> None:
         """After it: of two that joined at once and do not fit each other, the younger leaves."""
         others = await self._others(card)
         if _left_out(card, others):
@@ -59,23 +59,23 @@ class Membership:
             held = lease()
             if held is not None:
                 try:
-                    self._look(held.card, await self._read())
+                    self._update_warnings(held.card, await self._read())
                 except _FAILURES as error:
                     log.debug("cannot read who is on the mesh: %s", cause(error))
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(self._interval_s)
 
-    def _look(self, card: Instance, cards: list[Instance]) -> None:
+    def _update_warnings(self, card: Instance, cards: list[Instance]) -> None:
         """A namesake counts when it is seen twice: by then the lease of a dead one has lapsed."""
-        self.left_out = _left_out(card, _of_model(card, cards))
+        self.incompatible = _left_out(card, _of_model(card, cards))
         twins = set(namesakes(card, cards))
-        both = ", ".join(sorted(twins & self._twins))
-        self._twins = twins
+        both = ", ".join(sorted(twins & self._namesakes))
+        self._namesakes = twins
         text = (
             f"{both} is named {card.name} as {card.instance} is: the index and sessions take them"
             " for one worker (worker.name must differ)"
         )
-        out = f"{self.left_out}; routers send this worker no requests"
-        self._warnings.update("misfit", {"": out} if self.left_out else {})
+        out = f"{self.incompatible}; routers send this worker no requests"
+        self._warnings.update("misfit", {"": out} if self.incompatible else {})
         self._warnings.update("namesake", {both: text} if both else {})
 
     async def _others(self, card: Instance) -> list[Instance]:
@@ -89,22 +89,22 @@ class Membership:
     async def _read(self) -> list[Instance]:
         bucket = self._bus.subjects.instances_bucket
         found = await read_bucket(self._bus, bucket, f"{Role.WORKER}.>")
-        cards = [self._decoded(key, data) for key, data in found.items()]
+        cards = [self._decode(key, data) for key, data in found.items()]
         return [card for card in cards if card is not None]
 
-    def _decoded(self, key: str, data: bytes) -> Instance | None:
+    def _decode(self, key: str, data: bytes) -> Instance | None:
         try:
             return _cards.decode(data)
         except msgspec.MsgspecError as error:
-            if self._told.first(key, reason := str(error)):
+            if self._logged.first(key, reason := str(error)):
                 log.warning("ignored an unreadable card at %s: %s", key, reason)
             return None
 
     async def _alive(self, cards: list[Instance]) -> list[Instance]:
-        answers = await asyncio.gather(*(self._listens(card) for card in cards))
+        answers = await asyncio.gather(*(self._answers_ping(card) for card in cards))
         return [card for card, alive in zip(cards, answers, strict=True) if alive]
 
-    async def _listens(self, card: Instance) -> bool:
+    async def _answers_ping(self, card: Instance) -> bool:
         try:
             await ping(self._bus, card.instance, PING_S)
         except NoResponder:

@@ -16,7 +16,7 @@ class StallWatch:
         self._seen: dict[int, tuple[int, int]] = {}
         self.stalled = False
 
-    def look(self, loads: Iterable[Load]) -> None:
+    def observe(self, loads: Iterable[Load]) -> None:
         """Note where each rank is now."""
         for load in loads:
             steps, looks = self._seen.get(load.rank, (-1, 0))

@@ -5,13 +5,13 @@ from kvmesh.worker.engine import EngineInfo
 
 ACCEPTED = WorkReply(status="accepted")
 CHECKING = WorkReply(status="accepted", checking=True)
-KEPT = WorkReply(status="accepted", kept=True)
+STORED = WorkReply(status="accepted", kept=True)
 INCOMPLETE = WorkReply(status="incomplete", reason="the prompt it builds on is not here any more")
 BUSY = WorkReply(status="busy", reason="too many requests wait in the engine")
 DRAINING = WorkReply(status="draining", reason="this worker is leaving")
 
 
-def check(work: Work, info: EngineInfo, constraint_bytes: int) -> str:
+def rejection_reason(work: Work, info: EngineInfo, constraint_bytes: int) -> str:
     """Why `work` can never run on this engine; empty if it can."""
     length, ragged = divmod(len(work.tokens), 4)
     if ragged:

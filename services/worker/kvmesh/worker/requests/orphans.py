@@ -35,9 +35,9 @@ class OrphanedRequests:
     ) -> None:
         self._bus = bus
         self._instance = instance
-        self._asked = asked
+        self._active_frontends = asked
         self._abandon = abandon
-        self._left: dict[str, int] = {}
+        self._missed: dict[str, int] = {}
         self._directory = Directory(bus, limits, self._on_joined, self._on_left, Role.FRONTEND)
         self._task: asyncio.Task[None] | None = None
 
@@ -52,32 +52,32 @@ class OrphanedRequests:
             await self._directory.close()
 
     def _on_joined(self, card: Instance) -> None:
-        self._left.pop(card.instance, None)
+        self._missed.pop(card.instance, None)
 
     def _on_left(self, card: Instance) -> None:
-        self._left[card.instance] = 0
+        self._missed[card.instance] = 0
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            asked = self._asked()
-            for frontend in list(self._left):
+            asked = self._active_frontends()
+            for frontend in list(self._missed):
                 if frontend in asked:
-                    await self._look(frontend)
+                    await self._probe(frontend)
                 else:
-                    self._left.pop(frontend, None)
+                    self._missed.pop(frontend, None)
 
-    async def _look(self, frontend: str) -> None:
-        deaf = self._bus.connected_for > SETTLED_S and not await self._listens(frontend)
-        if frontend not in self._left:
+    async def _probe(self, frontend: str) -> None:
+        deaf = self._bus.connected_for > SETTLED_S and not await self._is_subscribed(frontend)
+        if frontend not in self._missed:
             return
-        self._left[frontend] = self._left[frontend] + 1 if deaf else 0
-        if self._left[frontend] >= LOOKS:
-            del self._left[frontend]
+        self._missed[frontend] = self._missed[frontend] + 1 if deaf else 0
+        if self._missed[frontend] >= LOOKS:
+            del self._missed[frontend]
             log.warning("frontend %s is gone: its requests are aborted", frontend)
             self._abandon(frontend)
 
-    async def _listens(self, frontend: str) -> bool:
+    async def _is_subscribed(self, frontend: str) -> bool:
         """Nobody answers this, but the server says whether there is somebody to."""
         nothing = StepOutput(self._instance, [])
         try:

@@ -65,7 +65,7 @@ class RequestOutput:
             delta.invalid,
         )
 
-    def since(self, request: str, offset: int) -> Chunk:
+    def chunk_from(self, request: str, offset: int) -> Chunk:
         """Everything from the `offset`-th token of the answer on, as one chunk."""
         at = max(0, offset - self.first)
         logprobs = self.logprobs[at:] or None
@@ -89,7 +89,7 @@ class OutputBuffer:
     """Live requests and those that ended less than `keep_s` seconds ago."""
 
     def __init__(self, keep_s: float = 10.0) -> None:
-        self._keep_s = keep_s
+        self._retain_s = keep_s
         self._by_request: dict[str, RequestOutput] = {}
         self._ended: deque[tuple[float, str]] = deque()
         self.live_count = 0
@@ -106,17 +106,17 @@ class OutputBuffer:
         """Whose requests these are."""
         return {transcript.frontend for transcript in self._by_request.values()}
 
-    def of(self, frontend: str) -> list[str]:
+    def live_of(self, frontend: str) -> list[str]:
         """The requests of a frontend that have not ended."""
         return [r for r in self.live if self._by_request[r].frontend == frontend]
 
-    def forget(self, frontend: str) -> None:
+    def drop_frontend(self, frontend: str) -> None:
         """Nobody will ask for these any more."""
         for request in [r for r, t in self._by_request.items() if t.frontend == frontend]:
             if self._by_request.pop(request).finish is None:
                 self.live_count -= 1
 
-    def open(
+    def start(
         self, work: Work, retention: list[str] | None = None, decode: str | None = None
     ) -> None:
         """Begin; `retention` is told with the first tokens and `decode` with the last ones.
@@ -147,13 +147,13 @@ class OutputBuffer:
         self._expire(now)
         return chunks
 
-    def resend(self, request: str, offset: int) -> tuple[str, Chunk] | None:
+    def output_from(self, request: str, offset: int) -> tuple[str, Chunk] | None:
         """The frontend of a request and its tokens from `offset` on; None if it is not known."""
         transcript = self._by_request.get(request)
         if transcript is None:
             return None
-        return transcript.frontend, transcript.since(request, offset)
+        return transcript.frontend, transcript.chunk_from(request, offset)
 
     def _expire(self, now: float) -> None:
-        while self._ended and now - self._ended[0][0] > self._keep_s:
+        while self._ended and now - self._ended[0][0] > self._retain_s:
             self._by_request.pop(self._ended.popleft()[1], None)

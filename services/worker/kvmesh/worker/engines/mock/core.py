@@ -13,8 +13,8 @@ from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.enginecore.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions
-from kvmesh.worker.engines.mock.step_batching import StepBatch
-from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial, StepModel
+from kvmesh.worker.engines.mock.decode_plan import DecodePlan
+from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel, StepModel
 
 
 @dataclass(slots=True)
@@ -56,38 +56,38 @@ class StepResult:
 class CoreOptions:
     """What the mock stands for. `speedup` divides every duration.
 
-    Without `tell_tokens`, only the first and the last output of a request are made, and the last
+    Without `emit_tokens`, only the first and the last output of a request are made, and the last
     one is empty: enough for a simulation, at a cost that does not grow with the tokens.
     """
 
     blocks: int = 16384
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
-    model: StepModel = field(default_factory=Polynomial)
+    model: StepModel = field(default_factory=PolynomialStepModel)
     tiers: TierOptions = field(default_factory=TierOptions)
     speedup: float = 1.0
-    tell_tokens: bool = True
-    keeping: RetentionOptions = field(default_factory=RetentionOptions)
+    emit_tokens: bool = True
+    retention: RetentionOptions = field(default_factory=RetentionOptions)
 
 
 class MockCore:
     """Block manager, scheduler and performance model of one rank, advanced by `step`.
 
-    A fault that is injected makes steps take `stretch` times as long.
+    A fault that is injected makes steps take `slowdown` times as long.
     """
 
     def __init__(self, options: CoreOptions) -> None:
         self.options = options
-        self.blocks = BlockManager(options.blocks, options.keeping)
-        size, keeping = options.limits.block_size, options.keeping
+        self.blocks = BlockManager(options.blocks, options.retention)
+        size, keeping = options.limits.block_size, options.retention
         self.tiers = SimulatedTiers(
-            options.tiers, size, options.speedup, self.blocks, keeping=keeping
+            options.tiers, size, options.speedup, self.blocks, retention=keeping
         )
         self.scheduler = Scheduler(options.limits, self.blocks, self.tiers)
         self.counters = EngineCounters()
-        self.stretch = 1.0
+        self.slowdown = 1.0
 
     @property
-    def memories(self) -> list[BlockManager]:
+    def block_managers(self) -> list[BlockManager]:
         """The engine's own and the tiers below."""
         return [self.blocks, *self.tiers.lower]
 
@@ -97,7 +97,7 @@ class MockCore:
         return bool(self.scheduler.live)
 
     @property
-    def longest(self) -> int:
+    def max_tokens(self) -> int:
         """Tokens of the longest sequence that fits, prompt and answer together."""
         return self.options.blocks * self.options.limits.block_size
 
@@ -108,7 +108,7 @@ class MockCore:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it can never fit or its id is live."""
-        if request.length - request.generated + request.target > self.longest:
+        if request.length - request.generated + request.target > self.max_tokens:
             raise ValueError(f"{request.id} does not fit into {self.options.blocks} blocks")
         if request.id in self.scheduler.live:
             raise ValueError(f"{request.id} is already here")
@@ -128,31 +128,31 @@ class MockCore:
         With `horizon`, as many steps as fit into that many seconds are taken as one, as long as
         they only decode and no block fills up: the outcome is that of single steps, in fewer calls.
         """
-        return self._step(self.scheduler.plan(now), now, horizon)
+        return self._step(self.scheduler.schedule_next_batch(now), now, horizon)
 
-    def begin(self, now: float, horizon: float) -> StepResult | StepBatch:
+    def plan(self, now: float, horizon: float) -> StepResult | DecodePlan:
         """Like `step`, but steps that only decode are planned and not taken yet.
 
-        What comes back then takes about `horizon` seconds. Until `take` is called with it, or with
+        What comes back then takes about `horizon` seconds. Until `execute` is called with it, or with
         what is left of it when something arrives in between, only `submit` may be called.
         """
-        chunks = self.scheduler.plan(now)
+        chunks = self.scheduler.schedule_next_batch(now)
         decoding = self.scheduler.decoding
         if chunks or not decoding.members or not self.scheduler.settled:
             return self._step(chunks, now, 0.0)
         kept: list[tuple[int, float]] = []
         active, steps, duration = self.blocks.active, 0, 0.0
-        for count, filled in self.scheduler.stretches(decoding.steps_to_end()):
+        for count, filled in self.scheduler.decode_spans(decoding.steps_to_end()):
             seconds = self._decode_seconds(len(decoding.members), active + filled)
             kept.append((count, seconds))
             steps += count
             duration += count * seconds
             if duration >= horizon:
                 break
-        return StepBatch(kept, steps, duration)
+        return DecodePlan(kept, steps, duration)
 
-    def take(self, ahead: StepBatch) -> StepResult:
-        """Take the steps that `begin` planned."""
+    def execute(self, ahead: DecodePlan) -> StepResult:
+        """Take the steps that `plan` planned."""
         outputs: list[MockOutput] = []
         self._decode(ahead.steps, outputs)
         self.counters.count_steps(ahead.steps, ahead.duration)
@@ -161,9 +161,9 @@ class MockCore:
     def _step(self, chunks: list[ScheduledChunk], now: float, horizon: float) -> StepResult:
         decoding = self.scheduler.decoding
         if not chunks and not decoding.members:
-            return StepResult(self._until_arrival(now), 0, [], self.take_events())
-        seconds = self._seconds(chunks, len(decoding.members)) * self.stretch
-        steps = 1 if chunks else self._repetitions(seconds, horizon)
+            return StepResult(self._seconds_until_loaded(now), 0, [], self.take_events())
+        seconds = self._seconds(chunks, len(decoding.members)) * self.slowdown
+        steps = 1 if chunks else self._repeatable_steps(seconds, horizon)
         outputs: list[MockOutput] = []
         self._decode(steps, outputs)
         for chunk in chunks:
@@ -200,14 +200,14 @@ class MockCore:
         """What the cache gained and lost since the last step."""
         if not self.tiers.lower:
             return self.blocks.take_events()
-        return [event for memory in self.memories for event in memory.take_events()]
+        return [event for memory in self.block_managers for event in memory.take_events()]
 
     def dump(self) -> list[KvEvent]:
         """A `Cleared` and everything stored, in all tiers."""
-        return [Cleared(), *(event for memory in self.memories for event in memory.stored())]
+        return [Cleared(), *(event for memory in self.block_managers for event in memory.stored())]
 
-    def _until_arrival(self, now: float) -> float:
-        arrivals = [s.ready_at for s in self.scheduler.arriving]
+    def _seconds_until_loaded(self, now: float) -> float:
+        arrivals = [s.ready_at for s in self.scheduler.loading]
         return max(0.0, min(arrivals) - now) if arrivals else 0.0
 
     def _seconds(self, chunks: list[ScheduledChunk], decoding: int) -> float:
@@ -220,31 +220,31 @@ class MockCore:
         load = DecodeLoad(sequences, blocks * size, self.blocks.capacity * size)
         return self.options.model.decode(load) / self.options.speedup
 
-    def _repetitions(self, seconds: float, horizon: float) -> int:
+    def _repeatable_steps(self, seconds: float, horizon: float) -> int:
         if horizon <= seconds or not self.scheduler.settled:
             return 1
-        return max(1, min(self.scheduler.decoding.steps_to_due(), int(horizon / seconds)))
+        return max(1, min(self.scheduler.decoding.steps_to_event(), int(horizon / seconds)))
 
     def _decode(self, steps: int, outputs: list[MockOutput]) -> None:
         batch = self.scheduler.decoding
         self.counters.output_tokens += steps * len(batch.members)
-        if self.options.tell_tokens:
-            outputs += [_told(s, batch.clock - s.synced, steps) for s in batch.members]
-        full = batch.pass_steps(steps)
+        if self.options.emit_tokens:
+            outputs += [_told(s, batch.clock - s.synced_step, steps) for s in batch.members]
+        full = batch.advance(steps)
         if full:
-            self.scheduler.refill(full)
+            self.scheduler.allocate_overrun(full)
         for sequence in full:
             self.scheduler.promote(sequence)
-            if sequence.missing:
-                batch.go_on(sequence)
+            if sequence.remaining:
+                batch.resume(sequence)
                 continue
-            if not self.options.tell_tokens:
+            if not self.options.emit_tokens:
                 outputs.append(_last(sequence))
-            self._end(sequence, outputs)
+            self._finish(sequence, outputs)
 
     def _prefill(self, chunk: ScheduledChunk, outputs: list[MockOutput]) -> None:
         sequence = chunk.sequence
-        self.scheduler.compute(sequence, chunk.tokens)
+        self.scheduler.record_computed(sequence, chunk.tokens)
         self.counters.computed_tokens += chunk.tokens
         if sequence.computed < sequence.length:
             return
@@ -252,21 +252,21 @@ class MockCore:
         outputs.append(told)
         sequence.generated += 1
         self.counters.output_tokens += 1
-        self._tell_cached(sequence, told)
+        self._report_cached(sequence, told)
         if told.finish is None:
             self.scheduler.start_decoding(sequence)
         else:
-            self._end(sequence, outputs)
+            self._finish(sequence, outputs)
 
-    def _tell_cached(self, sequence: Sequence, output: MockOutput) -> None:
-        if not sequence.told_cached:
-            sequence.told_cached = True
+    def _report_cached(self, sequence: Sequence, output: MockOutput) -> None:
+        if not sequence.cached_reported:
+            sequence.cached_reported = True
             output.cached = sequence.cached
-            output.retention = self.scheduler.ask(sequence)
+            output.retention = self.scheduler.claim_prompt(sequence)
             self.counters.cached_tokens += sum(sequence.cached or ())
 
-    def _end(self, sequence: Sequence, outputs: list[MockOutput]) -> None:
-        outcome = self.scheduler.release(sequence, SequenceState.ENDED)
+    def _finish(self, sequence: Sequence, outputs: list[MockOutput]) -> None:
+        outcome = self.scheduler.remove(sequence, SequenceState.ENDED)
         self.counters.finished += 1
         if outcome is not None:
             last = next(o for o in reversed(outputs) if o.request == sequence.request.id)

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
+from kvmesh.worker.adapters.prefetch import PrefetchQueue
 from kvmesh.worker.capabilities.tiered import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,
@@ -21,7 +22,7 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions, retention_options
-from kvmesh.worker.enginecore.retention_request import asked_of
+from kvmesh.worker.enginecore.retention_request import parse_retention
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
 from kvmesh.worker.enginecore.simulated_tiers import TIERS, tier_options
@@ -30,13 +31,12 @@ from kvmesh.worker.engines.mock.faults import Faults
 from kvmesh.worker.engines.mock.prefetch import MockLoader
 from kvmesh.worker.engines.mock.profile import StepProfile, StepProfileError
 from kvmesh.worker.engines.mock.rank import MockRank
-from kvmesh.worker.engines.mock.text.author import AnswerOptions, Author
+from kvmesh.worker.engines.mock.text.author import AnswerOptions, AnswerWriter
 from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint
 from kvmesh.worker.engines.mock.text.script import Script, ScriptError
 from kvmesh.worker.engines.mock.text.source import TextSource
-from kvmesh.worker.engines.mock.timing import Polynomial
+from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 from kvmesh.worker.model_card import model_context
-from kvmesh.worker.requests.prefetch import PrefetchQueue
 
 log = logging.getLogger(__name__)
 FOR_EVER_S = 1e6
@@ -68,16 +68,16 @@ class MockEngine:
         self._block_size = block_size
         self._context = context
         self._adapters = adapters
-        self._keeping = keeping
+        self._retention = keeping
         self._ranks: list[MockRank] = []
         self._live: dict[str, _Live] = {}
-        self._author: Author | None = None
+        self._writer: AnswerWriter | None = None
         self._sink: Sink | None = None
         self._prefetches = PrefetchQueue(MockLoader(self._ranks, self._request), block_size)
 
     async def start(self, sink: Sink) -> EngineInfo:
         options = self._options
-        self._author = await asyncio.to_thread(self._make_author)
+        self._writer = await asyncio.to_thread(self._make_author)
         self._sink = sink
         core_options = self._core_options()
         await asyncio.sleep(options.startup_s)
@@ -92,19 +92,19 @@ class MockEngine:
         if not 0 <= work.rank < len(self._ranks):
             raise Rejected(f"there is no rank {work.rank}")
         if self._options.poison:
-            self._swallow(work)
+            self._apply_poison(work)
         try:
             request = self._request(work)
             self._ranks[work.rank].submit(request)
         except (UnsupportedConstraint, ValueError) as error:
             raise Rejected(str(error)) from error
         self._live[work.request] = _Live(self._ranks[work.rank], work)
-        self._prefetches.met_by(work)
+        self._prefetches.on_request(work)
 
-    def _swallow(self, work: Work) -> None:
+    def _apply_poison(self, work: Work) -> None:
         """Suffer what poison does, if there is any in the prompt."""
         prompt = memoryview(work.tokens).cast("I").tolist()
-        if self._author is not None and self._options.poison in self._author.text(prompt):
+        if self._writer is not None and self._options.poison in self._writer.text(prompt):
             effect = self._options.poison_effect
             log.warning("injected %s by request %s", effect, work.request)
             if effect == "block":
@@ -126,7 +126,7 @@ class MockEngine:
         )
 
     def abort(self, request: str) -> bool:
-        if self._prefetches.end(request):
+        if self._prefetches.cancel(request):
             return True
         live = self._live.pop(request, None)
         if live is None or self._sink is None:
@@ -148,23 +148,27 @@ class MockEngine:
     # which blocks are kept
 
     def release(self, sessions: list[str]) -> int:
-        return sum(rank.drop(lambda kept, _: kept.release(sessions)) for rank in self._ranks)
+        return sum(rank.drop_blocks(lambda kept, _: kept.release(sessions)) for rank in self._ranks)
 
     def pin(self, pin: Pin) -> int:
-        return sum(rank.keep(lambda kept, now: kept.pin(pin, now)) for rank in self._ranks)
+        return sum(
+            rank.change_retention(lambda kept, now: kept.pin(pin, now)) for rank in self._ranks
+        )
 
     def unpin(self, pin: str) -> int:
-        return sum(rank.keep(lambda kept, now: kept.unpin(pin, now)) for rank in self._ranks)
+        return sum(
+            rank.change_retention(lambda kept, now: kept.unpin(pin, now)) for rank in self._ranks
+        )
 
     def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
         def change(kept: RetentionManager, _: float) -> int:
             return kept.clear(salt, tenant)
 
-        return sum(rank.drop(change, tiers) for rank in self._ranks)
+        return sum(rank.drop_blocks(change, tiers) for rank in self._ranks)
 
     def retention(self) -> list[RetentionState]:
         now = asyncio.get_running_loop().time()
-        return [rank.core.blocks.keeping.state(rank.rank, now) for rank in self._ranks]
+        return [rank.core.blocks.retention.state(rank.rank, now) for rank in self._ranks]
 
     async def drain(self) -> None:
         for rank in self._ranks:
@@ -185,7 +189,7 @@ class MockEngine:
             if delta.finish is not None and live is not None:
                 delta.handoff = live.handoff
                 del self._live[delta.request]
-        told = self._prefetches.keep_back(deltas)
+        told = self._prefetches.without_prefetches(deltas)
         if told and self._sink is not None:
             self._sink.output(told)
 
@@ -202,16 +206,16 @@ class MockEngine:
             self._sink.failed(error)
 
     def _request(self, work: Work) -> Request:
-        if self._author is None:
+        if self._writer is None:
             raise ValueError("the engine has not started")
-        whole = self._author.answer(work)
+        whole = self._writer.answer(work)
         if whole.target <= work.generated:
             raise ValueError(f"this answer ends after {whole.target} tokens")
         local, sequence, tail = hash_prompt(work.tokens, self._block_size, work.salt)
         return Request(
             id=work.request,
             length=len(work.tokens) // 4,
-            local=local,
+            local_hashes=local,
             sequence_hashes=sequence,
             tail=tail,
             source=whole.source,
@@ -221,17 +225,17 @@ class MockEngine:
             salt=work.salt,
             tenant=work.tenant,
             priority=work.priority,
-            remote=_left(work),
-            asked=asked_of(work, self._block_size, self._keeping.defaults),
+            remote_tokens=_left(work),
+            retention=parse_retention(work, self._block_size, self._retention.defaults),
         )
 
     def _logprobs(self, token: int, alternatives: int) -> dict[int, float]:
         """Nearly all probability on the token that was said, the rest on its neighbours."""
-        size = self._author.vocabulary if self._author is not None else token + 1
+        size = self._writer.vocabulary if self._writer is not None else token + 1
         rest = {(token + i) % size: -4.0 - i for i in range(1, alternatives)}
         return {token: -0.05, **rest}
 
-    def _make_author(self) -> Author:
+    def _make_author(self) -> AnswerWriter:
         options = self._options
         try:
             passage = TextSource.of_model(self._folder)
@@ -251,7 +255,7 @@ class MockEngine:
             think_open=options.think_open,
             think_close=options.think_close,
         )
-        return Author(passage, answers, script)
+        return AnswerWriter(passage, answers, script)
 
     def _core_options(self) -> CoreOptions:
         options = self._options
@@ -268,10 +272,10 @@ class MockEngine:
         return CoreOptions(
             options.blocks,
             limits,
-            profile or Polynomial(),
+            profile or PolynomialStepModel(),
             tier_options(options),
             options.speedup,
-            keeping=self._keeping,
+            retention=self._retention,
         )
 
     def _info(self) -> EngineInfo:

@@ -34,7 +34,7 @@ class Faults:
     def hangs(self, step: int) -> bool:
         return bool(self.hang_step) and step >= self.hang_step
 
-    def stretch(self, step: int) -> float:
+    def slowdown(self, step: int) -> float:
         """How many times longer than normal `step` takes."""
         return self.slow_factor if self.slow_step and step >= self.slow_step else 1.0
 

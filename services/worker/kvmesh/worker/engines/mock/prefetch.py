@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvmesh.bus.messages import Prefetch, Work
 from kvmesh.worker.engine import Rejected
 from kvmesh.worker.enginecore.sequence import Request
-from kvmesh.worker.engines.mock.loading import Loading
+from kvmesh.worker.engines.mock.prefix_load import PrefixLoad
 from kvmesh.worker.engines.mock.rank import MockRank
 
 
@@ -18,29 +18,29 @@ class MockLoader:
         self._ranks = ranks
         self._request = request
 
-    def prompt(self, request: str, rank: int) -> "array[int] | None":
+    def prompt_hashes(self, request: str, rank: int) -> "array[int] | None":
         sequence = self._ranks[rank].core.scheduler.live.get(request)
-        return sequence.sequence if sequence is not None else None
+        return sequence.sequence_hashes if sequence is not None else None
 
-    def seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
+    def estimate_seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
         core = self._ranks[wish.rank].core
-        held = core.blocks.find(hashes).held
-        loading = core.tiers.seconds(core.tiers.find(hashes, held))
+        held = core.blocks.match_prefix(hashes).matched
+        loading = core.tiers.load_seconds(core.tiers.match_prefix(hashes, held))
         return loading + core.options.model.prefill(wish.compute) / core.options.speedup
 
     async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
         rank = self._ranks[wish.rank]
         clock = asyncio.get_running_loop().time
-        loading = Loading(rank.core, hashes, local, wish.salt, wish.tenant)
+        loading = PrefixLoad(rank.core, hashes, local, wish.salt, wish.tenant)
         try:
-            while (ready_at := loading.ask(clock())) is not None:
-                rank.tell()
+            while (ready_at := loading.start_next(clock())) is not None:
+                rank.publish_events()
                 await asyncio.sleep(ready_at - clock())
-                loading.arrive(clock())
-                rank.tell()
+                loading.finish_part(clock())
+                rank.publish_events()
             return loading.held
         finally:
-            loading.end()
+            loading.close()
 
     def compute(self, work: Work) -> None:
         try:
@@ -48,5 +48,5 @@ class MockLoader:
         except ValueError as error:
             raise Rejected(str(error)) from error
 
-    def drop(self, work: Work) -> None:
+    def cancel(self, work: Work) -> None:
         self._ranks[work.rank].abort(work.request)

@@ -39,13 +39,13 @@ class MockRank:
         self._tick_s = tick_s
         self._wake = asyncio.Event()
         self._aborted: set[str] = set()
-        self._untold: list[KvEvent] = []
+        self._unpublished: list[KvEvent] = []
         self._batches = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"mock rank {self.rank}")
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_done)
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -67,27 +67,27 @@ class MockRank:
         self._aborted.add(request)
         return self.core.abort(request)
 
-    def keep(self, change: Change) -> int:
+    def change_retention(self, change: Change) -> int:
         """Change how dearly blocks are kept; returns how many it concerned, wherever they are."""
         now = asyncio.get_running_loop().time()
-        return max(change(memory.keeping, now) for memory in self.core.memories)
+        return max(change(memory.retention, now) for memory in self.core.block_managers)
 
-    def drop(self, change: Change, tiers: Container[int] = TIERS) -> int:
+    def drop_blocks(self, change: Change, tiers: Container[int] = TIERS) -> int:
         """Drop blocks from some tiers, and tell of it; returns how many."""
-        self.tell()
+        self.publish_events()
         now = asyncio.get_running_loop().time()
-        for memory in self.core.memories:
+        for memory in self.core.block_managers:
             if memory.tier in tiers:
-                change(memory.keeping, now)
+                change(memory.retention, now)
         events = self.core.take_events()
-        self._tell(events)
+        self._send(events)
         removed = [array("Q", event.engine) for event in events if isinstance(event, Removed)]
         return len({block for blocks in removed for block in blocks})
 
-    def tell(self) -> None:
+    def publish_events(self) -> None:
         """Tell what has changed, in the step under way as well: events keep their order."""
-        events, self._untold = [*self._untold, *self.core.take_events()], []
-        self._tell(events)
+        events, self._unpublished = [*self._unpublished, *self.core.take_events()], []
+        self._send(events)
 
     def load(self, instance: str) -> Load:
         return self.core.load(instance, self.rank)
@@ -106,16 +106,16 @@ class MockRank:
         while self.core.busy:
             self._aborted.clear()
             await self._maybe_fail()
-            self.core.stretch = self._faults.stretch(self.core.counters.steps + 1)
+            self.core.slowdown = self._faults.slowdown(self.core.counters.steps + 1)
             behind = 0.0 if self._counts_steps else clock() - at
             result = self.core.step(at, max(self._tick_s, behind))
             if not result.steps:
-                self._untold = result.events
+                self._unpublished = result.events
                 self._deliver(result)
-                await self._interruptible(result.duration)
+                await self._sleep_until_woken(result.duration)
                 at = clock()
                 continue
-            self._untold = result.events
+            self._unpublished = result.events
             at += result.duration
             late = clock() - at
             await asyncio.sleep(max(0.0, -late))
@@ -132,7 +132,7 @@ class MockRank:
             log.warning("injected hang at step %d", step)
             await asyncio.Event().wait()
 
-    async def _interruptible(self, duration: float) -> None:
+    async def _sleep_until_woken(self, duration: float) -> None:
         """KV is on its way and nothing else is to be done, unless something arrives."""
         self._wake.clear()
         try:
@@ -142,7 +142,7 @@ class MockRank:
             return
 
     def _deliver(self, result: StepResult) -> None:
-        self.tell()
+        self.publish_events()
         deltas = [
             OutputDelta(
                 output.request,
@@ -158,7 +158,7 @@ class MockRank:
         if deltas:
             self._sink.output(deltas)
 
-    def _tell(self, events: list[KvEvent]) -> None:
+    def _send(self, events: list[KvEvent]) -> None:
         if not events:
             return
         self._batches += 1
@@ -168,6 +168,6 @@ class MockRank:
         else:
             self._sink.events(self.rank, events)
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._sink.failed(EngineError(f"the mock engine died: {error}"))

@@ -28,7 +28,7 @@ class StepModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Polynomial:
+class PolynomialStepModel:
     """A large model on one accelerator; coefficients of milliseconds, highest power first.
 
     Prefill over new tokens in the batch, decode over the share of KV tokens in use. The defaults

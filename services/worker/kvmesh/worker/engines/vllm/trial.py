@@ -22,7 +22,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.constraints.trial import TrialServer
+from kvmesh.worker.constraints.trial_server import TrialServer
 from kvmesh.worker.engines.vllm.request_fields import structured_outputs
 
 log = logging.getLogger(__name__)

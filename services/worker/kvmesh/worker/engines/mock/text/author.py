@@ -7,14 +7,14 @@ from random import Random
 from kvmesh._native import xxh3
 from kvmesh.bus.messages import Sampling, Work
 from kvmesh.worker.enginecore.sequence import TokenSource
-from kvmesh.worker.engines.mock.text.guided import generate, leaves_free
+from kvmesh.worker.engines.mock.text.guided import allows_free_text, generate
 from kvmesh.worker.engines.mock.text.script import TAIL_TOKENS, Script
 from kvmesh.worker.engines.mock.text.source import TextReading, TextSource
 
 MARKER_TOKENS = 32
 
 
-class Spliced:
+class ConcatenatedTokens:
     """Some tokens, then those of another source."""
 
     __slots__ = ("_head", "_rest")
@@ -31,7 +31,7 @@ class Spliced:
         return found if stop <= size else found + self._rest.slice(0, stop - size)
 
 
-class Finite:
+class FixedTokens:
     """Just these tokens."""
 
     __slots__ = ("tokens",)
@@ -69,7 +69,7 @@ class AnswerOptions:
     think_close: str = "\n</think>\n\n"
 
 
-class Author:
+class AnswerWriter:
     """Answers prompts, by script if there is one for the turn, else from the passage."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Author:
     ) -> None:
         self.options = options
         self._tokenizer = passage.tokenizer
-        self._passage = passage
+        self._source = passage
         self._script = script
         self.vocabulary = self._tokenizer.get_vocab_size()
 
@@ -90,11 +90,11 @@ class Author:
         scripted = self._scripted(work)
         if scripted is not None:
             whole = self._finite(work, self._encode(scripted))
-        elif guided is not None and not leaves_free(guided):
+        elif guided is not None and not allows_free_text(guided):
             text = generate(guided, Random(seed))
             whole = self._finite(work, self._thinking(work, seed) + self._encode(text))
         else:
-            whole = self._endless(work, self._thinking(work, seed), seed)
+            whole = self._unbounded(work, self._thinking(work, seed), seed)
         return _cut_at_stop(whole, work.sampling, work.generated)
 
     def text(self, tokens: list[int]) -> str:
@@ -121,15 +121,15 @@ class Author:
         if end.endswith(options.think_close.strip()):
             return []
         opened = end.endswith(options.think_open.strip())
-        thoughts = TextReading(self._passage, seed >> 8).slice(0, options.reasoning_tokens)
+        thoughts = TextReading(self._source, seed >> 8).slice(0, options.reasoning_tokens)
         mark = [] if opened else self._encode(options.think_open)
         return mark + thoughts + self._encode(options.think_close)
 
-    def _endless(self, work: Work, head: list[int], seed: int) -> MockAnswer:
-        reading: TokenSource = TextReading(self._passage, seed)
-        source = Spliced(head, reading) if head else reading
+    def _unbounded(self, work: Work, head: list[int], seed: int) -> MockAnswer:
+        reading: TokenSource = TextReading(self._source, seed)
+        source = ConcatenatedTokens(head, reading) if head else reading
         sampling = work.sampling
-        bound = min(sampling.max_tokens, self._room(work))
+        bound = min(sampling.max_tokens, self._max_output(work))
         natural = max(len(head) + self._length(seed), sampling.min_tokens)
         if sampling.ignore_eos or natural >= bound:
             return MockAnswer(source, bound, "length")
@@ -140,12 +140,12 @@ class Author:
         return max(1, middle - middle // 2 + (seed >> 16) % (middle + 1))
 
     def _finite(self, work: Work, tokens: list[int]) -> MockAnswer:
-        bound = min(work.sampling.max_tokens, self._room(work))
+        bound = min(work.sampling.max_tokens, self._max_output(work))
         if len(tokens) <= bound:
-            return MockAnswer(Finite(tokens), len(tokens), "stop")
-        return MockAnswer(Finite(tokens), bound, "length")
+            return MockAnswer(FixedTokens(tokens), len(tokens), "stop")
+        return MockAnswer(FixedTokens(tokens), bound, "length")
 
-    def _room(self, work: Work) -> int:
+    def _max_output(self, work: Work) -> int:
         return self.options.context - len(_original(work)) // 4
 
     def _encode(self, text: str) -> list[int]:

@@ -4,7 +4,7 @@ import json
 from random import Random
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.engines.mock.text.regex import RegexError, matching
+from kvmesh.worker.engines.mock.text.regex import RegexError, matching_string
 from kvmesh.worker.engines.mock.text.schema import SchemaError, SchemaWriter, words
 
 # a schema may have any JSON where a list, an object or a number belongs
@@ -26,7 +26,7 @@ def generate(guided: Guided, rng: Random) -> str:
         raise UnsupportedConstraint(f"cannot follow this {guided.kind}: {error}") from error
 
 
-def leaves_free(guided: Guided) -> bool:
+def allows_free_text(guided: Guided) -> bool:
     """Whether any text without a call satisfies it: tags that only a trigger begins."""
     if guided.kind != "structural_tag":
         return False
@@ -49,7 +49,7 @@ def _generate(guided: Guided, rng: Random) -> str:
         case "choice":
             return rng.choice(_choices(guided.value))
         case "regex":
-            return matching(guided.value, rng)
+            return matching_string(guided.value, rng)
         case "structural_tag":
             return _structural(json.loads(guided.value), rng)
         case _:
@@ -84,7 +84,7 @@ def _format(node: dict[str, object], rng: Random) -> str:
         case {"type": "json_schema", "json_schema": schema}:
             return _json(schema, rng)
         case {"type": "regex", "pattern": str(pattern)}:
-            return matching(pattern, rng)
+            return matching_string(pattern, rng)
         case {"type": "any_text"}:
             return words(rng, 8)
         case {"type": "sequence", "elements": list(elements)}:

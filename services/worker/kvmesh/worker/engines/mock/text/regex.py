@@ -28,7 +28,7 @@ class RegexError(Exception):
     """The expression is malformed, or uses what a generator cannot follow (look-around)."""
 
 
-class RegexSteps:
+class StepBudget:
     """The work left for one constraint, in steps and characters together."""
 
     def __init__(self, most: int = MOST_CHARACTERS) -> None:
@@ -41,7 +41,7 @@ class RegexSteps:
             raise RegexError(f"it needs more than {self._most} characters or steps")
 
 
-def matching(pattern: str, rng: Random, steps: RegexSteps | None = None) -> str:
+def matching_string(pattern: str, rng: Random, steps: StepBudget | None = None) -> str:
     """A string that `pattern` matches from end to end; raises RegexError.
 
     No matcher is asked whether it does, which for some expressions takes for ever: the string is
@@ -50,7 +50,7 @@ def matching(pattern: str, rng: Random, steps: RegexSteps | None = None) -> str:
     if len(pattern) > MOST_PATTERN:
         raise RegexError(f"it has more than {MOST_PATTERN} characters")
     reading = PARSING + PARSING_CHARACTER * len(pattern)
-    steps = steps or RegexSteps(MOST_CHARACTERS + reading)
+    steps = steps or StepBudget(MOST_CHARACTERS + reading)
     steps.spend(reading)
     try:
         parsed = _parser.parse(pattern)
@@ -62,7 +62,7 @@ def matching(pattern: str, rng: Random, steps: RegexSteps | None = None) -> str:
 class _Walk:
     """One path through an expression."""
 
-    def __init__(self, rng: Random, flags: int, steps: RegexSteps) -> None:
+    def __init__(self, rng: Random, flags: int, steps: StepBudget) -> None:
         self._rng = rng
         self._multiline = bool(flags & re.MULTILINE)
         self._written: list[str] = []
@@ -77,20 +77,20 @@ class _Walk:
         self._walk(items)
         text = "".join(self._written)
         for name, place in self._anchors:
-            if not self._holds(name, text, place):
+            if not self._anchor_matches(name, text, place):
                 raise RegexError("it has conditions that the mock cannot follow")
         return text
 
     def _walk(self, items: Iterable[Any]) -> None:
         for op, argument in items:
-            self._one(op.name, argument)
+            self._visit(op.name, argument)
 
     def _write(self, text: str) -> None:
         self._spend(len(text))
         self._written.append(text)
         self._size += len(text)
 
-    def _one(self, op: str, argument: Any) -> None:
+    def _visit(self, op: str, argument: Any) -> None:
         self._spend(1)
         match op:
             case "LITERAL":
@@ -139,7 +139,7 @@ class _Walk:
             found = self._members[id(items)] = _members(items)
         return found
 
-    def _holds(self, name: str, text: str, place: int) -> bool:
+    def _anchor_matches(self, name: str, text: str, place: int) -> bool:
         """Whether an anchor allows what has come to stand at its place."""
         lines = self._multiline
         match name:

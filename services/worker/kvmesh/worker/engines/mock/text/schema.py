@@ -5,7 +5,7 @@ import math
 from random import Random
 from typing import Any, TypeAlias
 
-from kvmesh.worker.engines.mock.text.regex import RegexSteps, matching
+from kvmesh.worker.engines.mock.text.regex import StepBudget, matching_string
 
 Schema: TypeAlias = dict[str, Any]
 DEEP = 4
@@ -52,7 +52,7 @@ class SchemaWriter:
         self._root = schema
         self._rng = rng
         self._values = 0
-        self._steps = RegexSteps(MOST_STEPS)
+        self._steps = StepBudget(MOST_STEPS)
         self._sizes: dict[int, int] = {}
 
     def write(self) -> Any:
@@ -65,18 +65,18 @@ class SchemaWriter:
             raise SchemaTooLarge(f"the schema asks for more than {MOST_VALUES} values")
         schema = self._resolve(schema, depth)
         if "const" in schema:
-            return self._given(schema["const"])
+            return self._literal(schema["const"])
         if "enum" in schema:
             if not schema["enum"]:
                 raise SchemaError("an empty enum allows nothing")
-            return self._given(self._rng.choice(schema["enum"]))
+            return self._literal(self._rng.choice(schema["enum"]))
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 rest = {k: v for k, v in schema.items() if k != key}
                 return self._any_of(schema[key], rest, depth)
         return self._typed(self._type(schema, depth), schema, depth)
 
-    def _given(self, value: Any) -> Any:
+    def _literal(self, value: Any) -> Any:
         """A value that the schema spells out, as often as that is not too much."""
         if id(value) not in self._sizes:
             self._sizes[id(value)] = len(json.dumps(value))
@@ -93,7 +93,7 @@ class SchemaWriter:
             raise SchemaError(f"{schema!r} allows nothing")
         if "$ref" in schema:
             rest = {k: v for k, v in schema.items() if k != "$ref"}
-            return merge(self._resolve(self._referred(schema["$ref"]), depth + 1), rest)
+            return merge(self._resolve(self._dereference(schema["$ref"]), depth + 1), rest)
         if "allOf" in schema:
             merged = {k: v for k, v in schema.items() if k != "allOf"}
             for part in schema["allOf"]:
@@ -101,7 +101,7 @@ class SchemaWriter:
             return merged
         return schema
 
-    def _referred(self, reference: object) -> object:
+    def _dereference(self, reference: object) -> object:
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise SchemaError(f"only references within the schema are followed, not {reference!r}")
         found = self._root
@@ -192,7 +192,7 @@ class SchemaWriter:
 
     def _string(self, schema: Schema) -> str:
         if "pattern" in schema:
-            return matching(schema["pattern"], self._rng, self._steps)
+            return matching_string(schema["pattern"], self._rng, self._steps)
         if schema.get("format") in _FORMATS:
             return _FORMATS[schema["format"]]
         low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)

@@ -57,9 +57,9 @@ class TextSource:
         encoding = tokenizer.encode(text, add_special_tokens=False)
         self.tokens: list[int] = encoding.ids
         starts = {0} | {i + 2 for i in range(len(text) - 2) if text[i : i + 2] == "\n\n"}
-        self.starts = [i for i, (begin, _) in enumerate(encoding.offsets) if begin in starts]
-        if not self.starts:
-            self.starts = [0]
+        self.paragraphs = [i for i, (begin, _) in enumerate(encoding.offsets) if begin in starts]
+        if not self.paragraphs:
+            self.paragraphs = [0]
 
     @classmethod
     @lru_cache(maxsize=8)
@@ -75,7 +75,7 @@ class TextReading:
 
     def __init__(self, passage: TextSource, seed: int) -> None:
         self._tokens = passage.tokens
-        self._start = passage.starts[seed % len(passage.starts)]
+        self._start = passage.paragraphs[seed % len(passage.paragraphs)]
 
     def slice(self, start: int, stop: int) -> list[int]:
         size = len(self._tokens)

@@ -1,6 +1,6 @@
 """How fast an engine turns out to be, for whoever weighs loading against computing."""
 
-TELLING_TOKENS = 32
+MIN_MEASURED_TOKENS = 32
 _SMOOTHING = 0.2
 
 
@@ -10,14 +10,14 @@ class Throughput:
     def __init__(self) -> None:
         self.value = 0.0
 
-    def note(self, units: float, seconds: float) -> None:
+    def record(self, units: float, seconds: float) -> None:
         """So many were done in this time; nothing is learned of none."""
         if units > 0 and seconds > 0:
             now = units / seconds
             self.value = self.value + _SMOOTHING * (now - self.value) if self.value else now
 
 
-def in_turn(one: float, other: float) -> float:
+def combined_throughput(one: float, other: float) -> float:
     """The speed of what takes two steps, one after the other; one that is not known is free."""
     if one <= 0 or other <= 0:
         return max(one, other)

@@ -40,7 +40,7 @@ class Trial(msgspec.Struct):
 class Verdict(msgspec.Struct):
     """Why a constraint cannot be followed, empty if it can; and the bytes that it takes.
 
-    `ended` is what ended the process that tried it. `begun` says that the trial has begun, and no
+    `ended` is what ended the process that tried it. `started` says that the trial has begun, and no
     more; number 0 says that trials can begin.
     """
 
@@ -48,12 +48,12 @@ class Verdict(msgspec.Struct):
     reason: str = ""
     size: int = 0
     ended: str = ""
-    begun: bool = False
+    started: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _trial = msgspec.msgpack.Decoder(Trial)
-Make = Callable[[Guided], object]
+CompileConstraint = Callable[[Guided], object]
 
 
 def framed(message: Trial | Verdict) -> bytes:
@@ -79,14 +79,14 @@ class _Fork:
         self.number = number
         self.pid = pid
         self.pipe = pipe
-        self.said = bytearray()
+        self.output = bytearray()
 
-    def end(self) -> bytes:
+    def collect(self) -> bytes:
         """Its verdict, framed, once it has closed its pipe."""
         os.close(self.pipe)
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if status == 0:
-            return bytes(self.said)
+            return bytes(self.output)
         ended = signal.Signals(-status).name if status < 0 else f"status {status}"
         return framed(Verdict(self.number, ended=ended))
 
@@ -97,35 +97,35 @@ class TrialServer:
     `make` returns what it has made of a constraint, or raises why it cannot.
     """
 
-    def __init__(self, make: Make, seconds: float) -> None:
-        self._make = make
+    def __init__(self, make: CompileConstraint, seconds: float) -> None:
+        self._compile = make
         self._seconds = seconds
-        self._told = os.dup(1)
+        self._output = os.dup(1)
         os.dup2(2, 1)  # nothing else is written among the verdicts
-        self._asked = bytearray()
+        self._input = bytearray()
         self._forks: dict[int, _Fork] = {}
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         self._selector.register(0, selectors.EVENT_READ)
-        self._tell(framed(Verdict(0)))
+        self._write(framed(Verdict(0)))
         while True:
             for key, _ in self._selector.select():
                 fork: _Fork | None = key.data
                 if fork is not None:
-                    self._hear(fork)
-                elif not self._listen():
+                    self._read_verdict(fork)
+                elif not self._read_trials():
                     return
 
-    def _listen(self) -> bool:
+    def _read_trials(self) -> bool:
         """Begin and end trials as the worker wants; False once it is gone."""
         data = os.read(0, READ_BYTES)
-        self._asked += data
-        for message in unframed(self._asked):
+        self._input += data
+        for message in unframed(self._input):
             trial = _trial.decode(message)
             if trial.guided is not None:
-                self._begin(trial.number, trial.guided)
+                self._fork(trial.number, trial.guided)
             elif trial.number in self._forks:
                 os.kill(self._forks[trial.number].pid, signal.SIGKILL)
         if not data:
@@ -133,32 +133,32 @@ class TrialServer:
                 os.kill(fork.pid, signal.SIGKILL)
         return bool(data)
 
-    def _begin(self, number: int, guided: Guided) -> None:
+    def _fork(self, number: int, guided: Guided) -> None:
         pipe, end = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(0)
-            os.close(self._told)
-            _try(self._make, Trial(number, guided), self._seconds, end)
+            os.close(self._output)
+            _try(self._compile, Trial(number, guided), self._seconds, end)
         os.close(end)
         fork = self._forks[number] = _Fork(number, pid, pipe)
         self._selector.register(pipe, selectors.EVENT_READ, fork)
-        self._tell(framed(Verdict(number, begun=True)))
+        self._write(framed(Verdict(number, started=True)))
 
-    def _hear(self, fork: _Fork) -> None:
+    def _read_verdict(self, fork: _Fork) -> None:
         data = os.read(fork.pipe, READ_BYTES)
-        fork.said += data
+        fork.output += data
         if not data:
             self._selector.unregister(fork.pipe)
             del self._forks[fork.number]
-            self._tell(fork.end())
+            self._write(fork.collect())
 
-    def _tell(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         while data:
-            data = data[os.write(self._told, data) :]
+            data = data[os.write(self._output, data) :]
 
 
-def _try(make: Make, trial: Trial, seconds: float, pipe: int) -> NoReturn:
+def _try(make: CompileConstraint, trial: Trial, seconds: float, pipe: int) -> NoReturn:
     """In the fork: try it within bounds, say what came of it, and end whatever still runs."""
     silence = os.open(os.devnull, os.O_WRONLY)  # else constraints could fill the log
     os.dup2(silence, 1)
@@ -183,7 +183,7 @@ def _try(make: Make, trial: Trial, seconds: float, pipe: int) -> NoReturn:
     os._exit(0)
 
 
-def _tried(make: Make, trial: Trial) -> Verdict:
+def _tried(make: CompileConstraint, trial: Trial) -> Verdict:
     assert trial.guided is not None
     before = _bytes("VmRSS")
     try:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.constraints.trial import Trial, Verdict, framed, unframed
+from kvmesh.worker.constraints.trial_server import Trial, Verdict, framed, unframed
 from kvmesh.worker.engine import EngineError, Rejected
 
 log = logging.getLogger(__name__)
@@ -27,14 +27,14 @@ class _Lost(Exception):
     """The process has ended, or does not answer and was killed."""
 
 
-class Trials:
+class TrialClient:
     """The process that `command` starts, which runs a `Server`. It starts when it is needed.
 
     `most_s` bounds the time that a trial takes once it has begun.
     """
 
     def __init__(self, most_s: float, *command: str) -> None:
-        self._most_s = most_s
+        self._timeout_s = most_s
         self._command = command
         self._numbers = itertools.count(1)
         self._starting: asyncio.Task[_Process] | None = None
@@ -51,17 +51,17 @@ class Trials:
             self._starting = asyncio.create_task(_Process.started(self._command), name="trials")
         return await asyncio.shield(self._starting)
 
-    async def judge(self, guided: Guided) -> int:
+    async def try_constraint(self, guided: Guided) -> int:
         """The bytes that a constraint takes; raises Rejected, or EngineError if it was not tried.
 
         A process that is lost meanwhile is replaced, once. Cancelled, it stops the trial.
         """
         try:
-            verdict = await self._ask(guided)
+            verdict = await self._try(guided)
         except _Lost as lost:
             log.warning("%s; the worker starts another and tries again", lost)
             try:
-                verdict = await self._ask(guided)
+                verdict = await self._try(guided)
             except _Lost as again:
                 raise EngineError(str(again)) from again
         if verdict.ended:
@@ -71,9 +71,9 @@ class Trials:
             raise Rejected(verdict.reason)
         return verdict.size
 
-    async def _ask(self, guided: Guided) -> Verdict:
+    async def _try(self, guided: Guided) -> Verdict:
         process = await self.open()
-        return await process.ask(next(self._numbers), guided, self._most_s)
+        return await process.try_constraint(next(self._numbers), guided, self._timeout_s)
 
     def close(self) -> None:
         self._closed = True
@@ -97,12 +97,12 @@ class _Process(asyncio.Protocol):
     """One such process: what is written to it, and what its pipe brings."""
 
     def __init__(self, started: "Popen[bytes]") -> None:
-        self._started = started
+        self._popen = started
         self._data = bytearray()
         self._input: asyncio.WriteTransport | None = None
         self._output: asyncio.BaseTransport | None = None
-        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
-        self._begun: dict[int, asyncio.Future[None]] = {}
+        self._verdicts: dict[int, asyncio.Future[Verdict]] = {}
+        self._started: dict[int, asyncio.Future[None]] = {}
         self.ended = False
 
     @classmethod
@@ -112,11 +112,11 @@ class _Process(asyncio.Protocol):
         # Some loops start one by a copy of this process, which for a large one takes a while. It
         # has a group of its own, where no Ctrl-C reaches it: it ends with this process.
         process = cls(await asyncio.to_thread(_start, command))
-        ready = process._waiting[0] = loop.create_future()
+        ready = process._verdicts[0] = loop.create_future()
         process._input, _ = await loop.connect_write_pipe(
-            asyncio.BaseProtocol, process._started.stdin
+            asyncio.BaseProtocol, process._popen.stdin
         )
-        process._output, _ = await loop.connect_read_pipe(lambda: process, process._started.stdout)
+        process._output, _ = await loop.connect_read_pipe(lambda: process, process._popen.stdout)
         try:
             async with asyncio.timeout(START_S):
                 await ready
@@ -130,7 +130,7 @@ class _Process(asyncio.Protocol):
             raise
         return process
 
-    async def ask(self, number: int, guided: Guided, most_s: float) -> Verdict:
+    async def try_constraint(self, number: int, guided: Guided, most_s: float) -> Verdict:
         """Raises `_Lost`; a process that does not begin the trial is killed.
 
         A trial that takes more than `most_s` seconds is stopped.
@@ -140,7 +140,7 @@ class _Process(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         begun: asyncio.Future[None] = loop.create_future()
         waiting: asyncio.Future[Verdict] = loop.create_future()
-        self._begun[number], self._waiting[number] = begun, waiting
+        self._started[number], self._verdicts[number] = begun, waiting
         self._send(Trial(number, guided))
         try:
             await asyncio.wait([begun], timeout=HEARD_S)
@@ -154,14 +154,14 @@ class _Process(asyncio.Protocol):
                 return Verdict(number, f"the {guided.kind} takes more than {most_s:g} s to compile")
             return waiting.result()
         finally:
-            self._begun.pop(number, None)
-            if self._waiting.pop(number, None) is not None:
+            self._started.pop(number, None)
+            if self._verdicts.pop(number, None) is not None:
                 self._send(Trial(number))
 
     def kill(self) -> None:
         """End it and its forks at once; a frozen one would not notice the end of its input."""
         if not self.ended:
-            os.killpg(self._started.pid, signal.SIGKILL)
+            os.killpg(self._popen.pid, signal.SIGKILL)
             self.connection_lost(None)
 
     def _send(self, trial: Trial) -> None:
@@ -172,10 +172,10 @@ class _Process(asyncio.Protocol):
         self._data += data
         for message in unframed(self._data):
             verdict = _verdict.decode(message)
-            if verdict.begun:
-                _set(self._begun.pop(verdict.number, None), None)
+            if verdict.started:
+                _set(self._started.pop(verdict.number, None), None)
             else:
-                _set(self._waiting.pop(verdict.number, None), verdict)
+                _set(self._verdicts.pop(verdict.number, None), verdict)
 
     def connection_lost(self, _: Exception | None) -> None:
         if self.ended:
@@ -184,15 +184,15 @@ class _Process(asyncio.Protocol):
         for pipe in (self._input, self._output):
             if pipe is not None and not pipe.is_closing():
                 pipe.close()
-        for number, waiting in self._waiting.items():
-            if number in self._begun:
+        for number, waiting in self._verdicts.items():
+            if number in self._started:
                 waiting.cancel()
-                _fail(self._begun[number])
+                _fail(self._started[number])
             else:
                 _fail(waiting)
-        self._waiting.clear()
+        self._verdicts.clear()
         with suppress(RuntimeError):  # the loop may be closing
-            asyncio.get_running_loop().run_in_executor(None, self._started.wait)
+            asyncio.get_running_loop().run_in_executor(None, self._popen.wait)
 
 
 def _set(future: asyncio.Future[T] | None, value: T) -> None:

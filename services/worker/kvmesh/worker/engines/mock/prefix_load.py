@@ -8,8 +8,8 @@ from kvmesh.worker.engines.mock.core import MockCore
 PART_BYTES = 64 << 20
 
 
-class Loading:
-    """Brings a prefix in, part by part; what is held of it stays until `end`."""
+class PrefixLoad:
+    """Brings a prefix in, part by part; what is held of it stays until `close`."""
 
     def __init__(
         self, core: MockCore, hashes: "array[int]", local: "array[int]", salt: int, tenant: str
@@ -19,44 +19,44 @@ class Loading:
         self._local = local
         self._salt = salt
         self._tenant = tenant
-        self._coming = 0
-        self.held = 0 if self._is_foreign() else core.blocks.use(hashes)
+        self._loading = 0
+        self.held = 0 if self._is_foreign() else core.blocks.lock_prefix(hashes)
 
-    def ask(self, now: float) -> float | None:
+    def start_next(self, now: float) -> float | None:
         """Begin to load the next part: when it will be here, None if there is no more to load."""
         core, blocks = self._core, self._core.blocks
         blocks.now = now
         if self._is_foreign():
             return None
-        self._refer()
-        found = core.tiers.find(self._hashes, self.held)
+        self._lock()
+        found = core.tiers.match_prefix(self._hashes, self.held)
         most = max(1, PART_BYTES // core.tiers.block_bytes)
-        part = min(found.arriving, most, blocks.available)
+        part = min(found.loadable, most, blocks.available)
         if not part:
             return None
         blocks.allocate(part)
-        self._coming = part
-        return core.tiers.fetch(found.first(part), now)
+        self._loading = part
+        return core.tiers.load(found.first(part), now)
 
-    def arrive(self, now: float) -> None:
+    def finish_part(self, now: float) -> None:
         """The part is here."""
         blocks, first = self._core.blocks, self.held
         blocks.now = now
-        new = slice(first, first + self._coming)
+        new = slice(first, first + self._loading)
         parent = self._hashes[first - 1] if first else None
         if self._is_foreign():
-            blocks.destroy(self._coming)
-            self._coming = 0
+            blocks.free_private(self._loading)
+            self._loading = 0
             return
         blocks.promote(parent, self._salt, self._hashes[new], self._local[new], self._tenant)
-        self.held += self._coming
-        self._coming = 0
-        self._core.tiers.hand_on(self._hashes[: self.held], owner(self._tenant), blocks)
+        self.held += self._loading
+        self._loading = 0
+        self._core.tiers.hand_over_retention(self._hashes[: self.held], owner(self._tenant), blocks)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Refer to nothing any more, and give up what has not come."""
-        self._core.blocks.destroy(self._coming)
-        self._core.blocks.deref(self._hashes[: self.held])
+        self._core.blocks.free_private(self._loading)
+        self._core.blocks.unlock(self._hashes[: self.held])
 
     def _is_foreign(self) -> bool:
         """Whether these hashes are those of another tenant's blocks: then nothing is loaded."""
@@ -64,7 +64,7 @@ class Loading:
         held = core.blocks.is_foreign(first, self._tenant)
         return held or core.tiers.is_foreign(first, self._tenant)
 
-    def _refer(self) -> None:
+    def _lock(self) -> None:
         """Refer to all that is held by now."""
-        before, self.held = self.held, self._core.blocks.use(self._hashes)
-        self._core.blocks.deref(self._hashes[:before])
+        before, self.held = self.held, self._core.blocks.lock_prefix(self._hashes)
+        self._core.blocks.unlock(self._hashes[:before])
