@@ -12,8 +12,7 @@ from support.wait import eventually
 from kvmesh.bus.messages import Retain
 from kvmesh.demo import model_dir
 from kvmesh.worker.adapters.prefetch import MAX_PREFETCHES
-from kvmesh.worker.capabilities.retaining import Retaining
-from kvmesh.worker.capabilities.tiered import prefetch
+from kvmesh.worker.capabilities import Retaining, execute_command
 from kvmesh.worker.engine import EngineError
 
 
@@ -58,11 +57,11 @@ async def test_the_parts_of_a_tenant_share_its_budget(started: Started) -> None:
         tenant = f"greedy/{number}"
         await started.run(f"r{number}", tokens, max_tokens=1, tenant=tenant, retention=kept)
     (state,) = started.engine.retention()
-    assert state.kept_blocks == 32
+    assert state.charged_blocks == 32
     other = prompt(11 * 16, first=3333)
     await started.run("other", other, max_tokens=1, tenant="modest", retention=kept)
     (state,) = started.engine.retention()
-    assert state.kept_blocks == 43
+    assert state.charged_blocks == 43
 
 
 async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(started: Started) -> None:
@@ -70,7 +69,7 @@ async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(started:
     await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
     cached = started.load().cached_blocks
     asked = wish(tokens + prompt(20, first=3), tenant="b" * 32, compute=0)
-    assert prefetch(started.engine, "e", asked).ok
+    assert execute_command(started.engine, "e", asked).ok
     await eventually(lambda: not started.engine.abort("p"), what="it has ended")
     assert started.load().cached_blocks == cached
     await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
@@ -82,7 +81,7 @@ async def test_prefetches_of_one_owner_give_way_to_those_of_others(started: Star
 
     def ask(name: str, tenant: str, at: float = later) -> str:
         asked = wish(tokens, name, at=at, tenant=tenant)
-        return prefetch(started.engine, "e", asked).reason
+        return execute_command(started.engine, "e", asked).reason
 
     for number in range(MAX_PREFETCHES):
         assert not ask(f"greedy{number}", f"greedy/{number}", later + number)
@@ -100,7 +99,7 @@ async def test_a_prefetch_computes_as_much_as_it_may_and_nobody_hears_of_it(
 ) -> None:
     tokens = prompt(200)
     await started.run("a", tokens[: 4 * 40], max_tokens=1)
-    assert not prefetch(started.engine, "e", wish(tokens, compute=70)).reason
+    assert not execute_command(started.engine, "e", wish(tokens, compute=70)).reason
     there = set(sequence(tokens)[: 2 + 4])
     await eventually(lambda: started.held == there, timeout=30, what="they are computed")
     await eventually(lambda: not started.load().active_blocks, timeout=30, what="it has ended")
@@ -114,7 +113,7 @@ async def test_a_prefetch_waits_for_its_time_and_ends_when_it_is_of_no_use(
 ) -> None:
     tokens, later = prompt(100), time.time() + 3600
     for name, of in (("p", tokens), ("q", tokens), ("other", prompt(100, first=5))):
-        assert prefetch(started.engine, "e", wish(of, name, at=later, compute=100)).ok
+        assert execute_command(started.engine, "e", wish(of, name, at=later, compute=100)).ok
     assert started.engine.abort("q")
     assert not started.engine.abort("q")
     await started.run("a", tokens + prompt(20, first=7), max_tokens=1)
@@ -125,12 +124,12 @@ async def test_a_prefetch_waits_for_its_time_and_ends_when_it_is_of_no_use(
 
 async def test_a_prefetch_that_comes_to_nothing_is_refused(started: Started) -> None:
     reasons = [
-        prefetch(started.engine, "e", unfit).reason
+        execute_command(started.engine, "e", unfit).reason
         for unfit in (wish(prompt(15)), wish(prompt(50), rank=9))
     ]
     assert reasons == ["the prompt has no full block", "there is no rank 9"]
     started.submit("p", prompt(50), max_tokens=400)
-    assert prefetch(started.engine, "e", wish(prompt(50))).reason == "a request has this id"
+    assert execute_command(started.engine, "e", wish(prompt(50))).reason == "a request has this id"
     assert started.engine.abort("p")
 
 

@@ -30,13 +30,9 @@ from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.engine import EngineError, EngineInfo, OutputDelta
 from kvmesh.worker.health.stall_watch import StallWatch
 from kvmesh.worker.metrics import LoadCollector
-from kvmesh.worker.model_card import (
-    DEFAULT_CONTEXT,
-    card_labels,
-    default_model,
-    model_card,
-    model_context,
-)
+from kvmesh.worker.default_model import default_model
+from kvmesh.worker.model_card import card_labels, model_card
+from kvmesh.worker.model_folder import DEFAULT_CONTEXT, model_context
 from kvmesh.worker.requests.admission import rejection_reason
 from kvmesh.worker.requests.output_buffer import OutputBuffer
 from kvmesh.worker.scratch import PREFIX, ScratchFolder
@@ -297,7 +293,8 @@ def test_what_a_killed_worker_has_left_goes_with_the_next(
     (tmp_path / f"{PREFIX}unlocked").mkdir()
     with ScratchFolder() as living:
         code = (
-            "import os, signal; from kvmesh.worker.scratch import Scratch; made = ScratchFolder()\n"
+            "import os, signal\n"
+            "from kvmesh.worker.scratch import ScratchFolder; made = ScratchFolder()\n"
             "(made.path / 'weights').write_text('…'); print(made.path, flush=True)\n"
             "os.kill(os.getpid(), signal.SIGKILL)"
         )

@@ -8,7 +8,7 @@ import pytest_asyncio
 from support.engines import ENGINES, SALT, Started, prompt, running, sequence
 
 from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
-from kvmesh.worker.capabilities.retaining import Retaining, obey
+from kvmesh.worker.capabilities import Retaining, execute_command
 
 TENANT_BLOCKS = 32
 
@@ -96,7 +96,7 @@ async def test_urgent_requests_leave_others_room_to_be_cached(started: Started) 
     await say(started, "more", prompt(160, first=4000), priority=65, tenant="evil")
     assert (held(started, mine), held(started, others)) == (5, 5)
     assert isinstance(started.engine, Retaining)
-    assert started.engine.retention()[0].kept_blocks == TENANT_BLOCKS
+    assert started.engine.retention()[0].charged_blocks == TENANT_BLOCKS
 
 
 async def test_what_came_of_the_answer_s_directive_is_told_at_its_end(started: Started) -> None:
@@ -140,11 +140,11 @@ async def test_release_drops_the_private_tail_only(started: Started) -> None:
     one, two = joined(shared, prompt(64, first=100)), joined(shared, prompt(48, first=200))
     await say(started, "a", one, session="A")
     await say(started, "b", two, session="B")
-    reply = obey(started.engine, "e", Release(sessions=["A"]))
+    reply = execute_command(started.engine, "e", Release(sessions=["A"]))
     assert (reply.ok, reply.blocks) == (True, 4)
     assert (held(started, one), held(started, two)) == (4, 7)
     removed = started.sink.removed
-    assert obey(started.engine, "e", Release(sessions=["A", "unknown"])).blocks == 0
+    assert execute_command(started.engine, "e", Release(sessions=["A", "unknown"])).blocks == 0
     assert started.sink.removed == removed
     await say(started, "b2", two, session="B")
     assert started.sink.cached("b2") == 96
@@ -155,7 +155,7 @@ async def test_what_a_running_request_shares_is_not_dropped(started: Started) ->
     await say(started, "a", tokens, session="A")
     started.submit("runs", joined(prompt(96), prompt(16, first=9)), max_tokens=300)
     await started.begun("runs")
-    assert obey(started.engine, "e", Release(sessions=["A"])).blocks == 2
+    assert execute_command(started.engine, "e", Release(sessions=["A"])).blocks == 2
     assert held(started, tokens) == 6
     assert started.engine.abort("runs")
 
@@ -174,12 +174,12 @@ async def test_a_pin_is_a_preference_until_it_is_taken_back(started: Started) ->
     tokens = prompt(96)
     await say(started, "a", tokens)
     pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)[:5]).tobytes(), ttl_s=60.0)
-    assert obey(started.engine, "e", pin).blocks == 5
-    assert obey(started.engine, "e", pin).blocks == 5
+    assert execute_command(started.engine, "e", pin).blocks == 5
+    assert execute_command(started.engine, "e", pin).blocks == 5
     await press(started)
     assert held(started, tokens) == 5
-    assert obey(started.engine, "e", Unpin("p")).blocks == 5
-    assert obey(started.engine, "e", Unpin("p")).ok
+    assert execute_command(started.engine, "e", Unpin("p")).blocks == 5
+    assert execute_command(started.engine, "e", Unpin("p")).ok
     await press(started, first=2000)
     assert held(started, tokens) == 0
 
@@ -187,7 +187,7 @@ async def test_a_pin_is_a_preference_until_it_is_taken_back(started: Started) ->
 async def test_a_pin_waits_for_its_blocks(started: Started) -> None:
     tokens = prompt(96)
     pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)).tobytes(), ttl_s=60.0)
-    assert obey(started.engine, "e", pin).blocks == 0
+    assert execute_command(started.engine, "e", pin).blocks == 0
     await say(started, "a", tokens)
     await press(started)
     assert held(started, tokens) == 6
@@ -197,8 +197,8 @@ async def test_one_namespace_is_cleared(started: Started) -> None:
     await say(started, "a", prompt(64))
     await say(started, "b", prompt(64), salt=SALT + 1)
     others = set(sequence(prompt(64), SALT + 1))
-    assert obey(started.engine, "e", Clear(tiers=[3])).blocks == 0
-    assert obey(started.engine, "e", Clear(salt=SALT)).blocks == 4
+    assert execute_command(started.engine, "e", Clear(tiers=[3])).blocks == 0
+    assert execute_command(started.engine, "e", Clear(salt=SALT)).blocks == 4
     assert started.sink.held[0] == others
-    assert obey(started.engine, "e", Clear()).blocks == 4
+    assert execute_command(started.engine, "e", Clear()).blocks == 4
     assert not started.sink.held[0]

@@ -9,8 +9,7 @@ from support.engines import SALT, Started, prompt, sequence, start_mock, wish
 from support.wait import eventually
 
 from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
-from kvmesh.worker.capabilities.retaining import obey
-from kvmesh.worker.capabilities.tiered import TierCounts, Tiered, prefetch
+from kvmesh.worker.capabilities import TierCounts, Tiered, execute_command
 
 HOST, DISK = 1, 2
 
@@ -36,7 +35,7 @@ async def test_tenants_whose_salts_collide_share_no_tier(started: Started) -> No
     assert where(started, tokens)[0] < 4
     await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
     assert [sum(delta.cached or []) for delta in started.sink.deltas["b"]] == [0]
-    assert prefetch(started.engine, "e", wish(tokens, tenant="c" * 32)).ok
+    assert execute_command(started.engine, "e", wish(tokens, tenant="c" * 32)).ok
     await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
     assert sum(started.sink.deltas["again"][0].cached or []) == 3 * started.size
 
@@ -84,7 +83,7 @@ async def test_a_prefetch_brings_blocks_up_before_anybody_asks(
     await started.run("a", tokens, max_tokens=1)
     await press(started, others)
     requests = started.load().requests
-    assert prefetch(started.engine, "e", wish(tokens)).ok
+    assert execute_command(started.engine, "e", wish(tokens)).ok
     await eventually(lambda: where(started, tokens)[0] == 6, timeout=30, what="it is here")
     await eventually(lambda: not started.load().active_blocks, timeout=30, what="it has ended")
     assert loaded(started)[tier] == 6
@@ -98,7 +97,7 @@ async def test_a_request_ends_the_prefetch_of_its_prompt_and_loads_by_itself() -
     tokens = prompt(100)
     await made.run("a", tokens, max_tokens=1)
     await press(made, 6)
-    assert prefetch(made.engine, "e", wish(tokens)).ok
+    assert execute_command(made.engine, "e", wish(tokens)).ok
     await eventually(lambda: loaded(made)[HOST], timeout=30, what="blocks are on their way")
     made.submit("b", tokens, max_tokens=1)
     assert not made.engine.abort("p")
@@ -114,7 +113,7 @@ async def test_a_prefetch_past_its_deadline_is_given_up() -> None:
     tokens = prompt(100)
     await made.run("a", tokens, max_tokens=1)
     await press(made, 6)
-    assert prefetch(made.engine, "e", wish(tokens, deadline_s=1.0)).ok
+    assert execute_command(made.engine, "e", wish(tokens, deadline_s=1.0)).ok
     await eventually(lambda: loaded(made)[HOST], timeout=30, what="blocks are on their way")
     await eventually(lambda: not made.load().active_blocks, timeout=30, what="it has ended")
     assert not made.engine.abort("p")
@@ -125,11 +124,13 @@ async def test_a_prefetch_past_its_deadline_is_given_up() -> None:
 async def test_clear_reaches_the_tiers_that_are_meant(started: Started) -> None:
     await started.run("a", prompt(64), max_tokens=1)
     await started.run("b", prompt(64), max_tokens=1, salt=SALT + 1)
-    assert obey(started.engine, "e", Clear(salt=SALT, tiers=[HOST])).blocks == 4
+    assert execute_command(started.engine, "e", Clear(salt=SALT, tiers=[HOST])).blocks == 4
     assert where(started, prompt(64)) == [4, 0, 4]
-    assert obey(started.engine, "e", Clear(tiers=[DISK, 3])).blocks == 8
+    assert execute_command(started.engine, "e", Clear(tiers=[DISK, 3])).blocks == 8
     assert where(started, prompt(64)) == [4, 0, 0]
-    assert obey(started.engine, "e", Clear()).blocks == 8, "those in two tiers count once"
+    assert execute_command(started.engine, "e", Clear()).blocks == 8, (
+        "those in two tiers count once"
+    )
     assert not started.sink.held[0] | started.sink.below[HOST] | started.sink.below[DISK]
 
 
@@ -140,7 +141,7 @@ async def test_release_reaches_all_tiers_but_for_what_others_use(started: Starte
     await started.run("b", two, max_tokens=1, session="B")
     await press(started, 6)
     assert where(started, one) == [0, 8, 8]
-    assert obey(started.engine, "e", Release(sessions=["A"])).blocks == 4
+    assert execute_command(started.engine, "e", Release(sessions=["A"])).blocks == 4
     assert (where(started, one), where(started, two)) == ([0, 4, 4], [0, 7, 7])
 
 
@@ -158,10 +159,10 @@ async def test_a_pin_holds_below_until_it_is_taken_back(started: Started) -> Non
     await started.run("a", tokens, max_tokens=1)
     await press(started, 6)
     pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)).tobytes(), ttl_s=60.0)
-    assert obey(started.engine, "e", pin).blocks == 6, "none of them in the engine"
+    assert execute_command(started.engine, "e", pin).blocks == 6, "none of them in the engine"
     await press(started, 12, first=2000)
     assert where(started, tokens) == [0, 6, 6]
-    assert obey(started.engine, "e", Unpin("p")).blocks == 6
+    assert execute_command(started.engine, "e", Unpin("p")).blocks == 6
     await press(started, 12, first=3000)
     assert where(started, tokens)[:2] == [0, 0]
 
@@ -170,7 +171,7 @@ async def test_what_is_kept_is_kept_below_and_again_when_it_comes_up(started: St
     tokens = prompt(96)
     retain = Retain(0, None, 90, explicit=True)
     await started.run("a", tokens, max_tokens=1, retention=[retain])
-    assert obey(started.engine, "e", Clear(tiers=[0])).blocks == 6
+    assert execute_command(started.engine, "e", Clear(tiers=[0])).blocks == 6
     await press(started, 12)
     assert where(started, tokens) == [0, 6, 6], "others of the host's 96 have gone"
     await started.run("b", tokens, max_tokens=1)
@@ -182,7 +183,7 @@ async def test_what_a_step_has_stored_is_told_before_it_is_dropped() -> None:
     made = await start_mock(host_blocks=96, speedup=0.02)  # a step takes most of a second
     made.submit("a", prompt(100), max_tokens=1)
     await eventually(lambda: made.load().steps == 1, timeout=30, what="the step is under way")
-    assert obey(made.engine, "e", Clear()).blocks == 6
+    assert execute_command(made.engine, "e", Clear()).blocks == 6
     await made.ended("a")
     assert where(made, prompt(100)) == [0, 0, 0]
     await made.engine.close()

@@ -151,7 +151,7 @@ SaltFinder: TypeAlias = Callable[[BlocksStored, Callable[[int], bool]], int]
 
 
 class _Block:
-    __slots__ = ("copies", "local_hash", "parent", "previous_hash", "is_root", "sequence_hash")
+    __slots__ = ("copies", "is_root", "local_hash", "parent", "previous_hash", "sequence_hash")
 
     def __init__(
         self, root: bool, parent: int | None, previous: int, local: int, sequence: int

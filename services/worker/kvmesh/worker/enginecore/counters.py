@@ -35,5 +35,5 @@ class RetentionState:
     rank: int
     sessions: int
     pins: int
-    kept_blocks: int
+    charged_blocks: int
     outcomes: dict[str, int]

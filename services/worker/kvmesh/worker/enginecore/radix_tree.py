@@ -22,10 +22,10 @@ class BlockRun:
     __slots__ = (
         "children",
         "hashes",
-        "retention",
         "local_hashes",
         "parent",
         "refs",
+        "retention",
         "salt",
         "tenant",
     )
@@ -54,7 +54,7 @@ class BlockRun:
 class PrefixMatch:
     """The runs that `matched` leading blocks of a prefix lie on; `unmatched` blocks of the last do not."""
 
-    __slots__ = ("matched", "unmatched", "runs")
+    __slots__ = ("matched", "runs", "unmatched")
 
     def __init__(self, runs: list[BlockRun], held: int, over: int) -> None:
         self.runs = runs

@@ -27,12 +27,8 @@ from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.retention.session_blocks import PromptTail, SessionBook
 from kvmesh.retention.token_ranges import (
     DEFAULTS,
-    RetentionError,
     RetentionSegment,
-    parse_defaults,
 )
-from kvmesh.settings.schema import WorkerSettings
-from kvmesh.worker.engine import EngineConfigError
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.radix_tree import BlockRun, RadixTree
 from kvmesh.worker.enginecore.retention_request import NO_RETENTION, RetentionRequest
@@ -55,17 +51,6 @@ class RetentionOptions:
     session_idle_s: float = 3600.0
     session_blocks: int = 64
     defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
-
-
-def retention_options(worker: WorkerSettings) -> RetentionOptions:
-    """What the settings say; raises ConfigError."""
-    try:
-        defaults = parse_defaults(worker.retention)
-    except RetentionError as error:
-        raise EngineConfigError(f"worker.retention: {error}") from error
-    return RetentionOptions(
-        budget=worker.tenant_share, session_idle_s=worker.session_idle_s, defaults=defaults
-    )
 
 
 class RetentionManager:
@@ -102,7 +87,7 @@ class RetentionManager:
             rank=rank,
             sessions=len(self._sessions),
             pins=len(self._pins),
-            kept_blocks=sum(self.budget.charged.values()),
+            charged_blocks=sum(self.budget.charged.values()),
             outcomes={str(outcome): count for outcome, count in counts.items()},
         )
 

@@ -69,25 +69,25 @@ class Sequence:
 
     __slots__ = (
         "arrival",
-        "claimed_blocks",
-        "prompt_length",
         "block_size",
         "cached",
+        "cached_reported",
+        "claimed_blocks",
         "computed",
         "due_step",
         "end_step",
-        "generated",
+        "free_slots",
         "full_blocks",
+        "generated",
         "local_hashes",
         "private_blocks",
-        "sort_key",
+        "prompt_length",
         "ready_at",
         "request",
-        "free_slots",
         "sequence_hashes",
+        "sort_key",
         "state",
         "synced_step",
-        "cached_reported",
     )
 
     def __init__(self, request: Request, arrival: int, block_size: int) -> None:

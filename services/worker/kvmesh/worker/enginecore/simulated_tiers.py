@@ -87,7 +87,7 @@ class TierMatch:
     `kvbm_queried`: a kvbm is asked for more, and the sequence is told when that has come.
     """
 
-    __slots__ = ("kvbm_queried", "disk", "engine", "host", "remote")
+    __slots__ = ("disk", "engine", "host", "kvbm_queried", "remote")
 
     def __init__(self, engine: int, host: int, disk: int, remote: int, asked: bool = False) -> None:
         self.engine = engine

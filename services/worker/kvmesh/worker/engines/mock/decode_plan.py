@@ -7,7 +7,7 @@ class DecodePlan:
     `steps` and `duration`, in seconds, are those of all stretches together.
     """
 
-    __slots__ = ("duration", "steps", "spans")
+    __slots__ = ("duration", "spans", "steps")
 
     def __init__(self, stretches: list[tuple[int, float]], steps: int, duration: float) -> None:
         self.spans = stretches

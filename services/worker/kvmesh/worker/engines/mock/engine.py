@@ -10,7 +10,7 @@ from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
 from kvmesh.worker.adapters.prefetch import PrefetchQueue
-from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -21,7 +21,7 @@ from kvmesh.worker.engine import (
     Sink,
 )
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions, retention_options
+from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions
 from kvmesh.worker.enginecore.retention_request import parse_retention
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
@@ -36,7 +36,8 @@ from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint
 from kvmesh.worker.engines.mock.text.script import Script, ScriptError
 from kvmesh.worker.engines.mock.text.source import TextSource
 from kvmesh.worker.engines.mock.timing import PolynomialStepModel
-from kvmesh.worker.model_card import model_context
+from kvmesh.worker.engines.retention_settings import retention_options
+from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 FOR_EVER_S = 1e6

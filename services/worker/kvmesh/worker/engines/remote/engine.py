@@ -39,7 +39,7 @@ from kvmesh.worker.engine import (
 from kvmesh.worker.engines.remote import completions
 from kvmesh.worker.engines.remote.server import Gauges, InferenceServer, ServerInfo
 from kvmesh.worker.engines.sglang import request_fields as sglang
-from kvmesh.worker.model_card import model_context
+from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 MISSED_PROBES = 3

@@ -31,7 +31,7 @@ from kvmesh.worker.engine import (
     Sink,
 )
 from kvmesh.worker.engines.sglang.request_fields import AnswerReader, request_fields
-from kvmesh.worker.model_card import model_context
+from kvmesh.worker.model_folder import model_context
 from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)

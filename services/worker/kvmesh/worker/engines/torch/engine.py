@@ -15,7 +15,7 @@ from kvmesh.bus.messages import Capacity, Guided, KvEvent, Load, Pin, Prefetch, 
 from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker.adapters.prefetch import PrefetchQueue
-from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -28,8 +28,9 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.enginecore.block_manager import ENGINE
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention import RetentionManager, retention_options
+from kvmesh.worker.enginecore.retention import RetentionManager
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
+from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerOptions, LowerTiers
 from kvmesh.worker.engines.torch.constraints.guided import Grammars
@@ -38,7 +39,7 @@ from kvmesh.worker.engines.torch.handoff import Handoffs
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 from kvmesh.worker.engines.torch.prefetch import TorchLoader
-from kvmesh.worker.model_card import model_context
+from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 CLOSE_S = 10.0

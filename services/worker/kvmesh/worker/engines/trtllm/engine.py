@@ -41,9 +41,10 @@ from kvmesh.worker.engine import (
     Sink,
     Unsupported,
 )
-from kvmesh.worker.enginecore.retention import RetentionOptions, retention_options
+from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.trtllm.events import EventReader
-from kvmesh.worker.model_card import model_context
+from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05

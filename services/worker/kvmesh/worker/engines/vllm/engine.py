@@ -35,7 +35,7 @@ from kvmesh.worker.adapters.request_streams import (
     remaining,
 )
 from kvmesh.worker.adapters.zmq_events import event_endpoints
-from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,

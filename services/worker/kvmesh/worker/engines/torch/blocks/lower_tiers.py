@@ -28,7 +28,7 @@ from kvmesh.blocks.kvbm_client import (
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.messages import Retain, Work, owner
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
-from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.retention_request import inherited_retention
 from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
