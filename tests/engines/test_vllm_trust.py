@@ -186,7 +186,7 @@ async def test_workers_that_do_not_fit_are_refused_in_one_line(
         del mesh.processes[f"misfit-{number}"]
         assert process.returncode == 2
         log = (mesh.folder / f"misfit-{number}.log").read_text()
-        [line] = [line for line in log.splitlines() if "does not join" in line]
+        [line] = [line for line in log.splitlines() if "not joining" in line]
         assert f"misfit-{number}: {fact} " in line
         assert "of worker-0, worker-1" in line or "of worker-1, worker-0" in line
     assert len(running(mesh)) == 2

@@ -7,9 +7,9 @@ from support.worker import prompt, work
 
 from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.worker.constraints.compiler import (
-    AT_ONCE,
-    MOST,
-    MOST_OF_ONE,
+    CONCURRENCY,
+    MAX_PER_OWNER,
+    MAX_WAITING,
     Compiling,
     ConstraintCompiler,
 )
@@ -112,11 +112,11 @@ def of(owner: str, request: str) -> Work:
 
 async def test_only_so_many_wait_at_once_and_fewer_of_one_owner() -> None:
     bench = Bench(Engine())
-    for number in range(MOST):
-        owner = f"o{number // MOST_OF_ONE}"
+    for number in range(MAX_WAITING):
+        owner = f"o{number // MAX_PER_OWNER}"
         assert bench.compiler.has_capacity(of(owner, f"r{number}"))
         bench.compiler.start(of(owner, f"r{number}"))
-        if number == MOST_OF_ONE - 1:
+        if number == MAX_PER_OWNER - 1:
             assert not bench.compiler.has_capacity(of(owner, "more"))
     assert not bench.compiler.has_capacity(of("another", "r"))
     bench.compiler.close()
@@ -148,7 +148,7 @@ async def test_slow_constraints_of_one_owner_use_up_nobody_else_s_time() -> None
     mine = work("m", b"", sampling=Sampling(max_tokens=1, guided=guided), tenant="me")
     bench.compiler.start(mine)
     await eventually(lambda: "mine" in engine.asked)
-    assert engine.asked.index("mine") <= 2 + AT_ONCE
+    assert engine.asked.index("mine") <= 2 + CONCURRENCY
     engine.go.set()
     await bench.compiler.drain()
     assert not [delta for delta in bench.told if delta.request == "m" and delta.error]
@@ -157,11 +157,11 @@ async def test_slow_constraints_of_one_owner_use_up_nobody_else_s_time() -> None
 async def test_what_another_request_has_compiled_meanwhile_begins_at_once() -> None:
     engine = Slow()
     bench = Bench(engine)
-    for number in range(2 * AT_ONCE):
+    for number in range(2 * CONCURRENCY):
         bench.compiler.start(of("one", f"r{number}"))
-    await eventually(lambda: len(engine.asked) == AT_ONCE)
+    await eventually(lambda: len(engine.asked) == CONCURRENCY)
     engine.known = GUIDED.value
     engine.go.set()
     await bench.compiler.drain()
-    assert len(engine.asked) == AT_ONCE
-    assert len(bench.begun) == 2 * AT_ONCE
+    assert len(engine.asked) == CONCURRENCY
+    assert len(bench.begun) == 2 * CONCURRENCY

@@ -85,7 +85,7 @@ async def test_prefetches_of_one_owner_give_way_to_those_of_others(started: Star
 
     for number in range(MAX_PREFETCHES):
         assert not ask(f"greedy{number}", f"greedy/{number}", later + number)
-    assert ask("more", "greedy/new") == f"{MAX_PREFETCHES} prefetches are under way"
+    assert ask("more", "greedy/new") == f"{MAX_PREFETCHES} prefetches are in progress"
     assert not ask("modest", "modest")
     assert not started.engine.abort(f"greedy{MAX_PREFETCHES - 1}"), "the last one has given way"
     assert started.engine.abort("modest")

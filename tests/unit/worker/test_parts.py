@@ -27,10 +27,10 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.publisher import MAX_EVENT_BLOCKS, Backlog
 from kvmesh.settings.schema import WorkerSettings
+from kvmesh.worker.default_model import default_model
 from kvmesh.worker.engine import EngineError, EngineInfo, OutputDelta
 from kvmesh.worker.health.stall_watch import StallWatch
 from kvmesh.worker.metrics import LoadCollector
-from kvmesh.worker.default_model import default_model
 from kvmesh.worker.model_card import card_labels, model_card
 from kvmesh.worker.model_folder import DEFAULT_CONTEXT, model_context
 from kvmesh.worker.requests.admission import rejection_reason
@@ -130,7 +130,7 @@ def test_what_an_engine_does_not_tell_is_told_for_it() -> None:
 
 
 def test_ended_transcripts_are_kept_for_a_while() -> None:
-    kept = OutputBuffer(keep_s=5)
+    kept = OutputBuffer(retain_s=5)
     kept.start(work())
     kept.add([OutputDelta("a", [1], finish="stop")], 100.0)
     kept.add([], 105.0)

@@ -19,7 +19,7 @@ from kvmesh.worker.engine import EngineError, Rejected
 SERVER = """
 import os, signal, sys, time
 from pathlib import Path
-from kvmesh.worker.constraints.trial_server import Server
+from kvmesh.worker.constraints.trial_server import TrialServer
 
 def make(guided):
     what, _, rest = guided.value.partition(" ")
@@ -114,7 +114,7 @@ async def test_time_is_bounded_once_the_trial_has_begun(tmp_path: Path) -> None:
 async def test_a_process_that_does_not_get_ready_is_replaced(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmesh.worker.constraints.trial_client.START_S", 0.5)
+    monkeypatch.setattr("kvmesh.worker.constraints.trial_client.START_TIMEOUT_S", 0.5)
     (stage.folder / "slow").touch()
     with pytest.raises(EngineError, match=r"did not start within 0\.5 s"):
         await stage.judge("fine")
@@ -156,14 +156,14 @@ async def test_a_process_that_ends_is_started_again_and_what_it_tried_is_tried_t
 async def test_a_frozen_process_is_replaced_with_all_its_forks(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvmesh.worker.constraints.trial_client.HEARD_S", 2.0)
+    monkeypatch.setattr("kvmesh.worker.constraints.trial_client.BEGIN_TIMEOUT_S", 2.0)
     task, fork = await stage.turning()
     first = stage.pid
     os.kill(first, signal.SIGSTOP)
     assert await stage.judge("fine")
     assert stage.pid != first
     await eventually(lambda: not there(first) and not there(fork))
-    assert "was silent for 2 s; the worker starts another and tries again" in caplog.text
+    assert "was silent for 2 s; starting another and trying again" in caplog.text
     task.cancel()
 
 
@@ -172,7 +172,7 @@ async def test_a_frozen_process_does_not_outlive_its_worker(stage: Stage) -> Non
     os.kill(stage.pid, signal.SIGSTOP)
     stage.trials.close()
     await eventually(lambda: not there(stage.pid))
-    with pytest.raises(EngineError, match="the worker stops"):
+    with pytest.raises(EngineError, match="the worker is stopping"):
         await stage.judge("fine")
 
 

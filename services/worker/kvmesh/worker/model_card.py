@@ -1,4 +1,4 @@
-"""What a Hugging Face model folder says about its model, and the card that tells the mesh."""
+"""The cards that a worker publishes about its model and itself."""
 
 import json
 import os
@@ -46,9 +46,9 @@ def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: st
 
 
 def _digest(folder: Path, *names: str) -> str:
-    """Of what these files say, whichever of them there are; empty if there is none.
+    """Digest of those of the named files that exist; empty if none does.
 
-    Objects count by their content, without what the library that wrote them notes of itself.
+    JSON objects count by content, without notes of the library that wrote them.
     """
     digest, found = sha256(), False
     for name in names:
@@ -66,7 +66,7 @@ def _content(file: Path) -> bytes:
 
 
 def _snapshot(folder: Path) -> str:
-    """The revision that a folder of the Hugging Face cache is of; empty for any other folder."""
+    """The revision of a folder in the Hugging Face cache; empty for any other folder."""
     real = folder.resolve()
     return real.name if real.parent.name == "snapshots" else ""
 
@@ -96,7 +96,7 @@ def node_name(worker: WorkerSettings) -> str:
 
 
 def card_labels(worker: WorkerSettings) -> dict[str, str]:
-    """The labels of a worker's card; raises ConfigError for one that is not `key=value`."""
+    """The labels of a worker's card; raises EngineConfigError unless each is `key=value`."""
     labels: dict[str, str] = {}
     for text in worker.labels:
         key, equals, value = text.partition("=")

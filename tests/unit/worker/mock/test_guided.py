@@ -72,12 +72,12 @@ def test_what_is_written_is_valid(schema: Any, seed: int) -> None:
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        (False, "nothing"),
+        (False, "no value"),
         ({"enum": []}, "empty enum"),
         ({"$ref": "https://example.org/x"}, "within the schema"),
         ({"$ref": "#/$defs/none"}, "refers to nothing"),
-        ({"$ref": "#"}, "without an end"),
-        ({"required": ["a"], "properties": {"a": {"$ref": "#"}}}, "without an end"),
+        ({"$ref": "#"}, "without end"),
+        ({"required": ["a"], "properties": {"a": {"$ref": "#"}}}, "without end"),
         ({"type": "mystery"}, "no type"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "no number"),
         ({"type": "array", "minItems": 10**9}, "more than"),
@@ -149,7 +149,7 @@ def test_what_cannot_be_followed_is_refused(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", [r"(?:ax?|a){60}$b", r"a\bb", r"a^b", r"(?:x|(y))\1\Z\w"])
 def test_conditions_that_do_not_hold_are_refused(pattern: str) -> None:
-    with pytest.raises(RegexError, match=r"cannot follow|no value"):
+    with pytest.raises(RegexError, match=r"cannot satisfy|no value"):
         matching_string(pattern, Random(0))
 
 

@@ -1,4 +1,4 @@
-"""One rank's cache events from the engine's publisher to the worker's, by way of the books."""
+"""Forwards one rank's KV events from the engine's publisher to the sink, through a ledger."""
 
 import logging
 
@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 
 
 class EventFeed:
-    """Follows `endpoint`, asks `replay` for what it missed; `ledger` knows what the rank holds.
+    """Follows `endpoint` and tracks the rank's blocks in `ledger`.
 
-    Messages that are lost for good leave the books as they were: they are told again from the
-    start, so that at least mesh and books agree, and the engine's next events mend the rest.
+    It requests missed messages from `replay`. Messages lost for good leave the ledger unchanged; a
+    dump makes the index agree with it, and later events of the engine correct both.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class EventFeed:
         await self._subscriber.close()
 
     def dump(self) -> None:
-        """Tell all that is known to be held."""
+        """Send all blocks in the ledger to the sink."""
         self._publish(self.ledger.dump())
 
     def clear(self) -> None:
-        """The engine holds nothing: tell it now, whenever its own event may come."""
+        """Clear the ledger and the index: the engine has restarted with an empty cache."""
         self._publish(self.ledger.clear())
 
     def _on_payload(self, payload: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Prompts whose blocks are to be in the engine before anybody asks for an answer to them."""
+"""Prefetches of an engine: prompts whose blocks are loaded or computed before a request."""
 
 import asyncio
 import logging
@@ -19,34 +19,34 @@ PREFETCH_PRIORITY = -1
 
 
 class PrefetchLoader(Protocol):
-    """What an engine does for its prefetches."""
+    """The part of a prefetch that depends on the engine."""
 
     def prompt_hashes(self, request: str, rank: int) -> "array[int] | None":
         """The block hashes of a live request's prompt."""
         ...
 
-    def estimate_seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
-        """How long loading and computing may take."""
+    def estimate_seconds(self, command: Prefetch, hashes: "array[int]") -> float:
+        """Expected duration of loading and computing."""
         ...
 
-    async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
-        """Take in what the tiers below have of a prompt; how many blocks are held then."""
+    async def load(self, command: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
+        """Load a prompt's blocks from lower tiers; return the number of blocks held then."""
         ...
 
     def compute(self, work: Work) -> None:
-        """Queue work whose answer goes to `Prefetches.keep_back` alone; raises Rejected."""
+        """Queue work whose output goes only to `without_prefetches`; raises Rejected."""
         ...
 
     def cancel(self, work: Work) -> None:
-        """Forget such work, which may be over."""
+        """Drop such work, which may be over."""
         ...
 
 
 class PrefetchQueue:
-    """Those under way, by their ids.
+    """Prefetches in progress, by id.
 
-    First blocks are loaded from below; then, as far as is asked, what comes after them is computed
-    behind all requests, as one whose answer nobody gets.
+    Each first loads blocks from lower tiers, then computes as many more as requested behind all
+    requests, as work whose answer is discarded.
     """
 
     def __init__(self, loader: PrefetchLoader, block_size: int) -> None:
@@ -57,43 +57,48 @@ class PrefetchQueue:
         self._commands: dict[str, Prefetch] = {}
         self._computing: dict[str, asyncio.Event] = {}
 
-    def start(self, wish: Prefetch) -> str:
-        """Begin in time; returns why not if so. The same id replaces."""
-        self.cancel(wish.id)
-        if self._loader.prompt_hashes(wish.id, wish.rank) is not None:
+    def start(self, command: Prefetch) -> str:
+        """Start a prefetch, or replace the one with the same id.
+
+        Returns the reason if it is refused.
+        """
+        self.cancel(command.id)
+        if self._loader.prompt_hashes(command.id, command.rank) is not None:
             return "a request has this id"
-        local, sequence, _ = hash_prompt(wish.tokens, self._block_size, wish.salt)
+        local, sequence, _ = hash_prompt(command.tokens, self._block_size, command.salt)
         if not sequence:
             return "the prompt has no full block"
-        if len(self._tasks) >= MAX_PREFETCHES and not self._evict_for(wish):
-            return f"{MAX_PREFETCHES} prefetches are under way"
+        if len(self._tasks) >= MAX_PREFETCHES and not self._evict_for(command):
+            return f"{MAX_PREFETCHES} prefetches are in progress"
         hashes = array("Q", sequence)
-        running = asyncio.create_task(self._run(wish, hashes, array("Q", local)), name="prefetch")
-        self._tasks[wish.id], self._prompts[wish.id] = running, hashes
-        self._commands[wish.id] = wish
-        running.add_done_callback(lambda task: self._on_done(wish.id, task))
+        running = asyncio.create_task(
+            self._run(command, hashes, array("Q", local)), name="prefetch"
+        )
+        self._tasks[command.id], self._prompts[command.id] = running, hashes
+        self._commands[command.id] = command
+        running.add_done_callback(lambda task: self._on_done(command.id, task))
         return ""
 
-    def cancel(self, wish: str) -> bool:
-        """Stop one; False if it is not under way."""
-        task = self._tasks.pop(wish, None)
+    def cancel(self, prefetch: str) -> bool:
+        """Stop a prefetch; False if it is not in progress."""
+        task = self._tasks.pop(prefetch, None)
         if task is None:
             return False
-        del self._prompts[wish], self._commands[wish]
+        del self._prompts[prefetch], self._commands[prefetch]
         return task.cancel()
 
     def on_request(self, work: Work) -> None:
-        """A request is here: if its prompt begins alike, it does the rest by itself."""
+        """Stop prefetches that share a prefix with a new request, which computes it itself."""
         prompt = self._loader.prompt_hashes(work.request, work.rank) if self._prompts else None
         if prompt is None:
             return
-        for wish, hashes in list(self._prompts.items()):
+        for prefetch, hashes in list(self._prompts.items()):
             shared = min(len(hashes), len(prompt))
             if shared and hashes[:shared] == prompt[:shared]:
-                self.cancel(wish)
+                self.cancel(prefetch)
 
     def without_prefetches(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
-        """All news but that of prefetches."""
+        """Return `deltas` without those of prefetches."""
         for delta in deltas:
             if delta.finish and delta.request in self._computing:
                 self._computing[delta.request].set()
@@ -101,67 +106,67 @@ class PrefetchQueue:
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
-        for wish in list(self._tasks):
-            self.cancel(wish)
+        for prefetch in list(self._tasks):
+            self.cancel(prefetch)
         if tasks:
             await asyncio.wait(tasks)
 
-    def _evict_for(self, wish: Prefetch) -> bool:
-        """End what begins last of the owner with the most, if that has more than this one's."""
+    def _evict_for(self, command: Prefetch) -> bool:
+        """Cancel the last prefetch of the owner with the most; False if this one has as many."""
         counts = Counter(owner(known.tenant) for known in self._commands.values())
-        most = max(counts.values())
-        if counts[owner(wish.tenant)] >= most:
+        highest = max(counts.values())
+        if counts[owner(command.tenant)] >= highest:
             return False
-        theirs = (w for w in self._commands.values() if counts[owner(w.tenant)] == most)
+        theirs = (w for w in self._commands.values() if counts[owner(w.tenant)] == highest)
         last = max(theirs, key=lambda known: known.at or 0.0)
-        log.info("prefetch %s gives way to one of an owner that has fewer", last.id)
+        log.info("prefetch %s cancelled in favour of an owner with fewer", last.id)
         return self.cancel(last.id)
 
-    def _on_done(self, wish: str, task: "asyncio.Task[None]") -> None:
-        if self._tasks.get(wish) is task:
-            del self._tasks[wish], self._prompts[wish], self._commands[wish]
+    def _on_done(self, prefetch: str, task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(prefetch) is task:
+            del self._tasks[prefetch], self._prompts[prefetch], self._commands[prefetch]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("prefetch %s has failed: %s", wish, cause(error))
+            log.warning("prefetch %s failed: %s", prefetch, cause(error))
 
-    async def _run(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> None:
+    async def _run(self, command: Prefetch, hashes: "array[int]", local: "array[int]") -> None:
         now = time.time()
-        at = wish.at if wish.at is not None else now
-        lead = MIN_LEAD_S + 2 * self._loader.estimate_seconds(wish, hashes)
-        async with asyncio.timeout(max(0.0, at + wish.deadline_s - now)):
+        at = command.at if command.at is not None else now
+        lead = MIN_LEAD_S + 2 * self._loader.estimate_seconds(command, hashes)
+        async with asyncio.timeout(max(0.0, at + command.deadline_s - now)):
             await asyncio.sleep(at - lead - now)
-            held = await self._loader.load(wish, hashes, local)
-            if wish.compute:
-                await self._compute(wish, held)
+            held = await self._loader.load(command, hashes, local)
+            if command.compute:
+                await self._compute(command, held)
 
-    async def _compute(self, wish: Prefetch, held: int) -> None:
+    async def _compute(self, command: Prefetch, held: int) -> None:
         size = self._block_size
-        tokens = min(held * size + wish.compute, len(wish.tokens) // 4) // size * size
+        tokens = min(held * size + command.compute, len(command.tokens) // 4) // size * size
         if tokens <= held * size:
             return
-        work = prefetch_work(wish, wish.tokens[: 4 * tokens])
-        done = self._computing[wish.id] = asyncio.Event()
+        work = prefetch_work(command, command.tokens[: 4 * tokens])
+        done = self._computing[command.id] = asyncio.Event()
         try:
             self._loader.compute(work)
             await done.wait()
         except Rejected as rejected:
-            log.warning("prefetch %s is not computed: %s", wish.id, rejected.reason)
+            log.warning("prefetch %s not computed: %s", command.id, rejected.reason)
         finally:
             self._loader.cancel(work)
-            del self._computing[wish.id]
+            del self._computing[command.id]
 
 
-def prefetch_work(wish: Prefetch, tokens: bytes) -> Work:
-    """A prefetch as work of one token."""
+def prefetch_work(command: Prefetch, tokens: bytes) -> Work:
+    """A prefetch as work for one token."""
     return Work(
-        request=wish.id,
+        request=command.id,
         frontend="",
         tokens=tokens,
         sampling=Sampling(max_tokens=1, temperature=0.0),
-        salt=wish.salt,
-        adapter=wish.adapter,
-        rank=wish.rank,
+        salt=command.salt,
+        adapter=command.adapter,
+        rank=command.rank,
         priority=PREFETCH_PRIORITY,
-        session=wish.session,
-        tenant=wish.tenant,
-        retention=wish.retention,
+        session=command.session,
+        tenant=command.tenant,
+        retention=command.retention,
     )

@@ -1,4 +1,4 @@
-"""Constraints tried in another process, which loses what takes too much."""
+"""Tries constraints in a child process, so that a bad one cannot harm the worker."""
 
 import asyncio
 import itertools
@@ -17,49 +17,51 @@ from kvmesh.worker.engine import EngineError, Rejected
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-SUBJECT = "the process that tries constraints"
-START_S = 120.0  # to load what compiling needs; importing vLLM takes long where the cores are busy
-HEARD_S = 3.0  # a process that has not begun a trial by then is frozen
+PROCESS = "the constraint trial process"
+START_TIMEOUT_S = 120.0  # importing vLLM is slow on busy cores
+BEGIN_TIMEOUT_S = 3.0  # to begin a trial, else the process is frozen
 _verdict = msgspec.msgpack.Decoder(Verdict)
 
 
 class _Lost(Exception):
-    """The process has ended, or does not answer and was killed."""
+    """The process has ended, or it does not answer and was killed."""
 
 
 class TrialClient:
-    """The process that `command` starts, which runs a `Server`. It starts when it is needed.
+    """A child process that runs a `TrialServer` by `command`, started on first use.
 
-    `most_s` bounds the time that a trial takes once it has begun.
+    `timeout_s` bounds the time of a trial from its begin.
     """
 
-    def __init__(self, most_s: float, *command: str) -> None:
-        self._timeout_s = most_s
+    def __init__(self, timeout_s: float, *command: str) -> None:
+        self._timeout_s = timeout_s
         self._command = command
         self._numbers = itertools.count(1)
         self._starting: asyncio.Task[_Process] | None = None
         self._closed = False
 
     async def open(self) -> "_Process":
-        """The process, ready; raises EngineError if it ends before it is, and once this is closed.
+        """Return the process once it is ready.
 
-        Cancelled, it goes on starting: it may take longer than anybody waits.
+        Raises EngineError if the process ends before, and after `close`. A cancelled call does not
+        stop the start, which may take longer than any caller waits.
         """
         if self._closed:
-            raise EngineError("constraints are tried no more: the worker stops")
+            raise EngineError("the worker is stopping: no constraint is compiled")
         if self._starting is None or _is_over(self._starting):
             self._starting = asyncio.create_task(_Process.started(self._command), name="trials")
         return await asyncio.shield(self._starting)
 
     async def try_constraint(self, guided: Guided) -> int:
-        """The bytes that a constraint takes; raises Rejected, or EngineError if it was not tried.
+        """The bytes that a constraint takes; cancelling the call cancels the trial.
 
-        A process that is lost meanwhile is replaced, once. Cancelled, it stops the trial.
+        Raises Rejected, or EngineError if the constraint could not be tried. A process lost
+        meanwhile is replaced once.
         """
         try:
             verdict = await self._try(guided)
         except _Lost as lost:
-            log.warning("%s; the worker starts another and tries again", lost)
+            log.warning("%s; starting another and trying again", lost)
             try:
                 verdict = await self._try(guided)
             except _Lost as again:
@@ -94,10 +96,10 @@ def _start(command: tuple[str, ...]) -> "Popen[bytes]":
 
 
 class _Process(asyncio.Protocol):
-    """One such process: what is written to it, and what its pipe brings."""
+    """One child process: writes trials to its stdin and reads verdicts from its stdout."""
 
-    def __init__(self, started: "Popen[bytes]") -> None:
-        self._popen = started
+    def __init__(self, popen: "Popen[bytes]") -> None:
+        self._popen = popen
         self._data = bytearray()
         self._input: asyncio.WriteTransport | None = None
         self._output: asyncio.BaseTransport | None = None
@@ -107,10 +109,10 @@ class _Process(asyncio.Protocol):
 
     @classmethod
     async def started(cls, command: tuple[str, ...]) -> "_Process":
-        """Returns once trials can begin."""
+        """Start a process and wait until it is ready for trials."""
         loop = asyncio.get_running_loop()
-        # Some loops start one by a copy of this process, which for a large one takes a while. It
-        # has a group of its own, where no Ctrl-C reaches it: it ends with this process.
+        # Popen in a thread: some event loops fork this process, which is slow if it is large. The
+        # child has a process group of its own, so that Ctrl-C does not reach it.
         process = cls(await asyncio.to_thread(_start, command))
         ready = process._verdicts[0] = loop.create_future()
         process._input, _ = await loop.connect_write_pipe(
@@ -118,48 +120,50 @@ class _Process(asyncio.Protocol):
         )
         process._output, _ = await loop.connect_read_pipe(lambda: process, process._popen.stdout)
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 await ready
         except _Lost as lost:
             raise EngineError(str(lost)) from lost
         except TimeoutError:
             process.kill()
-            raise EngineError(f"{SUBJECT} did not start within {START_S:g} s") from None
+            raise EngineError(f"{PROCESS} did not start within {START_TIMEOUT_S:g} s") from None
         except BaseException:
             process.kill()
             raise
         return process
 
-    async def try_constraint(self, number: int, guided: Guided, most_s: float) -> Verdict:
-        """Raises `_Lost`; a process that does not begin the trial is killed.
+    async def try_constraint(self, number: int, guided: Guided, timeout_s: float) -> Verdict:
+        """Try a constraint; raises `_Lost`, and kills a process that does not begin the trial.
 
-        A trial that takes more than `most_s` seconds is stopped.
+        A trial that takes more than `timeout_s` seconds is cancelled.
         """
         if self.ended:
-            raise _Lost(f"{SUBJECT} has ended")
+            raise _Lost(f"{PROCESS} has ended")
         loop = asyncio.get_running_loop()
-        begun: asyncio.Future[None] = loop.create_future()
-        waiting: asyncio.Future[Verdict] = loop.create_future()
-        self._started[number], self._verdicts[number] = begun, waiting
+        started: asyncio.Future[None] = loop.create_future()
+        verdict: asyncio.Future[Verdict] = loop.create_future()
+        self._started[number], self._verdicts[number] = started, verdict
         self._send(Trial(number, guided))
         try:
-            await asyncio.wait([begun], timeout=HEARD_S)
-            if not begun.done():
-                begun.cancel()
+            await asyncio.wait([started], timeout=BEGIN_TIMEOUT_S)
+            if not started.done():
+                started.cancel()
                 self.kill()
-                raise _Lost(f"{SUBJECT} was silent for {HEARD_S:g} s")
-            begun.result()
-            await asyncio.wait([waiting], timeout=most_s)
-            if not waiting.done():
-                return Verdict(number, f"the {guided.kind} takes more than {most_s:g} s to compile")
-            return waiting.result()
+                raise _Lost(f"{PROCESS} was silent for {BEGIN_TIMEOUT_S:g} s")
+            started.result()
+            await asyncio.wait([verdict], timeout=timeout_s)
+            if not verdict.done():
+                return Verdict(
+                    number, f"the {guided.kind} takes more than {timeout_s:g} s to compile"
+                )
+            return verdict.result()
         finally:
             self._started.pop(number, None)
             if self._verdicts.pop(number, None) is not None:
                 self._send(Trial(number))
 
     def kill(self) -> None:
-        """End it and its forks at once; a frozen one would not notice the end of its input."""
+        """Kill the process and its forks; a frozen one would not notice the end of its input."""
         if not self.ended:
             os.killpg(self._popen.pid, signal.SIGKILL)
             self.connection_lost(None)
@@ -202,4 +206,4 @@ def _set(future: asyncio.Future[T] | None, value: T) -> None:
 
 def _fail(future: asyncio.Future[T]) -> None:
     if not future.done():
-        future.set_exception(_Lost(f"{SUBJECT} has ended"))
+        future.set_exception(_Lost(f"{PROCESS} has ended"))

@@ -1,7 +1,7 @@
-"""The process that compiles a constraint before the engine does, in a copy that may die of it.
+"""Child process that compiles constraints before the engine does, each in a fork that may die.
 
-Some constraints of a few hundred characters take minutes or overflow the stack, and a library's
-call can be neither stopped nor survived. What passes here, the engine can compile as well. The
+Some constraints of a few hundred characters take minutes or overflow the stack, and a library call
+can be neither stopped nor survived. A constraint that compiles here compiles in the engine too. The
 process loads once what compiling needs, and forks for each constraint.
 """
 
@@ -21,27 +21,27 @@ import msgspec
 
 from kvmesh.bus.messages import Guided
 
-MOST_BYTES = 1 << 30
-STACK_BYTES = 4 << 20  # less than a thread of an engine has
-MOST_SAID = 1000  # characters of a reason
-SOON_S = 0.25  # of CPU time: what takes longer gives way to everything else
+MAX_BYTES = 1 << 30
+STACK_BYTES = 4 << 20  # less than the stack of an engine's thread
+MAX_REASON = 1000  # characters of a reason
+NORMAL_PRIORITY_S = 0.25  # of CPU time, then the trial runs at low priority
 NICENESS = 10
 LENGTH_BYTES = 4
 READ_BYTES = 1 << 16
 
 
 class Trial(msgspec.Struct):
-    """A constraint to be tried; without one, nobody waits for the verdict of this number."""
+    """A constraint to try; without `guided`, the trial of this number is cancelled."""
 
     number: int
     guided: Guided | None = None
 
 
 class Verdict(msgspec.Struct):
-    """Why a constraint cannot be followed, empty if it can; and the bytes that it takes.
+    """The result of a trial: `reason` for a refusal, else empty; `size` of the constraint in bytes.
 
-    `ended` is what ended the process that tried it. `started` says that the trial has begun, and no
-    more; number 0 says that trials can begin.
+    `ended` is the signal or status that ended the fork. `started` says only that the trial has
+    begun; with number 0, that the process is ready for trials.
     """
 
     number: int
@@ -57,13 +57,13 @@ CompileConstraint = Callable[[Guided], object]
 
 
 def framed(message: Trial | Verdict) -> bytes:
-    """A message as it is sent: its length first."""
+    """A message with its length in front."""
     data = _encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def unframed(data: bytearray) -> Iterator[bytes]:
-    """Take the messages that are whole out of `data`."""
+    """Remove complete messages from `data` and yield them."""
     while len(data) >= LENGTH_BYTES:
         end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big")
         if len(data) < end:
@@ -73,7 +73,7 @@ def unframed(data: bytearray) -> Iterator[bytes]:
 
 
 class _Fork:
-    """A copy of this process that tries one constraint, and what it has said so far."""
+    """A fork that tries one constraint, and its output so far."""
 
     def __init__(self, number: int, pid: int, pipe: int) -> None:
         self.number = number
@@ -82,7 +82,7 @@ class _Fork:
         self.output = bytearray()
 
     def collect(self) -> bytes:
-        """Its verdict, framed, once it has closed its pipe."""
+        """The framed verdict of a fork that has closed its pipe."""
         os.close(self.pipe)
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if status == 0:
@@ -92,16 +92,16 @@ class _Fork:
 
 
 class TrialServer:
-    """Tries what comes on stdin until it ends, for `seconds` of CPU time each.
+    """Tries the constraints from stdin until it closes, each within `seconds` of CPU time.
 
-    `make` returns what it has made of a constraint, or raises why it cannot.
+    `compile_constraint` returns the compiled constraint or raises.
     """
 
-    def __init__(self, make: CompileConstraint, seconds: float) -> None:
-        self._compile = make
+    def __init__(self, compile_constraint: CompileConstraint, seconds: float) -> None:
+        self._compile = compile_constraint
         self._seconds = seconds
         self._output = os.dup(1)
-        os.dup2(2, 1)  # nothing else is written among the verdicts
+        os.dup2(2, 1)  # keeps other output out of the verdicts
         self._input = bytearray()
         self._forks: dict[int, _Fork] = {}
         self._selector = selectors.DefaultSelector()
@@ -119,7 +119,7 @@ class TrialServer:
                     return
 
     def _read_trials(self) -> bool:
-        """Begin and end trials as the worker wants; False once it is gone."""
+        """Start and cancel trials as the worker requests; False once the worker is gone."""
         data = os.read(0, READ_BYTES)
         self._input += data
         for message in unframed(self._input):
@@ -158,20 +158,22 @@ class TrialServer:
             data = data[os.write(self._output, data) :]
 
 
-def _try(make: CompileConstraint, trial: Trial, seconds: float, pipe: int) -> NoReturn:
-    """In the fork: try it within bounds, say what came of it, and end whatever still runs."""
-    silence = os.open(os.devnull, os.O_WRONLY)  # else constraints could fill the log
+def _try(
+    compile_constraint: CompileConstraint, trial: Trial, seconds: float, pipe: int
+) -> NoReturn:
+    """Try a constraint in the fork within bounds, write the verdict, and end all threads."""
+    silence = os.open(os.devnull, os.O_WRONLY)  # constraints must not fill the log
     os.dup2(silence, 1)
     os.dup2(silence, 2)
-    most = _bytes("VmData") + MOST_BYTES
+    most = _bytes("VmData") + MAX_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CPU, (ceil(seconds), ceil(seconds)))
     verdicts: list[Verdict] = []
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=lambda: verdicts.append(_tried(make, trial)))
+    thread = threading.Thread(target=lambda: verdicts.append(_tried(compile_constraint, trial)))
     thread.start()
-    while thread.is_alive() and time.process_time() < SOON_S:
-        thread.join(SOON_S)
+    while thread.is_alive() and time.process_time() < NORMAL_PRIORITY_S:
+        thread.join(NORMAL_PRIORITY_S)
     if thread.is_alive():
         for task in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):
@@ -183,22 +185,22 @@ def _try(make: CompileConstraint, trial: Trial, seconds: float, pipe: int) -> No
     os._exit(0)
 
 
-def _tried(make: CompileConstraint, trial: Trial) -> Verdict:
+def _tried(compile_constraint: CompileConstraint, trial: Trial) -> Verdict:
     assert trial.guided is not None
     before = _bytes("VmRSS")
     try:
-        made = make(trial.guided)  # kept until its size is known
+        made = compile_constraint(trial.guided)  # alive until its size is known
     except MemoryError:
         return Verdict(trial.number, ended="MemoryError")
     except Exception as error:  # engines raise anything
-        return Verdict(trial.number, str(error)[:MOST_SAID] or type(error).__name__)
+        return Verdict(trial.number, str(error)[:MAX_REASON] or type(error).__name__)
     size = max(len(trial.guided.value), _bytes("VmRSS") - before)
     del made
     return Verdict(trial.number, size=size)
 
 
 def _bytes(name: str) -> int:
-    """A size of this process that Linux tells."""
+    """A size of this process in bytes, by its name in /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10

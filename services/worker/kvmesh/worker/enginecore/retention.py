@@ -1,7 +1,7 @@
-"""What callers ask for the blocks of one rank: claims on runs, pins, and who uses what.
+"""Retention on one rank: claims and pins on runs, sessions, and the order of eviction.
 
-Runs are cut where what is asked for changes. Where nobody asks for anything there is nothing here:
-no run has a `BlockRetention`, and eviction goes by recency.
+Runs are split where claims change. A run without claims has no `BlockRetention`, and its eviction
+goes by recency.
 """
 
 import logging
@@ -39,12 +39,12 @@ PINNED = RetentionWish(MOST_LEVEL)
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionOptions:
-    """`budget` is the share of all blocks that one tenant may have kept because it asked so.
+    """`budget` is the share of all blocks that a tenant may retain by claims.
 
-    `defaults` are what is asked for each kind of token where nobody says. Sessions without a
-    request for `session_idle_s` seconds are forgotten, as are promises without an end for blocks
-    that were not used for so long; and the oldest sessions, where all prompts together have more
-    than `session_blocks` names per block of the rank.
+    `defaults` are the claims for each kind of token without an explicit directive. Sessions without
+    a request for `session_idle_s` seconds are forgotten, as are claims without an end on blocks
+    unused for as long. The oldest sessions are forgotten when all recorded prompts have more than
+    `session_blocks` hashes per block of the rank.
     """
 
     budget: float = 0.5
@@ -56,8 +56,9 @@ class RetentionOptions:
 class RetentionManager:
     """Claims, pins and sessions of a rank with `capacity` blocks.
 
-    `cut` takes blocks from the end of an idle run without children, which it may leave empty.
-    `stays` is how much of a prompt that nobody will extend is used all the same.
+    `evict_blocks` drops blocks from the end of an unused run without children, and may leave it
+    empty. `used_above` returns how many leading blocks of a prompt an upper tier holds: these stay
+    when a session drops the prompt.
     """
 
     def __init__(
@@ -65,14 +66,16 @@ class RetentionManager:
         options: RetentionOptions,
         capacity: int,
         tree: RadixTree,
-        cut: Callable[[BlockRun, int], None],
-        stays: Callable[["array[int]"], int] = lambda _: 0,
+        evict_blocks: Callable[[BlockRun, int], None],
+        used_above: Callable[["array[int]"], int] = lambda _: 0,
     ) -> None:
-        self.budget = RetentionBudget(int(options.budget * capacity), _log, options.session_idle_s)
-        self.evictable: EvictionPool[BlockRun] = EvictionPool(_carries, self._refreshed_rank)
+        self.budget = RetentionBudget(
+            int(options.budget * capacity), _log_outcome, options.session_idle_s
+        )
+        self.evictable: EvictionPool[BlockRun] = EvictionPool(_has_children, self._refreshed_rank)
         self._tree = tree
-        self._evict_blocks = cut
-        self._used_above = stays
+        self._evict_blocks = evict_blocks
+        self._used_above = used_above
         self._sessions: SessionBook[int] = SessionBook(
             options.session_idle_s, options.session_blocks * capacity
         )
@@ -80,7 +83,7 @@ class RetentionManager:
         self._has_claims = False
 
     def state(self, rank: int, now: float) -> RetentionState:
-        """What there is now, as rank `rank`."""
+        """The state at `now`, reported as rank `rank`."""
         self.evictable.expire(now)
         counts = self.budget.outcomes.counts
         return RetentionState(
@@ -92,24 +95,24 @@ class RetentionManager:
         )
 
     def eviction_rank(self, run: BlockRun, now: float) -> EvictionRank:
-        """Where a run is in the order of eviction."""
+        """The position of a run in the order of eviction."""
         return run.retention.standing(now) if run.retention is not None else PLAIN
 
     def begin_use(self, run: BlockRun, now: float) -> None:
-        """An idle run is used again: what had ended by then has ended."""
+        """Take an unused run out of the eviction order; its expired claims end."""
         self.evictable.discard(run)
         if run.retention is not None:
             self._expire_claims(run, now)
 
     def end_use(self, run: BlockRun, now: float) -> None:
-        """One user less: what it was kept for counts from now."""
+        """Restart the time to live of a run's claims; put it into the eviction order if unused."""
         if run.retention is not None:
             run.retention.renew(now)
         if not run.refs:
             self.evictable.add(run, self.eviction_rank(run, now))
 
     def evict(self, count: int, now: float) -> None:
-        """Drop the `count` idle blocks that are worth least; there are as many."""
+        """Evict the `count` unused blocks of the lowest rank; there are at least as many."""
         while count > 0:
             run = self.evictable.first(now)
             part = min(count, len(run.hashes))
@@ -124,29 +127,33 @@ class RetentionManager:
     # requests
 
     def start_request(
-        self, held: "array[int]", prompt: "array[int]", asked: RetentionRequest | None, now: float
+        self, held: "array[int]", prompt: "array[int]", request: RetentionRequest | None, now: float
     ) -> list[str] | None:
-        """A prompt is in memory whose full blocks are `held`; what came of each directive for it.
+        """Claim the full blocks `held` of a prompt in memory; return the outcome of each directive.
 
-        It is its session's newest one, and may grow; what that leaves of earlier ones is dropped.
+        The prompt becomes the newest of its session; blocks that only its superseded prompts used
+        are dropped.
         """
-        self.claim(held, asked, now)
-        if asked is None:
+        self.claim(held, request, now)
+        if request is None:
             return None
-        self.record_prompt(asked.session, prompt, now)
+        self.record_prompt(request.session, prompt, now)
         granted = self.budget.outcomes.granted
-        return [str(granted(asked.directives[i])) for i in range(asked.prompt_directives)] or None
+        return [
+            str(granted(request.directives[i])) for i in range(request.prompt_directives)
+        ] or None
 
-    def claim(self, held: "array[int]", asked: RetentionRequest | None, now: float) -> None:
-        """Claim the blocks of a sequence, all of which are in use."""
-        asked = asked or NO_RETENTION
-        if asked.segments or self._has_claims or self._pins:
-            self._claim_from(held, asked, now, 0)
+    def claim(self, held: "array[int]", request: RetentionRequest | None, now: float) -> None:
+        """Apply the claims of a request to locked blocks."""
+        request = request or NO_RETENTION
+        if request.segments or self._has_claims or self._pins:
+            self._claim_from(held, request, now, 0)
 
     def raise_priority(self, held: "array[int]", priority: int, now: float) -> None:
-        """Blocks in use serve a request of a priority above 0: they are kept as dearly as it is.
+        """Claim locked blocks at the level of a request with a priority above 0.
 
-        As far as the budget of their tenant has room, and until nobody has used them for long.
+        The claim counts against the tenant's budget and ends once the blocks are unused for
+        `session_idle_s`.
         """
         self.evictable.expire(now)
         wish = RetentionWish(min(MOST_LEVEL, PLAIN_LEVEL + priority))
@@ -156,48 +163,48 @@ class RetentionManager:
             self._raise_run(run, wish, payer, now)
 
     def record_prompt(self, session: str | None, prompt: "array[int]", now: float) -> None:
-        """A session has this prompt now: what that leaves of its earlier ones is dropped."""
+        """Record a session's newest prompt; drop blocks that only its superseded prompts used."""
         if session is not None:
             self._drop_tails(self._sessions.record(session, prompt, now))
 
     def finish_request(
-        self, held: "array[int]", asked: RetentionRequest, now: float, first: int
+        self, held: "array[int]", request: RetentionRequest, now: float, first: int
     ) -> str | None:
-        """The answer is complete; its blocks begin with the `first` of those that are `held`.
+        """Claim the blocks of a complete answer: those of `held` from index `first` on.
 
-        What came of the directive for it, if there is one.
+        Return the outcome of the directive for the answer, if there is one.
         """
-        self._claim_from(held, asked, now, first)
+        self._claim_from(held, request, now, first)
         granted = self.budget.outcomes.granted
-        told = [
-            str(granted(directive)) for directive in asked.directives[asked.prompt_directives :]
+        outcomes = [
+            str(granted(directive)) for directive in request.directives[request.prompt_directives :]
         ]
-        return told[0] if told else None
+        return outcomes[0] if outcomes else None
 
     def _claim_from(
-        self, prompt: "array[int]", asked: RetentionRequest, now: float, first: int
+        self, prompt: "array[int]", request: RetentionRequest, now: float, first: int
     ) -> None:
-        """Claim blocks from the `first` one on of a prompt, all of which are in use."""
+        """Claim the blocks of a locked prompt from index `first` on."""
         self.evictable.expire(now)
-        if asked.segments or self._has_claims:
-            shared = self._sessions.shared(prompt, asked.session) if asked.segments else first
-            edges = (e for s in asked.segments for e in (s.first, s.end) if e)
+        if request.segments or self._has_claims:
+            shared = self._sessions.shared(prompt, request.session) if request.segments else first
+            edges = (e for s in request.segments for e in (s.first, s.end) if e)
             for at, run in self._split_runs(prompt, {first, shared, *edges}):
                 if at >= first:
-                    self._claim_run(run, asked.wish_at(at), at >= shared, asked, now)
+                    self._claim_run(run, request.wish_at(at), at >= shared, request, now)
         for pin, blocks in self._pins.along(prompt, now):
             self._pin(pin, prompt[:blocks], now)
 
-    def claim_inherited(self, held: "array[int]", asked: RetentionRequest, now: float) -> None:
-        """Leading blocks of a prompt, in use, come from a tier where this was asked for them."""
-        edges = {edge for segment in asked.segments for edge in segment[:2] if edge}
+    def claim_inherited(self, held: "array[int]", request: RetentionRequest, now: float) -> None:
+        """Claim leading blocks that came from another tier as they were claimed there."""
+        edges = {edge for segment in request.segments for edge in segment[:2] if edge}
         for at, run in self._split_runs(held, edges):
-            wish = asked.wish_at(at)
+            wish = request.wish_at(at)
             if wish is not None:
-                self._claim_run(run, wish, False, asked, now)
+                self._claim_run(run, wish, False, request, now)
 
     def retained_segments(self, prompt: "array[int]", now: float) -> list[RetentionSegment]:
-        """What the blocks of a prompt are kept for, to tell a tier that takes them in."""
+        """The claims on the blocks of a prompt, for another tier that receives the blocks."""
         found: list[RetentionSegment] = []
         at = 0
         for run in self._tree.match(prompt).runs:
@@ -211,11 +218,11 @@ class RetentionManager:
         return found
 
     def release(self, sessions: Sequence[str]) -> int:
-        """Drop what only these sessions use; returns how many blocks that was."""
+        """Forget sessions and drop blocks that only they used; return the number of blocks."""
         return self._drop_tails(self._sessions.release(sessions))
 
     def clear(self, salt: int | None, tenant: str = "") -> int:
-        """Drop what nobody uses, pinned or not, of one namespace if told; returns how many."""
+        """Drop unused blocks, pinned or not, of all or one namespace; return their number."""
         meant = salt, tenant
         roots = [
             root
@@ -227,7 +234,7 @@ class RetentionManager:
     # pins
 
     def pin(self, pin: Pin, now: float) -> int:
-        """Prefer to keep a prefix; returns how many of its blocks are here and within budget."""
+        """Pin a prefix; return the number of its blocks that are held and within the budget."""
         self.unpin(pin.id, now)
         prompt = array("Q", pin.sequence_hashes)
         if not prompt:
@@ -242,7 +249,7 @@ class RetentionManager:
         return directive.blocks
 
     def unpin(self, pin: str, now: float) -> int:
-        """Forget a pin; returns how many blocks it was on."""
+        """Remove a pin; return the number of blocks that it held."""
         known = self._pins.remove(pin)
         return self._unpin(known, now) if known is not None else 0
 
@@ -251,21 +258,21 @@ class RetentionManager:
     def _split_runs(
         self, prompt: "array[int]", edges: Iterable[int]
     ) -> Iterator[tuple[int, BlockRun]]:
-        """The runs of a prompt with the places of their first blocks, cut at `edges`."""
-        way = self._tree.match(prompt)
-        cuts = sorted({*edges, way.matched})
+        """Yield the runs of a prompt with the index of their first block, split at `edges`."""
+        match = self._tree.match(prompt)
+        cuts = sorted({*edges, match.matched})
         at = 0
-        for run in way.runs:
+        for run in match.runs:
             end = at + len(run)
-            for cut in cuts[bisect_right(cuts, at) : bisect_left(cuts, end)]:
-                yield at, self._split(run, cut - at)
-                at = cut
-            if at < way.matched:
+            for edge in cuts[bisect_right(cuts, at) : bisect_left(cuts, end)]:
+                yield at, self._split(run, edge - at)
+                at = edge
+            if at < match.matched:
                 yield at, run
             at = end
 
     def _split(self, run: BlockRun, size: int) -> BlockRun:
-        """Make the first blocks of a run one of its own, which is returned."""
+        """Split off the first `size` blocks of a run as a run of their own and return it."""
         upper = self._tree.split(run, size)
         if not upper.refs:
             self.evictable.add(upper, self.evictable.standing(run))
@@ -275,8 +282,8 @@ class RetentionManager:
         self,
         run: BlockRun,
         wish: RetentionWish | None,
-        alone: bool,
-        asked: RetentionRequest,
+        exclusive: bool,
+        request: RetentionRequest,
         now: float,
     ) -> None:
         if wish is None:
@@ -284,20 +291,20 @@ class RetentionManager:
                 self.budget.touch(run.retention, len(run), now)
                 self._drop_if_empty(run)
             return
-        keep = run.retention = run.retention or BlockRetention(asked.tenant)
-        size = self.budget.grantable(keep, len(run), wish)
+        retention = run.retention = run.retention or BlockRetention(request.tenant)
+        size = self.budget.grantable(retention, len(run), wish)
         if 0 < size < len(run):
-            self._claim_run(self._split(run, size), wish, alone, asked, now)
-        directive = asked.directives[wish.directive] if wish.directive is not None else None
-        self.budget.claim(keep, len(run), wish, now, directive, alone)
+            self._claim_run(self._split(run, size), wish, exclusive, request, now)
+        directive = request.directives[wish.directive] if wish.directive is not None else None
+        self.budget.claim(retention, len(run), wish, now, directive, exclusive)
         self._drop_if_empty(run)
 
     def _raise_run(self, run: BlockRun, wish: RetentionWish, payer: str, now: float) -> None:
-        keep = run.retention = run.retention or BlockRetention(payer)
-        size = self.budget.grantable(keep, len(run), wish)
+        retention = run.retention = run.retention or BlockRetention(payer)
+        size = self.budget.grantable(retention, len(run), wish)
         if 0 < size < len(run):
             self._raise_run(self._split(run, size), wish, payer, now)
-        self.budget.claim(keep, len(run), wish, now, alone=False)
+        self.budget.claim(retention, len(run), wish, now, alone=False)
         self._drop_if_empty(run)
 
     def _pin(self, pin: Pinned[int], prompt: "array[int]", now: float) -> None:
@@ -306,11 +313,11 @@ class RetentionManager:
                 self._pin_run(run, pin, now)
 
     def _pin_run(self, run: BlockRun, pin: Pinned[int], now: float) -> None:
-        keep = run.retention = run.retention or BlockRetention(pin.directive.tenant)
-        size = self.budget.grantable(keep, len(run), PINNED)
+        retention = run.retention = run.retention or BlockRetention(pin.directive.tenant)
+        size = self.budget.grantable(retention, len(run), PINNED)
         if 0 < size < len(run):
             self._pin_run(self._split(run, size), pin, now)
-        self.budget.pin(keep, len(run), pin.id, pin.priority, pin.deadline, pin.directive)
+        self.budget.pin(retention, len(run), pin.id, pin.priority, pin.deadline, pin.directive)
         self._update_rank(run, now)
 
     def _unpin(self, pin: Pinned[int], now: float) -> int:
@@ -348,32 +355,32 @@ class RetentionManager:
         if run.parent is not None and not run.parent.children:
             self.evictable.uncover(run.parent)
 
-    # what nobody wants any more
+    # dropping blocks that no session uses
 
     def _drop_tails(self, tails: Iterable[PromptTail[int]]) -> int:
         return sum([self._drop_tail(tail) for tail in tails])
 
     def _drop_tail(self, tail: PromptTail[int]) -> int:
         prompt = array("Q", tail.prompt)
-        kept = max(tail.kept, self._used_above(prompt))
+        retained = max(tail.kept, self._used_above(prompt))
         at = 0
         for run in self._tree.match(prompt).runs:
             end = at + len(run)
-            if end > kept:
-                if at < kept and not run.refs:
-                    self._split(run, kept - at)
+            if end > retained:
+                if at < retained and not run.refs:
+                    self._split(run, retained - at)
                 return self._prune(run)
             at = end
         return 0
 
     def _prune(self, top: BlockRun, pinned: bool = False) -> int:
-        """Drop of a run and all that hangs on it what nobody uses; returns how many blocks."""
+        """Drop unused blocks of a run and all runs below it; return their number."""
         runs, blocks = [top], 0
         for run in runs:
             runs.extend(run.children.values())
         for run in reversed(runs):
-            kept = run.retention is not None and bool(run.retention.pins) and not pinned
-            if run.refs or run.children or kept:
+            retained = run.retention is not None and bool(run.retention.pins) and not pinned
+            if run.refs or run.children or retained:
                 continue
             blocks += len(run)
             if run.retention is not None:
@@ -382,7 +389,7 @@ class RetentionManager:
         return blocks
 
 
-def _log(directive: Directive, outcome: DirectiveOutcome) -> None:
+def _log_outcome(directive: Directive, outcome: DirectiveOutcome) -> None:
     log.debug(
         "a directive (priority %d, ttl %s s) of tenant %r for %d blocks: %s",
         directive.priority,
@@ -393,5 +400,5 @@ def _log(directive: Directive, outcome: DirectiveOutcome) -> None:
     )
 
 
-def _carries(run: BlockRun) -> bool:
+def _has_children(run: BlockRun) -> bool:
     return bool(run.children)

@@ -1,4 +1,4 @@
-"""Which sequences an engine step works on: continuous batching with chunked prefill."""
+"""Continuous batching with chunked prefill: selects the sequences of each engine step."""
 
 import heapq
 import logging
@@ -23,7 +23,7 @@ _SORT_KEY = attrgetter("sort_key")
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """Bounds of a step. `watermark` is the share of blocks left free when admitting."""
+    """Bounds of a step; `watermark` is the share of blocks left free at admission."""
 
     block_size: int = 16
     max_sequences: int = 256
@@ -42,24 +42,24 @@ class ScheduledChunk:
 
 
 class HashGuard(Protocol):
-    """Sees to it that the hashes of a sequence name its own blocks only."""
+    """Keeps block hashes of different prompts apart where they collide."""
 
     def before_match(self, sequence: Sequence) -> None:
-        """The blocks of a prompt are going to be looked up."""
+        """Called before the blocks of a prompt are matched."""
         ...
 
     def before_promote(self, sequence: Sequence, blocks: int) -> None:
-        """The first `blocks` blocks are full, some of which get their hashes now."""
+        """Called before the first `blocks` blocks are promoted under their hashes."""
         ...
 
 
 class Scheduler:
-    """Waiting → (arriving →) prefilling → decoding, higher priority first, then by arrival.
+    """Waiting → (loading →) prefilling → decoding, by priority (higher first), then by arrival.
 
-    When blocks run out, the sequence that would go last is preempted: it returns its blocks to the
-    cache, goes back to waiting and later computes again what was evicted meanwhile.
+    When blocks run out, the sequence that is last in this order is preempted: it unlocks its
+    blocks, waits again, and later computes again what was evicted meanwhile.
 
-    Without a `vet`, hashes are taken for what they say.
+    Without a `guard`, equal hashes are taken for equal blocks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Whether the batch stays as it is until one of its sequences ends or needs a block."""
+        """Whether the batch stays as it is until a sequence ends or needs a block."""
         if self.loading:
             return False
         return self._rejected_at is not None or not self.waiting_count
@@ -97,7 +97,7 @@ class Scheduler:
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that are queued or under way and not computed yet."""
+        """Prompt tokens, queued or in progress, that are not computed yet."""
         if len(self.decoding.members) == len(self.live):
             return 0
         under_way = self.prefilling + self.loading
@@ -114,7 +114,7 @@ class Scheduler:
         return sequence
 
     def abort(self, request: str) -> bool:
-        """Drop a request wherever it is; False if it is not live."""
+        """Drop a request in any state; False if it is not live."""
         sequence = self.live.get(request)
         if sequence is None:
             return False
@@ -122,7 +122,10 @@ class Scheduler:
         return True
 
     def schedule_next_batch(self, now: float) -> list[ScheduledChunk]:
-        """Give memory to this step's work: a token per decoding sequence, and these chunks."""
+        """Allocate blocks for the next step; return its prompt chunks.
+
+        The step also computes one token for each decoding sequence.
+        """
         preemptions = self.preemptions
         self.blocks.now = now
         if self.loading:
@@ -143,9 +146,9 @@ class Scheduler:
         return [chunk for chunk in chunks if chunk.sequence.state is SequenceState.PREFILLING]
 
     def remove(self, sequence: Sequence, state: SequenceState) -> str | None:
-        """Take a sequence out of the batch and return its blocks; it is live only if WAITING.
+        """Take a sequence out of the batch and unlock its blocks; with state WAITING it stays live.
 
-        What came of the directive for its answer, if that has ended and there is one.
+        Return the outcome of the directive for its answer if the sequence ended and had one.
         """
         if sequence.state is SequenceState.PREFILLING:
             self.prefilling.remove(sequence)
@@ -155,13 +158,13 @@ class Scheduler:
             self.loading.remove(sequence)
         else:
             self.waiting_count -= 1
-        worth = min(max(0, sequence.request.priority), MAX_PRIORITY)
+        priority = min(max(0, sequence.request.priority), MAX_PRIORITY)
         if self.tiers.lower:
-            self.tiers.store(sequence, worth, self.blocks.now)
+            self.tiers.store(sequence, priority, self.blocks.now)
         ends = state is SequenceState.ENDED and sequence.cached_reported
         outcome = self._claim_answer(sequence) if ends else None
         self.blocks.free_private(sequence.private_blocks)
-        self.blocks.unlock(sequence.sequence_hashes[: sequence.full_blocks], worth)
+        self.blocks.unlock(sequence.sequence_hashes[: sequence.full_blocks], priority)
         sequence.private_blocks = sequence.full_blocks = sequence.free_slots = sequence.computed = 0
         sequence.state = state
         if state is SequenceState.ENDED:
@@ -169,22 +172,22 @@ class Scheduler:
         return outcome
 
     def claim_prompt(self, sequence: Sequence) -> list[str] | None:
-        """Note what is asked for a prompt that is in memory; what came of each directive for it."""
+        """Apply the claims of a request to its computed prompt; return their outcomes."""
         sequence.claimed_blocks = sequence.full_blocks
-        asked, now = sequence.request.retention, self.blocks.now
+        claims, now = sequence.request.retention, self.blocks.now
         held = sequence.sequence_hashes[: sequence.full_blocks]
-        outcomes = self.blocks.retention.start_request(held, sequence.sequence_hashes, asked, now)
-        if asked is not None and self.tiers.lower:
-            self.tiers.record_prompt(asked.session, sequence.sequence_hashes, now)
+        outcomes = self.blocks.retention.start_request(held, sequence.sequence_hashes, claims, now)
+        if claims is not None and self.tiers.lower:
+            self.tiers.record_prompt(claims.session, sequence.sequence_hashes, now)
         return outcomes
 
     def record_computed(self, sequence: Sequence, tokens: int) -> None:
-        """Account for `tokens` more tokens in memory, promoting the blocks that they fill."""
+        """Record `tokens` more tokens in memory and promote the blocks that they fill."""
         sequence.computed += tokens
         self.promote(sequence)
 
     def promote(self, sequence: Sequence) -> None:
-        """Give the blocks that are full by now their identity."""
+        """Promote the blocks that are full by now under their hashes."""
         first, full = sequence.full_blocks, sequence.computed // self.limits.block_size
         if full == first:
             return
@@ -204,30 +207,31 @@ class Scheduler:
         sequence.full_blocks = full
 
     def decode_spans(self, steps: int) -> Iterator[tuple[int, int]]:
-        """Cut the next decode steps where blocks fill up: how many steps, and blocks filled before.
+        """Split the next decode steps where blocks fill up.
 
-        They are at most `steps` in all, up to the first block whose hash is not known yet or is
-        here already, or behind which there is no room: the step after it must be planned.
+        Yields (steps, blocks filled before them), at most `steps` steps in total. The spans end
+        before a block whose hash is unknown or held already, and when no free block is left: the
+        step after them must be scheduled.
         """
-        size, room = self.limits.block_size, self.blocks.available
+        size, free = self.limits.block_size, self.blocks.available
         filling = self.decoding.filling(steps)
         if len(filling) > 1:
             heapq.heapify(filling)
         at = filled = 0
         seen: set[int] = set()
         while filling and filling[0][0] < steps:
-            place, arrival, block, sequence = filling[0]
-            if place > at:
-                yield place - at, filled
-                at = place
-            if filled == room or not self._is_new(sequence, block, seen):
+            step, arrival, block, sequence = filling[0]
+            if step > at:
+                yield step - at, filled
+                at = step
+            if filled == free or not self._is_new(sequence, block, seen):
                 return
             filled += 1
-            heapq.heapreplace(filling, (place + size, arrival, block + 1, sequence))
+            heapq.heapreplace(filling, (step + size, arrival, block + 1, sequence))
         yield steps - at, filled
 
     def allocate_overrun(self, sequences: list[Sequence]) -> None:
-        """Give room to members of the batch that filled blocks and went on meanwhile."""
+        """Allocate the blocks of members that filled their block and continued within the span."""
         size = self.limits.block_size
         for sequence in sequences:
             if sequence.free_slots < 0:
@@ -237,16 +241,16 @@ class Scheduler:
                 sequence.free_slots += blocks * size
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """The prompt is in memory: from now on one token per step."""
+        """Move a sequence with a computed prompt into the decode batch."""
         self.prefilling.remove(sequence)
         sequence.state = SequenceState.DECODING
         sequence.free_slots = -sequence.computed % self.limits.block_size
         self.decoding.add(sequence)
 
     def _is_new(self, sequence: Sequence, block: int, seen: set[int]) -> bool:
-        """Whether a block that a sequence fills is one that nobody holds, or fills before: `seen`.
+        """Whether a block that a sequence fills is neither held nor in `seen`.
 
-        False also if its hash is not known yet.
+        False if its hash is not known yet. `seen` has the blocks filled earlier in the span.
         """
         hashes = sequence.sequence_hashes
         if block >= len(hashes) or hashes[block] in seen:
@@ -257,7 +261,7 @@ class Scheduler:
         return not self.blocks.holds_child(hashes[block - 1] if block else None, hashes[block])
 
     def _rehash_if_foreign(self, sequence: Sequence) -> None:
-        """If another tenant's blocks have its hashes, give it hashes that nobody has."""
+        """Give a sequence fresh hashes if blocks of another tenant have the same ones."""
         hashes, tenant = sequence.sequence_hashes, sequence.request.tenant
         if not hashes:
             return
@@ -266,12 +270,12 @@ class Scheduler:
             sequence.rehash(0, secrets.randbits(64))
 
     def _claim_answer(self, sequence: Sequence) -> str | None:
-        asked = sequence.request.retention
-        if asked is None or not asked.segments:
+        claims = sequence.request.retention
+        if claims is None or not claims.segments:
             return None
         held = sequence.sequence_hashes[: sequence.full_blocks]
         return self.blocks.retention.finish_request(
-            held, asked, self.blocks.now, sequence.claimed_blocks
+            held, claims, self.blocks.now, sequence.claimed_blocks
         )
 
     def _all_running(self) -> list[Sequence]:
@@ -283,9 +287,9 @@ class Scheduler:
             self.loading.remove(sequence)
             self.record_computed(sequence, sequence.private_blocks * self.limits.block_size)
             if self.tiers.lower:
-                asked = sequence.request.retention or NO_RETENTION
+                claims = sequence.request.retention or NO_RETENTION
                 prefix = sequence.sequence_hashes[: sequence.full_blocks]
-                self.tiers.hand_over_retention(prefix, asked.tenant, self.blocks)
+                self.tiers.hand_over_retention(prefix, claims.tenant, self.blocks)
             sequence.state = SequenceState.PREFILLING
             self.prefilling.append(sequence)
 
@@ -327,18 +331,18 @@ class Scheduler:
             if sequence.state is not SequenceState.WAITING:
                 heapq.heappop(self.waiting)
                 continue
-            way = self._match_if_fits(sequence)
-            if way is None:
+            match = self._match_if_fits(sequence)
+            if match is None:
                 return
             heapq.heappop(self.waiting)
             self.waiting_count -= 1
-            if self._start(sequence, way, now):
+            if self._start(sequence, match, now):
                 budget -= self._schedule_chunk(sequence, budget, chunks)
 
     def _match_if_fits(self, sequence: Sequence) -> PrefixMatch | None:
-        """What is cached of a prompt if all of it fits beside what runs, else None.
+        """The cached prefix of a prompt if the whole prompt fits, else None.
 
-        A failed test waits for more memory.
+        After a failure the test is repeated only once more blocks are free.
         """
         running, available = self.running, self.blocks.available
         if running and self._rejected_at is not None and available <= self._rejected_at:
@@ -346,30 +350,30 @@ class Scheduler:
         self._rehash_if_foreign(sequence)
         if self._guard is not None:
             self._guard.before_match(sequence)
-        way = self.blocks.match_prefix(sequence.reusable)
-        needed = sequence.blocks_needed(sequence.length) - way.matched + way.inactive
+        match = self.blocks.match_prefix(sequence.reusable)
+        needed = sequence.blocks_needed(sequence.length) - match.matched + match.inactive
         promised = sum([s.blocks_needed(s.length) for s in self.loading + self.prefilling])
         reserve = self._reserve if running else 0
         if needed + promised + reserve > available:
             self._rejected_at = available
             return None
         self._rejected_at = None
-        return way
+        return match
 
-    def _start(self, sequence: Sequence, way: PrefixMatch, now: float) -> bool:
-        """Take what is cached; whether the rest can be computed at once."""
-        size, hits = self.limits.block_size, way.matched
-        self.blocks.lock(way)
-        found = self.tiers.match_prefix(
+    def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> bool:
+        """Lock the cached prefix; return whether the rest can be computed at once."""
+        size, hits = self.limits.block_size, match.matched
+        self.blocks.lock(match)
+        tiers = self.tiers.match_prefix(
             sequence.reusable, hits, sequence.request.remote_tokens // size
         )
         sequence.full_blocks = hits
         sequence.computed = hits * size
         if sequence.cached is None:
-            sequence.cached = found.tokens(size)
-        if found.loadable or found.kvbm_queried:
-            self._allocate_or_preempt(sequence, found.loadable)
-            sequence.ready_at = self.tiers.load(found, now)
+            sequence.cached = tiers.tokens(size)
+        if tiers.loadable or tiers.kvbm_queried:
+            self._allocate_or_preempt(sequence, tiers.loadable)
+            sequence.ready_at = self.tiers.load(tiers, now)
             sequence.state = SequenceState.LOADING
             self.loading.append(sequence)
             return False

@@ -1,4 +1,4 @@
-"""One request inside an engine: what is to be computed, and how far that has come."""
+"""Requests inside an engine core, and the progress of each as a sequence."""
 
 from array import array
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kvmesh.worker.enginecore.retention_request import RetentionRequest
 
 
 class TokenSource(Protocol):
-    """The answer, known beforehand: a pure function of the token's place in it."""
+    """An answer that is known in advance: a pure function of the token's offset."""
 
     def slice(self, start: int, stop: int) -> list[int]:
         """Tokens `start` … `stop - 1` of the answer."""
@@ -19,12 +19,12 @@ class TokenSource(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Request:
-    """A prompt as hashed blocks plus the tokens of its unfinished last block (packed uint32).
+    """A prompt as hashed blocks, and the tokens of its partial last block (packed uint32).
 
-    The KV of the first `remote_tokens` tokens comes from another worker instead of being computed. The
-    answer is `source` up to token `target`, ending with `finish`; its first `generated` tokens
-    are the last ones of the prompt. Higher priority goes first. `retention` is for its blocks,
-    which are shared within `tenant` alone.
+    The KV of the first `remote_tokens` tokens comes from another worker. The answer is `source` up
+    to token `target` and ends with `finish`; its first `generated` tokens are the last ones of the
+    prompt. Higher priority goes first. `retention` claims blocks; blocks are shared only within
+    `tenant`.
     """
 
     id: str
@@ -58,13 +58,12 @@ class SequenceState(Enum):
 
 
 class Sequence:
-    """A request's progress. `full_blocks` full blocks and `private_blocks` unfinished ones are in its name.
+    """The progress of a request, with `full_blocks` locked full blocks and `private_blocks` others.
 
-    It sorts by `sort_key`: the least goes first, the greatest is the first to be preempted.
-
-    What it asks for its first `claimed_blocks` blocks has been noted. While it decodes, its state is that
-    at step `synced_step` of the batch; at step `end_step` the answer is complete, at step `due_step` something
-    must be done for it.
+    The least `sort_key` is scheduled first, the greatest preempted first. `cached` is the cached
+    prompt tokens by tier. The claims on the first `claimed_blocks` blocks are applied. While the
+    sequence decodes, its state is that at step `synced_step` of the batch; at `end_step` the answer
+    is complete, and at `due_step` a block or the answer is full.
     """
 
     __slots__ = (
@@ -113,7 +112,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens known so far: the prompt and what was generated."""
+        """Tokens known so far: the prompt and the generated ones."""
         return self.prompt_length + self.generated
 
     @property
@@ -122,7 +121,7 @@ class Sequence:
         return self.request.target - self.generated
 
     def advance(self, clock: int) -> None:
-        """Write down the decode steps since `synced_step`, up to the batch's step count `clock`."""
+        """Write down the decode steps from `synced_step` up to the batch's step count `clock`."""
         steps = clock - self.synced_step
         self.generated += steps
         self.computed += steps
@@ -131,7 +130,7 @@ class Sequence:
 
     @property
     def reusable(self) -> "array[int]":
-        """Hashes of the blocks that may come from the cache: at least one token is computed."""
+        """Hashes of the blocks that may come from a cache: at least one token must be computed."""
         return self.sequence_hashes[: (self.length - 1) // self.block_size]
 
     def blocks_needed(self, computed: int) -> int:
@@ -139,12 +138,12 @@ class Sequence:
         return -(-computed // self.block_size) - self.full_blocks - self.private_blocks
 
     def rehash(self, first: int, seed: int) -> None:
-        """Give the blocks from `first` on other hashes, beginning with `seed`."""
+        """Replace the hashes of the blocks from `first` on by a chain that starts from `seed`."""
         fresh = sequence_hashes(self.local_hashes[first:].tobytes(), seed)
         self.sequence_hashes[first:] = array("Q", fresh)
 
     def hash_blocks(self, blocks: int) -> None:
-        """Know the hashes of the first `blocks` full blocks, generated ones included."""
+        """Compute the hashes of the first `blocks` full blocks, generated tokens included."""
         while len(self.sequence_hashes) < blocks:
             previous = self.sequence_hashes[-1] if self.sequence_hashes else self.request.salt
             tokens = self._block_tokens(len(self.sequence_hashes))

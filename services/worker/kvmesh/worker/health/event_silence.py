@@ -1,4 +1,4 @@
-"""Whether an engine computes prompts and tells nothing of what it then holds."""
+"""Detects engines that compute prompts and publish no KV events."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ SILENT_REQUESTS = 8
 
 @dataclass(frozen=True)
 class RankCounters:
-    """The counters of a rank when its last event was seen."""
+    """The counters of a rank at its last event."""
 
     published: int
     blocks: float
@@ -19,7 +19,7 @@ class RankCounters:
 
 
 class EventSilence:
-    """Finds ranks that computed BLOCKS full blocks for REQUESTS requests without an event."""
+    """Finds ranks without an event for SILENT_BLOCKS blocks and SILENT_REQUESTS requests."""
 
     def __init__(self, name: str, block_size: int) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class EventSilence:
         self._last_event: dict[int, RankCounters] = {}
 
     def check(self, loads: Iterable[Load], published: Mapping[int, int]) -> dict[str, str]:
-        """The ranks that are silent, each with a line for the log; `published` is events so far."""
+        """Return the silent ranks, each with a warning; `published` counts events so far."""
         found = {}
         for load in loads:
             now = self._counters(load, published.get(load.rank, 0))
@@ -46,7 +46,7 @@ class EventSilence:
         return found
 
     def _counters(self, load: Load, published: int) -> RankCounters:
-        """Full blocks computed are at least the tokens less a block for each request.
+        """The counters of a rank now; full blocks are at least the tokens less a block per request.
 
         Some engines count as requests only those that were not aborted.
         """

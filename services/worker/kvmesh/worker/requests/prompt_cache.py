@@ -1,4 +1,4 @@
-"""Long prompts of earlier requests, so that their frontends need not send them again."""
+"""Long prompts of earlier requests, so that frontends send only the rest of the next prompt."""
 
 from collections import OrderedDict
 
@@ -12,7 +12,7 @@ MAX_CACHE_BYTES = 64 << 20
 
 
 class PromptCache:
-    """Packed prompts by request, least recently kept out first; `limit` in bytes bounds them."""
+    """Packed prompts by request, in LRU order, at most `limit` bytes."""
 
     def __init__(self, limit: int = MAX_CACHE_BYTES) -> None:
         self._limit = limit
@@ -20,7 +20,7 @@ class PromptCache:
         self.bytes = 0
 
     def complete(self, work: Work) -> Work | None:
-        """`work` with its whole prompt; None if what it builds on is not here."""
+        """Return `work` with its whole prompt; None if its base prompt is unknown."""
         if not work.base:
             return work
         known = self._prompts.get(work.base, b"")
@@ -30,7 +30,7 @@ class PromptCache:
         return replace(work, tokens=known[:size] + work.tokens, base="", shared=0)
 
     def store(self, work: Work, base: str = "") -> bool:
-        """Keep the prompt of `work` in place of the one it was built on; whether it is kept."""
+        """Store the prompt of `work` in place of its base prompt; False if it is not stored."""
         self.bytes -= len(self._prompts.pop(base, b""))
         if not MIN_PROMPT_BYTES <= len(work.tokens) <= self._limit:
             return False

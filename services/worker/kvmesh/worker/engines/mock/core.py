@@ -1,7 +1,7 @@
 """One rank of the mock engine as a pure state machine: requests in, timed steps out.
 
-There is no clock, no I/O and no randomness here: the caller says when a step begins and makes
-time pass by the duration that it returns, so a live worker and a simulator run the same code.
+It has no clock, no I/O and no randomness: the caller gives the start of each step and lets the
+returned duration pass. A live worker and the simulator run the same code.
 """
 
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel, S
 
 @dataclass(slots=True)
 class MockOutput:
-    """New tokens of one request, the first of them the `offset`-th of its answer.
+    """New tokens of one request, from the `offset`-th token of its answer on.
 
-    The first output of a request has `cached`: prompt tokens that were not computed, by tier, and
-    `retention`: what came of each explicit directive for the prompt. The last one says with
-    `decode` what came of that for the answer.
+    The first output of a request has `cached`, the prompt tokens not computed, by tier, and
+    `retention`, the outcome of each explicit directive for the prompt. The last one has `decode`,
+    the outcome of the directive for the answer.
     """
 
     request: str
@@ -36,9 +36,9 @@ class MockOutput:
 
 
 class StepResult:
-    """What `steps` engine steps, `duration` seconds in all, will have done at their end.
+    """The result of `steps` engine steps of `duration` seconds in total, valid at their end.
 
-    With no steps, the engine only waits for KV to arrive: new requests may interrupt it.
+    With no steps, the engine waits for KV to arrive; new requests may interrupt the wait.
     """
 
     __slots__ = ("duration", "events", "outputs", "steps")
@@ -54,10 +54,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class CoreOptions:
-    """What the mock stands for. `speedup` divides every duration.
+    """Parameters of the simulated engine; `speedup` divides every duration.
 
     Without `emit_tokens`, only the first and the last output of a request are made, and the last
-    one is empty: enough for a simulation, at a cost that does not grow with the tokens.
+    one is empty: enough for a simulation, at a cost independent of the number of tokens.
     """
 
     blocks: int = 16384
@@ -72,15 +72,15 @@ class CoreOptions:
 class MockCore:
     """Block manager, scheduler and performance model of one rank, advanced by `step`.
 
-    A fault that is injected makes steps take `slowdown` times as long.
+    Injected faults multiply step times by `slowdown`.
     """
 
     def __init__(self, options: CoreOptions) -> None:
         self.options = options
         self.blocks = BlockManager(options.blocks, options.retention)
-        size, keeping = options.limits.block_size, options.retention
+        size, retention = options.limits.block_size, options.retention
         self.tiers = SimulatedTiers(
-            options.tiers, size, options.speedup, self.blocks, retention=keeping
+            options.tiers, size, options.speedup, self.blocks, retention=retention
         )
         self.scheduler = Scheduler(options.limits, self.blocks, self.tiers)
         self.counters = EngineCounters()
@@ -88,12 +88,12 @@ class MockCore:
 
     @property
     def block_managers(self) -> list[BlockManager]:
-        """The engine's own and the tiers below."""
+        """The block managers of the engine's memory and of the lower tiers."""
         return [self.blocks, *self.tiers.lower]
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether any request is live."""
         return bool(self.scheduler.live)
 
     @property
@@ -103,60 +103,60 @@ class MockCore:
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that are queued or under way and not computed yet."""
+        """Prompt tokens, queued or in progress, that are not computed yet."""
         return self.scheduler.prefill_tokens
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if it can never fit or its id is live."""
+        """Queue a request; raises ValueError if it can never fit or its id is live."""
         if request.length - request.generated + request.target > self.max_tokens:
             raise ValueError(f"{request.id} does not fit into {self.options.blocks} blocks")
         if request.id in self.scheduler.live:
-            raise ValueError(f"{request.id} is already here")
+            raise ValueError(f"{request.id} is already live")
         self.scheduler.submit(request)
         self.counters.requests += 1
         self.counters.prompt_tokens += request.length
 
     def abort(self, request: str) -> bool:
-        """Forget a request at once; False if it is not here. Its blocks stay cached."""
+        """Drop a request at once; False if it is unknown. Its blocks stay cached."""
         known = self.scheduler.abort(request)
         self.counters.aborted += known
         return known
 
     def step(self, now: float, horizon: float = 0.0) -> StepResult:
-        """Begin the next step at `now`; the result holds at `now + duration`.
+        """Start the next step at `now`; the result is valid at `now + duration`.
 
-        With `horizon`, as many steps as fit into that many seconds are taken as one, as long as
-        they only decode and no block fills up: the outcome is that of single steps, in fewer calls.
+        With `horizon`, steps that only decode and fill no block are taken together, as many as fit
+        into that many seconds. The result equals that of single steps, in fewer calls.
         """
         return self._step(self.scheduler.schedule_next_batch(now), now, horizon)
 
     def plan(self, now: float, horizon: float) -> StepResult | DecodePlan:
-        """Like `step`, but steps that only decode are planned and not taken yet.
+        """Like `step`, but return steps that only decode as a plan of about `horizon` seconds.
 
-        What comes back then takes about `horizon` seconds. Until `execute` is called with it, or with
-        what is left of it when something arrives in between, only `submit` may be called.
+        The caller passes the plan to `execute`, or the part of it up to a new arrival. Until then
+        it may only call `submit`.
         """
         chunks = self.scheduler.schedule_next_batch(now)
         decoding = self.scheduler.decoding
         if chunks or not decoding.members or not self.scheduler.settled:
             return self._step(chunks, now, 0.0)
-        kept: list[tuple[int, float]] = []
+        spans: list[tuple[int, float]] = []
         active, steps, duration = self.blocks.active, 0, 0.0
         for count, filled in self.scheduler.decode_spans(decoding.steps_to_end()):
             seconds = self._decode_seconds(len(decoding.members), active + filled)
-            kept.append((count, seconds))
+            spans.append((count, seconds))
             steps += count
             duration += count * seconds
             if duration >= horizon:
                 break
-        return DecodePlan(kept, steps, duration)
+        return DecodePlan(spans, steps, duration)
 
-    def execute(self, ahead: DecodePlan) -> StepResult:
-        """Take the steps that `plan` planned."""
+    def execute(self, plan: DecodePlan) -> StepResult:
+        """Take the steps of a plan."""
         outputs: list[MockOutput] = []
-        self._decode(ahead.steps, outputs)
-        self.counters.count_steps(ahead.steps, ahead.duration)
-        return StepResult(ahead.duration, ahead.steps, outputs, self.take_events())
+        self._decode(plan.steps, outputs)
+        self.counters.count_steps(plan.steps, plan.duration)
+        return StepResult(plan.duration, plan.steps, outputs, self.take_events())
 
     def _step(self, chunks: list[ScheduledChunk], now: float, horizon: float) -> StepResult:
         decoding = self.scheduler.decoding
@@ -172,7 +172,7 @@ class MockCore:
         return StepResult(seconds * steps, steps, outputs, self.take_events())
 
     def load(self, instance: str, rank: int) -> Load:
-        """The forward-pass metrics of this core as rank `rank` of `instance`."""
+        """The load of this core as rank `rank` of `instance`."""
         counters, scheduler, blocks = self.counters, self.scheduler, self.blocks
         running = scheduler.running
         return Load(
@@ -197,13 +197,13 @@ class MockCore:
         )
 
     def take_events(self) -> list[KvEvent]:
-        """What the cache gained and lost since the last step."""
+        """Return the KV events since the last call, of all tiers."""
         if not self.tiers.lower:
             return self.blocks.take_events()
         return [event for memory in self.block_managers for event in memory.take_events()]
 
     def dump(self) -> list[KvEvent]:
-        """A `Cleared` and everything stored, in all tiers."""
+        """Return a `Cleared` and all full blocks, of all tiers."""
         return [Cleared(), *(event for memory in self.block_managers for event in memory.stored())]
 
     def _seconds_until_loaded(self, now: float) -> float:
@@ -229,7 +229,7 @@ class MockCore:
         batch = self.scheduler.decoding
         self.counters.output_tokens += steps * len(batch.members)
         if self.options.emit_tokens:
-            outputs += [_told(s, batch.clock - s.synced_step, steps) for s in batch.members]
+            outputs += [_output(s, batch.clock - s.synced_step, steps) for s in batch.members]
         full = batch.advance(steps)
         if full:
             self.scheduler.allocate_overrun(full)
@@ -239,7 +239,7 @@ class MockCore:
                 batch.resume(sequence)
                 continue
             if not self.options.emit_tokens:
-                outputs.append(_last(sequence))
+                outputs.append(_last_output(sequence))
             self._finish(sequence, outputs)
 
     def _prefill(self, chunk: ScheduledChunk, outputs: list[MockOutput]) -> None:
@@ -248,12 +248,12 @@ class MockCore:
         self.counters.computed_tokens += chunk.tokens
         if sequence.computed < sequence.length:
             return
-        told = _told(sequence, 0, 1)
-        outputs.append(told)
+        first = _output(sequence, 0, 1)
+        outputs.append(first)
         sequence.generated += 1
         self.counters.output_tokens += 1
-        self._report_cached(sequence, told)
-        if told.finish is None:
+        self._report_cached(sequence, first)
+        if first.finish is None:
             self.scheduler.start_decoding(sequence)
         else:
             self._finish(sequence, outputs)
@@ -273,8 +273,8 @@ class MockCore:
             last.decode = outcome
 
 
-def _told(sequence: Sequence, since: int, steps: int) -> MockOutput:
-    """What `steps` steps add, `since` steps after the sequence's progress was written down."""
+def _output(sequence: Sequence, since: int, steps: int) -> MockOutput:
+    """The output of `steps` steps, `since` steps after the sequence's progress was written down."""
     request = sequence.request
     start = sequence.generated + since
     end = start + steps
@@ -282,6 +282,6 @@ def _told(sequence: Sequence, since: int, steps: int) -> MockOutput:
     return MockOutput(request.id, start, request.source.slice(start, end), finish)
 
 
-def _last(sequence: Sequence) -> MockOutput:
+def _last_output(sequence: Sequence) -> MockOutput:
     request = sequence.request
     return MockOutput(request.id, sequence.generated, [], request.finish)

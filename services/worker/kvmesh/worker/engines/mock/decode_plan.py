@@ -1,10 +1,10 @@
-"""Decode steps that are planned together and taken later, as far as time has passed by then."""
+"""Decode steps that are planned together and count later."""
 
 
 class DecodePlan:
-    """Stretches of equal steps: how many, and the seconds of each. There is at least one step.
+    """At least one step, as spans of (number of steps, seconds of each).
 
-    `steps` and `duration`, in seconds, are those of all stretches together.
+    `steps` and `duration`, in seconds, are the totals of all spans.
     """
 
     __slots__ = ("duration", "spans", "steps")
@@ -15,16 +15,16 @@ class DecodePlan:
         self.duration = duration
 
     def until(self, elapsed: float) -> "DecodePlan":
-        """These steps up to the one that is under way after `elapsed` seconds, which ends yet."""
-        kept: list[tuple[int, float]] = []
+        """The part of the plan up to the end of the step in progress after `elapsed` seconds."""
+        spans: list[tuple[int, float]] = []
         total, duration = 0, 0.0
         for steps, seconds in self.spans:
             ends_here = elapsed <= steps * seconds
-            taken = min(steps, max(1, -int(-elapsed // seconds))) if ends_here else steps
-            kept.append((taken, seconds))
-            total += taken
-            duration += taken * seconds
+            count = min(steps, max(1, -int(-elapsed // seconds))) if ends_here else steps
+            spans.append((count, seconds))
+            total += count
+            duration += count * seconds
             if ends_here:
                 break
             elapsed -= steps * seconds
-        return DecodePlan(kept, total, duration)
+        return DecodePlan(spans, total, duration)

@@ -1,4 +1,4 @@
-"""The mock as an engine of the mesh: pure cores stepped in real time, answers from an author."""
+"""The mock engine: simulated ranks in real time, with deterministic answers."""
 
 import asyncio
 import logging
@@ -40,20 +40,20 @@ from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
-FOR_EVER_S = 1e6
+BLOCK_S = 1e6
 
 
 def create(context: EngineContext) -> "MockEngine":
-    """The mock that `[worker]` and `[mock]` describe, for the tokenizer in the model folder."""
+    """Create the mock engine of `[worker]` and `[mock]` with the model folder's tokenizer."""
     worker, mock = context.settings.worker, context.settings.mock
     longest = worker.context or model_context(context.folder)
     fits = min(longest, mock.blocks * worker.block_size)
-    keeping = retention_options(worker)
-    return MockEngine(mock, context.folder, worker.block_size, fits, worker.adapters, keeping)
+    retention = retention_options(worker)
+    return MockEngine(mock, context.folder, worker.block_size, fits, worker.adapters, retention)
 
 
 class MockEngine:
-    """A `MockRank` per data-parallel rank, fed with answers that are known beforehand."""
+    """A `MockRank` per data-parallel rank; the answer answer to a request is known at its start."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class MockEngine:
         block_size: int,
         context: int,
         adapters: list[str],
-        keeping: RetentionOptions,
+        retention: RetentionOptions,
     ) -> None:
         self._options = options
         self._folder = folder
         self._block_size = block_size
         self._context = context
         self._adapters = adapters
-        self._retention = keeping
+        self._retention = retention
         self._ranks: list[MockRank] = []
         self._live: dict[str, _Live] = {}
         self._writer: AnswerWriter | None = None
@@ -103,19 +103,19 @@ class MockEngine:
         self._prefetches.on_request(work)
 
     def _apply_poison(self, work: Work) -> None:
-        """Suffer what poison does, if there is any in the prompt."""
+        """Inject the configured fault if the prompt contains the poison text."""
         prompt = memoryview(work.tokens).cast("I").tolist()
         if self._writer is not None and self._options.poison in self._writer.text(prompt):
             effect = self._options.poison_effect
             log.warning("injected %s by request %s", effect, work.request)
             if effect == "block":
-                time.sleep(FOR_EVER_S)
+                time.sleep(BLOCK_S)
             self._ranks[work.rank].poison(effect)
 
-    def prefetch(self, wish: Prefetch) -> str:
-        if not 0 <= wish.rank < len(self._ranks):
-            return f"there is no rank {wish.rank}"
-        return self._prefetches.start(wish)
+    def prefetch(self, command: Prefetch) -> str:
+        if not 0 <= command.rank < len(self._ranks):
+            return f"there is no rank {command.rank}"
+        return self._prefetches.start(command)
 
     def tier_counts(self) -> TierCounts | None:
         tiers = [rank.core.tiers for rank in self._ranks]
@@ -146,24 +146,28 @@ class MockEngine:
     def clear(self) -> None:
         self.drop(None, "", TIERS)
 
-    # which blocks are kept
+    # retention
 
     def release(self, sessions: list[str]) -> int:
-        return sum(rank.drop_blocks(lambda kept, _: kept.release(sessions)) for rank in self._ranks)
+        return sum(
+            rank.drop_blocks(lambda manager, _: manager.release(sessions)) for rank in self._ranks
+        )
 
     def pin(self, pin: Pin) -> int:
         return sum(
-            rank.change_retention(lambda kept, now: kept.pin(pin, now)) for rank in self._ranks
+            rank.change_retention(lambda manager, now: manager.pin(pin, now))
+            for rank in self._ranks
         )
 
     def unpin(self, pin: str) -> int:
         return sum(
-            rank.change_retention(lambda kept, now: kept.unpin(pin, now)) for rank in self._ranks
+            rank.change_retention(lambda manager, now: manager.unpin(pin, now))
+            for rank in self._ranks
         )
 
     def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        def change(kept: RetentionManager, _: float) -> int:
-            return kept.clear(salt, tenant)
+        def change(manager: RetentionManager, _: float) -> int:
+            return manager.clear(salt, tenant)
 
         return sum(rank.drop_blocks(change, tiers) for rank in self._ranks)
 
@@ -180,7 +184,7 @@ class MockEngine:
         for rank in self._ranks:
             await rank.stop()
 
-    # what the ranks tell, on its way to the worker
+    # the sink of the ranks
 
     def output(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
@@ -190,9 +194,9 @@ class MockEngine:
             if delta.finish is not None and live is not None:
                 delta.handoff = live.handoff
                 del self._live[delta.request]
-        told = self._prefetches.without_prefetches(deltas)
-        if told and self._sink is not None:
-            self._sink.output(told)
+        own = self._prefetches.without_prefetches(deltas)
+        if own and self._sink is not None:
+            self._sink.output(own)
 
     def events(self, rank: int, events: list[KvEvent]) -> None:
         if self._sink is not None:
@@ -209,9 +213,9 @@ class MockEngine:
     def _request(self, work: Work) -> Request:
         if self._writer is None:
             raise ValueError("the engine has not started")
-        whole = self._writer.answer(work)
-        if whole.target <= work.generated:
-            raise ValueError(f"this answer ends after {whole.target} tokens")
+        answer = self._writer.answer(work)
+        if answer.target <= work.generated:
+            raise ValueError(f"this answer ends after {answer.target} tokens")
         local, sequence, tail = hash_prompt(work.tokens, self._block_size, work.salt)
         return Request(
             id=work.request,
@@ -219,19 +223,19 @@ class MockEngine:
             local_hashes=local,
             sequence_hashes=sequence,
             tail=tail,
-            source=whole.source,
-            target=whole.target,
-            finish=whole.finish,
+            source=answer.source,
+            target=answer.target,
+            finish=answer.finish,
             generated=work.generated,
             salt=work.salt,
             tenant=work.tenant,
             priority=work.priority,
-            remote_tokens=_left(work),
+            remote_tokens=_remote_tokens(work),
             retention=parse_retention(work, self._block_size, self._retention.defaults),
         )
 
     def _logprobs(self, token: int, alternatives: int) -> dict[int, float]:
-        """Nearly all probability on the token that was said, the rest on its neighbours."""
+        """Logprobs with nearly all probability on `token` and the rest on its neighbours."""
         size = self._writer.vocabulary if self._writer is not None else token + 1
         rest = {(token + i) % size: -4.0 - i for i in range(1, alternatives)}
         return {token: -0.05, **rest}
@@ -239,7 +243,7 @@ class MockEngine:
     def _make_author(self) -> AnswerWriter:
         options = self._options
         try:
-            passage = TextSource.of_model(self._folder)
+            text = TextSource.of_model(self._folder)
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise EngineConfigError(
                 f"cannot read the tokenizer in {self._folder}: {error}"
@@ -256,7 +260,7 @@ class MockEngine:
             think_open=options.think_open,
             think_close=options.think_close,
         )
-        return AnswerWriter(passage, answers, script)
+        return AnswerWriter(text, answers, script)
 
     def _core_options(self) -> CoreOptions:
         options = self._options
@@ -300,7 +304,7 @@ class MockEngine:
 
 
 class _Live:
-    """Where a request runs, how many alternatives it wants for each token, and what it leaves."""
+    """The rank of a request, the alternatives wanted per token, and its handoff."""
 
     __slots__ = ("handoff", "logprobs", "rank")
 
@@ -310,10 +314,10 @@ class _Live:
         self.handoff = {"tokens": len(work.tokens) // 4} if work.prefill else None
 
 
-def _left(work: Work) -> int:
-    """How many tokens of the prompt another worker has computed."""
-    left = (work.handoff or {}).get("tokens", 0)
-    return left if isinstance(left, int) else 0
+def _remote_tokens(work: Work) -> int:
+    """Number of prompt tokens that another worker has computed."""
+    tokens = (work.handoff or {}).get("tokens", 0)
+    return tokens if isinstance(tokens, int) else 0
 
 
 def _tier_blocks(options: MockSettings) -> list[int]:

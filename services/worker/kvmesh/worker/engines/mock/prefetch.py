@@ -1,4 +1,4 @@
-"""What the mock does for prefetches: blocks from its tiers below, or computed behind requests."""
+"""Prefetches of the mock engine: blocks from its lower tiers, or computed after all requests."""
 
 import asyncio
 from array import array
@@ -12,7 +12,7 @@ from kvmesh.worker.engines.mock.rank import MockRank
 
 
 class MockLoader:
-    """`request` makes work one for the core, or raises ValueError."""
+    """Loads and computes on `ranks`; `request` converts work for the core or raises ValueError."""
 
     def __init__(self, ranks: Sequence[MockRank], request: Callable[[Work], Request]) -> None:
         self._ranks = ranks
@@ -22,25 +22,25 @@ class MockLoader:
         sequence = self._ranks[rank].core.scheduler.live.get(request)
         return sequence.sequence_hashes if sequence is not None else None
 
-    def estimate_seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
-        core = self._ranks[wish.rank].core
+    def estimate_seconds(self, command: Prefetch, hashes: "array[int]") -> float:
+        core = self._ranks[command.rank].core
         held = core.blocks.match_prefix(hashes).matched
         loading = core.tiers.load_seconds(core.tiers.match_prefix(hashes, held))
-        return loading + core.options.model.prefill(wish.compute) / core.options.speedup
+        return loading + core.options.model.prefill(command.compute) / core.options.speedup
 
-    async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
-        rank = self._ranks[wish.rank]
+    async def load(self, command: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
+        rank = self._ranks[command.rank]
         clock = asyncio.get_running_loop().time
-        loading = PrefixLoad(rank.core, hashes, local, wish.salt, wish.tenant)
+        prefix = PrefixLoad(rank.core, hashes, local, command.salt, command.tenant)
         try:
-            while (ready_at := loading.start_next(clock())) is not None:
+            while (ready_at := prefix.start_next(clock())) is not None:
                 rank.publish_events()
                 await asyncio.sleep(ready_at - clock())
-                loading.finish_part(clock())
+                prefix.finish_part(clock())
                 rank.publish_events()
-            return loading.held
+            return prefix.held
         finally:
-            loading.close()
+            prefix.close()
 
     def compute(self, work: Work) -> None:
         try:

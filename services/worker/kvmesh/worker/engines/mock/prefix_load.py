@@ -1,4 +1,4 @@
-"""A prompt's blocks on their way from the tiers below into a mock engine, ahead of requests."""
+"""A prefetch from the lower tiers of a mock engine."""
 
 from array import array
 
@@ -9,7 +9,7 @@ PART_BYTES = 64 << 20
 
 
 class PrefixLoad:
-    """Brings a prefix in, part by part; what is held of it stays until `close`."""
+    """Loads a prefix part by part; the held part of it stays locked until `close`."""
 
     def __init__(
         self, core: MockCore, hashes: "array[int]", local: "array[int]", salt: int, tenant: str
@@ -23,15 +23,18 @@ class PrefixLoad:
         self.held = 0 if self._is_foreign() else core.blocks.lock_prefix(hashes)
 
     def start_next(self, now: float) -> float | None:
-        """Begin to load the next part: when it will be here, None if there is no more to load."""
+        """Start to load the next part.
+
+        Returns its arrival time, or None if nothing is left to load.
+        """
         core, blocks = self._core, self._core.blocks
         blocks.now = now
         if self._is_foreign():
             return None
         self._lock()
         found = core.tiers.match_prefix(self._hashes, self.held)
-        most = max(1, PART_BYTES // core.tiers.block_bytes)
-        part = min(found.loadable, most, blocks.available)
+        limit = max(1, PART_BYTES // core.tiers.block_bytes)
+        part = min(found.loadable, limit, blocks.available)
         if not part:
             return None
         blocks.allocate(part)
@@ -39,7 +42,7 @@ class PrefixLoad:
         return core.tiers.load(found.first(part), now)
 
     def finish_part(self, now: float) -> None:
-        """The part is here."""
+        """Promote the blocks of the part that has arrived."""
         blocks, first = self._core.blocks, self.held
         blocks.now = now
         new = slice(first, first + self._loading)
@@ -54,17 +57,17 @@ class PrefixLoad:
         self._core.tiers.hand_over_retention(self._hashes[: self.held], owner(self._tenant), blocks)
 
     def close(self) -> None:
-        """Refer to nothing any more, and give up what has not come."""
+        """Unlock the prefix and free blocks that have not arrived."""
         self._core.blocks.free_private(self._loading)
         self._core.blocks.unlock(self._hashes[: self.held])
 
     def _is_foreign(self) -> bool:
-        """Whether these hashes are those of another tenant's blocks: then nothing is loaded."""
+        """Whether another tenant's blocks have these hashes; nothing is loaded then."""
         core, first = self._core, self._hashes[0]
         held = core.blocks.is_foreign(first, self._tenant)
         return held or core.tiers.is_foreign(first, self._tenant)
 
     def _lock(self) -> None:
-        """Refer to all that is held by now."""
+        """Lock all blocks of the prefix that are held by now."""
         before, self.held = self.held, self._core.blocks.lock_prefix(self._hashes)
         self._core.blocks.unlock(self._hashes[:before])

@@ -1,4 +1,4 @@
-"""One rank of the mock in real time: sleeps to the end of each step, then tells what it did."""
+"""One rank of the mock in real time: sleeps until the end of each step, then emits its results."""
 
 import asyncio
 import logging
@@ -20,9 +20,9 @@ Change: TypeAlias = Callable[[RetentionManager, float], int]
 
 
 class MockRank:
-    """Steps `core` while it has work: one step a call, but those whose time has passed together.
+    """Steps `core` while it has work, one step per call; overdue steps are taken together.
 
-    With `tick_s`, all that fit into so many seconds are taken in one call.
+    With `tick_s`, each call takes all steps that fit into that many seconds.
     """
 
     def __init__(
@@ -59,21 +59,24 @@ class MockRank:
         self._wake.set()
 
     def poison(self, effect: str) -> None:
-        """The next step ends the engine: by a "crash", or as it hangs."""
+        """Make the next step fail: "crash" ends the engine, any other effect hangs it."""
         self._poisoned = effect
 
     def abort(self, request: str) -> bool:
-        """Drop a request; what the step under way makes for it is not told."""
+        """Drop a request; the output of the step in progress for it is discarded."""
         self._aborted.add(request)
         return self.core.abort(request)
 
     def change_retention(self, change: Change) -> int:
-        """Change how dearly blocks are kept; returns how many it concerned, wherever they are."""
+        """Apply `change` to each tier; return the greatest number of blocks affected in one."""
         now = asyncio.get_running_loop().time()
         return max(change(memory.retention, now) for memory in self.core.block_managers)
 
     def drop_blocks(self, change: Change, tiers: Container[int] = TIERS) -> int:
-        """Drop blocks from some tiers, and tell of it; returns how many."""
+        """Drop blocks by `change` from `tiers` and publish that.
+
+        Returns the number of distinct blocks.
+        """
         self.publish_events()
         now = asyncio.get_running_loop().time()
         for memory in self.core.block_managers:
@@ -85,7 +88,7 @@ class MockRank:
         return len({block for blocks in removed for block in blocks})
 
     def publish_events(self) -> None:
-        """Tell what has changed, in the step under way as well: events keep their order."""
+        """Publish all changes so far, those of the step in progress included, in order."""
         events, self._unpublished = [*self._unpublished, *self.core.take_events()], []
         self._send(events)
 
@@ -133,7 +136,7 @@ class MockRank:
             await asyncio.Event().wait()
 
     async def _sleep_until_woken(self, duration: float) -> None:
-        """KV is on its way and nothing else is to be done, unless something arrives."""
+        """Wait `duration` seconds for KV to arrive, or until a request arrives."""
         self._wake.clear()
         try:
             async with asyncio.timeout(duration):

@@ -132,7 +132,7 @@ class TorchCore:
     def submit(self, work: Work, sampler: Sampler) -> None:
         """Queue a request. Raises ValueError if its id is live or it can never fit."""
         if work.request in self.scheduler.live:
-            raise ValueError(f"{work.request} is already here")
+            raise ValueError(f"{work.request} is already live")
         job = EngineRequest(work, sampler, self.limit(work), self.guard.prints(work))
         local, sequence, tail = hash_prompt(work.tokens, self.limits.block_size, work.salt)
         request = Request(

@@ -1,4 +1,4 @@
-"""What the mock answers: a pure function of the prompt, so that any worker says the same."""
+"""Answers of the mock: a pure function of the prompt, so that every worker gives the same one."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MARKER_TOKENS = 32
 
 
 class ConcatenatedTokens:
-    """Some tokens, then those of another source."""
+    """A list of tokens, then those of another source."""
 
     __slots__ = ("_head", "_rest")
 
@@ -32,7 +32,7 @@ class ConcatenatedTokens:
 
 
 class FixedTokens:
-    """Just these tokens."""
+    """A fixed list of tokens."""
 
     __slots__ = ("tokens",)
 
@@ -45,7 +45,7 @@ class FixedTokens:
 
 @dataclass(frozen=True)
 class MockAnswer:
-    """Tokens, how many of them, and why they end there."""
+    """The tokens of an answer, their number, and the finish reason."""
 
     source: TokenSource
     target: int
@@ -54,11 +54,11 @@ class MockAnswer:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How to answer; counts in tokens.
+    """Length and shape of answers, in tokens.
 
-    An answer ends by itself after `output_tokens` or up to half as many more or fewer, as its seed
-    has it, unless its caller's bound or `context` comes first. It begins with `reasoning_tokens` of
-    thinking, if any, between the two marks, unless the prompt ends in a way that forbids it.
+    An answer ends after `output_tokens`, plus or minus up to half as many by its seed, unless the
+    request's limit or `context` ends it first. It begins with `reasoning_tokens` of thinking, if
+    any, between the two marks, unless the end of the prompt forbids thinking.
     """
 
     context: int
@@ -70,21 +70,21 @@ class AnswerOptions:
 
 
 class AnswerWriter:
-    """Answers prompts, by script if there is one for the turn, else from the passage."""
+    """Answers prompts from the script if it has an entry, else from the text source."""
 
     def __init__(
-        self, passage: TextSource, options: AnswerOptions, script: Script | None = None
+        self, source: TextSource, options: AnswerOptions, script: Script | None = None
     ) -> None:
         self.options = options
-        self._tokenizer = passage.tokenizer
-        self._source = passage
+        self._tokenizer = source.tokenizer
+        self._source = source
         self._script = script
         self.vocabulary = self._tokenizer.get_vocab_size()
 
     def answer(self, work: Work) -> MockAnswer:
-        """The whole answer to `work`, including what an earlier worker has generated of it.
+        """The whole answer to `work`, including tokens that an earlier worker has generated.
 
-        Raises `guided.Unsupported` for a constraint that the mock cannot follow.
+        Raises UnsupportedConstraint for a constraint that the mock cannot follow.
         """
         seed, guided = self._seed(work), work.sampling.guided
         scripted = self._scripted(work)
@@ -98,11 +98,11 @@ class AnswerWriter:
         return _cut_at_stop(whole, work.sampling, work.generated)
 
     def text(self, tokens: list[int]) -> str:
-        """The text of tokens."""
+        """Decode tokens."""
         return str(self._tokenizer.decode(tokens))
 
     def _seed(self, work: Work) -> int:
-        """A hash of the prompt as it first was, the same after a migration."""
+        """A hash of the original prompt, unchanged by a migration."""
         seed = self.options.seed + (work.sampling.seed or 0)
         return xxh3(_original(work), seed & (2**64 - 1))
 

@@ -1,4 +1,4 @@
-"""Text that satisfies a constraint: what a model under guided decoding would have to say."""
+"""Generates a text that satisfies a constraint, as a model under guided decoding would."""
 
 import json
 from random import Random
@@ -7,7 +7,7 @@ from kvmesh.bus.messages import Guided
 from kvmesh.worker.engines.mock.text.regex import RegexError, matching_string
 from kvmesh.worker.engines.mock.text.schema import SchemaError, SchemaWriter, words
 
-# a schema may have any JSON where a list, an object or a number belongs
+# a schema may have any JSON in place of a list, an object or a number
 _FAULTS = (
     *(SchemaError, RegexError, ValueError, RecursionError),
     *(TypeError, AttributeError, LookupError, ArithmeticError),
@@ -19,7 +19,10 @@ class UnsupportedConstraint(Exception):
 
 
 def generate(guided: Guided, rng: Random) -> str:
-    """A text that `guided` allows, a pure function of the state of `rng`; raises Unsupported."""
+    """A text that `guided` allows, determined by the state of `rng`.
+
+    Raises UnsupportedConstraint.
+    """
     try:
         return _generate(guided, rng)
     except _FAULTS as error:
@@ -27,7 +30,7 @@ def generate(guided: Guided, rng: Random) -> str:
 
 
 def allows_free_text(guided: Guided) -> bool:
-    """Whether any text without a call satisfies it: tags that only a trigger begins."""
+    """Whether any text without a call satisfies the constraint: tags that only a trigger begins."""
     if guided.kind != "structural_tag":
         return False
     try:
