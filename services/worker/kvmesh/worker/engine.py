@@ -93,7 +93,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
     `structural_tags`: it accepts constraints of that kind in xgrammar's `format` trees. `retention`
     is the outcome of explicit directives if the engine does not report outcomes: "honoured" if it
-    receives them. `hands_off`: it offers the KV of prompts to other engines and fetches theirs.
+    receives them. `supports_handoff`: it offers the KV of prompts to other engines and fetches theirs.
     `tiered`: it loads blocks from the block manager of its node. `kv_layout` describes the layout
     of KV in words, if it is known.
     """
@@ -106,7 +106,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     adapters: list[str] = []
     structural_tags: bool = False
     retention: str = "unsupported"
-    hands_off: bool = False
+    supports_handoff: bool = False
     tiered: bool = False
     kv_layout: str = ""
 

@@ -182,7 +182,7 @@ class WorkerNode:
 
     async def _make_card(self, info: EngineInfo, files: str | None) -> Instance:
         worker = self._settings.worker
-        if worker.serves != "aggregated" and not info.hands_off:
+        if worker.serves != "aggregated" and not info.supports_handoff:
             raise EngineConfigError(
                 f"the {info.name} engine, as configured, cannot serve {worker.serves}"
             )

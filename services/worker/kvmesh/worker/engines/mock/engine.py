@@ -292,7 +292,7 @@ class MockEngine:
             block_size=self._block_size,
             adapters=self._adapters,
             structural_tags=True,
-            hands_off=True,
+            supports_handoff=True,
             capacity=Capacity(
                 blocks=options.blocks,
                 max_sequences=options.max_sequences,

@@ -96,7 +96,7 @@ class TorchEngine:
             context=core.context,
             block_size=core.limits.block_size,
             structural_tags=True,
-            hands_off=True,
+            supports_handoff=True,
             tiered=self._store is not None,
             kv_layout=core.model.layout.summary,
             capacity=Capacity(

@@ -152,7 +152,7 @@ class TrtllmEngine(StreamingAdapter):
             context=self._context,
             block_size=self._block_size,
             retention="honoured",
-            hands_off="cache_transceiver_config" in self._arguments,
+            supports_handoff="cache_transceiver_config" in self._arguments,
             structural_tags=self._arguments.get("guided_decoding_backend") == "xgrammar",
             capacity=Capacity(
                 blocks=(self._stats.get("kvCacheStats") or {}).get("maxNumBlocks", 0),

@@ -225,7 +225,7 @@ class VllmEngine(StreamingAdapter):
             context=config.model_config.max_model_len,
             block_size=config.cache_config.block_size,
             adapters=list(self._adapters),
-            hands_off=config.kv_transfer_config is not None and self._hands_off,
+            supports_handoff=config.kv_transfer_config is not None and self._hands_off,
             tiered=not self._hands_off,
             structural_tags=config.structured_outputs_config.backend in TAGGING,
             kv_layout=_kv_layout(config),
