@@ -79,7 +79,7 @@ class Sink(Protocol):
         """Deliver the changes of a rank's cache, in the order in which they happened."""
         ...
 
-    def lost(self, rank: int, count: int) -> None:
+    def events_lost(self, rank: int, count: int) -> None:
         """Report `count` lost events: the index's view of the rank is wrong until a dump."""
         ...
 
@@ -93,9 +93,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
     `structural_tags`: it accepts constraints of that kind in xgrammar's `format` trees. `retention`
     is the outcome of explicit directives if the engine does not report outcomes: "honoured" if it
-    receives them. `supports_handoff`: it offers the KV of prompts to other engines and fetches theirs.
-    `tiered`: it loads blocks from the block manager of its node. `kv_layout` describes the layout
-    of KV in words, if it is known.
+    receives them. `supports_handoff`: it offers the KV of prompts to other engines and fetches
+    theirs. `tiered`: it loads blocks from the block manager of its node. `kv_layout` describes the
+    layout of KV in words, if it is known.
     """
 
     name: str

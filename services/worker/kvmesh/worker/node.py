@@ -228,7 +228,7 @@ class WorkerNode:
         if self._publisher is not None:
             self._publisher.add(rank, events)
 
-    def lost(self, rank: int, count: int) -> None:
+    def events_lost(self, rank: int, count: int) -> None:
         if self._publisher is not None:
             self._publisher.skip(rank, count)
 

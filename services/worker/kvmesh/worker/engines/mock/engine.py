@@ -202,9 +202,9 @@ class MockEngine:
         if self._sink is not None:
             self._sink.events(rank, events)
 
-    def lost(self, rank: int, count: int) -> None:
+    def events_lost(self, rank: int, count: int) -> None:
         if self._sink is not None:
-            self._sink.lost(rank, count)
+            self._sink.events_lost(rank, count)
 
     def failed(self, error: EngineError) -> None:
         if self._sink is not None:

@@ -167,7 +167,7 @@ class MockRank:
         self._batches += 1
         if self._faults.loses(self._batches):
             log.warning("injected loss of %d KV events", len(events))
-            self._sink.lost(self.rank, len(events))
+            self._sink.events_lost(self.rank, len(events))
         else:
             self._sink.events(self.rank, events)
 

@@ -18,6 +18,7 @@ from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Capacity, Load, Work
 from kvmesh.settings import redacted
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
+from kvmesh.worker.adapters import sglang_fields as sglang
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
@@ -38,7 +39,6 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.engines.remote import completions
 from kvmesh.worker.engines.remote.server import Gauges, InferenceServer, ServerInfo
-from kvmesh.worker.engines.sglang import request_fields as sglang
 from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)

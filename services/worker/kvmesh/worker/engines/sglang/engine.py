@@ -21,6 +21,7 @@ from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, RequestStreams, StreamOutput
+from kvmesh.worker.adapters.sglang_fields import AnswerReader, request_fields
 from kvmesh.worker.adapters.zmq_events import rank_endpoint
 from kvmesh.worker.engine import (
     EngineConfigError,
@@ -30,7 +31,6 @@ from kvmesh.worker.engine import (
     Rejected,
     Sink,
 )
-from kvmesh.worker.engines.sglang.request_fields import AnswerReader, request_fields
 from kvmesh.worker.model_folder import model_context
 from kvmesh.worker.scratch import ScratchFolder
 

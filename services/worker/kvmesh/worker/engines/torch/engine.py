@@ -14,6 +14,7 @@ import torch
 from kvmesh.bus.messages import Capacity, Guided, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
+from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.prefetch import PrefetchQueue
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
@@ -31,7 +32,6 @@ from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.retention import RetentionManager
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.retention_settings import retention_options
-from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerOptions, LowerTiers
 from kvmesh.worker.engines.torch.constraints.guided import Grammars
 from kvmesh.worker.engines.torch.core import TorchCore

@@ -37,8 +37,8 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Retain
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.hashing import block_hashes
+from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
-from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -34,6 +34,7 @@ from kvmesh.worker.adapters.request_streams import (
     StreamOutput,
     remaining,
 )
+from kvmesh.worker.adapters.vllm_fields import sampling_fields, structured_outputs
 from kvmesh.worker.adapters.zmq_events import event_endpoints
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
@@ -47,7 +48,6 @@ from kvmesh.worker.engine import (
 from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector, shared, shares
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
-from kvmesh.worker.engines.vllm.request_fields import sampling_fields, structured_outputs
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 from kvmesh.worker.scratch import ScratchFolder

@@ -27,12 +27,13 @@ from kvmesh.blocks.kvbm_client import (
 )
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.messages import Retain, Work, owner
+from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.retention_request import inherited_retention
 from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
-from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors, BlockCopier
+from kvmesh.worker.engines.torch.blocks.block_copier import BlockCopier
 from kvmesh.worker.engines.torch.blocks.block_io import Prefix, hold
 from kvmesh.worker.engines.torch.core import EngineRequest, TorchCore, TorchStep
 from kvmesh.worker.engines.torch.threads import completed

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, StreamOutput, remaining
+from kvmesh.worker.adapters.vllm_fields import choices
 from kvmesh.worker.engine import Rejected
-from kvmesh.worker.engines.vllm.request_fields import choices
 
 _FINISH = {"stop": "stop", "length": "length"}
 
