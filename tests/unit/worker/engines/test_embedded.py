@@ -131,7 +131,7 @@ async def test_tokens_stream_and_end(run: Run) -> None:
     assert run.sink.finish("a") == "length"
 
 
-async def test_what_was_generated_elsewhere_is_continued(run: Run) -> None:
+async def test_a_migrated_answer_is_continued(run: Run) -> None:
     tokens = continuation(unpack(prompt(40)), 12)
     longer = prompt(40) + array("I", tokens[:5]).tobytes()
     await run.run(work("a", longer, generated=5))
@@ -147,7 +147,7 @@ async def test_an_abort_reaches_the_engine(run: Run) -> None:
     await eventually(lambda: not run.standin.server.running)
 
 
-async def test_the_cache_is_told_exactly(run: Run) -> None:
+async def test_kv_events_match_the_cache(run: Run) -> None:
     for i in range(30):
         await run.run(work(f"r{i}", prompt(60 + 3 * i, first=i % 7)))
     held = run.standin.server.held
@@ -259,7 +259,7 @@ async def test_a_prefill_is_handed_over(run: Run) -> None:
     assert (params.request_type, params.ctx_request_id) == ("generation_only", 7)
 
 
-async def test_trtllm_keeps_what_is_important(run: Run) -> None:
+async def test_trtllm_receives_retention_directives(run: Run) -> None:
     if run.kind == "sglang":
         pytest.skip("its eviction goes by the request's priority itself")
     await run.run(work("a", prompt(40), priority=20), work("b", prompt(40)))
