@@ -208,12 +208,10 @@ class RetentionManager:
         found: list[RetentionSegment] = []
         at = 0
         for run in self._tree.match(prompt).runs:
-            standing = run.retention.standing(now) if run.retention is not None else PLAIN
-            if standing.level >= PLAIN_LEVEL and standing != PLAIN:
-                ttl_s = None if standing.until == inf else standing.until - now
-                found.append(
-                    RetentionSegment(at, at + len(run), RetentionWish(standing.level, ttl_s))
-                )
+            rank = self.eviction_rank(run, now)
+            if rank.level >= PLAIN_LEVEL and rank != PLAIN:
+                ttl_s = None if rank.until == inf else rank.until - now
+                found.append(RetentionSegment(at, at + len(run), RetentionWish(rank.level, ttl_s)))
             at += len(run)
         return found
 

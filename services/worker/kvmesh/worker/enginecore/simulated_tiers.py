@@ -35,10 +35,8 @@ class LowerTier(BlockManager):
 
     def store(self, sequence: Sequence, priority: int) -> None:
         """Store the blocks that a sequence holds, as many from the root as fit."""
-        request, hashes = (
-            sequence.request,
-            sequence.sequence_hashes[: min(sequence.full_blocks, self.capacity)],
-        )
+        request = sequence.request
+        hashes = sequence.sequence_hashes[: min(sequence.full_blocks, self.capacity)]
         held = self.lock_prefix(hashes)
         new = slice(held, len(hashes))
         if held < len(hashes):

@@ -191,7 +191,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         core.submit(request("a", range(100), target=29))
     core.submit(request("b", range(100), target=28))
-    with pytest.raises(ValueError, match="already here"):
+    with pytest.raises(ValueError, match="already live"):
         core.submit(request("b", range(4)))
 
 
