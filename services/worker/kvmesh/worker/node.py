@@ -105,7 +105,7 @@ class WorkerNode:
 
     @property
     def ready(self) -> bool:
-        """Whether routers send requests here."""
+        """True if routers send requests here."""
         return self._joined and not self.draining and not self._membership.incompatible
 
     @property

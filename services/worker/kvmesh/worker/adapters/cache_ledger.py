@@ -102,7 +102,7 @@ class PromptSalts:
         self._tenants: OrderedDict[int, str | None] = OrderedDict()
 
     def is_exclusive(self, work: Work) -> bool:
-        """Whether no other tenant has used this salt: all blocks under it are this tenant's."""
+        """True if no other tenant has used this salt: all blocks under it are this tenant's."""
         plain = work.salt == salt(self._model, work.adapter or "")
         known = self._tenants.pop(work.salt, "" if plain else work.tenant)
         self._tenants[work.salt] = known if known == work.tenant else None

@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Whether the batch stays as it is until a sequence ends or needs a block."""
+        """True if the batch stays as it is until a sequence ends or needs a block."""
         if self.loading:
             return False
         return self._rejected_at is not None or not self.waiting_count
@@ -248,7 +248,7 @@ class Scheduler:
         self.decoding.add(sequence)
 
     def _is_new(self, sequence: Sequence, block: int, seen: set[int]) -> bool:
-        """Whether a block that a sequence fills is neither held nor in `seen`.
+        """True if a block that a sequence fills is neither held nor in `seen`.
 
         False if its hash is not known yet. `seen` has the blocks filled earlier in the span.
         """

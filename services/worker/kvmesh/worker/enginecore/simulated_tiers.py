@@ -144,7 +144,7 @@ class SimulatedTiers:
         ]
 
     def is_foreign(self, first: int, tenant: str) -> bool:
-        """Whether hash `first` is the first block of another tenant's prompt in a lower tier."""
+        """True if hash `first` is the first block of another tenant's prompt in a lower tier."""
         return any(tier.is_foreign(first, tenant) for tier in self.lower)
 
     def match_prefix(self, reusable: "array[int]", hits: int, remote: int = 0) -> TierMatch:

@@ -78,7 +78,7 @@ class OrphanedRequests:
             self._abandon(frontend)
 
     async def _is_subscribed(self, frontend: str) -> bool:
-        """Whether the server has a subscriber for the frontend's tokens; none ever replies."""
+        """True if the server has a subscriber for the frontend's tokens; none ever replies."""
         empty = StepOutput(self._instance, [])
         try:
             subject = self._bus.subjects.out(frontend)
