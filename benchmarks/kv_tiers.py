@@ -28,7 +28,7 @@ from local_mesh import free_port
 from kvmesh.blocks.kvbm_client import TierSpeeds
 from kvmesh.bus.client import Reply
 from kvmesh.bus.messages import Finish, KvLayout, LayerLayout
-from kvmesh.worker.engines.torch.blocks.arena import BlockCopier
+from kvmesh.worker.engines.torch.blocks.block_copier import BlockCopier
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 
 FINISH = msgspec.msgpack.Decoder(Finish)

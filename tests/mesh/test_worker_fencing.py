@@ -65,7 +65,7 @@ async def held(bus: Bus, prompts: list[bytes]) -> list[int]:
     return [sum(row[1:5]) for row in rows]
 
 
-async def test_what_ran_in_a_worker_that_was_frozen_is_aborted_and_the_index_is_right_again(
+async def test_a_thawed_worker_aborts_its_requests_and_the_index_recovers(
     bus: Bus, desk: Desk, mesh: Mesh, directory: Directory
 ) -> None:
     mesh.start("indexer", "i")
