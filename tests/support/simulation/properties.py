@@ -15,7 +15,7 @@ from kvmesh.indexer.queries.reply import answer
 from kvmesh.indexer.service import IndexerService
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.placement.queue import PlacementQueue
-from kvmesh.router.state.active_sequences import ActiveRequest
+from kvmesh.router.state.active_sequences import TrackedRequest
 from kvmesh.router.state.prefix_tree import PrefixNode
 from support.events import MODEL, depths, prompt
 from support.simulation.callers import prompts
@@ -145,7 +145,7 @@ def _near(booked: float, summed: float) -> bool:
 def _books(model: ModelRouter) -> Iterator[tuple[int, Booked, Booked]]:
     """For each slot, requests, prefill tokens and blocks: as the table has them, and summed."""
     table, active = model.core.table, model.core.active
-    running = defaultdict[int, list[ActiveRequest]](list)
+    running = defaultdict[int, list[TrackedRequest]](list)
     for each in active._active.values():
         running[each.slot].append(each)
     for slot, there in running.items():

@@ -16,7 +16,7 @@ from kvmesh.router.state.prefix_tree import PrefixNode, PrefixTree
 from kvmesh.router.state.rank_table import RankTable
 
 
-class ActiveRequest:
+class TrackedRequest:
     """One request on a rank; loads are what it adds to the rank's columns."""
 
     __slots__ = (
@@ -54,7 +54,7 @@ class ActiveSequences:
         self._table = table
         self._tree = PrefixTree()
         self._ttl = ttl
-        self._active: OrderedDict[str, ActiveRequest] = OrderedDict()
+        self._active: OrderedDict[str, TrackedRequest] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._active)
@@ -109,7 +109,7 @@ class ActiveSequences:
         size = max(table.block_size, 1)
         tail = max(-(-event.tokens // size) - len(event.sequence_hashes) // HASH_BYTES, 0)
         prefill = max(event.tokens - event.overlap * size, 0)
-        self._active[event.request] = ActiveRequest(slot, end, prefill, tail, event.osl, now)
+        self._active[event.request] = TrackedRequest(slot, end, prefill, tail, event.osl, now)
         cells = table.cells
         cells.requests[slot] += 1
         cells.prefill_tokens[slot] += prefill
@@ -141,7 +141,7 @@ class ActiveSequences:
             if active is not None:
                 self._remove(name, active)
 
-    def _touch(self, request: str, now: float) -> ActiveRequest | None:
+    def _touch(self, request: str, now: float) -> TrackedRequest | None:
         active = self._active.get(request)
         if active is not None:
             if now > active.last_event:
@@ -149,7 +149,7 @@ class ActiveSequences:
             self._active.move_to_end(request)
         return active
 
-    def _remove(self, request: str, active: ActiveRequest) -> None:
+    def _remove(self, request: str, active: TrackedRequest) -> None:
         del self._active[request]
         cells, slot = self._table.cells, active.slot
         gone = self._tree.drop(active.prefix_end, slot)
