@@ -43,7 +43,7 @@ async def test_shards_together_know_what_one_index_would(
         await replicas.start(Settings(shards=3, shard=number, shard_by=by)) for number in range(3)
     ]
     query = OverlapQuery([prompt(blocks) for blocks in PROMPTS] + [b""])
-    for _ in range(10):  # whoever the server picks
+    for _ in range(10):  # any replica that the server picks
         reply = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, PATIENCE_S)
         assert [depths(reply, i) for i in range(len(PROMPTS))] == [{"w-1": 3}] * len(PROMPTS)
         assert reply.rows[-1] == b""

@@ -1,4 +1,4 @@
-"""Streams are made once and changed by a command; a server that is set too small is told so."""
+"""Streams are created once and changed by a command; too small a server is reported."""
 
 import asyncio
 import re
@@ -24,7 +24,7 @@ SMALL = StreamLimits(kv_bytes=2 << 20, kv_age_s=60.0, route_bytes=1 << 20, seq_b
 
 
 async def kvmesh(*arguments: str) -> tuple[int, str]:
-    """Run a command; its status and all that it printed."""
+    """Run a command; returns its status and output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvmesh.cli.main", *arguments),
         stdout=subprocess.PIPE,
@@ -42,7 +42,7 @@ async def kv_bytes(bus: Bus) -> int:
     return (await bus.js.stream_info(bus.subjects.kv_stream)).config.max_bytes or 0
 
 
-async def test_streams_are_kept_where_the_docs_say(bus: Bus) -> None:
+async def test_streams_have_the_documented_storage(bus: Bus) -> None:
     documented: dict[str, StorageType] = {}
     for line in DEPLOYMENT.read_text().splitlines():
         what, _, rest = line.removeprefix("| ").partition(" | ")
@@ -59,7 +59,7 @@ async def test_streams_are_kept_where_the_docs_say(bus: Bus) -> None:
         assert (config.duplicate_window == 1.0) is rebuilt, kind
 
 
-async def test_no_process_changes_streams_by_starting(
+async def test_no_start_of_a_process_changes_streams(
     nats_server: NatsServer, bus: Bus, limits: StreamLimits, tmp_path: Path
 ) -> None:
     await bus.store(bus.subjects.kv("m", "w"), b"x" * 500_000, PATIENCE_S)
@@ -100,7 +100,7 @@ async def test_the_command_changes_limits_and_nothing_else(bus: Bus, limits: Str
     assert await kvmesh("streams", "apply", *flags) == (0, "nothing to change\n")
 
 
-async def test_buckets_of_other_meshes_are_left_alone(
+async def test_buckets_of_other_meshes_are_not_changed(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     other = await Bus.connect(replace(options, namespace=f"{options.namespace}-b"), "other")
@@ -128,7 +128,7 @@ async def test_buckets_are_read_from_their_leader_which_is_never_behind(bus: Bus
 
 @pytest.fixture
 def configured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsServer]:
-    """A server of other settings than usual."""
+    """A server with unusual settings."""
     server = NatsServer(tmp_path)
     for name, value in request.param.items():
         setattr(server, name, value)
@@ -147,7 +147,7 @@ def configured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsS
     ],
     indirect=["configured"],
 )
-async def test_a_server_that_is_set_too_small_is_one_line_that_names_the_setting(
+async def test_too_small_a_server_is_reported_in_one_line_with_the_setting(
     configured: NatsServer, complaint: str
 ) -> None:
     status, output = await kvmesh("worker", "--nats", configured.url)
@@ -157,7 +157,9 @@ async def test_a_server_that_is_set_too_small_is_one_line_that_names_the_setting
 
 
 @pytest.mark.parametrize("configured", [{}], indirect=True)
-async def test_more_copies_than_servers_are_refused_by_name(configured: NatsServer) -> None:
+async def test_more_replicas_than_servers_are_refused_with_the_setting(
+    configured: NatsServer,
+) -> None:
     bus = await Bus.connect(BusOptions(url=configured.url, replicas=3), "test")
     await check_server(bus)
     with pytest.raises(ServerUnfit, match=r"nats\.replicas"):
@@ -177,14 +179,14 @@ AUTHORIZED = {"settings": "authorization { user: mesh, password: right }"}
         (BusOptions(), "asks for a user and password"),
     ],
 )
-async def test_refused_credentials_fail_at_once_and_are_named(
+async def test_refused_credentials_fail_at_once_with_the_setting(
     configured: NatsServer, options: BusOptions, complaint: str
 ) -> None:
     with pytest.raises(BusUnavailable, match=complaint):
         await Bus.connect(replace(options, url=configured.url), "test", timeout=None)
 
 
-async def test_a_service_waits_for_the_server_and_says_so(tmp_path: Path) -> None:
+async def test_a_service_waits_for_the_server_and_logs_it(tmp_path: Path) -> None:
     server = NatsServer(tmp_path / "nats")
     mesh = Mesh(server.url, tmp_path)
     mesh.start("router", "router-0")

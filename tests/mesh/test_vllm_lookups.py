@@ -1,4 +1,4 @@
-"""What vLLM's scheduler has looked up stays in the arena while it may be copied, and no longer."""
+"""Blocks that vLLM's scheduler has looked up stay in the arena only while vLLM may copy them."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ def origin(request: str) -> Origin:
 
 @pytest_asyncio.fixture
 async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[SmallKvbm]:
-    """One that has three blocks of zeros."""
+    """A kvbm with three blocks of zeros."""
     kvbm = SmallKvbm(bus, limits, tmp_path)
     await kvbm.start()
     root = root_digest(KEY, "m", "", "", LAYOUT)
@@ -90,7 +90,7 @@ async def found(lookups: Lookups, request: str) -> None:
     await eventually(lambda: lookups.find(request, origin(request), TOKENS, 0) == 3)
 
 
-async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
+async def test_unused_lookups_are_returned_and_repeated(
     lookups: Lookups, kvbm: SmallKvbm, clock: Clock
 ) -> None:
     for request in ("left", "asked", "taken"):
@@ -113,7 +113,7 @@ async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
     await eventually(lambda: not kvbm.tickets)
 
 
-def test_what_vllm_logs_of_the_connector_says_nothing_of_how_to_connect(
+def test_vllm_logs_no_credentials_of_the_connector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bridge.BUS, "")
