@@ -9,12 +9,12 @@ from support.nats import NatsServer
 
 @pytest.fixture(scope="session", autouse=True)
 def vllm_environment() -> Iterator[None]:
-    """Limit vLLM's memory; disable usage statistics and compilation."""
+    """Little memory, no usage statistics, no time spent on compiling."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        # several processes would bind themselves to the same cores
+        # several at once, which would all bind themselves to the same cores
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("OMP_NUM_THREADS", "1")
         yield

@@ -1,4 +1,4 @@
-"""The vLLM engine on a real vLLM: the common engine tests, and exact cache events."""
+"""The vLLM engine on a real vLLM: what every engine must do, and that its cache is told truly."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def shared(tiny_model: Path) -> AsyncIterator[VllmRun]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def started(shared: VllmRun) -> VllmRun:
-    """The shared engine with an empty cache and a new record."""
+    """The shared engine with an empty cache and a fresh record."""
     await asyncio.wait_for(shared.engine.drain(), 60)
     await shared.settled()
     shared.engine.clear()
@@ -49,12 +49,10 @@ async def started(shared: VllmRun) -> VllmRun:
 
 
 class TestVllm(EngineSuite):
-    """The tests that every engine must pass."""
+    """What every engine must do."""
 
 
-async def test_concurrent_equal_prompts_are_held_until_their_last_copy_is_evicted(
-    started: VllmRun,
-) -> None:
+async def test_equal_prompts_at_once_are_held_until_the_last_copy_goes(started: VllmRun) -> None:
     await started.do(*(work(f"r{i}", prompt(200), max_tokens=2) for i in range(4)))
     await started.settled()
     assert started.depth(prompt(200)) == 192
@@ -62,8 +60,8 @@ async def test_concurrent_equal_prompts_are_held_until_their_last_copy_is_evicte
     assert started.sink.cached("again") == 192
 
 
-async def test_under_random_load_the_events_predict_vllm_s_reuse(started: VllmRun) -> None:
-    """Blocks are evicted all the time; vLLM reports exactly the hits predicted from the events."""
+async def test_under_random_load_the_events_tell_what_vllm_reuses(started: VllmRun) -> None:
+    """Blocks are evicted all the time; every prediction from the events is what vLLM reports."""
     rng = random.Random(5)
     removed = started.sink.removed
     for round_ in range(12):
@@ -85,7 +83,7 @@ async def test_under_random_load_the_events_predict_vllm_s_reuse(started: VllmRu
     assert started.sink.held[0] == before
 
 
-async def test_clear_empties_the_cache_once_it_is_unused(started: VllmRun) -> None:
+async def test_clear_empties_the_cache_once_nobody_uses_it(started: VllmRun) -> None:
     started.engine.submit(work("a", prompt(100), max_tokens=200))
     await eventually(lambda: started.held)
     started.engine.clear()
@@ -116,7 +114,7 @@ async def test_a_schema_is_followed(started: VllmRun) -> None:
     assert started.sink.finish("b") == "stop"
 
 
-async def test_streams_continue_while_a_constraint_is_compiled(
+async def test_streams_go_on_while_a_constraint_is_understood(
     started: VllmRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.structured_output import backend_xgrammar
@@ -154,7 +152,7 @@ async def test_bad_constraints_and_ranks_are_the_callers_error(started: VllmRun)
         )
 
 
-async def test_the_load_equals_the_scheduler_s_report(started: VllmRun) -> None:
+async def test_the_load_is_what_the_scheduler_says(started: VllmRun) -> None:
     for i in range(7):
         started.engine.submit(work(f"r{i}", prompt(100, first=i), max_tokens=100))
 
@@ -184,7 +182,7 @@ async def test_an_unknown_argument_stops_the_start(tiny_model: Path) -> None:
     [(signal.SIGKILL, "vLLM has died"), (signal.SIGSTOP, "vLLM has been stopped")],
     ids=["killed", "stopped"],
 )
-async def test_the_end_of_its_process_is_reported(
+async def test_the_end_of_its_process_is_told(
     tiny_model: Path, number: signal.Signals, told: str
 ) -> None:
     psutil = pytest.importorskip("psutil")
@@ -203,8 +201,8 @@ async def test_the_end_of_its_process_is_reported(
     assert not [child for child in left if "EngineCore" in child.name()]
 
 
-async def test_a_decode_engine_fetches_the_kv_of_a_prefill_engine(tiny_model: Path) -> None:
-    """Two engines, NIXL between their processes: the same output, no block computed twice."""
+async def test_a_decoding_engine_fetches_what_another_has_prefilled(tiny_model: Path) -> None:
+    """Two engines, NIXL between their processes: same answer, and nothing computed twice."""
     pytest.importorskip("nixl")
     transfer = [
         "kv_transfer_config.kv_connector=NixlConnector",
@@ -232,12 +230,12 @@ async def test_a_decode_engine_fetches_the_kv_of_a_prefill_engine(tiny_model: Pa
 
 
 def fetched_tokens() -> float:
-    """Prompt tokens whose KV the newest vLLM of this process has fetched."""
+    """Prompt tokens whose KV the newest vLLM of this process got from elsewhere."""
     name = "vllm:external_prefix_cache_hits_total"
     samples = [s for family in REGISTRY.collect() for s in family.samples if s.name == name]
     return sum(sample.value for sample in samples)
 
 
 def msgpack_round_trip(value: dict[str, object]) -> object:
-    """The value after encoding and decoding, as over the bus."""
+    """The same after a journey over the bus."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value))

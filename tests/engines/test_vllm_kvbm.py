@@ -1,4 +1,4 @@
-"""Real vLLM above a real kvbm: offloaded blocks come back and give the same output."""
+"""Real vLLM above a real kvbm: blocks go down, come back, and say the same."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -96,11 +96,11 @@ async def reloaded(run: Run, tokens: bytes, depth: int) -> str:
     raise AssertionError("nothing came from below")
 
 
-async def test_blocks_that_vllm_evicted_are_loaded_again(run: Run) -> None:
+async def test_what_vllm_forgot_comes_back(run: Run) -> None:
     await reloaded(run, prompt(150), 128)
 
 
-async def test_loaded_tokens_are_reported_by_tier(run: Run) -> None:
+async def test_what_comes_back_is_told_by_tier(run: Run) -> None:
     assert isinstance(run.engine, Tiered)
     tokens = prompt(150, first=3)
     again = await reloaded(run, tokens, 128)
@@ -113,7 +113,7 @@ async def test_loaded_tokens_are_reported_by_tier(run: Run) -> None:
     assert (counts.loaded[2:], counts.skipped, counts.corrupt) == ([0, 0], 0, 0)
 
 
-async def test_the_kvbm_receives_vllm_s_speed(run: Run) -> None:
+async def test_the_kvbm_is_told_how_fast_vllm_is(run: Run) -> None:
     bus = await Bus.connect(run.mesh.options, "listener")
     asked: list[Fetch] = []
 
@@ -134,7 +134,7 @@ async def test_a_whole_number_of_blocks_leaves_one_to_compute(run: Run) -> None:
     await reloaded(run, prompt(128, first=7), 96)
 
 
-async def test_vllm_continues_without_a_kvbm_and_finds_the_next_one(run: Run) -> None:
+async def test_it_goes_on_without_a_kvbm_and_finds_the_next_one(run: Run) -> None:
     tokens = prompt(150, first=11)
     expected = await run.ask("before", tokens)
     run.mesh.kill("kvbm-0")

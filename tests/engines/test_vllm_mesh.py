@@ -62,13 +62,13 @@ def chat(mesh: Mesh, messages: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def latest(told: list[Decision | Outcome], turn: int) -> tuple[Decision, Outcome] | None:
-    """The decision about the newest request and its outcome, once both are known."""
+    """What was decided about the newest request and what came of it, once both are known."""
     decisions = [event for event in told if isinstance(event, Decision)]
     outcomes = [event for event in told if isinstance(event, Outcome)]
     return (decisions[-1], outcomes[-1]) if len(outcomes) == len(decisions) == turn + 1 else None
 
 
-async def test_prefix_hits_of_a_conversation_equal_the_router_s_expectation(mesh: Mesh) -> None:
+async def test_prefix_hits_of_a_conversation_are_what_the_router_expected(mesh: Mesh) -> None:
     await mesh.ready(START_S)
     bus = await Bus.connect(mesh.options, "test")
     told: list[Decision | Outcome] = []
@@ -94,7 +94,7 @@ async def test_prefix_hits_of_a_conversation_equal_the_router_s_expectation(mesh
     await bus.close()
 
 
-async def test_the_index_follows_evictions_under_load(mesh: Mesh) -> None:
+async def test_a_flood_evicts_and_the_index_knows(mesh: Mesh) -> None:
     await mesh.ready(START_S)
     first = [{"role": "user", "content": "Remember this sentence well. " * 20}]
     chat(mesh, first)

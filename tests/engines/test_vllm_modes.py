@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-async def test_an_adapter_has_its_own_output_and_its_own_blocks(
+async def test_an_adapter_answers_differently_from_blocks_of_its_own(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     from support.lora import make_adapter
@@ -39,7 +39,7 @@ async def test_an_adapter_has_its_own_output_and_its_own_blocks(
     await run.engine.close()
 
 
-async def test_ranks_have_separate_caches(tiny_model: Path) -> None:
+async def test_ranks_have_caches_of_their_own(tiny_model: Path) -> None:
     run = await VllmRun.start(tiny_model, "data_parallel_size=2")
     assert run.info.capacity.dp_ranks == 2
     await run.do(work("first", prompt(80), rank=0))
@@ -56,7 +56,7 @@ async def test_ranks_have_separate_caches(tiny_model: Path) -> None:
 
 
 def listening() -> list[tuple[str, int]]:
-    """Addresses of vLLM's processes that other machines can reach."""
+    """Where others than this machine may connect to vLLM's processes."""
     psutil = pytest.importorskip("psutil")
     mine = psutil.Process()
     found = [c for p in (mine, *mine.children(recursive=True)) for c in p.net_connections("tcp")]
@@ -65,7 +65,7 @@ def listening() -> list[tuple[str, int]]:
 
 
 def speaks_zeromq(host: str, port: int) -> bool:
-    """True if a ZeroMQ peer listens there: it sends its greeting first."""
+    """Whether a publisher of events may be there: ZeroMQ says who it is before it is asked."""
     with socket.create_connection((host, port), timeout=5) as client:
         client.settimeout(1)
         try:

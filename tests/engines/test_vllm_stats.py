@@ -1,4 +1,4 @@
-"""Counts of vLLM's reports after each step."""
+"""The counts that are kept of what vLLM says after each step."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 class Rank:
-    """One rank, and a clock set by the test."""
+    """One rank, and a clock that goes by hand."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.stats = stats.RankStats()

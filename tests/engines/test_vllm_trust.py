@@ -36,8 +36,8 @@ ARGS = "enforce_eager=true,num_gpu_blocks_override=160,max_model_len=1024,dtype=
 MODEL, SIZE = "kvmesh-demo", 32
 START_S = 400.0
 LEASE_S = 5.0
-PAUSE_S = LEASE_S + 2.0  # visible to a client
-SLACK_S = 4.0  # for slow machines
+PAUSE_S = LEASE_S + 2.0  # what a client may notice of a worker
+SLACK_S = 4.0  # for machines on which everything is slow
 CLIENTS, TOKENS = 4, 24
 KEYS: dict[str, dict[str, Any]] = {
     "victim": {"tenant": VICTIM},
@@ -78,7 +78,7 @@ def _entry(name: str, **fields: Any) -> str:
 
 @asynccontextmanager
 async def traffic(mesh: Mesh) -> AsyncIterator[Traffic]:
-    """Endless streams: none fails, none has a wrong answer, none pauses longer than allowed."""
+    """Streams without end: none fails, none is wrong, none pauses for longer than it may."""
     clients = Traffic(mesh.url, questions(1, CLIENTS), CLIENTS, TOKENS)
     await clients.start()
     try:
@@ -92,13 +92,13 @@ async def traffic(mesh: Mesh) -> AsyncIterator[Traffic]:
 
 
 async def serving(mesh: Mesh, count: int = 2) -> None:
-    """Wait until this many workers serve."""
+    """Wait until so many workers serve."""
     await mesh.ready(START_S)
     await eventually(lambda: len(running(mesh)) == count, timeout=START_S, what=f"{count} serve")
 
 
 def running(mesh: Mesh) -> dict[str, float]:
-    """Running requests of each worker, as reported to the frontend."""
+    """Running requests of each worker, as the frontend hears."""
     name = "kvmesh_worker_running_requests{"
     return {key: count for key, count in mesh.metrics().items() if key.startswith(name)}
 
@@ -118,14 +118,14 @@ def post(mesh: Mesh, key: str, path: str, body: dict[str, Any], **headers: str) 
 
 
 def cached(mesh: Mesh, key: str, text: str, **headers: str) -> int:
-    """Request one token; returns how many prompt tokens were cached."""
+    """Ask for one token; how many of the prompt's were not computed."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     usage = post(mesh, key, "/v1/chat/completions", body, **headers)["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
 def follow(mesh: Mesh, key: str, schema: dict[str, Any]) -> str:
-    """The response to a request with this constraint, or its error's status and body."""
+    """The answer to a request with this constraint, or its error's status and body."""
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     try:
@@ -135,7 +135,7 @@ def follow(mesh: Mesh, key: str, schema: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-async def test_a_tenant_neither_finds_nor_drops_another_s_blocks(mesh: Mesh) -> None:
+async def test_a_tenant_neither_finds_nor_drops_what_is_anothers(mesh: Mesh) -> None:
     await serving(mesh)
     text = "What nobody else may know of the victim. " * 20
 
@@ -165,7 +165,7 @@ async def test_a_tenant_neither_finds_nor_drops_another_s_blocks(mesh: Mesh) -> 
     await eventually(lambda: asks("victim") == 0)
 
 
-async def test_differing_workers_are_refused_in_one_line(
+async def test_workers_that_do_not_fit_are_refused_in_one_line(
     mesh: Mesh, tiny_model: Path, tmp_path: Path
 ) -> None:
     await serving(mesh)
@@ -192,7 +192,7 @@ async def test_differing_workers_are_refused_in_one_line(
     assert len(running(mesh)) == 2
 
 
-async def test_slow_constraints_are_refused_and_delay_no_other_request(
+async def test_constraints_that_take_vllm_minutes_are_refused_and_nobody_else_waits(
     mesh: Mesh,
 ) -> None:
     await serving(mesh)
@@ -216,10 +216,10 @@ async def test_slow_constraints_are_refused_and_delay_no_other_request(
         assert clients.longest <= PAUSE_S
 
 
-async def test_constraints_are_tried_although_trial_processes_freeze(
+async def test_constraints_are_tried_though_the_processes_that_try_them_freeze(
     mesh: Mesh,
 ) -> None:
-    """Importing vLLM again takes longer than a constraint may take."""
+    """Importing vLLM anew takes longer than a constraint may take."""
     await serving(mesh)
     workers = [mesh.processes[name].pid for name in ("worker-0", "worker-1")]
     frozen = [trial_process(worker) for worker in workers]
@@ -232,7 +232,7 @@ async def test_constraints_are_tried_although_trial_processes_freeze(
             break
 
 
-async def test_streams_of_a_frozen_worker_migrate_and_it_is_harmless_when_it_thaws(
+async def test_streams_of_a_frozen_worker_move_and_it_does_no_harm_when_it_thaws(
     mesh: Mesh,
 ) -> None:
     await serving(mesh)
@@ -250,7 +250,7 @@ async def test_streams_of_a_frozen_worker_migrate_and_it_is_harmless_when_it_tha
     await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
 
 
-async def test_streams_of_a_stopped_or_killed_engine_migrate_and_its_worker_leaves(
+async def test_streams_of_an_engine_that_is_stopped_or_killed_move_and_its_worker_leaves(
     mesh: Mesh,
 ) -> None:
     await serving(mesh)
