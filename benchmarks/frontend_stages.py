@@ -15,6 +15,7 @@ from common import Report, median
 
 from kvmesh.bus.messages import Chunk, ModelCard, StepOutput, encode
 from kvmesh.demo import model_dir
+from kvmesh.frontend.apis.base import RequestStamp
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
 from kvmesh.frontend.dispatch.token_stream import TokenStream
@@ -29,6 +30,7 @@ MEMO_BYTES = 256 << 20
 WALKED = 64 << 20
 STREAMS = 8
 STEPS = 600
+STAMP = RequestStamp("0" * 24, 0)
 
 
 def served() -> ServedModel:
@@ -47,11 +49,11 @@ def turn_stages(report: Report, model: ServedModel, turns: Iterator[bytes]) -> N
 
 
 async def _turns(model: ServedModel, bodies: list[bytes]) -> list[tuple[float, float, float]]:
-    preparer, surface = Preprocessor(MEMO_BYTES, TenantNamespaces()), Chat()
+    preparer, api = Preprocessor(MEMO_BYTES, TenantNamespaces()), Chat()
     rows = []
     for body in bodies:
         started = time.thread_time()
-        request = surface.parse(body, {}).request
+        request = api.parse(body, {}, STAMP).request
         parsed = time.thread_time()
         render(request, model)
         rendered = time.thread_time()
@@ -85,7 +87,7 @@ async def _tokens(model: ServedModel, walked: int) -> float:
 
 
 def _stream(model: ServedModel, inbox: TokenInbox, number: int) -> TokenStream:
-    call = Chat().parse(chat([{"role": "user", "content": "Hello"}], STEPS, True), {})
+    call = Chat().parse(chat([{"role": "user", "content": "Hello"}], STEPS, True), {}, STAMP)
     dialect = model.dialect
     parser = dialect.grammar.parser([], "<|im_start|>assistant\n", calls=False)
     pipeline = OutputPipeline(dialect.detokenizers.create(), [], parser)

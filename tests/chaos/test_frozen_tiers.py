@@ -62,7 +62,7 @@ class Stage:
 
     def loaded(self) -> float:
         """Blocks that workers have loaded."""
-        return sum(self.count(f"worker-{n}", "kvmesh_worker_loaded_blocks_total") for n in NODES)
+        return sum(self.count(f"worker-{n}", "kvmesh_worker_onboarded_blocks_total") for n in NODES)
 
     def lent(self) -> float:
         return self.count("kvbm-0", "kvmesh_kvbm_lent_blocks_total")
@@ -153,7 +153,7 @@ async def ended(stage: Stage, traffic: Traffic) -> None:
     await flows(stage.loaded)
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
-    running = "kvmesh_worker_running_requests"
+    running = "kvmesh_mesh_worker_running_requests"
     await eventually(lambda: stage.mesh.metric(running) == 0, what="nothing runs for nobody")
 
 

@@ -7,6 +7,7 @@ from time import sleep, time
 from typing import Any
 
 from support.frontend import MODEL, ScriptedWorker, scripted_router, scripted_worker
+from support.stamp import STAMP
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
@@ -81,7 +82,7 @@ class Frontend:
         await self.routes.open()
 
     async def request(self, sink: Frames) -> ActiveRequest:
-        call: ApiCall = Chat().parse(BODY, {})
+        call: ApiCall = Chat().parse(BODY, {}, STAMP)
         preprocessor = Preprocessor(1 << 20, TenantNamespaces())
         prepared = await preprocessor.prepare(call.request, served(), None)
         now = asyncio.get_running_loop().time()

@@ -101,9 +101,9 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_repor
 
     async with client_session() as client:
         await eventually(named)
-    short = f"the index knows less than half of the blocks that rank 0 of {await instance(mesh)}"
+    short = f"the index has less than half of the blocks that rank 0 of {await instance(mesh)}"
     await eventually_named(mesh, ports["worker"], "no_kv_events", f"{silent} what it holds")
-    await eventually_named(mesh, ports["indexer"], "index_short", f"{short} says it keeps")
+    await eventually_named(mesh, ports["indexer"], "index_short", f"{short} reports as cached")
     assert json.loads(get(ports["worker"], "/health"))["status"] == "ok"
     assert 'aborted_total{rank="0"} 0.0' not in get(ports["worker"], "/metrics")
 
@@ -116,8 +116,8 @@ async def test_a_router_reports_an_index_without_the_workers_blocks(mesh: Mesh) 
     mesh.start("frontend", "frontend-0")
     await mesh.ready()
     words = (
-        "the index finds nothing for prompts of kvmesh-demo that begin like earlier ones: KV events"
-        " are lost, disabled, or hashed with another block size or salt"
+        "the index has no overlaps for prompts of kvmesh-demo that begin like earlier ones:"
+        " KV events are lost, disabled, or hashed with another block size or salt"
     )
 
     async def named() -> bool:

@@ -13,14 +13,12 @@ from support.wait import eventually
 
 from kvmesh.blocks import attachment
 from kvmesh.blocks.arena import ArenaView
-from kvmesh.blocks.attachment import Attachment, Tenant
+from kvmesh.blocks.attachment import Attachment, WorkerIdentity
 from kvmesh.blocks.digests import chain_digests, root_digest
-from kvmesh.blocks.kvbm_client import FetchedPart, KvbmPrompt, PendingWrite, StoreClient, TierSpeeds
-from kvmesh.blocks.layout import KvLayout, LayerLayout
-from kvmesh.blocks.prompt_delta import KnownPrompts
+from kvmesh.blocks.kvbm_client import FetchedPart, KvbmClient, KvbmPrompt, PendingWrite, TierSpeeds
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Commit,
     Computed,
@@ -29,15 +27,18 @@ from kvmesh.bus.kvbm import (
     Detach,
     Fetch,
     Finish,
+    KvLayout,
+    LayerLayout,
     Offer,
 )
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.hashing import block_hashes
+from kvmesh.prompt_delta.blocks import BlockPromptCache
 
 LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
 )
-TENANT = Tenant(node="here", instance="w-1", model="m", layout=LAYOUT)
+TENANT = WorkerIdentity(node="here", instance="w-1", model="m", layout=LAYOUT)
 Start = Callable[..., Awaitable[SmallKvbm]]
 
 
@@ -77,18 +78,18 @@ async def start(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator
 
 
 @pytest_asyncio.fixture
-async def client(bus: Bus, limits: StreamLimits) -> AsyncIterator[StoreClient]:
-    client = StoreClient(bus, limits, TENANT)
+async def client(bus: Bus, limits: StreamLimits) -> AsyncIterator[KvbmClient]:
+    client = KvbmClient(bus, limits, TENANT)
     await client.open()
     yield client
     await client.close()
 
 
-async def attached(client: StoreClient, times: int = 1) -> None:
+async def attached(client: KvbmClient, times: int = 1) -> None:
     await eventually(lambda: client.attachments == times and client.key, what="it attaches")
 
 
-async def give(client: StoreClient, prompt: KvbmPrompt, first: int = 0) -> list[int]:
+async def give(client: KvbmClient, prompt: KvbmPrompt, first: int = 0) -> list[int]:
     async with client.writing(prompt, first) as writing:
         if writing is None:
             return []
@@ -96,7 +97,7 @@ async def give(client: StoreClient, prompt: KvbmPrompt, first: int = 0) -> list[
         return list(writing.blocks)
 
 
-async def take(client: StoreClient, prompt: KvbmPrompt, held: int = 0) -> list[tuple[int, int]]:
+async def take(client: KvbmClient, prompt: KvbmPrompt, held: int = 0) -> list[tuple[int, int]]:
     """Read blocks and their checksums that the arena holds for these tokens."""
     got: list[tuple[int, int]] = []
     async with aclosing(client.load(prompt, held, TierSpeeds(), 0.0, 10.0)) as parts:
@@ -108,7 +109,7 @@ async def take(client: StoreClient, prompt: KvbmPrompt, held: int = 0) -> list[t
     return got
 
 
-async def test_offloaded_blocks_are_onboarded_again(client: StoreClient, start: Start) -> None:
+async def test_offloaded_blocks_are_onboarded_again(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     assert await give(client, prompt(10)) == list(range(10))
@@ -138,7 +139,7 @@ async def test_a_close_during_detachment_detaches_once(
 ) -> None:
     kvbm = await start(silent={Detach})
     users = Users()
-    client = StoreClient(bus, limits, TENANT, users)
+    client = KvbmClient(bus, limits, TENANT, users)
     await client.open()
     await attached(client)
     attachment = client._attacher.current
@@ -149,7 +150,7 @@ async def test_a_close_during_detachment_detaches_once(
     assert users.released == users.adopted
 
 
-async def test_a_growing_prompt_is_sent_as_deltas(client: StoreClient, start: Start) -> None:
+async def test_a_growing_prompt_is_sent_as_deltas(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     for end in (100, 103, 110):
@@ -160,12 +161,12 @@ async def test_a_growing_prompt_is_sent_as_deltas(client: StoreClient, start: St
     assert [len(r.sequence_hashes) // 8 for r in told] == [100, 3, 7, 10]
 
 
-async def test_a_prompt_that_the_kvbm_lost_is_sent_again(client: StoreClient, start: Start) -> None:
+async def test_a_prompt_that_the_kvbm_lost_is_sent_again(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     assert await give(client, prompt(100)) == list(range(100))
     await eventually(lambda: len(kvbm.blocks) == 100)
-    kvbm.prompts[1] = KnownPrompts(kvbm.keeps)
+    kvbm.prompts[1] = BlockPromptCache(kvbm.keeps)
     assert await give(client, prompt(103), first=90) == [100, 101, 102]
     assert [len(r.sequence_hashes) // 8 for r in kvbm.asked if isinstance(r, Offer)] == [
         100,
@@ -177,15 +178,15 @@ async def test_a_prompt_that_the_kvbm_lost_is_sent_again(client: StoreClient, st
     assert client.attachments == 1
 
 
-async def test_without_a_kvbm_a_fetch_returns_nothing_at_once(client: StoreClient) -> None:
+async def test_without_a_kvbm_a_fetch_returns_nothing_at_once(client: KvbmClient) -> None:
     async with asyncio.timeout(5):
         assert await take(client, prompt(3)) == []
         assert await give(client, prompt(3)) == []
-        client.computed("r")
+        client.report_computed("r")
     assert client.key is None
 
 
-async def test_a_kvbm_of_another_node_is_ignored(client: StoreClient, start: Start) -> None:
+async def test_a_kvbm_of_another_node_is_ignored(client: KvbmClient, start: Start) -> None:
     other = await start(node="there", instance="kvbm-0")
     await start()
     await attached(client)
@@ -193,7 +194,7 @@ async def test_a_kvbm_of_another_node_is_ignored(client: StoreClient, start: Sta
 
 
 async def test_it_attaches_again_to_a_kvbm_that_lost_the_attachment(
-    client: StoreClient, start: Start
+    client: KvbmClient, start: Start
 ) -> None:
     kvbm = await start()
     await attached(client)
@@ -203,7 +204,7 @@ async def test_it_attaches_again_to_a_kvbm_that_lost_the_attachment(
     assert await give(client, prompt(3)) == [0, 1, 2]
 
 
-async def test_it_follows_the_kvbm_over_a_restart(client: StoreClient, start: Start) -> None:
+async def test_it_follows_the_kvbm_over_a_restart(client: KvbmClient, start: Start) -> None:
     first = await start()
     await attached(client)
     await first.stop()
@@ -214,7 +215,7 @@ async def test_it_follows_the_kvbm_over_a_restart(client: StoreClient, start: St
 
 
 async def test_a_missing_reply_ends_the_attachment_without_an_error(
-    client: StoreClient, start: Start, monkeypatch: pytest.MonkeyPatch
+    client: KvbmClient, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
     kvbm = await start()
@@ -227,7 +228,7 @@ async def test_a_missing_reply_ends_the_attachment_without_an_error(
     assert kvbm.locked(2)
 
 
-async def test_a_running_copy_retains_the_old_attachment(client: StoreClient, start: Start) -> None:
+async def test_a_running_copy_retains_the_old_attachment(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     async with client.writing(prompt(2), 0) as writing:
@@ -244,7 +245,7 @@ async def test_a_running_copy_retains_the_old_attachment(client: StoreClient, st
 
 
 async def test_detachment_waits_for_a_slow_copy(
-    client: StoreClient,
+    client: KvbmClient,
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -252,13 +253,13 @@ async def test_detachment_waits_for_a_slow_copy(
     tries: list[Attachment] = []
     monkeypatch.setattr(attachment, "QUIET_S", 0.05)
     monkeypatch.setattr(attachment, "LAST_RETRY_S", 0.05)
-    unused = Attachment.unused
+    unused = Attachment.wait_unused
 
     async def tried(stay: Attachment) -> None:
         tries.append(stay)
         await unused(stay)
 
-    monkeypatch.setattr(Attachment, "unused", tried)
+    monkeypatch.setattr(Attachment, "wait_unused", tried)
     kvbm = await start()
     await attached(client)
     async with client.writing(prompt(2), 0) as writing:
@@ -267,11 +268,11 @@ async def test_detachment_waits_for_a_slow_copy(
         assert await take(client, prompt(3)) == []
         await attached(client, 2)
         await eventually(lambda: len(tries) > 4, what="it is tried again")
-    assert caplog.text.count("still holding it") == 1
+    assert caplog.text.count("its arena stays mapped") == 1
     await eventually(lambda: not lock.exists(), what="it is let go")
 
 
-async def test_a_refused_layout_is_not_tried_again(client: StoreClient, start: Start) -> None:
+async def test_a_refused_layout_is_not_tried_again(client: KvbmClient, start: Start) -> None:
     kvbm = await start(declines=Declined("layout", "another model of that name is here"))
     await eventually(lambda: kvbm.count(Attach) == 1)
     await start(node="there", instance="kvbm-0")
@@ -280,15 +281,15 @@ async def test_a_refused_layout_is_not_tried_again(client: StoreClient, start: S
 
 
 async def test_the_reason_for_a_failed_attachment_is_logged_once(
-    client: StoreClient, start: Start, caplog: pytest.LogCaptureFixture
+    client: KvbmClient, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     kvbm = await start(declines=Declined("closing", "it is about to leave"))
     await eventually(lambda: kvbm.count(Attach) == 4, what="it is tried again and again")
-    assert len([r for r in caplog.records if "does not take this worker" in r.message]) == 1
+    assert len([r for r in caplog.records if "refused this worker" in r.message]) == 1
     assert client.attachments == 0
 
 
-async def test_cancelled_transfers_leave_no_ticket(client: StoreClient, start: Start) -> None:
+async def test_cancelled_transfers_leave_no_ticket(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     await give(client, prompt(8))
@@ -304,7 +305,7 @@ async def test_cancelled_transfers_leave_no_ticket(client: StoreClient, start: S
     await eventually(lambda: not kvbm.tickets, what="tickets are back")
 
 
-async def test_corruption_is_reported(client: StoreClient, start: Start) -> None:
+async def test_corruption_is_reported(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     await give(client, prompt(4))
@@ -312,7 +313,7 @@ async def test_corruption_is_reported(client: StoreClient, start: Start) -> None
     async with aclosing(client.load(prompt(4), 0, TierSpeeds(), 0.0, 10.0)) as parts:
         async for part in parts:
             assert isinstance(part, FetchedPart)
-            client.corrupt(part, prompt(4).digests[32:48])
+            client.report_corrupt(part, prompt(4).digests[32:48])
     await eventually(lambda: kvbm.count(Corrupt) == 1 and len(kvbm.blocks) == 3)
     assert await take(client, prompt(4)) == [(0, 7), (1, 8)]
 
@@ -355,7 +356,7 @@ async def shelf() -> Shelf:
 
 
 @pytest_asyncio.fixture
-async def writer(client: StoreClient, shelf: Shelf) -> AsyncIterator["WriteThrough[KvbmPrompt]"]:
+async def writer(client: KvbmClient, shelf: Shelf) -> AsyncIterator["WriteThrough[KvbmPrompt]"]:
     writer = WriteThrough(client, shelf, limit=20)
     writer.start()
     yield writer
@@ -363,7 +364,7 @@ async def writer(client: StoreClient, shelf: Shelf) -> AsyncIterator["WriteThrou
 
 
 async def test_queued_blocks_are_written(
-    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
+    client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
     await attached(client)
@@ -378,7 +379,7 @@ async def test_queued_blocks_are_written(
 
 
 async def test_new_blocks_of_a_request_join_its_queued_ones(
-    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
+    client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
     await attached(client)
@@ -393,7 +394,7 @@ async def test_new_blocks_of_a_request_join_its_queued_ones(
 
 
 async def test_a_full_queue_skips_and_counts(
-    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
+    client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     await start()
     await attached(client)
@@ -409,7 +410,7 @@ async def test_a_full_queue_skips_and_counts(
 
 
 async def test_missing_or_unreadable_blocks_are_skipped(
-    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
+    client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
     await attached(client)

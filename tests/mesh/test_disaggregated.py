@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.mesh import Mesh
 from support.nats import NatsServer
@@ -152,7 +153,9 @@ async def test_a_real_model_has_the_same_output_with_kv_of_another_worker(
     assert "computed again" not in mesh.logs()
     bus = await Bus.connect(mesh.options, "test")
     decoder = instance(mesh, "decode-0")
-    await bus.request(bus.subjects.ctl(decoder), Clear(), ControlReply, PATIENCE_S)
+    await bus.request(
+        bus.subjects.ctl(decoder), Clear(), msgspec.msgpack.Decoder(ControlReply), PATIENCE_S
+    )
     await bus.close()
     mesh.kill("prefill-0")
     await workers(mesh, 1)

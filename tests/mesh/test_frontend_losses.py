@@ -95,7 +95,7 @@ async def test_a_request_that_hangs_two_workers_is_offered_to_no_third(
         assert response.headers["X-Should-Retry"] == "false"
         error = (await response.json())["error"]
     assert error["code"] == "engine_lost"
-    assert "two workers" in error["message"]
+    assert "Two workers" in error["message"]
     assert [len(worker.works) for worker in (a, b, c)] == [1, 1, 0]
 
 

@@ -87,12 +87,13 @@ class Stage:
         """Wait until a router may be queried."""
         await eventually(lambda: router.service.instance in self.asking.routers)
         await eventually(lambda: router.router._router("m")._subscriptions)
+        await router.service.bus.flush()  # the server knows them too
 
     def waiting(self, router: RunningRouter) -> int:
-        return router.router._router("m").dispatcher.waiting
+        return router.router._router("m").queue.waiting
 
     def own(self, router: RunningRouter) -> int:
-        return len(router.router._router("m").dispatcher.own)
+        return len(router.router._router("m").queue.own_tickets)
 
     def active(self, router: RunningRouter) -> int:
         return len(router.router._router("m").core.active)
@@ -101,7 +102,7 @@ class Stage:
         """Free capacity for one request after the other; return the requests in their order."""
         for number in range(count):
             done = SeqPrefilled(self.decisions.seen[-1].request)
-            await self.bus.publish(self.bus.subjects.seq("m"), SeqBatch("f", [done]))
+            self.bus.post(self.bus.subjects.seq("m"), SeqBatch("f", [done]))
             await self._placed(number + 2)
         return [d.request.partition(".")[0] for d in self.decisions.seen[1:]]
 
@@ -213,7 +214,7 @@ async def test_after_a_lost_connection_each_request_still_waits_and_counts_once(
     for _ in range(3):
         for reconnected in stage.bus.on_reconnect:
             reconnected()
-        await stage.bus.client.flush()
+        await stage.bus.flush()
     assert await stage.let_all_go(4) == [f"q{number}" for number in range(4)]
     assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
     assert all(len(names) == 1 for names in stage.attempts.values())
@@ -231,7 +232,7 @@ async def test_cancelled_queries_are_not_placed(stage: Stage) -> None:
     given_up: list[SeqEvent] = [
         SeqFree(names[-1]) for names in stage.attempts.values() if names[0] != "first"
     ]
-    await stage.bus.publish(stage.bus.subjects.seq("m"), SeqBatch("f", given_up))
+    stage.bus.post(stage.bus.subjects.seq("m"), SeqBatch("f", given_up))
     stage.proxy.release()
     await eventually(lambda: [stage.waiting(router) for router in stage.routers] == [0, 0])
     assert [d.request for d in stage.decisions.seen] == ["first"]

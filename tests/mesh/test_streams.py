@@ -42,7 +42,7 @@ async def kv_bytes(bus: Bus) -> int:
     return (await bus.js.stream_info(bus.subjects.kv_stream)).config.max_bytes or 0
 
 
-async def test_streams_have_the_documented_storage(bus: Bus) -> None:
+async def test_streams_are_stored_as_documented(bus: Bus) -> None:
     documented: dict[str, StorageType] = {}
     for line in DEPLOYMENT.read_text().splitlines():
         what, _, rest = line.removeprefix("| ").partition(" | ")
@@ -74,9 +74,9 @@ async def test_no_start_of_a_process_changes_streams(
     await eventually(lambda: "ready" in mesh.logs())
     mesh.stop()
     assert (await bus.js.stream_info(bus.subjects.kv_stream)).config == before
-    wanted = f"has max_bytes {limits.kv_bytes}, streams.kv_bytes says 1048576"
+    wanted = f"has max_bytes {limits.kv_bytes}, streams.kv_bytes is 1048576"
     assert f"{bus.subjects.kv_stream} {wanted}; `kvmesh streams apply`" in mesh.logs()
-    assert f"{bus.subjects.seq_stream} has num_replicas 1, nats.replicas says 3" in mesh.logs()
+    assert f"{bus.subjects.seq_stream} has num_replicas 1, nats.replicas is 3" in mesh.logs()
 
 
 async def test_lease_repair_changes_no_streams(bus: Bus, limits: StreamLimits) -> None:
@@ -119,7 +119,7 @@ async def test_buckets_of_other_meshes_are_not_changed(
     }
 
 
-async def test_buckets_are_read_from_their_leader_which_is_never_behind(bus: Bus) -> None:
+async def test_buckets_are_read_from_their_leader(bus: Bus) -> None:
     infos = await mesh_streams(bus)
     buckets = [info.config for info in infos if (info.config.name or "").startswith("KV_")]
     assert len(buckets) == 3
@@ -147,7 +147,7 @@ def configured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsS
     ],
     indirect=["configured"],
 )
-async def test_too_small_a_server_is_reported_in_one_line_with_the_setting(
+async def test_an_unsuitable_server_is_one_line_that_names_the_setting(
     configured: NatsServer, complaint: str
 ) -> None:
     status, output = await kvmesh("worker", "--nats", configured.url)
@@ -157,7 +157,7 @@ async def test_too_small_a_server_is_reported_in_one_line_with_the_setting(
 
 
 @pytest.mark.parametrize("configured", [{}], indirect=True)
-async def test_more_replicas_than_servers_are_refused_with_the_setting(
+async def test_more_replicas_than_servers_are_an_error_that_names_the_setting(
     configured: NatsServer,
 ) -> None:
     bus = await Bus.connect(BusOptions(url=configured.url, replicas=3), "test")
@@ -174,12 +174,12 @@ AUTHORIZED = {"settings": "authorization { user: mesh, password: right }"}
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (BusOptions(user="mesh", password="wrong"), r"refuses nats\.user and nats\.password"),
-        (BusOptions(token="wrong"), r"refuses nats\.token"),
-        (BusOptions(), "asks for a user and password"),
+        (BusOptions(user="mesh", password="wrong"), r"rejects nats\.user and nats\.password"),
+        (BusOptions(token="wrong"), r"rejects nats\.token"),
+        (BusOptions(), "requires a user and password"),
     ],
 )
-async def test_refused_credentials_fail_at_once_with_the_setting(
+async def test_rejected_credentials_fail_at_once_and_are_named(
     configured: NatsServer, options: BusOptions, complaint: str
 ) -> None:
     with pytest.raises(BusUnavailable, match=complaint):
@@ -190,7 +190,7 @@ async def test_a_service_waits_for_the_server_and_logs_it(tmp_path: Path) -> Non
     server = NatsServer(tmp_path / "nats")
     mesh = Mesh(server.url, tmp_path)
     mesh.start("router", "router-0")
-    await eventually(lambda: "no NATS server yet, trying on: " in mesh.logs())
+    await eventually(lambda: "no NATS server yet, retrying: " in mesh.logs())
     assert mesh.processes["router-0"].poll() is None
     server.start()
     bus = await Bus.connect(mesh.options, "test")

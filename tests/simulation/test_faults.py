@@ -36,13 +36,13 @@ def test_an_event_without_resend_is_detected(monkeypatch: pytest.MonkeyPatch) ->
             await self._bus.store(self._subject, payload, ACK_TIMEOUT_S)
         return True
 
-    monkeypatch.setattr(KvPublisher, "_offer", offer)
+    monkeypatch.setattr(KvPublisher, "_store", offer)
     monkeypatch.setitem(faults.RATES, "loss", 0.05)
     assert any("are not on the stream" in text for text in broken({"loss"}))
 
 
 def test_an_unread_message_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StreamReader, "_forget", lambda self, fault: None)
+    monkeypatch.setattr(StreamReader, "_start_over", lambda self, fault: None)
     assert any("has not read message" in text for text in broken({"rewind", "recreate"}))
 
 
@@ -70,7 +70,7 @@ def test_an_unfreed_request_is_detected(monkeypatch: pytest.MonkeyPatch) -> None
             tell(self, model, event)
 
     monkeypatch.setattr(SequenceEventPublisher, "event", event)
-    assert any("without news" in text for text in broken(set()))
+    assert any("without events" in text for text in broken(set()))
 
 
 def broken(only: set[str], most: int = 6) -> list[str]:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from msgspec.structs import replace
 
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
+from kvmesh.bus.messages import Cleared, KvEvent, KvLayout, Removed, Sampling, Work
 from kvmesh.hashing import block_hashes
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.retention import RetentionOptions
@@ -132,7 +131,7 @@ class Driver:
         prints = self.prints(tokens)
         held, places = exchange.hold(self.core, sequence, prints)
         data = self.core.model.memory.save(places)
-        self.core.blocks.deref(held)
+        self.core.blocks.unlock(held)
         return Taken(self.core.model.layout, held, local[: len(held)], tokens, data)
 
     def bring_in(self, taken: "Taken") -> int:

@@ -7,9 +7,8 @@ import pytest
 
 from kvmesh.bus.messages import Load
 from kvmesh.frontend.generation.cache_expectations import MIN_REQUESTS, CacheExpectations
-from kvmesh.indexer.shortfall import OFF_LOOKS, ON_LOOKS, Shortfall
-from kvmesh.runtime.warnings import SHOWN, Streak, Warnings
-from kvmesh.worker.health.event_silence import BLOCKS, REQUESTS, EventSilence
+from kvmesh.runtime.warnings import MAX_SHOWN, Streak, Warnings
+from kvmesh.worker.health.event_silence import SILENT_BLOCKS, SILENT_REQUESTS, EventSilence
 
 SIZE = 16
 
@@ -22,7 +21,7 @@ def load(instance: str = "w-1", **fields: Any) -> Load:
 def test_a_streak_holds_from_so_many_looks_until_so_many() -> None:
     streak = Streak(3, 2)
     seen = [True, True, False, True, True, True, False, True, False, False, True]
-    assert [streak.look(s) for s in seen] == [False] * 5 + [True] * 4 + [False] * 2
+    assert [streak.observe(s) for s in seen] == [False] * 5 + [True] * 4 + [False] * 2
 
 
 def test_a_warning_is_logged_when_it_begins_and_when_it_ends(
@@ -39,8 +38,8 @@ def test_a_warning_is_logged_when_it_begins_and_when_it_ends(
 
 def test_of_many_warnings_only_the_first_are_shown() -> None:
     warnings = Warnings()
-    warnings.update("odd", {str(n): f"{n} is odd" for n in range(SHOWN + 5)})
-    assert len(warnings.texts) == SHOWN + 1
+    warnings.update("odd", {str(n): f"{n} is odd" for n in range(MAX_SHOWN + 5)})
+    assert len(warnings.texts) == MAX_SHOWN + 1
     assert warnings.texts[-1] == "and 5 more warnings: see the log"
 
 
@@ -51,61 +50,48 @@ def computed(requests: int, blocks: int, aborted: int = 0) -> Load:
 
 def test_an_engine_that_computes_without_an_event_is_silent_until_the_next_one() -> None:
     silence = EventSilence("worker-0", SIZE)
-    assert silence.look([computed(0, 0)], {}) == {}
-    assert silence.look([computed(REQUESTS, BLOCKS - 1)], {}) == {}
-    assert silence.look([computed(REQUESTS - 1, BLOCKS)], {}) == {}
-    found = silence.look([computed(REQUESTS, BLOCKS)], {0: 0})
+    assert silence.check([computed(0, 0)], {}) == {}
+    assert silence.check([computed(SILENT_REQUESTS, SILENT_BLOCKS - 1)], {}) == {}
+    assert silence.check([computed(SILENT_REQUESTS - 1, SILENT_BLOCKS)], {}) == {}
+    found = silence.check([computed(SILENT_REQUESTS, SILENT_BLOCKS)], {0: 0})
     assert list(found) == ["0"]
     assert "worker-0 rank 0 computes prompts and publishes no KV events" in found["0"]
-    assert silence.look([computed(REQUESTS, BLOCKS)], {0: 1}) == {}
-    assert silence.look([computed(2 * REQUESTS, 2 * BLOCKS - 1)], {0: 1}) == {}
-    assert silence.look([computed(2 * REQUESTS, 2 * BLOCKS)], {0: 1})
+    assert silence.check([computed(SILENT_REQUESTS, SILENT_BLOCKS)], {0: 1}) == {}
+    assert silence.check([computed(2 * SILENT_REQUESTS, 2 * SILENT_BLOCKS - 1)], {0: 1}) == {}
+    assert silence.check([computed(2 * SILENT_REQUESTS, 2 * SILENT_BLOCKS)], {0: 1})
 
 
 def test_an_engine_without_events_is_silent_however_many_requests_are_aborted() -> None:
     silence = EventSilence("worker-0", SIZE)
-    looks = [computed(n, n * BLOCKS // REQUESTS, aborted=n) for n in range(REQUESTS + 1)]
-    found = [bool(silence.look([at], {})) for at in looks]
-    assert found == [False] * REQUESTS + [True]
+    looks = [
+        computed(n, n * SILENT_BLOCKS // SILENT_REQUESTS, aborted=n)
+        for n in range(SILENT_REQUESTS + 1)
+    ]
+    found = [bool(silence.check([at], {})) for at in looks]
+    assert found == [False] * SILENT_REQUESTS + [True]
 
 
 def test_what_comes_from_the_cache_waits_or_is_aborted_early_is_not_computed() -> None:
     silence = EventSilence("worker-0", SIZE)
-    silence.look([computed(0, 0)], {})
-    many = 10 * BLOCKS * SIZE
+    silence.check([computed(0, 0)], {})
+    many = 10 * SILENT_BLOCKS * SIZE
     cases: list[dict[str, Any]] = [
         {"cached_tokens": many},
         {"prefill_tokens": many},
-        {"aborted": REQUESTS},
+        {"aborted": SILENT_REQUESTS},
     ]
     for fields in cases:
-        assert silence.look([load(requests=REQUESTS, prompt_tokens=many, **fields)], {}) == {}
+        assert (
+            silence.check([load(requests=SILENT_REQUESTS, prompt_tokens=many, **fields)], {}) == {}
+        )
 
 
 def test_aborted_prompts_shorter_than_a_block_are_no_blocks() -> None:
     silence = EventSilence("worker-0", SIZE)
-    silence.look([computed(0, 0)], {})
-    short = (10 * BLOCKS + REQUESTS) * (SIZE - 1)
-    told = load(requests=REQUESTS, aborted=10 * BLOCKS, computed_tokens=short)
-    assert silence.look([told], {}) == {}
-
-
-def test_an_index_that_knows_less_than_half_for_a_while_is_short() -> None:
-    shortfall = Shortfall()
-    shortfall.take(load(cached_blocks=1000))
-    looks = [shortfall.look({("w-1", 0): 400}) for _ in range(ON_LOOKS)]
-    assert [bool(found) for found in looks] == [False] * (ON_LOOKS - 1) + [True]
-    assert "rank 0 of w-1" in looks[-1]["w-1 0"]
-    looks = [shortfall.look({("w-1", 0): 600}) for _ in range(OFF_LOOKS)]
-    assert [bool(found) for found in looks] == [True] * (OFF_LOOKS - 1) + [False]
-
-
-def test_what_is_on_its_way_or_of_a_worker_that_left_is_not_short() -> None:
-    shortfall = Shortfall()
-    shortfall.take(load(cached_blocks=100))
-    shortfall.take(load("w-2", cached_blocks=1000))
-    shortfall.forget("w-2")
-    assert not any(shortfall.look({}) for _ in range(2 * ON_LOOKS))
+    silence.check([computed(0, 0)], {})
+    short = (10 * SILENT_BLOCKS + SILENT_REQUESTS) * (SIZE - 1)
+    told = load(requests=SILENT_REQUESTS, aborted=10 * SILENT_BLOCKS, computed_tokens=short)
+    assert silence.check([told], {}) == {}
 
 
 def test_a_worker_that_finds_less_than_half_of_what_is_expected_is_named() -> None:

@@ -6,14 +6,14 @@ import sys
 import time
 
 from aiohttp import web
-from nats.aio.subscription import Subscription
 from prometheus_client import REGISTRY
 
+from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery import Directory, Lease, routable
 from kvmesh.bus.engine_loads import follow_loads
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.shared_secret import SecretUnusable
-from kvmesh.frontend import prefork as siblings
+from kvmesh.frontend import prefork
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
@@ -31,13 +31,13 @@ from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
 from kvmesh.frontend.http.server import Runner
 from kvmesh.frontend.http.sse import StreamSupervisor
-from kvmesh.frontend.metrics import Loads
+from kvmesh.frontend.metrics import WorkerLoads
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.runtime.warnings import keep_told
+from kvmesh.runtime.warnings import publish_warnings
 from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class FrontendService:
         self._service = service
         self._settings = settings
         self.registry = ModelRegistry(service.bus, service.spawn)
-        self.loads = Loads()
+        self.loads = WorkerLoads()
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
         self.inbox = TokenInbox(settings.frame_interval_s)
         self.events = SequenceEventPublisher(service.bus, service.instance)
@@ -97,7 +97,7 @@ class FrontendService:
             self.monitor.on_gap(stream)
 
     def _backlog(self) -> int:
-        return self._tokens.pending_msgs if self._tokens is not None else 0
+        return self._tokens.pending_messages if self._tokens is not None else 0
 
     def _joined(self, card: Instance) -> None:
         self.registry.joined(card)
@@ -113,14 +113,14 @@ class FrontendService:
         if card.role is Role.WORKER:
             self.monitor.worker_left(card)
         if card.role is Role.FRONTEND:
-            self.authenticator.accounts.forget(card.instance)
+            self.authenticator.accounts.remove_frontend(card.instance)
 
     def missing(self) -> list[str]:
         """Reasons why this frontend is not ready: roles that the mesh lacks, "nats", "stopping"."""
         if self._service.stopping.is_set():
             return ["stopping"]
         bus = self._service.bus
-        if not bus.client.is_connected:
+        if not bus.connected:
             return ["nats"]
         roles = {card.role for card in self.directory.instances if routable(card)}
         missing = [role.value for role in (Role.ROUTER, Role.WORKER) if role not in roles]
@@ -133,9 +133,9 @@ class FrontendService:
         subjects = service.bus.subjects
         try:
             configured = self._settings.tenant_secret
-            self._tenants.unlock(await tenant_secret(service.bus, configured))
+            self._tenants.set_secret(await tenant_secret(service.bus, configured))
         except SecretUnusable as error:
-            raise StartError(str(error), hopeless=error.configured) from error
+            raise StartError(str(error), permanent=error.configured) from error
         self._tokens = await service.bus.subscribe(
             subjects.out(service.instance), step_decoder, self._receive
         )
@@ -143,9 +143,9 @@ class FrontendService:
         try:
             await self.authenticator.open()
         except KeysError as error:
-            raise StartError(str(error), hopeless=True) from error
+            raise StartError(str(error), permanent=True) from error
         await self.routes.open()
-        if self.authenticator.closed:
+        if self.authenticator.requires_keys:
             await self.shared_limits.open()
             service.spawn(self.shared_limits.run(), "shared limits")
         await self.directory.open()
@@ -170,7 +170,7 @@ class FrontendService:
 
     async def close(self) -> None:
         await self.cache_api.close()
-        await self.events.flush()
+        self.events.flush()
         await self.directory.close()
 
     def application(self) -> web.Application:
@@ -192,7 +192,7 @@ class FrontendService:
             self.stream_supervisor,
             responses,
             self.authenticator,
-            self.cache_api.turns,
+            self.cache_api.session_hooks,
         )
         app = application(parts, self, self.cache_api.routes, self._service.warnings)
         app.on_shutdown.append(self.drain)
@@ -202,12 +202,12 @@ class FrontendService:
 async def main(service: Service) -> None:
     """Serve until the service stops, then finish the running requests."""
     sys.setswitchinterval(SWITCH_S)
-    siblings.check(service.settings)
+    prefork.check_settings(service.settings)
     frontend = FrontendService(service)
     settings = service.settings.frontend
-    _check_openness(settings, frontend.authenticator.closed)
+    _check_openness(settings, frontend.authenticator.requires_keys)
     await frontend.open()
-    await frontend.registry.settle(LOADING_S)
+    await frontend.registry.wait_loaded(LOADING_S)
     REGISTRY.register(frontend.loads)
     runner = Runner(
         frontend.application(),
@@ -230,11 +230,11 @@ async def main(service: Service) -> None:
     )
     lease = Lease(service.bus, card, service.limits)
     await lease.open()
-    service.joined()
+    service.start_watchdog()
     log.info("listening on %s", endpoint)
-    others = asyncio.create_task(siblings.keep(service), name="siblings")
-    service.spawn(siblings.follow_parent(service), "parent")
-    service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
+    others = asyncio.create_task(prefork.supervise(service), name="prefork")
+    service.spawn(prefork.follow_parent(service), "parent")
+    service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
     metrics = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:
         await service.stopping.wait()
@@ -275,5 +275,5 @@ def _check_openness(settings: FrontendSettings, keys: bool) -> None:
         raise StartError(
             f"refusing to serve everyone on {settings.host}: configure frontend.keys_file or"
             " frontend.keys_bucket, or set frontend.allow_anonymous",
-            hopeless=True,
+            permanent=True,
         )

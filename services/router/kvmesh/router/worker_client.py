@@ -13,6 +13,7 @@ from kvmesh.router.errors import RouterError
 OFFER_TIMEOUT_S = 5.0  # longer than a frontend's: no other worker is tried
 RESEND_S = 1.0
 MAX_CHUNKS = 4096
+_replies = msgspec.msgpack.Decoder(WorkReply)
 _steps = msgspec.msgpack.Decoder(StepOutput)
 
 
@@ -60,13 +61,13 @@ async def generate(bus: Bus, instance: str, work: Work, silence: float) -> Async
     finally:
         await subscription.unsubscribe()
         if not finished:
-            await bus.publish(bus.subjects.ctl(instance), Cancel(work.request))
+            bus.post(bus.subjects.ctl(instance), Cancel(work.request))
 
 
 async def _offer(bus: Bus, instance: str, work: Work) -> None:
     try:
         subject = bus.subjects.work(instance)
-        reply = await bus.request(subject, work, WorkReply, OFFER_TIMEOUT_S)
+        reply = await bus.request(subject, work, _replies, OFFER_TIMEOUT_S)
     except (NoResponder, RequestTimeout) as error:
         raise GenerationError(instance, str(error)) from error
     if reply.status != "accepted":
@@ -86,10 +87,10 @@ async def _in_order(
             silent_s += RESEND_S
             if silent_s >= silence:
                 raise GenerationError(instance, f"silent for {silence:g} s") from None
-            await bus.publish(bus.subjects.ctl(instance), Resend(request, received))
+            bus.post(bus.subjects.ctl(instance), Resend(request, received))
             continue
         if chunk.offset > received:
-            await bus.publish(bus.subjects.ctl(instance), Resend(request, received))
+            bus.post(bus.subjects.ctl(instance), Resend(request, received))
             continue
         silent_s = 0.0
         fresh = chunk.tokens[received - chunk.offset :]

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from support.stamp import STAMP
 from unit.frontend.dialects.recorded import TEMPLATES
 
 from kvmesh.bus.messages import ModelCard
@@ -67,9 +68,9 @@ def encode(body: dict[str, Any]) -> bytes:
     return json.dumps({"model": "m", **body}).encode()
 
 
-def answered(surface: Api, body: dict[str, Any], answer: list[AnswerEvent]) -> Any:
+def answered(api: Api, body: dict[str, Any], answer: list[AnswerEvent]) -> Any:
     """The whole answer as a client of this API gets it."""
-    renderer = surface.parse(encode(body), {}).renderer
+    renderer = api.parse(encode(body), {}, STAMP).renderer
     renderer.events(0, answer, [])
     renderer.end(0, Ending("stop"))
     return json.loads(renderer.whole(AnswerSummary(Usage(1, 0, 0, 1))))
@@ -126,32 +127,32 @@ APIS: dict[str, tuple[Api, dict[str, Any], Any]] = {
 }
 
 
-async def tokens_ahead(model: ServedModel, surface: Api, body: Any, answer: Any) -> bytes:
+async def tokens_ahead(model: ServedModel, api: Api, body: Any, answer: Any) -> bytes:
     said = Transcript()
     for event in answer:
         said.add(event)
     preparer = Preprocessor(1 << 20, TenantNamespaces())
-    prepared = await preparer.prepare(surface.parse(encode(body), {}).request, model, None)
-    following = successor(prepared.request, said.blocks(surface.in_order))
+    prepared = await preparer.prepare(api.parse(encode(body), {}, STAMP).request, model, None)
+    following = successor(prepared.request, said.blocks(api.in_order))
     assert following is not None
     return await preparer.tokens_before(following, model, CUT)
 
 
 @pytest.mark.parametrize("answer", [SPOKEN, CALLING], ids=["spoken", "calling"])
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("name", APIS)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_next_prompt_begins_with_what_was_computed_ahead(
-    model: str, api: str, answer: list[AnswerEvent]
+    model: str, name: str, answer: list[AnswerEvent]
 ) -> None:
-    surface, body, next_body = APIS[api]
-    following = next_body(body, answered(surface, body, answer), ["first: x", "second"])
-    ahead = asyncio.run(tokens_ahead(MODELS[model], surface, body, answer))
-    again = surface.parse(encode(following), {}).request
+    api, body, next_body = APIS[name]
+    following = next_body(body, answered(api, body, answer), ["first: x", "second"])
+    ahead = asyncio.run(tokens_ahead(MODELS[model], api, body, answer))
+    again = api.parse(encode(following), {}, STAMP).request
     real = asyncio.run(
         Preprocessor(1 << 20, TenantNamespaces()).prepare(again, MODELS[model], None)
     ).prompts[0]
     assert real.tokens.startswith(ahead)
-    before = surface.parse(encode(body), {}).request
+    before = api.parse(encode(body), {}, STAMP).request
     prompt = asyncio.run(
         Preprocessor(1 << 20, TenantNamespaces()).prepare(before, MODELS[model], None)
     ).prompts[0]
@@ -160,12 +161,12 @@ def test_the_next_prompt_begins_with_what_was_computed_ahead(
 
 
 def test_a_client_that_drops_thinking_is_expected_to_do_so_again() -> None:
-    surface, body, next_body = APIS["chat"]
+    api, body, next_body = APIS["chat"]
     quiet: list[AnswerEvent] = [event for event in CALLING if not isinstance(event, ThinkingDelta)]
-    second = next_body(body, answered(surface, body, quiet), ["x", "y"])
-    third = next_body(second, answered(surface, second, quiet), ["x", "y"])
-    ahead = asyncio.run(tokens_ahead(MODELS["demo"], surface, second, CALLING))
-    again = surface.parse(encode(third), {}).request
+    second = next_body(body, answered(api, body, quiet), ["x", "y"])
+    third = next_body(second, answered(api, second, quiet), ["x", "y"])
+    ahead = asyncio.run(tokens_ahead(MODELS["demo"], api, second, CALLING))
+    again = api.parse(encode(third), {}, STAMP).request
     real = asyncio.run(
         Preprocessor(1 << 20, TenantNamespaces()).prepare(again, MODELS["demo"], None)
     ).prompts[0]
@@ -173,7 +174,7 @@ def test_a_client_that_drops_thinking_is_expected_to_do_so_again() -> None:
 
 
 def test_nothing_is_predicted_from_an_empty_answer_or_for_plain_prompts() -> None:
-    request = Chat().parse(encode({"messages": [ASK]}), {}).request
+    request = Chat().parse(encode({"messages": [ASK]}), {}, STAMP).request
     assert successor(request, []) is None
     request.messages = []
     assert successor(request, Transcript().blocks(in_order=True)) is None

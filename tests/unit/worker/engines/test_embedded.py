@@ -33,7 +33,7 @@ from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import SglangSettings, TrtllmSettings, WorkerSettings
-from kvmesh.worker.capabilities.retaining import obey
+from kvmesh.worker.capabilities import execute_command
 from kvmesh.worker.engine import Engine, EngineContext, EngineError, EngineInfo, Rejected
 
 PLAIN = salt("kvmesh-demo")
@@ -131,7 +131,7 @@ async def test_tokens_stream_and_end(run: Run) -> None:
     assert run.sink.finish("a") == "length"
 
 
-async def test_output_of_another_worker_is_continued(run: Run) -> None:
+async def test_a_migrated_answer_is_continued(run: Run) -> None:
     tokens = continuation(unpack(prompt(40)), 12)
     longer = prompt(40) + array("I", tokens[:5]).tobytes()
     await run.run(work("a", longer, generated=5))
@@ -147,7 +147,7 @@ async def test_an_abort_reaches_the_engine(run: Run) -> None:
     await eventually(lambda: not run.standin.server.running)
 
 
-async def test_the_cache_is_told_exactly(run: Run) -> None:
+async def test_kv_events_match_the_cache(run: Run) -> None:
     for i in range(30):
         await run.run(work(f"r{i}", prompt(60 + 3 * i, first=i % 7)))
     held = run.standin.server.held
@@ -259,7 +259,7 @@ async def test_a_prefill_is_handed_over(run: Run) -> None:
     assert (params.request_type, params.ctx_request_id) == ("generation_only", 7)
 
 
-async def test_trtllm_keeps_what_is_important(run: Run) -> None:
+async def test_trtllm_receives_retention_directives(run: Run) -> None:
     if run.kind == "sglang":
         pytest.skip("its eviction goes by the request's priority itself")
     await run.run(work("a", prompt(40), priority=20), work("b", prompt(40)))
@@ -285,15 +285,15 @@ async def test_trtllm_is_given_the_ranges_and_others_say_that_they_cannot(run: R
         Pin(id="p", sequence_hashes=b"", ttl_s=1.0),
         Unpin("p"),
     ):
-        reply = obey(run.engine, run.kind, command)
+        reply = execute_command(run.engine, run.kind, command)
         assert (
             reply.reason
-            == f"unsupported: the {run.kind} engine cannot be told which blocks to keep"
+            == f"unsupported: the {run.kind} engine has no control over block retention"
         )
-    assert not obey(run.engine, run.kind, Clear(salt=1)).ok
+    assert not execute_command(run.engine, run.kind, Clear(salt=1)).ok
     if run.kind == "sglang":
         return
-    assert obey(run.engine, "trtllm", Clear()) == ControlReply(
+    assert execute_command(run.engine, "trtllm", Clear()) == ControlReply(
         False, "unsupported: TensorRT-LLM's API has no call that clears its cache"
     )
     given = run.standin.calls[-1]["kv_cache_retention_config"]

@@ -95,7 +95,7 @@ async def start(server: ApiServer) -> AsyncIterator[Start]:
         await sidecar.engine.close()
 
 
-async def test_the_card_is_what_the_server_says(start: Start) -> None:
+async def test_the_card_matches_the_server(start: Start) -> None:
     sidecar = await start()
     info = sidecar.info
     assert info is not None
@@ -120,7 +120,7 @@ async def test_a_stop_token_ends_the_output(start: Start) -> None:
     assert sidecar.sink.tokens("a") == tokens[: tokens.index(tokens[4]) + 1]
 
 
-async def test_output_of_another_worker_is_continued(start: Start) -> None:
+async def test_a_migrated_answer_is_continued(start: Start) -> None:
     sidecar = await start()
     tokens = continuation(unpack(prompt(40)), 12)
     longer = prompt(40) + array("I", tokens[:5]).tobytes()
@@ -140,7 +140,7 @@ async def test_an_abort_reaches_the_server(start: Start) -> None:
     assert len(sidecar.sink.tokens("a")) < 400
 
 
-async def test_the_cache_of_the_server_is_told_exactly(start: Start) -> None:
+async def test_kv_events_match_the_cache_of_the_server(start: Start) -> None:
     sidecar = await start()
     for i in range(30):
         await sidecar.run(work(f"r{i}", prompt(60 + 3 * i, first=i % 7)))
@@ -180,7 +180,7 @@ async def test_clear_asks_the_server(start: Start) -> None:
     await eventually(lambda: not sidecar.sink.held[0])
 
 
-async def test_priority_is_told_in_the_polarity_of_the_server(start: Start) -> None:
+async def test_priority_is_sent_in_the_polarity_of_the_server(start: Start) -> None:
     polarity = "lower"
     sidecar = await start(priority=polarity)
     sidecar.server.step_s = 0.02
@@ -237,7 +237,7 @@ async def test_a_server_that_dies_takes_the_worker_with_it(start: Start) -> None
 
 
 @pytest.mark.parametrize(("status", "finish"), [(503, "abort"), (429, "abort"), (400, "error")])
-async def test_a_refusal_is_told_as_whose_fault_it_is(
+async def test_a_refusal_names_the_party_at_fault(
     start: Start, server: ApiServer, status: int, finish: str
 ) -> None:
     if server.style == "sglang":
@@ -292,7 +292,7 @@ async def test_the_key_and_the_request_are_the_servers_dialect(start: Start) -> 
     assert body["logit_bias"] == {"7": 1.5}
 
 
-async def test_an_answer_with_tags_goes_on_without_them(start: Start) -> None:
+async def test_an_answer_with_tags_continues_without_them(start: Start) -> None:
     sidecar = await start()
     sampling = Sampling(max_tokens=9, guided=Guided(kind="structural_tag", value="{}"))
     await sidecar.run(work("a", prompt(40), sampling=sampling, generated=3))
@@ -301,12 +301,12 @@ async def test_an_answer_with_tags_goes_on_without_them(start: Start) -> None:
     assert "structural_tag" not in body.get("sampling_params", {})
 
 
-async def test_what_cannot_be_is_rejected(start: Start) -> None:
+async def test_impossible_requests_are_rejected(start: Start) -> None:
     sidecar = await start()
     with pytest.raises(Rejected, match="rank 9"):
         sidecar.engine.submit(work("a", prompt(10), rank=9))
     guided = Sampling(max_tokens=9, guided=Guided(kind="json_object", value=""))
-    with pytest.raises(Rejected, match="in its middle"):
+    with pytest.raises(Rejected, match="after a migration"):
         sidecar.engine.submit(work("a", prompt(10), sampling=guided, generated=3))
     fresh = RemoteEngine(WorkerSettings(), RemoteSettings(url="http://x"), "m", 10)
     with pytest.raises(Rejected, match="not started"):

@@ -1,21 +1,20 @@
 """Client for control commands to the processes that hold a model's blocks."""
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
-from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Control, ControlReply, Instance, Role
 
-log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
+_replies = msgspec.msgpack.Decoder(ControlReply)
 
 
 class InstanceReply(Struct, frozen=True):
@@ -50,17 +49,14 @@ class ControlClient:
         """Send a command and return its reply, or one with the reason why there was none."""
         subject = self._bus.subjects.ctl(instance)
         try:
-            return await self._bus.request(subject, command, ControlReply, TIMEOUT_S)
-        except (BusError, NatsError) as error:
+            return await self._bus.request(subject, command, _replies, TIMEOUT_S)
+        except BusError as error:
             return ControlReply(False, cause(error))
 
-    async def publish(self, cards: Iterable[Instance], command: Control) -> None:
+    def post(self, cards: Iterable[Instance], command: Control) -> None:
         """Send without waiting for replies; a lost command costs capacity only, and is logged."""
-        try:
-            for card in cards:
-                await self._bus.publish(self._bus.subjects.ctl(card.instance), command)
-        except NatsError as error:
-            log.warning("lost a %s: %s", type(command).__name__, cause(error))
+        for card in cards:
+            self._bus.post(self._bus.subjects.ctl(card.instance), command)
 
     async def _send(self, card: Instance, command: Control) -> InstanceReply:
         reply = await self.request(card.instance, command)

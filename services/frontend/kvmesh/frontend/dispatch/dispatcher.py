@@ -29,7 +29,7 @@ from kvmesh.frontend.dispatch.suspects import Suspects
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.dispatch.token_stream import Loss, TokenStream
 from kvmesh.frontend.dispatch.work_client import WorkClient
-from kvmesh.frontend.errors import ApiError, Culprit, InvalidRequest, Overloaded, Unavailable
+from kvmesh.frontend.errors import ApiError, InvalidRequest, Overloaded, PoisonRequest, Unavailable
 from kvmesh.frontend.preprocess.preprocessor import PromptTokens
 from kvmesh.hashing import block_hashes
 from kvmesh.settings.schema import FrontendSettings
@@ -84,7 +84,7 @@ class Dispatcher:
         self._monitor.watch(task.model, task.stream)
         await self._dispatch(task)
 
-    async def release(self, task: SequenceTask) -> None:
+    def release(self, task: SequenceTask) -> None:
         """Free what the sequence holds in this process, in routers and in its worker."""
         stream = task.stream
         self._tasks.discard(task)
@@ -97,7 +97,7 @@ class Dispatcher:
         if stream.attempts:
             self._events.event(task.model, SeqFree(stream.attempt))
         if stream.instance and not stream.engine_done:
-            await self._workers.cancel(stream)
+            self._workers.cancel(stream)
 
     async def _dispatch(self, task: SequenceTask) -> None:
         try:
@@ -195,15 +195,15 @@ class Dispatcher:
         return False
 
     def _blame(self, stream: TokenStream, part: TokenStream, loss: Loss) -> None:
-        """Raise Culprit if the sequence has lost two engines, the last one while it ran `part`."""
+        """Raise PoisonRequest if two engines were lost, the last one while it ran `part`."""
         if not loss:
             return
         failed = loss == "failed"
         if self._suspects.lost(stream.id, part.instance, part.fresh, failed):
-            metrics.culprits.inc()
+            metrics.poison_requests.inc()
             reason = part.lost or "the last one did not reply to the offer"
             log.error("request %s is offered to no further worker: %s", stream.id, reason)
-            raise Culprit(reason)
+            raise PoisonRequest(reason)
 
     def _work(self, task: SequenceTask, rank: int) -> Work:
         request = task.prepared.request
@@ -235,7 +235,7 @@ class Dispatcher:
             self._workers.inbox.remove(stream)
             if stream.finish is not None:
                 break
-            await self._end_attempt(task)
+            self._end_attempt(task)
             self._blame(stream, stream, stream.loss)
             if migrations == self._migration_limit:
                 raise Unavailable(f"The worker was lost: {stream.lost}")
@@ -244,9 +244,9 @@ class Dispatcher:
         if stream.error is not None:
             raise stream.error
 
-    async def _end_attempt(self, task: SequenceTask) -> None:
+    def _end_attempt(self, task: SequenceTask) -> None:
         """Free the lost attempt's blocks: it may still run."""
-        await self._workers.cancel(task.stream)
+        self._workers.cancel(task.stream)
         self._events.event(task.model, SeqFree(task.stream.attempt))
 
     async def _migrate(self, task: SequenceTask) -> None:

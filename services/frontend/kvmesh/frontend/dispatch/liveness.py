@@ -7,10 +7,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 
-from nats.errors import Error as NatsError
+import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import NoResponder, RequestTimeout
+from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import ControlReply, Instance, Resend, SeqProgress
 from kvmesh.bus.ping import ping
 from kvmesh.frontend import metrics
@@ -18,8 +18,10 @@ from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.dispatch.work_client import REJOIN_S, WorkClient
 from kvmesh.frontend.errors import ApiError
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
+_replies = msgspec.msgpack.Decoder(ControlReply)
 TICK_S = 0.25
 PAUSE_S = 1.0  # a tick that comes this late means that this process was stopped or stalled
 PING_AFTER_S = 1.0
@@ -92,7 +94,7 @@ class LivenessMonitor:
         self._backlog = backlog
         self._watched: dict[TokenStream, ProbeState] = {}
         self._pinged: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._loop = asyncio.get_running_loop()
 
     def watch(self, model: str, stream: TokenStream) -> None:
@@ -183,7 +185,7 @@ class LivenessMonitor:
         command = Resend(attempt, len(stream.tokens))
         try:
             subject = self._bus.subjects.ctl(stream.instance)
-            reply = await self._bus.request(subject, command, ControlReply, CONTROL_TIMEOUT_S)
+            reply = await self._bus.request(subject, command, _replies, CONTROL_TIMEOUT_S)
         except (NoResponder, RequestTimeout) as error:
             log.debug("cannot request missing tokens: %s", error)
             return
@@ -196,13 +198,11 @@ class LivenessMonitor:
                 stream.lose(reason, "vanished")
 
     def _start(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(_guard(coroutine))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(_guard(coroutine))
 
 
 async def _guard(coroutine: Coroutine[None, None, None]) -> None:
     try:
         await coroutine
-    except (NatsError, TimeoutError) as error:
+    except BusError as error:
         log.debug("a probe failed: %s", error)

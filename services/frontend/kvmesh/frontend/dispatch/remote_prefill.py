@@ -54,7 +54,7 @@ class RemotePrefill:
             monitor.unwatch(stream)
             workers.inbox.remove(stream)
             if stream.instance and not stream.engine_done:
-                await workers.cancel(stream)
+                workers.cancel(stream)
         if stream.finish is None:
             raise PrefillFailed("lost", stream.lost)
         if stream.handoff is None:

@@ -9,14 +9,12 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from nats.aio.msg import Msg
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     Instance,
@@ -32,6 +30,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.peer_choice import Peers
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.runtime.lru import LruCache
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -77,17 +76,17 @@ class RouteClient:
         self._bus = bus
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._inbox = bus.client.new_inbox()
+        self._inbox = bus.new_inbox()
         self._names = itertools.count(1)
         self._queries: dict[str, RouteQuery] = {}
-        self._abandoned: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._abandoned: LruCache[str, tuple[str, str]] = LruCache(MAX_ABANDONED)
         self._pings: dict[str, tuple[str, float]] = {}
         self._clock = 0.0
         self.routers = Peers(SILENT_S)
 
     async def open(self) -> None:
         """Subscribe to replies; call it before the first query."""
-        await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._receive)
+        await self._bus.subscribe_raw(f"{self._inbox}.*", self._receive)
         self._bus.on_reconnect.append(self._repeat_all)
 
     async def request(
@@ -150,7 +149,7 @@ class RouteClient:
             subjects.router(model) if router == ANY_ROUTER else subjects.router_at(model, router)
         )
         try:
-            self._bus.ask(subject, query.request, f"{self._inbox}.{query.token}")
+            self._bus.post(subject, query.request, f"{self._inbox}.{query.token}")
         except MessageTooLarge as error:
             self._fail(query, error)
 
@@ -160,15 +159,13 @@ class RouteClient:
         query.abandoned.append(query.request.request)
         query.arrived = query.arrived or query.created
         query.request = query.compose(True, query.arrived)
-        metrics.asked_again.labels(query.model).inc()
+        metrics.route_retries.labels(query.model).inc()
         self._send(query)
 
     def _abandon(self, query: RouteQuery) -> None:
         """Forget the latest attempt's token, but remember to free the attempt if it is placed."""
         if self._queries.pop(query.token, None) is not None:
-            self._abandoned[query.token] = query.model, query.request.request
-            while len(self._abandoned) > MAX_ABANDONED:
-                self._abandoned.popitem(last=False)
+            self._abandoned.put(query.token, (query.model, query.request.request))
 
     def _free_abandoned(self, query: RouteQuery) -> None:
         """Free abandoned attempts in all routers; only once a later attempt is queued or placed, so
@@ -204,7 +201,7 @@ class RouteClient:
 
     # replies
 
-    def _receive(self, msg: Msg) -> None:
+    def _receive(self, msg: RawMessage) -> None:
         token = msg.subject.rpartition(".")[2]
         silent = msg.headers is not None and msg.headers.get("Status") == "503"
         if token in self._pings:
@@ -223,7 +220,7 @@ class RouteClient:
         except msgspec.MsgspecError as error:
             self._fail(query, error)
             return
-        self.routers.heard(query.router, self._clock, self._clock - query.sent_at)
+        self.routers.replied(query.router, self._clock, self._clock - query.sent_at)
         if isinstance(news, Parked):
             query.parked, query.arrived = True, news.arrived
             self._free_abandoned(query)
@@ -239,18 +236,18 @@ class RouteClient:
         query.request = query.compose(False, query.arrived)
         self._send(query)
 
-    def _late_reply(self, token: str, msg: Msg) -> None:
+    def _late_reply(self, token: str, msg: RawMessage) -> None:
         """A router has replied to an abandoned attempt: free it, since it will not run."""
-        abandoned = self._abandoned.get(token)
+        abandoned = self._abandoned.peek(token)
         if abandoned is None:
             return
         model, attempt = abandoned
         log.debug("a router replied too late to %s", attempt)
         self._events.event(model, SeqFree(attempt))
 
-    def _on_pong(self, token: str, msg: Msg, silent: bool) -> None:
+    def _on_pong(self, token: str, msg: RawMessage, silent: bool) -> None:
         router, sent = self._pings.pop(token)
-        if silent or not self.routers.heard(router, self._clock, self._clock - sent):
+        if silent or not self.routers.replied(router, self._clock, self._clock - sent):
             return
         log.info("router %s replies again", router)
         for query in self._sent_to(router):
@@ -265,7 +262,7 @@ class RouteClient:
         while True:
             await asyncio.sleep(TICK_S)
             now = self._loop.time()
-            if self._bus.client.is_connected:
+            if self._bus.connected:
                 self._tick(min(now - previous, 2 * TICK_S))
             previous = now
 
@@ -290,7 +287,7 @@ class RouteClient:
         router = query.router
         if self.routers.suspect(router):
             log.warning("router %s does not reply: querying others", router)
-            metrics.silent_routers.inc()
+            metrics.router_timeouts.inc()
         if self.routers.trusts_any(query.declined):
             self._requery(query)
 

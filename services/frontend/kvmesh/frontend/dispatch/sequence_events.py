@@ -1,14 +1,10 @@
 """Publisher of sequence events and outcomes of this frontend's requests."""
 
 import asyncio
-import logging
-
-from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Outcome, SeqBatch, SeqEvent
 
-log = logging.getLogger(__name__)
 GATHER_S = 0.003
 MAX_PENDING = 100_000
 
@@ -40,17 +36,14 @@ class SequenceEventPublisher:
             await self._due.wait()
             await asyncio.sleep(GATHER_S)
             self._due.clear()
-            await self.flush()
+            self.flush()
 
-    async def flush(self) -> None:
+    def flush(self) -> None:
         """Publish pending events now."""
         pending, self._pending = self._pending, {}
         outcomes, self._outcomes = self._outcomes, []
-        try:
-            for model, events in pending.items():
-                batch = SeqBatch(source=self._instance, events=events)
-                await self._bus.publish(self._bus.subjects.seq(model), batch)
-            for model, outcome in outcomes:
-                await self._bus.publish(self._bus.subjects.route(model), outcome)
-        except NatsError as error:
-            log.warning("lost %d sequence updates: %s", len(pending) + len(outcomes), error)
+        for model, events in pending.items():
+            batch = SeqBatch(source=self._instance, events=events)
+            self._bus.post(self._bus.subjects.seq(model), batch)
+        for model, outcome in outcomes:
+            self._bus.post(self._bus.subjects.route(model), outcome)

@@ -5,22 +5,23 @@ import logging
 from math import inf
 from typing import NamedTuple
 
-from nats.errors import Error as NatsError
+import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, forget_instance
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import Cancel, Work, WorkReply
 from kvmesh.bus.ping import ping
-from kvmesh.frontend.dispatch.prompt_delta import SentPromptCache
 from kvmesh.frontend.dispatch.token_inbox import Consumer, TokenInbox
 from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.prompt_delta.tokens import SentPromptCache
 
 log = logging.getLogger(__name__)
 REPLY_TIMEOUT_S = 1.0  # workers reply at once, whatever their engines do
 PROBE_S = 0.5
 REJOIN_S = 2.0  # after this process has connected, while other processes may be reconnecting
 CHECK_TIMEOUT_S = 30.0
+_replies = msgspec.msgpack.Decoder(WorkReply)
 
 
 class OfferResult(NamedTuple):
@@ -82,8 +83,8 @@ class WorkClient:
             if stream.received_at > offered_at:
                 return OfferResult("accepted")  # only the reply was lost: tokens arrive
             return await self._unanswered(stream, error, offered_at)
-        if reply.kept:
-            self._sent_prompts.keep(instance, work)
+        if reply.stored:
+            self._sent_prompts.store(instance, work)
         if reply.status != "accepted":
             self.inbox.remove(stream)
         elif reply.checking:
@@ -106,7 +107,7 @@ class WorkClient:
 
     async def _send(self, instance: str, work: Work) -> WorkReply:
         subject = self._bus.subjects.work(instance)
-        return await self._bus.request(subject, work, WorkReply, REPLY_TIMEOUT_S)
+        return await self._bus.request(subject, work, _replies, REPLY_TIMEOUT_S)
 
     async def _unanswered(
         self, stream: TokenStream, error: NoResponder | RequestTimeout, offered_at: float
@@ -116,7 +117,7 @@ class WorkClient:
         if absent and self._bus.connected_for >= REJOIN_S:
             await self.expire_lease(stream.instance)
             return OfferResult("gone", str(error))
-        await self.cancel(stream)
+        self.cancel(stream)
         self.suspect(stream.instance)
         cut_off = self._bus.connected_for < self._loop.time() - offered_at
         return OfferResult("away" if absent or cut_off else "silent", str(error))
@@ -144,14 +145,14 @@ class WorkClient:
     async def _replies(self, instance: str) -> bool:
         try:
             await ping(self._bus, instance, REPLY_TIMEOUT_S)
-        except (BusError, NatsError, OSError):
+        except BusError:
             return False
         return True
 
-    async def cancel(self, stream: TokenStream) -> None:
+    def cancel(self, stream: TokenStream) -> None:
         """Ask the worker to stop the current attempt."""
         subject = self._bus.subjects.ctl(stream.instance)
-        await self._bus.publish(subject, Cancel(stream.attempt))
+        self._bus.post(subject, Cancel(stream.attempt))
 
     async def expire_lease(self, instance: str) -> None:
         """Remove the lease of a process that no longer listens, so that all see it leave now.

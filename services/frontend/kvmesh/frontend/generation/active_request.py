@@ -139,7 +139,7 @@ class ActiveRequest:
     def charge(self, tokens: int) -> None:
         """Count tokens computed for the request against the limits of its API key."""
         if self._account is not None:
-            self._account.spend(tokens)
+            self._account.charge_tokens(tokens)
 
     async def _dispatch(self) -> None:
         await _all([self._runner.dispatcher.dispatch(task) for task in self.tasks])
@@ -163,7 +163,7 @@ class ActiveRequest:
             metrics.cancellations.labels(self.prepared.model.card.name).inc()
         reporter = OutcomeReporter(self._runner.events, self._runner.expectations)
         for task in self.tasks:
-            await self._runner.dispatcher.release(task)
+            self._runner.dispatcher.release(task)
             if task.stream.instance:
                 reporter.report(task, self._started)
 

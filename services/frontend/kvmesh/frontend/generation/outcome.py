@@ -38,7 +38,7 @@ class OutcomeReporter:
         _measure(task, started, now)
         self._compare(task)
         for outcome in all_outcomes(task):
-            metrics.directives.labels(task.model, outcome).inc()
+            metrics.retention_directives.labels(task.model, outcome).inc()
 
     def _compare(self, task: SequenceTask) -> None:
         """Compare expected and found cached tokens of a sequence that has not migrated."""

@@ -45,7 +45,7 @@ class UsageCounter:
             stored=stored,
             output=self.output_tokens,
             reasoning=sum(pipeline.reasoning_tokens for pipeline in self._pipelines),
-            lasting=lasting,
+            stored_1h=lasting,
         )
 
 

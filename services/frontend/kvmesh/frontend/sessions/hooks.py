@@ -24,14 +24,14 @@ from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocesso
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
-    HASH_BYTES,
     LIFETIME_S,
     Speculation,
     SpeculativePrefills,
     common_blocks,
     successor,
 )
-from kvmesh.hashing import block_hashes
+from kvmesh.hashing import HASH_BYTES, block_hashes
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 MAX_TASKS = 1024
@@ -60,7 +60,7 @@ class SessionHooks:
         self._preprocessor = preprocessor
         self._max_tokens = max_tokens
         self._speculations = SpeculativePrefills()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = BackgroundTasks()
 
     def begin(self, prepared: PreparedRequest) -> HookedRequest:
         """Store the session's prompt and end the speculation on it."""
@@ -91,7 +91,7 @@ class SessionHooks:
         if request.hints.session_final and request.hints.session is not None:
             cards = self._control.holders_of([prepared.model.card.name])
             command = Release(sessions=[request.hints.session])
-            self._start(self._control.publish(cards, command))
+            self._control.post(cards, command)
         elif transcript is not None and stream.finish == "stop":
             blocks = transcript.blocks(in_order)
             if (following := successor(request, blocks)) is not None:
@@ -106,10 +106,7 @@ class SessionHooks:
                 _count(speculation, 0)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
 
     async def _speculate(self, active: ActiveRequest, following: GenerateRequest) -> None:
         prepared, task = active.prepared, active.tasks[0]
@@ -176,15 +173,13 @@ class SessionHooks:
             work.close()
             log.warning("skipped the work after a request: %d tasks are running", MAX_TASKS)
             return
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
 
 def _count(speculation: Speculation, useful: int) -> None:
     wasted = speculation.requested_tokens - useful
-    metrics.speculative.labels(speculation.model, "useful").inc(useful)
-    metrics.speculative.labels(speculation.model, "wasted").inc(wasted)
+    metrics.speculative_tokens.labels(speculation.model, "useful").inc(useful)
+    metrics.speculative_tokens.labels(speculation.model, "wasted").inc(wasted)
 
 
 def _prompt_rank(task: SequenceTask) -> RankKey:

@@ -1,17 +1,19 @@
 """The last prompt of each session, by which a caller can name a session instead of its prompt."""
 
-from collections import Counter, OrderedDict
+import sys
 
 import msgspec
 
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.errors import RequestTimeout
 from kvmesh.bus.messages import SessionPrompt, SessionQuery, owner
 from kvmesh.frontend.namespaces import SEPARATOR
+from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 500
 QUERY_TIMEOUT_S = 0.5
 _queries = msgspec.msgpack.Decoder(SessionQuery)
+_prompts = msgspec.msgpack.Decoder(SessionPrompt)
 
 
 class LastPrompts:
@@ -24,35 +26,31 @@ class LastPrompts:
     def __init__(self, bus: Bus, limit: int) -> None:
         self._bus = bus
         self._limit = limit
-        self._prompts: dict[str, OrderedDict[tuple[str, str], SessionPrompt]] = {}
-        self._bytes: Counter[str] = Counter()
-        self._total = 0
+        self._prompts: dict[str, LruCache[tuple[str, str], SessionPrompt]] = {}
+        self._bytes = 0
 
     async def open(self) -> None:
         """Reply to other frontends' queries."""
         await self._bus.serve(self._bus.subjects.sessions, _queries, self._reply)
 
     def store(self, model: str, session: str, prompt: SessionPrompt) -> None:
-        key, owned_by = (model, session), _owner(session)
-        prompts = self._prompts.setdefault(owned_by, OrderedDict())
-        self._count(owned_by, _size(prompt) - _size(prompts.pop(key, None)))
-        prompts[key] = prompt
-        while self._total > self._limit:
-            self._evict(self._bytes.most_common(1)[0][0])
+        prompts = self._prompts.setdefault(_owner(session), LruCache(sys.maxsize, _size))
+        before = prompts.size
+        prompts.put((model, session), prompt)
+        self._bytes += prompts.size - before
+        while self._bytes > self._limit:
+            self._evict(max(self._prompts, key=lambda owner: self._prompts[owner].size))
 
     def _evict(self, owned_by: str) -> None:
-        _, oldest = self._prompts[owned_by].popitem(last=False)
-        self._count(owned_by, -_size(oldest))
-        if not self._prompts[owned_by]:
-            del self._prompts[owned_by], self._bytes[owned_by]
-
-    def _count(self, owned_by: str, size: int) -> None:
-        self._bytes[owned_by] += size
-        self._total += size
+        prompts = self._prompts[owned_by]
+        key, oldest = prompts.evict()
+        self._bytes -= _size(key, oldest)
+        if not prompts:
+            del self._prompts[owned_by]
 
     def _stored(self, model: str, session: str) -> SessionPrompt | None:
         prompts = self._prompts.get(_owner(session))
-        return None if prompts is None else prompts.get((model, session))
+        return None if prompts is None else prompts.peek((model, session))
 
     async def find(self, model: str, session: str) -> SessionPrompt | None:
         """The prompt, here or on another frontend; None if no frontend has it."""
@@ -61,14 +59,14 @@ class LastPrompts:
             return stored
         query, subject = SessionQuery(model, session), self._bus.subjects.sessions
         try:
-            return await self._bus.request(subject, query, SessionPrompt, QUERY_TIMEOUT_S)
+            return await self._bus.request(subject, query, _prompts, QUERY_TIMEOUT_S)
         except RequestTimeout:
             return None
 
-    async def _reply(self, query: SessionQuery, respond: Respond) -> None:
+    def _reply(self, query: SessionQuery, reply: Reply) -> None:
         stored = self._stored(query.model, query.session)
         if stored is not None:
-            await respond(stored)
+            reply(stored)
 
 
 def _owner(session: str) -> str:
@@ -77,5 +75,5 @@ def _owner(session: str) -> str:
     return owner(tenant) if separator else ""
 
 
-def _size(prompt: SessionPrompt | None) -> int:
-    return 0 if prompt is None else ENTRY_BYTES + len(prompt.tokens)
+def _size(_key: tuple[str, str], prompt: SessionPrompt) -> int:
+    return ENTRY_BYTES + len(prompt.tokens)

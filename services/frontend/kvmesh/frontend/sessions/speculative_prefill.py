@@ -20,9 +20,9 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects.templates.chat_template import CONTINUE
-from kvmesh.retention.session_blocks import common
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.retention.session_blocks import common_prefix
 
-HASH_BYTES = 8
 MAX_OPEN = 1024
 LIFETIME_S = 900.0
 CUT = "\ue000kvmesh-next\ue000"
@@ -83,7 +83,7 @@ class Speculation(Struct, frozen=True):
 
 def common_blocks(one: bytes, other: bytes) -> int:
     """The number of leading blocks that two prompts share, from their packed sequence hashes."""
-    return common(memoryview(one).cast("Q"), memoryview(other).cast("Q"))
+    return common_prefix(memoryview(one).cast("Q"), memoryview(other).cast("Q"))
 
 
 class SpeculativePrefills:

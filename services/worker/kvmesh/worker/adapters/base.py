@@ -1,22 +1,20 @@
-"""What the engines have in common that answer with streams and tell of their caches in feeds."""
+"""Base class of engines whose requests are streams and whose KV events come in feeds."""
 
-import asyncio
-from collections.abc import Coroutine
-
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import RequestStreams
 
 
 class StreamingAdapter:
-    """Base of an engine that is somebody else's: its streams, its feeds and its own tasks.
+    """Streams, feeds and background tasks of an engine that is a server or a library.
 
-    `_streams` is set once the engine has started, and `_feeds` if it has KV events over ZeroMQ.
+    Subclasses set `_streams` when the engine has started, and `_feeds` for KV events over ZeroMQ.
     """
 
     def __init__(self) -> None:
         self._streams: RequestStreams | None = None
         self._feeds: list[EventFeed] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     def abort(self, request: str) -> bool:
         return self._streams is not None and self._streams.abort(request)
@@ -30,18 +28,10 @@ class StreamingAdapter:
         if self._streams is not None:
             await self._streams.drain()
 
-    async def _end(self) -> None:
-        """Stop following; the engine itself is still to be shut down."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+    async def _stop_streams(self) -> None:
+        """Stop streams, feeds and tasks; the engine itself still runs."""
+        await self._tasks.close()
         if self._streams is not None:
             await self._streams.close()
         for feed in self._feeds:
             await feed.close()
-
-    def _spawn(self, work: Coroutine[object, object, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

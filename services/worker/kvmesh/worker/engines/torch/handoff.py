@@ -18,16 +18,15 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import Work
+from kvmesh.bus.messages import KvLayout, Work
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import TransferError, Transport
-from kvmesh.transfer.staging import Staging
 from kvmesh.worker import metrics
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.sequence import hash_prompt
 from kvmesh.worker.engines.torch.blocks.block_io import Prefix, check_layout, hold
 from kvmesh.worker.engines.torch.core import TorchCore
+from kvmesh.worker.engines.torch.staging import Staging
 from kvmesh.worker.engines.torch.threads import completed
 
 log = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ class Handoffs:
             del self._prompts[delta.request]
             held, places = hold(self._core, *prompt)
             leaving = self._leave(delta, places, tell)
-            self._start(delta.request, leaving, partial(self._core.blocks.deref, held))
+            self._start(delta.request, leaving, partial(self._core.blocks.unlock, held))
         return rest
 
     async def _leave(

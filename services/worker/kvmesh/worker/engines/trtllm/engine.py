@@ -21,10 +21,11 @@ from tensorrt_llm.llmapi import (
 )
 
 from kvmesh.bus.messages import Capacity, Guided, Load, Sampling, Work
-from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, RetentionWish
+from kvmesh.hashing import TOKEN_BYTES
+from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import segments
 from kvmesh.worker.adapters.base import StreamingAdapter
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
+from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,
@@ -41,9 +42,10 @@ from kvmesh.worker.engine import (
     Sink,
     Unsupported,
 )
-from kvmesh.worker.enginecore.retention import RetentionOptions, retention_options
+from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.trtllm.events import EventReader
-from kvmesh.worker.model_card import model_context
+from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05
@@ -86,9 +88,9 @@ class TrtllmEngine(StreamingAdapter):
         self._context = context
         self._block_size = int(cache["tokens_per_block"])
         self._defaults = keeping.defaults
-        self._salts = Salts(served, self._block_size)
+        self._salts = PromptSalts(served, self._block_size)
         self._reader = EventReader(self._block_size)
-        self._ledger = CacheLedger(self._block_size, self._salts.find, counted=False)
+        self._ledger = CacheLedger(self._block_size, self._salts.root_salt, counted=False)
         self._clock = StepClock()
         self._stats: dict[str, Any] = {}
         self._llm: Any = None
@@ -101,8 +103,8 @@ class TrtllmEngine(StreamingAdapter):
             raise EngineError(f"TensorRT-LLM does not start: {error}") from error
         self._sink = sink
         self._streams = RequestStreams(sink, 1, self._block_size)
-        self._spawn(self._follow_events(sink), "trtllm events")
-        self._spawn(self._follow_stats(), "trtllm stats")
+        self._tasks.start(self._follow_events(sink), "trtllm events")
+        self._tasks.start(self._follow_stats(), "trtllm stats")
         return self._describe()
 
     def submit(self, work: Work) -> None:
@@ -113,8 +115,8 @@ class TrtllmEngine(StreamingAdapter):
         if work.adapter is not None:
             raise Rejected("this engine serves no adapters")
         fields = self._request(work)
-        self._salts.note(work)
-        matched = self._ledger.matched(work) if self._salts.is_own(work) else 0
+        self._salts.remember(work)
+        matched = self._ledger.cached_tokens(work) if self._salts.is_exclusive(work) else 0
         cached = min(matched, len(work.tokens) // 4 - 1)
         self._streams.start(work, self._answer(fields, cached))
 
@@ -137,7 +139,7 @@ class TrtllmEngine(StreamingAdapter):
         raise Unsupported("TensorRT-LLM's API has no call that clears its cache")
 
     async def close(self) -> None:
-        await self._end()
+        await self._stop_streams()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
 
@@ -151,7 +153,7 @@ class TrtllmEngine(StreamingAdapter):
             context=self._context,
             block_size=self._block_size,
             retention="honoured",
-            hands_off="cache_transceiver_config" in self._arguments,
+            supports_handoff="cache_transceiver_config" in self._arguments,
             structural_tags=self._arguments.get("guided_decoding_backend") == "xgrammar",
             capacity=Capacity(
                 blocks=(self._stats.get("kvCacheStats") or {}).get("maxNumBlocks", 0),
@@ -166,7 +168,7 @@ class TrtllmEngine(StreamingAdapter):
             "sampling_params": _sampling(remaining(work)),
             "streaming": True,
             "priority": scheduling_priority(work.priority),
-            "cache_salt": self._salts.tag(work),
+            "cache_salt": self._salts.cache_salt(work),
         }
         retention = _retention(work, self._defaults)
         if retention is not None:
@@ -220,7 +222,7 @@ class TrtllmEngine(StreamingAdapter):
             async for stats in _until_empty(self._llm.get_stats_async(POLL_S)):
                 self._stats = stats
                 if self._streams is not None:
-                    self._streams.counters[0].steps = self._clock.look(stats.get("iter"))
+                    self._streams.counters[0].steps = self._clock.update(stats.get("iter"))
             await asyncio.sleep(POLL_S)
 
 
@@ -243,10 +245,10 @@ def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
 
     Ranges may not overlap, and the generated tokens are not in them.
     """
-    prompt = len(work.tokens) // 4 - work.generated
+    prompt = len(work.tokens) // TOKEN_BYTES - work.generated
     asked = segments(work.retention, work.decode, prompt, 1, defaults)
-    rest = RetentionWish(_level(PLAIN_LEVEL + work.priority))
-    if not asked and rest.plain:
+    rest = RetentionWish(_level(DEFAULT_LEVEL + work.priority))
+    if not asked and rest.is_default:
         return None
     spans = []
     at, answer = 0, rest
@@ -260,14 +262,14 @@ def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
 
 
 def _span(start: int, end: int, wish: RetentionWish) -> list[Any]:
-    if start >= end or wish.plain:
+    if start >= end or wish.is_default:
         return []
     make = KvCacheRetentionConfig.TokenRangeRetentionConfig
     return [make(start, end, _level(wish.level), _duration(wish))]
 
 
 def _level(level: int) -> int:
-    return max(0, min(MOST_LEVEL, level))
+    return max(0, min(MAX_LEVEL, level))
 
 
 def _duration(wish: RetentionWish) -> timedelta | None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvmesh._native import xxh3
 from kvmesh.bus.messages import Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
 from kvmesh.worker.engines.vllm.bridge import BridgeOptions, Origin, tell_bus
@@ -52,7 +53,7 @@ def shared(work: Work) -> dict[str, Any]:
     """The `extra_args` of a request, from which our connector learns whose blocks they are."""
     retention = list(work.retention)
     if work.decode is not None:
-        base = len(work.tokens) // 4 - work.generated
+        base = len(work.tokens) // TOKEN_BYTES - work.generated
         retention.append(replace(work.decode, start=base, end=None))
     origin = Origin(
         request=work.request,

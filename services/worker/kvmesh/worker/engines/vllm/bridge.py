@@ -21,24 +21,23 @@ from msgspec import Struct
 from torch import Tensor
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.attachment import Tenant
+from kvmesh.blocks.attachment import WorkerIdentity
 from kvmesh.blocks.digests import DigestChain
 from kvmesh.blocks.kvbm_client import (
     FetchedPart,
+    KvbmClient,
     KvbmPrompt,
     PendingWrite,
-    StoreClient,
     TierSpeeds,
     digest_of,
 )
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import Retain
+from kvmesh.bus.messages import KvLayout, Retain
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.hashing import block_hashes
-from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors
-from kvmesh.worker.throughput import Throughput, in_turn
+from kvmesh.hashing import HASH_BYTES, block_hashes
+from kvmesh.worker.adapters.arena_tensors import ArenaTensors
+from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -110,14 +109,14 @@ class Bridge:
         self._thread.join(START_S)
         self._loop.close()
 
-    async def _open(self, instance: str) -> tuple[Bus, StoreClient]:
+    async def _open(self, instance: str) -> tuple[Bus, KvbmClient]:
         options = self._options
         bus = await Bus.connect(told_bus(), instance, START_S)
         limits = StreamLimits(lease_s=options.lease_s)
-        tenant = Tenant(
+        tenant = WorkerIdentity(
             node=options.node, instance=instance, model=options.model, layout=self._layout
         )
-        client = StoreClient(bus, limits, tenant, self._arenas)
+        client = KvbmClient(bus, limits, tenant, self._arenas)
         await client.open()
         return bus, client
 
@@ -137,7 +136,7 @@ class Bridge:
         local, sequence = block_hashes(tokens.tobytes(), self._layout.block_size, origin.salt)
         return KvbmPrompt(
             request=request,
-            digests=chain.upto(key, tokens, len(sequence) // 8),
+            digests=chain.upto(key, tokens, len(sequence) // HASH_BYTES),
             sequence_hashes=sequence,
             local=local,
             salt=origin.salt,
@@ -201,7 +200,7 @@ class Lookups(Bridge):
 
     def measured(self, compute_tps: float, copy_bps: float) -> None:
         """What the model runner has measured."""
-        load_bps = in_turn(copy_bps, self._checking.value)
+        load_bps = combined_throughput(copy_bps, self._checking.value)
         self._speeds = TierSpeeds(compute_tps=compute_tps, load_bps=load_bps)
 
     def take(self, request: str) -> LookupResult | None:
@@ -223,7 +222,7 @@ class Lookups(Bridge):
     def end(self, request: str) -> None:
         """The request computes no more; what it has computed is written a little later."""
         self.finish(request)
-        computed = self._client.computed
+        computed = self._client.report_computed
         self._loop.call_soon_threadsafe(self._loop.call_later, WRITTEN_S, computed, request)
 
     async def _look_up(
@@ -268,7 +267,7 @@ class Lookups(Bridge):
             if good < len(part.offsets):
                 self.corrupt += 1
                 log.warning("a block of request %s has a wrong checksum", prompt.request)
-                self._client.corrupt(part, digest_of(prompt, part.first + good))
+                self._client.report_corrupt(part, digest_of(prompt, part.first + good))
                 break
             if held + len(found.offsets) == prompt.blocks:
                 break
@@ -279,7 +278,7 @@ class Lookups(Bridge):
         host, size = self._arenas.of(part.arena), self._layout.block_bytes
         start = time.perf_counter()
         good = await asyncio.to_thread(_matching, part, host, size)
-        self._checking.note(good * size, time.perf_counter() - start)
+        self._checking.record(good * size, time.perf_counter() - start)
         return good
 
     async def _copied(self, request: str, found: LookupResult, end: asyncio.Event) -> None:

@@ -1,7 +1,6 @@
 """The constraints that vLLM is given: those that another process has compiled first."""
 
 import sys
-from collections import OrderedDict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ import cloudpickle
 import msgspec
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.constraints.trials import Trials
+from kvmesh.runtime.lru import LruCache
+from kvmesh.worker.constraints.trial_client import TrialClient
 
 MOST_KNOWN = 4096
 _encode = msgspec.msgpack.Encoder().encode
@@ -26,8 +26,8 @@ class Constraints:
         file = folder / "vllm.config"
         file.write_bytes(cloudpickle.dumps(config))
         command = (sys.executable, "-m", "kvmesh.worker.engines.vllm.trial", str(file), str(most_s))
-        self._trials = Trials(most_s, *command)
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._trials = TrialClient(most_s, *command)
+        self._known: LruCache[bytes, bool] = LruCache(MOST_KNOWN)
 
     async def open(self) -> None:
         """Have the process ready; raises EngineError."""
@@ -38,10 +38,8 @@ class Constraints:
 
     async def compile(self, guided: Guided) -> None:
         """Raises Rejected for a constraint that vLLM cannot follow, or should not."""
-        await self._trials.judge(guided)
-        self._known[_digest(guided)] = None
-        if len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
+        await self._trials.try_constraint(guided)
+        self._known.put(_digest(guided), True)
 
     def close(self) -> None:
         self._trials.close()

@@ -1,12 +1,12 @@
 """What vLLM's scheduler says after each step, kept for the worker's load."""
 
 import time
-from collections import OrderedDict
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.runtime.lru import LruCache
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.connector_stats import CORRUPT, LOADED, SKIPPED, WRITTEN
 
@@ -31,7 +31,7 @@ class RankStats:
         self._last = 0.0
         self._idle = 0.0
         self._requests = 0
-        self._loaded: OrderedDict[str, list[int]] = OrderedDict()
+        self._loaded: LruCache[str, list[int]] = LruCache(MOST_LOADED)
         self._blocks = [0] * TIERS
         self._connector: dict[str, Any] = {}
 
@@ -56,11 +56,11 @@ class RankStats:
 
     def loaded(self, request: str) -> list[int]:
         """Blocks that a request got from below, by tier from 1 on; told before its first token."""
-        return self._loaded.get(request, [])
+        return self._loaded.peek(request) or []
 
     def forget(self, request: str) -> None:
         self._requests -= 1
-        self._loaded.pop(request, None)
+        self._loaded.pop(request)
 
     @property
     def tier_counts(self) -> TierCounts:
@@ -83,11 +83,9 @@ class RankStats:
         """What our connector says, if it is there."""
         self._connector |= told
         for request, blocks in told.get(LOADED, {}).items():
-            self._loaded[request] = blocks
+            self._loaded.put(request, blocks)
             for tier, count in enumerate(blocks, 1):
                 self._blocks[tier] += count
-        while len(self._loaded) > MOST_LOADED:
-            self._loaded.popitem(last=False)
 
 
 class StatsCollector:

@@ -1,0 +1,48 @@
+"""Output and load of engines that return a stream per request."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from support.engines import prompt, work
+from support.recorder import Recorder
+
+from kvmesh.worker.adapters.request_streams import RequestStreams, StreamOutput
+
+
+async def answered(*outputs: StreamOutput) -> AsyncIterator[StreamOutput]:
+    for output in outputs:
+        yield output
+
+
+@pytest.mark.parametrize(
+    ("cached", "below", "told"),
+    [
+        (None, [], [0]),
+        (48, [], [48]),
+        (48, [16, 0, 16], [16, 16, 0, 16]),
+        (16, [0, 32], [0, 0, 16]),  # some of what was loaded was computed again
+    ],
+)
+async def test_cached_tokens_come_by_tier_with_the_first_token(
+    cached: int | None, below: list[int], told: list[int]
+) -> None:
+    sink = Recorder()
+    streams = RequestStreams(sink, 1, 16)
+    first = StreamOutput([7], cached=cached, below=below)
+    streams.start(work("r", prompt(64)), answered(first, StreamOutput([8], finish="stop")))
+    await streams.drain()
+    assert [delta.cached for delta in sink.deltas["r"]] == [told, None]
+    assert streams.load("w", 0, 10, 0).cached_tokens == (cached or 0)
+    await streams.close()
+
+
+async def test_computed_tokens_never_go_back() -> None:
+    streams, computed = RequestStreams(Recorder(), 1, 16), []
+    for name in ("a", "b", "c"):
+        streams.start(work(name, prompt(64)), answered(StreamOutput([7], finish="stop", cached=16)))
+        computed.append(streams.load("w", 0, 10, 0, busy_s=1.0).computed_tokens)
+        await streams.drain()
+        computed.append(streams.load("w", 0, 10, 0, busy_s=1.0).computed_tokens)
+    assert computed == [0, 48, 48, 96, 96, 144]
+    assert streams.load("w", 0, 10, 0).computed_tokens == 144  # without a clock, too
+    await streams.close()
