@@ -138,7 +138,7 @@ class Stage:
         await eventually(lambda: sum(w.acknowledged for w in self.workers) >= target)
 
     async def healed(self) -> None:
-        await eventually(lambda: settled(self.cluster, self.bus, self.stream), what="all in step")
+        await eventually(lambda: settled(self.cluster, self.bus, self.stream), what="all are equal")
 
     async def truth_is_told(self) -> None:
         query = OverlapQuery([prompt(blocks) for blocks in PROMPTS])
@@ -167,7 +167,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
         options = BusOptions(url=cluster.url, namespace="c", replicas=3)
         bus = await Bus.connect(options, "test")
         stack.push_async_callback(bus.close)
-        await eventually(lambda: made(bus), what="the streams are there")
+        await eventually(lambda: made(bus), what="the streams exist")
         workers, witness = [], Witness(bus)
         await witness.reader.open()
         stack.push_async_callback(witness.reader.close)

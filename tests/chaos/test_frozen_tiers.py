@@ -154,7 +154,9 @@ async def ended(stage: Stage, traffic: Traffic) -> None:
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
     running = "kvmesh_mesh_worker_running_requests"
-    await eventually(lambda: stage.mesh.metric(running) == 0, what="nothing runs for nobody")
+    await eventually(
+        lambda: stage.mesh.metric(running) == 0, what="no request runs without a client"
+    )
 
 
 async def test_a_frozen_block_manager_is_bypassed_and_harmless_when_it_thaws(
@@ -193,8 +195,8 @@ async def test_blocks_that_another_node_sends_late_are_computed(stage: Stage, he
         stage.lending.delay_s = DELAY_S
     try:
         lent, given_up = stage.lent(), stage.given_up()
-        await eventually(lambda: stage.lent() > lent, what="blocks are asked for")
-        await eventually(lambda: stage.given_up() > given_up, what="they are done without")
+        await eventually(lambda: stage.lent() > lent, what="blocks are requested")
+        await eventually(lambda: stage.given_up() > given_up, what="they are bypassed")
         come = stage.come()
         await traffic.pass_by(FROZEN_S)
         assert stage.come() == come, "nothing is so late that it is still waited for"

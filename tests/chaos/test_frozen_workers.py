@@ -74,7 +74,9 @@ async def test_a_frozen_worker_is_harmless_when_it_thaws(mesh: Mesh) -> None:
     await traffic.more()
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
-    await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+    await eventually(
+        lambda: not sum(running(mesh).values()), what="no request runs without a client"
+    )
 
 
 async def test_workers_frozen_together_cost_no_request(mesh: Mesh) -> None:
@@ -145,7 +147,9 @@ async def test_a_worker_with_delayed_packets_costs_no_request(
         await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
         await traffic.stop()
         traffic.check(PAUSE_S + SLACK_S)
-        await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+        await eventually(
+            lambda: not sum(running(mesh).values()), what="no request runs without a client"
+        )
         mesh.kill("worker-0")
     finally:
         proxy.stop()
@@ -174,7 +178,9 @@ async def test_a_frozen_frontend_does_not_affect_the_clients_of_another(mesh: Me
     await traffic.stop()
     traffic.check(SLACK_S)
     assert other.failed == []
-    await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+    await eventually(
+        lambda: not sum(running(mesh).values()), what="no request runs without a client"
+    )
     mesh.kill("frontend-1", signal.SIGTERM)
 
 
@@ -199,7 +205,9 @@ async def test_a_frozen_bus_costs_a_pause(nats_server: NatsServer, mesh: Mesh) -
     await traffic.stop()
     traffic.check(FROZEN_S + LEASE_S + SLACK_S)
     await eventually(lambda: len(running(mesh)) == WORKERS)
-    await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+    await eventually(
+        lambda: not sum(running(mesh).values()), what="no request runs without a client"
+    )
 
 
 @pytest.mark.parametrize("effect", ["crash", "hang", "block"])

@@ -117,7 +117,7 @@ async def test_offloaded_blocks_are_onboarded_again(client: KvbmClient, start: S
     assert await give(client, prompt(12)) == [10, 11]
     await eventually(lambda: len(kvbm.blocks) == 12)
     assert await take(client, prompt(11), held=2) == [(i, 7 + i) for i in range(2, 11)]
-    await eventually(lambda: not kvbm.tickets, what="tickets are back")
+    await eventually(lambda: not kvbm.tickets, what="tickets are returned")
 
 
 class Users:
@@ -208,7 +208,7 @@ async def test_it_follows_the_kvbm_over_a_restart(client: KvbmClient, start: Sta
     first = await start()
     await attached(client)
     await first.stop()
-    await eventually(lambda: client.key is None, what="the loss is seen")
+    await eventually(lambda: client.key is None, what="the loss is detected")
     await start(instance="kvbm-2")
     await attached(client, 2)
     assert await give(client, prompt(3)) == [0, 1, 2]
@@ -269,7 +269,7 @@ async def test_detachment_waits_for_a_slow_copy(
         await attached(client, 2)
         await eventually(lambda: len(tries) > 4, what="it is tried again")
     assert caplog.text.count("its arena stays mapped") == 1
-    await eventually(lambda: not lock.exists(), what="it is let go")
+    await eventually(lambda: not lock.exists(), what="it is released")
 
 
 async def test_a_refused_layout_is_not_tried_again(client: KvbmClient, start: Start) -> None:
@@ -302,7 +302,7 @@ async def test_cancelled_transfers_leave_no_ticket(client: KvbmClient, start: St
         taking.cancel()
         writing.cancel()
         await asyncio.wait([taking, writing])
-    await eventually(lambda: not kvbm.tickets, what="tickets are back")
+    await eventually(lambda: not kvbm.tickets, what="tickets are returned")
 
 
 async def test_corruption_is_reported(client: KvbmClient, start: Start) -> None:

@@ -85,7 +85,7 @@ async def workers(mesh: Mesh, count: int) -> None:
     def known() -> bool:
         return sum("worker_running_requests{" in key for key in mesh.metrics()) == count
 
-    await eventually(known, what="every worker tells its load")
+    await eventually(known, what="every worker reports its load")
 
 
 async def test_only_long_prompts_are_prefilled_on_the_prefill_worker(mesh: Mesh) -> None:
@@ -109,7 +109,7 @@ async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) 
     await workers(mesh, 2)
     asking = [asyncio.create_task(complete(mesh, f"{i} {LONG}", tokens=2)) for i in range(6)]
 
-    await eventually(lambda: loaded(mesh, "prefill-0"), what="prompts are there")
+    await eventually(lambda: loaded(mesh, "prefill-0"), what="prompts have arrived")
     mesh.kill("prefill-0")
     answers = await asyncio.gather(*asking)
     assert all(answer["usage"]["completion_tokens"] == 2 for answer in answers)

@@ -82,7 +82,7 @@ async def test_a_request_is_dispatched_again_to_a_worker_that_reconnects_later(
     await worker.deafen()
     stage.router.parks = False
     stage.proxy.cut()
-    await eventually(lambda: passed_over(stage.router, worker), what="it was not there")
+    await eventually(lambda: passed_over(stage.router, worker), what="it did not reply")
     await worker.listen()
     assert await stage.answered(asking, worker) == 200
     assert "is gone" not in stage.mesh.logs()

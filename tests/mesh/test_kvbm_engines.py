@@ -234,7 +234,7 @@ async def test_the_kvbm_freezes_during_work_and_thaws(nodes: Nodes, start: Start
         await eventually(partial(further, turns.copy(), loaded), what="blocks are loaded")
         process.send_signal(signal.SIGSTOP)
         try:
-            await eventually(partial(further, turns.copy(), -1), what="they go on without it")
+            await eventually(partial(further, turns.copy(), -1), what="they continue without it")
         finally:
             process.send_signal(signal.SIGCONT)
     over.set()

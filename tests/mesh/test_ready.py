@@ -146,7 +146,7 @@ async def test_a_restarted_process_knows_the_cached_prefixes(mesh: Mesh, role: s
     async def cached() -> bool:
         return min(await ask_all(mesh)) > 0
 
-    await eventually(cached, what="the prompts are cached, and known to be")
+    await eventually(cached, what="the index knows the cached prompts")
     mesh.kill(f"{role}-0", signal.SIGTERM)
     if role != "indexer":
         await eventually(lambda: health(mesh) != 200)

@@ -69,7 +69,7 @@ async def test_a_slow_worker_is_reported_and_gets_a_share_by_its_speed(mesh: Mes
         mesh.start("worker", name, **(slow if name == SLOW else {}))
     mesh.start("frontend", "frontend-0")
     await mesh.ready()
-    await eventually(lambda: joined(mesh), what="all workers are there")
+    await eventually(lambda: joined(mesh), what="all workers have joined")
     sent = 0
 
     async with client_session() as client:

@@ -130,7 +130,7 @@ async def instances(mesh: Mesh) -> list[str]:
         return [names[name] for name in TEAM] if names.keys() >= set(TEAM) else []
 
     try:
-        return await eventually(found, what="all teammates are there")
+        return await eventually(found, what="all workers have joined")
     finally:
         await directory.close()
         await bus.close()

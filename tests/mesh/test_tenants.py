@@ -143,7 +143,7 @@ async def held_below(stage: Stage, text: str) -> None:
         stage.clear("victim", 0)
         return sum(stage.ask("victim", text)[1:]) > 0
 
-    await eventually(found, what="it is in a tier below")
+    await eventually(found, what="it is in a lower tier")
 
 
 async def test_no_claimed_tenant_name_finds_a_tenant_s_blocks(stage: Stage) -> None:

@@ -99,13 +99,13 @@ async def test_unused_lookups_are_returned_and_repeated(
     clock.now = 0.15
     assert lookups.find("asked", origin("asked"), TOKENS, 1) == 2
     clock.now = 0.3
-    await eventually(lambda: kvbm.count(Finish) == 1, what="one is given back")
+    await eventually(lambda: kvbm.count(Finish) == 1, what="one is returned")
     assert lookups.take("left") is None
     assert lookups.take("asked") is not None
     clock.now = 10.0
     await found(lookups, "left")
     clock.now = 11.0
-    await eventually(lambda: kvbm.count(Finish) == 2, what="it is given back once more")
+    await eventually(lambda: kvbm.count(Finish) == 2, what="it is returned once more")
     assert len(kvbm.tickets) == 2
     for request in ("taken", "asked"):
         lookups.finish(request)

@@ -1,4 +1,4 @@
-"""Links, anchors and source paths in all markdown files lead somewhere."""
+"""Links, anchors and source paths in all markdown files exist."""
 
 import re
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"(?:services|libs|tools|tests|benchmarks)/[\w./{},*-]*")
+MODULE = re.compile(r"[\w-]+(?:/[\w-]+)*\.py")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
 
@@ -37,6 +38,11 @@ def _anchors(page: Path) -> set[str]:
             repeat = f"{anchor}-{count}"
         found.add(repeat)
     return found
+
+
+@cache
+def _modules() -> list[str]:
+    return [str(path) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
 
 def _alternatives(path: str) -> Iterator[str]:
@@ -71,6 +77,12 @@ def test_paths_of_the_repository_exist(page: Path) -> None:
     named = {word for span in spans for word in span.split() if PATH.fullmatch(word)}
     missing = [path for word in named for path in _alternatives(word) if not _exists(path)]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_named_without_their_folder_exist(page: Path) -> None:
+    named = set(filter(MODULE.fullmatch, CODE.findall(_prose(page))))
+    assert not [path for path in named if not any(file.endswith(f"/{path}") for file in _modules())]
 
 
 def test_every_decision_record_has_a_number_of_its_own() -> None:

@@ -45,7 +45,7 @@ def wrong(world: "World") -> list[str]:
     ]
     if found:
         return found
-    found += [f"{c.name} still waits for {c.open} requests" for c in world.callers if c.open]
+    found += [f"{c.name} has {c.open} open requests" for c in world.callers if c.open]
     workers = world.alive(WorkerProcess)
     found += [f"{w.node} is not up" for w in workers if not w.ready]
     if not all(w.ready for w in workers):
@@ -82,7 +82,7 @@ def _untrue(indexer: IndexerService, workers: list[WorkerProcess]) -> list[str]:
         truth = {node: depth for node, depth in truth.items() if depth}
         told = depths(answer(holdings.index, holdings.keys, OverlapQuery([prompt(blocks)]), 0.0))
         if told != truth:
-            found.append(f"tells {told} of {blocks[0]}/{len(blocks)}, and the truth is {truth}")
+            found.append(f"reports {told} for {blocks[0]}/{len(blocks)} instead of {truth}")
     return found
 
 
@@ -130,7 +130,7 @@ def miscounted(world: "World") -> list[str]:
     """Differences between a router's load of a rank and the sum of its bookings, at any time."""
     models = {p.node: _model(p) for p in world.alive(RouterProcess)}
     return [
-        f"{node} books {booked} of slot {slot}, where {summed} run"
+        f"{node} books {booked} for slot {slot} instead of {summed}"
         for node, model in models.items()
         if model is not None
         for slot, booked, summed in _books(model)
@@ -181,7 +181,7 @@ def disagreement(world: "World") -> list[str]:
     world.compared += len(same) if len(entries) > 1 else 0
     expected = _order(first) if same else {}
     return [
-        f"replicas that know the same would place {order} and {expected}"
+        f"replicas of equal state would place {order} and {expected}"
         for order in same
         if order != expected
     ]
