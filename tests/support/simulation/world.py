@@ -40,7 +40,7 @@ KV = Subjects("sim").kv_stream
 ROUTE = Subjects("sim").router("m")
 KEPT_LINES = 300
 # a router logs this for requests whose end it did not receive
-GIVEN_UP = re.compile(r"gave up \d+ requests without news, such as (\S+)")
+GIVEN_UP = re.compile(r"gave up \d+ requests without events, such as (\S+)")
 P = TypeVar("P", bound=Process)
 _news: "msgspec.msgpack.Decoder[RouteNews]" = msgspec.msgpack.Decoder(RouteNews)
 
