@@ -226,7 +226,7 @@ class Managed:
 
 
 def _asked(use: Use) -> RetentionRequest:
-    """An answer that no later prompt contains was thinking, or is dropped for another reason."""
+    """An answer that no later prompt contains was thinking, or is forgotten for another reason."""
     dropped = use.round.answer != use.round.branch
     thinking = (
         [RetentionSegment(use.prompt, None, RetentionWish(THINKING_LEVEL))] if dropped else []

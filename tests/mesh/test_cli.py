@@ -130,7 +130,7 @@ async def test_past_messages_are_shown_in_order_of_time_before_new_ones(bus: Bus
     draw = Random(1)
     sent = []
     for turn in range(2 * MOST_WAITING):
-        # one stream is silent for more messages than the tail buffers of another
+        # a stream may be silent for longer than of another one are kept here
         subject = kinds[0] if turn < 1.3 * MOST_WAITING else draw.choice(kinds)
         await bus.store(subject, encode(SeqBatch(f"{turn}", [])), PATIENCE_S)
         sent.append(subject)
