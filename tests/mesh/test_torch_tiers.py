@@ -133,7 +133,7 @@ async def test_many_concurrent_requests_with_little_memory(kvbm: SmallKvbm, star
         await host.check_books()
     assert one.lower.counts.loaded[1] > 0
     assert two.lower.counts.loaded[1] > 0
-    await eventually(lambda: not kvbm.tickets, what="tickets are returned")
+    await eventually(lambda: not kvbm.tickets, what="tickets are back")
 
 
 async def test_a_silent_kvbm_delays_but_loses_nothing(

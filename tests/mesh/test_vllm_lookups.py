@@ -1,4 +1,4 @@
-"""Blocks that vLLM's scheduler has looked up stay in the arena only while vLLM may copy them."""
+"""What vLLM's scheduler has looked up stays in the arena while it may be copied, and no longer."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ def origin(request: str) -> Origin:
 
 @pytest_asyncio.fixture
 async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[SmallKvbm]:
-    """A kvbm with three blocks of zeros."""
+    """One that has three blocks of zeros."""
     kvbm = SmallKvbm(bus, limits, tmp_path)
     await kvbm.start()
     root = root_digest(KEY, "m", "", "", LAYOUT)
@@ -89,7 +89,7 @@ async def found(lookups: Lookups, request: str) -> None:
     await eventually(lambda: lookups.find(request, origin(request), TOKENS, 0) == 3)
 
 
-async def test_unused_lookups_are_returned_and_repeated(
+async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
     lookups: Lookups, kvbm: SmallKvbm, clock: Clock
 ) -> None:
     for request in ("left", "asked", "taken"):
@@ -99,20 +99,20 @@ async def test_unused_lookups_are_returned_and_repeated(
     clock.now = 0.15
     assert lookups.find("asked", origin("asked"), TOKENS, 1) == 2
     clock.now = 0.3
-    await eventually(lambda: kvbm.count(Finish) == 1, what="one is returned")
+    await eventually(lambda: kvbm.count(Finish) == 1, what="one is given back")
     assert lookups.take("left") is None
     assert lookups.take("asked") is not None
     clock.now = 10.0
     await found(lookups, "left")
     clock.now = 11.0
-    await eventually(lambda: kvbm.count(Finish) == 2, what="it is returned once more")
+    await eventually(lambda: kvbm.count(Finish) == 2, what="it is given back once more")
     assert len(kvbm.tickets) == 2
     for request in ("taken", "asked"):
         lookups.finish(request)
     await eventually(lambda: not kvbm.tickets)
 
 
-def test_vllm_logs_no_credentials_of_the_connector(
+def test_what_vllm_logs_of_the_connector_says_nothing_of_how_to_connect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bridge.BUS, "")
