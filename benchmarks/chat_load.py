@@ -23,7 +23,7 @@ TCP_QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 
 
 class LoadError(Exception):
-    """The server did not answer as it should; the message has its words."""
+    """The server gave an unexpected response; the message quotes it."""
 
 
 def chat(messages: list[dict[str, str]], tokens: int, stream: bool) -> bytes:
@@ -51,7 +51,7 @@ def _post(url: str, body: bytes) -> bytes:
 
 @dataclass
 class Timing:
-    """Of one streamed answer: seconds to its first token and to its end, and between pieces."""
+    """Seconds of one streamed response: to the first token, to the end, and between pieces."""
 
     first_s: float = 0.0
     total_s: float = 0.0
@@ -92,7 +92,7 @@ class Connection:
 
 
 def check(seen: bytes) -> None:
-    """Raises LoadError unless the answer begins with status 200."""
+    """Raises LoadError unless the response has status 200."""
     if len(seen) > 12 and not seen.startswith(b"HTTP/1.1 200"):
         raise LoadError(seen[:400].decode(errors="replace"))
 
@@ -102,7 +102,7 @@ def ended(seen: bytes) -> bool:
 
 
 def has_token(seen: bytes) -> bool:
-    """Whether a piece of the answer with text in it has arrived."""
+    """True if a piece of the response with text has arrived."""
     start = seen.find(b'"content":"')
     while start >= 0:
         if seen[start + 11 : start + 12] != b'"':
@@ -152,7 +152,7 @@ class _Stream(asyncio.Protocol):
             self._send()
 
     def _read_head(self) -> None:
-        """-2 when the body is chunked, else how many of its bytes are still to come."""
+        """-2 for a chunked body, else the number of its bytes still to come."""
         head, found, rest = self._head.partition(b"\r\n\r\n")
         if not found:
             return

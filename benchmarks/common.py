@@ -1,7 +1,7 @@
-"""What every benchmark script shares: CPU and memory of processes, and one form of report.
+"""The common part of the benchmark scripts: CPU and memory of processes, one form of report.
 
-CPU time is that of whole processes, their children not included, so a figure is comparable between
-runs on a noisy machine where wall time is not.
+CPU time is that of whole processes without their children, so figures of different runs are
+comparable on a noisy machine, where wall time is not.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass
 class Interval:
-    """What a `measure` block used: wall seconds, and CPU seconds of each named process."""
+    """Use of a `measure` block: wall seconds, and CPU seconds of each named process."""
 
     wall_s: float = 0.0
     cpu_s: dict[str, float] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def measure(processes: Mapping[str, int]) -> Iterator[Interval]:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure beside what a peer or the limit does. `target` and `baseline` are free text."""
+    """One figure beside a peer's or the limit's. `target` and `baseline` are free text."""
 
     name: str
     value: float
@@ -130,7 +130,7 @@ class Report:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The argument parser of a benchmark script, with the options all of them take."""
+    """The argument parser of a benchmark script, with the common options."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     return arguments

@@ -1,7 +1,7 @@
-"""The floor of an HTTP frontend: aiohttp on uvloop that makes its answers up by itself.
+"""The floor of an HTTP frontend: aiohttp on uvloop with made-up responses.
 
-Run beside the mesh in one sitting, it tells how fast the machine is just then. `--pace` is seconds
-between tokens; 0 sends them as fast as they go out, one frame each.
+Run in the same session as the mesh, it shows the machine's present speed. `--pace` is seconds
+between tokens; 0 sends them as fast as possible, one frame each.
 """
 
 import argparse

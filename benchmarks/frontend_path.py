@@ -1,8 +1,8 @@
-"""CPU and latency of the whole path with mock engines: what the mesh costs beside the model.
+"""CPU and latency of the whole path with mock engines: the mesh's cost beside the model.
 
-Runs a mesh of its own (NATS, router, indexer, frontend, four mock workers) and measures the CPU
-time of the frontend and of all server processes over the same interval. The peer's figures were
-taken on another 2-core machine of the same kind, so compare them as orders, not to the percent.
+Runs its own mesh (NATS, router, indexer, frontend, four mock workers) and measures the CPU
+time of the frontend and of all server processes over the same interval. The peer's figures are
+from another 2-core machine of the same kind, so compare orders of magnitude, not percents.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ HEARD = 200
 
 @dataclass
 class Scale:
-    """How much of each kind of work one run does."""
+    """Amount of each kind of work in one run."""
 
     runs: int
     short: int
@@ -88,7 +88,7 @@ class Bench:
     ) -> float:
         """Report medians of the frontend and of all processes; return the former.
 
-        `work` gives what it used and by what to multiply CPU seconds to have them in `unit`.
+        `work` returns its use and the factor that converts CPU seconds to `unit`.
         """
         runs = [work() for _ in range(self._scale.runs)]
         targets = TARGETS.get(name, ("", ""))
@@ -113,7 +113,7 @@ class Bench:
         return self._repeat("short request", "CPU ms/request", work, ("0.41–0.59", "0.76–1.3"))
 
     def streaming(self) -> float:
-        """Streams of 256 tokens as fast as the engines make them."""
+        """Streams of 256 tokens, as fast as the engines generate them."""
 
         def work() -> tuple[Interval, float]:
             tokens = self._scale.streams * 256
@@ -124,7 +124,7 @@ class Bench:
         return self._repeat("streaming", "CPU µs/token", work, ("9.6–12.5", "17–27"))
 
     def paced(self) -> float:
-        """Streams of 128 tokens, one engine step per 10 ms, so that each token travels alone."""
+        """Streams of 128 tokens, one engine step per 10 ms, so that each token is sent alone."""
 
         def work() -> tuple[Interval, float]:
             tokens = self._scale.paced * 128
@@ -139,7 +139,7 @@ class Bench:
         return cpu
 
     def _idle(self, rate: float) -> None:
-        """What the mesh uses without any request, shared out among `rate` tokens a second."""
+        """The mesh's use without requests, divided by `rate` tokens a second."""
         with measure(self._mesh.pids) as interval:
             time.sleep(IDLE_S)
         used = interval.total_s / IDLE_S / rate * 1e6
@@ -185,7 +185,7 @@ class Bench:
         return p50
 
     def unseen(self) -> None:
-        """Prompts of 4.2K tokens that nobody has seen before."""
+        """Prompts of 4.2K tokens without a cached prefix."""
 
         def work() -> tuple[Interval, float]:
             count = self._scale.unseen
@@ -236,7 +236,7 @@ class Bench:
 
     def memory(self) -> None:
         mebibytes = rss_bytes(self._mesh.pids["frontend"]) / (1 << 20)
-        self._report.add("frontend RSS after all of it", mebibytes, "MiB", "140–200", "≤ 150")
+        self._report.add("frontend RSS after all runs", mebibytes, "MiB", "140–200", "≤ 150")
 
 
 TARGETS = {
@@ -274,7 +274,7 @@ async def _route(nats_url: str, count: int) -> list[float]:
 
 @contextmanager
 def paced_mesh() -> Iterator[Mesh]:
-    """Engines that decode a step in 10 ms and compute prompts at once: nothing waits for those."""
+    """Engines that decode a step in 10 ms and compute prompts at once, so nothing waits."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
         profile = Path(folder) / "steps.npz"
         tokens, flat = np.array([1, 1 << 20]), np.full((2, 2), STEP_MS)
@@ -292,7 +292,7 @@ def paced_mesh() -> Iterator[Mesh]:
 
 @contextmanager
 def floor(pace: float) -> Iterator[tuple[str, int]]:
-    """URL and pid of a server that only writes: the least that HTTP alone costs here and now."""
+    """URL and pid of a server that only writes: the minimal cost of HTTP on this machine now."""
     port = free_port()
     server = Path(__file__).with_name("floor_server.py")
     command = [sys.executable, str(server), "--port", str(port), "--pace", str(pace)]
@@ -305,7 +305,7 @@ def floor(pace: float) -> Iterator[tuple[str, int]]:
 
 
 def floors(report: Report, scale: Scale) -> None:
-    """The same three loads on the floor server, beside what it took where the peers were run."""
+    """The same three loads on the floor server, beside its figures on the peers' machine."""
     for name, published, unit, pace, stream, tokens, count in (
         ("short request", "0.035", "CPU ms/request", 0.0, False, 16, scale.short),
         ("streaming", "9.1", "CPU µs/token", 0.0, True, 256, scale.streams),

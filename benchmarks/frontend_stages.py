@@ -1,7 +1,7 @@
-"""What the frontend's own code costs, measured in this process: the floor under its figures.
+"""The cost of the frontend's own code, measured in this process: the floor under its figures.
 
-The token path is run twice: with the processor's caches warm, and with other memory walked through
-before every engine step, as other processes do between two steps that are 10 ms apart.
+The token path runs twice: with warm processor caches, and after a walk through other memory
+before every engine step, as other processes cause between two steps 10 ms apart.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ STAMP = RequestStamp("0" * 24, 0)
 
 
 def served() -> ServedModel:
-    """The demo model as a frontend holds it."""
+    """The demo model as a frontend loads it."""
     card = ModelCard(name=MODEL, files="", block_size=16, context=1 << 17)
     files = {file.name: file.read_bytes() for file in model_dir().iterdir() if file.is_file()}
     return ServedModel(card, Dialect(card, files), created=0)
 
 
 def turn_stages(report: Report, model: ServedModel, turns: Iterator[bytes]) -> None:
-    """Milliseconds of each stage of preparing a turn, all turns but the first known in part."""
+    """Milliseconds of each preprocessing stage of a turn; later turns have cached prefixes."""
     rows = uvloop.run(_turns(model, list(turns)))
     for place, name in enumerate(("parse its body", "render it", "tokens, hashes")):
         here = median([row[place] for row in rows[2:]])
@@ -64,7 +64,7 @@ async def _turns(model: ServedModel, bodies: list[bytes]) -> list[tuple[float, f
 
 
 def token_path(report: Report, model: ServedModel) -> None:
-    """Microseconds from a message of the bus to the frame that a socket would get."""
+    """Microseconds from a message of the bus to the frame for a socket."""
     for name, walked in (("caches warm", 0), ("caches cold", WALKED)):
         here = uvloop.run(_tokens(model, walked)) * 1e6
         report.add(f"    in process: its token path, {name}", here, "CPU µs/token")

@@ -1,4 +1,4 @@
-"""Bodies that cost a server as much as its bounds let them."""
+"""Bodies that maximise a server's cost within its bounds."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +14,7 @@ COMPLETIONS = "/v1/completions"
 TOKENIZE = "/v1/tokenize"
 HEAD = f'{{"model":"{MODEL}","max_tokens":1,'.encode()
 ASK = b'"messages":[{"role":"user","content":"x"}]'
-VALUES = 1 << 19  # that a body may have
+VALUES = 1 << 19  # allowed in a body
 
 
 class Body(NamedTuple):
@@ -24,7 +24,7 @@ class Body(NamedTuple):
 
 
 def bodies(size: int) -> Iterator[Body]:
-    """Each of at most about `size` bytes."""
+    """Bodies of at most about `size` bytes each."""
     yield from _texts(size)
     yield from _conversations(size)
     yield from _tokens(size)
@@ -186,7 +186,7 @@ def _values(size: int) -> Iterator[Body]:
 
 
 def _strings_of_json(size: int) -> Iterator[Body]:
-    """What stands as JSON within a text of JSON."""
+    """JSON encoded as text inside JSON."""
     call = (
         b'{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":"%s"}}]}'
     )

@@ -1,9 +1,10 @@
-"""How long others wait while one client sends the worst bodies that it can, to every endpoint.
+"""Delay of other clients while one client sends the costliest bodies to every endpoint.
 
-A stream gets a token every few milliseconds. For each body it prints, as the median of several
-times: the largest gap between two pieces of that stream, the longest pause of the frontend's event
-loop by the clock and in CPU time of its process (which other programs do not lengthen), and its
-longest garbage collection; and the frontend's peak of memory, with the status that the body got.
+A stream gets a token every few milliseconds. For each body the script prints, as the median of
+several repetitions: the largest gap between two pieces of that stream, the longest pause of the
+frontend's event loop by the clock and in CPU time of its process (which other programs do not
+lengthen), and its longest garbage collection; and the frontend's peak memory, with the status of
+the response.
 """
 
 import argparse
@@ -25,7 +26,7 @@ MIB = 1 << 20
 
 
 class TickingMesh(Mesh):
-    """Its frontend notes its own stalls."""
+    """A mesh whose frontend records its own stalls."""
 
     def __init__(self, folder: Path, options: dict[str, str], frontends: int) -> None:
         file = folder / "ticks"
@@ -39,7 +40,7 @@ class TickingMesh(Mesh):
 
 
 class Seen(NamedTuple):
-    """Of one body sent once; times in seconds, memory in MiB."""
+    """Figures of one body sent once; times in seconds, memory in MiB."""
 
     status: int
     took: float
@@ -70,7 +71,7 @@ async def gap(mesh: Mesh, during: "asyncio.Future[tuple[int, float]]") -> float:
 
 
 async def post(mesh: Mesh, body: Body) -> tuple[int, float]:
-    """Status and seconds."""
+    """Status and seconds of one request."""
     headers = {"content-type": "application/json"}
     started = time.perf_counter()
     async with (
@@ -84,7 +85,7 @@ async def post(mesh: Mesh, body: Body) -> tuple[int, float]:
 
 
 def memory(mesh: Mesh, field: str) -> float:
-    """MiB of the frontend: `VmRSS` now, `VmHWM` at most since the last `forget_peak`."""
+    """MiB of the frontend: `VmRSS` now, `VmHWM` the peak since the last `forget_peak`."""
     for line in Path(f"/proc/{mesh.pids['frontend']}/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
@@ -141,8 +142,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=float, default=7.9, help="size of each body")
     parser.add_argument("--context", type=int, default=1 << 21, help="context of the model")
-    parser.add_argument("--times", type=int, default=3, help="how often each body is sent")
-    parser.add_argument("--only", default="", help="bodies whose names this pattern finds")
+    parser.add_argument("--times", type=int, default=3, help="repetitions of each body")
+    parser.add_argument("--only", default="", help="only bodies whose names match this pattern")
     options = parser.parse_args()
     context, blocks = str(options.context), str(2 * options.context // 16)
     with running_mesh(

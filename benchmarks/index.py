@@ -28,7 +28,7 @@ from kvmesh.index.reference import ReferencePrefixIndex
 
 RUNS = 5
 M = 1e6
-# Dynamo 1.6.1, where it is not at hand to be measured.
+# Dynamo 1.6.1, used if it is not installed.
 PUBLISHED = {
     "store 32": 2.8,
     "remove 32": 3.8,
@@ -78,7 +78,7 @@ Removed = tuple[int, int, bytes]  # the arguments of `remove`
 
 
 def stored(events: list[Event]) -> list[Stored]:
-    """In buffers of their own, made in the order of arrival, as a network leaves them."""
+    """Store events with separate buffers, in order of arrival, as a network leaves them."""
     return [
         (each.worker, 0, each.parent, bytes(memoryview(each.engine)), bytes(memoryview(each.local)))
         for each in events
@@ -86,7 +86,7 @@ def stored(events: list[Event]) -> list[Stored]:
 
 
 def removed(events: list[Event]) -> list[Removed]:
-    """Newest first and leaves first, as engines evict."""
+    """Remove events, newest first and leaves first, as engines evict."""
     return [(each.worker, 0, backwards(each.engine)) for each in reversed(events)]
 
 
@@ -143,7 +143,7 @@ def dynamo_updates(events: list[Event], count: int) -> tuple[str, str]:
 
 
 def queries(report: Report, index: PrefixIndex, all_prompts: list[Prompt], blocks: int) -> None:
-    """Find prompts cut to `blocks` blocks, each of which at least one worker holds whole."""
+    """Find prompts cut to `blocks` blocks, each held completely by at least one worker."""
     whole = [prompt for prompt in all_prompts if len(prompt.sequence) >= 8 * blocks]
     sequences = [prompt.sequence[: 8 * blocks] for prompt in whole]
     random.Random(1).shuffle(sequences)
@@ -189,10 +189,10 @@ def plain_twin(report: Report, all_prompts: list[Prompt]) -> None:
 
 
 def limit(report: Report) -> None:
-    """A bare table in C++: what the memory system allows. Needs a compiler."""
+    """A bare table in C++: the limit of the memory system. Needs a compiler."""
     compiler = shutil.which("c++")
     if compiler is None:
-        print("no C++ compiler: the bare table is left out", file=sys.stderr)
+        print("no C++ compiler: skipping the bare table", file=sys.stderr)
         return
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "bare_table"
@@ -206,7 +206,7 @@ def limit(report: Report) -> None:
 
 
 def memory(report: Report, entries: int) -> None:
-    """Bytes for each (worker, block) when workers of 2,000 blocks hold `entries` in all."""
+    """Bytes per (worker, block) when workers of 2,000 blocks hold `entries` in all."""
     index = create_index()
     for prompt in prompts(entries // 2_000, 2_000, seed=2):
         index.store(prompt.worker, 0, None, prompt.sequence, prompt.local)
@@ -240,7 +240,7 @@ def scale(report: Report, path: Path, workers: int, duplication: int, split: int
 
 
 def under_load(index: PrefixIndex, placed: list[tuple[int, bytes, bytes]]) -> list[float]:
-    """Wall seconds of queries while another thread clears and refills workers without a pause."""
+    """Wall seconds of queries while another thread clears and refills workers continuously."""
     done = threading.Event()
 
     def write() -> None:
@@ -269,7 +269,9 @@ def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake JSONL")
     arguments.add_argument("--split", type=int, default=4, help="blocks per 512-token trace block")
-    arguments.add_argument("--entries", type=int, default=10_000_000, help="of the memory row")
+    arguments.add_argument(
+        "--entries", type=int, default=10_000_000, help="entries of the memory row"
+    )
     options = arguments.parse_args()
     sys.setswitchinterval(1e-5)
     everywhere = os.sched_getaffinity(0)
@@ -291,7 +293,7 @@ def main() -> None:
         for workers, duplication in ((1_000, 1), (7_000, 7), (7_000, 32)):
             scale(report, options.trace, workers, duplication, options.split)
     else:
-        print("no --trace FILE: the scale rows are left out", file=sys.stderr)
+        print("no --trace FILE: skipping the scale rows", file=sys.stderr)
     figures = {row.name: row.value for row in report.rows}
     report.finish(
         f"store {figures['store, 32-block events, steady']:.3g} M blocks/s, remove "

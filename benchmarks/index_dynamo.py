@@ -1,4 +1,4 @@
-"""The same work on Dynamo's `RadixTree`, where `ai-dynamo-runtime` is importable."""
+"""The same work on Dynamo's `RadixTree`, if `ai-dynamo-runtime` is importable."""
 
 import importlib
 import json
@@ -9,7 +9,7 @@ from index_workload import Event
 
 
 def runtime() -> ModuleType | None:
-    """Return Dynamo's native module, or None where it is not installed."""
+    """Return Dynamo's native module, or None if it is not installed."""
     try:
         return importlib.import_module("dynamo._core")
     except ImportError:

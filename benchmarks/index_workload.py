@@ -16,7 +16,7 @@ PRIVATE = (128, 384)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation that a worker holds whole; its first `known` blocks it held before."""
+    """One conversation that a worker holds completely; it already held its first `known` blocks."""
 
     worker: int
     known: int

@@ -42,7 +42,7 @@ BATCH_S = 0.003
 
 
 async def count_messages(bus: Bus, expected: int) -> float:
-    """Seconds that a reader needs that does nothing with the messages: the bus alone."""
+    """Seconds of a reader that only counts the messages: the bus alone."""
     done = asyncio.Event()
 
     def take(message: StreamMessage) -> None:
@@ -108,7 +108,7 @@ def family_prompts(rng: random.Random, workers: int) -> list[list[bytes]]:
 
 
 def echo(url: str, subject: str) -> None:
-    """A service that answers every query with the same small reply: the bus alone."""
+    """A service with the same small reply to every query: the bus alone."""
 
     async def run() -> None:
         bus = await Bus.connect(BusOptions(url=url), "echo")
@@ -193,7 +193,7 @@ async def echo_rate(
 
 
 async def visibility(server: Server, folder: Path, report: Report) -> float:
-    """From a worker's publish to the first answer that knows of it, at 20 K blocks/s."""
+    """Time from a worker's publish to the first reply that includes it, at 20 K blocks/s."""
     bus = await connect(server, "visible")
     async with Fleet(bus, 4) as fleet:
         indexer = Indexer(server, "visible", folder)
@@ -246,7 +246,7 @@ class Arrivals:
 
 
 async def _traffic(fleet: Fleet, blocks: int) -> None:
-    """Every worker publishes a batch each 3 ms, as a worker gathers events."""
+    """Every worker publishes a batch every 3 ms, as workers gather events."""
     due = time.perf_counter()
     while True:
         for worker in fleet.workers:
@@ -272,7 +272,7 @@ async def _until_visible(bus: Bus, fleet: Fleet) -> float:
 
 
 async def restart(server: Server, folder: Path, report: Report, blocks: int) -> float:
-    """kill -9, start again: from the new process's start to its first right answer."""
+    """kill -9, start again: time from the new process's start to its first right reply."""
     bus = await connect(server, "restart")
     store = SnapshotStore(bus)
     async with Fleet(bus, 8) as fleet:
@@ -299,13 +299,13 @@ async def restart(server: Server, folder: Path, report: Report, blocks: int) -> 
             again.kill()
     await bus.close()
     report.add_runs(f"warm restart, {blocks:,} blocks", seconds, "s", "", "≤ 3")
-    report.add("… reading and loading the snapshot", restored, "s", f"{plain:.2f} (get)")
+    report.add("… snapshot read and loaded", restored, "s", f"{plain:.2f} (get)")
     report.add("… snapshot size", slot.size / blocks, "bytes/block", "16 (two hashes)")
     return percentile(seconds, 0.5)
 
 
 async def _plain_get(bus: Bus, name: str) -> float:
-    """What nats-py's own object-store `get` needs for the same snapshot."""
+    """Seconds of nats-py's own object-store `get` for the same snapshot."""
     bucket = await bus.js.object_store(bus.subjects.index_bucket)
     started = time.perf_counter()
     await bucket.get(name)

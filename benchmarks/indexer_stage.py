@@ -1,4 +1,4 @@
-"""The stage for measurements of an indexer: a NATS server, the service, workers that publish."""
+"""The setup for measurements of an indexer: a NATS server, the service, publishing workers."""
 
 import asyncio
 import random
@@ -70,7 +70,7 @@ class Indexer:
         return cpu_seconds(self.process.pid)
 
     def metric(self, name: str) -> float:
-        """A figure of its /metrics; 0 while it does not listen yet."""
+        """A metric of the process; 0 before it listens."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=2) as page:
                 text = page.read().decode()
@@ -109,11 +109,11 @@ class Worker:
         return encode(KvBatch(self.name, self.instance, 0, first, time.time(), events))
 
     def stored(self, local: bytes) -> Stored:
-        """A whole prompt, from its root; engine hashes are its sequence hashes."""
+        """Store a whole prompt from its root; engine hashes are its sequence hashes."""
         return Stored(0, None, sequence_hashes(local, SALT), local, SALT)
 
     def turnover(self, keep: int) -> list[KvEvent]:
-        """Store one more chain; beyond `keep` of them, remove the oldest."""
+        """Store one more chain; beyond `keep` chains, remove the oldest."""
         stored = self.stored(self.rng.randbytes(8 * EVENT_BLOCKS))
         self.held.append(stored.engine)
         removed: list[KvEvent] = [Removed(0, self.held.pop(0))] if len(self.held) > keep else []

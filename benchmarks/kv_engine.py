@@ -1,4 +1,4 @@
-"""A torch engine beside a kvbm, for measurements: how long until a prompt's first token."""
+"""A torch engine beside a kvbm, for measurements of the time to a prompt's first token."""
 
 import time
 from array import array
@@ -19,7 +19,7 @@ BLOCK = 16
 
 
 class Clock:
-    """An engine's sink that notes when each request's first token came."""
+    """An engine's sink that records the time of each request's first token."""
 
     def __init__(self) -> None:
         self.first: dict[str, float] = {}
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Engine:
-    """A torch engine that answers one request after the other."""
+    """A torch engine that serves one request at a time."""
 
     def __init__(self, bus: Bus, folder: Path, name: str) -> None:
         def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:

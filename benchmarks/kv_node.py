@@ -1,4 +1,4 @@
-"""A NATS server and a kvbm for measurements, and what a worker does with them."""
+"""A NATS server and a kvbm for measurements, and a worker's use of them."""
 
 import asyncio
 import subprocess
@@ -71,7 +71,7 @@ async def until(check: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 def numbered(name: str, blocks: int, seed: int) -> KvbmPrompt:
-    """A prompt whose blocks are called by numbers."""
+    """A prompt whose blocks have numbers as names."""
     hashes = array("Q", range(seed << 32, (seed << 32) + blocks)).tobytes()
     digests = b"".join((seed << 64 | i).to_bytes(16, "little") for i in range(blocks))
     return KvbmPrompt(
@@ -98,7 +98,7 @@ async def write(client: KvbmClient, prompt: KvbmPrompt) -> None:
 
 
 async def read(client: KvbmClient, prompt: KvbmPrompt) -> list[int]:
-    """Have all of a prompt in the arena; blocks by the tier that they were in."""
+    """Load a whole prompt into the arena; returns its blocks by source tier."""
     tiers = [0] * 4
     async with aclosing(client.load(prompt, 0, TierSpeeds(), 0.0, 60.0)) as parts:
         async for part in parts:

@@ -1,8 +1,8 @@
-"""What it costs to tell a kvbm of a growing prompt: bytes, CPU and time per turn.
+"""The cost of sending a growing prompt to a kvbm: bytes, CPU and time per turn.
 
 An agent's session grows to 128K tokens by 2K a turn: its worker fetches each turn's prompt, offers
-what it computes of it in pieces of 1K tokens, and what it generates block by block. The baseline
-is the same session told whole each time, as to a kvbm that keeps no prompts.
+the blocks that it computes in pieces of 1K tokens, and those that it generates block by block. The
+baseline sends the whole session each time, as to a kvbm that stores no prompts.
 """
 
 import tempfile
@@ -33,7 +33,7 @@ LAYOUT = KvLayout(
 
 
 class Turn(NamedTuple):
-    """What a worker sent, how long its fetch took, and CPU seconds of both sides."""
+    """A turn's bytes sent by the worker, seconds of its fetch, and CPU seconds of both sides."""
 
     bytes: int
     fetch_s: float
@@ -85,7 +85,7 @@ async def turn(bus: Bus, kvbm: int, client: KvbmClient, whole: KvbmPrompt, start
 
 
 async def session(bus: Bus, kvbm: int, seed: int, told_whole: bool) -> list[Turn]:
-    """All turns of one session, by a worker that has attached for it."""
+    """All turns of one session, by a worker attached for it."""
     client = await attach(bus, LAYOUT)
     if told_whole:
         attachment = client._attacher.current
@@ -98,7 +98,7 @@ async def session(bus: Bus, kvbm: int, seed: int, told_whole: bool) -> list[Turn
 
 
 def add(report: Report, name: str, unit: str, scale: float, field: str, *ways: list[Turn]) -> float:
-    """One row: the median over the turns; returns what the baseline is of it."""
+    """Add a row: the median over the turns; returns its ratio to the baseline."""
     short, whole = (median(scale * getattr(turn, field) for turn in turns) for turns in ways)
     report.add(name, short, unit, f"{whole:.3g}")
     return whole / short

@@ -1,8 +1,8 @@
-"""KV blocks between an engine and the tiers below it, with real tensors and a real kvbm process.
+"""KV blocks between an engine and its lower tiers, with real tensors and a real kvbm process.
 
-Beside each figure stands what the machine does with the same bytes in the same run: a plain copy
+Each figure has beside it the machine's own speed for the same bytes in the same run: a plain copy
 of the same buffers, direct reads and writes of a file, an echo over the same bus, the prompt
-computed instead of loaded. Rows of a GPU are measured where there is one.
+computed instead of loaded. Rows of a GPU are measured if there is one.
 """
 
 import mmap
@@ -52,7 +52,7 @@ SMALL = KvLayout(
 
 
 class Timing(NamedTuple):
-    """Wall and CPU seconds of one call, of all threads of this process."""
+    """Wall and CPU seconds of one call, over all threads of this process."""
 
     wall: float
     cpu: float
@@ -65,7 +65,7 @@ def timed(action: Callable[[], object]) -> Timing:
 
 
 def compare(*actions: Callable[[], object]) -> list[list[Timing]]:
-    """Several ways to do the same, in turn, so that all meet the same noise."""
+    """Measure several functions in turn, so that all meet the same noise."""
     for action in actions:
         action()
     return [
@@ -86,7 +86,7 @@ def cpu_per_gib(runs: list[Timing], size: int) -> float:
 
 @contextmanager
 def shared_memory(size: int) -> Iterator[torch.Tensor]:
-    """A tensor over a file in memory, as an arena is."""
+    """A tensor over a file in memory, like an arena."""
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, size)
@@ -95,7 +95,7 @@ def shared_memory(size: int) -> Iterator[torch.Tensor]:
 
 
 def host_tier(report: Report, layout: KvLayout, name: str, device: str) -> float:
-    """Copies to and from an arena beside plain ones; returns the worst ratio of the two."""
+    """Copies to and from an arena beside plain copies; returns the worst ratio of the two."""
     size = layout.block_bytes
     count = BYTES // size
     place = torch.device(device)
@@ -127,7 +127,7 @@ def host_tier(report: Report, layout: KvLayout, name: str, device: str) -> float
         report.add_runs(what, rates(bare, BYTES), "GiB/s", f"{beside:.3g}", target)
         report.add_runs(f"… with checksums, {way}", rates(checked, BYTES), "GiB/s", f"{beside:.3g}")
         cpu = f"{cpu_per_gib(base, BYTES):.2g}"
-        report.add(f"… CPU of that, {way}", cpu_per_gib(checked, BYTES), "s/GiB", cpu)
+        report.add(f"… CPU, {way}", cpu_per_gib(checked, BYTES), "s/GiB", cpu)
         worst = min(worst, median(rates(bare, BYTES)) / beside)
     return worst
 
@@ -148,7 +148,7 @@ def _pin(arena: torch.Tensor) -> None:
 
 
 async def lookups(report: Report, folder: Path) -> None:
-    """What asking costs a request: one exchange over the bus, for a prompt of 4K tokens."""
+    """Cost of a lookup per request: one exchange over the bus, for a prompt of 4K tokens."""
     with node(folder, "--host-bytes", str(64 << 20)) as running:
         bus, other = await running.connect("bench"), await running.connect("echo")
 
@@ -185,7 +185,7 @@ async def lookups(report: Report, folder: Path) -> None:
 
 
 def direct_io(folder: Path, size: int) -> tuple[list[Timing], list[Timing]]:
-    """A file of that size written and read with large direct calls."""
+    """Write and read a file of that size with large direct calls."""
     buffer = mmap.mmap(-1, 8 << 20)
     buffer.write(os.urandom(8 << 20))
     path = folder / "raw"
@@ -206,7 +206,7 @@ def direct_io(folder: Path, size: int) -> tuple[list[Timing], list[Timing]]:
 
 
 def is_on_disk(port: int, blocks: int) -> bool:
-    """Whether a kvbm has brought so many blocks to its disk."""
+    """True if a kvbm has offloaded this many blocks to its disk."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         lines = answer.read().decode().splitlines()
     moved = 'kvmesh_kvbm_moved_blocks_total{source="1",target="2"} '
@@ -214,7 +214,7 @@ def is_on_disk(port: int, blocks: int) -> bool:
 
 
 async def disk_tier(report: Report, folder: Path, disk: Path) -> float:
-    """Prompts that only the disk has, brought to the arena, beside direct reads of a file."""
+    """Load prompts from disk to the arena, beside direct reads of a file."""
     size = LARGE.block_bytes
     blocks = DISK_BYTES // size
     port = free_port()
@@ -247,7 +247,7 @@ async def disk_tier(report: Report, folder: Path, disk: Path) -> float:
 
 
 async def whole_way(report: Report, folder: Path) -> float:
-    """TTFT on a second worker: what the first has computed is loaded, or computed again."""
+    """TTFT on a second worker: it loads the first worker's blocks, or computes them again."""
     model = folder / "model"
     make_model(model)
     with node(folder, "--host-bytes", str(512 << 20)) as running:

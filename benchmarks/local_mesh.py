@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def wait_for_port(port: int) -> None:
-    """Return once something listens there; raises RuntimeError if nothing does in time."""
+    """Return once a process listens there; raises RuntimeError after a timeout."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         try:
@@ -42,7 +42,7 @@ def wait_for_port(port: int) -> None:
 
 
 def nats_command(folder: Path, port: int, limits: str = "") -> list[str]:
-    """What starts a NATS server with JetStream that keeps everything in `folder`."""
+    """The command of a NATS server with JetStream that stores everything in `folder`."""
     config = folder / "nats.conf"
     config.write_text(
         f"listen: 127.0.0.1:{port}\nmax_payload: 8MB\n"
@@ -94,7 +94,7 @@ class Mesh:
         self._spawn(name, self.command(role), options)
 
     def command(self, role: str) -> list[str]:
-        """What starts a process of a role."""
+        """The command of a process of a role."""
         return [sys.executable, "-m", "kvmesh.cli.main", role]
 
     def _spawn(self, name: str, command: list[str], options: dict[str, str]) -> None:
@@ -162,7 +162,7 @@ def running_mesh(
     kind: type[Mesh] = Mesh,
     **options: str,
 ) -> Iterator[Mesh]:
-    """A mesh that serves; `options` are further environment variables. Raises RuntimeError."""
+    """A serving mesh; `options` are additional environment variables. Raises RuntimeError."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
         environment = {"KVMESH_MOCK_SPEEDUP": str(speedup), **options}
         mesh = kind(Path(folder), environment, frontends)

@@ -1,7 +1,7 @@
-"""How many mock engines one core carries: whole workers in one process, in real time, on the bus.
+"""Mock engines per core: whole workers in one process, in real time, on the bus.
 
 Three processes: a NATS server, the fleet (every worker with its lease, subjects, KV events, load
-and tokens), and a client that plays the frontend: it sends requests at a steady rate per engine and
+and tokens), and a client in the frontend's role: it sends requests at a steady rate per engine and
 checks that every token arrives. Only the fleet's CPU time counts. Then the core alone, in virtual
 time, without a bus.
 """
@@ -47,7 +47,7 @@ step_decoder = msgspec.msgpack.Decoder(StepOutput)
 
 @dataclass(frozen=True)
 class Plan:
-    """One run: how many engines, requests per second to each, and the horizon of a step call."""
+    """One run: number of engines, requests per second to each, and the horizon of a step call."""
 
     engines: int
     rate: float
@@ -116,7 +116,7 @@ def run_fleet(url: str, plan: Plan, pipe: Connection) -> None:
 
 
 async def _fleet(url: str, plan: Plan, pipe: Connection) -> None:
-    """Answer each message on the pipe with the usage so far; end on an empty one."""
+    """Reply to each message on the pipe with the usage so far; end on an empty one."""
     before = rss_bytes(os.getpid())
     bus = await Bus.connect(BusOptions(url=url), "fleet")
     await ensure_streams(bus, LIMITS)
@@ -196,7 +196,7 @@ class Client:
 
 @dataclass
 class Outcome:
-    """What a run showed; memory in bytes."""
+    """Results of a run; memory in bytes."""
 
     before: Usage
     after: Usage

@@ -1,10 +1,10 @@
-"""Where the memory of a NATS server ends: the records of a mesh's requests, until nothing grows.
+"""The limit of a NATS server's memory: a mesh's records, written until nothing grows.
 
     python benchmarks/nats_memory.py [--minutes 12] [--rate 400] [--blocks 64]
 
-Starts the server as `kvmesh up` does and writes what frontends, routers and workers write for
-`rate` requests a second, as fast as the server takes it: a minute of the mesh takes some seconds.
-Prints after each minute the server's resident memory and what its streams hold.
+Starts the server as `kvmesh up` does and writes the records of frontends, routers and workers for
+`rate` requests a second, as fast as the server accepts them: a minute of the mesh takes some
+seconds. After each minute it prints the server's resident memory and the size of its streams.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from kvmesh.settings.schema import StreamSettings
 MODEL = "kvmesh-demo"
 TOKEN = "benchmark"
 WORKERS = 4
-NEW_SHARE = 4  # of a prompt's blocks one in so many is new, as in agents' turns
+NEW_SHARE = 4  # one in this many of a prompt's blocks is new, as in agents' turns
 FLUSH_EVERY = 500
 
 
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--rate", type=int, default=400, help="requests a second")
     parser.add_argument("--blocks", type=int, default=64, help="blocks of a prompt")
     parser.add_argument("--seq-bytes", type=int, default=StreamSettings().seq_bytes)
-    parser.add_argument("--memory-limit", help="GOMEMLIMIT in place of what `up` sets; off: none")
+    parser.add_argument("--memory-limit", help="GOMEMLIMIT instead of that of `up`; off: none")
     options = parser.parse_args()
     streams = msgspec.structs.replace(StreamSettings(), seq_bytes=options.seq_bytes)
     environ = server_environ(streams, os.environ)

@@ -1,9 +1,9 @@
-"""What routing policies achieve for agents, beside what the field claims: all in virtual time.
+"""Routing policies for agents, beside the field's claims: all in virtual time.
 
 Workloads: (a) the public Mooncake conversation trace, if `--trace` names it; (b) coding agents in
-closed loop with TraceLab's statistics, with memory to spare and without, in quality_coding.py; (c)
+closed loop with TraceLab's statistics, with and without spare memory, in quality_coding.py; (c)
 agent teams around a shared prompt; (d) one latency-sensitive request in five, up to overload. Every
-policy meets the same mock engines. What retention adds is in retention.py.
+policy meets the same mock engines. The effect of retention is in retention.py.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WINDOW = 6000
 
 
 def conversation(study: Study, trace: Path) -> None:
-    """(a): open loop, from a load that all policies bear to one that only good ones do."""
+    """(a): open loop, from a load that all policies sustain to one that only good ones do."""
     whole, _ = load(str(trace))
     rate = len(whole) / max(r.at_s for r in whole.rounds)
     workloads = list(windows(whole, len(study.seeds), WINDOW))
@@ -56,7 +56,7 @@ def conversation(study: Study, trace: Path) -> None:
 
 
 def teams(study: Study) -> None:
-    """(c): nobody should compute the shared prompt again."""
+    """(c): no worker should compute the shared prompt again."""
     workloads = study.generated("agent-team", 12 if study.full else 8)
     cases = study.cases(workloads, Scene(4, 1_000_000, 256, 2.0))
     best = 0.0
@@ -67,7 +67,7 @@ def teams(study: Study) -> None:
         everybody = [kind_share(run, "") for run in runs]
         study.add(f"(c) all agents cached, {policy}", everybody, "%", "97.2")
         first = [first_prompts(run, "teammate") for run in runs]
-        study.add(f"(c) teammates whose first prompt was cached, {policy}", first, "%")
+        study.add(f"(c) teammates with a cached first prompt, {policy}", first, "%")
         best = max(best, share)
     ideal = [kind_share(run, "teammate", "ideal") for run in runs]
     limit = study.add("(c) teammates, ideal", ideal, "%")
@@ -79,7 +79,7 @@ def teams(study: Study) -> None:
 
 
 def kind_share(run: Simulation, kind: str, column: str = "cached") -> float:
-    """Percent of the prompt tokens of sessions of a kind (all if empty) that were cached."""
+    """Cached percent of the prompt tokens of sessions of a kind (all if empty)."""
     workload, hits = run.workload, run.records.column(column)
     chosen = [
         i for i, r in enumerate(workload.rounds) if kind in ("", workload.sessions[r.session].kind)
@@ -89,7 +89,7 @@ def kind_share(run: Simulation, kind: str, column: str = "cached") -> float:
 
 
 def first_prompts(run: Simulation, kind: str) -> float:
-    """Percent of sessions of a kind whose first prompt found nine tenths of what it could."""
+    """Percent of sessions of a kind whose first prompt hit nine tenths of the ideal."""
     good = []
     for number, members in enumerate(run.workload.of_sessions()):
         if members and run.workload.sessions[number].kind == kind:
@@ -99,7 +99,7 @@ def first_prompts(run: Simulation, kind: str) -> float:
 
 
 def priority(study: Study) -> None:
-    """(d): the same load with and without tags, from below capacity to beyond."""
+    """(d): the same load with and without tags, from below capacity to overload."""
     tagged = study.generated("priority-mix", 2500 if study.full else 1500)
     plain = [untagged(workload) for workload in tagged]
     full = [capacity(study, case) for case in study.cases(plain, Scene(4, 500_000, 64, 40.0))]
@@ -125,7 +125,7 @@ def priority(study: Study) -> None:
 
 
 def capacity(study: Study, case: Case) -> float:
-    """Requests per second that get through when far too many come, over those of the profile."""
+    """Completed requests per second under overload, relative to the profile's rate."""
     ended = np.sort(study.simulate(case, "kv").records.column("ended"))
     first, last = len(ended) // 5, len(ended) * 4 // 5
     through = (last - first) / (ended[last] - ended[first])
@@ -159,7 +159,7 @@ def main() -> None:
         measure(study, chosen)
     reached = sum(holds for holds, _ in study.verdicts)
     lines = [f"{'reached' if holds else 'NOT reached'}: {text}" for holds, text in study.verdicts]
-    summary = f"quality: {reached} of {len(lines)} claims of the field are reached"
+    summary = f"quality: {reached} of {len(lines)} claims of the field are met"
     report.finish("\n".join([*lines, summary]), chosen.json)
 
 
@@ -169,7 +169,7 @@ def measure(study: Study, chosen: argparse.Namespace) -> None:
         if chosen.trace is not None and chosen.trace.exists():
             conversation(study, chosen.trace)
         else:
-            print("(a) is skipped: --trace names no conversation trace", file=sys.stderr)
+            print("skipping (a): --trace names no conversation trace", file=sys.stderr)
     for name, part in (("b", coding), ("p", pressure), ("c", teams), ("d", priority)):
         if name in wanted:
             part(study)

@@ -1,4 +1,4 @@
-"""(b): coding agents in closed loop, with memory to spare, with just enough, and short of it."""
+"""(b): coding agents in closed loop, with spare memory, with just enough, and with too little."""
 
 from dataclasses import replace
 from statistics import median
@@ -33,7 +33,7 @@ REASONS = {
 
 
 def coding(study: Study) -> None:
-    """With people: engines are half idle while these read and type."""
+    """With people: engines are half idle while people read and type."""
     workloads = study.generated("coding-agents", AGENTS, PER_MINUTE, ends=1.0)
     spare = study.cases(workloads, Scene(4, 1_500_000, 256, 4.0))
     silent = [replace(case, workload=unnamed(case.workload)) for case in spare]
@@ -46,7 +46,7 @@ def coding(study: Study) -> None:
 
 
 def at_share(study: Study, case: Case, policy: str, share: float, least: int) -> Case:
-    """The case with the least memory, of `least` to MOST steps, at which that share is cached."""
+    """The case with the least memory, of `least` to MOST steps, that reaches the cached share."""
     low, high = least - 1, MOST
     while high - low > 1:
         middle = (low + high) // 2
@@ -66,7 +66,7 @@ def memories(cases: list[Case]) -> list[float]:
 
 
 def gains(study: Study, tight: list[Case], spare: list[Case]) -> None:
-    """kv against the blind policies in closed loop, and at equal load."""
+    """kv against the cache-blind policies in closed loop, and at equal load."""
     closed = compare(study, "(b) tight", tight)
     blind, kv = study.run(tight, "round-robin"), study.run(tight, "kv")
     shed = study.add("(b) tight: round-robin / kv, load", ratios(blind, kv, throughput), "×")
@@ -95,7 +95,7 @@ def gains(study: Study, tight: list[Case], spare: list[Case]) -> None:
 
 
 def shares(study: Study, tight: list[Case]) -> None:
-    """What is missing to the ideal hits where plain LRU has 90 % of them, and why."""
+    """Losses from the ideal hits where plain LRU has 90 % of them, by reason."""
     best = max(
         study.add_cached("(b) tight", tight, policy, "≥ 97")
         for policy in ("kv", "thompson", "session", "program")
@@ -123,7 +123,7 @@ def why(study: Study, cases: list[Case], reason: str) -> float:
 
 
 def pressure(study: Study) -> None:
-    """Short of memory: the contexts of the agents under way are many times the caches."""
+    """Too little memory: the contexts of the active agents are many times the caches."""
     agents = study.generated("coding-agents", 120, 120)
     alone = study.generated("unattended-agents", 300)
     scenes = (

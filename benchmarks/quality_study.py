@@ -1,4 +1,4 @@
-"""How a claim about policies is put to the test: scenes, runs over seeds, rows and verdicts."""
+"""The method of testing a claim about policies: scenes, runs over seeds, rows and verdicts."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ SETTINGS: dict[str, RouterSettings] = {}
 
 
 class Run(NamedTuple):
-    """One run: its figures, when each round arrived, and the most requests that waited at once.
+    """One run: its figures, the arrival of each round, and the most requests waiting at once.
 
     `waiting` is the share of all requests; they waited for their first tokens.
     """
@@ -70,7 +70,7 @@ class Scene:
 
     @property
     def united(self) -> "Scene":
-        """One engine with all the memory, as fast as all together: no placement could be wrong."""
+        """One engine with the memory and speed of all: every placement is right."""
         return Scene(1, self.workers * self.memory, self.block, self.speed, float(self.workers))
 
 
@@ -85,7 +85,7 @@ class Case:
 
 @dataclass
 class Study:
-    """Collects rows and verdicts. Runs are kept, since several claims rest on the same ones.
+    """Collects rows and verdicts. It stores runs, since several claims use the same ones.
 
     After each row the report so far is in `json_file`, so that a run that is ended keeps its part.
     `full` asks for more scenes than fit into a few minutes.
@@ -103,7 +103,7 @@ class Study:
         self._task = self.bar.add_task("runs", total=None)
 
     def cases(self, workloads: list[Workload], scene: Scene) -> list[Case]:
-        """One for each seed."""
+        """One case per seed."""
         pairs = zip(workloads, self.seeds, strict=True)
         return [Case(workload, scene, seed) for workload, seed in pairs]
 
@@ -122,17 +122,17 @@ class Study:
             simulation = self.simulate(case, policy)
             records = simulation.records
             run = Run(figures(simulation), records.column("arrived"), _most_waiting(records))
-            self._kept[key] = case, run  # with its workload, whose id is then nobody else's
+            self._kept[key] = case, run  # with its workload, so that its id stays unique
         return self._kept[key][1]
 
     def at_load_of(self, cases: list[Case], policy: str) -> list[Case]:
-        """The first MOST_TIMED rounds under `policy`, each at its time there, whoever serves it."""
+        """The first MOST_TIMED rounds at their times under `policy`, replayed on any policy."""
         return [replace(c, workload=_timed(c, self.one(c, policy).arrived)) for c in cases]
 
     def add(
         self, name: str, runs: list[float], unit: str, claim: str = "", goal: str = ""
     ) -> float:
-        """A row with the median over the seeds, told at once; returns it."""
+        """Add a row with the median over the seeds and print it; returns it."""
         self.report.add_runs(name, runs, unit, claim, goal)
         print(f"{name}: {median(runs):.4g} {unit}", file=sys.stderr, flush=True)
         if self.json_file is not None:
@@ -140,18 +140,18 @@ class Study:
         return median(runs)
 
     def add_cached(self, label: str, cases: list[Case], policy: str, goal: str = "") -> float:
-        """A row with the share of the ideal hits under a policy."""
+        """Add a row with the share of the ideal hits under a policy."""
         runs = [of_ideal(run) for run in self.run(cases, policy)]
         return self.add(f"{label}: cached, {policy}", runs, "% of ideal", "", goal)
 
     def conclude(self, claim: str, reached: bool, why: str) -> None:
-        """A claim of the field, whether it holds here, and where, or what differs."""
+        """Record the verdict on a claim of the field: if and where it holds, or the difference."""
         self.verdicts.append((reached, f"{claim}: {why}"))
 
     def generated(
         self, profile: str, sessions: int, per_minute: float | None = None, ends: float = 0.0
     ) -> list[Workload]:
-        """A workload of a shipped profile for each seed; a share of `ends` tell their ends."""
+        """A workload of a shipped profile for each seed; a share of `ends` announce their ends."""
         drawn = load_profile(profile)
         agents = [msgspec.structs.replace(agent, ends=ends) for agent in drawn.agents]
         rate = per_minute or drawn.per_minute
@@ -170,7 +170,7 @@ def _timed(case: Case, arrived: NDArray[np.float64]) -> Workload:
 
 
 def unnamed(workload: Workload) -> Workload:
-    """The same for engines that are told nothing: their caches are plain LRU."""
+    """The same for engines without hints: their caches are plain LRU."""
     sessions = [msgspec.structs.replace(s, name="", ends=False) for s in workload.sessions]
     return msgspec.structs.replace(workload, sessions=sessions)
 
@@ -230,7 +230,7 @@ def ratios(over: list[Run], under: list[Run], pick: Pick) -> list[float]:
 
 
 class Gain(NamedTuple):
-    """Round-robin over kv, in one scene."""
+    """Ratio of round-robin to kv, in one scene."""
 
     ttft: float
     latency: float
@@ -242,7 +242,7 @@ class Gain(NamedTuple):
 
     @property
     def claimed(self) -> float:
-        """The part of the claim that is met, the lesser of both halves."""
+        """The satisfied part of the claim, the lesser of both halves."""
         return min(self.ttft / 3, self.latency / 2)
 
     def __str__(self) -> str:
@@ -250,7 +250,7 @@ class Gain(NamedTuple):
 
 
 def compare(study: Study, label: str, cases: list[Case]) -> Gain:
-    """kv against the blind policies."""
+    """kv against the cache-blind policies."""
     kv = study.run(cases, "kv")
     medians: list[float] = []
     for other in ("round-robin", "random"):

@@ -1,7 +1,7 @@
-"""What `prefill_weight` does to the policy `kv`: where more than 1 pays, and where nothing.
+"""The effect of `prefill_weight` on the policy `kv`: the scenes in which more than 1 pays.
 
 Each workload meets the same engines under each weight. Rows are ratios to weight 1 with the same
-seed; the share of the ideal hits is absolute. `--only` takes beginnings of scene names.
+seed; the share of the ideal hits is absolute. `--only` takes prefixes of scene names.
 """
 
 import sys
@@ -44,7 +44,7 @@ LONG = Quantiles(p50=3000, p90=10_000, max=20_000)
 
 
 def scenes(study: Study, trace: Path | None) -> Iterator[tuple[str, Callable[[], list[Case]]]]:
-    """Names, and the cases behind them, which are drawn only if they are wanted."""
+    """Names of scenes and their cases, which are generated only on demand."""
 
     def conversation(speed: float) -> Callable[[], list[Case]]:
         def cases() -> list[Case]:
@@ -80,7 +80,7 @@ def scenes(study: Study, trace: Path | None) -> Iterator[tuple[str, Callable[[],
 
 
 def one_shot(shared: int, variants: int, output: Quantiles) -> Agent:
-    """Prompts of `shared` tokens in `variants` versions and a short task, each asked once."""
+    """Prompts of `shared` tokens in `variants` versions and a short task, each sent once."""
     return Agent(
         name="one",
         share=1.0,
@@ -114,7 +114,7 @@ PICKS: dict[str, Pick] = {
 
 
 def weighted(weight: float) -> str:
-    """The name under which `kv` with this weight runs."""
+    """The policy name for `kv` with this weight."""
     name = f"kv, prefill_weight {weight:g}"
     SETTINGS[name] = RouterSettings(policy="kv", prefill_weight=weight)
     return name
@@ -124,8 +124,10 @@ def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--trace", type=Path, metavar="FILE", help="the conversation trace")
     arguments.add_argument("--weights", default="3", metavar="W,…", help="compared with 1")
-    arguments.add_argument("--seeds", type=int, default=len(SEEDS), metavar="N", help="how many")
-    arguments.add_argument("--only", default="", metavar="NAME,…", help="scenes that begin so")
+    arguments.add_argument(
+        "--seeds", type=int, default=len(SEEDS), metavar="N", help="number of seeds"
+    )
+    arguments.add_argument("--only", default="", metavar="NAME,…", help="prefixes of scene names")
     chosen = arguments.parse_args()
     weights = [float(weight) for weight in chosen.weights.split(",")]
     wanted = tuple(chosen.only.split(","))

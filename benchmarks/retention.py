@@ -1,12 +1,12 @@
-"""How much memory a hit costs: plain times to live, plain LRU, and LRU that is told what ended.
+"""Memory per cache hit: plain times to live, plain LRU, and LRU with hints about ended sessions.
 
 Coding agents (the shipped profile) are replayed against one cache; rounds take a nominal time, so
-that every policy meets the same requests at the same instants. What they use at the moment must be
-in memory whatever the policy; what counts is how many blocks are kept beside that. A time to live
-keeps each for so long after its last use. The engines' own block manager is given room for the
-fewest idle blocks that reach the same hits: as it is if nobody says anything, and with sessions,
-whose ends, rewritten tails and dropped thinking it is told of. What was kept and used again is what
-nobody can do without, even if he knew how long each wait will be.
+that every policy meets the same requests at the same instants. Blocks in use must be in memory
+whatever the policy; the measure is the number of other, idle blocks. A time to live keeps each
+block for that long after its last use. The engines' own block manager gets capacity for the fewest
+idle blocks that reach the same hits: without hints, and with hints about sessions, their ends,
+rewritten tails and dropped thinking. Idle blocks that are used again are the minimum, which even a
+policy that knows the length of each wait cannot avoid.
 """
 
 from array import array
@@ -38,7 +38,7 @@ ENDLESS = 1 << 40
 
 @dataclass(frozen=True)
 class Use:
-    """A round begins or ends at `at` seconds; `blocks` are those of its prompt and its answer."""
+    """A round starts or ends at `at` seconds; `blocks` are those of its prompt and its answer."""
 
     at: float
     begins: bool
@@ -58,7 +58,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Held:
-    """Blocks found in the cache in all, and blocks that nobody used on average over time.
+    """Blocks found in the cache in all, and idle blocks on average over time.
 
     `waited` are those of them that were used again.
     """
@@ -69,7 +69,7 @@ class Held:
 
 
 def schedule(workload: Workload) -> list[Use]:
-    """Every begin and end in order, ends first where they coincide."""
+    """Every start and end in order, ends first if they coincide."""
     ends: list[float] = []
     uses: list[Use] = []
     last = {round_.session: index for index, round_ in enumerate(workload.rounds)}
@@ -85,9 +85,9 @@ def schedule(workload: Workload) -> list[Use]:
 
 
 class Timed:
-    """Each block for `ttl` seconds after each use, in memory without bounds.
+    """Each block for `ttl` seconds after each use, in unbounded memory.
 
-    `told`: what one session alone uses goes as soon as nobody will extend it.
+    `told`: blocks of a single session leave once no later prompt extends them.
     """
 
     def __init__(self, uses: list[Use], ttl: float, told: bool = False) -> None:
@@ -120,7 +120,7 @@ class Timed:
         return Held(hits, self._idle / end, waited / end)
 
     def _use(self, mine: NDArray[np.int64], at: float) -> NDArray[np.float64]:
-        """Begin to use blocks; returns for how long nobody had used each of them."""
+        """Start to use blocks; returns how long each of them was idle."""
         gap = np.where(self._users[mine] > 0, 0.0, at - self._left[mine])
         self._idle += float(np.minimum(gap[np.isfinite(gap)], self._ttl).sum())
         self._users[mine] += 1
@@ -136,7 +136,7 @@ class Timed:
             self._latest[use.round.session] = mine
 
     def _forget(self, blocks: NDArray[np.int64], at: float) -> None:
-        """A session lets go of blocks: those that are its alone leave."""
+        """A session releases blocks: those of this session alone leave."""
         self._drop(blocks[~self._shared[blocks]], at)
 
     def _drop(self, blocks: NDArray[np.int64], at: float) -> None:
@@ -147,7 +147,7 @@ class Timed:
 
 
 def _shared(uses: list[Use], ids: list[NDArray[np.int64]], count: int) -> NDArray[np.bool_]:
-    """Which blocks several sessions use."""
+    """Blocks that several sessions use."""
     owner = np.full(count, -1)
     shared = np.zeros(count, np.bool_)
     for use in uses:
@@ -158,7 +158,7 @@ def _shared(uses: list[Use], ids: list[NDArray[np.int64]], count: int) -> NDArra
 
 
 def in_use(uses: list[Use]) -> float:
-    """Blocks of the prompts that are being answered, on average over time."""
+    """Blocks of the running prompts, on average over time."""
     ids, count = _numbered(uses)
     users, active, before, sum_ = np.zeros(count, np.int64), 0, 0.0, 0.0
     for use in uses:
@@ -173,7 +173,7 @@ def in_use(uses: list[Use]) -> float:
 
 
 def _numbered(uses: list[Use]) -> tuple[list[NDArray[np.int64]], int]:
-    """The blocks of each round as small integers, and how many of those there are."""
+    """The blocks of each round as small integers, and the number of different blocks."""
     rounds = {use.index: use.blocks for use in uses}
     parts = [np.frombuffer(rounds[index], np.uint64) for index in sorted(rounds)]
     _, numbers = np.unique(np.concatenate(parts), return_inverse=True)
@@ -181,9 +181,9 @@ def _numbered(uses: list[Use]) -> tuple[list[NDArray[np.int64]], int]:
 
 
 class Managed:
-    """The engines' block manager under the same uses, with at most `most` blocks that nobody uses.
+    """The engines' block manager under the same uses, with at most `most` idle blocks.
 
-    `told`: it knows sessions and kinds.
+    `told`: it receives sessions and kinds.
     """
 
     def __init__(self, most: int, told: bool) -> None:
@@ -238,7 +238,7 @@ def _asked(use: Use) -> RetentionRequest:
 
 
 def least(uses: list[Use], hits: int, told: bool) -> tuple[int, Held]:
-    """The fewest idle blocks at which the block manager finds as much, and what it holds then."""
+    """The fewest idle blocks with which the block manager has the same hits, and its contents."""
     low, high = 1, len({block for use in uses for block in use.blocks})
     found = (high, Managed(high, told).run(uses))
     for _ in range(STEPS):
@@ -254,11 +254,11 @@ def least(uses: list[Use], hits: int, told: bool) -> tuple[int, Held]:
 def rows(report: Report, uses: list[Use]) -> Iterator[tuple[float, float, float]]:
     """Adds the rows of each time to live.
 
-    Yields the percentages of its idle blocks that it needs if told what ended, that LRU needs if
-    told, and that who knows each wait needs.
+    Yields percentages of its idle blocks: those of the block manager with hints, of LRU with hints,
+    and of a policy that knows each wait.
     """
     ideal, active = Timed(uses, inf).run().hits, in_use(uses)
-    report.add("blocks of the prompts that are being answered", active, "blocks")
+    report.add("blocks of the running prompts", active, "blocks")
     for name, seconds in TIMES.items():
         ttl = Timed(uses, seconds).run()
         most, silent = least(uses, ttl.hits, told=False)
@@ -266,12 +266,12 @@ def rows(report: Report, uses: list[Use]) -> Iterator[tuple[float, float, float]
         short = Timed(uses, seconds, told=True).run()
         shares = [100 * idle / ttl.idle for idle in (short.idle, told.idle, ttl.waited)]
         report.add(f"{name}: hits", 100 * ttl.hits / ideal, "% of ideal", FIELD[name][0])
-        report.add(f"{name}: blocks kept idle", ttl.idle / active, "× those", FIELD[name][1])
-        report.add(f"{name}, told what ended", shares[0], "% of these", "", "≤ 60")
+        report.add(f"{name}: idle blocks", ttl.idle / active, "× those", FIELD[name][1])
+        report.add(f"{name}, with ends of sessions", shares[0], "% of these", "", "≤ 60")
         report.add(f"{name}, LRU, same hits", 100 * silent.idle / ttl.idle, "% of these")
-        report.add(f"{name}, told LRU, same hits", shares[1], "% of these", "", "≤ 60")
-        report.add(f"{name}, told LRU, same hits: room", 100 * fewer / most, "% of LRU's")
-        report.add(f"{name}, if all waits were known", shares[2], "% of these")
+        report.add(f"{name}, LRU with hints, same hits", shares[1], "% of these", "", "≤ 60")
+        report.add(f"{name}, LRU with hints, same hits: capacity", 100 * fewer / most, "% of LRU's")
+        report.add(f"{name}, all waits known", shares[2], "% of these")
         yield shares[0], shares[1], shares[2]
 
 

@@ -96,7 +96,7 @@ class Prompts:
 
 
 def overlaps(workers: int, blocks: int, holders: int, rng: Random) -> Overlaps:
-    """An answer of the index: that many workers hold some of the prompt."""
+    """A reply of the index: that many workers hold some of the prompt."""
     ranks = [RankKey(worker(n).instance, 0) for n in sorted(rng.sample(range(workers), holders))]
     rows = (struct.pack("<5I", n, rng.randint(1, blocks), 0, 0, 0) for n in range(holders))
     return Overlaps(ranks, b"".join(rows))
@@ -117,7 +117,7 @@ def loaded_core(workers: int, prompts: Prompts, active: int, **settings: object)
 
 
 def decisions(core: RouterCore, prompts: Prompts, answers: list[Overlaps]) -> Iterator[float]:
-    """Seconds of single decisions, each then placed, freed and forgotten outside the clock."""
+    """Seconds of single decisions; placing, freeing and forgetting them is not measured."""
     for turn in range(1500):
         message = prompts.request(f"q{turn}", 512)
         answer = answers[turn % len(answers)]
@@ -145,7 +145,7 @@ def microseconds(
 
 
 def placements(core: RouterCore, prompts: Prompts, answer: Overlaps) -> Iterator[float]:
-    """Seconds of whole placements: decision, queue check, and the count of what is active."""
+    """Seconds of whole placements: decision, queue check, and the ledger of active requests."""
     dispatcher = PlacementQueue(core, "r")
     for turn in range(1500):
         ticket = Ticket(prompts.request(f"q{turn}", 512), 1.0, answer)
@@ -214,7 +214,7 @@ def start_router(url: str, namespace: str) -> subprocess.Popen[bytes]:
 
 
 async def serve_index(bus: Bus, workers: int) -> None:
-    """An index that knows one answer."""
+    """An index with one constant reply."""
     rng = Random(3)
     answer = overlaps(workers, 128, workers // 3 + 1, rng)
 
@@ -226,7 +226,7 @@ async def serve_index(bus: Bus, workers: int) -> None:
 
 
 class Clients:
-    """Sends route requests and frees what was placed."""
+    """Sends route requests and frees the placed ones."""
 
     def __init__(self, bus: Bus, prompts: Prompts) -> None:
         self._bus = bus
@@ -259,7 +259,7 @@ class Clients:
         return [seconds for lane_times in lanes for seconds in lane_times]
 
     async def paced(self, count: int, pause: float) -> list[float]:
-        """`count` placements with a pause after each, in which what they leave behind is done."""
+        """`count` placements, each followed by a pause for its deferred work."""
         times = []
         for _ in range(count):
             times.append(await self.one())
@@ -267,7 +267,7 @@ class Clients:
         return times
 
     async def bare(self, count: int) -> tuple[list[float], list[float]]:
-        """Seconds of round trips that ask for nothing: to the router, and to the index."""
+        """Seconds of empty round trips: to the router, and to the index."""
         empty = RouteRequest(
             request="", model=MODEL, sequence_hashes=b"", tokens=0, max_tokens=1, deadline_s=1.0
         )

@@ -1,4 +1,4 @@
-"""How fast the simulator is: requests per CPU second, and a fleet of a thousand engines."""
+"""The speed of the simulator: requests per CPU second, and a fleet of a thousand engines."""
 
 import resource
 import time
@@ -69,13 +69,13 @@ def main() -> None:
             name = f"conversation trace, 4 workers, block {block}"
             report.add_runs(name, runs, "requests/CPU s", PEER, "≥ 5,000")
     else:
-        print("the conversation trace is skipped: --trace names none")
+        print("skipping the conversation trace: --trace names none")
     begun = time.process_time()
     speed(families(chosen.requests, per_second=1500.0), 1000, 512)
     took = time.process_time() - begun
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
     report.add(f"1,000 workers, {chosen.requests:,} requests", took, "CPU s", "", "< 600")
-    report.add("memory of that", memory, "GiB", "", "< 4")
+    report.add("… memory", memory, "GiB", "", "< 4")
     summary = f"simulator: {chosen.requests:,} requests on 1,000 engines in {took:.0f} CPU s"
     report.finish(f"{summary} and {memory:.1f} GiB", chosen.json)
 

@@ -1,8 +1,7 @@
-"""A frontend that notes how long its event loop stood still, in the file that `TICKS` names.
+"""A frontend that records the pauses of its event loop in the file that `TICKS` names.
 
-`Ticks` reads it from another process. CPU time of the whole process tells a stall of its own from
-a machine that was busy with other things: a loop that waits for the interpreter's lock waits for
-a thread that computes.
+`Ticks` reads the file from another process. CPU time of the whole process separates a stall of its
+own from a busy machine: a loop that waits for the interpreter lock waits for a computing thread.
 """
 
 import asyncio
@@ -25,9 +24,10 @@ _FORM = struct.Struct("4d")
 
 
 class Stalls(NamedTuple):
-    """Seconds: the longest pause of the loop by the clock, and in CPU time of the process;
+    """Seconds of a process's stalls.
 
-    the longest garbage collection, and all of them.
+    The longest pause of its loop by the clock and in CPU time, its longest garbage collection, and
+    all collections together.
     """
 
     wall: float = 0.0
@@ -56,7 +56,7 @@ class Ticks:
 
 
 class Ticker:
-    """Notes the stalls of the process that it runs in."""
+    """Records the stalls of its process."""
 
     def __init__(self, ticks: Ticks) -> None:
         self._ticks = ticks

@@ -1,7 +1,7 @@
-"""How fast block bytes move between two processes of this machine, beside what bare calls reach.
+"""Speed of block bytes between two processes of this machine, beside that of bare calls.
 
-Each way is measured beside its own limit: the transport over TCP beside plain blocking sockets,
-over NIXL beside one bare NIXL read, both beside a copy within one process.
+Each transport is measured beside its own limit: TCP beside plain blocking sockets, NIXL beside one
+bare NIXL read, both beside a copy within one process.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ GRANT_S = 3600.0
 
 
 def memory(size: int) -> mmap.mmap:
-    """Memory whose pages are there already."""
+    """Memory with its pages already mapped."""
     area = mmap.mmap(-1, size)
     np.frombuffer(area, np.uint8)[:] = 1
     return area
@@ -41,7 +41,7 @@ def memory(size: int) -> mmap.mmap:
 
 @contextmanager
 def other_process(lender: Lender, size: int) -> Iterator[Connection]:
-    """`lender` in a process of its own, and the pipe to it."""
+    """`lender` in its own process, and the pipe to it."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=lender, args=(theirs, size))
     process.start()
@@ -128,7 +128,7 @@ def _bare_agent(area: mmap.mmap) -> tuple[Any, int]:
 
 
 def transport(via: str, size: int, block: int, runs: int) -> list[float]:
-    """Blocks of `block` bytes in a random order of places; 0: everything in one piece."""
+    """Blocks of `block` bytes at offsets in random order; 0: everything in one piece."""
     return uvloop.run(_transport(via, size, block or size, runs))
 
 

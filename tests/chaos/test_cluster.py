@@ -1,8 +1,8 @@
-"""Harm done to one of three NATS servers: nothing that was acknowledged vanishes without a word.
+"""Faults of one of three NATS servers: every loss of an acknowledged event is detected.
 
-Workers publish through the real publisher, two indexers and a witness read. Once the harm ends, the
-index equals what the workers hold, and every event that was acknowledged has been read by the
-witness or is missing from its numbering, which tells.
+Workers publish through the real publisher; two indexers and a witness read. Once the fault ends,
+the index equals the workers' contents, and the witness has read every acknowledged event or reports
+it missing from its numbering.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ LIMITS = StreamLimits(
 )
 WORKERS = 3
 MOST_BLOCKS = 100
-PROGRESS = 60  # events that pass while the harm lasts
+PROGRESS = 60  # events published during the fault
 PROMPTS = [tuple(range(first, first + 1 + first % 7)) for first in range(1, 120, 3)]
 PAUSE_S = 0.005
 SMALL_DISK = 64 << 20
 
 
 class Worker(Publisher):
-    """Stores and evicts at random; its events are numbered and sent again as a real worker's."""
+    """Stores and evicts at random; numbers and resends its events as a real worker does."""
 
     def __init__(self, bus: Bus, number: int) -> None:
         super().__init__(bus, LIMITS, f"w{number}", f"w{number}-1")
@@ -76,7 +76,7 @@ class Worker(Publisher):
             await asyncio.sleep(PAUSE_S)
 
     async def calm(self) -> None:
-        """Change nothing more; return when all was acknowledged."""
+        """Stop changing; return when every event is acknowledged."""
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait([self._working])
@@ -88,7 +88,7 @@ class Worker(Publisher):
 
 
 class Witness:
-    """Reads the stream; what it did not read of a rank's numbering, it reports."""
+    """Reads the stream and reports every gap in a rank's numbering."""
 
     def __init__(self, bus: Bus) -> None:
         self.read: dict[str, set[int]] = {}
@@ -133,12 +133,12 @@ class Stage:
         return await self.cluster.follower(self.bus, self.stream)
 
     async def progress(self) -> None:
-        """Wait until the mesh has published more, harm or not."""
+        """Wait until the mesh has published more events, fault or not."""
         target = sum(worker.acknowledged for worker in self.workers) + PROGRESS
         await eventually(lambda: sum(w.acknowledged for w in self.workers) >= target)
 
     async def healed(self) -> None:
-        await eventually(lambda: settled(self.cluster, self.bus, self.stream), what="all in step")
+        await eventually(lambda: settled(self.cluster, self.bus, self.stream), what="all are equal")
 
     async def truth_is_told(self) -> None:
         query = OverlapQuery([prompt(blocks) for blocks in PROMPTS])
@@ -167,7 +167,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
         options = BusOptions(url=cluster.url, namespace="c", replicas=3)
         bus = await Bus.connect(options, "test")
         stack.push_async_callback(bus.close)
-        await eventually(lambda: made(bus), what="the streams are there")
+        await eventually(lambda: made(bus), what="the streams exist")
         workers, witness = [], Witness(bus)
         await witness.reader.open()
         stack.push_async_callback(witness.reader.close)
@@ -240,7 +240,7 @@ async def flip_bytes_of_a_follower(stage: Stage) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """The store of one member is on a small file system of its own."""
+    """One member's store is on a small file system of its own."""
     place = tmp_path / "n0"
     place.mkdir()
     mounted = subprocess.run(
@@ -255,7 +255,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def fill_the_disk(stage: Stage) -> None:
-    """The server without room may be the leader or not; later there is room again."""
+    """Fill the disk of one server, leader or not, and free it later."""
     member = stage.cluster.members[0]
     ballast = member.store / "ballast"
     with ballast.open("wb") as file, contextlib.suppress(OSError):
@@ -264,12 +264,12 @@ async def fill_the_disk(stage: Stage) -> None:
             file.flush()
     await stage.progress()
     ballast.unlink()
-    member.kill()  # what has failed to write does so no more until it starts again
+    member.kill()  # a failed writer stays failed until a restart
     await asyncio.to_thread(member.start)
 
 
 async def holds(stage: Stage, harm: Callable[[Stage], Awaitable[None]]) -> None:
-    """The property: harm, heal, and compare."""
+    """The property: inject a fault, heal, and compare."""
     await stage.progress()
     await harm(stage)
     await stage.healed()

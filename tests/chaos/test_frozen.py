@@ -1,6 +1,6 @@
-"""Processes that freeze, and that every packet reaches late: clients notice a pause at most.
+"""Frozen and delayed processes: clients notice a pause at most.
 
-Two routers, two indexers and four workers serve sixteen streams without end. One process is stopped
+Two routers, two indexers and four workers serve sixteen endless streams. One process is stopped
 or delayed, and thaws later. No request fails, every answer is the one that its prompt always has,
 and no stream is silent for longer than it takes to give the process up.
 """
@@ -17,15 +17,15 @@ from support.proxy import Proxy
 from support.traffic import Traffic, questions
 from support.wait import eventually
 
-PAUSE_S = 2.0  # what a client may notice
-SLACK_S = 4.0  # for machines on which everything is slow; a frozen router used to cost a minute
+PAUSE_S = 2.0  # visible to a client
+SLACK_S = 4.0  # for slow machines; a frozen router used to cost a minute
 DELAY_S = 2.0
-FROZEN_S = 4.0  # long enough for what nobody takes up to show
+FROZEN_S = 4.0  # long enough to reveal lost work
 
 
 @dataclass
 class Stage:
-    """The mesh, and what it answers to each of the clients' prompts while nothing is wrong."""
+    """The mesh, and its answer to each of the clients' prompts while it is undisturbed."""
 
     mesh: Mesh
     proxies: dict[str, Proxy]
@@ -58,7 +58,7 @@ def traffic_of(stage: Stage) -> Traffic:
 
 
 @pytest.mark.parametrize("name", ["router-0", "indexer-0"])
-async def test_a_frozen_process_is_left_out_and_does_no_harm_when_it_thaws(
+async def test_a_frozen_process_is_excluded_and_harmless_when_it_thaws(
     stage: Stage, name: str
 ) -> None:
     traffic = traffic_of(stage)
@@ -77,9 +77,7 @@ async def test_a_frozen_process_is_left_out_and_does_no_harm_when_it_thaws(
 
 
 @pytest.mark.parametrize("name", ["router-0", "indexer-0"])
-async def test_a_process_that_every_packet_reaches_late_is_left_out(
-    stage: Stage, name: str
-) -> None:
+async def test_a_process_with_delayed_packets_is_excluded(stage: Stage, name: str) -> None:
     traffic = traffic_of(stage)
     await traffic.start()
     await traffic.more()
@@ -94,14 +92,14 @@ async def test_a_process_that_every_packet_reaches_late_is_left_out(
     await _nothing_is_left(stage)
 
 
-async def test_a_frontend_that_thaws_finds_its_answers_and_fails_nothing(stage: Stage) -> None:
+async def test_a_thawed_frontend_completes_its_answers(stage: Stage) -> None:
     traffic = traffic_of(stage)
     await traffic.start()
     await traffic.more()
     process = stage.mesh.processes["frontend-0"]
     for _ in range(2):
         process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(FROZEN_S)  # that nothing happens meanwhile is what is tested
+        await asyncio.sleep(FROZEN_S)  # nothing may happen meanwhile
         process.send_signal(signal.SIGCONT)
         await traffic.more()
     await traffic.stop()
@@ -110,5 +108,5 @@ async def test_a_frontend_that_thaws_finds_its_answers_and_fails_nothing(stage: 
 
 
 async def _nothing_is_left(stage: Stage) -> None:
-    """Nothing runs for nobody."""
+    """Assert that no process runs a request without a client."""
     await eventually(lambda: stage.mesh.metric("kvmesh_mesh_worker_running_requests") == 0)

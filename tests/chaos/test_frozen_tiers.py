@@ -1,9 +1,9 @@
-"""Block managers that freeze, and that every packet reaches late: a pause at most.
+"""Frozen and delayed block managers: clients notice a pause at most.
 
 Two nodes have a block manager and a worker that really computes, with too little memory of its own
-for what sixteen streams ask: blocks come up from the node's manager and, as that has too little
-memory for all of them as well, from the other node's. No request fails, every answer is the one
-that its prompt always has, and what cannot be loaded is computed.
+for the prompts of sixteen streams: it loads blocks from the node's manager and, as that has too
+little memory for all of them as well, from the other node's. No request fails, every answer is the
+one that its prompt always has, and workers compute the blocks that they cannot load.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from support.traffic import Traffic, questions
 from support.wait import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-PAUSE_S = 2.0  # what a client may notice
-SLACK_S = 4.0  # for machines on which everything is slow
+PAUSE_S = 2.0  # visible to a client
+SLACK_S = 4.0  # for slow machines
 DELAY_S = 2.0
 FROZEN_S = 4.0
 LEND_S = 3.0
 NODES = range(2)
-HOST_BYTES = 8 << 20  # half of what is asked for
-BEHIND = "127.0.0.2"  # where the first manager lends blocks: the others know its proxy's address
+HOST_BYTES = 8 << 20  # half of the requested prompts
+BEHIND = "127.0.0.2"  # the first manager lends blocks here; the others use its proxy's address
 COME = 'kvmesh_kvbm_moved_blocks_total{source="3",target="1"}'
 GIVEN_UP = 'kvmesh_kvbm_failed_moves_total{source="3",target="1"}'
 
@@ -61,18 +61,18 @@ class Stage:
         return sum(float(value) for _, _, value in found)
 
     def loaded(self) -> float:
-        """Blocks that have come up."""
+        """Blocks that workers have loaded."""
         return sum(self.count(f"worker-{n}", "kvmesh_worker_onboarded_blocks_total") for n in NODES)
 
     def lent(self) -> float:
         return self.count("kvbm-0", "kvmesh_kvbm_lent_blocks_total")
 
     def come(self) -> float:
-        """Blocks of the first node that the other one has got."""
+        """Blocks of the first node that the other one has received."""
         return self.count("kvbm-1", COME)
 
     def given_up(self) -> float:
-        """Blocks of the first node that the other one has done without."""
+        """Blocks of the first node whose read the other one has given up."""
         return self.count("kvbm-1", GIVEN_UP)
 
 
@@ -81,7 +81,7 @@ async def stage(
     nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stage]:
     folder: Path = tmp_path_factory.mktemp("tiers")
-    # what a reader has given up is lent for this long: most of the little memory of its owner
+    # a given-up read stays lent for this long: most of the little memory of its owner
     lent = {"KVMESH_TRANSFER_LEND_S": str(LEND_S)}
     mesh = Mesh(nats_server.url, folder, {"KVMESH_TRANSFER_VIA": "tcp", **lent})
     proxy, port = Proxy(nats_server.port), free_port()
@@ -97,7 +97,7 @@ async def stage(
     }
     try:
         mesh.start("indexer", "indexer-0")
-        # in turn, clients in step would each have a worker, whose manager had all of their blocks
+        # in turn, each client would always get the same worker, whose manager has all its blocks
         mesh.start("router", "router-0", KVMESH_ROUTER_POLICY="random")
         for number in NODES:
             start_node(stage, number, proxied if number == 0 else {})
@@ -134,7 +134,7 @@ def start_node(stage: Stage, number: int, own: dict[str, str]) -> None:
 
 
 async def traffic_of(stage: Stage) -> Traffic:
-    """Clients at work, while blocks come up."""
+    """Clients at work, while workers load blocks."""
     prompts = questions(3)
     traffic = Traffic(stage.mesh.url, prompts, tokens=16, model="tiny", answers=stage.answers)
     await traffic.start()
@@ -148,16 +148,18 @@ async def flows(count: Callable[[], float]) -> None:
 
 
 async def ended(stage: Stage, traffic: Traffic) -> None:
-    """All is as before: the clients had a pause, and blocks move again."""
+    """Assert that the clients had a pause at most, and that blocks move again."""
     await traffic.more()
     await flows(stage.loaded)
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
     running = "kvmesh_mesh_worker_running_requests"
-    await eventually(lambda: stage.mesh.metric(running) == 0, what="nothing runs for nobody")
+    await eventually(
+        lambda: stage.mesh.metric(running) == 0, what="no request runs without a client"
+    )
 
 
-async def test_a_frozen_block_manager_is_done_without_and_does_no_harm_when_it_thaws(
+async def test_a_frozen_block_manager_is_bypassed_and_harmless_when_it_thaws(
     stage: Stage,
 ) -> None:
     traffic = await traffic_of(stage)
@@ -171,7 +173,7 @@ async def test_a_frozen_block_manager_is_done_without_and_does_no_harm_when_it_t
     await ended(stage, traffic)
 
 
-async def test_a_block_manager_that_every_packet_reaches_late_is_done_without(
+async def test_a_block_manager_with_delayed_packets_is_bypassed(
     stage: Stage,
 ) -> None:
     traffic = await traffic_of(stage)
@@ -184,9 +186,7 @@ async def test_a_block_manager_that_every_packet_reaches_late_is_done_without(
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["late", "held"])
-async def test_blocks_that_come_late_from_another_node_are_computed(
-    stage: Stage, held: bool
-) -> None:
+async def test_blocks_that_another_node_sends_late_are_computed(stage: Stage, held: bool) -> None:
     traffic = await traffic_of(stage)
     await flows(stage.come)
     if held:
@@ -195,8 +195,8 @@ async def test_blocks_that_come_late_from_another_node_are_computed(
         stage.lending.delay_s = DELAY_S
     try:
         lent, given_up = stage.lent(), stage.given_up()
-        await eventually(lambda: stage.lent() > lent, what="blocks are asked for")
-        await eventually(lambda: stage.given_up() > given_up, what="they are done without")
+        await eventually(lambda: stage.lent() > lent, what="blocks are requested")
+        await eventually(lambda: stage.given_up() > given_up, what="they are bypassed")
         come = stage.come()
         await traffic.pass_by(FROZEN_S)
         assert stage.come() == come, "nothing is so late that it is still waited for"

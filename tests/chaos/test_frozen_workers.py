@@ -1,8 +1,8 @@
 """Workers that freeze, frontends that are killed, requests that end engines.
 
-Four workers serve sixteen streams without end. Whatever happens to one process, no request fails
-but that which is to blame, every answer is the one that its prompt always has, and nothing runs on
-for nobody.
+Four workers serve sixteen endless streams. Whatever happens to one process, only the culprit
+request fails, every answer is the one that its prompt always has, and no request without a client
+continues.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from support.wait import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 WORKERS = 4
 LEASE_S = 3.0
-PAUSE_S = LEASE_S + 2.0  # what a client may notice of a worker
-SLACK_S = 4.0  # for machines on which everything is slow
+PAUSE_S = LEASE_S + 2.0  # visible to a client
+SLACK_S = 4.0  # for slow machines
 DELAY_S = 2.0
 FROZEN_S = 5.0
 POISON = "a request that no engine survives"
@@ -53,12 +53,12 @@ async def mesh(
 
 
 def running(mesh: Mesh) -> dict[str, float]:
-    """Running requests of each worker, as the frontend hears."""
+    """Running requests of each worker, as reported to the frontend."""
     name = "kvmesh_mesh_worker_running_requests{"
     return {key: count for key, count in mesh.metrics().items() if key.startswith(name)}
 
 
-async def test_a_worker_that_was_frozen_does_no_harm_when_it_thaws(mesh: Mesh) -> None:
+async def test_a_frozen_worker_is_harmless_when_it_thaws(mesh: Mesh) -> None:
     traffic = Traffic(mesh.url)
     await traffic.start()
     await traffic.more()
@@ -74,7 +74,9 @@ async def test_a_worker_that_was_frozen_does_no_harm_when_it_thaws(mesh: Mesh) -
     await traffic.more()
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
-    await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+    await eventually(
+        lambda: not sum(running(mesh).values()), what="no request runs without a client"
+    )
 
 
 async def test_workers_frozen_together_cost_no_request(mesh: Mesh) -> None:
@@ -100,7 +102,7 @@ async def test_workers_killed_one_after_the_other_cost_no_request(mesh: Mesh) ->
     await traffic.more()
     for number in range(WORKERS - 1):
         mesh.kill(f"worker-{number}")
-        await asyncio.sleep(1)  # in which those of the last one have only just moved
+        await asyncio.sleep(1)  # the last worker's requests have only just migrated
     await traffic.more()
     await traffic.stop()
     for number in range(WORKERS - 1):
@@ -109,7 +111,7 @@ async def test_workers_killed_one_after_the_other_cost_no_request(mesh: Mesh) ->
     assert traffic.failed == []
 
 
-async def test_what_a_killed_frontend_has_asked_for_is_aborted(mesh: Mesh) -> None:
+async def test_the_requests_of_a_killed_frontend_are_aborted(mesh: Mesh) -> None:
     traffic = Traffic(mesh.url)
     asking = [
         asyncio.create_task(traffic.stream(f"Number {number}. " * 30, tokens=5000))
@@ -126,7 +128,7 @@ async def test_what_a_killed_frontend_has_asked_for_is_aborted(mesh: Mesh) -> No
     await traffic.stop()
 
 
-async def test_a_worker_that_every_packet_reaches_late_costs_no_request(
+async def test_a_worker_with_delayed_packets_costs_no_request(
     nats_server: NatsServer, mesh: Mesh
 ) -> None:
     mesh.kill("worker-0")
@@ -145,7 +147,9 @@ async def test_a_worker_that_every_packet_reaches_late_costs_no_request(
         await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
         await traffic.stop()
         traffic.check(PAUSE_S + SLACK_S)
-        await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+        await eventually(
+            lambda: not sum(running(mesh).values()), what="no request runs without a client"
+        )
         mesh.kill("worker-0")
     finally:
         proxy.stop()
@@ -153,7 +157,7 @@ async def test_a_worker_that_every_packet_reaches_late_costs_no_request(
     await eventually(lambda: len(running(mesh)) == WORKERS)
 
 
-async def test_a_frozen_frontend_is_nothing_to_the_clients_of_another(mesh: Mesh) -> None:
+async def test_a_frozen_frontend_does_not_affect_the_clients_of_another(mesh: Mesh) -> None:
     port = free_port()
     mesh.start("frontend", "frontend-1", KVMESH_FRONTEND_PORT=str(port))
     other = Traffic(f"http://127.0.0.1:{port}")
@@ -174,7 +178,9 @@ async def test_a_frozen_frontend_is_nothing_to_the_clients_of_another(mesh: Mesh
     await traffic.stop()
     traffic.check(SLACK_S)
     assert other.failed == []
-    await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+    await eventually(
+        lambda: not sum(running(mesh).values()), what="no request runs without a client"
+    )
     mesh.kill("frontend-1", signal.SIGTERM)
 
 
@@ -185,13 +191,13 @@ async def serves(traffic: Traffic) -> bool:
         return False
 
 
-async def test_a_bus_that_was_frozen_cost_a_pause(nats_server: NatsServer, mesh: Mesh) -> None:
+async def test_a_frozen_bus_costs_a_pause(nats_server: NatsServer, mesh: Mesh) -> None:
     traffic = Traffic(mesh.url)
     await traffic.start()
     await traffic.more()
     os.kill(nats_server.pid, signal.SIGSTOP)
     try:
-        await asyncio.sleep(FROZEN_S)  # that nothing happens meanwhile is what is tested
+        await asyncio.sleep(FROZEN_S)  # nothing may happen meanwhile
     finally:
         os.kill(nats_server.pid, signal.SIGCONT)
     await traffic.more()
@@ -199,11 +205,13 @@ async def test_a_bus_that_was_frozen_cost_a_pause(nats_server: NatsServer, mesh:
     await traffic.stop()
     traffic.check(FROZEN_S + LEASE_S + SLACK_S)
     await eventually(lambda: len(running(mesh)) == WORKERS)
-    await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+    await eventually(
+        lambda: not sum(running(mesh).values()), what="no request runs without a client"
+    )
 
 
 @pytest.mark.parametrize("effect", ["crash", "hang", "block"])
-async def test_a_request_that_ends_engines_ends_two_and_fails_alone(
+async def test_a_request_that_crashes_engines_costs_two_and_fails_alone(
     nats_server: NatsServer, tmp_path: Path, effect: str
 ) -> None:
     env = {"KVMESH_MOCK_POISON": POISON, "KVMESH_MOCK_POISON_EFFECT": effect}
@@ -223,6 +231,6 @@ async def test_a_request_that_ends_engines_ends_two_and_fails_alone(
 
 
 def ended(mesh: Mesh) -> list[int]:
-    """The status of each process that is no more."""
+    """The exit status of each process that has ended."""
     codes = [process.poll() for process in mesh.processes.values()]
     return [code for code in codes if code is not None]

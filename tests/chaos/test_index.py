@@ -1,7 +1,7 @@
-"""Harm done to indexers, to the server and to events under way: the index tells the truth again.
+"""Faults of indexers, of the server and of events in flight: the index becomes correct again.
 
 Four workers publish as fast as they can and lose, repeat and reorder some of their batches. Then
-one thing breaks. Once the harm ends, every replica's answers equal what the workers really hold.
+one thing breaks. Once the fault ends, every replica's replies equal the workers' contents.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ ENV = {**stream_env(LIMITS), "KVMESH_INDEXER_SNAPSHOT_THRESHOLD": "500"}
 WORKERS = 4
 REPLICAS = ("indexer-0", "indexer-1")
 MOST_BLOCKS = 300
-ASKED = 24  # queries of everything; each goes to either replica
+ASKED = 24  # queries of all prompts; each goes to either replica
 
 
 def universe(rng: random.Random) -> list[tuple[int, ...]]:
@@ -69,7 +69,7 @@ class Harm:
 
 
 class Worker:
-    """Stores and evicts at random, several events per batch, without end."""
+    """Stores and evicts at random, several events per batch, until cancelled."""
 
     def __init__(self, bus: Bus, number: int) -> None:
         self.publisher = Publisher(bus, LIMITS, f"w{number}", f"w{number}-1")
@@ -149,7 +149,7 @@ class Stage:
         return slots[0].covered if slots else 0
 
     async def truth_is_told(self) -> None:
-        """Every replica's answer about every prompt equals what the workers hold."""
+        """True if every replica's reply about every prompt equals the workers' contents."""
         query = OverlapQuery([prompt(blocks) for blocks in PROMPTS])
         await eventually(lambda: self._agree(query), what="all answers are right")
 
@@ -162,7 +162,9 @@ class Stage:
                 )
             except BusError:
                 return False
-            for place, held in enumerate(truth):  # explaining one comparison of all takes minutes
+            for place, held in enumerate(
+                truth
+            ):  # pytest would explain one comparison of all for minutes
                 assert depths(reply, place) == held, PROMPTS[place]
         return True
 
@@ -193,7 +195,7 @@ async def stage(
 
 
 async def nothing(_: Stage) -> None:
-    """The harm to batches is enough."""
+    """No further fault: the damage to batches is enough."""
 
 
 async def kill_one_indexer(stage: Stage) -> None:
@@ -222,7 +224,7 @@ async def damage_the_newest_snapshot(stage: Stage) -> None:
 
 
 async def freeze_one_indexer(stage: Stage) -> None:
-    """Long enough for its lease to lapse and its consumer to be dropped as slow."""
+    """Freeze it until its lease lapses and its consumer is dropped as slow."""
     process = stage.mesh.processes[REPLICAS[0]]
     process.send_signal(signal.SIGSTOP)
     await stage.snapshots(2)
@@ -230,7 +232,7 @@ async def freeze_one_indexer(stage: Stage) -> None:
 
 
 async def replace_a_worker(stage: Stage) -> None:
-    """The old instance is gone without a word; the new one of that name starts empty."""
+    """Replace a worker without notice by a new, empty one of the same name."""
     old = stage.workers[0]
     await old.calm()
     new = Worker(stage.bus, 0)
@@ -260,7 +262,7 @@ async def everything(stage: Stage) -> None:
         everything,
     ],
 )
-async def test_the_index_tells_the_truth_after(
+async def test_the_index_is_correct_after(
     stage: Stage, fault: Callable[[Stage], Awaitable[None]]
 ) -> None:
     await stage.begin(harm=True)

@@ -1,4 +1,4 @@
-"""Kill any one process under load: the mesh recovers and every request is answered in full."""
+"""Any one process is killed under load: the mesh recovers and answers every request in full."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ async def mesh(
 
 
 async def traffic_of(mesh: Mesh) -> Traffic:
-    """Eight clients that are at work."""
+    """Eight running clients."""
     traffic = Traffic(mesh.url, questions(2, CLIENTS), CLIENTS, TOKENS)
     await traffic.start()
     await traffic.more(16)
@@ -76,7 +76,7 @@ async def test_a_killed_frontend_is_replaced(mesh: Mesh) -> None:
     failed = len(traffic.failed)
     await traffic.more(16)
     await traffic.stop()
-    assert len(traffic.failed) == failed  # only what was in flight, or came while it was down
+    assert len(traffic.failed) == failed  # only requests in flight or during the outage
     await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
 
 

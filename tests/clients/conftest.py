@@ -1,4 +1,4 @@
-"""A whole mesh whose mock engine follows a script: what real clients are tested against."""
+"""A whole mesh whose mock engine follows a script, for tests with real clients."""
 
 import json
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""The prompt of a turn is the beginning of the next one's, whatever shape a client sends it in."""
+"""Each turn's prompt is a prefix of the next one's, in the request shape of every client."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -35,7 +35,7 @@ async def tap(mesh: Mesh) -> AsyncIterator[Tap]:
 
 
 class Client:
-    """Sends a shape's requests and gives it the answers."""
+    """Sends a shape's requests and passes the responses on to it."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -60,7 +60,7 @@ def client(mesh: Mesh) -> Client:
 
 
 @pytest.mark.parametrize("make", SHAPES, ids=lambda make: make.__name__)
-async def test_a_tool_loop_only_adds_to_its_prompt(
+async def test_a_tool_loop_only_extends_its_prompt(
     client: Client, tap: Tap, make: Callable[[str], Shape]
 ) -> None:
     session = f"loop-{make.__name__}"
@@ -80,7 +80,7 @@ async def test_a_tool_loop_only_adds_to_its_prompt(
 
 
 @pytest.mark.parametrize("make", SHAPES, ids=lambda make: make.__name__)
-async def test_generated_tokens_are_read_again_from_the_cache(
+async def test_generated_tokens_are_cached_for_the_next_turn(
     client: Client, tap: Tap, make: Callable[[str], Shape]
 ) -> None:
     shape = make(f"cached-{make.__name__}")
@@ -92,8 +92,8 @@ async def test_generated_tokens_are_read_again_from_the_cache(
     assert outcome.cached_tokens > len(before.tokens) // 4
 
 
-async def test_conversations_share_what_does_not_depend_on_them(client: Client, tap: Tap) -> None:
-    """The billing block, which differs between an agent and its subagents, is not in the way."""
+async def test_conversations_share_tools_and_system_prompt(client: Client, tap: Tap) -> None:
+    """The billing block, which differs between an agent and its subagents, does not prevent it."""
     shapes = [ClaudeCode("one"), ClaudeCode("two"), ClaudeCode("two", "helper")]
     for shape in shapes:
         shape.ask(f"Go on with {id(shape)}")
@@ -107,7 +107,7 @@ async def test_conversations_share_what_does_not_depend_on_them(client: Client, 
     assert "x-anthropic-billing-header" not in tap.text(one)
 
 
-async def test_a_tool_that_is_loaded_later_is_told_where_it_was_found(
+async def test_a_tool_loaded_later_is_in_the_prompt_after_its_search(
     client: Client, tap: Tap
 ) -> None:
     shape = ClaudeCode("loading")
@@ -121,7 +121,7 @@ async def test_a_tool_that_is_loaded_later_is_told_where_it_was_found(
     assert tap.text(after).index('"name": "CronList"') > len(tap.text(before))
 
 
-async def test_tools_that_change_in_the_middle_are_told_there(client: Client, tap: Tap) -> None:
+async def test_changed_tools_are_in_the_prompt_where_they_change(client: Client, tap: Tap) -> None:
     shape = ClaudeCode("changing")
     shape.ask("Go on")
     await client.turn(shape)
@@ -144,7 +144,7 @@ async def test_tools_that_change_in_the_middle_are_told_there(client: Client, ta
         ("Look at the sky", {"type": "function_call", "name": "get_weather", "namespace": "sky"}),
     ],
 )
-async def test_codex_s_own_kinds_of_tools_come_back_as_such(
+async def test_calls_of_codex_s_own_tool_types_have_their_type(
     client: Client, tap: Tap, prompt: str, item: dict[str, str]
 ) -> None:
     session = item["type"]

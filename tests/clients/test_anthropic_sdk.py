@@ -1,4 +1,4 @@
-"""The Anthropic SDK on messages."""
+"""The Anthropic SDK on the Messages API."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -48,7 +48,7 @@ async def test_a_stream_carries_thinking_text_and_a_tool_call(client: AsyncAnthr
     assert kinds[-1] == "message_stop"
 
 
-async def test_the_conversation_goes_on_after_a_tool(client: AsyncAnthropic) -> None:
+async def test_the_conversation_continues_after_a_tool(client: AsyncAnthropic) -> None:
     first = await client.messages.create(model=MODEL, max_tokens=200, messages=[ASK], tools=[TOOL])
     call = first.content[-1]
     assert isinstance(call, ToolUseBlock)
@@ -89,7 +89,7 @@ async def test_content_as_text_or_as_blocks_counts_the_same(client: AsyncAnthrop
     assert as_text.input_tokens == as_blocks.input_tokens
 
 
-async def test_marked_prompts_are_kept_and_read_again(client: AsyncAnthropic) -> None:
+async def test_marked_prompts_are_retained_and_read_from_the_cache(client: AsyncAnthropic) -> None:
     text = f"You are agent {secrets.token_hex(8)}. " + "Look at the weather of every town. " * 40
     system: TextBlockParam = {
         "type": "text",

@@ -1,4 +1,4 @@
-"""What callers say about caches comes true in the engines of a whole mesh."""
+"""Callers' cache hints take effect in the engines of a whole mesh."""
 
 import json
 import secrets
@@ -38,7 +38,7 @@ class Agent:
         self.worker = worker
 
     def turn(self) -> int:
-        """Ask again; the cached tokens."""
+        """Send the prompt again; returns the cached tokens."""
         nvext: dict[str, Any] = {
             "session_control": {"session_id": self.session},
             "extra_fields": ["worker_id"],
@@ -59,7 +59,7 @@ def pair(mesh: Mesh) -> tuple[Agent, Agent]:
     return first, Agent(mesh, shared, first.worker)
 
 
-def test_a_released_session_gives_up_what_no_other_shares(mesh: Mesh) -> None:
+def test_a_released_session_drops_only_blocks_that_no_other_shares(mesh: Mesh) -> None:
     one, other = pair(mesh)
     prefix = other.turn()
     assert prefix > 100
@@ -73,12 +73,12 @@ def test_a_released_session_gives_up_what_no_other_shares(mesh: Mesh) -> None:
     assert call(mesh, "/v1/sessions/release", sessions=[one.session])["blocks"] == 0
 
 
-def test_pins_hold_on_to_what_is_released_until_they_are_forgotten(mesh: Mesh) -> None:
+def test_pins_hold_released_blocks_until_they_are_deleted(mesh: Mesh) -> None:
     one, _ = pair(mesh)
     pin = call(mesh, "/v1/cache/pins", messages=one.messages, ttl="10m")
     assert pin["affected"] == pin["requested"]
     call(mesh, "/v1/sessions/release", sessions=[one.session])
-    # engines compute a prompt's last token, if need be with its whole block
+    # engines always compute a prompt's last token, with its whole block if it is in one
     assert one.turn() >= (pin["requested"] - 1) * BLOCK
     gone = call(mesh, "/v1/cache/pins", "DELETE", messages=one.messages)
     assert gone["affected"] == pin["requested"]

@@ -71,7 +71,7 @@ def test_very_many_wrong_bodies(
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @each_body
-def test_every_strange_value_at_every_place(mesh: Mesh, path: str, body: dict[str, Any]) -> None:
+def test_every_strange_value_at_every_path(mesh: Mesh, path: str, body: dict[str, Any]) -> None:
     limits = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
     for at in paths(body):
         if at and at[-1] not in limits:
@@ -94,7 +94,7 @@ def test_odd_bodies(mesh: Mesh, path: str, body: dict[str, Any]) -> None:
     attack(mesh, path, json.dumps({**body, "model": "x" * 1_000_000}).encode())
 
 
-async def test_what_is_larger_than_the_mesh_carries_is_refused(mesh: Mesh) -> None:
+async def test_bodies_beyond_the_size_limit_are_refused(mesh: Mesh) -> None:
     schema = {"type": "object", "description": "x" * 9_000_000}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
@@ -108,7 +108,7 @@ async def test_what_is_larger_than_the_mesh_carries_is_refused(mesh: Mesh) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_headers_that_are_no_text(mesh: Mesh, path: str) -> None:
+def test_headers_that_are_not_text(mesh: Mesh, path: str) -> None:
     for name in ("x-tenant-id", "x-kvmesh-session-id", "x-kvmesh-policy", "authorization"):
         reply = send(mesh, path, short(path, 2), {name: b"\xff\xfe"})
         assert reply.status == 400, (name, reply)

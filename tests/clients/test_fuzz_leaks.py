@@ -1,4 +1,4 @@
-"""Nothing piles up: after many requests of all kinds a frontend holds what it held before."""
+"""No leaks: after many requests of all kinds a frontend holds only what it held before."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ SPARE_BYTES = 24 << 20
 
 
 async def one(mesh: Mesh, rng: random.Random) -> None:
-    """A request that is served, refused, left, or not even finished."""
+    """A request that is served, refused, abandoned, or incomplete."""
     path = rng.choice(GENERATING)
     tokens = rng.choice([1, 8, 2000])
     body = short(path, tokens, rng.random() < 0.7)
@@ -36,7 +36,7 @@ async def one(mesh: Mesh, rng: random.Random) -> None:
 
 
 async def round_of(mesh: Mesh, count: int, seed: int) -> Footprint:
-    """What the frontend holds after `count` requests, when it is idle again."""
+    """The frontend's footprint after `count` requests, once it is idle again."""
     rng = random.Random(seed)
     for _ in range(0, count, AT_ONCE):
         await asyncio.gather(*(one(mesh, rng) for _ in range(AT_ONCE)))
@@ -45,7 +45,7 @@ async def round_of(mesh: Mesh, count: int, seed: int) -> Footprint:
 
 
 async def check(mesh: Mesh, count: int) -> None:
-    """A warm-up fills caches and pools; from then on equal rounds leave equal traces."""
+    """After a warm-up that fills caches and pools, equal rounds leave an equal footprint."""
     start = footprint(mesh).files
     await round_of(mesh, count, seed=0)
     first = await round_of(mesh, count, seed=1)

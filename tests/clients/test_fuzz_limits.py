@@ -1,4 +1,4 @@
-"""Overload, limits of keys and the loss of every worker, each told in the API's own words."""
+"""Overload, limits of keys and the loss of all workers, each reported in the API's own form."""
 
 import asyncio
 import hashlib
@@ -49,7 +49,7 @@ def keys() -> str:
 async def narrow(
     nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Mesh]:
-    """A mesh for two requests at a time and one worker, that moves no request."""
+    """A mesh of one worker for two requests at a time, without migration."""
     folder: Path = tmp_path_factory.mktemp("narrow")
     (folder / "keys.toml").write_text(keys())
     env = {
@@ -70,7 +70,7 @@ async def narrow(
 
 @contextmanager
 def running(mesh: Mesh, path: str, key: str, count: int = 1) -> Iterator[None]:
-    """`count` long streams of which the first bytes are there."""
+    """`count` long streams whose first bytes have arrived."""
     if count == 0:
         yield
         return
@@ -93,7 +93,7 @@ def check_wait(path: str, reply: Reply, status: int) -> None:
 
 
 @paths
-async def test_more_than_the_server_takes(narrow: Mesh, path: str) -> None:
+async def test_requests_beyond_the_server_s_limit(narrow: Mesh, path: str) -> None:
     with running(narrow, path, "free", count=2):
         reply = await asyncio.to_thread(ask, narrow, path, "free")
     check_wait(path, reply, 529 if path == MESSAGES else 429)
@@ -102,7 +102,7 @@ async def test_more_than_the_server_takes(narrow: Mesh, path: str) -> None:
 
 
 @paths
-async def test_more_at_once_than_a_key_may(narrow: Mesh, path: str) -> None:
+async def test_requests_beyond_a_key_s_concurrency(narrow: Mesh, path: str) -> None:
     with running(narrow, path, SECRET):
         reply = await asyncio.to_thread(ask, narrow, path, SECRET)
         assert (await asyncio.to_thread(ask, narrow, path, "free")).status == 200
@@ -111,7 +111,7 @@ async def test_more_at_once_than_a_key_may(narrow: Mesh, path: str) -> None:
     assert (await asyncio.to_thread(ask, narrow, path, SECRET)).status == 200
 
 
-async def test_more_often_than_a_key_may(narrow: Mesh) -> None:
+async def test_requests_beyond_a_key_s_rate(narrow: Mesh) -> None:
     replies = [(p, await asyncio.to_thread(ask, narrow, p, FEW)) for p in 2 * list(SHORTEST)]
     assert [reply.status for _, reply in replies[:4]] == [200] * 4
     for path, reply in replies[5:]:
@@ -147,7 +147,7 @@ async def test_the_loss_of_the_only_worker_ends_a_stream_in_its_grammar(
 
 
 def check_last(path: str, events: list[str]) -> None:
-    """The error is the last event, before `[DONE]` where there is one."""
+    """Assert that the error is the last event, before `[DONE]` if the API has one."""
     if path == MESSAGES:
         last = json.loads(events[-1])
         assert last["type"] == "error"

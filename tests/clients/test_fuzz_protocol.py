@@ -1,4 +1,4 @@
-"""Clients that misuse the connection: they cost bounded time and memory, and leave nothing."""
+"""Clients that misuse the connection cost bounded time and memory, and leave nothing behind."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ paths = pytest.mark.parametrize("path", list(SHORTEST))
 async def strict(
     nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Mesh]:
-    """A mesh that waits for nobody for long."""
+    """A mesh with short timeouts."""
     mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("strict"), SETTINGS)
     try:
         mesh.start_all(workers=2)
@@ -56,7 +56,7 @@ async def strict(
 
 
 async def healthy(mesh: Mesh) -> None:
-    """It still serves, and holds nothing of anyone."""
+    """Assert that the mesh serves and holds no state of any request."""
     await idle(mesh)
     reply = await asyncio.to_thread(send, mesh, CHAT, short(CHAT, 2))
     assert reply.status == 200
@@ -70,15 +70,15 @@ async def closed_by_server(connection: socket.socket) -> bytes:
     "begun",
     [b"", b"POST /v1/chat", b"POST / HTTP/1.1\r\nHost: x\r\nx-a", b"\r\n" * 10, b"\x16\x03\x01"],
 )
-async def test_headers_that_never_end_are_cut(strict: Mesh, begun: bytes) -> None:
+async def test_endless_headers_are_cut(strict: Mesh, begun: bytes) -> None:
     with raw(strict) as connection:
         connection.sendall(begun)
         await closed_by_server(connection)
     await healthy(strict)
 
 
-async def test_headers_that_trickle_are_cut(strict: Mesh) -> None:
-    """Bytes that arrive do not make a request: the time for its headers is bounded."""
+async def test_trickling_headers_are_cut(strict: Mesh) -> None:
+    """Arriving bytes do not extend the time limit of the headers."""
     with raw(strict) as connection:
         connection.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nx-slow: ")
         connection.setblocking(False)
@@ -101,7 +101,7 @@ async def _trickle(connection: socket.socket, byte: bytes) -> None:
 
 @paths
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_that_trickles_is_refused(strict: Mesh, path: str, chunked: bool) -> None:
+async def test_a_trickling_body_is_refused(strict: Mesh, path: str, chunked: bool) -> None:
     coding = ["Transfer-Encoding: chunked"] if chunked else ["Content-Length: 1000"]
     with raw(strict) as connection:
         connection.sendall(head(path, None, *coding))
@@ -112,7 +112,7 @@ async def test_a_body_that_trickles_is_refused(strict: Mesh, path: str, chunked:
     await healthy(strict)
 
 
-async def test_a_chunked_body_without_end_is_cut_at_the_limit(strict: Mesh) -> None:
+async def test_an_endless_chunked_body_is_cut_at_the_limit(strict: Mesh) -> None:
     before = footprint(strict).memory
     chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
 
@@ -185,7 +185,7 @@ async def test_a_half_closed_client_is_answered(strict: Mesh, path: str) -> None
 
 @paths
 @pytest.mark.parametrize("stream", [True, False])
-async def test_who_leaves_at_any_moment_frees_everything(
+async def test_a_client_that_leaves_at_any_moment_frees_everything(
     strict: Mesh, path: str, stream: bool
 ) -> None:
     rng = random.Random(1)
@@ -232,7 +232,7 @@ async def test_a_slow_reader_is_paused_and_then_cut(
     await healthy(strict)
 
 
-async def test_a_continued_request_waits_for_the_go(strict: Mesh) -> None:
+async def test_a_request_with_expect_waits_for_100_continue(strict: Mesh) -> None:
     body = short(MESSAGES, 2)
     with raw(strict) as connection:
         connection.sendall(head(MESSAGES, len(body), "Expect: 100-continue"))
@@ -243,7 +243,7 @@ async def test_a_continued_request_waits_for_the_go(strict: Mesh) -> None:
 
 
 async def test_no_connection_is_left_open(strict: Mesh) -> None:
-    """Those that clients forgot are closed by the server's own patience."""
+    """The server's timeouts close connections that clients abandoned."""
     before = footprint(strict).files
     sockets = [socket.create_connection(("127.0.0.1", strict.port)) for _ in range(200)]
     for connection in sockets:

@@ -1,4 +1,4 @@
-"""The published description and the server agree: what it describes is what is answered."""
+"""The published OpenAPI description matches the server's responses."""
 
 import json
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ OPERATIONS = [
 OVERLOADS = (429, 503, 504, 529)
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-# each is met by no worker, and a frontend waits some seconds for one that does
+# no worker meets these, and a frontend waits some seconds for one that does
 NOWHERE = ("routing_constraints", "backend_instance_id", "dp_rank")
 DESCRIPTION = schemathesis.openapi.from_dict(document())
 bounded = settings(
@@ -41,7 +41,7 @@ bounded = settings(
 )
 
 
-def test_the_description_is_the_served_one(mesh: Mesh) -> None:
+def test_the_description_equals_the_served_one(mesh: Mesh) -> None:
     reply = send(mesh, "/openapi.json", None)
     assert reply.json() == json.loads(json.dumps(document()))
 
@@ -49,7 +49,7 @@ def test_the_description_is_the_served_one(mesh: Mesh) -> None:
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
 @bounded
 @given(data=st.data())
-def test_answers_are_as_described(
+def test_responses_match_the_description(
     mesh: Mesh, method: str, path: str, mode: GenerationMode, data: DataObject
 ) -> None:
     operation = DESCRIPTION[path][method]
@@ -62,7 +62,7 @@ def test_answers_are_as_described(
 
 
 def served(body: Mapping[str, object]) -> dict[str, object]:
-    """The body for a model that there is, with a short answer by any worker."""
+    """The body, changed to an existing model and a short output by any worker."""
     changed: dict[str, object] = {**body, "model": MODEL}
     changed.update(dict.fromkeys(LIMITS, 4))
     if isinstance(nvext := body.get("nvext"), dict):

@@ -53,7 +53,7 @@ async def client(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_chat_calls_a_tool_and_goes_on(client: AsyncOpenAI) -> None:
+async def test_chat_calls_a_tool_and_continues(client: AsyncOpenAI) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": ASK}]
     first = await client.chat.completions.create(model=MODEL, messages=messages, tools=[CHAT_TOOL])
     choice = first.choices[0]
@@ -134,7 +134,7 @@ async def test_chat_calls_the_required_tool(
     assert isinstance(json.loads(calls[0].function.arguments)["city"], str)
 
 
-async def test_chat_gives_several_choices_with_probabilities(client: AsyncOpenAI) -> None:
+async def test_chat_returns_several_choices_with_probabilities(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "Hello"}],
@@ -173,7 +173,7 @@ async def test_completions_answer_each_prompt(client: AsyncOpenAI) -> None:
     assert seen[-1].usage is not None
 
 
-async def test_responses_call_a_tool_and_go_on(client: AsyncOpenAI) -> None:
+async def test_responses_call_a_tool_and_continue(client: AsyncOpenAI) -> None:
     async with client.responses.stream(model=MODEL, input=ASK, tools=[TOOL]) as stream:
         kinds = [event.type async for event in stream]
         first = await stream.get_final_response()
@@ -228,7 +228,7 @@ async def test_responses_parse_into_a_model(client: AsyncOpenAI) -> None:
     assert isinstance(answer.output_parsed, Person)
 
 
-async def test_prompts_are_kept_as_long_as_the_caller_says(client: AsyncOpenAI) -> None:
+async def test_prompts_are_retained_as_long_as_the_caller_asks(client: AsyncOpenAI) -> None:
     text = f"You are agent {secrets.token_hex(8)}. " + "Look at the weather of every town. " * 40
     shown = {"nvext": {"extra_fields": ["cache"]}}
     made = await client.responses.create(
@@ -236,7 +236,7 @@ async def test_prompts_are_kept_as_long_as_the_caller_says(client: AsyncOpenAI) 
     )
 
     async def cached() -> ChatCompletion:
-        """The prompt again, once the router knows where it is."""
+        """Send the prompt again, once the router knows its rank."""
         again = await client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": text}],

@@ -1,4 +1,4 @@
-"""A mesh as a user starts it, whose mock engine follows a script, and a client pointed at it."""
+"""A mesh as a user starts it, whose mock engine follows a script, and a client connected to it."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ async def mesh(make_mesh: MakeMesh) -> Up:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def small(make_mesh: MakeMesh) -> Up:
-    """A mesh in whose context the clients' first prompt just fits."""
+    """A mesh whose context just fits the clients' first prompt."""
     up = make_mesh("--mock-speedup", "20", "--worker-context", str(SMALL))
     await up.ready()
     return up
@@ -57,7 +57,7 @@ async def small(make_mesh: MakeMesh) -> Up:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def limited(make_mesh: MakeMesh, tmp_path_factory: pytest.TempPathFactory) -> Limited:
-    """A mesh that asks for a key, which allows one request at a time."""
+    """A mesh that requires a key, which allows one request at a time."""
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     secret = hashlib.sha256(KEY.encode()).hexdigest()
     file.write_text(f'[[key]]\nname = "one"\nsha256 = "{secret}"\nconcurrency = 1\n')
@@ -68,7 +68,7 @@ async def limited(make_mesh: MakeMesh, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def recorder(mesh: Up) -> AsyncIterator[Recorder]:
-    """What the client is pointed at; afterwards the mesh must have had nothing to complain of."""
+    """The client's endpoint; at the end, assert that the mesh has logged no complaint."""
     before = len(mesh.lines)
     async with Recorder(mesh.url).listening() as recorder:
         yield recorder

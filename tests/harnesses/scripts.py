@@ -1,4 +1,4 @@
-"""What the mock engine answers to each client: raw output in the hermes format."""
+"""The mock engine's output for each client: raw output in the hermes format."""
 
 import json
 
@@ -15,7 +15,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 def loop(task: str, first: str, proof: str, last: str) -> list[Entry]:
-    """Two turns: the task is answered with a tool call, and its result with a text."""
+    """Two turns: a tool call answers the task, and a text answers its result."""
     return [
         {"match": task, "turn": 0, "text": first},
         {"match": proof, "turn": 1, "text": last},
@@ -23,14 +23,14 @@ def loop(task: str, first: str, proof: str, last: str) -> list[Entry]:
 
 
 def shell(tool: str, key: str, name: str, **more: object) -> str:
-    """Think, say so, and write `name` into a file of that name."""
+    """Think, announce it, and write `name` into a file of that name."""
     command = f"echo made-by-{name} > {name}.txt && cat {name}.txt"
     said = call(tool, **{key: command}, **more)
     return f"{thought('I write the file first.')}I make the file.\n{said}"
 
 
 def files(name: str, tool: str, key: str, **more: object) -> list[Entry]:
-    """The loop in which a client makes a file by its shell tool."""
+    """The loop in which a client creates a file with its shell tool."""
     last = f"{thought('It is there.')}The file {name}.txt is made."
     return loop(f"make {name}\\.txt", shell(tool, key, name, **more), f"made-by-{name}", last)
 

@@ -24,7 +24,7 @@ SETTINGS = {
 
 
 async def claude(url: str, workspace: Workspace, prompt: str, *flags: str) -> Finished:
-    """Ask it one thing. It may use its shell."""
+    """Run it with one prompt; it may use its shell."""
     arguments = ("-p", prompt, "--output-format", "json", "--allowedTools", "Bash", *flags)
     return await workspace.run("claude", *arguments, env={**SETTINGS, "ANTHROPIC_BASE_URL": url})
 
@@ -86,7 +86,7 @@ async def test_a_subagent_belongs_to_its_parent(
     assert hints == [(session, None), (helper, session), (helper, session), (session, None)]
 
 
-async def test_tools_loaded_later_leave_the_prompt_before_them_as_it_was(
+async def test_tools_loaded_later_do_not_change_the_prompt_before_them(
     recorder: Recorder, tap: Tap, workspace: Workspace
 ) -> None:
     done = await claude(recorder.url, workspace, "Load a tool", "--allowedTools", "CronList")
@@ -102,7 +102,7 @@ async def test_tools_loaded_later_leave_the_prompt_before_them_as_it_was(
     assert last.count('"name": "CronList"') == 2
 
 
-async def test_compaction_reads_what_is_cached(
+async def test_compaction_reads_from_the_cache(
     recorder: Recorder, tap: Tap, workspace: Workspace
 ) -> None:
     made = await claude(recorder.url, workspace, "Please make claude.txt")
@@ -119,7 +119,7 @@ async def test_compaction_reads_what_is_cached(
 
 
 @pytest.mark.parametrize("status", [200, 404])
-async def test_it_falls_back_to_whole_answers(
+async def test_it_falls_back_to_responses_without_streaming(
     recorder: Recorder, workspace: Workspace, status: int
 ) -> None:
     broken = b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"x"}}\n\n'
@@ -139,7 +139,7 @@ async def test_it_falls_back_to_whole_answers(
     assert whole[1]["usage"]["cache_read_input_tokens"] > 0
 
 
-async def test_it_waits_when_it_is_told_to(limited: Limited, workspace: Workspace) -> None:
+async def test_it_waits_after_a_429(limited: Limited, workspace: Workspace) -> None:
     async with limited.occupied() as recorder:
         done = await claude(recorder.url, workspace, "Please make claude.txt")
     assert done.events[-1]["result"] == "The file claude.txt is made.", done
@@ -151,7 +151,7 @@ async def test_it_waits_when_it_is_told_to(limited: Limited, workspace: Workspac
     assert error["request_id"]
 
 
-async def test_it_asks_for_less_where_the_context_is_short(small: Up, workspace: Workspace) -> None:
+async def test_it_requests_fewer_tokens_in_a_short_context(small: Up, workspace: Workspace) -> None:
     async with Recorder(small.url).listening() as recorder:
         done = await claude(recorder.url, workspace, "Please make claude.txt")
     assert done.events[-1]["result"] == "The file claude.txt is made.", done
@@ -159,7 +159,7 @@ async def test_it_asks_for_less_where_the_context_is_short(small: Up, workspace:
     assert recorder.seen[1].body["max_tokens"] < recorder.seen[0].body["max_tokens"]
 
 
-async def test_it_says_that_a_prompt_is_too_long(small: Up, workspace: Workspace) -> None:
+async def test_it_reports_that_a_prompt_is_too_long(small: Up, workspace: Workspace) -> None:
     done = await claude(small.url, workspace, "Read this: " + "some words of it " * 6000)
     result = done.events[-1]
     assert result["terminal_reason"] == "prompt_too_long", done
@@ -167,6 +167,6 @@ async def test_it_says_that_a_prompt_is_too_long(small: Up, workspace: Workspace
 
 
 def events(seen: Seen) -> list[dict[str, Any]]:
-    """The events of a streamed answer."""
+    """The events of a streamed response."""
     lines = seen.answer.decode().splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]

@@ -46,7 +46,7 @@ MODEL = {
 
 
 async def codex(url: str, workspace: Workspace, *arguments: str) -> Finished:
-    """`codex exec` with its shell open to it."""
+    """Run `codex exec` with its shell enabled."""
     configure(workspace.home / ".codex", url)
     flags = ("--json", "--dangerously-bypass-approvals-and-sandbox")
     return await workspace.run(
@@ -141,7 +141,7 @@ async def test_it_compacts_a_long_conversation(
     assert shared(tap.works[0], tap.works[3]) > len(tap.works[0].tokens) // 8
 
 
-async def test_it_waits_when_it_is_told_to(limited: Limited, workspace: Workspace) -> None:
+async def test_it_waits_after_a_429(limited: Limited, workspace: Workspace) -> None:
     async with limited.occupied() as recorder:
         done = await codex(recorder.url, workspace, "Please make codex.txt")
     assert said(done)[-1] == "The file codex.txt is made."
@@ -151,7 +151,7 @@ async def test_it_waits_when_it_is_told_to(limited: Limited, workspace: Workspac
     assert json.loads(recorder.seen[0].answer)["error"]["code"] == "rate_limit_exceeded"
 
 
-async def test_it_says_that_there_is_no_room(small: Up, workspace: Workspace) -> None:
+async def test_it_reports_an_exceeded_context(small: Up, workspace: Workspace) -> None:
     done = await codex(small.url, workspace, "Read this: " + "some words of it " * 6000)
     assert done.status == 1
     assert "ran out of room in the model's context window" in done.events[-1]["error"]["message"]

@@ -79,7 +79,7 @@ async def test_a_subagent_belongs_to_its_parent(
     assert parent in {above for _, above in hints}
 
 
-async def test_it_waits_when_it_is_told_to(limited: Limited, workspace: Workspace) -> None:
+async def test_it_waits_after_a_429(limited: Limited, workspace: Workspace) -> None:
     async with limited.occupied() as recorder:
         done = await opencode(recorder.url, workspace, "Please make opencode.txt")
     assert said(done)[-1] == "The file opencode.txt is made."

@@ -31,7 +31,7 @@ def options(nats_server: NatsServer) -> BusOptions:
 
 @pytest.fixture
 def lease_s() -> float:
-    """What a busy machine renews in time; tests of lapsing leases have a shorter one."""
+    """Lease length that a busy machine can renew; tests of lapsing leases set a shorter one."""
     return 10.0
 
 

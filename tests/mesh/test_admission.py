@@ -1,4 +1,4 @@
-"""A worker that does not fit its model's others: refused when it joins, and left out if it is."""
+"""Workers that differ from their model's others: refused at the start, excluded if they join."""
 
 import asyncio
 import json
@@ -84,7 +84,7 @@ def get(port: int, path: str) -> str:
     ],
     ids=["tokenizer", "context", "block size", "revision"],
 )
-async def test_a_misfit_is_refused_in_one_line_and_is_not_started_again(
+async def test_a_differing_worker_is_refused_in_one_line_and_not_restarted(
     mesh: Mesh, other_model: Path, env: dict[str, str], words: str
 ) -> None:
     mesh.start("worker", "worker-0", KVMESH_WORKER_REVISION="v1")
@@ -94,8 +94,8 @@ async def test_a_misfit_is_refused_in_one_line_and_is_not_started_again(
     await refused(mesh, words)
 
 
-async def test_a_worker_that_hashes_otherwise_than_those_there_is_refused(mesh: Mesh) -> None:
-    """As a worker of another release would, beside which one of this release is started."""
+async def test_a_worker_with_other_hashing_is_refused(mesh: Mesh) -> None:
+    """A worker of another release hashes differently."""
     bus = await Bus.connect(mesh.options, "test")
     await ensure_streams(bus, LIMITS)
     async with scripted_worker(bus, LIMITS, "old", hash_version=77):
@@ -121,7 +121,7 @@ async def test_a_worker_of_another_kv_layout_is_refused(mesh: Mesh) -> None:
 
 
 async def refused(mesh: Mesh, words: str) -> str:
-    """The one line in which `worker-1` says so."""
+    """The one line in which `worker-1` reports its refusal."""
     assert await ended(mesh, "worker-1") == HOPELESS
     (said,) = [line for line in log(mesh, "worker-1").splitlines() if words in line]
     assert "(kvmesh-demo)" in said
@@ -130,7 +130,7 @@ async def refused(mesh: Mesh, words: str) -> str:
     return said
 
 
-async def test_the_lease_of_a_dead_worker_keeps_nobody_out(mesh: Mesh, other_model: Path) -> None:
+async def test_the_lease_of_a_dead_worker_excludes_no_worker(mesh: Mesh, other_model: Path) -> None:
     mesh.start("worker", "worker-0")
     await eventually(lambda: "serving kvmesh-demo" in log(mesh, "worker-0"))
     mesh.kill("worker-0", signal.SIGKILL)
@@ -139,10 +139,10 @@ async def test_the_lease_of_a_dead_worker_keeps_nobody_out(mesh: Mesh, other_mod
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_that_joins_all_the_same_gets_nothing_and_is_named_everywhere(
+async def test_a_differing_worker_that_joins_gets_no_work_and_is_reported(
     mesh: Mesh, stream: bool
 ) -> None:
-    """As a worker of a release that did not ask, or one that joined at the same instant."""
+    """As a worker of a release without the check, or one that joined at the same instant."""
     port = free_port()
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0", KVMESH_ROUTER_METRICS_PORT=str(port))
@@ -173,7 +173,7 @@ async def test_one_that_joins_all_the_same_gets_nothing_and_is_named_everywhere(
     await bus.close()
 
 
-async def test_two_live_workers_of_one_name_are_told_of_by_both(mesh: Mesh) -> None:
+async def test_two_live_workers_of_one_name_both_report_it(mesh: Mesh) -> None:
     ports = [free_port(), free_port()]
     mesh.start("worker", "worker-0", KVMESH_WORKER_METRICS_PORT=str(ports[0]))
     await eventually(lambda: "serving kvmesh-demo" in log(mesh, "worker-0"))

@@ -1,4 +1,4 @@
-"""What is wrong while the mesh serves on is named: on /health, in `kvmesh status`, in metrics."""
+"""Faults of a serving mesh are reported: on /health, in `kvmesh status`, in metrics."""
 
 import asyncio
 import hashlib
@@ -58,7 +58,7 @@ def body(number: int, stream: bool, words: int = 300) -> dict[str, Any]:
 
 
 async def eventually_named(mesh: Mesh, port: int, kind: str, text: str) -> None:
-    """On the /health of whoever sees it, in its metric, and in both forms of `kvmesh status`."""
+    """Wait for it on /health of its observer, in its metric, and in both forms of `status`."""
     await eventually(lambda: text in warnings(get(port, "/health")), what=f"/health says {text}")
     assert f'kvmesh_warnings{{kind="{kind}"}} 1.0' in get(port, "/metrics")
 
@@ -75,7 +75,7 @@ def warnings(health: str) -> list[str]:
     return found
 
 
-async def test_a_worker_without_events_and_an_index_without_its_blocks_are_named(
+async def test_a_worker_without_events_and_an_index_without_its_blocks_are_reported(
     mesh: Mesh,
 ) -> None:
     ports = {"worker": free_port(), "indexer": free_port()}
@@ -90,7 +90,7 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_named
     numbers = itertools.count()
 
     async def named() -> bool:
-        """After one more request: the dump that the indexer has asked for is an event."""
+        """Send one more request: the dump that the indexer has requested is an event."""
         number = next(numbers)
         leaves = bool(number % 2)
         asked = body(number, stream=leaves) | ({"max_tokens": 1000} if leaves else {})
@@ -108,7 +108,7 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_named
     assert 'aborted_total{rank="0"} 0.0' not in get(ports["worker"], "/metrics")
 
 
-async def test_a_router_names_an_index_that_knows_nothing_of_what_workers_hold(mesh: Mesh) -> None:
+async def test_a_router_reports_an_index_without_the_workers_blocks(mesh: Mesh) -> None:
     port = free_port()
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0", KVMESH_ROUTER_METRICS_PORT=str(port))
@@ -121,7 +121,7 @@ async def test_a_router_names_an_index_that_knows_nothing_of_what_workers_hold(m
     )
 
     async def named() -> bool:
-        """After one more request of those that all begin alike."""
+        """Send one more of the requests with the common prefix."""
         async with client.post(mesh.url + CHAT, json=body(1, stream=True)) as answer:
             assert answer.status == 200
             await answer.read()
@@ -150,7 +150,7 @@ MISSED = (
 async def expecting_in_vain(
     mesh: Mesh, stream: bool, headers: dict[str, str] | None = None
 ) -> AsyncIterator[None]:
-    """Requests have gone to a worker that found nothing of what routers expected there."""
+    """Send requests to a worker that finds none of the prefixes that routers expected."""
     bus = await Bus.connect(mesh.options, "test")
     await ensure_streams(bus, LIMITS)
     async with scripted_router(bus, LIMITS) as router, scripted_worker(bus, LIMITS, "a") as a:
@@ -172,7 +172,7 @@ async def expecting_in_vain(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_frontend_names_a_worker_where_predicted_hits_do_not_come_true(
+async def test_a_frontend_reports_a_worker_with_fewer_hits_than_predicted(
     mesh: Mesh, stream: bool
 ) -> None:
     mesh.start("frontend", "frontend-0")
@@ -180,7 +180,7 @@ async def test_a_frontend_names_a_worker_where_predicted_hits_do_not_come_true(
         await eventually_named(mesh, mesh.port, "missed_hits", MISSED)
 
 
-async def test_with_keys_only_administrators_see_what_is_wrong_on_the_open_port(
+async def test_with_keys_only_administrators_see_warnings_on_the_public_port(
     mesh: Mesh, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys.toml"

@@ -1,4 +1,4 @@
-"""A worker and its kvbm: what they give each other, and what happens when either is gone."""
+"""A worker's kvbm client and the kvbm: transfers, and the loss of either."""
 
 import asyncio
 from array import array
@@ -98,7 +98,7 @@ async def give(client: KvbmClient, prompt: KvbmPrompt, first: int = 0) -> list[i
 
 
 async def take(client: KvbmClient, prompt: KvbmPrompt, held: int = 0) -> list[tuple[int, int]]:
-    """Blocks and their checksums, after a look at what the arena has for them."""
+    """Read blocks and their checksums that the arena holds for these tokens."""
     got: list[tuple[int, int]] = []
     async with aclosing(client.load(prompt, held, TierSpeeds(), 0.0, 10.0)) as parts:
         async for part in parts:
@@ -109,7 +109,7 @@ async def take(client: KvbmClient, prompt: KvbmPrompt, held: int = 0) -> list[tu
     return got
 
 
-async def test_blocks_go_down_and_come_up_again(client: KvbmClient, start: Start) -> None:
+async def test_offloaded_blocks_are_onboarded_again(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     assert await give(client, prompt(10)) == list(range(10))
@@ -117,11 +117,11 @@ async def test_blocks_go_down_and_come_up_again(client: KvbmClient, start: Start
     assert await give(client, prompt(12)) == [10, 11]
     await eventually(lambda: len(kvbm.blocks) == 12)
     assert await take(client, prompt(11), held=2) == [(i, 7 + i) for i in range(2, 11)]
-    await eventually(lambda: not kvbm.tickets, what="tickets are back")
+    await eventually(lambda: not kvbm.tickets, what="tickets are returned")
 
 
 class Users:
-    """Counts how often it is given an arena, and told to let go of it."""
+    """Counts the arenas that it adopts and releases."""
 
     def __init__(self) -> None:
         self.adopted = 0
@@ -134,7 +134,7 @@ class Users:
         self.released += 1
 
 
-async def test_closing_in_the_middle_of_leaving_leaves_once(
+async def test_a_close_during_detachment_detaches_once(
     bus: Bus, limits: StreamLimits, start: Start
 ) -> None:
     kvbm = await start(silent={Detach})
@@ -150,7 +150,7 @@ async def test_closing_in_the_middle_of_leaving_leaves_once(
     assert users.released == users.adopted
 
 
-async def test_a_growing_prompt_is_told_once(client: KvbmClient, start: Start) -> None:
+async def test_a_growing_prompt_is_sent_as_deltas(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     for end in (100, 103, 110):
@@ -161,7 +161,7 @@ async def test_a_growing_prompt_is_told_once(client: KvbmClient, start: Start) -
     assert [len(r.sequence_hashes) // 8 for r in told] == [100, 3, 7, 10]
 
 
-async def test_what_the_kvbm_has_forgotten_is_told_again(client: KvbmClient, start: Start) -> None:
+async def test_a_prompt_that_the_kvbm_lost_is_sent_again(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     assert await give(client, prompt(100)) == list(range(100))
@@ -178,7 +178,7 @@ async def test_what_the_kvbm_has_forgotten_is_told_again(client: KvbmClient, sta
     assert client.attachments == 1
 
 
-async def test_nobody_there_means_nothing_at_once(client: KvbmClient) -> None:
+async def test_without_a_kvbm_a_fetch_returns_nothing_at_once(client: KvbmClient) -> None:
     async with asyncio.timeout(5):
         assert await take(client, prompt(3)) == []
         assert await give(client, prompt(3)) == []
@@ -186,14 +186,16 @@ async def test_nobody_there_means_nothing_at_once(client: KvbmClient) -> None:
     assert client.key is None
 
 
-async def test_a_kvbm_of_another_node_is_not_ours(client: KvbmClient, start: Start) -> None:
+async def test_a_kvbm_of_another_node_is_ignored(client: KvbmClient, start: Start) -> None:
     other = await start(node="there", instance="kvbm-0")
     await start()
     await attached(client)
     assert not other.asked
 
 
-async def test_it_attaches_anew_to_a_kvbm_that_forgot(client: KvbmClient, start: Start) -> None:
+async def test_it_attaches_again_to_a_kvbm_that_lost_the_attachment(
+    client: KvbmClient, start: Start
+) -> None:
     kvbm = await start()
     await attached(client)
     kvbm.attached.clear()
@@ -206,13 +208,13 @@ async def test_it_follows_the_kvbm_over_a_restart(client: KvbmClient, start: Sta
     first = await start()
     await attached(client)
     await first.stop()
-    await eventually(lambda: client.key is None, what="the loss is seen")
+    await eventually(lambda: client.key is None, what="the loss is detected")
     await start(instance="kvbm-2")
     await attached(client, 2)
     assert await give(client, prompt(3)) == [0, 1, 2]
 
 
-async def test_no_answer_loses_the_attachment_not_the_caller(
+async def test_a_missing_reply_ends_the_attachment_without_an_error(
     client: KvbmClient, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
@@ -226,7 +228,7 @@ async def test_no_answer_loses_the_attachment_not_the_caller(
     assert kvbm.locked(2)
 
 
-async def test_a_copy_under_way_keeps_the_old_attachment(client: KvbmClient, start: Start) -> None:
+async def test_a_running_copy_retains_the_old_attachment(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     async with client.writing(prompt(2), 0) as writing:
@@ -242,7 +244,7 @@ async def test_a_copy_under_way_keeps_the_old_attachment(client: KvbmClient, sta
     await eventually(lambda: len(kvbm.blocks) == 2, what="the copy was committed")
 
 
-async def test_a_copy_that_takes_long_is_let_end_in_the_end(
+async def test_detachment_waits_for_a_slow_copy(
     client: KvbmClient,
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
@@ -267,7 +269,7 @@ async def test_a_copy_that_takes_long_is_let_end_in_the_end(
         await attached(client, 2)
         await eventually(lambda: len(tries) > 4, what="it is tried again")
     assert caplog.text.count("its arena stays mapped") == 1
-    await eventually(lambda: not lock.exists(), what="it is let go")
+    await eventually(lambda: not lock.exists(), what="it is released")
 
 
 async def test_a_refused_layout_is_not_tried_again(client: KvbmClient, start: Start) -> None:
@@ -278,7 +280,7 @@ async def test_a_refused_layout_is_not_tried_again(client: KvbmClient, start: St
     assert kvbm.count(Attach) == 1
 
 
-async def test_why_there_is_no_attachment_is_said_once(
+async def test_the_reason_for_a_failed_attachment_is_logged_once(
     client: KvbmClient, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     kvbm = await start(declines=Declined("closing", "it is about to leave"))
@@ -287,7 +289,7 @@ async def test_why_there_is_no_attachment_is_said_once(
     assert client.attachments == 0
 
 
-async def test_whoever_is_cancelled_leaves_no_ticket(client: KvbmClient, start: Start) -> None:
+async def test_cancelled_transfers_leave_no_ticket(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     await give(client, prompt(8))
@@ -300,10 +302,10 @@ async def test_whoever_is_cancelled_leaves_no_ticket(client: KvbmClient, start: 
         taking.cancel()
         writing.cancel()
         await asyncio.wait([taking, writing])
-    await eventually(lambda: not kvbm.tickets, what="tickets are back")
+    await eventually(lambda: not kvbm.tickets, what="tickets are returned")
 
 
-async def test_corruption_is_told(client: KvbmClient, start: Start) -> None:
+async def test_corruption_is_reported(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     await give(client, prompt(4))
@@ -317,7 +319,7 @@ async def test_corruption_is_told(client: KvbmClient, start: Start) -> None:
 
 
 class Shelf:
-    """A source whose items are prompts, in hand until it is told otherwise."""
+    """A source whose items are prompts, all readable until a test says otherwise."""
 
     def __init__(self) -> None:
         self.held: list[KvbmPrompt] = []
@@ -361,7 +363,7 @@ async def writer(client: KvbmClient, shelf: Shelf) -> AsyncIterator["WriteThroug
     await writer.close()
 
 
-async def test_what_is_put_is_written(
+async def test_queued_blocks_are_written(
     client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
@@ -376,7 +378,7 @@ async def test_what_is_put_is_written(
     assert not shelf.held
 
 
-async def test_news_of_a_request_joins_what_waits_of_it(
+async def test_new_blocks_of_a_request_join_its_queued_ones(
     client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
@@ -407,7 +409,7 @@ async def test_a_full_queue_skips_and_counts(
     await eventually(lambda: writer.idle)
 
 
-async def test_blocks_that_are_gone_or_cannot_be_read_do_no_harm(
+async def test_missing_or_unreadable_blocks_are_skipped(
     client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
@@ -416,7 +418,7 @@ async def test_blocks_that_are_gone_or_cannot_be_read_do_no_harm(
     writer.put("a", prompt(3, request="a"), 0, 3)
     await eventually(lambda: writer.idle)
     assert writer.skipped == 3
-    shelf.broken |= {"b1", "b2"}  # one for each lane
+    shelf.broken |= {"b1", "b2"}  # one per lane
     for request in shelf.broken:
         writer.put(request, prompt(3, request=request), 0, 3)
     await eventually(lambda: writer.idle)

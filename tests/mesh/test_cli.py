@@ -93,7 +93,7 @@ async def test_the_tail_shows_a_request_from_decision_to_end(mesh: Up, run: Run)
     await eventually(lambda: tail.having("kv ", "kvmesh-demo worker-", "+"))
 
 
-async def test_the_tail_as_json_is_whole(mesh: Up, run: Run) -> None:
+async def test_the_tail_as_json_is_complete(mesh: Up, run: Run) -> None:
     tail = await run("tail", "route", "out", "load", "work", "--json", "--nats", mesh.nats_url)
     await eventually(lambda: tail.having('"Load"'))
     events = await asyncio.to_thread(mesh.complete)
@@ -124,9 +124,7 @@ async def test_since_replays_the_streams_and_may_stop_at_the_present(mesh: Up, r
     assert found[0].having("route", request, "→")
 
 
-async def test_the_past_is_shown_in_the_order_of_time_and_then_what_comes(
-    bus: Bus, run: Run
-) -> None:
+async def test_past_messages_are_shown_in_order_of_time_before_new_ones(bus: Bus, run: Run) -> None:
     subjects = bus.subjects
     kinds = [subjects.kv("m", "w"), subjects.route("m"), subjects.seq("m")]
     draw = Random(1)
@@ -199,7 +197,7 @@ async def test_status_as_json(mesh: Up, run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", ["tail", "status"])
-async def test_an_absent_nats_server_is_named(run: Run, command: str) -> None:
+async def test_an_absent_nats_server_is_reported(run: Run, command: str) -> None:
     url = f"nats://127.0.0.1:{free_port()}"
     shown = await run(command, "--nats", url)
     assert await asyncio.wait_for(shown.process.wait(), PATIENCE_S) == 1
@@ -209,7 +207,7 @@ async def test_an_absent_nats_server_is_named(run: Run, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["tail", "status"])
-async def test_no_mesh_is_one_clear_line(
+async def test_a_missing_mesh_is_reported_in_one_line(
     run: Run, command: str, nats_server: NatsServer, options: BusOptions
 ) -> None:
     place = ("--nats", nats_server.url, "--nats-namespace", options.namespace)

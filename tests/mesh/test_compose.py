@@ -1,6 +1,6 @@
-"""The compose files, without a container engine: their very commands and environment as processes.
+"""The commands and environment of the compose files, run as processes without containers.
 
-What containers would give is replaced and nothing else: one address and one port per container,
+The test replaces only the features of containers: one address and one port per container,
 the data volumes, and the image's file system.
 """
 
@@ -33,7 +33,7 @@ VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 
 
 def parsed(name: str, **variables: str) -> dict[str, Any]:
-    """A YAML file of the folder, its variables replaced, by their defaults if need be."""
+    """Parse a YAML file of the folder; variables get their defaults unless given."""
     text = (COMPOSE / name).read_text()
     tree: dict[str, Any] = substituted(yaml.safe_load(text), variables)
     return tree
@@ -50,7 +50,7 @@ def substituted(value: Any, variables: dict[str, str]) -> Any:
 
 
 def entrypoint() -> list[str]:
-    """What the image runs, from its Dockerfile."""
+    """The image's entry point, from its Dockerfile."""
     lines = (COMPOSE / "Dockerfile").read_text().splitlines()
     arguments = [line.removeprefix("ENTRYPOINT ") for line in lines if line.startswith("ENTRY")]
     found: list[str] = json.loads(arguments[-1])
@@ -58,7 +58,7 @@ def entrypoint() -> list[str]:
 
 
 def mounted(service: dict[str, Any], target: str) -> str:
-    """The folder of the volume that a container has at `target`: volume, then part of it."""
+    """The folder of the volume that a container mounts at `target`: volume, then its part."""
     found = [v for v in service["volumes"] if isinstance(v, dict) and v["target"] == target]
     return f"{found[0]['source']}/{found[0]['volume']['subpath']}"
 
@@ -78,7 +78,7 @@ class Container:
         return {key: str(value) for key, value in self.service["environment"].items()}
 
     def port(self, container_port: str) -> int:
-        """The port of this machine that stands for one of the container's."""
+        """The port of this machine that replaces one of the container's."""
         return self.ports.setdefault(container_port, free_port())
 
     def start(self, log: Path) -> None:
@@ -140,7 +140,7 @@ def nats(tmp_path: Path) -> Iterator[str]:
 
 
 def credentials() -> list[str]:
-    """The command that makes them; the server has no name here, but an address."""
+    """Run the command that writes the credentials; the server gets an address, not a name."""
     command = parsed("compose.yaml")["services"]["credentials"]["command"]
     return [part.replace("--hosts=nats", "--hosts=127.0.0.1") for part in command]
 
@@ -157,7 +157,7 @@ def containers(nats: str, tmp_path: Path) -> Iterator[dict[str, Container]]:
         container.stop()
 
 
-async def test_the_same_commands_and_environment_serve(
+async def test_the_commands_and_environment_serve(
     containers: dict[str, Container], tmp_path: Path
 ) -> None:
     for container in containers.values():
@@ -175,7 +175,7 @@ async def test_the_same_commands_and_environment_serve(
 
 
 def answers(port: int) -> bool:
-    """Whether a completion of the model that the frontend lists comes back."""
+    """True if a completion of the listed model succeeds."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
         connection.request("GET", "/v1/models")
         listed = json.loads(connection.getresponse().read())["data"]
@@ -189,13 +189,13 @@ def answers(port: int) -> bool:
 
 
 def settings_of(name: str, seed: Path, **variables: str) -> Settings:
-    """What a service of the file is set to, with some seed of an nkey."""
+    """The settings of a service of the file, with some seed of an nkey."""
     seed.write_text("S")
     container = Container(name, parsed("compose.yaml", **variables)["services"][name], "")
     return load(None, {**container.environment, "KVMESH_NATS_NKEY_SEED_FILE": str(seed)}, {})
 
 
-def test_every_variable_is_a_setting_with_a_good_value(tmp_path: Path) -> None:
+def test_every_variable_is_a_setting_with_a_valid_value(tmp_path: Path) -> None:
     for name in SERVICES:
         settings = settings_of(name, tmp_path / "seed")
         service = parsed("compose.yaml")["services"][name]
@@ -211,11 +211,11 @@ def test_containers_are_confined() -> None:
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert "mem_limit" in service, name
-        if name in SERVICES:  # else a mistaken setting, status 2, would be tried for ever
+        if name in SERVICES:  # else a wrong setting, status 2, would be retried until cancelled
             assert service["restart"] == "on-failure:3", name
 
 
-def test_nobody_outside_reaches_nats_or_the_blocks() -> None:
+def test_nats_and_blocks_are_unreachable_from_outside() -> None:
     tree = parsed("compose.yaml")
     assert "ports" not in tree["services"]["nats"]
     uid = re.search(r"--uid (\d+)", (COMPOSE / "Dockerfile").read_text())
@@ -224,7 +224,7 @@ def test_nobody_outside_reaches_nats_or_the_blocks() -> None:
     assert set(options) == {"mode=0700", f"uid={uid[1]}", f"gid={uid[1]}"}
 
 
-def test_a_frontend_serves_without_keys_only_if_told_so(tmp_path: Path) -> None:
+def test_a_frontend_serves_without_keys_only_if_set_so(tmp_path: Path) -> None:
     seed = tmp_path / "seed"
     assert not settings_of("frontend", seed).frontend.allow_anonymous
     assert settings_of("frontend", seed, KVMESH_ALLOW_ANONYMOUS="true").frontend.allow_anonymous
@@ -238,7 +238,7 @@ def test_the_only_scaled_service_publishes_no_port() -> None:
     assert published == ["frontend", "prometheus"]
 
 
-def test_prometheus_asks_the_ports_that_the_services_open(tmp_path: Path) -> None:
+def test_prometheus_scrapes_the_ports_of_the_services(tmp_path: Path) -> None:
     for job in parsed("prometheus.yml")["scrape_configs"]:
         (discovery,) = job["dns_sd_configs"]
         for name in discovery["names"]:
@@ -247,7 +247,7 @@ def test_prometheus_asks_the_ports_that_the_services_open(tmp_path: Path) -> Non
             assert own.metrics_host == "0.0.0.0"
 
 
-def test_the_image_copies_all_that_the_build_needs() -> None:
+def test_the_image_copies_everything_that_the_build_needs() -> None:
     allowed = (COMPOSE / "Dockerfile.dockerignore").read_text().splitlines()
     kept = {line.removeprefix("!") for line in allowed if line.startswith("!")}
     root = COMPOSE.parent

@@ -33,7 +33,7 @@ def mesh(nats_server: NatsServer, tmp_path: Path) -> Iterator[Mesh]:
 
 
 def begin(mesh: Mesh, **prefill: str) -> None:
-    """One prefill and one decode worker; the keywords are for the prefill worker alone."""
+    """Start one prefill and one decode worker; the keywords apply to the prefill worker only."""
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0")
     mesh.start("worker", "prefill-0", KVMESH_WORKER_SERVES="prefill", **prefill)
@@ -69,7 +69,7 @@ def prefills(mesh: Mesh, result: str) -> float:
 
 
 def loaded(mesh: Mesh, worker: str) -> bool:
-    """Whether the worker reports prompts to compute."""
+    """True if the worker reports prompts to compute."""
     samples = mesh.metrics().items()
     return any(v for k, v in samples if "worker_prefill_tokens{" in k and f'"{worker}"' in k)
 
@@ -80,15 +80,15 @@ def instance(mesh: Mesh, worker: str) -> str:
 
 
 async def workers(mesh: Mesh, count: int) -> None:
-    """Wait until the router may use `count` workers."""
+    """Wait until the router can place requests on `count` workers."""
 
     def known() -> bool:
         return sum("worker_running_requests{" in key for key in mesh.metrics()) == count
 
-    await eventually(known, what="every worker tells its load")
+    await eventually(known, what="every worker reports its load")
 
 
-async def test_long_prompts_are_prefilled_elsewhere_and_short_ones_are_not(mesh: Mesh) -> None:
+async def test_only_long_prompts_are_prefilled_on_the_prefill_worker(mesh: Mesh) -> None:
     begin(mesh)
     await mesh.ready()
     await workers(mesh, 2)
@@ -109,7 +109,7 @@ async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) 
     await workers(mesh, 2)
     asking = [asyncio.create_task(complete(mesh, f"{i} {LONG}", tokens=2)) for i in range(6)]
 
-    await eventually(lambda: loaded(mesh, "prefill-0"), what="prompts are there")
+    await eventually(lambda: loaded(mesh, "prefill-0"), what="prompts have arrived")
     mesh.kill("prefill-0")
     answers = await asyncio.gather(*asking)
     assert all(answer["usage"]["completion_tokens"] == 2 for answer in answers)
@@ -120,7 +120,7 @@ async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) 
     assert text(await complete(mesh, f"one more {LONG}"))
 
 
-async def test_a_prefill_worker_that_hangs_costs_no_more_than_its_time(mesh: Mesh) -> None:
+async def test_a_hanging_prefill_worker_costs_at_most_its_timeout(mesh: Mesh) -> None:
     mesh.env["KVMESH_FRONTEND_PREFILL_TIMEOUT_S"] = "0.3"
     begin(mesh, KVMESH_MOCK_HANG_STEP="1")
     await mesh.ready()
@@ -131,7 +131,7 @@ async def test_a_prefill_worker_that_hangs_costs_no_more_than_its_time(mesh: Mes
     mesh.kill("prefill-0")
 
 
-async def test_a_real_model_answers_alike_with_kv_from_another_worker(
+async def test_a_real_model_has_the_same_output_with_kv_of_another_worker(
     mesh: Mesh, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")

@@ -1,4 +1,4 @@
-"""The simulator foretells what the live mesh does with the same trace and the same engines."""
+"""The simulator predicts the live mesh's results for the same trace and the same engines."""
 
 from pathlib import Path
 from random import Random
@@ -17,7 +17,7 @@ from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.workload.formats.registry import load
 
 WORKERS = 2
-SPEEDUP = 0.25  # slow engines: what is compared is their time, not this machine's
+SPEEDUP = 0.25  # slow engines: the test compares their time, not this machine's
 BLOCKS = 4096
 SEEDS = range(8)
 
@@ -47,7 +47,7 @@ def trace(count: int = 80) -> list[dict[str, Any]]:
 
 
 def probes() -> list[dict[str, Any]]:
-    """Prompts of usual length, all different, one at a time: the pace of this machine."""
+    """Different prompts of usual length, one at a time: the speed of this machine."""
     return [
         {
             "timestamp": i * 800,
@@ -60,7 +60,7 @@ def probes() -> list[dict[str, Any]]:
 
 
 def simulated(file: Path, seed: int, overhead: float) -> Figures:
-    """One run. Seeds decide ties, as the clock does in the live mesh."""
+    """One run. Seeds decide ties, as timing does in the live mesh."""
     options = SimulationOptions(
         router=RouterSettings(policy="kv"),
         workers=(WorkerOptions(WORKERS, CoreOptions(blocks=BLOCKS, speedup=SPEEDUP)),),
@@ -108,7 +108,7 @@ async def test_the_simulator_agrees_with_the_mesh(
 
 
 async def overhead(mesh: Mesh, folder: Path, seed: str) -> float:
-    """Seconds that the path around an idle engine adds to the first token, at present."""
+    """Present overhead in seconds of the path around an idle engine, to the first token."""
     probed = await replay(mesh, folder, probes(), "--seed", seed)
     bare = median_ttft(simulated(folder / "trace.jsonl", 0, overhead=0.0))
     return max(0.0, float(probed["ttft_s"]["p50"]) - bare)

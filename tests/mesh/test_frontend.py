@@ -204,7 +204,7 @@ async def test_a_prompt_counts_as_prefilled_from_the_first_token_on(
     asking = asyncio.create_task(stage.client.stream(CHAT, body(stream=stream)))
     work = await stage.a.work()
     if stream:
-        await asking  # the stream is open, and nothing has come
+        await asking  # the stream is open without an event
     await told_all(stage)
     assert SeqPrefilled(work.request) not in stage.seen
     await stage.a.send(work, Chunk(work.request, 0, ids("One"), cached=[0]))
@@ -324,7 +324,7 @@ async def test_a_stop_string_across_frames_is_never_shown(stage: Stage) -> None:
     tokens = ids("words before stop here and after")
     for offset, token in enumerate(tokens):
         await stage.a.send(work, Chunk(work.request, offset, [token]))
-        await asyncio.sleep(0.02)  # a frame of its own for each token
+        await asyncio.sleep(0.02)  # one frame per token
     chunks = await events(response)
     assert text_of(chunks) == "words before "
     assert [c["choices"][0]["finish_reason"] for c in chunks if c != "[DONE]" and c["choices"]][

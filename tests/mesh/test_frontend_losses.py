@@ -149,7 +149,7 @@ async def test_a_frozen_worker_is_offered_no_work_until_it_replies(
         assert (await asking)[0] == 200
         return offered
 
-    await eventually(is_offered, what="the worker is offered work again")
+    await eventually(is_offered, what="the worker gets work again")
 
 
 async def test_late_tokens_of_a_lost_worker_are_dropped(

@@ -1,4 +1,4 @@
-"""Workers that seem to be lost while the frontend's own connection was broken are not taken so."""
+"""Workers whose replies were lost with the frontend's own connection are not given up."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ class Stage:
         return asyncio.create_task(self.client.post(CHAT, BODY))
 
     async def answered(self, asking: asyncio.Task[tuple[int, object]], by: ScriptedWorker) -> int:
-        """The status, once this worker has had the request and ended it."""
+        """The response's status, once this worker has received and ended the request."""
         work = await by.work()
         await by.send(work, Chunk(work.request, work.generated, [300], finish="stop"))
         return (await asking)[0]
@@ -71,7 +71,7 @@ async def stage(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Stage]
     proxy.stop()
 
 
-async def test_a_worker_that_comes_back_later_than_the_frontend_is_offered_the_request_again(
+async def test_a_request_is_dispatched_again_to_a_worker_that_reconnects_later(
     stage: Stage,
 ) -> None:
     worker = stage.workers[0]
@@ -82,18 +82,18 @@ async def test_a_worker_that_comes_back_later_than_the_frontend_is_offered_the_r
     await worker.deafen()
     stage.router.parks = False
     stage.proxy.cut()
-    await eventually(lambda: passed_over(stage.router, worker), what="it was not there")
+    await eventually(lambda: passed_over(stage.router, worker), what="it did not reply")
     await worker.listen()
     assert await stage.answered(asking, worker) == 200
     assert "is gone" not in stage.mesh.logs()
 
 
 def passed_over(router: ScriptedRouter, worker: ScriptedWorker) -> bool:
-    """Whether it was offered a request and did not take it."""
+    """True if the worker was offered a request and did not reply."""
     return worker.instance in router.asked[-1].placement.exclude
 
 
-async def test_an_answer_that_broke_with_the_connection_is_held_against_no_request(
+async def test_no_request_is_suspected_for_an_answer_lost_with_the_connection(
     stage: Stage,
 ) -> None:
     first, second, third = stage.workers

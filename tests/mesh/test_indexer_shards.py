@@ -46,7 +46,7 @@ async def test_shards_together_equal_one_index(
         await replicas.start(Settings(shards=3, shard=number, shard_by=by)) for number in range(3)
     ]
     query = OverlapQuery([prompt(blocks) for blocks in PROMPTS] + [b""])
-    for _ in range(10):  # whoever the server picks
+    for _ in range(10):  # any replica that the server picks
         reply = await bus.request(bus.subjects.index(MODEL), query, OVERLAP_REPLY, PATIENCE_S)
         assert [depths(reply, i) for i in range(len(PROMPTS))] == [{"w-1": 3}] * len(PROMPTS)
         assert reply.rows[-1] == b""

@@ -71,7 +71,7 @@ async def start(bus: Bus, limits: StreamLimits) -> AsyncIterator[Start]:
 
 
 async def expected(start: Start, prompts: dict[str, list[int]], tokens: int) -> dict[str, Answer]:
-    """What each is answered by an engine that has nothing but itself."""
+    """The outputs of an engine without any kvbm."""
     alone = await start("alone", attach=False)
     await alone.run(*(make_work(name, p, tokens) for name, p in prompts.items()))
     return {name: alone.answer(name) for name in prompts}
@@ -101,7 +101,7 @@ async def test_every_tier_in_turn(nodes: Nodes, start: Start, tmp_path: Path) ->
 
 @pytest.fixture
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """How nodes share blocks: by a folder, Redis, or out of memory that the index knows of."""
+    """Settings by which nodes share blocks: a folder, Redis, or memory found through the index."""
     if request.param == "folder":
         yield {"remote_url": f"file://{tmp_path / 'shared'}", "remote_frequency": "1"}
     elif request.param == "memory":
@@ -114,13 +114,15 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[st
 
 
 def agree(one: Host, other: Host, name: str) -> None:
-    """Fails the test at once, also where an assertion would only mean that it is not yet so."""
+    """Fail the test at once, even inside `eventually`, which retries failed assertions."""
     if one.answer(name) != other.answer(name):
         pytest.fail(f"{name} was answered in two ways")
 
 
 @pytest.mark.parametrize("settings", ["folder", "redis", "memory"], indirect=True)
-async def test_what_another_node_has(nodes: Nodes, start: Start, settings: dict[str, str]) -> None:
+async def test_blocks_that_another_node_holds(
+    nodes: Nodes, start: Start, settings: dict[str, str]
+) -> None:
     nodes.mesh.start("indexer", "indexer-0")
     nodes.start("here", **settings)
     nodes.start("there", **settings)
@@ -128,7 +130,7 @@ async def test_what_another_node_has(nodes: Nodes, start: Start, settings: dict[
     attempts = count()
 
     async def ask_another() -> bool:
-        """A prompt that is new to both; how soon its blocks are to be had elsewhere varies."""
+        """Send a prompt new to both; its blocks become available elsewhere after a varying time."""
         attempt = next(attempts)
         name, tokens = f"r{attempt}", prompt(200, attempt)
         await one.run(make_work(name, tokens))
@@ -143,7 +145,7 @@ async def test_what_another_node_has(nodes: Nodes, start: Start, settings: dict[
     await two.check_books()
 
 
-async def test_what_another_node_computes(nodes: Nodes, start: Start) -> None:
+async def test_blocks_that_another_node_computes(nodes: Nodes, start: Start) -> None:
     nodes.mesh.start("indexer", "indexer-0")
     nodes.mesh.env["KVMESH_TRANSFER_VIA"] = "tcp"
     for node in ("here", "there"):
@@ -152,7 +154,7 @@ async def test_what_another_node_computes(nodes: Nodes, start: Start) -> None:
     attempts = count()
 
     async def ask_both() -> bool:
-        """The same of both, almost at once; who is first does not matter."""
+        """Send the same prompt to both at almost the same time, in any order."""
         attempt = next(attempts)
         name, tokens = f"r{attempt}", prompt(3000, attempt)
         asking = asyncio.create_task(one.run(make_work(name, tokens)))
@@ -168,7 +170,7 @@ async def test_what_another_node_computes(nodes: Nodes, start: Start) -> None:
         await host.check_books()
 
 
-async def test_the_kvbm_dies_again_and_again(nodes: Nodes, start: Start) -> None:
+async def test_the_kvbm_is_killed_repeatedly(nodes: Nodes, start: Start) -> None:
     rng = Random(7)
     shared = prompt(120)
     prompts = {f"r{i}": [*shared[: 16 * (i % 8)], *prompt(40 + 3 * i, i)] for i in range(12)}
@@ -203,7 +205,7 @@ async def test_the_kvbm_dies_again_and_again(nodes: Nodes, start: Start) -> None
         await host.attached()
 
 
-async def test_the_kvbm_freezes_in_the_middle_of_work_and_thaws(nodes: Nodes, start: Start) -> None:
+async def test_the_kvbm_freezes_during_work_and_thaws(nodes: Nodes, start: Start) -> None:
     shared = prompt(120)
     prompts = {f"r{i}": [*shared[: 16 * (i % 8)], *prompt(40 + 3 * i, i)] for i in range(6)}
     answers = await expected(start, prompts, 10)
@@ -232,7 +234,7 @@ async def test_the_kvbm_freezes_in_the_middle_of_work_and_thaws(nodes: Nodes, st
         await eventually(partial(further, turns.copy(), loaded), what="blocks are loaded")
         process.send_signal(signal.SIGSTOP)
         try:
-            await eventually(partial(further, turns.copy(), -1), what="they go on without it")
+            await eventually(partial(further, turns.copy(), -1), what="they continue without it")
         finally:
             process.send_signal(signal.SIGCONT)
     over.set()

@@ -120,7 +120,7 @@ class Nodes:
             lambda: self.metric(node, sample) == blocks, what=f"{blocks} blocks shared"
         )
         done = 'moving_blocks{source="1",target="3"}'
-        await eventually(lambda: self.metric(node, done) == 0, what="nothing under way")
+        await eventually(lambda: self.metric(node, done) == 0, what="no transfer in progress")
 
 
 @pytest_asyncio.fixture

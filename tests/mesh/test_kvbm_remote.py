@@ -226,7 +226,7 @@ async def test_a_frozen_folder_blocks_only_its_threads(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, LEASE_S, 0.2, CAPACITY)
     pipe = tmp_path / block(1).digest.hex()[:2] / block(1).digest.hex()
     pipe.parent.mkdir()
-    os.mkfifo(pipe)  # opening it waits for somebody who writes
+    os.mkfifo(pipe)  # opening it waits for a writer
     refused = buffers(THREADS + 4)
     for buffer in refused:
         with pytest.raises(RemoteError, match="timed out"):
@@ -234,7 +234,7 @@ async def test_a_frozen_folder_blocks_only_its_threads(tmp_path: Path) -> None:
     kept = [weakref.ref(buffer) for buffer in refused]
     del refused, buffer
     gc.collect()
-    assert sum(ref() is not None for ref in kept) <= THREADS + 1  # that of the last error, too
+    assert sum(ref() is not None for ref in kept) <= THREADS + 1  # one more for the last error
 
     async def answers() -> bool:
         os.close(os.open(pipe, os.O_RDWR))

@@ -163,7 +163,7 @@ async def test_the_bus_shows_a_request(mesh: Mesh, client: AsyncOpenAI) -> None:
     await bus.close()
 
 
-async def test_a_prompt_is_prefetched_before_anybody_asks(mesh: Mesh) -> None:
+async def test_a_prompt_is_prefetched_before_its_request(mesh: Mesh) -> None:
     bus = await Bus.connect(mesh.options, "test")
     prompts: list[tuple[str, int]] = []
 
@@ -251,7 +251,7 @@ async def test_nothing_is_left_over(mesh: Mesh, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["frontend", "router", "indexer", "kvbm", "worker"])
-async def test_a_taken_metrics_port_is_told_in_a_line(
+async def test_a_taken_metrics_port_is_reported_in_one_line(
     nats_server: NatsServer, tmp_path: Path, role: str
 ) -> None:
     other = Mesh(nats_server.url, tmp_path)

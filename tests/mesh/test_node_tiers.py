@@ -67,7 +67,7 @@ async def test_gaps_are_healed_by_a_dump_and_snapshots_survive(
 ) -> None:
     first = await replicas.start(Settings(snapshot_threshold=10))
     kvbm = holders["ka"]
-    await eventually(lambda: kvbm.dumps, what="the dump that an idle holder is asked for")
+    await eventually(lambda: kvbm.dumps, what="the dump requested of an idle holder")
     asked = kvbm.dumps
     kvbm.send = swallow
     await kvbm.store(7)

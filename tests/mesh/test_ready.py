@@ -54,7 +54,7 @@ def router(mesh: Mesh, path: str) -> str:
 
 
 async def ask(mesh: Mesh, client: aiohttp.ClientSession, number: int) -> int:
-    """The cached tokens of a prompt; every second answer is streamed."""
+    """The cached tokens of a prompt; every second response is streamed."""
     body: dict[str, Any] = {
         "model": "kvmesh-demo",
         "messages": [{"role": "user", "content": f"{number} is what I count. " * 60}],
@@ -76,7 +76,7 @@ async def ask_all(mesh: Mesh) -> list[int]:
 
 
 async def start(mesh: Mesh, *roles: str) -> None:
-    """Start one of each, each once the one before serves."""
+    """Start one process of each role, in turn, each after the last one serves."""
     for role in roles:
         mesh.start(role, f"{role}-0")
         await serves(mesh, role)
@@ -120,7 +120,9 @@ async def test_at_the_first_200_requests_are_served_with_the_index(
     assert 'kvmesh_router_decisions_total{model="kvmesh-demo",policy="kv"} 8.0' in told
 
 
-async def test_without_an_indexer_requests_are_served_and_its_absence_is_named(mesh: Mesh) -> None:
+async def test_without_an_indexer_requests_are_served_and_its_absence_is_reported(
+    mesh: Mesh,
+) -> None:
     await start(mesh, "frontend", "worker")
     mesh.start("router", "router-0")
     await first_200(mesh)
@@ -129,12 +131,12 @@ async def test_without_an_indexer_requests_are_served_and_its_absence_is_named(m
     await eventually(lambda: words in router(mesh, "/health"))
     assert 'kvmesh_warnings{kind="no_index"} 1.0' in router(mesh, "/metrics")
     await start(mesh, "indexer")
-    # though nobody asks for anything
+    # even without requests
     await eventually(lambda: words not in router(mesh, "/health"))
 
 
 @pytest.mark.parametrize("role", ["router", "frontend", "indexer"])
-async def test_a_process_that_is_there_again_knows_what_is_cached(mesh: Mesh, role: str) -> None:
+async def test_a_restarted_process_knows_the_cached_prefixes(mesh: Mesh, role: str) -> None:
     await start(mesh, "indexer", "router", "worker")
     mesh.start("worker", "worker-1")
     mesh.start("frontend", "frontend-0")
@@ -144,7 +146,7 @@ async def test_a_process_that_is_there_again_knows_what_is_cached(mesh: Mesh, ro
     async def cached() -> bool:
         return min(await ask_all(mesh)) > 0
 
-    await eventually(cached, what="the prompts are cached, and known to be")
+    await eventually(cached, what="the index knows the cached prompts")
     mesh.kill(f"{role}-0", signal.SIGTERM)
     if role != "indexer":
         await eventually(lambda: health(mesh) != 200)
@@ -152,7 +154,7 @@ async def test_a_process_that_is_there_again_knows_what_is_cached(mesh: Mesh, ro
     if role == "indexer":
         await serves(mesh, role)
     await first_200(mesh)
-    async with client_session() as client:  # one by one: where there is load, others may get them
+    async with client_session() as client:  # one by one: under load, other workers may get them
         assert min([await ask(mesh, client, number) for number in PROMPTS]) > 0
     if role == "router":
         assert 'index_failures_total{model="kvmesh-demo"} 0.0' in router(mesh, "/metrics")

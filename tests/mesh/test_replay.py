@@ -1,4 +1,4 @@
-"""`kvmesh replay` against a whole mesh: every request succeeds, lengths and sharing are kept."""
+"""`kvmesh replay` against a whole mesh: all requests succeed, lengths and sharing are retained."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ async def test_turns_of_a_session_find_their_prefix_cached(mesh: Mesh, tmp_path:
     assert figures["cached_tokens"] >= 0.5 * repeated
 
 
-async def test_a_capture_is_what_was_sent(mesh: Mesh, tmp_path: Path) -> None:
+async def test_a_capture_equals_the_sent_requests(mesh: Mesh, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {
             "input_length": 300 + 16 * turn,
@@ -101,7 +101,7 @@ async def test_a_capture_is_what_was_sent(mesh: Mesh, tmp_path: Path) -> None:
     out = tmp_path / "capture.json"
 
     async def captured() -> tuple[Workload, list[Round]]:
-        """What is on record of these sessions, once that is all."""
+        """The records of these sessions, once complete."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvmesh.cli.main", "workload", "capture", "-o", str(out)),
             *("--nats", mesh.nats_url, "--nats-namespace", mesh.namespace, "--since", "10m"),

@@ -37,7 +37,7 @@ from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 
 DECISIONS: "msgspec.msgpack.Decoder[Decision]" = msgspec.msgpack.Decoder(Decision)
 QUEUE = {"queue_threshold": 0.5, "predicted_ttl_s": 0.0}
-DEADLINE_S = 10 * PATIENCE_S  # whatever is taken off the books is so before its time is over
+DEADLINE_S = 10 * PATIENCE_S  # entries leave the ledger before their time is over
 Answers = list[asyncio.Task[Routed | Refused]]
 
 
@@ -68,7 +68,7 @@ class Stage:
     async def fill(self) -> None:
         """Fill the worker with a request that every router counts."""
         assert isinstance(await self.ask("first"), Routed)
-        # a router answers before it tells the others
+        # a router replies before it informs the others
         await eventually(lambda: all(self.active(router) == 1 for router in self.routers))
 
     async def wait_in_line(self, count: int) -> Answers:

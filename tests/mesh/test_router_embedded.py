@@ -35,7 +35,7 @@ async def mesh(
 
 
 async def both(router: EmbeddedRouter) -> bool:
-    """Whether both workers are there."""
+    """True if both workers are known."""
     return len(await router.potential_loads(PROMPT)) == 2
 
 

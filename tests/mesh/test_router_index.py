@@ -72,12 +72,12 @@ async def two(bus: Bus, options: BusOptions, limits: StreamLimits) -> AsyncItera
 
 
 async def _overlap(bus: Bus) -> int:
-    """How many blocks of a prompt are found where it goes."""
+    """Number of blocks of a prompt that the chosen rank holds."""
     routed = await placed(bus, request("q", sequence(*range(10))))
     return sum(routed.overlap)
 
 
-async def test_a_silent_indexer_costs_no_overlaps_and_is_left_out(
+async def test_a_silent_indexer_costs_no_overlaps_and_is_excluded(
     bus: Bus, two: list[Indexer]
 ) -> None:
     two[0].silent = True

@@ -36,7 +36,7 @@ REQUESTS = 440
 
 @dataclass
 class Run:
-    """What came of one run: seconds to each first token, and of everything."""
+    """Results of one run: seconds to each first token, and of the whole run."""
 
     ttft: dict[int, float]
     total_s: float
@@ -62,7 +62,7 @@ async def mesh(
 
 
 async def serve(bus: Bus, name: str, hints: Hints, first_token: int) -> float:
-    """Run one prompt that nobody has seen; returns the time to its first token."""
+    """Run a prompt without a cached prefix; returns the time to its first token."""
     prompt = [first_token, *range(100, 99 + TOKENS)]
     sequence = block_hashes(pack(prompt), 16)[1]
     message = RouteRequest(
@@ -102,7 +102,7 @@ async def run(bus: Bus, place: int, tagged: set[int]) -> Run:
 
 
 async def ready(bus: Bus, mesh: Mesh) -> None:
-    """Both workers are placed on, and have started to compute."""
+    """Wait until the router places on both workers and both have started to compute."""
     names = (f"warm{number}" for number in range(100))
     seen: set[str] = set()
     for name in names:
@@ -125,7 +125,7 @@ async def test_priority_cuts_the_wait_and_costs_no_throughput(mesh: Mesh) -> Non
     try:
         await ready(bus, mesh)
         tagged = set(range(2, REQUESTS, 5))
-        for place in (1, 3, 5):  # again where the machine was busy with something else
+        for place in (1, 3, 5):  # repeated if the machine was busy
             plain = await run(bus, place, set())
             mixed = await run(bus, place + 1, tagged)
             if mixed.total_s <= 1.03 * plain.total_s:
@@ -137,6 +137,6 @@ async def test_priority_cuts_the_wait_and_costs_no_throughput(mesh: Mesh) -> Non
     others = median(ttft for number, ttft in mixed.ttft.items() if number not in tagged)
     assert after <= 0.37 * before, (before, after, others)
     assert after <= 0.37 * others, (before, after, others)
-    # A machine that is too slow for the engines' own pace cannot tell.
+    # A machine too slow for the engines' own pace gives no result.
     slow = plain.total_s > 1.15 * REQUESTS / CAPACITY
     assert mixed.total_s <= 1.03 * plain.total_s or slow, (plain.total_s, mixed.total_s)

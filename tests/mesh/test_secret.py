@@ -1,4 +1,4 @@
-"""Secrets that many processes make at once, whatever state JetStream is in."""
+"""Secrets that many processes create at once, in any state of JetStream."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -37,14 +37,14 @@ def of_block_managers(bus: Bus) -> "asyncio.Task[bytes]":
     return asyncio.create_task(shared_secret(bus, bucket, name, SIZE))
 
 
-async def test_all_who_make_it_at_once_have_the_same(buses: list[Bus]) -> None:
+async def test_concurrent_creators_get_the_same_secret(buses: list[Bus]) -> None:
     mine = set(await asyncio.gather(*map(of_block_managers, buses)))
     tenants = set(await asyncio.gather(*(tenant_secret(bus, None) for bus in buses)))
     assert len(mine) == len(tenants) == 1
     assert mine != tenants
 
 
-async def test_it_is_tried_on_until_the_bucket_is_there(
+async def test_creation_is_retried_until_the_bucket_exists(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = asyncio.create_task(shared_secret(bus, "later", "name", SIZE))
@@ -55,7 +55,7 @@ async def test_it_is_tried_on_until_the_bucket_is_there(
     await bus.js.context.delete_key_value("later")
 
 
-async def test_it_is_there_once_a_server_that_does_not_answer_is_back(
+async def test_creation_succeeds_once_a_silent_server_is_back(
     buses: list[Bus], nats_server: NatsServer
 ) -> None:
     nats_server.kill()
@@ -65,7 +65,7 @@ async def test_it_is_there_once_a_server_that_does_not_answer_is_back(
     assert len(set(await asyncio.gather(*making))) == 1
 
 
-async def test_who_waits_too_long_hears_why(bus: Bus) -> None:
+async def test_a_timeout_reports_its_cause(bus: Bus) -> None:
     with pytest.raises(SecretUnusable, match=r"not within 0\.3 s: .*Bucket") as error:
         await shared_secret(bus, "missing", "name", SIZE, patience_s=0.3)
     assert not error.value.configured
@@ -73,7 +73,7 @@ async def test_who_waits_too_long_hears_why(bus: Bus) -> None:
 
 
 @pytest.mark.soak
-async def test_a_cluster_that_has_just_started_makes_one(tmp_path: Path) -> None:
+async def test_a_cluster_that_has_just_started_creates_one(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     async with AsyncExitStack() as stack:
         stack.callback(cluster.stop)

@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]:
 async def mesh(
     server: SecuredServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Mesh]:
-    """Every service as its own user; the one that makes the streams comes last."""
+    """Every service as its own user; the frontend, which creates the streams, starts last."""
     folder = tmp_path_factory.mktemp("mesh")
     mesh = Mesh(server.url, folder, {"KVMESH_MOCK_SPEEDUP": "20"}, namespace="kvmesh")
     node = {"KVMESH_KVBM_DIRECTORY": str(folder / "node"), "KVMESH_KVBM_PEERS": "true"}
@@ -72,7 +72,7 @@ async def mesh(
 
 
 async def told(mesh: Mesh, prompt: str, tokens: int) -> tuple[int, int]:
-    """Completion and cached tokens of one streamed answer."""
+    """Completion tokens and cached tokens of one streamed response."""
     async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client:
         chunks = await client.chat.completions.create(
             model="kvmesh-demo",
@@ -117,7 +117,7 @@ async def test_the_whole_mesh_serves_without_a_refusal(mesh: Mesh, server: Secur
             assert (server.folder / user / name).read_text().strip() not in mesh.logs()
 
 
-async def test_people_look_and_steer_as_far_as_their_user_may(
+async def test_commands_work_within_the_permissions_of_their_user(
     mesh: Mesh, server: SecuredServer
 ) -> None:
 
@@ -144,7 +144,9 @@ async def test_people_look_and_steer_as_far_as_their_user_may(
     assert "as an operator" in refused.stderr
 
 
-async def test_a_missing_stream_is_made_by_those_who_may(server: SecuredServer, mesh: Mesh) -> None:
+async def test_only_permitted_users_create_missing_streams(
+    server: SecuredServer, mesh: Mesh
+) -> None:
     async with server.connected("operator") as operator, server.connected("indexer") as indexer:
         bucket = f"OBJ_{SUBJECTS.model_bucket}"
         await operator.js.context.delete_stream(bucket)
@@ -156,7 +158,7 @@ async def test_a_missing_stream_is_made_by_those_who_may(server: SecuredServer, 
         assert (await operator.js.stream_info(bucket)).config.name == bucket
 
 
-# What each user may do, by subject. `>` and `*` in a listener's column are what it asks for.
+# Permissions of each user, by subject. A listener subscribes with the given `>` and `*`.
 
 W0, W1, KV = "worker.worker-0", "worker.worker-1", "kvbm.kv-0"
 EVERYBODY = {"frontend", "router", "indexer", W0, W1, KV, "planner", "operator", "observer"}
@@ -248,8 +250,8 @@ READS: dict[str, set[str]] = {
 
 
 async def refused(bus: Bus) -> bool:
-    """Whether the server has refused what was just sent."""
-    for _ in range(2):  # the first may overtake what was sent, the second not
+    """True if the server has refused the last message."""
+    for _ in range(2):  # the first may overtake the message, the second not
         await bus.client.flush()
     error, bus.client._err = bus.client.last_error, None
     assert error is None or "ermissions violation" in str(error).lower(), error
@@ -257,7 +259,7 @@ async def refused(bus: Bus) -> bool:
 
 
 @pytest.mark.parametrize("user", sorted(EVERYBODY))
-async def test_a_user_sends_hears_and_reads_what_the_table_says(
+async def test_a_user_has_exactly_the_permissions_of_the_table(
     server: SecuredServer, user: str
 ) -> None:
     found: dict[str, set[str]] = {"sends": set(), "hears": set(), "reads": set()}
@@ -279,7 +281,7 @@ async def test_a_user_sends_hears_and_reads_what_the_table_says(
 
 
 async def reads(bus: Bus, stream: str) -> bool:
-    """Whether a user gets at messages of a stream in any of the ways that there are."""
+    """True if a user can read messages of a stream in any way that NATS offers."""
     outcomes = set()
     config = ConsumerConfig(deliver_subject=bus.client.new_inbox(), inactive_threshold=1.0)
     for attempt in (
@@ -292,14 +294,14 @@ async def reads(bus: Bus, stream: str) -> bool:
             outcomes.add(True)
         except NotPermitted:
             outcomes.add(False)
-        except BusError:  # the server answered: there is no such message, or stream
+        except BusError:  # the server replied: no such message or stream
             outcomes.add(True)
     assert len(outcomes) == 1, outcomes
     return outcomes.pop()
 
 
 @pytest.mark.parametrize("user", sorted(EVERYBODY - {"operator"}))
-async def test_nobody_but_an_operator_changes_streams_or_tells_the_server_anything(
+async def test_only_an_operator_changes_streams_or_the_server(
     server: SecuredServer, user: str
 ) -> None:
     calls = [
@@ -320,7 +322,7 @@ FORGED = msgspec.json.encode(Key(name="forged", sha256="0" * 64, scopes=["admin"
 
 
 @pytest.mark.parametrize("bucket", [SUBJECTS.keys_bucket, SUBJECTS.secrets_bucket])
-async def test_a_worker_gets_no_bytes_of_its_own_into_a_bucket_of_others(
+async def test_a_worker_cannot_put_its_bytes_into_a_bucket_of_others(
     server: SecuredServer, mesh: Mesh, bucket: str
 ) -> None:
     async with (
@@ -333,19 +335,19 @@ async def test_a_worker_gets_no_bytes_of_its_own_into_a_bucket_of_others(
         entry = f"$KV.{bucket}.{SUBJECTS.tenants_key}"
         await forge(worker, entry)
         found = await read_bucket(operator, bucket)
-        for value in found.values():  # an answer about them may be there, which is no key
+        for value in found.values():  # a reply about them may be there, which is not a key
             with pytest.raises(msgspec.DecodeError):
                 msgspec.json.decode(value, type=Key)
         assert await tenant_secret(frontend, None) == secret
 
 
 async def forge(worker: Bus, entry: str) -> None:
-    """Have the server put bytes there, or an answer about them, in each way that a worker has."""
+    """Have the server put bytes or a reply about them there, in each way open to a worker."""
     own = SUBJECTS.ping("worker-0-1f")
     heard = await worker.client.subscribe(own)
     await worker.client.publish(own, b"", reply=entry)
     asked = await heard.next_msg(timeout=5)
-    await worker.client.publish(asked.reply, FORGED)  # the answer to its own question
+    await worker.client.publish(asked.reply, FORGED)  # the reply to its own request
     assert await refused(worker)
     await heard.unsubscribe()
     piece, stream = f"$O.{SUBJECTS.model_bucket}.C.forged", f"OBJ_{SUBJECTS.model_bucket}"
@@ -365,7 +367,7 @@ async def forge(worker: Bus, entry: str) -> None:
     assert not await refused(worker)
 
 
-async def test_a_process_takes_nothing_that_a_user_has_a_stream_deliver_to_it(
+async def test_a_process_drops_messages_that_a_user_has_a_stream_deliver(
     server: SecuredServer, mesh: Mesh
 ) -> None:
     stream, piece = f"OBJ_{SUBJECTS.model_bucket}", f"$O.{SUBJECTS.model_bucket}.C.stray"
@@ -404,7 +406,7 @@ async def test_a_process_takes_nothing_that_a_user_has_a_stream_deliver_to_it(
 
 
 @pytest.mark.parametrize("user", sorted(EVERYBODY - {"operator"}))
-async def test_nobody_but_an_operator_reads_directly(server: SecuredServer, user: str) -> None:
+async def test_only_an_operator_reads_directly(server: SecuredServer, user: str) -> None:
     async with server.connected(user) as bus:
         for stream in READS:
             with pytest.raises(NotPermitted):
@@ -428,7 +430,7 @@ async def test_responses_are_read_from_a_bucket_that_allows_direct_reads(
         assert (await store.get("resp_a", "")).id == "resp_a"
 
 
-async def test_an_answer_reaches_who_asked_and_only_that(mesh: Mesh, server: SecuredServer) -> None:
+async def test_a_reply_reaches_only_its_requester(mesh: Mesh, server: SecuredServer) -> None:
     async with (
         server.connected("frontend") as frontend,
         server.connected("indexer") as indexer,
@@ -450,10 +452,10 @@ async def test_an_answer_reaches_who_asked_and_only_that(mesh: Mesh, server: Sec
             await worker.request(SUBJECTS.ctl(instance), Resend("x", 0), CONTROL_REPLY, 5)
 
 
-# Who gets in at all
+# Connections
 
 
-async def test_the_server_takes_nobody_without_a_certificate_and_a_key(
+async def test_the_server_requires_a_certificate_and_a_key(
     server: SecuredServer,
 ) -> None:
     whole = server.options("router")
@@ -471,7 +473,7 @@ async def test_the_server_takes_nobody_without_a_certificate_and_a_key(
 async def test_a_server_that_falls_silent_after_the_handshake_leaves_no_connection_open(
     server: SecuredServer,
 ) -> None:
-    """An open connection that is garbage would fail this test."""
+    """An open connection that becomes garbage would fail this test."""
     own = server.folder / "nats"
     certificate = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     certificate.load_cert_chain(own / "cert.pem", own / "key.pem")
@@ -492,7 +494,7 @@ async def test_a_server_that_falls_silent_after_the_handshake_leaves_no_connecti
     assert shaken
 
 
-async def test_a_server_of_another_authority_or_without_tls_is_not_spoken_to(
+async def test_a_server_of_another_authority_or_without_tls_is_refused(
     server: SecuredServer, nats_server: NatsServer, tmp_path: Path
 ) -> None:
     plain = replace(server.options("router"), url=nats_server.url)

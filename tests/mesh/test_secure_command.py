@@ -1,4 +1,4 @@
-"""`kvmesh secure`: what it writes, keeps and refuses to replace."""
+"""`kvmesh secure`: the files that it writes, keeps and refuses to replace."""
 
 import stat
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from support.secured import secure
 
 
-def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     assert secure(folder).returncode == 0
     for path in (folder, *folder.rglob("*")):
@@ -19,7 +19,7 @@ def seeds(folder: Path) -> dict[str, str]:
     return {path.parent.name: path.read_text() for path in folder.rglob("nkey.seed")}
 
 
-def test_running_it_again_adds_users_and_replaces_no_key(tmp_path: Path) -> None:
+def test_a_second_run_adds_users_and_replaces_no_key(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "here"
     assert secure(folder).returncode == 0
     before = seeds(folder)
@@ -39,7 +39,7 @@ def test_running_it_again_adds_users_and_replaces_no_key(tmp_path: Path) -> None
     assert set(seeds(folder).values()).isdisjoint(after.values())
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     for force in ((), ("--force",)):
         done = secure(tmp_path, *force)
@@ -48,7 +48,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_without_the_authoritys_key_nothing_is_signed(tmp_path: Path) -> None:
+def test_signing_requires_the_authoritys_key(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     assert secure(folder).returncode == 0
     (folder / "authority" / "ca.key").rename(tmp_path / "ca.key")
@@ -58,12 +58,12 @@ def test_without_the_authoritys_key_nothing_is_signed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", ["a b", "../x", "w>", ","])
-def test_a_name_that_is_no_name_is_a_usage_error(tmp_path: Path, names: str) -> None:
+def test_an_invalid_name_is_a_usage_error(tmp_path: Path, names: str) -> None:
     assert secure(tmp_path / "made", "--workers", names).returncode == 2
     assert not (tmp_path / "made").exists()
 
 
-def test_a_deleted_user_is_unknown_to_the_server_from_then_on(tmp_path: Path) -> None:
+def test_a_deleted_user_cannot_connect(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     assert secure(folder, "--workers", "a,b").returncode == 0
     (folder / "worker.b" / "nkey.seed").unlink()

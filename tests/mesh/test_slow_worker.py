@@ -1,4 +1,4 @@
-"""A worker that takes ten times as long as the others is seen, named and given less."""
+"""A worker ten times slower than the others is detected, reported and given less work."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def get(port: int, path: str) -> str:
 
 
 async def ask(mesh: Mesh, client: aiohttp.ClientSession, number: int) -> str:
-    """The worker that answered a prompt like no other; every second answer is streamed."""
+    """The worker that served a unique prompt; every second response is streamed."""
     body = {
         "model": "kvmesh-demo",
         "messages": [{"role": "user", "content": f"{number} is what I count. " * 60}],
@@ -59,7 +59,7 @@ async def status(mesh: Mesh) -> dict[str, Any]:
     return report
 
 
-async def test_a_slow_worker_is_named_and_gets_its_share_by_speed(mesh: Mesh) -> None:
+async def test_a_slow_worker_is_reported_and_gets_a_share_by_its_speed(mesh: Mesh) -> None:
     port = free_port()
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0", KVMESH_ROUTER_METRICS_PORT=str(port))
@@ -69,7 +69,7 @@ async def test_a_slow_worker_is_named_and_gets_its_share_by_speed(mesh: Mesh) ->
         mesh.start("worker", name, **(slow if name == SLOW else {}))
     mesh.start("frontend", "frontend-0")
     await mesh.ready()
-    await eventually(lambda: joined(mesh), what="all workers are there")
+    await eventually(lambda: joined(mesh), what="all workers have joined")
     sent = 0
 
     async with client_session() as client:

@@ -1,4 +1,4 @@
-"""A mesh under clients that come and go, for as long as it is told: no process grows."""
+"""A mesh under short-lived clients for a given time: no process grows."""
 
 import asyncio
 import os
@@ -18,10 +18,10 @@ SOAK_S = float(os.environ.get("SOAK_S", "600"))
 CLIENTS = 24
 SAMPLE_S = 2.0
 WARM = 4  # minutes in which caches, pools and streams fill
-JUDGED = 6  # minutes at least: fewer say little of a NATS server
+JUDGED = 6  # minutes at least: fewer are too noisy for a NATS server
 BOUND = 2.0  # MiB a minute
 SEQ_BYTES = 2 << 20
-# Small, so that caches and streams are full when the warm-up ends: they are bounded by these.
+# Small bounds, so that caches and streams are full when the warm-up ends.
 FULL_SOON = {
     "KVMESH_MOCK_BLOCKS": "2048",
     "KVMESH_MOCK_SPEEDUP": "20",
@@ -35,7 +35,7 @@ FULL_SOON = {
 
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
-    """Started as `kvmesh up` starts it, and nobody else's."""
+    """A server of its own, started as `kvmesh up` starts it."""
     server = NatsServer(tmp_path / "nats")
     server.environ = server_environ(StreamSettings(seq_bytes=SEQ_BYTES), os.environ)
     server.start()

@@ -1,4 +1,4 @@
-"""Creation and limits of streams; errors that name an unsuitable setting of the server."""
+"""Streams are created once and changed by a command; too small a server is reported."""
 
 import asyncio
 import re
@@ -24,7 +24,7 @@ SMALL = StreamLimits(kv_bytes=2 << 20, kv_age_s=60.0, route_bytes=1 << 20, seq_b
 
 
 async def kvmesh(*arguments: str) -> tuple[int, str]:
-    """Run a command; its status and all that it printed."""
+    """Run a command; returns its status and output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvmesh.cli.main", *arguments),
         stdout=subprocess.PIPE,
@@ -59,7 +59,7 @@ async def test_streams_are_stored_as_documented(bus: Bus) -> None:
         assert (config.duplicate_window == 1.0) is rebuilt, kind
 
 
-async def test_no_process_changes_streams_by_starting(
+async def test_no_start_of_a_process_changes_streams(
     nats_server: NatsServer, bus: Bus, limits: StreamLimits, tmp_path: Path
 ) -> None:
     await bus.store(bus.subjects.kv("m", "w"), b"x" * 500_000, PATIENCE_S)
@@ -100,7 +100,7 @@ async def test_the_command_changes_limits_and_nothing_else(bus: Bus, limits: Str
     assert await kvmesh("streams", "apply", *flags) == (0, "nothing to change\n")
 
 
-async def test_buckets_of_other_meshes_are_left_alone(
+async def test_buckets_of_other_meshes_are_not_changed(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     other = await Bus.connect(replace(options, namespace=f"{options.namespace}-b"), "other")
@@ -128,7 +128,7 @@ async def test_buckets_are_read_from_their_leader(bus: Bus) -> None:
 
 @pytest.fixture
 def configured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsServer]:
-    """A server of other settings than usual."""
+    """A server with unusual settings."""
     server = NatsServer(tmp_path)
     for name, value in request.param.items():
         setattr(server, name, value)

@@ -1,4 +1,4 @@
-"""Four teammates, one node: what one worker has computed, the others load. Real processes."""
+"""Four workers on one node: each loads the blocks that another has computed. Real processes."""
 
 import asyncio
 import urllib.request
@@ -54,7 +54,7 @@ class Team:
         return sum(float(value) for key, _, value in samples if key.partition("{")[0] == name)
 
     def computed(self) -> float:
-        """Prompt tokens that the teammates have computed."""
+        """Prompt tokens that the workers have computed."""
         return sum(
             self.metric(name, "kvmesh_worker_prompt_tokens_total")
             - self.metric(name, "kvmesh_worker_cached_tokens_total")
@@ -104,7 +104,7 @@ async def team(
 async def ask(
     client: AsyncOpenAI, task: str, worker: str = "", system: str = SHARED
 ) -> tuple[str, int, int]:
-    """An answer, from the worker with this instance id if told; its prompt and cached tokens."""
+    """Request an output, from this instance if given; returns its prompt and cached tokens."""
     answer = await client.chat.completions.create(
         model="tiny",
         messages=[{"role": "system", "content": system}, {"role": "user", "content": task}],
@@ -120,7 +120,7 @@ async def ask(
 
 
 async def instances(mesh: Mesh) -> list[str]:
-    """The instance ids of the teammates, in order."""
+    """The workers' instance ids, in order."""
     bus = await Bus.connect(mesh.options, "test")
     directory = Directory(bus, StreamLimits())
     await directory.open()
@@ -130,7 +130,7 @@ async def instances(mesh: Mesh) -> list[str]:
         return [names[name] for name in TEAM] if names.keys() >= set(TEAM) else []
 
     try:
-        return await eventually(found, what="all teammates are there")
+        return await eventually(found, what="all workers have joined")
     finally:
         await directory.close()
         await bus.close()
@@ -152,7 +152,7 @@ async def test_a_shared_prefix_is_computed_once(team: Team) -> None:
     assert team.onboarded() - onboarded == sum(cached) / 16
 
 
-async def test_no_request_is_lost_or_answered_wrongly_when_they_die(team: Team) -> None:
+async def test_killed_workers_cause_no_lost_or_wrong_answers(team: Team) -> None:
     tasks = [f"Task {i}: {'look again, ' * (3 * i)}done." for i in range(10)]
     async with AsyncOpenAI(base_url=f"{team.mesh.url}/v1", api_key="none", max_retries=0) as api:
         expected = {task: (await ask(api, task))[0] for task in tasks}

@@ -1,4 +1,4 @@
-"""Two tenants on one mesh: neither reads, times, pins out, cancels nor clears what is another's."""
+"""Two tenants on one mesh: neither reads, times, pins out, cancels or clears the other's data."""
 
 import asyncio
 import hashlib
@@ -69,7 +69,7 @@ class Stage:
             return error.code, json.load(error)
 
     def ask(self, key: str, text: str, nvext: Any = None, **headers: str) -> list[int]:
-        """Ask for one token; the cached tokens by tier."""
+        """Request one token; returns the cached tokens by tier."""
         body = {
             "messages": [{"role": "user", "content": text}],
             "max_tokens": 1,
@@ -88,7 +88,7 @@ class Stage:
 
 
 def secret() -> str:
-    """A prompt that nobody else has had."""
+    """A prompt unique to this test."""
     return f"What nobody else may know, number {next(_numbers)}. " * 12
 
 
@@ -121,7 +121,7 @@ async def stage(
 
 
 def locked(nats_server: NatsServer, folder: Path) -> Mesh:
-    """A mesh whose frontends ask for the keys."""
+    """A mesh whose frontends require keys."""
     rows = [
         {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **fields}
         for name, fields in KEYS.items()
@@ -136,17 +136,17 @@ def _toml(row: dict[str, Any]) -> str:
 
 
 async def held_below(stage: Stage, text: str) -> None:
-    """Wait until what the victim asked has left its engine and is found in a tier below."""
+    """Wait until the victim's prompt has left its engine and is in a lower tier."""
 
     def found() -> bool:
         stage.ask("victim", text)
         stage.clear("victim", 0)
         return sum(stage.ask("victim", text)[1:]) > 0
 
-    await eventually(found, what="it is in a tier below")
+    await eventually(found, what="it is in a lower tier")
 
 
-async def test_nobody_s_claims_find_what_a_tenant_has_cached(stage: Stage) -> None:
+async def test_no_claimed_tenant_name_finds_a_tenant_s_blocks(stage: Stage) -> None:
     text = secret()
     stage.ask("victim", text)
     for key, headers in CLAIMS:
@@ -156,7 +156,7 @@ async def test_nobody_s_claims_find_what_a_tenant_has_cached(stage: Stage) -> No
     assert sum(stage.ask("twin", text)) > 0
 
 
-async def test_nor_what_it_has_in_the_tiers_below(stage: Stage) -> None:
+async def test_no_claimed_tenant_name_finds_blocks_in_lower_tiers(stage: Stage) -> None:
     text = secret()
     await held_below(stage, text)
     stage.clear("victim", 0)
@@ -165,7 +165,7 @@ async def test_nor_what_it_has_in_the_tiers_below(stage: Stage) -> None:
     assert sum(stage.ask("twin", text)[1:]) > 0
 
 
-async def test_nobody_clears_what_is_a_tenant_s(stage: Stage) -> None:
+async def test_only_a_tenant_clears_its_blocks(stage: Stage) -> None:
     text = secret()
     await held_below(stage, text)
     for key, headers in CLAIMS:
@@ -177,7 +177,7 @@ async def test_nobody_clears_what_is_a_tenant_s(stage: Stage) -> None:
     assert sum(stage.ask("twin", text)) == 0
 
 
-async def test_a_session_is_its_tenant_s(stage: Stage) -> None:
+async def test_a_session_belongs_to_its_tenant(stage: Stage) -> None:
     text, name = secret(), f"s{next(_numbers)}"
     stage.ask("victim", text, **{"x-kvmesh-session-id": name})
     held = sum(stage.ask("twin", text))
@@ -192,7 +192,7 @@ async def test_a_session_is_its_tenant_s(stage: Stage) -> None:
     assert stage.call("twin", "/v1/prefetch", {"session": name})[0] == 200
 
 
-async def test_a_pin_is_its_tenant_s(stage: Stage) -> None:
+async def test_a_pin_belongs_to_its_tenant(stage: Stage) -> None:
     text, pins = secret(), "/v1/cache/pins"
     stage.ask("victim", text)
     prompt = {"messages": [{"role": "user", "content": text}], "id": "mine", "ttl": "10m"}
@@ -212,7 +212,7 @@ async def test_a_pin_is_its_tenant_s(stage: Stage) -> None:
     assert (gone["deleted"], gone["affected"]) == (True, pin["affected"])
 
 
-async def test_a_stored_response_is_its_tenant_s(stage: Stage) -> None:
+async def test_a_stored_response_belongs_to_its_tenant(stage: Stage) -> None:
     body = {"input": secret(), "store": True, "max_output_tokens": 16}
     status, made = stage.call("victim", RESPONSES, body)
     assert status == 200, made
@@ -230,7 +230,7 @@ async def test_a_stored_response_is_its_tenant_s(stage: Stage) -> None:
     assert stage.call("twin", path, method="GET")[0] == 200
 
 
-async def test_a_prefetch_is_its_tenant_s(stage: Stage) -> None:
+async def test_a_prefetch_belongs_to_its_tenant(stage: Stage) -> None:
     text, later = secret(), time.time() + 600
     prompt = {"messages": [{"role": "user", "content": text}], "at": later}
     status, made = stage.call("victim", "/v1/prefetch", prompt)
@@ -243,7 +243,7 @@ async def test_a_prefetch_is_its_tenant_s(stage: Stage) -> None:
     assert stage.call("twin", path, method="DELETE")[1]["cancelled"]
 
 
-async def test_what_a_caller_calls_itself_is_bounded(stage: Stage) -> None:
+async def test_the_names_that_a_caller_sends_are_bounded(stage: Stage) -> None:
     for name in ("x" * 129, "two words"):
         for path in ("/v1/cache/clear", CHAT, "/v1/messages"):
             body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -256,7 +256,7 @@ async def test_what_a_caller_calls_itself_is_bounded(stage: Stage) -> None:
     assert status == 400
 
 
-async def test_a_restarted_frontend_knows_the_tenants_again(stage: Stage) -> None:
+async def test_a_restarted_frontend_has_the_same_tenant_tags(stage: Stage) -> None:
     text = secret()
     stage.ask("victim", text)
     stage.mesh.kill("frontend-0")
@@ -270,7 +270,7 @@ FLOOD = 24
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def slow(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Stage]:
-    """A mesh that computes one prompt after the other, while the others wait in the router."""
+    """A mesh that computes one prompt at a time while the others wait in the router."""
     mesh = locked(nats_server, tmp_path)
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0", KVMESH_ROUTER_QUEUE_THRESHOLD="0.5")

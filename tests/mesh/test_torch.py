@@ -52,7 +52,7 @@ def chat(up: Up, text: str, **fields: object) -> dict[str, Any]:
     return post(up, "/v1/chat/completions", messages=[{"role": "user", "content": text}], **fields)
 
 
-async def test_every_api_answers_and_a_cached_prompt_is_answered_alike(up: Up) -> None:
+async def test_every_api_answers_and_a_cached_prompt_has_the_same_answer(up: Up) -> None:
     await up.ready()
     first = chat(up, LONG, max_tokens=12, temperature=0)
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -71,7 +71,7 @@ async def test_every_api_answers_and_a_cached_prompt_is_answered_alike(up: Up) -
     assert post(up, "/v1/completions", prompt="Hi", max_tokens=5)["choices"][0]["text"]
 
 
-async def test_a_constraint_that_cannot_be_followed_is_refused_before_a_stream_opens(
+async def test_an_unsupported_constraint_is_refused_before_a_stream_opens(
     up: Up,
 ) -> None:
     await up.ready()
@@ -84,7 +84,7 @@ async def test_a_constraint_that_cannot_be_followed_is_refused_before_a_stream_o
         assert reason in json.load(refused.value)["error"]["message"]
 
 
-async def test_a_random_model_keeps_to_a_schema(up: Up) -> None:
+async def test_a_random_model_follows_a_schema(up: Up) -> None:
     await up.ready()
     schema = {
         "type": "object",
@@ -100,7 +100,7 @@ async def test_a_random_model_keeps_to_a_schema(up: Up) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_constraints_are_tried_though_the_processes_that_try_them_freeze(up: Up) -> None:
+async def test_constraints_are_tried_although_trial_processes_freeze(up: Up) -> None:
     await up.ready()
 
     def follow(word: str) -> str:
@@ -113,7 +113,7 @@ async def test_constraints_are_tried_though_the_processes_that_try_them_freeze(u
     words = (f"word {number}" for number in itertools.count())
 
     async def tried() -> list[int]:
-        """The processes, once each worker has one: it starts with the first constraint there."""
+        """The trial processes, once each worker has one: its first constraint starts it."""
         follow(next(words))
         return [trial_process(worker) for worker in workers]
 
@@ -130,7 +130,7 @@ async def test_constraints_are_tried_though_the_processes_that_try_them_freeze(u
 
 
 def metric(up: Up, name: str, label: str = "") -> float:
-    """The sum of a metric over all its labels, or those with `label`, as the frontend shows it."""
+    """The frontend's metric, summed over all labels or those with `label`."""
     with urllib.request.urlopen(f"{up.url}/metrics", timeout=PATIENCE_S) as answer:
         lines = answer.read().decode().splitlines()
     found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
@@ -138,7 +138,7 @@ def metric(up: Up, name: str, label: str = "") -> float:
 
 
 async def begun(up: Up) -> float:
-    """How many requests the workers have begun, once their news of it has stopped to change."""
+    """Number of requests that the workers have started, once it no longer changes."""
     seen: list[float] = []
 
     def steady() -> bool:
@@ -150,7 +150,7 @@ async def begun(up: Up) -> float:
 
 
 async def rested(up: Up, requests: float) -> None:
-    """Wait until the workers have begun so many requests and none is left."""
+    """Wait until the workers have started this many requests and none is left."""
     await eventually(
         lambda: (
             metric(up, "kvmesh_mesh_worker_requests") >= requests
@@ -173,7 +173,7 @@ async def test_a_prefetched_prompt_is_computed_when_its_request_comes(up: Up) ->
     assert cached == sent["blocks"] * 16
 
 
-async def test_a_hinted_turn_finds_its_beginning_computed(up: Up) -> None:
+async def test_a_hinted_turn_finds_its_prefix_computed(up: Up) -> None:
     await up.ready()
     said = "Word for word, and nothing else than that. " * 4
     schema = {"type": "object", "properties": {"a": {"enum": [said]}}, "required": ["a"]}
@@ -195,8 +195,8 @@ def chat_on(up: Up, messages: list[dict[str, Any]], **fields: object) -> dict[st
     return post(up, "/v1/chat/completions", messages=messages, temperature=0, **fields)
 
 
-async def test_what_one_worker_has_computed_is_credited_to_both(up: Up) -> None:
-    """The engine's blocks to the one, those in its node's memory to the other."""
+async def test_computed_blocks_are_credited_to_both_workers(up: Up) -> None:
+    """The engine's blocks to one worker, those in the node's memory to the other."""
     await up.ready()
     fields: dict[str, object] = {"max_tokens": 2, "nvext": {"extra_fields": ["routing"]}}
 

@@ -1,4 +1,4 @@
-"""The torch engine above a small block manager: same answers wherever the KV came from."""
+"""The torch engine above a small block manager: the same output from every source of KV."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ async def start(bus: Bus, limits: StreamLimits) -> AsyncIterator[Start]:
 
 
 async def cold(start: Start, tokens: list[int], max_tokens: int = 8) -> Answer:
-    """What an engine says that knows nothing of the block manager's contents."""
+    """The output of an engine without the block manager's contents."""
     host = await start("cold", attach=False)
     work = make_work("cold", tokens, max_tokens, salt=99, tenant="nobody")
     await host.run(work)
@@ -61,7 +61,7 @@ async def cold(start: Start, tokens: list[int], max_tokens: int = 8) -> Answer:
     return host.answer("cold")
 
 
-async def test_what_left_the_engine_comes_back_from_below(kvbm: SmallKvbm, start: Start) -> None:
+async def test_evicted_blocks_are_onboarded_from_lower_tiers(kvbm: SmallKvbm, start: Start) -> None:
     tokens = prompt(100)
     host = await start("w-1")
     await host.run(make_work("first", tokens))
@@ -77,7 +77,7 @@ async def test_what_left_the_engine_comes_back_from_below(kvbm: SmallKvbm, start
     await host.check_books()
 
 
-async def test_another_worker_loads_it(kvbm: SmallKvbm, start: Start) -> None:
+async def test_another_worker_loads_the_blocks(kvbm: SmallKvbm, start: Start) -> None:
     tokens = prompt(130)
     one, two = await start("w-1"), await start("w-2")
     await one.run(make_work("one", tokens))
@@ -89,7 +89,7 @@ async def test_another_worker_loads_it(kvbm: SmallKvbm, start: Start) -> None:
     await two.check_books()
 
 
-async def test_other_tenants_and_other_tokens_get_nothing(kvbm: SmallKvbm, start: Start) -> None:
+async def test_other_tenants_and_other_tokens_find_no_blocks(kvbm: SmallKvbm, start: Start) -> None:
     tokens = prompt(64)
     one, two = await start("w-1"), await start("w-2")
     await one.run(make_work("one", tokens, tenant="a"))
@@ -99,7 +99,7 @@ async def test_other_tenants_and_other_tokens_get_nothing(kvbm: SmallKvbm, start
     assert two.answer("two") == one.answer("one")
 
 
-async def test_damaged_blocks_are_computed_anew(kvbm: SmallKvbm, start: Start) -> None:
+async def test_damaged_blocks_are_computed_again(kvbm: SmallKvbm, start: Start) -> None:
     tokens = prompt(100)
     one, two = await start("w-1"), await start("w-2")
     await one.run(make_work("one", tokens))
@@ -116,7 +116,7 @@ async def test_damaged_blocks_are_computed_anew(kvbm: SmallKvbm, start: Start) -
     await two.check_books()
 
 
-async def test_many_at_once_with_little_memory(kvbm: SmallKvbm, start: Start) -> None:
+async def test_many_concurrent_requests_with_little_memory(kvbm: SmallKvbm, start: Start) -> None:
     shared = prompt(60)
     prompts = {f"r{i}": [*shared[: 20 * (i % 4)], *prompt(30 + 7 * i, i)] for i in range(6)}
     alone = await start("alone", attach=False)
@@ -153,7 +153,7 @@ async def test_a_silent_kvbm_delays_but_loses_nothing(
     assert host.answer("c") == host.answer("a")
 
 
-async def test_whoever_is_aborted_while_it_waits_leaves_nothing(
+async def test_an_abort_during_a_wait_leaves_nothing_behind(
     kvbm: SmallKvbm, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
@@ -173,7 +173,7 @@ def wish(tokens: list[int], **fields: object) -> Prefetch:
     return msgspec.structs.replace(base, **fields)
 
 
-async def test_a_prefetch_loads_before_anybody_asks(kvbm: SmallKvbm, start: Start) -> None:
+async def test_a_prefetch_loads_before_the_request(kvbm: SmallKvbm, start: Start) -> None:
     tokens = prompt(100)
     one, two = await start("w-1"), await start("w-2")
     await one.run(make_work("one", tokens))
@@ -187,7 +187,7 @@ async def test_a_prefetch_loads_before_anybody_asks(kvbm: SmallKvbm, start: Star
     await two.check_books()
 
 
-async def test_a_prefetch_computes_as_much_as_it_may(kvbm: SmallKvbm, start: Start) -> None:
+async def test_a_prefetch_computes_up_to_its_limit(kvbm: SmallKvbm, start: Start) -> None:
     tokens = prompt(100)
     one, two = await start("w-1"), await start("w-2")
     await one.run(make_work("one", tokens[:50]))
@@ -201,7 +201,7 @@ async def test_a_prefetch_computes_as_much_as_it_may(kvbm: SmallKvbm, start: Sta
     assert two.answer("two") == await cold(start, tokens)
 
 
-async def test_a_prefetch_in_time_ends_by_command_and_by_request(
+async def test_a_scheduled_prefetch_ends_by_command_and_by_request(
     kvbm: SmallKvbm, start: Start
 ) -> None:
     tokens = prompt(100)

@@ -1,4 +1,4 @@
-"""Moving block bytes between processes: one behaviour, over NIXL and over TCP."""
+"""Transfers of block bytes between processes: the same behaviour over NIXL and over TCP."""
 
 import asyncio
 import importlib.util
@@ -32,7 +32,7 @@ needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="needs the extra: pip insta
 
 
 class Pair(NamedTuple):
-    """An owner with something to read, and a reader with nothing yet."""
+    """An owner with readable memory, and a reader with empty memory."""
 
     owner: Transport
     reader: Transport
@@ -66,7 +66,7 @@ async def pair(via: str) -> AsyncIterator[Pair]:
     await owner.close()
 
 
-async def test_pieces_arrive_at_their_places_and_nowhere_else(pair: Pair, via: str) -> None:
+async def test_pieces_arrive_only_at_their_offsets(pair: Pair, via: str) -> None:
     pieces = [(4096, 0, 100), (5000, 1000, 7), (4196, 100, 50), (SIZE - 9, SIZE - 9, 9)]
     assert await pair.read(pair.grant(), pieces) == via
     expected = bytearray(SIZE)
@@ -75,7 +75,7 @@ async def test_pieces_arrive_at_their_places_and_nowhere_else(pair: Pair, via: s
     assert pair.target.view == expected
 
 
-async def test_only_what_was_granted_can_be_read(pair: Pair) -> None:
+async def test_only_granted_memory_can_be_read(pair: Pair) -> None:
     grant = pair.source.grant([(0, 4096), (8192, 4096), (4096, 1)], 30)
     assert await pair.failure(grant, [(0, 0, 4098)]) == "refused"
     assert await pair.failure(grant, [(8191, 0, 2)]) == "refused"
@@ -85,7 +85,7 @@ async def test_only_what_was_granted_can_be_read(pair: Pair) -> None:
     assert pair.target.view[8192:12288] == pair.source.view[8192:12288]
 
 
-async def test_a_reader_gives_a_grant_back(pair: Pair) -> None:
+async def test_a_reader_returns_a_grant(pair: Pair) -> None:
     ends: list[str] = []
     grant = pair.source.grant([(0, SIZE)], 30, ends.append)
     await pair.reader.read(grant.descriptor, pair.target, WHOLE, 20, final=False)
@@ -106,14 +106,14 @@ async def test_a_revoked_grant_can_not_be_read(pair: Pair) -> None:
     assert not any(pair.target.view)
 
 
-async def test_a_grant_ends_by_itself(pair: Pair) -> None:
+async def test_a_grant_expires(pair: Pair) -> None:
     ends: list[str] = []
     grant = pair.source.grant([(0, SIZE)], 0.05, ends.append)
     await eventually(lambda: ends == ["expired"])
     assert await pair.failure(grant) == "revoked"
 
 
-async def test_what_is_revoked_while_it_is_read_is_not_taken_for_good(pair: Pair) -> None:
+async def test_a_read_fails_if_its_grant_is_revoked_meanwhile(pair: Pair) -> None:
     grant = pair.grant()
     found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
     channel = await Channel.connect(found.host, found.port)
@@ -125,7 +125,7 @@ async def test_what_is_revoked_while_it_is_read_is_not_taken_for_good(pair: Pair
     channel.close()
 
 
-async def test_not_one_byte_leaves_after_a_grant_was_revoked() -> None:
+async def test_no_byte_is_sent_after_a_grant_was_revoked() -> None:
     size = 64 << 20
     owner = await Transport.open(TransferSettings(via="tcp"))
     source = owner.register(bytearray(b"a") * size)
@@ -154,7 +154,7 @@ async def test_many_read_at_once(pair: Pair) -> None:
     assert pair.target.view == pair.source.view
 
 
-async def test_memory_can_be_used_for_something_else_once_its_region_is_closed(pair: Pair) -> None:
+async def test_memory_is_reusable_once_its_region_is_closed(pair: Pair) -> None:
     memory = mmap.mmap(-1, SIZE)
     region = pair.owner.register(memory)
     grant = region.grant([(0, SIZE)], 30)
@@ -184,7 +184,7 @@ async def test_an_owner_that_does_not_answer_is_an_error(
     assert caught.value.peer == f"{host}:{port}"
 
 
-async def test_an_owner_that_is_killed_in_the_middle_is_an_error(via: str) -> None:
+async def test_an_owner_killed_during_a_read_is_an_error(via: str) -> None:
     size = 128 << 20
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, lender.__file__, via, str(size)), stdin=PIPE, stdout=PIPE
@@ -201,7 +201,7 @@ async def test_an_owner_that_is_killed_in_the_middle_is_an_error(via: str) -> No
     await process.wait()
     await asyncio.wait([reading])
     error = reading.exception()
-    if error is None:  # it was faster
+    if error is None:  # the read was faster
         assert target.view[size - 1] == lender.FILLING
     else:
         assert isinstance(error, TransferError)
@@ -211,7 +211,7 @@ async def test_an_owner_that_is_killed_in_the_middle_is_an_error(via: str) -> No
     await reader.close()
 
 
-async def test_more_readers_than_allowed_are_told_so() -> None:
+async def test_readers_beyond_the_limit_are_refused() -> None:
     owner = await Transport.open(TransferSettings(via="tcp", readers=1))
     grant = owner.register(bytearray(SIZE)).grant([(0, SIZE)], 30)
     found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
@@ -227,7 +227,7 @@ async def test_more_readers_than_allowed_are_told_so() -> None:
     await owner.close()
 
 
-async def test_a_server_survives_what_it_does_not_understand() -> None:
+async def test_a_server_survives_malformed_messages() -> None:
     owner = await Transport.open(TransferSettings(via="tcp"))
     grant = owner.register(bytearray(SIZE)).grant([(0, SIZE)], 30)
     found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
@@ -246,7 +246,7 @@ async def test_a_server_survives_what_it_does_not_understand() -> None:
     await owner.close()
 
 
-async def test_strangers_take_no_memory() -> None:
+async def test_unauthenticated_connections_use_no_memory() -> None:
     owner = await Transport.open(TransferSettings(via="tcp", readers=2))
     grant = owner.register(bytearray(SIZE)).grant([(0, SIZE)], 30)
     found = msgspec.msgpack.decode(grant.descriptor, type=Descriptor)
@@ -309,7 +309,7 @@ async def test_both_sides_must_have_nixl() -> None:
 
 
 @needs_nixl
-async def test_nixl_keeps_nothing_of_a_process_that_is_gone() -> None:
+async def test_nixl_retains_nothing_of_an_ended_process() -> None:
     port = free_port()
     reader = await Transport.open(TransferSettings(via="nixl"))
     target = reader.register(bytearray(SIZE))
@@ -333,7 +333,7 @@ async def test_nixl_keeps_nothing_of_a_process_that_is_gone() -> None:
 
 
 @needs_nixl
-async def test_what_nixl_does_not_manage_goes_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tcp_is_the_fallback_for_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:
         raise TransferError("failed", "", "no route")
 
@@ -354,7 +354,7 @@ async def test_what_nixl_does_not_manage_goes_over_tcp(monkeypatch: pytest.Monke
         await transport.close()
 
 
-async def test_what_cannot_be_listened_on_is_said() -> None:
+async def test_an_unusable_listen_address_is_reported() -> None:
     with pytest.raises(TransferError, match="advertise"):
         await Transport.open(TransferSettings(via="tcp", host="0.0.0.0"))
     port = free_port()
@@ -364,7 +364,7 @@ async def test_what_cannot_be_listened_on_is_said() -> None:
     await first.close()
 
 
-def test_a_place_outside_of_the_own_region_is_the_callers_mistake() -> None:
+def test_an_offset_outside_of_the_region_is_the_callers_error() -> None:
     async def misuse() -> None:
         transport = await Transport.open(TransferSettings(via="tcp"))
         region = transport.register(bytearray(SIZE))

@@ -1,4 +1,4 @@
-"""An owner that has fallen silent is waited for once, not by each reader in turn."""
+"""Readers wait once for a silent owner, not each in turn."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ from kvmesh.transfer.channel import Descriptor
 from kvmesh.transfer.transport import MAX_READS
 
 
-async def test_who_waits_for_a_turn_does_not_ask_an_owner_that_does_not_answer() -> None:
+async def test_a_queued_reader_does_not_contact_a_silent_owner() -> None:
     reader = await Transport.open(TransferSettings(via="tcp"))
     target = reader.register(bytearray(1))
     with socket.create_server(("127.0.0.1", 0), backlog=3 * MAX_READS) as deaf:
@@ -30,7 +30,7 @@ async def test_who_waits_for_a_turn_does_not_ask_an_owner_that_does_not_answer()
 
 
 def _connections(server: socket.socket) -> int:
-    """How many came that nobody has accepted."""
+    """Number of connections that the owner has not accepted."""
     server.setblocking(False)
     count = 0
     with suppress(BlockingIOError):

@@ -52,7 +52,7 @@ def make(tmp_path: Path) -> Iterator[Factory]:
         up.close()
 
 
-async def test_it_says_where_it_serves_and_does(shared: Up) -> None:
+async def test_it_prints_its_address_and_serves_there(shared: Up) -> None:
     await shared.ready()
     assert f"OPENAI_BASE_URL={shared.url}/v1" in shared.output
     assert f"ANTHROPIC_BASE_URL={shared.url}" in shared.output
@@ -62,7 +62,7 @@ async def test_it_says_where_it_serves_and_does(shared: Up) -> None:
     assert json.loads(events[0])["object"] == "chat.completion.chunk"
 
 
-async def test_the_line_to_try_works(shared: Up) -> None:
+async def test_the_example_command_works(shared: Up) -> None:
     await shared.ready()
     at = next(n for n, line in enumerate(shared.lines) if "curl -N" in line)
     command = "\n".join(shared.lines[at : at + 2])
@@ -72,7 +72,7 @@ async def test_the_line_to_try_works(shared: Up) -> None:
     assert tried.stdout.rstrip().endswith("data: [DONE]")
 
 
-async def test_without_keys_it_says_how_to_make_one_and_that_works(make: Factory) -> None:
+async def test_without_keys_it_prints_a_working_command_to_create_one(make: Factory) -> None:
     up = make("--workers", "1", "--frontend-keys-bucket")
     await up.ready()
     assert "set KEY to" not in up.output
@@ -95,7 +95,9 @@ async def test_without_keys_it_says_how_to_make_one_and_that_works(make: Factory
     await eventually(answered)
 
 
-async def test_with_keys_the_line_to_try_takes_one_and_works(make: Factory, tmp_path: Path) -> None:
+async def test_with_keys_the_example_command_uses_one_and_works(
+    make: Factory, tmp_path: Path
+) -> None:
     keys = tmp_path / "keys.toml"
     digest = hashlib.sha256(b"sk-one").hexdigest()
     keys.write_text(f'[[key]]\nname = "team"\nsha256 = "{digest}"\n')
@@ -169,7 +171,7 @@ async def test_a_second_interrupt_stops_at_once(make: Factory) -> None:
     assert not any(alive(pid) for pid in children.values())
 
 
-async def test_what_does_not_stop_in_time_is_killed(make: Factory) -> None:
+async def test_processes_that_do_not_stop_in_time_are_killed(make: Factory) -> None:
     up = make("--workers", "1", "--stop-timeout-s", "0.5")
     await up.ready()
     children = up.children()
@@ -190,7 +192,7 @@ async def test_a_killed_supervisor_leaves_no_orphan(make: Factory) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--port", "--nats-port"])
-async def test_a_taken_port_is_named_with_its_flag(make: Factory, flag: str) -> None:
+async def test_a_taken_port_is_reported_with_its_flag(make: Factory, flag: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -242,7 +244,7 @@ async def test_a_setting_that_a_process_refuses_ends_the_start(
     assert up.output.count(reason) == 1
 
 
-async def test_a_start_that_takes_too_long_names_who_is_missing(make: Factory) -> None:
+async def test_a_slow_start_reports_the_missing_processes(make: Factory) -> None:
     up = make("--workers", "1", "--ready-timeout-s", "0.001")
     assert await up.ended() == 1
     assert "kvmesh up: not ready within 0.001 s; no sign of frontend-0" in up.output
@@ -311,10 +313,10 @@ async def test_states_outlive_a_restart_unless_reset(make: Factory) -> None:
     assert await decisions(third) == 0
 
 
-async def test_the_embedded_nats_server_serves_nobody_without_the_token(shared: Up) -> None:
+async def test_the_embedded_nats_server_requires_the_token(shared: Up) -> None:
     await shared.ready()
     token = shared.token_file.read_text().strip()
-    with pytest.raises(BusUnavailable, match="asks for a user and password, a token"):
+    with pytest.raises(BusUnavailable, match="requires a user and password, a token"):
         await Bus.connect(BusOptions(url=shared.nats_url), "stranger", timeout=5)
     bus = await Bus.connect(shared.options, "test")
     await bus.close()
@@ -327,7 +329,7 @@ def command_lines(up: Up) -> list[str]:
     return [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
 
 
-async def test_the_line_to_look_inside_works(shared: Up, tmp_path: Path) -> None:
+async def test_the_printed_status_command_works(shared: Up, tmp_path: Path) -> None:
     await shared.ready()
     line = next(line for line in shared.lines if "Look inside" in line)
     command = line.split("kvmesh ")[1]

@@ -1,4 +1,4 @@
-"""`kvmesh whatif` on a live mesh: what was served comes out again, under any policy."""
+"""`kvmesh whatif` on a live mesh: it replays the served requests under any policy."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def mesh(
 
 
 def rows() -> list[dict[str, Any]]:
-    """Prompts of 1,024 tokens, of which three quarters begin alike."""
+    """Prompts of 1,024 tokens, three quarters of them with a common prefix."""
     return [
         {
             "timestamp": 20 * i,
@@ -59,12 +59,12 @@ async def whatif(mesh: Mesh, *more: str) -> tuple[int, str]:
     return process.returncode or 0, out.decode()
 
 
-async def test_what_was_served_is_compared_under_policies(mesh: Mesh, tmp_path: Path) -> None:
+async def test_served_requests_are_compared_under_policies(mesh: Mesh, tmp_path: Path) -> None:
     file, report = tmp_path / "figures.json", tmp_path / "report.html"
     wanted = ("--policy", "kv,round-robin", "--json", str(file), "--html", str(report))
 
     async def compared() -> Any:
-        """The runs, once the outcomes of all requests are on record."""
+        """The runs, once the outcomes of all requests are recorded."""
         code, out = await whatif(mesh, "--since", "10m", *wanted)
         assert code == 0, out
         assert "measured under kv" in out
@@ -89,7 +89,7 @@ async def test_another_fleet(mesh: Mesh, tmp_path: Path) -> None:
     assert len(run["workers"]) == 5
 
 
-async def test_a_window_without_requests_says_so(mesh: Mesh) -> None:
+async def test_a_window_without_requests_is_reported(mesh: Mesh) -> None:
     code, out = await whatif(mesh, "--since", "10m", "--model", "nobody")
     assert code == 2
     assert out.startswith("kvmesh whatif: ")

@@ -1,4 +1,4 @@
-"""What goes wrong with a worker, and that nobody is left waiting: crash, hang, loss, overload."""
+"""Faults of a worker leave no request waiting: crash, hang, loss, overload."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from kvmesh.bus.streams import StreamLimits
 from kvmesh.settings.schema import WorkerSettings
 
 
-async def test_a_crash_hands_the_requests_back_and_says_why(desk: Desk, crew: Crew) -> None:
+async def test_a_crash_fails_its_requests_with_the_reason(desk: Desk, crew: Crew) -> None:
     started = await crew.start(replace(SLOW, crash_step=6))
     await desk.offer("w-1", work("a", prompt(40), 100))
     assert await eventually(lambda: desk.finish("a")) == "abort"
@@ -33,7 +33,7 @@ async def test_a_crash_hands_the_requests_back_and_says_why(desk: Desk, crew: Cr
     assert (await desk.offer("w-1", work("b", prompt(40)))).status == "draining"
 
 
-async def test_a_hung_engine_is_found_and_given_up(desk: Desk, crew: Crew) -> None:
+async def test_a_hung_engine_is_detected_and_given_up(desk: Desk, crew: Crew) -> None:
     started = await crew.start(replace(FAST, hang_step=4), WorkerSettings(hang_timeout_s=1.0))
     await desk.offer("w-1", work("a", prompt(40), 100))
     assert await eventually(lambda: desk.finish("a")) == "abort"
@@ -49,7 +49,7 @@ async def test_an_idle_engine_is_not_hung(desk: Desk, crew: Crew) -> None:
     assert started.node.ready
 
 
-async def test_lost_events_show_as_a_hole_and_a_dump_repairs_it(desk: Desk, crew: Crew) -> None:
+async def test_lost_events_show_as_a_gap_and_a_dump_repairs_it(desk: Desk, crew: Crew) -> None:
     started = await crew.start(replace(FAST, lose_every=3))
     desk.contents.tolerant = True
     for i in range(12):
@@ -152,7 +152,7 @@ async def _streams_exist(bus: Bus) -> bool:
         ({"KVMESH_MOCK_SCRIPT": "/no.jsonl"}, "cannot read the script /no.jsonl"),
     ],
 )
-def test_a_worker_that_cannot_start_says_why_and_fails(
+def test_a_worker_that_cannot_start_reports_why_and_exits(
     mesh: Mesh, env: dict[str, str], complaint: str
 ) -> None:
     settings = {"KVMESH_NATS_URL": mesh.nats_url, "KVMESH_NATS_NAMESPACE": mesh.namespace}

@@ -53,7 +53,7 @@ async def joined(directory: Directory, name: str) -> str:
 
 
 async def held(bus: Bus, prompts: list[bytes]) -> list[int]:
-    """How many leading blocks of each the index knows of."""
+    """Number of leading blocks of each prompt that the index knows."""
     query = OverlapQuery([block_hashes(tokens, 16, SALT)[1] for tokens in prompts])
     try:
         reply = await bus.request(
@@ -99,7 +99,7 @@ async def index_is(bus: Bus, prompts: list[bytes], truth: list[int]) -> bool:
     return True
 
 
-async def test_a_frontend_that_is_only_stopping_keeps_its_requests(
+async def test_a_stopping_frontend_keeps_its_requests(
     bus: Bus, desk: Desk, mesh: Mesh, directory: Directory, limits: StreamLimits
 ) -> None:
     mesh.start("worker", "w")

@@ -1,4 +1,4 @@
-"""Workers that drain, crash or hang under load in a whole mesh: every answer is still complete."""
+"""Workers that drain, crash or hang under load in a whole mesh: every answer stays complete."""
 
 import asyncio
 import signal
@@ -28,7 +28,7 @@ async def mesh(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 class Load:
-    """Streams over the API, some at any time, whose texts can be compared with a quiet mesh's."""
+    """Streams over the API, some running at any time; a quiet mesh gives their expected texts."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._client = AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0)
@@ -52,7 +52,7 @@ class Load:
         self.texts[prompt] = await self.stream(prompt)
 
     async def check(self) -> None:
-        """Each answer is what a worker says that is left alone."""
+        """Assert that each answer equals that of an undisturbed worker."""
         again = await asyncio.gather(*(self.stream(prompt) for prompt in self.texts))
         assert again == list(self.texts.values())
 
@@ -93,10 +93,10 @@ async def _survives(mesh: Mesh, fault: dict[str, str], said: str) -> None:
     await load.close()
 
 
-async def test_a_crash_in_mid_answer_is_not_seen(mesh: Mesh) -> None:
+async def test_clients_do_not_see_a_crash_during_an_answer(mesh: Mesh) -> None:
     await _survives(mesh, {"KVMESH_MOCK_CRASH_STEP": "40"}, "injected crash at step 40")
 
 
-async def test_a_hang_in_mid_answer_is_survived(mesh: Mesh) -> None:
+async def test_clients_survive_a_hang_during_an_answer(mesh: Mesh) -> None:
     fault = {"KVMESH_MOCK_HANG_STEP": "40", "KVMESH_WORKER_HANG_TIMEOUT_S": "2"}
     await _survives(mesh, fault, "took no step for 2 s")

@@ -1,4 +1,4 @@
-"""Single faults, and whether the simulation sees what it is there to see."""
+"""Single faults; and planted defects, which the simulation must detect."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ def test_the_mesh_heals_from_each_fault_alone(fault: str) -> None:
     assert not result.broken, str(result)
 
 
-def test_an_indexer_lives_on_when_a_snapshot_is_not_shown_after_it_was_stored(
+def test_an_indexer_survives_a_stale_read_of_its_stored_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(faults.RATES, "stale", 1.0)
@@ -30,7 +30,7 @@ def test_an_indexer_lives_on_when_a_snapshot_is_not_shown_after_it_was_stored(
     assert any("no snapshot, retrying" in line for line in result.log)
 
 
-def test_an_event_that_is_not_sent_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_without_resend_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     async def offer(self: KvPublisher, payload: bytes, quiet: bool) -> bool:
         with contextlib.suppress(Exception):
             await self._bus.store(self._subject, payload, ACK_TIMEOUT_S)
@@ -41,12 +41,12 @@ def test_an_event_that_is_not_sent_again_is_seen(monkeypatch: pytest.MonkeyPatch
     assert any("are not on the stream" in text for text in broken({"loss"}))
 
 
-def test_a_message_that_is_not_read_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_message_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamReader, "_start_over", lambda self, fault: None)
     assert any("has not read message" in text for text in broken({"rewind", "recreate"}))
 
 
-def test_a_second_answer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_reply_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = ModelRouter._answer
 
     def twice(self: ModelRouter, ticket: Ticket) -> None:
@@ -57,12 +57,12 @@ def test_a_second_answer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("answers to one question" in text for text in broken(set()))
 
 
-def test_a_request_that_stays_on_the_books_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_left_in_the_ledger_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ActiveSequences, "expire", lambda self, now: [])
     assert any("active requests" in text for text in broken({"vanish"}))
 
 
-def test_a_request_that_is_not_freed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfreed_request_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     tell = SequenceEventPublisher.event
 
     def event(self: SequenceEventPublisher, model: str, event: SeqEvent) -> None:
@@ -74,6 +74,6 @@ def test_a_request_that_is_not_freed_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def broken(only: set[str], most: int = 6) -> list[str]:
-    """What the first seed that shows anything shows."""
+    """The violations that the first failing seed shows."""
     found = (simulate(seed, frozenset(only)).broken for seed in range(most))
     return next(filter(None, found), [])

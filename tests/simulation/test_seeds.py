@@ -1,4 +1,4 @@
-"""Seeded runs of a whole mesh over a bus that does what JetStream may do at its worst."""
+"""Seeded runs of a whole mesh over a bus with the worst behaviour that JetStream permits."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def told(result: Result) -> str:
-    """How to run it again, and what happened in it."""
+    """The command to repeat the run, and the run's log."""
     again = f".venv/bin/pytest tests/simulation -k one_seed --seed {result.seed}"
     return "\n".join([str(result), *result.log, f"digest {result.digest}; again: {again}"])
 
@@ -36,7 +36,7 @@ def test_the_mesh_heals_and_answers_each_request_once(
 
 
 def test_one_seed(pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]) -> None:
-    """The one that `--seed` names, with all that it did."""
+    """The seed given by `--seed`, with its whole log."""
     seed = pytestconfig.getoption("--seed")
     if seed is None:
         pytest.skip("no --seed is given")
@@ -47,7 +47,7 @@ def test_one_seed(pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str
 
 
 def collect_rarely() -> None:
-    """A seed leaves little garbage, and looking for it takes a fifth of its time."""
+    """Collect garbage rarely: a seed leaves little, and collection takes a fifth of its time."""
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
 

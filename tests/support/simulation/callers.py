@@ -1,4 +1,4 @@
-"""Clients of a simulated mesh: what a frontend has to ask routers with, and no HTTP."""
+"""Clients of a simulated mesh: a frontend's route client, without HTTP."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -31,7 +31,7 @@ VANISHES = 0.15
 
 
 def prompts() -> list[list[int]]:
-    """Families of prompts that begin alike."""
+    """Families of prompts with common prefixes."""
     return [
         [
             family * 1000 + (block if block < shared else 100 * length + block)
@@ -43,7 +43,7 @@ def prompts() -> list[list[int]]:
 
 
 class Caller:
-    """One client process; `hold` has a worker compute a prompt."""
+    """One client process; `hold` makes a worker compute a prompt."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Caller:
         self.open = 0
 
     async def start(self) -> None:
-        """Know who is there."""
+        """Load the cards of the mesh."""
         self._spawn(self._tracker.run())
         await self._asking.open()
         self._spawn(self._asking.run())
@@ -81,7 +81,7 @@ class Caller:
         return task
 
     async def run(self, pause: float) -> None:
-        """Begin one request after another until the mesh heals, and see them to their end."""
+        """Start one request after another until the mesh heals, and follow them to their end."""
         requests = []
         while not self._faults.healing:
             requests.append(self._spawn(self.request()))
@@ -89,7 +89,7 @@ class Caller:
         await asyncio.gather(*requests)
 
     async def request(self) -> None:
-        """One request from its first question to its last token."""
+        """One request from its route query to its last token."""
         self.asked += 1
         self.open += 1
         number, blocks, form = self.asked, self._prompt(), self._form()
@@ -115,14 +115,14 @@ class Caller:
             self.open -= 1
 
     def _prompt(self) -> list[int]:
-        """One that workers may hold, or one that is new to them and makes others wait."""
+        """A prompt that workers may hold, or a new one that makes others wait."""
         if self._random.random() < 0.5:
             return self._random.choice(prompts())
         first = self._random.randrange(1 << 20, 1 << 40)
         return list(range(first, first + 8))
 
     def _form(self) -> Form:
-        """What a request keeps however often it is asked."""
+        """The fields that every attempt of a request has in common."""
         hints = Hints(
             priority=self._random.choice([0, 0, 0, 3]),
             strict_priority=self._random.choice([0, 0, 0, 1]),

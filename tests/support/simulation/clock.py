@@ -1,4 +1,4 @@
-"""The clocks and chances of kvmesh's modules, turned into those of a simulated run."""
+"""Simulated clocks and random numbers for kvmesh's modules."""
 
 import secrets
 import sys
@@ -12,11 +12,11 @@ from kvmesh._native import Watchdog
 from support.simulation.loop import NODE, SimLoop
 
 EPOCH = 1_800_000_000.0
-SUBJECT = ("kvmesh.", "support.", "nats.js.object_store")  # whose clocks are simulated
+SUBJECT = ("kvmesh.", "support.", "nats.js.object_store")  # modules with simulated clocks
 
 
 class _Asleep:
-    """In place of a watchdog, which goes by the machine's time and would end pytest."""
+    """Replaces the watchdog, which uses the machine's time and would end pytest."""
 
     def __init__(self, step: float, looks: int) -> None:
         pass

@@ -12,7 +12,7 @@ from support.simulation.clock import EPOCH
 from support.simulation.network import Headers, Network, matches
 
 API = "$JS.API."
-WINDOW = 64  # messages that a consumer sends before it waits for an answer to its flow control
+WINDOW = 64  # messages that a consumer sends before it waits for a flow-control reply
 SWEEP_S = 0.25
 NOT_FOUND = {"code": 404, "err_code": 10059, "description": "stream not found"}
 NO_MESSAGE = {"code": 404, "err_code": 10037, "description": "no message found"}
@@ -46,7 +46,7 @@ class Message:
 
 @dataclass
 class Consumer:
-    """What has to be sent, and how far that is."""
+    """The messages that a consumer has to send, and its progress."""
 
     name: str
     deliver: str
@@ -55,8 +55,8 @@ class Consumer:
     sent: int = 0
     unanswered: int = 0
     stalled: str = ""
-    heard: float = 0.0  # when it last sent anything
-    wanted: float = 0.0  # when somebody last listened
+    heard: float = 0.0  # time of its last message
+    wanted: float = 0.0  # time of its last subscriber
     threshold: float = 30.0
 
 
@@ -136,7 +136,7 @@ class JetStream:
             self._answer(reply, {"stream": stream.config["name"], "seq": stream.last})
 
     def store(self, stream: Stream, subject: str, data: bytes, headers: Headers | None) -> None:
-        """Add a message and send it to whoever follows."""
+        """Add a message and send it to its consumers."""
         if (headers or {}).get("Nats-Rollup") == "sub":
             self._remove(stream, lambda s: stream.messages[s].subject == subject)
         most = stream.config.get("max_msgs_per_subject", -1)
@@ -298,7 +298,7 @@ class JetStream:
     def _deliver(
         self, consumer: Consumer, subject: str, data: bytes, reply: str, headers: Headers | None
     ) -> None:
-        """To whoever listens on the consumer's subject, under the message's own."""
+        """Send a message to the subscribers of the consumer's subject, under its own subject."""
         for subscription in self._network.listeners(consumer.deliver):
             subscription.client.deliver(subscription, subject, data, reply, headers)
 
@@ -332,7 +332,7 @@ class JetStream:
         self._deliver(consumer, consumer.deliver, b"", "", headers)
 
     def _age(self, stream: Stream) -> None:
-        """Leases lapse: the bucket tells of each with a marker."""
+        """Expire leases: the bucket publishes a marker for each."""
         most = stream.config.get("max_age", 0) / 1e9
         if not most:
             return
@@ -344,15 +344,15 @@ class JetStream:
             if marks and stream.last_of(message.subject) is None:
                 self.store(stream, message.subject, b"", {"Nats-Marker-Reason": "MaxAge"})
 
-    # --- what an operator, or a crash, does to it
+    # --- operators and crashes
 
     def purge_half(self, stream: Stream) -> None:
-        """The older half of a stream's messages goes."""
+        """Purge the older half of a stream's messages."""
         middle = (stream.first + stream.last) // 2
         self._remove(stream, lambda seq: seq <= middle)
 
     def restart(self, forgotten: int = 0) -> None:
-        """Streams in memory are gone, and of each file the last `forgotten` messages."""
+        """Clear the streams in memory, and drop the last `forgotten` messages of each file."""
         for name, stream in list(self.streams.items()):
             stream.consumers.clear()
             if stream.memory:

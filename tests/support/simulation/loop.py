@@ -1,9 +1,9 @@
-"""An asyncio event loop whose time is virtual and whose order is that of a seed.
+"""An asyncio event loop with virtual time and an order of callbacks that a seed determines.
 
-Every process of a simulated mesh is a *node*: a name that travels in the context of its callbacks
-and tasks. Within a node callbacks run in the order of asyncio; which node runs next is the seed's
-choice, as an operating system schedules processes. A frozen node runs nothing while time goes on;
-a dead one never does again. Time passes only when no node has anything to run.
+Every process of a simulated mesh is a *node*: a name in the context of its callbacks and tasks.
+Within a node callbacks run in asyncio's order; the seed chooses the node that runs next, as an
+operating system schedules processes. A frozen node runs nothing while time passes; a dead one
+never runs again. Time passes only while no node has anything to run.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, TypeVar
 
 NODE: ContextVar[str] = ContextVar("node", default="world")
-STEP_S = 20e-6  # what a callback takes
+STEP_S = 20e-6  # duration of a callback
 TURNS = 256
 T = TypeVar("T")
 
@@ -49,21 +49,21 @@ class SimLoop(asyncio.BaseEventLoop):
         return self.create_task(coroutine, context=context)
 
     def kill(self, node: str) -> None:
-        """As SIGKILL does: what it was about to do is never done."""
+        """End a node as SIGKILL does: its pending callbacks never run."""
         self.dead.add(node)
         self._queues.pop(node, None)
 
     def note(self, *facts: object) -> None:
-        """Make something part of the digest of this run."""
+        """Add a value to the digest of this run."""
         self._digest.update(repr(facts).encode())
 
     @property
     def digest(self) -> str:
-        """What two runs of one seed have in common, and only they."""
+        """A hash that is equal for two runs of one seed, and for no others."""
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        """Cancel everything, the dead included, so that nothing is left half-way."""
+        """Cancel everything, including dead nodes, so that no coroutine stays suspended."""
         self.dead.clear()
         self.frozen.clear()
         for task in self.tasks:
@@ -73,7 +73,7 @@ class SimLoop(asyncio.BaseEventLoop):
             self.run_until_complete(asyncio.wait(unfinished, timeout=60))
         super().close()
 
-    # --- what asyncio asks of a loop
+    # --- asyncio's loop interface
 
     def time(self) -> float:
         return self.now
@@ -105,7 +105,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """At once: threads would bring an order of their own."""
+        """Run at once: threads would add an order of their own."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -114,7 +114,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return future
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is dropped when its time comes."""
+        """Cancelled timers are dropped when they are due."""
 
     def _run_once(self) -> None:
         for _ in range(TURNS):

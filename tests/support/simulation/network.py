@@ -1,7 +1,7 @@
-"""A NATS server and its connections in memory: subjects, queue groups, and what may go wrong.
+"""A NATS server and its connections in memory: subjects, queue groups, and faults.
 
-A connection's messages to the server keep their order. From the server they keep it within one
-subscription; between subscriptions they do too, unless the fault `reorder` is on.
+A connection's messages to the server keep their order. Messages from the server keep it within one
+subscription and, unless the fault `reorder` is on, between subscriptions.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ Headers = dict[str, str]
 
 @lru_cache(65536)
 def matches(pattern: str, subject: str) -> bool:
-    """Whether who subscribes to `pattern`, perhaps with wildcards, gets what is on `subject`."""
+    """True if a subscriber to `pattern`, perhaps with wildcards, gets messages on `subject`."""
     if pattern == subject:
         return True
     parts, names = pattern.split("."), subject.split(".")
@@ -42,7 +42,7 @@ def matches(pattern: str, subject: str) -> bool:
 
 
 class Network:
-    """Who is connected and who listens. `streams` takes what no subscription answers."""
+    """Connections and subscriptions. `streams` receives messages without a subscriber."""
 
     def __init__(self, loop: SimLoop, faults: Faults) -> None:
         self.loop = loop
@@ -57,11 +57,11 @@ class Network:
         self.context.run(NODE.set, SERVER)
 
     def later(self, delay: float, callback: Callable[..., object], *args: Any) -> None:
-        """Have the server do something."""
+        """Schedule an action of the server."""
         self.loop.call_later(delay, callback, *args, context=self.context)
 
     def arrive(self, subject: str, data: bytes, reply: str, headers: Headers | None) -> None:
-        """A client's message has reached the server."""
+        """Receive a client's message at the server."""
         self.loop.note(subject, data, reply)
         for tap in self.taps:
             tap(subject, data, reply)
@@ -70,7 +70,7 @@ class Network:
             self.route(reply, b"", "", {"Status": "503"})
 
     def route(self, subject: str, data: bytes, reply: str, headers: Headers | None) -> bool:
-        """Send to all who listen, and to one of each queue group; whether there was anyone."""
+        """Send to all subscribers, and to one of each queue group; True if there was any."""
         groups: dict[str, list[SimSubscription]] = {}
         found = self.listeners(subject)
         for subscription in found:
@@ -84,7 +84,7 @@ class Network:
         return bool(found)
 
     def listeners(self, subject: str) -> "list[SimSubscription]":
-        """Subscriptions that the server knows and that match."""
+        """Matching subscriptions that the server knows."""
         wild = self._heard_wild.get(subject)
         if wild is None:
             wild = [s for s in self._wild if matches(s.subject, subject)]
@@ -99,12 +99,12 @@ class Network:
         return self._wild
 
     def learn(self, subscription: "SimSubscription") -> None:
-        """The server hears of a subscription."""
+        """Register a subscription at the server."""
         self._place(subscription).append(subscription)
         subscription.client.known.append(subscription)
 
     def forget(self, subscription: "SimSubscription") -> None:
-        """The server hears of its end."""
+        """Remove a subscription at the server."""
         if subscription in subscription.client.known:
             subscription.client.known.remove(subscription)
             self._place(subscription).remove(subscription)
@@ -154,7 +154,7 @@ class SimSubscription:
 
 
 class Nuid:
-    """In place of random names."""
+    """Replaces random names."""
 
     def __init__(self, prefix: str) -> None:
         self._names = (f"{prefix}{n:08d}".encode() for n in itertools.count())
@@ -164,7 +164,7 @@ class Nuid:
 
 
 class SimClient:
-    """What kvmesh and nats-py's JetStream use of a connection, over the simulated network."""
+    """The part of a connection that kvmesh and nats-py's JetStream use, in simulation."""
 
     def __init__(self, network: Network, node: str) -> None:
         self.network = network
@@ -173,7 +173,7 @@ class SimClient:
         self.options = {"name": node}
         self.connected_server_version = SimpleNamespace(major=2, minor=12, patch=0)
         self.subscriptions: list[SimSubscription] = []
-        self.known: list[SimSubscription] = []  # what the server knows of them
+        self.known: list[SimSubscription] = []  # subscriptions known to the server
         self.max_payload = 1 << 20
         self.is_connected = True
         self.is_closed = False
@@ -190,7 +190,7 @@ class SimClient:
         self._context.run(NODE.set, node)
         network.clients.append(self)
 
-    # --- what the services call
+    # --- called by the services
 
     def jetstream(self, timeout: float = 5.0) -> JetStreamContext:
         return JetStreamContext(self, timeout=timeout)  # type: ignore[arg-type]
@@ -235,7 +235,7 @@ class SimClient:
 
     def _subscribe(self, subscription: SimSubscription) -> SimSubscription:
         self.subscriptions.append(subscription)
-        if self.is_connected:  # else it is made known with the others when there is a connection
+        if self.is_connected:  # else the next connection registers it with the others
             self.send(self.network.learn, subscription)
         return subscription
 
@@ -279,7 +279,7 @@ class SimClient:
     # --- the wire
 
     def send(self, action: Callable[..., None], *args: Any) -> None:
-        """Have the server do something, after all that was sent before; during an outage later."""
+        """Schedule an action of the server after all earlier ones; during an outage, later."""
         if not self.is_connected:
             if not self.is_closed:
                 self._unsent.append((action, args))
@@ -299,7 +299,7 @@ class SimClient:
         reply: str,
         headers: Headers | None,
     ) -> None:
-        """From the server to this client, unless it is lost."""
+        """Deliver a message from the server to this client, unless it is lost."""
         faults = self.network.faults
         if faults.strikes("loss"):
             return
@@ -321,7 +321,7 @@ class SimClient:
     # --- its end
 
     def cut(self) -> None:
-        """The connection breaks: what is under way is lost, and it is made anew a little later."""
+        """Break the connection: messages in flight are lost, and it reconnects a little later."""
         if self.is_closed:
             return
         self._epoch += 1
@@ -347,7 +347,7 @@ class SimClient:
             callback()
 
     def leave(self) -> None:
-        """The connection ends for good."""
+        """End the connection permanently."""
         self._epoch += 1
         self.is_connected = False
         self.is_closed = True

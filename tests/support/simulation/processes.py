@@ -27,7 +27,7 @@ log = logging.getLogger("kvmesh.simulation")
 BLOCK = 16
 STEP_TOKENS = 64  # small, so that few requests make a queue
 BACKLOG_BYTES = 8 << 10  # small, so that an outage overflows it
-OUTAGES = (BusError, OSError, TimeoutError)  # what a process may end of
+OUTAGES = (BusError, OSError, TimeoutError)  # errors that may end a process
 SETTINGS = Settings(
     router=RouterSettings(
         seed=1, sequence_ttl_s=12.0, rescore_s=2.0, starvation_s=5.0, queue_quantum=128
@@ -39,7 +39,7 @@ SETTINGS = Settings(
 
 @dataclass
 class Process:
-    """One life of one process."""
+    """One instance of one process."""
 
     kind: str
     name: str
@@ -54,7 +54,7 @@ class Process:
         self.service.instance = self.node
 
     async def main(self) -> None:
-        """Live until the process fails, as under a supervisor that starts it again."""
+        """Run until the process fails, as under a supervisor that restarts it."""
         try:
             await ensure_streams(self.bus, self.service.limits)
             await self.run()
@@ -71,7 +71,7 @@ class Process:
 
 
 class RouterProcess(Process):
-    """A whole router."""
+    """A complete router."""
 
     router: RouterService | None = None
 
@@ -80,12 +80,12 @@ class RouterProcess(Process):
         await self.router.run()
 
     def knows(self) -> set[str]:
-        """The workers that it would place requests on."""
+        """The workers on which it would place requests."""
         return set(self.router._model_of) if self.router is not None else set()
 
 
 class IndexerProcess(Process):
-    """A whole index replica, snapshots included."""
+    """A complete index replica, including snapshots."""
 
     indexer: IndexerService | None = None
 
@@ -95,7 +95,7 @@ class IndexerProcess(Process):
 
 
 class AuditorProcess(Process):
-    """Reads the streams whole, and keeps what it has read since they were made, by sequence."""
+    """Reads whole streams and stores their messages since creation, by sequence."""
 
     ready = False
 
@@ -122,7 +122,7 @@ class AuditorProcess(Process):
 
 
 class WorkerProcess(Process):
-    """An engine's cache and the real publisher of what happens in it."""
+    """An engine's cache and the real publisher of its events."""
 
     contents: Contents
     publisher: KvPublisher
@@ -161,16 +161,16 @@ class WorkerProcess(Process):
         reply(ControlReply(True))
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """The engine has computed a prompt."""
+        """Store a prompt that the engine has computed."""
         self.publisher.add(0, self.contents.store(blocks))
 
     def lose(self, choose: Callable[[list[int]], int]) -> None:
-        """The engine evicts a block, wherever in a prompt."""
+        """Evict a block at any position of a prompt."""
         if events := self.contents.evict(choose):
             self.publisher.add(0, events)
 
     def clear(self) -> None:
-        """The engine holds nothing any more."""
+        """Drop all blocks of the engine."""
         self.contents.blocks.clear()
         self.publisher.add(0, self.contents.dump())
 
@@ -184,7 +184,7 @@ KINDS: dict[str, type[Process]] = {
 
 
 def connect(network: Network, node: str) -> tuple[SimClient, Bus]:
-    """A connection of a node that is about to start."""
+    """The connection of a node that is about to start."""
     context = copy_context()
     context.run(NODE.set, node)
     client = SimClient(network, node)

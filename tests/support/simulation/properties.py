@@ -1,4 +1,4 @@
-"""What must be true of a simulated mesh, always or once its faults have ended."""
+"""Properties of a simulated mesh that must hold always or once its faults have ended."""
 
 import math
 from collections import Counter, defaultdict
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 SEQ = Subjects("sim").seq_stream
 KV = Subjects("sim").kv_stream
 Booked: TypeAlias = tuple[float, float, float]
-LOSING = {"rewind", "recreate", "purge"}  # faults that take messages off the KV stream
+LOSING = {"rewind", "recreate", "purge"}  # faults that remove messages from the KV stream
 _batches = msgspec.msgpack.Decoder(KvBatch)
 
 
 def wrong(world: "World") -> list[str]:
-    """What is not as it must be once the mesh has healed and nobody asks for anything."""
+    """Violated properties of a healed mesh without requests."""
     found = [f"{p.node} has ended" for p in world.processes if p.ended]
     found += [
         f"there is no stream {name}" for name in (KV, SEQ) if name not in world.server.streams
     ]
     if found:
         return found
-    found += [f"{c.name} still waits for {c.open} requests" for c in world.callers if c.open]
+    found += [f"{c.name} has {c.open} open requests" for c in world.callers if c.open]
     workers = world.alive(WorkerProcess)
     found += [f"{w.node} is not up" for w in workers if not w.ready]
     if not all(w.ready for w in workers):
@@ -74,7 +74,7 @@ def wrong(world: "World") -> list[str]:
 
 
 def _untrue(indexer: IndexerService, workers: list[WorkerProcess]) -> list[str]:
-    """Stored means findable, and nothing else is found."""
+    """Differences between the stored blocks and those that the index finds."""
     holdings = indexer.states
     found = [f"does not know {holdings.unknown} ranks"] if holdings.unknown else []
     for blocks in prompts():
@@ -82,12 +82,12 @@ def _untrue(indexer: IndexerService, workers: list[WorkerProcess]) -> list[str]:
         truth = {node: depth for node, depth in truth.items() if depth}
         told = depths(answer(holdings.index, holdings.keys, OverlapQuery([prompt(blocks)]), 0.0))
         if told != truth:
-            found.append(f"tells {told} of {blocks[0]}/{len(blocks)}, and the truth is {truth}")
+            found.append(f"reports {told} for {blocks[0]}/{len(blocks)} instead of {truth}")
     return found
 
 
 def _unread(auditor: AuditorProcess, server: JetStream) -> list[str]:
-    """What a stream has, its readers have read."""
+    """Messages of a stream that its readers have not read."""
     return [
         f"{auditor.node} has not read message {seq} of {name} as it is stored"
         for name, read in auditor.read.items()
@@ -97,7 +97,7 @@ def _unread(auditor: AuditorProcess, server: JetStream) -> list[str]:
 
 
 def _holes(stream: Stream) -> list[str]:
-    """The events of a worker are numbered without a hole."""
+    """Gaps in the numbering of a worker's events."""
     found, expected = [], dict[str, int]()
     for message in stream.messages.values():
         batch = _batches.decode(message.data)
@@ -109,7 +109,7 @@ def _holes(stream: Stream) -> list[str]:
 
 
 def _unsettled(model: ModelRouter) -> list[str]:
-    """Nothing runs, so nothing may be booked and nobody may wait."""
+    """Bookings and waiting requests although nothing runs."""
     table, waiting = model.core.table, model.queue.waiting
     found = [f"has {waiting} requests waiting"] if waiting else []
     if len(model.core.active):
@@ -127,10 +127,10 @@ def _model(process: RouterProcess) -> ModelRouter | None:
 
 
 def miscounted(world: "World") -> list[str]:
-    """What a router books of a rank is the sum of what it knows to run there, at any time."""
+    """Differences between a router's load of a rank and the sum of its bookings, at any time."""
     models = {p.node: _model(p) for p in world.alive(RouterProcess)}
     return [
-        f"{node} books {booked} of slot {slot}, where {summed} run"
+        f"{node} books {booked} for slot {slot} instead of {summed}"
         for node, model in models.items()
         if model is not None
         for slot, booked, summed in _books(model)
@@ -143,7 +143,7 @@ def _near(booked: float, summed: float) -> bool:
 
 
 def _books(model: ModelRouter) -> Iterator[tuple[int, Booked, Booked]]:
-    """For each slot, requests, prefill tokens and blocks: as the table has them, and summed."""
+    """Requests, prefill tokens and blocks by slot: from the table, and summed."""
     table, active = model.core.table, model.core.active
     running = defaultdict[int, list[TrackedRequest]](list)
     for each in active._active.values():
@@ -165,7 +165,7 @@ def _upwards(node: PrefixNode | None) -> Iterator[PrefixNode]:
 
 
 def disagreement(world: "World") -> list[str]:
-    """Replicas that have read the same events and know the same entries give the same order."""
+    """Replicas with the same events and entries but different orders."""
     last = world.server.streams[SEQ].last if SEQ in world.server.streams else -1
     models = [
         _model(p)
@@ -181,7 +181,7 @@ def disagreement(world: "World") -> list[str]:
     world.compared += len(same) if len(entries) > 1 else 0
     expected = _order(first) if same else {}
     return [
-        f"replicas that know the same would place {order} and {expected}"
+        f"replicas of equal state would place {order} and {expected}"
         for order in same
         if order != expected
     ]
@@ -192,12 +192,12 @@ def _entries(dispatcher: PlacementQueue) -> dict[str, SeqWait]:
 
 
 def _order(dispatcher: PlacementQueue) -> dict[tuple[int, str], list[str]]:
-    """In which order the requests of each tier and class would leave.
+    """The order in which the requests of each tier and class would leave.
 
     Which class has its turn may differ for a moment: a replica counts its own placements before
     they come back from the stream.
     """
-    shared = {id(entry): entry for entry in _entries(dispatcher).values()}  # nobody changes them
+    shared = {id(entry): entry for entry in _entries(dispatcher).values()}  # they are never changed
     queue, order = deepcopy(dispatcher._queue, shared), dict[tuple[int, str], list[str]]()
     while (head := queue.head(0.0)) is not None:
         order.setdefault((head.tier, head.fair_class), []).append(head.request)
@@ -206,5 +206,5 @@ def _order(dispatcher: PlacementQueue) -> dict[tuple[int, str], list[str]]:
 
 
 def double(answers: Counter[str]) -> list[str]:
-    """Questions that were answered more than once."""
+    """Queries with more than one reply."""
     return [f"{n} answers to one question" for n in answers.values() if n > 1]

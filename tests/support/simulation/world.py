@@ -1,4 +1,4 @@
-"""One seeded run: a mesh, clients, faults for a while, healing, and what must be true then."""
+"""One seeded run: a mesh, clients, faults for a while, healing, and a check of the properties."""
 
 import asyncio
 import logging
@@ -39,15 +39,15 @@ BURST = 24
 KV = Subjects("sim").kv_stream
 ROUTE = Subjects("sim").router("m")
 KEPT_LINES = 300
-# a router says so of requests whose end it was not told
-GIVEN_UP = re.compile(r"gave up \d+ requests without news, such as (\S+)")
+# a router logs this for requests whose end it did not receive
+GIVEN_UP = re.compile(r"gave up \d+ requests without events, such as (\S+)")
 P = TypeVar("P", bound=Process)
 _news: "msgspec.msgpack.Decoder[RouteNews]" = msgspec.msgpack.Decoder(RouteNews)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to; `broken` says which properties did not hold."""
+    """The result of one run; `broken` names the violated properties."""
 
     seed: int
     faults: list[str]
@@ -63,7 +63,7 @@ class Result:
 
 
 def simulate(seed: int, only: frozenset[str] | None = None) -> Result:
-    """Run one seed from its beginning to its end, with faults of its choice or `only` these."""
+    """Run one seed from start to end, with its own choice of faults or `only` these."""
     loop = SimLoop(seed)
     state = random.getstate()
     random.seed(seed)
@@ -80,7 +80,7 @@ def simulate(seed: int, only: frozenset[str] | None = None) -> Result:
 
 
 class World:
-    """Everything that there is in one run."""
+    """All objects of one run."""
 
     def __init__(self, seed: int, loop: SimLoop, faults: Faults) -> None:
         self.seed = seed
@@ -103,7 +103,7 @@ class World:
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """Virtual clocks, and the log of all processes in one place."""
+        """Virtual clocks, and one log of all processes."""
         logger, keeper = logging.getLogger("kvmesh"), Keeper(self)
         before = logger.level, logger.propagate
         logger.addHandler(keeper)
@@ -123,7 +123,7 @@ class World:
     # --- the run
 
     async def run(self) -> None:
-        """All of it."""
+        """The whole run."""
         self.faults.healing = True
         for kind, count in CAST.items():
             for number in range(count):
@@ -147,7 +147,7 @@ class World:
         self._judge()
 
     async def _reached(self, when: str, patience: float) -> None:
-        """Wait until all that must be true is; note what is not when patience ends."""
+        """Wait until all properties hold; record the violated ones at the timeout."""
         ends = self.loop.now + patience
         while wrong := properties.wrong(self):
             if self.loop.now > ends:
@@ -156,7 +156,7 @@ class World:
             await asyncio.sleep(0.25)
 
     def is_lost(self, request: str) -> bool:
-        """Whether a router may not give it up: it was asked once nobody died any more."""
+        """True if a router may not give the request up: it was sent after the last fault."""
         name, _, number = request.partition(".")[0].rpartition("-")
         return self._asked_before is not None and int(number) > self._asked_before[name]
 
@@ -187,7 +187,7 @@ class World:
         self.loop.spawn(node, process.main())
 
     async def _supervise(self) -> None:
-        """What ended is started again a little later, as another instance."""
+        """Restart ended processes a little later, as new instances."""
         while True:
             await asyncio.sleep(0.5)
             for process in [p for p in self.processes if p.ended]:
@@ -203,7 +203,7 @@ class World:
         return self.loop.spawn(name, caller.start())
 
     def _hold(self, instance: str, blocks: list[int]) -> None:
-        """A worker has computed a prompt, and perhaps a block had to go for it."""
+        """Store a computed prompt at a worker, which may evict a block for it."""
         worker = next((w for w in self.alive(WorkerProcess) if w.node == instance), None)
         if worker is not None and worker.ready:
             self.loop.call_soon(worker.hold, blocks, context=worker.context)
@@ -267,7 +267,7 @@ class World:
     # --- the end
 
     async def _burst(self) -> None:
-        """More requests at once than there is room for: each is placed, in one order for all."""
+        """Send more requests at once than fit: each is placed, in one order for all."""
         before = [(c.placed, len(c.refused)) for c in self.callers]
         tasks = [
             self.loop.spawn(caller.name, caller.request())
@@ -283,7 +283,7 @@ class World:
                 self.broken.append(f"{caller.name}: {told} of {BURST} were placed: {reasons[:3]}")
 
     def _tap(self, subject: str, data: bytes, reply: str) -> None:
-        """What reaches the server: who asks, and who answers."""
+        """Record the queries and replies that reach the server."""
         if subject.startswith(ROUTE):
             self._asked.add(reply)
         elif subject in self._asked and not isinstance(_news.decode(data), Parked):
@@ -291,10 +291,10 @@ class World:
 
 
 class Keeper(logging.Handler):
-    """Keeps what the processes log; an error is a property that does not hold.
+    """Records the processes' log; an error counts as a violated property.
 
-    Neither does it where a router has to give up a request that was asked after the mesh had
-    healed: it is freed by whoever asked. Those before may have lost their end.
+    So does a router that gives up a request sent after the mesh had healed: the sender frees it.
+    The end of an earlier request may be lost.
     """
 
     def __init__(self, world: World) -> None:

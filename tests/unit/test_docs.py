@@ -1,0 +1,90 @@
+"""Links, anchors and source paths in all markdown files exist."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("docs", "services", "libs", "tools", "tests", "benchmarks", "compose")
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))]
+)
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PATH = re.compile(r"(?:services|libs|tools|tests|benchmarks)/[\w./{},*-]*")
+MODULE = re.compile(r"[\w-]+(?:/[\w-]+)*\.py")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+
+
+def _prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, by GitHub's rule."""
+    found: set[str] = set()
+    for heading in HEADING.findall(_prose(page)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        repeat, count = anchor, 0
+        while repeat in found:
+            count += 1
+            repeat = f"{anchor}-{count}"
+        found.add(repeat)
+    return found
+
+
+@cache
+def _modules() -> list[str]:
+    return [str(path) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+
+def _alternatives(path: str) -> Iterator[str]:
+    """Expand `{a,b}` as a shell does."""
+    if (braces := re.search(r"\{([^{}]*)\}", path)) is None:
+        yield path
+        return
+    for part in braces[1].split(","):
+        yield from _alternatives(path[: braces.start()] + part + path[braces.end() :])
+
+
+def _exists(path: str) -> bool:
+    return any(ROOT.glob(path.rstrip("/"))) if "*" in path else (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(CODE.sub("", _prose(page))):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_of_the_repository_exist(page: Path) -> None:
+    spans = (span.split("::")[0] for span in CODE.findall(_prose(page)))
+    named = {word for span in spans for word in span.split() if PATH.fullmatch(word)}
+    missing = [path for word in named for path in _alternatives(word) if not _exists(path)]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_named_without_their_folder_exist(page: Path) -> None:
+    named = set(filter(MODULE.fullmatch, CODE.findall(_prose(page))))
+    assert not [path for path in named if not any(file.endswith(f"/{path}") for file in _modules())]
+
+
+def test_every_decision_record_has_a_number_of_its_own() -> None:
+    numbers = [page.name.partition("-")[0] for page in (ROOT / "docs/adr").glob("*.md")]
+    assert len(numbers) == len(set(numbers))
