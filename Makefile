@@ -53,8 +53,8 @@ unit simulation mesh clients chaos: $(ENGINES)
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built
 	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_holdings.py retention \
-	  router simulator worker/enginecore worker/mock/test_core.py worker/mock/test_tiers.py \
-	  worker/test_retention.py)
+	  router simulator worker/enginecore worker/engines/mock/test_core.py \
+	  worker/engines/mock/test_tiers.py worker/engines/test_retention.py)
 
 $(COMPILED)/.built: $(ENGINES) $(SOURCES)
 	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)

@@ -35,7 +35,7 @@ class Clock:
     def events(self, rank: int, events: list[KvEvent]) -> None:
         pass
 
-    def lost(self, rank: int, count: int) -> None:
+    def events_lost(self, rank: int, count: int) -> None:
         pass
 
     def failed(self, error: EngineError) -> None:

@@ -29,7 +29,7 @@ from kvmesh.blocks.kvbm_client import TierSpeeds
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Respond
 from kvmesh.bus.kvbm import Finish
-from kvmesh.worker.engines.torch.blocks.arena import BlockCopier
+from kvmesh.worker.engines.torch.blocks.block_copier import BlockCopier
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 
 GIB = 1 << 30

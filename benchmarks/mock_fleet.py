@@ -275,7 +275,7 @@ def _request(number: int, length: int, target: int) -> Request:
     return Request(
         id=str(number),
         length=length,
-        local=local,
+        local_hashes=local,
         sequence_hashes=sequence,
         tail=tail,
         source=TextReading(TextSource.of_model(model_dir()), number),

@@ -197,15 +197,17 @@ class Managed:
         for use in uses:
             idle += blocks.cached * (use.at - before)
             before = blocks.now = use.at
-            found = blocks.use(use.blocks[: use.prompt]) if use.begins else use.prompt
+            found = blocks.lock_prefix(use.blocks[: use.prompt]) if use.begins else use.prompt
             hits += min(found, use.reusable) if use.begins else 0
             self._fill(use, found)
             if not use.begins:
                 self._end(use)
             elif self._told:
-                blocks.keeping.begin(use.blocks[: use.prompt], use.blocks, _asked(use), use.at)
+                blocks.retention.start_request(
+                    use.blocks[: use.prompt], use.blocks, _asked(use), use.at
+                )
             if blocks.cached > self._most:
-                blocks.keeping.evict(blocks.cached - self._most, use.at)
+                blocks.retention.evict(blocks.cached - self._most, use.at)
             blocks.take_events()
         return Held(hits, idle / before)
 
@@ -215,10 +217,10 @@ class Managed:
         self._blocks.promote(use.blocks[first - 1] if first else None, 0, new, new)
 
     def _end(self, use: Use) -> None:
-        keeping = self._blocks.keeping
+        keeping = self._blocks.retention
         if self._told:
-            keeping.end(use.blocks, _asked(use), use.at, use.prompt)
-        self._blocks.deref(use.blocks)
+            keeping.finish_request(use.blocks, _asked(use), use.at, use.prompt)
+        self._blocks.unlock(use.blocks)
         if self._told and use.last:
             keeping.release([str(use.round.session)])
 
@@ -231,7 +233,7 @@ def _asked(use: Use) -> RetentionRequest:
     )
     session = str(use.round.session)
     return RetentionRequest(
-        segments=thinking, directives=[], for_prompt=0, tenant="", session=session
+        segments=thinking, directives=[], prompt_directives=0, tenant="", session=session
     )
 
 

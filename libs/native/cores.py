@@ -23,7 +23,7 @@ CORES = {
         "rank_table",
     ],
     "services/worker/kvmesh/worker/enginecore": ["*"],
-    "services/worker/kvmesh/worker/engines/mock": ["core", "step_batching", "timing"],
+    "services/worker/kvmesh/worker/engines/mock": ["core", "decode_plan", "timing"],
     "tools/kvmesh/simulator": [
         "attempt",
         "cache_accounting",

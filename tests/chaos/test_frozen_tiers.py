@@ -62,7 +62,7 @@ class Stage:
 
     def loaded(self) -> float:
         """Blocks that have come up."""
-        return sum(self.count(f"worker-{n}", "kvmesh_worker_loaded_blocks_total") for n in NODES)
+        return sum(self.count(f"worker-{n}", "kvmesh_worker_onboarded_blocks_total") for n in NODES)
 
     def lent(self) -> float:
         return self.count("kvbm-0", "kvmesh_kvbm_lent_blocks_total")

@@ -120,7 +120,7 @@ async def test_what_a_killed_frontend_has_asked_for_is_aborted(mesh: Mesh) -> No
     assert len(await asyncio.gather(*asking, return_exceptions=True)) == len(asking)
     mesh.restart("frontend-0")
     await mesh.ready()
-    await eventually(lambda: "is gone: its requests are aborted" in mesh.logs())
+    await eventually(lambda: "is gone: aborting its requests" in mesh.logs())
     await eventually(lambda: len(running(mesh)) == WORKERS and not sum(running(mesh).values()))
     assert mesh.metric("kvmesh_worker_output_tokens_total") < len(asking) * 5000
     await traffic.stop()

@@ -18,7 +18,7 @@ from kvmesh.bus.kvbm import Fetch, KvbmRequest
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings, StreamSettings, VllmSettings, WorkerSettings
-from kvmesh.worker.capabilities.tiered import Tiered
+from kvmesh.worker.capabilities import Tiered
 from kvmesh.worker.engine import Engine, EngineContext, create_engine
 
 pytestmark = [

@@ -48,9 +48,9 @@ async def test_pins_and_directives_are_answered(desk: Desk, crew: Crew) -> None:
     )
     assert (await desk.control("w-1", pin)).blocks == 4
     ragged = await desk.control("w-1", Pin(id="q", sequence_hashes=b"abc", ttl_s=60))
-    assert ragged.reason == "invalid: 3 bytes are no block hashes"
+    assert ragged.reason == "invalid: 3 bytes are not a list of block hashes"
     (state,) = started.node.retention()
-    assert (state.pins, state.kept_blocks, state.outcomes["honoured"]) == (1, 4, 2)
+    assert (state.pins, state.charged_blocks, state.outcomes["honoured"]) == (1, 4, 2)
     assert (await desk.control("w-1", Unpin("p"))).blocks == 4
     assert (await desk.control("w-1", Clear(salt=SALT + 1))).blocks == 0
     assert (await desk.control("w-1", Clear(salt=SALT))).blocks == 0

@@ -55,7 +55,7 @@ class Recorder:
     def _holds(self, name: int) -> bool:
         return any(name in held for held in (*self.held.values(), *self.below.values()))
 
-    def lost(self, rank: int, count: int) -> None:
+    def events_lost(self, rank: int, count: int) -> None:
         self.lost_events += count
 
     def failed(self, error: EngineError) -> None:

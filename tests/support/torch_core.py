@@ -132,7 +132,7 @@ class Driver:
         prints = self.prints(tokens)
         held, places = exchange.hold(self.core, sequence, prints)
         data = self.core.model.memory.save(places)
-        self.core.blocks.deref(held)
+        self.core.blocks.unlock(held)
         return Taken(self.core.model.layout, held, local[: len(held)], tokens, data)
 
     def bring_in(self, taken: "Taken") -> int:

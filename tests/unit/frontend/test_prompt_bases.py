@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Sampling, Work
 from kvmesh.frontend.dispatch.prompt_delta import SentPromptCache
-from kvmesh.worker.requests.prompt_cache import LONG, PromptCache
+from kvmesh.worker.requests.prompt_cache import MIN_PROMPT_BYTES, PromptCache
 
-TOKENS = LONG // 4
+TOKENS = MIN_PROMPT_BYTES // 4
 
 
 def work(request: str, tokens: bytes, session: str | None = "s", salt: int = 1) -> Work:
@@ -52,7 +52,7 @@ def test_what_arrives_is_what_was_sent(
             bases.forget(name, whole)
             sent, taken = whole, workers[name].complete(whole)
         assert taken == whole
-        if workers[name].keep(whole, sent.base):
+        if workers[name].store(whole, sent.base):
             bases.keep(name, whole)
         assert bases.bytes <= sender_limit
         assert workers[name].bytes <= keeper_limit
@@ -73,18 +73,18 @@ def test_a_turn_sends_what_it_adds() -> None:
 
 def test_a_prompt_takes_the_place_of_the_one_it_was_built_on() -> None:
     prompts = PromptCache()
-    assert prompts.keep(work("a", prompt(TOKENS)))
+    assert prompts.store(work("a", prompt(TOKENS)))
     longer = replace(work("b", prompt(1)), base="a", shared=TOKENS)
     whole = prompts.complete(longer)
     assert whole is not None
-    assert prompts.keep(whole, "a")
-    assert prompts.bytes == LONG + 4
+    assert prompts.store(whole, "a")
+    assert prompts.bytes == MIN_PROMPT_BYTES + 4
     assert prompts.complete(longer) is None
-    assert not prompts.keep(work("c", prompt(TOKENS - 1)))
+    assert not prompts.store(work("c", prompt(TOKENS - 1)))
 
 
 def test_a_base_is_not_believed_to_be_longer_than_it_is() -> None:
     prompts = PromptCache()
-    prompts.keep(work("a", prompt(TOKENS)))
+    prompts.store(work("a", prompt(TOKENS)))
     for shared in (-1, 0, TOKENS + 1):
         assert prompts.complete(replace(work("b", b""), base="a", shared=shared)) is None

@@ -9,7 +9,7 @@ from kvmesh.bus.messages import Load
 from kvmesh.frontend.generation.cache_expectations import ENOUGH, CacheExpectations
 from kvmesh.indexer.shortfall import OFF_LOOKS, ON_LOOKS, Shortfall
 from kvmesh.runtime.warnings import SHOWN, Streak, Warnings
-from kvmesh.worker.health.event_silence import BLOCKS, REQUESTS, EventSilence
+from kvmesh.worker.health.event_silence import SILENT_BLOCKS, SILENT_REQUESTS, EventSilence
 
 SIZE = 16
 
@@ -51,43 +51,48 @@ def computed(requests: int, blocks: int, aborted: int = 0) -> Load:
 
 def test_an_engine_that_computes_without_an_event_is_silent_until_the_next_one() -> None:
     silence = EventSilence("worker-0", SIZE)
-    assert silence.look([computed(0, 0)], {}) == {}
-    assert silence.look([computed(REQUESTS, BLOCKS - 1)], {}) == {}
-    assert silence.look([computed(REQUESTS - 1, BLOCKS)], {}) == {}
-    found = silence.look([computed(REQUESTS, BLOCKS)], {0: 0})
+    assert silence.check([computed(0, 0)], {}) == {}
+    assert silence.check([computed(SILENT_REQUESTS, SILENT_BLOCKS - 1)], {}) == {}
+    assert silence.check([computed(SILENT_REQUESTS - 1, SILENT_BLOCKS)], {}) == {}
+    found = silence.check([computed(SILENT_REQUESTS, SILENT_BLOCKS)], {0: 0})
     assert list(found) == ["0"]
     assert "worker-0 rank 0 computes prompts and publishes no KV events" in found["0"]
-    assert silence.look([computed(REQUESTS, BLOCKS)], {0: 1}) == {}
-    assert silence.look([computed(2 * REQUESTS, 2 * BLOCKS - 1)], {0: 1}) == {}
-    assert silence.look([computed(2 * REQUESTS, 2 * BLOCKS)], {0: 1})
+    assert silence.check([computed(SILENT_REQUESTS, SILENT_BLOCKS)], {0: 1}) == {}
+    assert silence.check([computed(2 * SILENT_REQUESTS, 2 * SILENT_BLOCKS - 1)], {0: 1}) == {}
+    assert silence.check([computed(2 * SILENT_REQUESTS, 2 * SILENT_BLOCKS)], {0: 1})
 
 
 def test_an_engine_without_events_is_silent_however_many_requests_are_aborted() -> None:
     silence = EventSilence("worker-0", SIZE)
-    looks = [computed(n, n * BLOCKS // REQUESTS, aborted=n) for n in range(REQUESTS + 1)]
-    found = [bool(silence.look([at], {})) for at in looks]
-    assert found == [False] * REQUESTS + [True]
+    looks = [
+        computed(n, n * SILENT_BLOCKS // SILENT_REQUESTS, aborted=n)
+        for n in range(SILENT_REQUESTS + 1)
+    ]
+    found = [bool(silence.check([at], {})) for at in looks]
+    assert found == [False] * SILENT_REQUESTS + [True]
 
 
 def test_what_comes_from_the_cache_waits_or_is_aborted_early_is_not_computed() -> None:
     silence = EventSilence("worker-0", SIZE)
-    silence.look([computed(0, 0)], {})
-    many = 10 * BLOCKS * SIZE
+    silence.check([computed(0, 0)], {})
+    many = 10 * SILENT_BLOCKS * SIZE
     cases: list[dict[str, Any]] = [
         {"cached_tokens": many},
         {"prefill_tokens": many},
-        {"aborted": REQUESTS},
+        {"aborted": SILENT_REQUESTS},
     ]
     for fields in cases:
-        assert silence.look([load(requests=REQUESTS, prompt_tokens=many, **fields)], {}) == {}
+        assert (
+            silence.check([load(requests=SILENT_REQUESTS, prompt_tokens=many, **fields)], {}) == {}
+        )
 
 
 def test_aborted_prompts_shorter_than_a_block_are_no_blocks() -> None:
     silence = EventSilence("worker-0", SIZE)
-    silence.look([computed(0, 0)], {})
-    short = (10 * BLOCKS + REQUESTS) * (SIZE - 1)
-    told = load(requests=REQUESTS, aborted=10 * BLOCKS, computed_tokens=short)
-    assert silence.look([told], {}) == {}
+    silence.check([computed(0, 0)], {})
+    short = (10 * SILENT_BLOCKS + SILENT_REQUESTS) * (SIZE - 1)
+    told = load(requests=SILENT_REQUESTS, aborted=10 * SILENT_BLOCKS, computed_tokens=short)
+    assert silence.check([told], {}) == {}
 
 
 def test_an_index_that_knows_less_than_half_for_a_while_is_short() -> None:

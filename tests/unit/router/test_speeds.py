@@ -11,7 +11,7 @@ from kvmesh.bus.messages import Load
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MOST, RankSpeeds
 from kvmesh.settings.schema import RouterSettings
-from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial
+from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel
 
 BLOCKS = 1000
 
@@ -35,7 +35,7 @@ class Engine:
     output: int = 0
 
     def run(self, seconds: float, rng: Random) -> None:
-        model, until = Polynomial(), self.busy_s + seconds * self.share
+        model, until = PolynomialStepModel(), self.busy_s + seconds * self.share
         while self.busy_s < until:
             tokens = self.prompt if rng.random() < 0.1 else 0
             load = DecodeLoad(8, int(self.used * 1e6), 1_000_000)

@@ -133,7 +133,7 @@ def test_equal_content_and_nothing_else_has_equal_hashes(
 
 def test_engines_know_whose_blocks_they_have() -> None:
     simulation, _ = run(conversations(5, 3), options())
-    caches = [worker.core.blocks.keeping for worker in simulation.workers.values()]
+    caches = [worker.core.blocks.retention for worker in simulation.workers.values()]
     assert sum(cache.state(0, simulation.agenda.now).sessions for cache in caches) >= 5
 
 

@@ -31,7 +31,7 @@ from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.simulated_tiers import tier_options
 from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.worker.engines.mock.profile import StepProfile
-from kvmesh.worker.engines.mock.timing import Polynomial
+from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 from kvmesh.workload.model import Workload
 
 Run = tuple[Simulation, Figures]
@@ -179,7 +179,7 @@ def mock_core(mock: MockSettings, block_size: int) -> CoreOptions:
             max_batched_tokens=mock.max_batched_tokens,
             watermark=mock.watermark,
         ),
-        model=StepProfile.load(mock.profile) if mock.profile else Polynomial(),
+        model=StepProfile.load(mock.profile) if mock.profile else PolynomialStepModel(),
         tiers=tier_options(mock),
         speedup=mock.speedup,
     )

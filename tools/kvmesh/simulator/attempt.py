@@ -77,7 +77,7 @@ class Attempt:
         return Request(
             id=self.attempt,
             length=self.tokens,
-            local=self.hashes.local,
+            local_hashes=self.hashes.local,
             sequence_hashes=self.hashes.sequence_hashes,
             tail=b"",
             source=BLANK,
@@ -86,8 +86,8 @@ class Attempt:
             generated=self.generated,
             salt=salt,
             priority=round_.priority,
-            remote=self.remote,
-            asked=self._asked(),
+            remote_tokens=self.remote,
+            retention=self._asked(),
         )
 
     def _asked(self) -> RetentionRequest | None:
@@ -95,5 +95,5 @@ class Attempt:
         if self.session is None:
             return None
         return RetentionRequest(
-            segments=[], directives=[], for_prompt=0, tenant="", session=self.session
+            segments=[], directives=[], prompt_directives=0, tenant="", session=self.session
         )

@@ -10,7 +10,7 @@ from kvmesh.simulator.records import WorkerRecord
 from kvmesh.simulator.virtual_clock import VirtualClock
 from kvmesh.worker.enginecore.sequence import Request
 from kvmesh.worker.engines.mock.core import MockCore, MockOutput, StepResult
-from kvmesh.worker.engines.mock.step_batching import StepBatch
+from kvmesh.worker.engines.mock.decode_plan import DecodePlan
 
 MODEL = "simulated"
 Deliver = Callable[["SimulatedWorker", list[MockOutput]], None]
@@ -54,7 +54,7 @@ class SimulatedWorker:
         self._horizon = horizon
         self._stepping = False
         self._begun = 0.0
-        self._ahead: StepBatch | None = None
+        self._ahead: DecodePlan | None = None
         self._released: list[str] = []
         self._load: Load | None = None
 
@@ -86,7 +86,7 @@ class SimulatedWorker:
         clock = batch.clock
         if ahead is not None and batch.members:
             clock += ahead.until(self._agenda.now - self._begun).steps - 1
-        return [(s.request.id, s.generated + clock - s.synced) for s in batch.members]
+        return [(s.request.id, s.generated + clock - s.synced_step) for s in batch.members]
 
     def _begin(self) -> None:
         self._load = None
@@ -94,20 +94,20 @@ class SimulatedWorker:
         if not self._stepping:
             return
         self._begun = self._agenda.now
-        result = self.core.begin(self._begun, self._horizon)
-        if isinstance(result, StepBatch):
+        result = self.core.plan(self._begun, self._horizon)
+        if isinstance(result, DecodePlan):
             self._plan(result)
         else:
             self._agenda.after(result.duration, partial(self._end, result))
 
-    def _plan(self, ahead: StepBatch) -> None:
+    def _plan(self, ahead: DecodePlan) -> None:
         self._ahead = ahead
         self._agenda.at(self._begun + ahead.duration, partial(self._take, ahead))
 
-    def _take(self, ahead: StepBatch) -> None:
+    def _take(self, ahead: DecodePlan) -> None:
         if self._ahead is ahead:
             self._ahead = None
-            self._end(self.core.take(ahead))
+            self._end(self.core.execute(ahead))
 
     def _end(self, result: StepResult) -> None:
         if not self.alive:
@@ -123,7 +123,7 @@ class SimulatedWorker:
     def _forget(self) -> None:
         self._load = None
         released, self._released = self._released, []
-        if self.core.blocks.keeping.release(released):
+        if self.core.blocks.retention.release(released):
             self._publish(self, self.core.take_events())
 
     def load(self) -> Load:

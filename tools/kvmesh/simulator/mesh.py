@@ -116,7 +116,7 @@ class Simulation:
         worker = SimulatedWorker(
             self.agenda,
             card,
-            MockCore(replace(core, tell_tokens=False)),
+            MockCore(replace(core, emit_tokens=False)),
             self._delivered,
             self.index.publish,
             self.options.horizon_s,

@@ -1,7 +1,11 @@
-"""What the mesh asks of an engine, whichever one it is; its dialect ends in its adapter.
+"""The engine contract: implement `Engine` and register a factory in `FACTORIES` to add an engine.
 
-An engine is started once with a sink, to which it then hands everything that happens. All calls
-come from one event loop and none of them may block it.
+The worker starts an engine once, with a sink. All calls come from one event loop, and neither calls
+to the engine nor calls to the sink may block it. Optional abilities are protocols in
+`kvmesh.worker.capabilities`: retention, prefetch, lower tiers; `constraints.compiler.Compiling`
+compiles constraints before `submit`. Engines that wrap a server or a library share
+`kvmesh.worker.adapters`; engines that schedule sequences themselves share
+`kvmesh.worker.enginecore`.
 """
 
 from collections.abc import Callable
@@ -20,15 +24,15 @@ from kvmesh.settings.schema import Settings
 
 
 class EngineError(Exception):
-    """The engine cannot start or has died; the message is for the person who runs it."""
+    """The engine cannot start or has died; the message is for the operator."""
 
 
 class EngineConfigError(EngineError):
-    """The settings or a file that they name are wrong: starting again the same way is no use."""
+    """The settings or a file that they name are wrong: a restart without a change fails again."""
 
 
 class Rejected(Exception):
-    """The engine will not take this work; `reason` is for the caller."""
+    """The engine refuses this work; `reason` is for the caller."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -36,18 +40,20 @@ class Rejected(Exception):
 
 
 class Unsupported(Exception):
-    """This engine cannot do what it is told; the message says what, for the caller."""
+    """The engine lacks an ability that a command needs; the message is for the caller."""
 
 
 class OutputDelta(Struct):
-    """News of one request: tokens in order, and on the last one why it ended.
+    """Output of one request since its previous delta: tokens in order, and at the end the reason.
 
-    `finish` is "stop", "length", "abort" or "error"; `cached` is prompt tokens that were not
-    computed, per tier, and comes with the first tokens. `handoff` comes with the end of a prefill:
-    where another engine of this kind finds its KV. `retention` comes with `cached`: what came of
-    each explicit directive for the prompt, and `decode` with `finish`: what came of that for the
-    answer, if the engine tells. `invalid` says of an "error" that the request is at fault, and was
-    refused before it began.
+    `finish` is "stop", "length", "abort" or "error". `cached` is the prompt tokens that were not
+    computed, by tier; it comes with the first tokens. `handoff` comes with the end of a prefill:
+    the engine-specific address of its KV for another engine of this kind.
+
+    `retention` comes with `cached`: the outcome of each explicit directive for the prompt. `decode`
+    comes with `finish`: the outcome of the directive for the answer. Both are None if the engine
+    does not report outcomes. `invalid` marks an "error" as the fault of the request, refused before
+    it began.
     """
 
     request: str
@@ -63,33 +69,33 @@ class OutputDelta(Struct):
 
 
 class Sink(Protocol):
-    """Where an engine's news goes. Calls are cheap and never wait."""
+    """Receiver of an engine's output and events; calls are cheap and never wait."""
 
     def output(self, deltas: list[OutputDelta]) -> None:
-        """What one step produced."""
+        """Deliver the output of one step."""
         ...
 
     def events(self, rank: int, events: list[KvEvent]) -> None:
-        """What a rank's cache gained and lost, in the order in which it happened."""
+        """Deliver the changes of a rank's cache, in the order in which they happened."""
         ...
 
-    def lost(self, rank: int, count: int) -> None:
-        """`count` events were lost on the way here: what is known of the rank is wrong now."""
+    def events_lost(self, rank: int, count: int) -> None:
+        """Report `count` lost events: the index's view of the rank is wrong until a dump."""
         ...
 
     def failed(self, error: EngineError) -> None:
-        """The engine is dead; nothing follows."""
+        """Report that the engine is dead; no call follows."""
         ...
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """What a started engine is. `context` bounds prompt plus output, in tokens.
+    """Properties of a started engine; `context` bounds prompt plus output, in tokens.
 
-    `structural_tags`: it takes constraints of that kind in xgrammar's `format` trees. `retention`
-    is what comes of explicit directives where the engine does not tell: "honoured" if it is given
-    them. `hands_off`: it leaves the KV of prompts for other engines, and fetches what they left.
-    `tiered`: it loads blocks from the block manager of its node. `kv_layout` says in words how KV
-    is laid out, if it is known.
+    `structural_tags`: it accepts constraints of that kind in xgrammar's `format` trees. `retention`
+    is the outcome of explicit directives if the engine does not report outcomes: "honoured" if it
+    receives them. `supports_handoff`: it offers the KV of prompts to other engines and fetches
+    theirs. `tiered`: it loads blocks from the block manager of its node. `kv_layout` describes the
+    layout of KV in words, if it is known.
     """
 
     name: str
@@ -100,7 +106,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     adapters: list[str] = []
     structural_tags: bool = False
     retention: str = "unsupported"
-    hands_off: bool = False
+    supports_handoff: bool = False
     tiered: bool = False
     kv_layout: str = ""
 
@@ -109,7 +115,7 @@ class Engine(Protocol):
     """One model on one or more data-parallel ranks."""
 
     async def start(self, sink: Sink) -> EngineInfo:
-        """Load the model and be ready for work; raises EngineError."""
+        """Load the model and get ready for work; raises EngineError."""
         ...
 
     def submit(self, work: Work) -> None:
@@ -117,19 +123,19 @@ class Engine(Protocol):
         ...
 
     def abort(self, request: str) -> bool:
-        """Stop generating; a last delta says "abort". False if the request is not here."""
+        """Stop a request; its last delta has `finish` "abort". False if the request is unknown."""
         ...
 
     def load(self, instance: str) -> list[Load]:
-        """The load of each rank now."""
+        """The current load of each rank."""
         ...
 
     def dump(self, rank: int) -> None:
-        """Hand the sink a `Cleared` and all that is stored, in order with other events."""
+        """Send a `Cleared` and all stored blocks to the sink, in order with other events."""
         ...
 
     def clear(self) -> None:
-        """Drop every cached block that no running request uses; raises Unsupported."""
+        """Drop all cached blocks that no running request uses; raises Unsupported."""
         ...
 
     async def drain(self) -> None:
@@ -137,7 +143,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop and free everything; running requests get no more deltas."""
+        """Stop and free all resources; running requests get no more deltas."""
         ...
 
 
@@ -146,9 +152,9 @@ StoreFactory: TypeAlias = Callable[[KvLayout, ArenaUser], StoreClient]
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What a factory builds an engine from; `folder` is a Hugging Face model folder.
+    """Inputs of an engine factory; `folder` is a Hugging Face model folder.
 
-    `store` makes its client of the node's block manager, if it is on a mesh.
+    `store` creates a client of the node's block manager; None outside a mesh.
     """
 
     settings: Settings
@@ -169,9 +175,9 @@ FACTORIES = {
 
 
 def create_engine(context: EngineContext) -> Engine:
-    """The engine that the settings name; its module is imported only now.
+    """Create the engine that the settings name; imports its module only now.
 
-    Raises ConfigError if the packages that it needs are not installed.
+    Raises EngineConfigError if the packages that it needs are not installed.
     """
     name = context.settings.worker.engine
     module, _, function = FACTORIES[name].partition(":")
@@ -183,7 +189,7 @@ def create_engine(context: EngineContext) -> Engine:
 
 
 def not_installed(engine: str, error: ModuleNotFoundError) -> EngineConfigError:
-    """What to say when a package is missing."""
+    """The error for a missing package of an engine."""
     return EngineConfigError(
         f"the {engine} engine needs {error.name}: pip install 'kvmesh[{engine}]'"
     )

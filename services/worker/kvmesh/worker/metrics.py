@@ -1,4 +1,4 @@
-"""Prometheus series of a worker, read from its load when they are scraped."""
+"""Prometheus series of a worker; the collectors read the engine when they are scraped."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -7,31 +7,32 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvmesh.bus.messages import Load
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import RetentionState
 
 handoffs = Counter(
     "kvmesh_worker_handoffs",
-    "Prompts whose KV was left for another worker or fetched from one, and what came of it",
+    "Prompts whose KV was offered to another worker or fetched from one, by result",
     ["side", "result"],
 )
 handoff_bytes = Counter("kvmesh_worker_handoff_bytes", "KV fetched from other workers")
 GAUGES = {
     "running": ("requests", "requests in the running batch"),
     "waiting": ("requests", "requests queued in the engine"),
-    "active_blocks": ("blocks", "KV blocks that running requests use"),
-    "cached_blocks": ("blocks", "KV blocks kept for reuse"),
-    "total_blocks": ("blocks", "KV blocks in all"),
-    "prefill_tokens": ("tokens", "prompt tokens not computed yet"),
-    "step_s": ("seconds", "mean duration of the last engine steps"),
+    "active_blocks": ("blocks", "KV blocks in use by running requests"),
+    "cached_blocks": ("blocks", "KV blocks cached for reuse"),
+    "total_blocks": ("blocks", "KV blocks of the rank"),
+    "prefill_tokens": ("tokens", "prompt tokens still to compute"),
+    "step_s": ("seconds", "mean duration of recent engine steps"),
 }
 COUNTERS = {
     "steps": "engine steps",
     "requests": "requests accepted",
     "prompt_tokens": "prompt tokens of accepted requests",
-    "cached_tokens": "prompt tokens that came from the cache",
+    "cached_tokens": "prompt tokens found in the cache",
     "output_tokens": "tokens generated",
-    "preemptions": "requests that had to give their blocks back",
-    "aborted": "requests that were cancelled",
+    "preemptions": "requests preempted for lack of KV blocks",
+    "aborted": "requests cancelled",
     "busy_s": "seconds in engine steps",
     "computed_tokens": "prompt tokens computed",
 }
@@ -60,7 +61,7 @@ class LoadCollector(Collector):
 
 
 class RetentionCollector(Collector):
-    """Sessions, pins, kept blocks and outcomes, as `kvmesh_worker_retention_*`."""
+    """Sessions, pins, charged blocks and outcomes, as `kvmesh_worker_retention_*`."""
 
     def __init__(self, states: Callable[[], Iterable[RetentionState]]) -> None:
         self._states = states
@@ -68,9 +69,9 @@ class RetentionCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         states = list(self._states())
         for field, text in (
-            ("sessions", "sessions whose prompts are known"),
-            ("pins", "pins that hold or wait for their blocks"),
-            ("kept_blocks", "blocks kept beyond their turn because somebody asked"),
+            ("sessions", "sessions with a recorded prompt"),
+            ("pins", "pins in force, including those whose blocks are absent"),
+            ("charged_blocks", "blocks charged to the retention budgets of tenants"),
         ):
             gauge = GaugeMetricFamily(f"kvmesh_worker_retention_{field}", text, labels=["rank"])
             for state in states:
@@ -78,10 +79,38 @@ class RetentionCollector(Collector):
             yield gauge
         counter = CounterMetricFamily(
             "kvmesh_worker_retention_directives",
-            "explicit directives by what came of them",
+            "explicit retention directives by outcome",
             labels=["rank", "outcome"],
         )
         for state in states:
             for outcome, count in state.outcomes.items():
                 counter.add_metric([str(state.rank), outcome], count)
         yield counter
+
+
+class TierCollector(Collector):
+    """Blocks moved between the engine and lower tiers, as `kvmesh_worker_*_blocks`."""
+
+    def __init__(self, counts: Callable[[], TierCounts | None]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        if counts is None:
+            return
+        onboarded = CounterMetricFamily(
+            "kvmesh_worker_onboarded_blocks", "KV blocks loaded from lower tiers", labels=["tier"]
+        )
+        for tier, blocks in enumerate(counts.loaded[1:], 1):
+            onboarded.add_metric([str(tier)], blocks)
+        yield onboarded
+        for name, text, value in (
+            ("write_through_blocks", "KV blocks written through to lower tiers", counts.written),
+            (
+                "write_through_skipped_blocks",
+                "KV blocks not written through because the queue was full",
+                counts.skipped,
+            ),
+            ("corrupt_blocks", "KV blocks from lower tiers with a wrong checksum", counts.corrupt),
+        ):
+            yield CounterMetricFamily(f"kvmesh_worker_{name}", text, value=value)

@@ -1,25 +1,18 @@
-"""What a Hugging Face model folder says about its model, and the card that tells the mesh."""
+"""The cards that a worker publishes about its model and itself."""
 
 import json
-import logging
 import os
 import time
-from contextlib import ExitStack
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from kvmesh.bus.messages import Instance, ModelCard, Role
-from kvmesh.demo import model_dir
 from kvmesh.hashing import HASH_VERSION
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import WorkerSettings
-from kvmesh.worker.engine import EngineConfigError, EngineInfo, not_installed
-from kvmesh.worker.scratch import ScratchFolder
+from kvmesh.worker.engine import EngineConfigError, EngineInfo
+from kvmesh.worker.model_folder import read_json
 
-log = logging.getLogger(__name__)
-DEFAULT_CONTEXT = 131072
 DIGITS = 12
 _TEMPLATE = (
     "chat_template.jinja",
@@ -29,43 +22,11 @@ _TEMPLATE = (
 )
 _WHOLE = ("tokenizer.json", "chat_template.jinja")
 _NOTES = ("_name_or_path", "name_or_path", "transformers_version")
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-
-
-def default_model(engine: str, made: ExitStack) -> Path:
-    """The folder of the model of a worker that was given none; `made` removes what it must make.
-
-    Raises ConfigError if such an engine must be given one.
-    """
-    if engine == "mock":
-        return model_dir()
-    if engine != "torch":
-        raise EngineConfigError(f"the {engine} engine needs a model: --model FOLDER")
-    try:
-        tiny = import_module("kvmesh.worker.engines.torch.model.tiny")
-    except ModuleNotFoundError as error:
-        raise not_installed(engine, error) from error
-    folder = made.enter_context(ScratchFolder()).path / "tiny"
-    log.info("no model is given: making a tiny one with random weights")
-    tiny.make_tiny_model(folder)
-    return folder
-
-
-def model_context(folder: Path) -> int:
-    """Longest sequence in tokens, from config.json or tokenizer_config.json; else 131,072."""
-    config = _read(folder / "config.json")
-    nested = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)]
-    for section in (config, *nested):
-        length = section.get("max_position_embeddings")
-        if isinstance(length, int) and length > 0:
-            return length
-    length = _read(folder / "tokenizer_config.json").get("model_max_length")
-    return length if isinstance(length, int) and 0 < length < 1 << 31 else DEFAULT_CONTEXT
 
 
 def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: str) -> ModelCard:
     """The card of a model; dialects come from the settings, else from the folder's kvmesh.json."""
-    hints = _read(folder / "kvmesh.json")
+    hints = read_json(folder / "kvmesh.json")
     return ModelCard(
         name=worker.served_name or folder.name,
         context=info.context,
@@ -85,9 +46,9 @@ def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: st
 
 
 def _digest(folder: Path, *names: str) -> str:
-    """Of what these files say, whichever of them there are; empty if there is none.
+    """Digest of those of the named files that exist; empty if none does.
 
-    Objects count by their content, without what the library that wrote them notes of itself.
+    JSON objects count by content, without notes of the library that wrote them.
     """
     digest, found = sha256(), False
     for name in names:
@@ -100,12 +61,12 @@ def _digest(folder: Path, *names: str) -> str:
 
 
 def _content(file: Path) -> bytes:
-    content = {key: value for key, value in _read(file).items() if key not in _NOTES}
+    content = {key: value for key, value in read_json(file).items() if key not in _NOTES}
     return json.dumps(content, sort_keys=True).encode()
 
 
 def _snapshot(folder: Path) -> str:
-    """The revision that a folder of the Hugging Face cache is of; empty for any other folder."""
+    """The revision of a folder in the Hugging Face cache; empty for any other folder."""
     real = folder.resolve()
     return real.name if real.parent.name == "snapshots" else ""
 
@@ -135,7 +96,7 @@ def node_name(worker: WorkerSettings) -> str:
 
 
 def card_labels(worker: WorkerSettings) -> dict[str, str]:
-    """The labels of a worker's card; raises ConfigError for one that is not `key=value`."""
+    """The labels of a worker's card; raises EngineConfigError unless each is `key=value`."""
     labels: dict[str, str] = {}
     for text in worker.labels:
         key, equals, value = text.partition("=")
@@ -143,13 +104,3 @@ def card_labels(worker: WorkerSettings) -> dict[str, str]:
             raise EngineConfigError(f"label {text!r} is not of the form key=value")
         labels[key] = value
     return labels
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise EngineConfigError(f"cannot read {file}: {error}") from error
-    return content if isinstance(content, dict) else {}

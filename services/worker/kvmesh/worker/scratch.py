@@ -1,7 +1,7 @@
-"""Folders for files of this process that nobody needs after it.
+"""Temporary folders that are removed even if their process is killed.
 
-Each holds a lock, of which the kernel lets go when the process dies, so that whoever makes the next
-one can tell which folders are of the dead, and removes them.
+Each folder holds a lock file, and the kernel releases its lock when the process dies. The next
+ScratchFolder finds folders with a free lock and removes them.
 """
 
 import fcntl
@@ -20,13 +20,13 @@ class ScratchFolder:
     """A new folder at `path`, until `close`."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
+        """Create the folder; raises OSError."""
         _reclaim()
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         new = self.path / f"{LOCK}.new"
         self._lock: int | None = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / LOCK)  # nobody sees it before it is locked
+        new.rename(self.path / LOCK)  # visible only once it is locked
 
     def __enter__(self) -> Self:
         return self
@@ -35,7 +35,7 @@ class ScratchFolder:
         self.close()
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         lock, self._lock = self._lock, None
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -44,7 +44,7 @@ class ScratchFolder:
 
 def _reclaim() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-        with suppress(OSError):  # it lives, or is somebody else's
+        with suppress(OSError):  # the process lives, or belongs to another user
             _remove_dead(lock)
 
 

@@ -1,4 +1,4 @@
-"""The worker process: one engine on the mesh until it is told to leave."""
+"""The worker process: builds one engine, serves it on the mesh, and drains it at the end."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from kvmesh.bus.errors import ModelFilesError
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import WorkerSettings
-from kvmesh.worker.capabilities.tiered import TierCollector
+from kvmesh.worker.default_model import default_model
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -22,8 +22,8 @@ from kvmesh.worker.engine import (
     StoreFactory,
     create_engine,
 )
-from kvmesh.worker.metrics import LoadCollector, RetentionCollector
-from kvmesh.worker.model_card import default_model, node_name
+from kvmesh.worker.metrics import LoadCollector, RetentionCollector, TierCollector
+from kvmesh.worker.model_card import node_name
 from kvmesh.worker.node import WorkerNode
 
 log = logging.getLogger(__name__)
@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 async def main(service: Service) -> None:
     """Serve until `service.stopping`, then drain and leave."""
-    with ExitStack() as made:
-        await _serve_model(service, await _model(service.settings.worker, made))
+    with ExitStack() as cleanup:
+        await _serve_model(service, await _model_folder(service.settings.worker, cleanup))
 
 
-async def _model(worker: WorkerSettings, made: ExitStack) -> Path:
+async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
     folder = worker.model
     try:
         if folder is None:
-            folder = await asyncio.to_thread(default_model, worker.engine, made)
+            folder = await asyncio.to_thread(default_model, worker.engine, cleanup)
     except EngineError as error:
         raise StartError(str(error), hopeless=True) from error
     if not (folder / "tokenizer.json").is_file():
@@ -51,14 +51,14 @@ async def _model(worker: WorkerSettings, made: ExitStack) -> Path:
 async def _serve_model(service: Service, folder: Path) -> None:
     settings = service.settings
 
-    def leave(error: EngineError | None) -> None:
+    def on_end(error: EngineError | None) -> None:
         if error is not None:
             log.error("%s", error)
             service.failed = True
         service.stopping.set()
 
     try:
-        engine = create_engine(EngineContext(settings, folder, _store(service, folder)))
+        engine = create_engine(EngineContext(settings, folder, _store_factory(service, folder)))
     except EngineError as error:
         raise StartError(str(error), hopeless=True) from error
     try:
@@ -70,7 +70,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
             service.name,
             service.instance,
             service.limits,
-            leave,
+            on_end,
             service.warnings,
         )
         await _serve(service, node)
@@ -78,8 +78,8 @@ async def _serve_model(service: Service, folder: Path) -> None:
         raise StartError(str(error), hopeless=isinstance(error, EngineConfigError)) from error
 
 
-def _store(service: Service, folder: Path) -> StoreFactory:
-    """Makes clients of the block manager on this worker's node."""
+def _store_factory(service: Service, folder: Path) -> StoreFactory:
+    """Return a factory of clients of the block manager on this worker's node."""
     worker = service.settings.worker
 
     def connect(layout: KvLayout, user: ArenaUser) -> StoreClient:

@@ -12,7 +12,7 @@ from kvmesh.hashing import sequence_hashes
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.radix_tree import BlockRun
 from kvmesh.worker.enginecore.retention import RetentionOptions
-from kvmesh.worker.enginecore.retention_request import asked_before, asked_of
+from kvmesh.worker.enginecore.retention_request import inherited_retention, parse_retention
 
 CAPACITY = 16
 SALT = 9
@@ -53,7 +53,7 @@ class KeepingMachine(RuleBasedStateMachine):
 
     @property
     def keeping_runs(self) -> list[BlockRun]:
-        return [run for run in self.manager.keeping._tree if run.keep is not None]
+        return [run for run in self.manager.retention._tree if run.retention is not None]
 
     @rule(
         local=LOCALS,
@@ -67,11 +67,11 @@ class KeepingMachine(RuleBasedStateMachine):
         if tenant:
             local = [9, *local]  # what differs in tenant shares nothing
         blocks = hashes(local)
-        way = self.manager.find(blocks)
-        held = way.held
+        way = self.manager.match_prefix(blocks)
+        held = way.matched
         if len(local) - held + way.inactive > self.manager.available:
             return
-        self.manager.use(blocks)
+        self.manager.lock_prefix(blocks)
         assert self.manager.allocate(len(local) - held)
         parent = blocks[held - 1] if held else None
         self.manager.promote(parent, SALT, blocks[held:], packed(local[held:]), tenant)
@@ -84,8 +84,8 @@ class KeepingMachine(RuleBasedStateMachine):
             tenant=tenant,
             retention=retention,
         )
-        asked = asked_of(work, 1, RetentionOptions().defaults)
-        told = self.manager.keeping.begin(blocks, blocks, asked, self.manager.now)
+        asked = parse_retention(work, 1, RetentionOptions().defaults)
+        told = self.manager.retention.start_request(blocks, blocks, asked, self.manager.now)
         explicit = sum(retain.explicit for retain in retention)
         assert len(told or []) == explicit
         self.running.append((blocks, work))
@@ -97,21 +97,26 @@ class KeepingMachine(RuleBasedStateMachine):
     @rule(data=st.data(), priority=st.sampled_from([0, 0, 1, 100]))
     def end(self, data: st.DataObject, priority: int) -> None:
         blocks, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.manager.deref(blocks, priority)
+        self.manager.unlock(blocks, priority)
 
     @rule(session=NAMES)
     def release(self, session: str) -> None:
         before = set(self.held)
         gone = self.newest.pop(session, set())
         self.ever.pop(session, None)
-        count = self.manager.keeping.release([session])
+        count = self.manager.retention.release([session])
         self.follow()
         dropped = before - set(self.held)
         assert len(dropped) == count
         live = set().union(*self.newest.values()) if self.newest else set()
         used = {block for blocks, _ in self.running for block in blocks}
         assert not dropped & (live | used)
-        pinned = {b for run in self.keeping_runs if run.keep and run.keep.pins for b in run.hashes}
+        pinned = {
+            b
+            for run in self.keeping_runs
+            if run.retention and run.retention.pins
+            for b in run.hashes
+        }
         # A session may hold several conversations: all that it has used may be live.
         needed = used.union(pinned, *self.ever.values())
         assert all(
@@ -129,12 +134,12 @@ class KeepingMachine(RuleBasedStateMachine):
     @rule(name=NAMES, local=LOCALS, ttl=st.sampled_from([2.0, 20.0]))
     def pin(self, name: str, local: list[int], ttl: float) -> None:
         command = Pin(id=name, sequence_hashes=hashes(local).tobytes(), ttl_s=ttl)
-        blocks = self.manager.keeping.pin(command, self.manager.now)
-        assert blocks <= self.manager.find(hashes(local)).held
+        blocks = self.manager.retention.pin(command, self.manager.now)
+        assert blocks <= self.manager.match_prefix(hashes(local)).matched
 
     @rule(name=NAMES)
     def unpin(self, name: str) -> None:
-        self.manager.keeping.unpin(name, self.manager.now)
+        self.manager.retention.unpin(name, self.manager.now)
 
     @rule(count=st.integers(1, CAPACITY))
     def press(self, count: int) -> None:
@@ -142,7 +147,7 @@ class KeepingMachine(RuleBasedStateMachine):
         room = self.manager.available
         assert self.manager.allocate(count) == (count <= room)
         if count <= room:
-            self.manager.destroy(count)
+            self.manager.free_private(count)
 
     @rule(seconds=st.integers(1, 6))
     def wait(self, seconds: int) -> None:
@@ -185,18 +190,18 @@ class KeepingMachine(RuleBasedStateMachine):
     def budgets_hold_and_are_accounted_for(self) -> None:
         charged: Counter[str] = Counter()
         for run in self.keeping_runs:
-            assert run.keep is not None
-            assert run.keep
-            assert run.keep.charged == run.keep.keeps
-            charged[run.keep.tenant] += len(run) * run.keep.charged
-        assert +charged == Counter(self.manager.keeping.promises.charged)
+            assert run.retention is not None
+            assert run.retention
+            assert run.retention.charged == run.retention.keeps
+            charged[run.retention.tenant] += len(run) * run.retention.charged
+        assert +charged == Counter(self.manager.retention.budget.charged)
         assert all(size <= CAPACITY // 2 for size in charged.values())
 
     @invariant()
     def what_is_idle_is_in_the_order_of_eviction(self) -> None:
-        idle = [run for run in self.manager.keeping._tree if not run.refs]
-        assert len(self.manager.keeping.idle) == len(idle)
-        assert all(run in self.manager.keeping.idle for run in idle)
+        idle = [run for run in self.manager.retention._tree if not run.refs]
+        assert len(self.manager.retention.evictable) == len(idle)
+        assert all(run in self.manager.retention.evictable for run in idle)
 
 
 TestKeeping = KeepingMachine.TestCase
@@ -208,10 +213,10 @@ def test_what_comes_from_another_tier_is_kept_as_it_was_there() -> None:
     blocks = hashes([1, 2, 3, 4])
     assert manager.allocate(4)
     manager.promote(None, SALT, blocks, packed([1, 2, 3, 4]))
-    before = asked_before([Retain(16, 48, 80, 10.0)], 16, "t")
-    manager.keeping.inherit(blocks, before, manager.now)
-    assert manager.keeping.promises.charged == {"t": 2}
-    manager.deref(blocks)
+    before = inherited_retention([Retain(16, 48, 80, 10.0)], 16, "t")
+    manager.retention.claim_inherited(blocks, before, manager.now)
+    assert manager.retention.budget.charged == {"t": 2}
+    manager.unlock(blocks)
     manager.take_events()
     assert manager.allocate(8 - 3)
     assert [
@@ -219,17 +224,17 @@ def test_what_comes_from_another_tier_is_kept_as_it_was_there() -> None:
     ] == [[blocks[3]]]
     manager.now = 10.0
     assert manager.allocate(3)
-    assert manager.keeping.promises.charged == {}
+    assert manager.retention.budget.charged == {}
 
 
 def put(manager: BlockManager, local: list[int], tenant: str, priority: int = 0) -> "array[int]":
     """A prompt comes and goes; its blocks."""
     blocks = hashes(local)
-    held = manager.use(blocks)
+    held = manager.lock_prefix(blocks)
     assert manager.allocate(len(local) - held)
     parent = blocks[held - 1] if held else None
     manager.promote(parent, SALT, blocks[held:], packed(local[held:]), tenant)
-    manager.deref(blocks, priority)
+    manager.unlock(blocks, priority)
     return blocks
 
 
@@ -237,10 +242,10 @@ def test_urgent_requests_of_a_tenant_keep_no_more_than_its_budget() -> None:
     manager = BlockManager(CAPACITY, RetentionOptions(budget=0.5))
     for prompt in range(1, 7):
         put(manager, [100 * prompt, 1, 2, 3], f"evil/{prompt}", priority=65)
-    assert manager.keeping.promises.charged == {"evil": CAPACITY // 2}
+    assert manager.retention.budget.charged == {"evil": CAPACITY // 2}
     mine = put(manager, [1, 2, 3, 4], "victim")
     put(manager, [900, 1, 2, 3], "evil", priority=65)
-    assert manager.find(mine).held == 4
+    assert manager.match_prefix(mine).matched == 4
     manager.now += RetentionOptions().session_idle_s
-    manager.keeping.idle.expire(manager.now)
-    assert manager.keeping.promises.charged == {}
+    manager.retention.evictable.expire(manager.now)
+    assert manager.retention.budget.charged == {}

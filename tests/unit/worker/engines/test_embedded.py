@@ -33,7 +33,7 @@ from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import SglangSettings, TrtllmSettings, WorkerSettings
-from kvmesh.worker.capabilities.retaining import obey
+from kvmesh.worker.capabilities import execute_command
 from kvmesh.worker.engine import Engine, EngineContext, EngineError, EngineInfo, Rejected
 
 PLAIN = salt("kvmesh-demo")
@@ -285,15 +285,15 @@ async def test_trtllm_is_given_the_ranges_and_others_say_that_they_cannot(run: R
         Pin(id="p", sequence_hashes=b"", ttl_s=1.0),
         Unpin("p"),
     ):
-        reply = obey(run.engine, run.kind, command)
+        reply = execute_command(run.engine, run.kind, command)
         assert (
             reply.reason
-            == f"unsupported: the {run.kind} engine cannot be told which blocks to keep"
+            == f"unsupported: the {run.kind} engine has no control over block retention"
         )
-    assert not obey(run.engine, run.kind, Clear(salt=1)).ok
+    assert not execute_command(run.engine, run.kind, Clear(salt=1)).ok
     if run.kind == "sglang":
         return
-    assert obey(run.engine, "trtllm", Clear()) == ControlReply(
+    assert execute_command(run.engine, "trtllm", Clear()) == ControlReply(
         False, "unsupported: TensorRT-LLM's API has no call that clears its cache"
     )
     given = run.standin.calls[-1]["kv_cache_retention_config"]

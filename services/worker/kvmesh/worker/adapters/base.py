@@ -1,4 +1,4 @@
-"""What the engines have in common that answer with streams and tell of their caches in feeds."""
+"""Base class of engines whose requests are streams and whose KV events come in feeds."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,9 +8,9 @@ from kvmesh.worker.adapters.request_streams import RequestStreams
 
 
 class StreamingAdapter:
-    """Base of an engine that is somebody else's: its streams, its feeds and its own tasks.
+    """Streams, feeds and background tasks of an engine that is a server or a library.
 
-    `_streams` is set once the engine has started, and `_feeds` if it has KV events over ZeroMQ.
+    Subclasses set `_streams` when the engine has started, and `_feeds` for KV events over ZeroMQ.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class StreamingAdapter:
         if self._streams is not None:
             await self._streams.drain()
 
-    async def _end(self) -> None:
-        """Stop following; the engine itself is still to be shut down."""
+    async def _stop_streams(self) -> None:
+        """Stop streams, feeds and tasks; the engine itself still runs."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -1,8 +1,8 @@
-"""What an engine tells of its cache, in neutral form, and the books that make mesh events of it.
+"""Ledger of an engine's cache: converts the engine's KV events into those of the mesh.
 
-Engines name blocks by hashes of their own and tell the tokens in them; the mesh hashes the tokens
-itself, under its own salt. The books keep, for every block held, its place in a prompt, so that
-the whole can be told again and a second copy of a block is not mistaken for a loss.
+Engines identify blocks by hashes of their own and publish their tokens; the mesh hashes the tokens
+itself, under its own salt. The ledger stores each held block with its position in a prompt, so that
+it can dump all blocks and does not take the removal of a second copy for a loss.
 """
 
 from array import array
@@ -32,7 +32,7 @@ _MEDIA = {
 class BlocksStored:
     """Consecutive blocks now held after `parent`; `tokens` is packed uint32.
 
-    `salt` is the mesh's, where the engine's event carries it; `adapter` a LoRA adapter's name.
+    `salt` is the mesh's, if the engine's event carries it; `adapter` is a LoRA adapter's name.
     """
 
     hashes: list[int]
@@ -54,7 +54,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllCleared:
-    """Nothing is held any more in `tier` (None: in any)."""
+    """All blocks of `tier` (None: of every tier) are gone."""
 
     tier: int | None = None
 
@@ -82,27 +82,27 @@ def fold_hash(value: int | bytes) -> int:
 
 
 def medium_tier(medium: str | None) -> int:
-    """The tier of a storage medium as engines name it; what is not on the node is tier 3."""
+    """The tier of a storage medium as engines name it; media outside the node are tier 3."""
     return 0 if medium is None else _MEDIA.get(medium.upper(), 3)
 
 
-class Salts:
-    """Which salt a prompt was computed under, for engines that do not say it in their events.
+class PromptSalts:
+    """The salts of recent prompts, for engines whose events do not carry a salt.
 
-    Prompts that came over the mesh are known by their first block, the newest `limit` of them;
-    others came to the engine directly and belong to the model without a tenant. Where tenants
-    share a first block, the one that has waited longest and does not hold it yet is meant.
+    Prompts that came over the mesh are known by their first block, the newest `limit` of them.
+    Other prompts came to the engine directly and have the model's salt without a tenant. If tenants
+    share a first block, the one that waited longest without holding it is chosen.
     """
 
     def __init__(self, model: str, block_size: int, limit: int = 65536) -> None:
         self._model = model
         self._block_size = block_size
         self._limit = limit
-        self._noted: OrderedDict[int, list[int]] = OrderedDict()
+        self._waiting: OrderedDict[int, list[int]] = OrderedDict()
         self._tenants: OrderedDict[int, str | None] = OrderedDict()
 
-    def is_own(self, work: Work) -> bool:
-        """Whether no other tenant has had this salt: what is held under it is then this one's."""
+    def is_exclusive(self, work: Work) -> bool:
+        """Whether no other tenant has used this salt: all blocks under it are this tenant's."""
         plain = work.salt == salt(self._model, work.adapter or "")
         known = self._tenants.pop(work.salt, "" if plain else work.tenant)
         self._tenants[work.salt] = known if known == work.tenant else None
@@ -110,40 +110,40 @@ class Salts:
             self._tenants.popitem(last=False)
         return known == work.tenant
 
-    def tag(self, work: Work) -> str | None:
-        """The text for the engine to salt its own hashes with; None for a prompt without tenant.
+    def cache_salt(self, work: Work) -> str | None:
+        """The salt for the engine's own hashes; None for a prompt without a tenant.
 
-        The tenant keeps its blocks apart from those of others; the salt behind it, which is short,
-        comes back in the engine's events. vLLM's server takes no "/", which stands in the tag of a
-        part of a tenant.
+        The tenant keeps its blocks apart from those of others. The mesh's salt after it, which is
+        short, comes back in the engine's events. vLLM's server accepts no "/", which occurs in the
+        tag of a part of a tenant.
         """
         if work.tenant:
             return f"{work.tenant.replace('/', '.')}-{work.salt:016x}"
         plain = salt(self._model, work.adapter or "")
         return None if work.salt == plain else f"{work.salt:016x}"
 
-    def note(self, work: Work) -> None:
-        """Remember the salt of a prompt, by its first block."""
+    def remember(self, work: Work) -> None:
+        """Record the salt of a prompt under its first block."""
         local, _ = block_hashes(work.tokens[: 4 * self._block_size], self._block_size)
         if local:
             key = int.from_bytes(local, "little")
-            waiting = self._noted.setdefault(key, [])
-            if work.salt not in waiting:
-                waiting.append(work.salt)
-            self._noted.move_to_end(key)
-        if len(self._noted) > self._limit:
-            self._noted.popitem(last=False)
+            salts = self._waiting.setdefault(key, [])
+            if work.salt not in salts:
+                salts.append(work.salt)
+            self._waiting.move_to_end(key)
+        if len(self._waiting) > self._limit:
+            self._waiting.popitem(last=False)
 
-    def find(self, event: BlocksStored, held: Callable[[int], bool]) -> int:
-        """The salt of a root block; `held` says whether it is held under a salt already."""
+    def root_salt(self, event: BlocksStored, held: Callable[[int], bool]) -> int:
+        """The salt of a root block; `held` tells whether the block is held under a salt already."""
         if event.salt is not None:
             return event.salt
         local, _ = block_hashes(event.tokens[: 4 * event.block_size], event.block_size)
-        waiting = self._noted.get(int.from_bytes(local, "little"), []) if local else []
-        found = next((noted for noted in waiting if not held(noted)), None)
+        salts = self._waiting.get(int.from_bytes(local, "little"), []) if local else []
+        found = next((salt_ for salt_ in salts if not held(salt_)), None)
         if found is None:
             return salt(self._model, event.adapter or "")
-        waiting.remove(found)
+        salts.remove(found)
         return found
 
 
@@ -151,60 +151,68 @@ SaltFinder: TypeAlias = Callable[[BlocksStored, Callable[[int], bool]], int]
 
 
 class _Block:
-    __slots__ = ("copies", "local", "parent", "previous", "root", "sequence")
+    __slots__ = ("copies", "is_root", "local_hash", "parent", "previous_hash", "sequence_hash")
 
     def __init__(
-        self, root: bool, parent: int | None, previous: int, local: int, sequence: int
+        self,
+        is_root: bool,
+        parent: int | None,
+        previous_hash: int,
+        local_hash: int,
+        sequence_hash: int,
     ) -> None:
-        self.root = root
+        self.is_root = is_root
         self.parent = parent
-        self.previous = previous
-        self.local = local
-        self.sequence = sequence
+        self.previous_hash = previous_hash
+        self.local_hash = local_hash
+        self.sequence_hash = sequence_hash
         self.copies = 1
 
 
 class CacheLedger:
-    """What one rank holds. `salt_of` names the salt of a root block.
+    """The blocks that one rank holds; `salt_of` returns the salt of a root block.
 
-    `counted` is for engines that may hold a block twice and tell each store and removal (vLLM
-    does when equal prompts run at once); others say so once, however often they store.
-    `strays` counts blocks not told on: of another size, or after a parent that is not held.
+    `counted` is for engines that may hold a block twice and publish each store and removal (vLLM
+    does when equal prompts run at once); others publish one removal, however often they store.
+    `dropped_blocks` counts blocks not published: of another size, or after a parent that is not
+    held.
     """
 
     def __init__(self, block_size: int, salt_of: SaltFinder, counted: bool = True) -> None:
         self._block_size = block_size
-        self._salt_of = salt_of
+        self._find_salt = salt_of
         self._counted = counted
         self._tiers: list[dict[int, _Block]] = [{} for _ in range(TIERS)]
-        self._sequences: set[int] = set()
-        self.strays = 0
+        self._sequence_hashes: set[int] = set()
+        self.dropped_blocks = 0
 
     def __len__(self) -> int:
-        """Blocks held in the engine's own memory."""
+        """Number of blocks in the engine's own memory."""
         return len(self._tiers[0])
 
-    def matched(self, work: Work) -> int:
+    def cached_tokens(self, work: Work) -> int:
         """Leading tokens of a prompt that the engine's own memory holds, in whole blocks."""
         _, sequence = block_hashes(work.tokens, self._block_size, work.salt)
         hashes = array("Q", sequence)
-        count = next((i for i, h in enumerate(hashes) if h not in self._sequences), len(hashes))
+        count = next(
+            (i for i, h in enumerate(hashes) if h not in self._sequence_hashes), len(hashes)
+        )
         return count * self._block_size
 
     def apply(self, events: Iterable[CacheEvent]) -> list[KvEvent]:
-        """Enter events in order; returns what the mesh must hear of them."""
-        return [told for event in events for told in self._apply(event)]
+        """Apply engine events in order; return the resulting mesh events."""
+        return [change for event in events for change in self._apply(event)]
 
     def dump(self) -> list[KvEvent]:
-        """A `Cleared`, then all that is held: what a reader needs who knows nothing."""
+        """Return a `Cleared`, then all held blocks."""
         events: list[KvEvent] = [Cleared()]
-        told: set[int] = set()
+        published: set[int] = set()
         for tier, held in enumerate(self._tiers):
-            events += self._chains(tier, held, told)
+            events += self._chains(tier, held, published)
         return events
 
-    def forget(self) -> list[KvEvent]:
-        """The engine is a new one and holds nothing."""
+    def clear(self) -> list[KvEvent]:
+        """Clear the ledger after a restart of the engine."""
         return self._clear(AllCleared())
 
     def _apply(self, event: CacheEvent) -> list[KvEvent]:
@@ -224,18 +232,22 @@ class CacheLedger:
             if block is not None and name not in target:
                 parent_held = any(block.parent in held for held in self._tiers)
                 target[name] = _Block(
-                    block.root, block.parent, block.previous, block.local, block.sequence
+                    block.is_root,
+                    block.parent,
+                    block.previous_hash,
+                    block.local_hash,
+                    block.sequence_hash,
                 )
                 if event.to == 0:
-                    self._sequences.add(block.sequence)
-                events.append(self._stored(event.to, target, [name], not parent_held))
+                    self._sequence_hashes.add(block.sequence_hash)
+                events.append(self._stored_event(event.to, target, [name], not parent_held))
         return events + self._remove(BlocksRemoved(event.hashes, event.tier))
 
     def _store(self, event: BlocksStored) -> list[KvEvent]:
         whole = len(event.tokens) == 4 * event.block_size * len(event.hashes)
-        previous = self._previous(event)
+        previous = self._previous_hash(event)
         if event.block_size != self._block_size or not whole or previous is None:
-            self.strays += len(event.hashes)
+            self.dropped_blocks += len(event.hashes)
             return []
         local, sequence = block_hashes(event.tokens, self._block_size, previous)
         rows = zip(event.hashes, array("Q", local), array("Q", sequence), strict=True)
@@ -248,56 +260,56 @@ class CacheLedger:
                 held[name] = _Block(root, parent, previous, block_local, block_sequence)
                 runs[-1].append(name)
                 if event.tier == 0:
-                    self._sequences.add(block_sequence)
+                    self._sequence_hashes.add(block_sequence)
             else:
                 known.copies += self._counted
                 runs.append([])
             parent, previous, root = name, block_sequence, False
-        return [self._stored(event.tier, held, run) for run in runs if run]
+        return [self._stored_event(event.tier, held, run) for run in runs if run]
 
-    def _previous(self, event: BlocksStored) -> int | None:
+    def _previous_hash(self, event: BlocksStored) -> int | None:
         if event.parent is None:
             return self._root_salt(event)
         for held in (self._tiers[event.tier], *self._tiers):
             if event.parent in held:
-                return held[event.parent].sequence
+                return held[event.parent].sequence_hash
         return None
 
     def _root_salt(self, event: BlocksStored) -> int:
         for held in self._tiers:
             if event.hashes and event.hashes[0] in held:
-                return held[event.hashes[0]].previous
+                return held[event.hashes[0]].previous_hash
         first = event.tokens[: 4 * self._block_size]
 
         def is_held(salt: int) -> bool:
             _, sequence = block_hashes(first, self._block_size, salt)
-            return int.from_bytes(sequence[:8], "little") in self._sequences
+            return int.from_bytes(sequence[:8], "little") in self._sequence_hashes
 
-        return self._salt_of(event, is_held)
+        return self._find_salt(event, is_held)
 
-    def _stored(
+    def _stored_event(
         self, tier: int, held: dict[int, _Block], run: list[int], detached: bool = False
     ) -> Stored:
         first = held[run[0]]
         return Stored(
             tier,
-            None if first.root or detached else first.parent,
+            None if first.is_root or detached else first.parent,
             array("Q", run).tobytes(),
-            array("Q", [held[name].local for name in run]).tobytes(),
-            first.previous if first.root else 0,
-            first.previous if detached and not first.root else None,
+            array("Q", [held[name].local_hash for name in run]).tobytes(),
+            first.previous_hash if first.is_root else 0,
+            first.previous_hash if detached and not first.is_root else None,
         )
 
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
         tiers = range(TIERS) if event.tier is None else (event.tier,)
         events: list[KvEvent] = []
         for tier in tiers:
-            gone = [name for name in event.hashes if self._drop(tier, name)]
+            gone = [name for name in event.hashes if self._remove_copy(tier, name)]
             if gone:
                 events.append(Removed(tier, array("Q", gone).tobytes()))
         return events
 
-    def _drop(self, tier: int, name: int) -> bool:
+    def _remove_copy(self, tier: int, name: int) -> bool:
         block = self._tiers[tier].get(name)
         if block is None:
             return False
@@ -305,7 +317,7 @@ class CacheLedger:
         if not block.copies:
             del self._tiers[tier][name]
             if tier == 0:
-                self._sequences.discard(block.sequence)
+                self._sequence_hashes.discard(block.sequence_hash)
         return not block.copies
 
     def _clear(self, event: AllCleared) -> list[KvEvent]:
@@ -313,19 +325,19 @@ class CacheLedger:
             if event.tier in (None, tier):
                 held.clear()
         if event.tier in (None, 0):
-            self._sequences.clear()
+            self._sequence_hashes.clear()
         return [Cleared(event.tier)]
 
-    def _chains(self, tier: int, held: dict[int, _Block], told: set[int]) -> Iterator[Stored]:
+    def _chains(self, tier: int, held: dict[int, _Block], published: set[int]) -> Iterator[Stored]:
         run: list[int] = []
         detached = False
         for name, block in held.items():
             if run and block.parent != run[-1]:
-                yield self._stored(tier, held, run, detached)
+                yield self._stored_event(tier, held, run, detached)
                 run = []
             if not run:
-                detached = block.parent not in told
+                detached = block.parent not in published
             run.append(name)
-            told.add(name)
+            published.add(name)
         if run:
-            yield self._stored(tier, held, run, detached)
+            yield self._stored_event(tier, held, run, detached)

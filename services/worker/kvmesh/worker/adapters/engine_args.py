@@ -1,4 +1,4 @@
-"""Arguments of an embedded engine, as its users write them: a TOML file, then KEY=VALUE pairs."""
+"""Arguments of an embedded engine: a TOML file, then KEY=VALUE pairs."""
 
 import json
 import tomllib
@@ -10,9 +10,9 @@ from kvmesh.worker.engine import EngineConfigError
 
 
 def engine_arguments(pairs: Iterable[str], file: Path | None) -> dict[str, Any]:
-    """The arguments by name. A dot in a key reaches into a nested table; values are JSON or text.
+    """The arguments by name; a dot in a key addresses a nested table; values are JSON or text.
 
-    Raises ConfigError naming the file or the pair at fault.
+    Raises EngineConfigError naming the file or the pair at fault.
     """
     arguments = _read(file) if file is not None else {}
     for pair in pairs:
@@ -24,7 +24,7 @@ def engine_arguments(pairs: Iterable[str], file: Path | None) -> dict[str, Any]:
         for name in tables:
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
-                raise EngineConfigError(f"engine argument {pair!r}: {name} has a value of its own")
+                raise EngineConfigError(f"engine argument {pair!r}: {name} is not a table")
         table[last] = _value(text)
     return arguments
 

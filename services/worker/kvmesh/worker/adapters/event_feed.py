@@ -1,4 +1,4 @@
-"""One rank's cache events from the engine's publisher to the worker's, by way of the books."""
+"""Forwards one rank's KV events from the engine's publisher to the sink, through a ledger."""
 
 import logging
 
@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 
 
 class EventFeed:
-    """Follows `endpoint`, asks `replay` for what it missed; `ledger` knows what the rank holds.
+    """Follows `endpoint` and tracks the rank's blocks in `ledger`.
 
-    Messages that are lost for good leave the books as they were: they are told again from the
-    start, so that at least mesh and books agree, and the engine's next events mend the rest.
+    It requests missed messages from `replay`. Messages lost for good leave the ledger unchanged; a
+    dump makes the index agree with it, and later events of the engine correct both.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class EventFeed:
         self._sink = sink
         self._decoder = EventDecoder()
         self._subscriber = ZmqSubscriber(
-            endpoint, replay, topic, self._take, self.forget, self._lost
+            endpoint, replay, topic, self._on_payload, self.clear, self._on_gap
         )
 
     def start(self) -> None:
@@ -41,26 +41,26 @@ class EventFeed:
         await self._subscriber.close()
 
     def dump(self) -> None:
-        """Tell all that is known to be held."""
-        self._tell(self.ledger.dump())
+        """Send all blocks in the ledger to the sink."""
+        self._publish(self.ledger.dump())
 
-    def forget(self) -> None:
-        """The engine holds nothing: tell it now, whenever its own event may come."""
-        self._tell(self.ledger.forget())
+    def clear(self) -> None:
+        """Clear the ledger and the index: the engine has restarted with an empty cache."""
+        self._publish(self.ledger.clear())
 
-    def _take(self, payload: bytes) -> None:
+    def _on_payload(self, payload: bytes) -> None:
         try:
             events = self._decoder.decode(payload)
         except ValueError as error:
             log.warning("rank %d: %s", self.rank, error)
-            self._lost(1)
+            self._on_gap(1)
             return
-        self._tell(self.ledger.apply(events))
+        self._publish(self.ledger.apply(events))
 
-    def _lost(self, count: int) -> None:
+    def _on_gap(self, count: int) -> None:
         log.warning("rank %d: %d messages of KV events are lost", self.rank, count)
         self.dump()
 
-    def _tell(self, events: list[KvEvent]) -> None:
+    def _publish(self, events: list[KvEvent]) -> None:
         if events:
             self._sink.events(self.rank, events)

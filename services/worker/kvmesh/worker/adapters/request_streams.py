@@ -1,7 +1,7 @@
-"""The requests of an engine that answers each with a stream of its own, as servers do.
+"""Requests of an engine that returns a stream per request, as servers do.
 
-One task follows each stream. What they get in one turn of the event loop is told together, which
-is one engine step, since such engines hand out the tokens of a step at once.
+One task follows each stream. Output received in one iteration of the event loop is delivered
+together, which is one engine step: such engines emit the tokens of a step at once.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class StreamOutput(Struct):
-    """A piece of a stream. `cached` is prompt tokens not computed, where the engine says so.
+    """Output from a stream; `cached` is the prompt tokens not computed, if the engine reports them.
 
-    Of those, `below` came from tiers below the engine, one number each. `handoff` comes with the
-    end of a prefill whose KV another engine is to fetch.
+    `below` has how many of those came from each tier below the engine. `handoff` comes with the end
+    of a prefill whose KV another engine is to fetch.
     """
 
     tokens: list[int]
@@ -51,55 +51,57 @@ class StreamCounters:
 
 
 @dataclass
-class _Live:
+class _StreamRequest:
     work: Work
-    prompt: int
+    prompt_tokens: int
     task: asyncio.Task[None] | None = None
     generated: int = 0
-    first_told: bool = False
+    started: bool = False
 
 
 class RequestStreams:
-    """Follows streams and tells the sink; keeps the counts that a worker's load needs.
+    """Follows streams, delivers their output to the sink, and counts for the worker's load.
 
-    `count_steps` is for engines that do not say how many steps they take: pieces count as steps.
+    `count_steps` is for engines that do not report their steps: each output counts as a step.
     """
 
     def __init__(self, sink: Sink, ranks: int, block_size: int, count_steps: bool = False) -> None:
         self._sink = sink
         self._block_size = block_size
         self._count_steps = count_steps
-        self._live: dict[str, _Live] = {}
+        self._requests: dict[str, _StreamRequest] = {}
         self._pending: list[OutputDelta] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._dead = False
+        self._closed = False
         self.counters = [StreamCounters() for _ in range(ranks)]
 
     def start(self, work: Work, stream: AsyncIterator[StreamOutput]) -> None:
-        """Follow `stream` to its end, which is the end of the request."""
-        live = _Live(work, len(work.tokens) // 4)
-        self._live[work.request] = live
+        """Follow `stream` until it ends; the request ends with it."""
+        request = _StreamRequest(work, len(work.tokens) // 4)
+        self._requests[work.request] = request
         self._idle.clear()
-        live.task = asyncio.create_task(self._follow(live, stream), name=f"stream {work.request}")
+        request.task = asyncio.create_task(
+            self._follow(request, stream), name=f"stream {work.request}"
+        )
 
     def abort(self, request: str) -> bool:
-        """Stop following; closing the stream stops the engine. False if it is not here."""
-        live = self._live.get(request)
+        """Stop a request by closing its stream; False if it is unknown."""
+        live = self._requests.get(request)
         if live is None:
             return False
         self.counters[live.work.rank].aborted += 1
-        self._tell([OutputDelta(request, [], finish="abort")])
+        self._emit([OutputDelta(request, [], finish="abort")])
         self._end(live)
         if live.task is not None:
             live.task.cancel()
         return True
 
     def fail(self, error: EngineError) -> None:
-        """The engine is dead: tell it once."""
-        if not self._dead:
-            self._dead = True
+        """Report once that the engine is dead."""
+        if not self._closed:
+            self._closed = True
             self._flush()
             self._sink.failed(error)
 
@@ -109,8 +111,8 @@ class RequestStreams:
             await asyncio.wait(self._closing)
 
     async def close(self) -> None:
-        self._dead = True
-        for live in list(self._live.values()):
+        self._closed = True
+        for live in list(self._requests.values()):
             if live.task is not None:
                 live.task.cancel()
                 self._closing.add(live.task)
@@ -129,23 +131,25 @@ class RequestStreams:
         step_s: float = 0.0,
         busy_s: float = 0.0,
     ) -> Load:
-        """A rank's load; what the engine itself says about it goes before what is seen here."""
-        mine = [live for live in self._live.values() if live.work.rank == rank]
-        new = [live for live in mine if not live.first_told]
-        waits = min(len(mine), len(new) if waiting is None else waiting)
+        """The load of a rank; values that the engine reports replace estimates from the streams."""
+        requests = [request for request in self._requests.values() if request.work.rank == rank]
+        new = [request for request in requests if not request.started]
+        waiting_count = min(len(requests), len(new) if waiting is None else waiting)
         if active_blocks is None:
-            held = (live.prompt + live.generated for live in mine if live.first_told)
+            held = (
+                request.prompt_tokens + request.generated for request in requests if request.started
+            )
             active_blocks = sum(-(-tokens // self._block_size) for tokens in held)
         counters = self.counters[rank]
         return Load(
             instance=instance,
             rank=rank,
-            running=len(mine) - waits,
-            waiting=waits,
-            active_blocks=active_blocks if mine else 0,
+            running=len(requests) - waiting_count,
+            waiting=waiting_count,
+            active_blocks=active_blocks if requests else 0,
             cached_blocks=cached_blocks,
             total_blocks=total_blocks,
-            prefill_tokens=sum(live.prompt for live in new),
+            prefill_tokens=sum(request.prompt_tokens for request in new),
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
@@ -153,65 +157,71 @@ class RequestStreams:
             requests=counters.requests,
             aborted=counters.aborted,
             preemptions=preemptions,
-            step_s=step_s if mine else 0.0,
+            step_s=step_s if requests else 0.0,
             busy_s=busy_s,
             computed_tokens=counters.prompt_tokens - counters.cached_tokens,
         )
 
-    async def _follow(self, live: _Live, stream: AsyncIterator[StreamOutput]) -> None:
-        name = live.work.request
+    async def _follow(self, request: _StreamRequest, stream: AsyncIterator[StreamOutput]) -> None:
+        name = request.work.request
         try:
             async for output in stream:
-                self._take(live, output)
-            if name in self._live:
-                self._finish(live, "error", "the engine ended the answer without a reason")
+                self._add_output(request, output)
+            if name in self._requests:
+                self._finish(
+                    request, "error", "the engine ended the stream without a finish reason"
+                )
         except EngineUnavailable as error:
-            self._finish(live, "abort", str(error))
+            self._finish(request, "abort", str(error))
         except Rejected as error:
-            self._finish(live, "error", error.reason, invalid=True)
+            self._finish(request, "error", error.reason, invalid=True)
         except EngineError as error:
             self.fail(error)
 
-    def _take(self, live: _Live, output: StreamOutput) -> None:
-        if self._live.get(live.work.request) is not live:
+    def _add_output(self, request: _StreamRequest, output: StreamOutput) -> None:
+        if self._requests.get(request.work.request) is not request:
             return
-        counters = self.counters[live.work.rank]
+        counters = self.counters[request.work.rank]
         counters.output_tokens += len(output.tokens)
         counters.steps += self._count_steps
-        live.generated += len(output.tokens)
+        request.generated += len(output.tokens)
         delta = OutputDelta(
-            live.work.request,
+            request.work.request,
             output.tokens,
             output.finish,
             logprobs=output.logprobs,
             handoff=output.handoff,
         )
-        if not live.first_told and (output.tokens or output.finish):
-            live.first_told = True
+        if not request.started and (output.tokens or output.finish):
+            request.started = True
             cached = output.cached or 0
             delta.cached = _by_tier(cached, output.below)
-            counters.prompt_tokens += live.prompt
+            counters.prompt_tokens += request.prompt_tokens
             counters.cached_tokens += cached
-        self._tell([delta])
+        self._emit([delta])
         if output.finish is not None:
             counters.requests += 1
-            self._end(live)
+            self._end(request)
 
-    def _finish(self, live: _Live, finish: str, error: str, invalid: bool = False) -> None:
-        if self._live.get(live.work.request) is live:
-            last = OutputDelta(live.work.request, [], finish=finish, error=error, invalid=invalid)
-            self._tell([last])
-            self._end(live)
+    def _finish(
+        self, request: _StreamRequest, finish: str, error: str, invalid: bool = False
+    ) -> None:
+        if self._requests.get(request.work.request) is request:
+            last = OutputDelta(
+                request.work.request, [], finish=finish, error=error, invalid=invalid
+            )
+            self._emit([last])
+            self._end(request)
 
-    def _end(self, live: _Live) -> None:
-        del self._live[live.work.request]
-        if live.task is not None:
-            self._closing.add(live.task)
-            live.task.add_done_callback(self._closing.discard)
-        if not self._live:
+    def _end(self, request: _StreamRequest) -> None:
+        del self._requests[request.work.request]
+        if request.task is not None:
+            self._closing.add(request.task)
+            request.task.add_done_callback(self._closing.discard)
+        if not self._requests:
             self._idle.set()
 
-    def _tell(self, deltas: list[OutputDelta]) -> None:
+    def _emit(self, deltas: list[OutputDelta]) -> None:
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._flush)
         self._pending += deltas
@@ -219,13 +229,13 @@ class RequestStreams:
             self._flush()
 
     def _flush(self) -> None:
-        if self._pending and not self._dead:
-            told, self._pending = self._pending, []
-            self._sink.output(told)
+        if self._pending and not self._closed:
+            deltas, self._pending = self._pending, []
+            self._sink.output(deltas)
 
 
 def _by_tier(cached: int, below: list[int]) -> list[int]:
-    """Cached tokens by tier; what came from below may have had to be computed after all."""
+    """Cached tokens by tier; tokens loaded from below may have been computed after all."""
     tiers = []
     for tokens in below:
         tiers.append(min(tokens, cached))
@@ -234,14 +244,14 @@ def _by_tier(cached: int, below: list[int]) -> list[int]:
 
 
 class StepClock:
-    """Steps as an engine's counter tells them, or one for each look at which it was well."""
+    """Counts steps by an engine's own counter, or one per update without it."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self.steps = 0
 
-    def look(self, counter: float | None) -> int:
-        """Enter what the engine's counter says, if it has one; returns the steps so far."""
+    def update(self, counter: float | None) -> int:
+        """Record the engine's counter, if it has one; return the steps so far."""
         if counter is None or self._last is None:
             self.steps += 1
         else:
@@ -251,12 +261,12 @@ class StepClock:
 
 
 def remaining(work: Work) -> Sampling:
-    """What is left to generate of an answer that another worker has begun."""
+    """Sampling parameters for the rest of an answer that another worker has begun."""
     sampling, guided = work.sampling, work.sampling.guided
     if work.generated and guided is not None:
         if guided.kind != "structural_tag":
-            raise Rejected("this engine cannot continue a constrained answer in its middle")
-        # tags begin where the model likes: the answer goes on without, its calls less sure
+            raise Rejected("this engine cannot continue a constrained answer after a migration")
+        # tags may begin anywhere: the rest of the answer is generated without the constraint
         guided = None
     return replace(
         sampling,

@@ -1,9 +1,9 @@
-"""KV events as vLLM and SGLang publish them over ZeroMQ.
+"""KV events of vLLM and SGLang over ZeroMQ: decoding, subscription and replay.
 
 A message is `[topic, sequence number (uint64, big-endian), payload]`, the payload msgpack of
-`[time, [events], data-parallel rank]`. Events are maps with their `type`, or arrays that begin
-with it; fields differ between engines and versions, so each is optional here where it can be.
-A second socket, where the engine has one, repeats past messages from a number on.
+`[time, [events], data-parallel rank]`. Events are maps with their `type`, or arrays that begin with
+it. Fields differ between engines and versions, so most are optional here. A second socket, if the
+engine has one, replays messages from a sequence number on.
 """
 
 import asyncio
@@ -43,17 +43,17 @@ _DECODER = msgspec.msgpack.Decoder()
 
 
 class EventDecoder:
-    """Payloads into neutral events.
+    """Decodes payloads into neutral events.
 
-    A hybrid model has several groups of layers with a cache each; the first group seen that keeps
-    whole prefixes speaks for all of them.
+    A hybrid model has a cache for each of several groups of layers; the first group seen that
+    caches whole prefixes represents all of them.
     """
 
     def __init__(self) -> None:
         self._group: int | None = None
 
     def decode(self, payload: bytes) -> list[CacheEvent]:
-        """The events of one message, unknown kinds left out; raises ValueError if malformed."""
+        """The events of one message, without unknown kinds; raises ValueError if malformed."""
         try:
             batch = _DECODER.decode(payload)
             return [event for raw in batch[1] for event in self._event(_named(raw))]
@@ -64,13 +64,13 @@ class EventDecoder:
         kind = event["type"]
         if kind == "AllBlocksCleared":
             yield AllCleared()
-        elif kind == "BlockStored" and self._speaks(event):
+        elif kind == "BlockStored" and self._is_chosen_group(event):
             yield _stored(event)
         elif kind == "BlockRemoved" and event.get("group_idx") in (None, self._group):
             hashes = [fold_hash(value) for value in event["block_hashes"]]
             yield BlocksRemoved(hashes, medium_tier(event.get("medium")))
 
-    def _speaks(self, event: dict[str, Any]) -> bool:
+    def _is_chosen_group(self, event: dict[str, Any]) -> bool:
         group = event.get("group_idx")
         if group is None:
             return True
@@ -80,7 +80,7 @@ class EventDecoder:
 
 
 def event_endpoints(folder: Path) -> dict[str, str]:
-    """Sockets in a private folder: events carry the tokens of every prompt, and ask for no key.
+    """Sockets in a private folder: events contain all prompts, and the sockets require no key.
 
     vLLM adds a rank to the number at the end, and only to endpoints that have "tcp" in them.
     """
@@ -91,7 +91,7 @@ def event_endpoints(folder: Path) -> dict[str, str]:
 
 
 def rank_endpoint(endpoint: str, rank: int) -> str:
-    """Where a data-parallel rank publishes: its TCP port is the first one's plus the rank."""
+    """The endpoint of a data-parallel rank: its TCP port is the first one's plus the rank."""
     head, colon, port = endpoint.rpartition(":")
     if not rank or not endpoint.startswith("tcp://") or not port.isdecimal():
         return endpoint
@@ -123,7 +123,7 @@ def _stored(event: dict[str, Any]) -> BlocksStored:
 
 
 def _salt(extra_keys: list[list[Any] | None] | None, adapter: str | None) -> int | None:
-    """The mesh's salt: its sixteen hexadecimal digits end what the engine got as the cache salt."""
+    """The mesh's salt: the sixteen hexadecimal digits at the end of the engine's cache salt."""
     for key in (extra_keys[0] or ()) if extra_keys else ():
         if isinstance(key, str) and key != adapter:
             digits = key.rpartition("-")[2]
@@ -133,11 +133,11 @@ def _salt(extra_keys: list[list[Any] | None] | None, adapter: str | None) -> int
 
 
 class ZmqSubscriber:
-    """Follows one rank's publisher and hands on every message once, in order.
+    """Follows one rank's publisher and delivers every message once, in order.
 
-    `on_payload` gets each payload; `on_restart` is called when the publisher begins anew, and
-    `on_gap` with the number of messages lost for good. The queue is bounded: what does not fit
-    is dropped by ZeroMQ, found missing by its number, and asked for again.
+    `on_payload` gets each payload. `on_restart` is called when the publisher restarts, `on_gap`
+    with the number of messages lost for good. The queue is bounded: ZeroMQ drops messages that do
+    not fit, and the subscriber requests them again by sequence number.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class ZmqSubscriber:
         self._on_gap = on_gap
         self._context = zmq.asyncio.Context()
         self._task: asyncio.Task[None] | None = None
-        self._next = 0
-        self._early: set[int] = set()
+        self._next_seq = 0
+        self._replayed: set[int] = set()
 
     def start(self) -> None:
-        """Subscribe; raises zmq.ZMQError for an endpoint that cannot be one."""
+        """Subscribe; raises zmq.ZMQError for an invalid endpoint."""
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         socket.setsockopt(zmq.LINGER, 0)
@@ -183,39 +183,39 @@ class ZmqSubscriber:
                 continue
             frames = await socket.recv_multipart()
             if len(frames) < 2 or len(frames[-2]) != 8:
-                log.warning("a message of %d frames is no KV event", len(frames))
+                log.warning("ignored a message of %d frames: not a KV event", len(frames))
                 continue
-            await self._take(int.from_bytes(frames[-2], "big"), frames[-1])
+            await self._on_message(int.from_bytes(frames[-2], "big"), frames[-1])
 
-    async def _take(self, number: int, payload: bytes) -> None:
-        if number in self._early:
-            self._early.discard(number)
+    async def _on_message(self, seq: int, payload: bytes) -> None:
+        if seq in self._replayed:
+            self._replayed.discard(seq)
             return
-        if number < self._next:
-            log.info("the KV event publisher at %s began anew", self._endpoint)
-            self._next = 0
-            self._early.clear()
+        if seq < self._next_seq:
+            log.info("the KV event publisher at %s restarted", self._endpoint)
+            self._next_seq = 0
+            self._replayed.clear()
             self._on_restart()
-        if number > self._next:
-            await self._catch_up(number)
-        self._next = number + 1
+        if seq > self._next_seq:
+            await self._catch_up(seq)
+        self._next_seq = seq + 1
         self._on_payload(payload)
 
     async def _catch_up(self, before: int | None) -> None:
-        """Get what was missed: up to message `before`, or all that there is so far."""
-        found = await self._ask(self._next, before)
-        end = max([*found, self._next - 1]) + 1 if before is None else before
-        missing = end - self._next - len(found)
+        """Replay missed messages: up to message `before`, or all published so far."""
+        found = await self._replay(self._next_seq, before)
+        end = max([*found, self._next_seq - 1]) + 1 if before is None else before
+        missing = end - self._next_seq - len(found)
         if missing:
             self._on_gap(missing)
-        for number in sorted(found):
-            self._on_payload(found[number])
+        for seq in sorted(found):
+            self._on_payload(found[seq])
             if before is None:
-                self._early.add(number)
-        self._next = end
-        self._early = {number for number in self._early if number > end - RECEIVE_QUEUE}
+                self._replayed.add(seq)
+        self._next_seq = end
+        self._replayed = {seq for seq in self._replayed if seq > end - RECEIVE_QUEUE}
 
-    async def _ask(self, first: int, before: int | None) -> dict[int, bytes]:
+    async def _replay(self, first: int, before: int | None) -> dict[int, bytes]:
         if self._replay_endpoint is None:
             return {}
         socket = self._context.socket(zmq.DEALER)
@@ -226,9 +226,9 @@ class ZmqSubscriber:
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 await socket.send_multipart([b"", first.to_bytes(8, "big")])
                 while (frames := await socket.recv_multipart())[-2] != END.to_bytes(8, "big"):
-                    number = int.from_bytes(frames[-2], "big")
-                    if number >= first and (before is None or number < before):
-                        found[number] = frames[-1]
+                    seq = int.from_bytes(frames[-2], "big")
+                    if seq >= first and (before is None or seq < before):
+                        found[seq] = frames[-1]
         except TimeoutError:
             log.warning("no replay of KV events from %s", self._replay_endpoint)
         finally:

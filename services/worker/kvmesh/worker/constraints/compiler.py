@@ -1,4 +1,4 @@
-"""Constraints that take an engine long to understand: off the loop, a bounded while, before it."""
+"""Compiles constraints before the engine gets the work: off the event loop and in bounded time."""
 
 import asyncio
 import logging
@@ -11,74 +11,76 @@ from kvmesh.runtime.fair_slots import FairSlots
 from kvmesh.worker.engine import EngineError, OutputDelta, Rejected
 
 log = logging.getLogger(__name__)
-MOST = 128
-MOST_OF_ONE = 32  # owner
-AT_ONCE = 2
+MAX_WAITING = 128
+MAX_PER_OWNER = 32
+CONCURRENCY = 2
 
 
 @runtime_checkable
 class Compiling(Protocol):
-    """The methods beyond `Engine` of an engine that compiles constraints before it takes work."""
+    """Engine that compiles constraints before `submit`."""
 
     def compiled(self, guided: Guided) -> bool:
         """Whether `submit` of work with this constraint takes no time."""
         ...
 
     async def compile(self, guided: Guided) -> None:
-        """Make that so, off the loop, in a bounded time; raises Rejected if the constraint takes
-        more, and EngineError if it is not at fault. May be cancelled."""
+        """Compile a constraint off the event loop, in bounded time; may be cancelled.
+
+        Raises Rejected if the constraint takes longer, and EngineError if it is not at fault.
+        """
         ...
 
 
 class ConstraintCompiler:
-    """Work that is accepted before its constraint is compiled.
+    """Compiles the constraints of accepted work, then submits it by `submit`.
 
-    Owners have turns: who sends slow ones delays each other owner by one of them. `begin` hands
-    work to the engine, or says why not. Its frontend is told of either.
+    Owners take turns: the slow constraints of one delay each other owner by one of them. `begin`
+    returns the reason if the engine refuses the work. `emit` receives the outcome for the frontend.
     """
 
     def __init__(
         self,
         engine: object,
-        begin: Callable[[Work], str],
-        tell: Callable[[list[OutputDelta]], None],
+        submit: Callable[[Work], str],
+        emit: Callable[[list[OutputDelta]], None],
     ) -> None:
         self._engine = engine if isinstance(engine, Compiling) else None
-        self._begin = begin
-        self._tell = tell
-        self._slots = FairSlots(AT_ONCE)
+        self._submit = submit
+        self._emit = emit
+        self._slots = FairSlots(CONCURRENCY)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._owners: Counter[str] = Counter()
 
-    def room(self, work: Work) -> bool:
-        """Whether this work may wait for its constraint."""
-        return len(self._tasks) < MOST and self._owners[owner(work.tenant)] < MOST_OF_ONE
+    def has_capacity(self, work: Work) -> bool:
+        """Whether one more request of this owner may wait for its constraint."""
+        return len(self._tasks) < MAX_WAITING and self._owners[owner(work.tenant)] < MAX_PER_OWNER
 
-    def needs(self, work: Work) -> bool:
-        """Whether the constraint of this work has to be compiled."""
+    def must_compile(self, work: Work) -> bool:
+        """Whether the work has a constraint that is not compiled."""
         guided = work.sampling.guided
         return self._engine is not None and guided is not None and not self._engine.compiled(guided)
 
     def start(self, work: Work) -> None:
-        """Compile, then begin."""
-        whose = owner(work.tenant)
-        task = asyncio.create_task(self._run(work, whose), name="compile")
+        """Compile the constraint of work, then submit it."""
+        owner_name = owner(work.tenant)
+        task = asyncio.create_task(self._run(work, owner_name), name="compile")
         self._tasks[work.request] = task
-        self._owners[whose] += 1
-        task.add_done_callback(lambda _: self._left(whose))
+        self._owners[owner_name] += 1
+        task.add_done_callback(lambda _: self._release_owner(owner_name))
 
-    def _left(self, whose: str) -> None:
-        self._owners[whose] -= 1
-        if not self._owners[whose]:
-            del self._owners[whose]
+    def _release_owner(self, owner_name: str) -> None:
+        self._owners[owner_name] -= 1
+        if not self._owners[owner_name]:
+            del self._owners[owner_name]
 
     def abort(self, request: str) -> bool:
-        """Begin it no more; False if it is not here."""
+        """Abort work before its submission; False if it is unknown."""
         task = self._tasks.pop(request, None)
         if task is None:
             return False
         task.cancel()
-        self._tell([OutputDelta(request, [], finish="abort")])
+        self._emit([OutputDelta(request, [], finish="abort")])
         return True
 
     def close(self) -> None:
@@ -87,20 +89,20 @@ class ConstraintCompiler:
         self._tasks.clear()
 
     async def drain(self) -> None:
-        """Return once all that is being compiled has begun or been refused."""
+        """Return once all waiting work is submitted or refused."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()))
 
-    async def _run(self, work: Work, whose: str) -> None:
-        async with self._slots.held(whose):
-            last = await self._compile(work) if self.needs(work) else None
+    async def _run(self, work: Work, owner_name: str) -> None:
+        async with self._slots.held(owner_name):
+            last = await self._compile(work) if self.must_compile(work) else None
         self._tasks.pop(work.request, None)
-        if last is None and (reason := self._begin(work)):
+        if last is None and (reason := self._submit(work)):
             last = _refusal(work, reason)
-        self._tell([last or OutputDelta(work.request, [])])
+        self._emit([last or OutputDelta(work.request, [])])
 
     async def _compile(self, work: Work) -> OutputDelta | None:
-        """The end of work whose constraint cannot be followed, or not here; else None."""
+        """Compile a constraint; return the last delta of the work if that fails, else None."""
         guided = work.sampling.guided
         assert self._engine is not None
         assert guided is not None
@@ -109,11 +111,11 @@ class ConstraintCompiler:
         except Rejected as rejected:
             return _refusal(work, rejected.reason)
         except EngineError as error:
-            log.error("a request is given back, its %s was not compiled: %s", guided.kind, error)
+            log.error("request handed back, its %s was not compiled: %s", guided.kind, error)
             return OutputDelta(work.request, [], finish="abort", error=str(error))
         except Exception:
             log.exception("the engine failed to compile a %s", guided.kind)
-            return _refusal(work, "the engine failed on it; its worker has logged why")
+            return _refusal(work, "the engine failed on this request; see the worker's log")
         return None
 
 

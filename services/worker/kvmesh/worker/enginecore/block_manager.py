@@ -1,12 +1,12 @@
-"""The KV blocks of one rank: which exist, who uses them, and the events that tell the mesh.
+"""KV blocks of one rank: allocation, prefix matching, eviction, and the KV events of changes.
 
-A block is *private* while it fills (it has no identity and cannot be shared), then it is promoted
-under its sequence hash. A full block is *active* while running sequences refer to it, *inactive*
-afterwards, when it can be used again or evicted. Four signals drive it: use (take a reference),
-deref (return it), destroy (drop private blocks) and promote (private becomes full).
+A block is *private* while it fills: it has no hash and cannot be shared. `promote` turns it into a
+full block under its sequence hash. A full block is *active* while sequences hold a lock on it and
+*cached* afterwards, when it can be matched again or evicted. Operations per sequence:
+`match_prefix` and `lock`, `allocate`, `promote`, `unlock`, `free_private`.
 
-Invariant: a block outlives none of its ancestors. A sequence refers to its whole prefix, and what
-others hang on is not evicted before those.
+Invariant: no block outlives one of its ancestors. A sequence locks its whole prefix, and a block
+with held children is not evicted before them.
 """
 
 from array import array
@@ -22,11 +22,11 @@ DEFAULTS = RetentionOptions()
 
 
 class BlockManager:
-    """At most `capacity` blocks: `active` (private ones included) and `cached`, the inactive ones.
+    """At most `capacity` blocks: `active` ones (private included) and `cached` ones.
 
-    Prefixes are arrays of sequence hashes (typecode Q), one for each block from the first on. `now`
-    is in seconds, set by whoever knows it. `keeping` has the order of eviction, `tier` is that of
-    the events. What is in memory `above` at the end of a session is used there.
+    Prefixes are arrays of sequence hashes (typecode Q), one for each block from the first on. The
+    caller sets `now`, in seconds. `retention` orders eviction; `tier` is the tier of the events.
+    Blocks that `upper_tier` holds count as used when a session drops a prompt.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class BlockManager:
         capacity: int,
         options: RetentionOptions = DEFAULTS,
         tier: int = ENGINE,
-        above: "BlockManager | None" = None,
+        upper_tier: "BlockManager | None" = None,
     ) -> None:
         self.capacity = capacity
         self.tier = tier
@@ -42,65 +42,73 @@ class BlockManager:
         self.cached = 0
         self.now = 0.0
         self._tree = RadixTree()
-        self._above = above
-        self.keeping = RetentionManager(options, capacity, self._tree, self._cut, self._held_above)
-        self._evicted = array("Q")
+        self._upper_tier = upper_tier
+        self.retention = RetentionManager(
+            options, capacity, self._tree, self._evict, self._held_by_upper_tier
+        )
+        self._evicted_hashes = array("Q")
         self._events: list[KvEvent] = []
 
     @property
     def available(self) -> int:
-        """Blocks that can still be allocated, by eviction if need be."""
+        """Blocks that can be allocated, by eviction if need be."""
         return self.capacity - self.active
 
     @property
     def contents(self) -> set[int]:
-        """The hashes of all full blocks."""
+        """The sequence hashes of all full blocks."""
         return {block for run in self._tree for block in run.hashes}
 
     def is_foreign(self, first: int, tenant: str) -> bool:
-        """Whether another tenant's prompt begins with a block that has this hash."""
+        """Whether hash `first` is the first block of another tenant's prompt."""
         root = self._tree.roots.get(first)
         return root is not None and root.tenant != tenant
 
-    def continues(self, parent: int | None, block: int) -> bool:
-        """Whether `block` is held; `parent` is the last one of a sequence's prefix."""
-        return block in self._tree.after(self._tree.ending(parent))
+    def holds_child(self, parent: int | None, block: int) -> bool:
+        """Whether `block` is held as a child of `parent`, the last block of a locked prefix."""
+        return block in self._tree.children_of(self._tree.run_ending_at(parent))
 
-    def find(self, hashes: "array[int]") -> PrefixMatch:
-        """Which leading blocks of a prefix are held. Changes nothing; `refer` at once or never."""
-        return self._tree.way(hashes)
+    def match_prefix(self, hashes: "array[int]") -> PrefixMatch:
+        """Find the leading blocks of a prefix that are held; changes nothing.
 
-    def refer(self, way: PrefixMatch) -> None:
-        """Take a reference on the blocks of a way."""
-        if way.over:
-            lower = way.runs[-1]
-            way.runs[-1] = self._tree.split(lower, len(lower) - way.over)
-        for run in way.runs:
+        A match is valid until the next change: `lock` it at once or never.
+        """
+        return self._tree.match(hashes)
+
+    def lock(self, match: PrefixMatch) -> None:
+        """Add a reference to the blocks of a match."""
+        if match.unmatched:
+            lower = match.runs[-1]
+            match.runs[-1] = self._tree.split(lower, len(lower) - match.unmatched)
+        for run in match.runs:
             if not run.refs:
-                self.keeping.begin_use(run, self.now)
+                self.retention.begin_use(run, self.now)
                 blocks = len(run.hashes)
                 self.cached -= blocks
                 self.active += blocks
             run.refs += 1
 
-    def use(self, hashes: "array[int]") -> int:
-        """Take a reference on the leading blocks of a prefix that are held; returns how many."""
-        way = self.find(hashes)
-        self.refer(way)
-        return way.held
+    def lock_prefix(self, hashes: "array[int]") -> int:
+        """Lock the leading blocks of a prefix that are held; return their number."""
+        match = self.match_prefix(hashes)
+        self.lock(match)
+        return match.matched
 
     def allocate(self, count: int) -> bool:
-        """Make `count` private blocks, evicting if need be; False changes nothing: no room."""
+        """Allocate `count` private blocks, evicting if need be.
+
+        False, without any change, if they do not fit.
+        """
         active = self.active + count
         if active > self.capacity:
             return False
         if active + self.cached > self.capacity:
-            self.keeping.evict(active + self.cached - self.capacity, self.now)
+            self.retention.evict(active + self.cached - self.capacity, self.now)
         self.active = active
         return True
 
-    def destroy(self, count: int) -> None:
-        """Drop `count` private blocks; nobody was told of them."""
+    def free_private(self, count: int) -> None:
+        """Free `count` private blocks, which no event has announced."""
         self.active -= count
 
     def promote(
@@ -111,28 +119,28 @@ class BlockManager:
         local: "array[int]",
         tenant: str = "",
     ) -> None:
-        """Turn as many private blocks into full ones that follow `parent`, one reference each.
+        """Turn private blocks into full ones that follow `parent`, with one reference each.
 
-        A block that is held already is referred to instead; it must not be another `tenant`'s.
+        A block that is held already is locked instead; it must belong to the same `tenant`.
         """
         self.active -= len(hashes)
-        before = self._tree.ending(parent)
-        if hashes and hashes[0] in self._tree.after(before):
-            way = self._tree.way(hashes, before)
-            self.refer(way)
-            before = way.runs[-1]
-            hashes, local = hashes[way.held :], local[way.held :]
+        before = self._tree.run_ending_at(parent)
+        if hashes and hashes[0] in self._tree.children_of(before):
+            match = self._tree.match(hashes, before)
+            self.lock(match)
+            before = match.runs[-1]
+            hashes, local = hashes[match.matched :], local[match.matched :]
         if hashes:
             self._store(before, salt, hashes, local, tenant)
 
-    def deref(self, hashes: "array[int]", priority: int = 0) -> None:
-        """Return one reference on each block of a prefix; what nobody uses becomes inactive."""
+    def unlock(self, hashes: "array[int]", priority: int = 0) -> None:
+        """Drop one reference to each block of a prefix; blocks without references become cached."""
         if priority > 0:
-            self.keeping.prize(hashes, priority, self.now)
-        run = self._tree.ending(hashes[-1]) if hashes else None
+            self.retention.raise_priority(hashes, priority, self.now)
+        run = self._tree.run_ending_at(hashes[-1]) if hashes else None
         while run is not None:
             run.refs -= 1
-            self.keeping.end_use(run, self.now)
+            self.retention.end_use(run, self.now)
             if not run.refs:
                 blocks = len(run.hashes)
                 self.active -= blocks
@@ -140,23 +148,23 @@ class BlockManager:
             run = run.parent
 
     def clear(self, salt: int | None = None, tenant: str = "") -> int:
-        """Drop every inactive block, of one namespace if told; returns how many that was."""
-        return self.keeping.clear(salt, tenant)
+        """Drop all cached blocks, or those of one namespace; return their number."""
+        return self.retention.clear(salt, tenant)
 
     def take_events(self) -> list[KvEvent]:
-        """What changed since the last call, in order."""
-        if self._evicted:
+        """Return the changes since the last call, in order."""
+        if self._evicted_hashes:
             self._flush_evicted()
         events, self._events = self._events, []
         return events
 
     def dump(self) -> list[KvEvent]:
-        """A `Cleared`, then every full block, parents first."""
+        """Return a `Cleared`, then all full blocks, parents first."""
         return [Cleared(), *self.stored()]
 
     def stored(self) -> list[KvEvent]:
-        """Every full block, parents first."""
-        return [event for run in self._tree for event in self._told(run)]
+        """Return all full blocks as events, parents first."""
+        return [event for run in self._tree for event in self._stored_events(run)]
 
     def _store(
         self,
@@ -167,38 +175,38 @@ class BlockManager:
         tenant: str,
     ) -> None:
         parent = None if before is None else before.hashes[-1]
-        if before is not None and _is_own_end(before):
+        if before is not None and _is_extendable(before):
             self._tree.extend(before, hashes, local)
         else:
-            self._tree.grow(before, hashes[:], local[:], salt, tenant).refs = 1
+            self._tree.add_run(before, hashes[:], local[:], salt, tenant).refs = 1
         self.active += len(hashes)
-        if self._evicted:
+        if self._evicted_hashes:
             self._flush_evicted()
         root_salt = salt if parent is None else 0
         self._events.append(Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), root_salt))
 
-    def _cut(self, run: BlockRun, count: int) -> None:
-        self._evicted += self._tree.cut(run, count)
+    def _evict(self, run: BlockRun, count: int) -> None:
+        self._evicted_hashes += self._tree.truncate(run, count)
         self.cached -= count
 
     def _flush_evicted(self) -> None:
-        self._events.append(Removed(self.tier, self._evicted.tobytes()))
-        self._evicted = array("Q")
+        self._events.append(Removed(self.tier, self._evicted_hashes.tobytes()))
+        self._evicted_hashes = array("Q")
 
-    def _held_above(self, prompt: "array[int]") -> int:
-        return self._above.find(prompt).held if self._above is not None else 0
+    def _held_by_upper_tier(self, prompt: "array[int]") -> int:
+        return self._upper_tier.match_prefix(prompt).matched if self._upper_tier is not None else 0
 
-    def _told(self, run: BlockRun) -> Iterator[Stored]:
-        """A run as events of at most `DUMP_BLOCKS` blocks."""
+    def _stored_events(self, run: BlockRun) -> Iterator[Stored]:
+        """Yield a run as events of at most `DUMP_BLOCKS` blocks."""
         parent = None if run.parent is None else run.parent.hashes[-1]
         for start in range(0, len(run), DUMP_BLOCKS):
             part = slice(start, start + DUMP_BLOCKS)
-            hashes, local = run.hashes[part], run.local[part]
+            hashes, local = run.hashes[part], run.local_hashes[part]
             salt = run.salt if parent is None else 0
             yield Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), salt)
             parent = hashes[-1]
 
 
-def _is_own_end(run: BlockRun) -> bool:
-    """Whether what its only user adds may become part of the run."""
-    return run.refs == 1 and not run.children and run.keep is None
+def _is_extendable(run: BlockRun) -> bool:
+    """Whether the only user of the run may append its next blocks to it."""
+    return run.refs == 1 and not run.children and run.retention is None

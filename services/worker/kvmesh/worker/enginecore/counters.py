@@ -1,13 +1,13 @@
-"""What the core of an engine counts."""
+"""Counters and retention state that an engine core reports."""
 
 from dataclasses import dataclass
 
-RECENT = 0.05  # what one step counts for in the mean of the last ones
+RECENT = 0.05  # weight of one step in the moving mean
 
 
 @dataclass
 class EngineCounters:
-    """Since the start; tokens and requests. `step_s` is the mean of the last steps."""
+    """Totals since the start, in tokens and requests; `step_s` is the mean of recent steps."""
 
     steps: int = 0
     busy_s: float = 0.0
@@ -21,7 +21,7 @@ class EngineCounters:
     output_tokens: int = 0
 
     def count_steps(self, steps: int, seconds: float) -> None:
-        """So many steps took so many seconds together."""
+        """Record `steps` steps that took `seconds` in total."""
         self.steps += steps
         self.busy_s += seconds
         share = min(1.0, steps * RECENT) if self.step_s else 1.0
@@ -30,10 +30,13 @@ class EngineCounters:
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionState:
-    """Retention on one rank now; `outcomes` count explicit directives since the start."""
+    """Retention on one rank now; `outcomes` counts explicit directives since the start.
+
+    `charged_blocks` are charged to the budgets of tenants.
+    """
 
     rank: int
     sessions: int
     pins: int
-    kept_blocks: int
+    charged_blocks: int
     outcomes: dict[str, int]

@@ -1,7 +1,7 @@
-"""The sequences that get a token in every step, in a form in which a step costs nothing for each.
+"""The decode batch: sequences that get one token per step, at no cost per sequence and step.
 
-A sequence's progress is a function of the batch's step count, written down only when something
-happens to it: a block is full, the answer is complete, or it leaves.
+The progress of a sequence is a function of the batch's step count. It is written to the sequence
+only at events: a block is full, the answer is complete, or the sequence leaves.
 """
 
 import heapq
@@ -9,90 +9,91 @@ from typing import TypeAlias
 
 from kvmesh.worker.enginecore.sequence import Sequence
 
-Filling: TypeAlias = tuple[int, int, int, Sequence]  # after how many steps, arrival, which block
+Filling: TypeAlias = tuple[int, int, int, Sequence]  # steps, arrival, index of the block
 
 
 class DecodeBatch:
     """Members in order of joining; `clock` counts the steps taken.
 
-    Some of `needy` have no room for a token; the others have left.
+    `out_of_slots` holds members without a free slot for a token, and sequences that have left.
     """
 
     def __init__(self) -> None:
         self.clock = 0
         self.members: dict[Sequence, None] = {}
-        self.needy: list[Sequence] = []
+        self.out_of_slots: list[Sequence] = []
         self._due: list[tuple[int, int, Sequence]] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence whose prompt is computed take part from the next step on."""
-        sequence.synced = self.clock
-        sequence.end = self.clock + sequence.missing
+        """Add a sequence whose prompt is computed; it takes part from the next step on."""
+        sequence.synced_step = self.clock
+        sequence.end_step = self.clock + sequence.remaining
         self.members[sequence] = None
-        self._await(sequence)
+        self._enqueue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
+        """Remove a member after writing down its progress."""
         sequence.advance(self.clock)
-        sequence.due = -1
+        sequence.due_step = -1
         del self.members[sequence]
 
-    def take_needy(self) -> list[Sequence]:
-        """Those without room for a token: each must be granted some, or be removed."""
-        needy, self.needy = self.needy, []
+    def take_out_of_slots(self) -> list[Sequence]:
+        """Return members without a free slot; the caller grants slots to each, or removes it."""
+        needy, self.out_of_slots = self.out_of_slots, []
         return [sequence for sequence in needy if sequence in self.members]
 
-    def grant(self, sequence: Sequence, room: int) -> None:
-        """Give a member room for that many tokens."""
-        sequence.room = room
-        self._await(sequence)
+    def grant_slots(self, sequence: Sequence, slots: int) -> None:
+        """Give a member `slots` slots for tokens."""
+        sequence.free_slots = slots
+        self._enqueue(sequence)
 
-    def steps_to_due(self) -> int:
-        """Steps until something happens to a member; there must be one, and none needy."""
-        while self._due[0][2].due != self._due[0][0]:
+    def steps_to_event(self) -> int:
+        """Steps until a block or an answer is full; needs a member, and none out of slots."""
+        while self._due[0][2].due_step != self._due[0][0]:
             heapq.heappop(self._due)
         return self._due[0][0] - self.clock
 
     def steps_to_end(self) -> int:
-        """Steps until the first answer is complete; there must be a member."""
-        return min([s.end for s in self.members]) - self.clock
+        """Steps until the first answer is complete; needs a member."""
+        return min([s.end_step for s in self.members]) - self.clock
 
     def filling(self, steps: int) -> list[Filling]:
-        """The members whose block is full before `steps` more steps are taken."""
+        """Members whose block is full before `steps` more steps are taken."""
         clock = self.clock
         return [
-            (s.synced + s.room - clock, s.arrival, s.held, s)
+            (s.synced_step + s.free_slots - clock, s.arrival, s.full_blocks, s)
             for s in self.members
-            if s.synced + s.room - clock < steps
+            if s.synced_step + s.free_slots - clock < steps
         ]
 
-    def pass_steps(self, steps: int) -> list[Sequence]:
-        """Take as many steps, at most `steps_to_end`; returns whose block or answer is full now.
+    def advance(self, steps: int) -> list[Sequence]:
+        """Take `steps` steps, at most `steps_to_end`; return members with a full block or answer.
 
-        They remain members, their progress written down. One that has passed the end of its room
-        has less than none left.
+        They remain members, with their progress written down. A member that passed the end of its
+        block has a negative number of free slots.
         """
         clock = self.clock = self.clock + steps
         waiting, full = self._due, []
         while waiting and waiting[0][0] <= clock:
             due, _, sequence = heapq.heappop(waiting)
-            if sequence.due == due:
-                sequence.due = -1
+            if sequence.due_step == due:
+                sequence.due_step = -1
                 sequence.advance(clock)
                 full.append(sequence)
         if len(full) > 1:
             full.sort(key=_arrival)
         return full
 
-    def go_on(self, sequence: Sequence) -> None:
-        """What was full has been dealt with, and the answer is not complete."""
-        self._await(sequence)
+    def resume(self, sequence: Sequence) -> None:
+        """Continue a member whose full block is dealt with and whose answer is incomplete."""
+        self._enqueue(sequence)
 
-    def _await(self, sequence: Sequence) -> None:
-        if sequence.room <= 0:
-            self.needy.append(sequence)
+    def _enqueue(self, sequence: Sequence) -> None:
+        if sequence.free_slots <= 0:
+            self.out_of_slots.append(sequence)
             return
-        sequence.due = min(self.clock + sequence.room, sequence.end)
-        heapq.heappush(self._due, (sequence.due, sequence.arrival, sequence))
+        sequence.due_step = min(self.clock + sequence.free_slots, sequence.end_step)
+        heapq.heappush(self._due, (sequence.due_step, sequence.arrival, sequence))
 
 
 def _arrival(sequence: Sequence) -> int:

@@ -1,7 +1,7 @@
-"""Full blocks as a compressed radix tree over their hashes: what is used together is one node.
+"""Full blocks as a compressed radix tree over their sequence hashes.
 
-A hash names its block together with all blocks before it. So the last hash of a run tells of the
-whole run, and what a prefix costs depends on how often others part from it, not on its length.
+A sequence hash identifies a block and all blocks before it, so the last hash of a run identifies
+the whole run. The cost of a prefix grows with the number of branches on it, not with its length.
 """
 
 from array import array
@@ -14,18 +14,18 @@ from kvmesh.retention.claims import BlockRetention
 class BlockRun:
     """Consecutive blocks with the same users: each of `refs` sequences uses all of them.
 
-    `hashes` and `local` have an entry for each block; `children` go on after the last one, by the
-    first hash of each. `salt` and `tenant` count only without a `parent`. `keep` is what was asked
-    for it.
+    `hashes` and `local_hashes` have one entry per block. `children` continue after the last block,
+    by the first hash of each. `salt` and `tenant` are meaningful only without a `parent`.
+    `retention` is None if nothing is requested for the run.
     """
 
     __slots__ = (
         "children",
         "hashes",
-        "keep",
-        "local",
+        "local_hashes",
         "parent",
         "refs",
+        "retention",
         "salt",
         "tenant",
     )
@@ -39,37 +39,41 @@ class BlockRun:
         tenant: str = "",
     ) -> None:
         self.hashes = hashes
-        self.local = local
+        self.local_hashes = local
         self.parent = parent
         self.salt = salt
         self.tenant = tenant
         self.refs = 0
-        self.keep: BlockRetention | None = None
+        self.retention: BlockRetention | None = None
         self.children: dict[int, BlockRun] = {}
 
     def __len__(self) -> int:
+        """Number of blocks."""
         return len(self.hashes)
 
 
 class PrefixMatch:
-    """The runs that `held` leading blocks of a prefix lie on; `over` blocks of the last do not."""
+    """The runs that contain `matched` leading blocks of a prefix.
 
-    __slots__ = ("held", "over", "runs")
+    `unmatched` trailing blocks of the last run are not part of the prefix.
+    """
+
+    __slots__ = ("matched", "runs", "unmatched")
 
     def __init__(self, runs: list[BlockRun], held: int, over: int) -> None:
         self.runs = runs
-        self.held = held
-        self.over = over
+        self.matched = held
+        self.unmatched = over
 
     @property
     def inactive(self) -> int:
-        """How many of the blocks nobody uses."""
+        """Number of matched blocks without users."""
         inactive = sum([len(run.hashes) for run in self.runs if not run.refs])
-        return inactive - self.over if self.over and not self.runs[-1].refs else inactive
+        return inactive - self.unmatched if self.unmatched and not self.runs[-1].refs else inactive
 
 
 class RadixTree:
-    """Every full block, in one run."""
+    """The runs of all full blocks; each block is in one run."""
 
     def __init__(self) -> None:
         self.roots: dict[int, BlockRun] = {}
@@ -83,16 +87,19 @@ class RadixTree:
             yield run
             waiting.extend(run.children.values())
 
-    def ending(self, block: int | None) -> BlockRun | None:
-        """The run whose last block this is, None for None; KeyError if no run ends there."""
+    def run_ending_at(self, block: int | None) -> BlockRun | None:
+        """The run whose last block is `block`, None for None.
+
+        Raises KeyError if no run ends there.
+        """
         return None if block is None else self._by_end[block]
 
-    def after(self, run: BlockRun | None) -> dict[int, BlockRun]:
-        """What follows a run, or begins a prefix, by first block."""
+    def children_of(self, run: BlockRun | None) -> dict[int, BlockRun]:
+        """The runs after a run, or the roots for None, by first block."""
         return self.roots if run is None else run.children
 
-    def way(self, hashes: "array[int]", start: BlockRun | None = None) -> PrefixMatch:
-        """Follow `hashes` from the end of `start` as far as there are blocks."""
+    def match(self, hashes: "array[int]", start: BlockRun | None = None) -> PrefixMatch:
+        """Follow `hashes` from the end of `start` as far as blocks are held."""
         runs: list[BlockRun] = []
         at, end = 0, len(hashes)
         children = self.roots if start is None else start.children
@@ -109,7 +116,7 @@ class RadixTree:
             children = run.children
         return PrefixMatch(runs, at, 0)
 
-    def grow(
+    def add_run(
         self,
         parent: BlockRun | None,
         hashes: "array[int]",
@@ -117,45 +124,47 @@ class RadixTree:
         salt: int,
         tenant: str,
     ) -> BlockRun:
-        """A new run behind `parent`."""
-        run = self.after(parent)[hashes[0]] = BlockRun(hashes, local, parent, salt, tenant)
+        """Add a run after `parent`."""
+        run = self.children_of(parent)[hashes[0]] = BlockRun(hashes, local, parent, salt, tenant)
         self._by_end[hashes[-1]] = run
         return run
 
     def extend(self, run: BlockRun, hashes: "array[int]", local: "array[int]") -> None:
-        """Add blocks to the end of a run without children."""
+        """Append blocks to a run without children."""
         del self._by_end[run.hashes[-1]]
         run.hashes += hashes
-        run.local += local
+        run.local_hashes += local
         self._by_end[hashes[-1]] = run
 
     def split(self, run: BlockRun, at: int) -> BlockRun:
-        """Make the first `at` blocks of `run` a run of their own, which is returned."""
-        upper = self.grow(run.parent, run.hashes[:at], run.local[:at], run.salt, run.tenant)
+        """Split off the first `at` blocks of `run` as a run of their own and return it."""
+        upper = self.add_run(
+            run.parent, run.hashes[:at], run.local_hashes[:at], run.salt, run.tenant
+        )
         upper.refs = run.refs
-        upper.keep = run.keep.copy() if run.keep is not None else None
+        upper.retention = run.retention.copy() if run.retention is not None else None
         del run.hashes[:at]
-        del run.local[:at]
+        del run.local_hashes[:at]
         run.parent = upper
         upper.children[run.hashes[0]] = run
         return upper
 
-    def cut(self, run: BlockRun, count: int) -> "array[int]":
-        """Drop the last `count` blocks of a run without children; returns them, last one first."""
+    def truncate(self, run: BlockRun, count: int) -> "array[int]":
+        """Drop the last `count` blocks of a run without children; return them, last one first."""
         del self._by_end[run.hashes[-1]]
-        keep = len(run.hashes) - count
-        gone = run.hashes[keep:]
-        if keep:
-            del run.hashes[keep:]
-            del run.local[keep:]
+        left = len(run.hashes) - count
+        gone = run.hashes[left:]
+        if left:
+            del run.hashes[left:]
+            del run.local_hashes[left:]
             self._by_end[run.hashes[-1]] = run
         else:
-            del self.after(run.parent)[gone[0]]
+            del self.children_of(run.parent)[gone[0]]
         gone.reverse()
         return gone
 
 
 def _common(run: "array[int]", hashes: "array[int]", at: int) -> int:
-    """How many leading blocks of `run` are those of `hashes` from `at` on."""
-    most = min(len(run), len(hashes) - at)
-    return bisect_left(range(most), True, key=lambda place: run[place] != hashes[at + place])
+    """Number of leading blocks of `run` that equal `hashes` from index `at` on."""
+    length = min(len(run), len(hashes) - at)
+    return bisect_left(range(length), True, key=lambda index: run[index] != hashes[at + index])

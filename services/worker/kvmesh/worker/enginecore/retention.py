@@ -1,7 +1,7 @@
-"""What callers ask for the blocks of one rank: claims on runs, pins, and who uses what.
+"""Retention on one rank: claims and pins on runs, sessions, and the order of eviction.
 
-Runs are cut where what is asked for changes. Where nobody asks for anything there is nothing here:
-no run has a `BlockRetention`, and eviction goes by recency.
+Runs are split where claims change. A run without claims has no `BlockRetention`, and its eviction
+goes by recency.
 """
 
 import logging
@@ -27,15 +27,11 @@ from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.retention.session_blocks import PromptTail, SessionBook
 from kvmesh.retention.token_ranges import (
     DEFAULTS,
-    RetentionError,
     RetentionSegment,
-    parse_defaults,
 )
-from kvmesh.settings.schema import WorkerSettings
-from kvmesh.worker.engine import EngineConfigError
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.radix_tree import BlockRun, RadixTree
-from kvmesh.worker.enginecore.retention_request import NOTHING, RetentionRequest
+from kvmesh.worker.enginecore.retention_request import NO_RETENTION, RetentionRequest
 
 log = logging.getLogger(__name__)
 PINNED = RetentionWish(MOST_LEVEL)
@@ -43,12 +39,12 @@ PINNED = RetentionWish(MOST_LEVEL)
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionOptions:
-    """`budget` is the share of all blocks that one tenant may have kept because it asked so.
+    """`budget` is the share of all blocks that a tenant may retain by claims.
 
-    `defaults` are what is asked for each kind of token where nobody says. Sessions without a
-    request for `session_idle_s` seconds are forgotten, as are promises without an end for blocks
-    that were not used for so long; and the oldest sessions, where all prompts together have more
-    than `session_blocks` names per block of the rank.
+    `defaults` are the claims for each kind of token without an explicit directive. Sessions without
+    a request for `session_idle_s` seconds are forgotten, as are claims without an end on blocks
+    unused for as long. The oldest sessions are forgotten when all recorded prompts have more than
+    `session_blocks` hashes per block of the rank.
     """
 
     budget: float = 0.5
@@ -57,22 +53,12 @@ class RetentionOptions:
     defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
 
 
-def retention_options(worker: WorkerSettings) -> RetentionOptions:
-    """What the settings say; raises ConfigError."""
-    try:
-        defaults = parse_defaults(worker.retention)
-    except RetentionError as error:
-        raise EngineConfigError(f"worker.retention: {error}") from error
-    return RetentionOptions(
-        budget=worker.tenant_share, session_idle_s=worker.session_idle_s, defaults=defaults
-    )
-
-
 class RetentionManager:
     """Claims, pins and sessions of a rank with `capacity` blocks.
 
-    `cut` takes blocks from the end of an idle run without children, which it may leave empty.
-    `stays` is how much of a prompt that nobody will extend is used all the same.
+    `evict_blocks` drops blocks from the end of an unused run without children, and may leave it
+    empty. `used_above` returns how many leading blocks of a prompt an upper tier holds: these stay
+    when a session drops the prompt.
     """
 
     def __init__(
@@ -80,141 +66,149 @@ class RetentionManager:
         options: RetentionOptions,
         capacity: int,
         tree: RadixTree,
-        cut: Callable[[BlockRun, int], None],
-        stays: Callable[["array[int]"], int] = lambda _: 0,
+        evict_blocks: Callable[[BlockRun, int], None],
+        used_above: Callable[["array[int]"], int] = lambda _: 0,
     ) -> None:
-        self.promises = RetentionBudget(
-            int(options.budget * capacity), _log, options.session_idle_s
+        self.budget = RetentionBudget(
+            int(options.budget * capacity), _log_outcome, options.session_idle_s
         )
-        self.idle: EvictionPool[BlockRun] = EvictionPool(_carries, self._renewed)
+        self.evictable: EvictionPool[BlockRun] = EvictionPool(_has_children, self._refreshed_rank)
         self._tree = tree
-        self._cut = cut
-        self._stays = stays
-        self._book: SessionBook[int] = SessionBook(
+        self._evict_blocks = evict_blocks
+        self._used_above = used_above
+        self._sessions: SessionBook[int] = SessionBook(
             options.session_idle_s, options.session_blocks * capacity
         )
         self._pins: PinTable[int] = PinTable()
-        self._claimed = False
+        self._has_claims = False
 
     def state(self, rank: int, now: float) -> RetentionState:
-        """What there is now, as rank `rank`."""
-        self.idle.expire(now)
-        counts = self.promises.outcomes.counts
+        """The state at `now`, reported as rank `rank`."""
+        self.evictable.expire(now)
+        counts = self.budget.outcomes.counts
         return RetentionState(
             rank=rank,
-            sessions=len(self._book),
+            sessions=len(self._sessions),
             pins=len(self._pins),
-            kept_blocks=sum(self.promises.charged.values()),
+            charged_blocks=sum(self.budget.charged.values()),
             outcomes={str(outcome): count for outcome, count in counts.items()},
         )
 
-    def standing(self, run: BlockRun, now: float) -> EvictionRank:
-        """Where a run is in the order of eviction."""
-        return run.keep.standing(now) if run.keep is not None else PLAIN
+    def eviction_rank(self, run: BlockRun, now: float) -> EvictionRank:
+        """The position of a run in the order of eviction."""
+        return run.retention.standing(now) if run.retention is not None else PLAIN
 
     def begin_use(self, run: BlockRun, now: float) -> None:
-        """An idle run is used again: what had ended by then has ended."""
-        self.idle.discard(run)
-        if run.keep is not None:
-            self._lapse(run, now)
+        """Take an unused run out of the eviction order; its expired claims end."""
+        self.evictable.discard(run)
+        if run.retention is not None:
+            self._expire_claims(run, now)
 
     def end_use(self, run: BlockRun, now: float) -> None:
-        """One user less: what it was kept for counts from now."""
-        if run.keep is not None:
-            run.keep.renew(now)
+        """Restart the time to live of a run's claims; put it into the eviction order if unused."""
+        if run.retention is not None:
+            run.retention.renew(now)
         if not run.refs:
-            self.idle.add(run, self.standing(run, now))
+            self.evictable.add(run, self.eviction_rank(run, now))
 
     def evict(self, count: int, now: float) -> None:
-        """Drop the `count` idle blocks that are worth least; there are as many."""
+        """Evict the `count` unused blocks of the lowest rank; there are at least as many."""
         while count > 0:
-            run = self.idle.first(now)
+            run = self.evictable.first(now)
             part = min(count, len(run.hashes))
-            if run.keep is not None:
-                self.promises.evicted(run.keep, part, now)
+            if run.retention is not None:
+                self.budget.evicted(run.retention, part, now)
             if part == len(run.hashes):
-                self._drop(run)
+                self._evict_run(run)
             else:
-                self._cut(run, part)
+                self._evict_blocks(run, part)
             count -= part
 
     # requests
 
-    def begin(
-        self, held: "array[int]", prompt: "array[int]", asked: RetentionRequest | None, now: float
+    def start_request(
+        self, held: "array[int]", prompt: "array[int]", request: RetentionRequest | None, now: float
     ) -> list[str] | None:
-        """A prompt is in memory whose full blocks are `held`; what came of each directive for it.
+        """Claim the full blocks `held` of a prompt in memory; return the outcome of each directive.
 
-        It is its session's newest one, and may grow; what that leaves of earlier ones is dropped.
+        The prompt becomes the newest of its session; blocks that only its superseded prompts used
+        are dropped.
         """
-        self.keep(held, asked, now)
-        if asked is None:
+        self.claim(held, request, now)
+        if request is None:
             return None
-        self.follow(asked.session, prompt, now)
-        granted = self.promises.outcomes.granted
-        return [str(granted(asked.directives[i])) for i in range(asked.for_prompt)] or None
+        self.record_prompt(request.session, prompt, now)
+        granted = self.budget.outcomes.granted
+        return [
+            str(granted(request.directives[i])) for i in range(request.prompt_directives)
+        ] or None
 
-    def keep(self, held: "array[int]", asked: RetentionRequest | None, now: float) -> None:
-        """Claim the blocks of a sequence, all of which are in use."""
-        asked = asked or NOTHING
-        if asked.segments or self._claimed or self._pins:
-            self._ask(held, asked, now, 0)
+    def claim(self, held: "array[int]", request: RetentionRequest | None, now: float) -> None:
+        """Apply the claims of a request to locked blocks."""
+        request = request or NO_RETENTION
+        if request.segments or self._has_claims or self._pins:
+            self._claim_from(held, request, now, 0)
 
-    def prize(self, held: "array[int]", priority: int, now: float) -> None:
-        """Blocks in use serve a request of a priority above 0: they are kept as dearly as it is.
+    def raise_priority(self, held: "array[int]", priority: int, now: float) -> None:
+        """Claim locked blocks at the level of a request with a priority above 0.
 
-        As far as the budget of their tenant has room, and until nobody has used them for long.
+        The claim counts against the tenant's budget and ends once the blocks are unused for
+        `session_idle_s`.
         """
-        self.idle.expire(now)
+        self.evictable.expire(now)
         wish = RetentionWish(min(MOST_LEVEL, PLAIN_LEVEL + priority))
         payer = ""
-        for at, run in self._pieces(held, ()):
+        for at, run in self._split_runs(held, ()):
             payer = payer if at else owner(run.tenant)
-            self._prize(run, wish, payer, now)
+            self._raise_run(run, wish, payer, now)
 
-    def follow(self, session: str | None, prompt: "array[int]", now: float) -> None:
-        """A session has this prompt now: what that leaves of its earlier ones is dropped."""
+    def record_prompt(self, session: str | None, prompt: "array[int]", now: float) -> None:
+        """Record a session's newest prompt; drop blocks that only its superseded prompts used."""
         if session is not None:
-            self._forget(self._book.record(session, prompt, now))
+            self._drop_tails(self._sessions.record(session, prompt, now))
 
-    def end(
-        self, held: "array[int]", asked: RetentionRequest, now: float, first: int
+    def finish_request(
+        self, held: "array[int]", request: RetentionRequest, now: float, first: int
     ) -> str | None:
-        """The answer is complete; its blocks begin with the `first` of those that are `held`.
+        """Claim the blocks of a complete answer: those of `held` from index `first` on.
 
-        What came of the directive for it, if there is one.
+        Return the outcome of the directive for the answer, if there is one.
         """
-        self._ask(held, asked, now, first)
-        granted = self.promises.outcomes.granted
-        told = [str(granted(directive)) for directive in asked.directives[asked.for_prompt :]]
-        return told[0] if told else None
+        self._claim_from(held, request, now, first)
+        granted = self.budget.outcomes.granted
+        outcomes = [
+            str(granted(directive)) for directive in request.directives[request.prompt_directives :]
+        ]
+        return outcomes[0] if outcomes else None
 
-    def _ask(self, prompt: "array[int]", asked: RetentionRequest, now: float, first: int) -> None:
-        """Claim blocks from the `first` one on of a prompt, all of which are in use."""
-        self.idle.expire(now)
-        if asked.segments or self._claimed:
-            shared = self._book.shared(prompt, asked.session) if asked.segments else first
-            edges = (e for s in asked.segments for e in (s.first, s.end) if e)
-            for at, run in self._pieces(prompt, {first, shared, *edges}):
+    def _claim_from(
+        self, prompt: "array[int]", request: RetentionRequest, now: float, first: int
+    ) -> None:
+        """Claim the blocks of a locked prompt from index `first` on."""
+        self.evictable.expire(now)
+        if request.segments or self._has_claims:
+            shared = self._sessions.shared(prompt, request.session) if request.segments else first
+            edges = (e for s in request.segments for e in (s.first, s.end) if e)
+            for at, run in self._split_runs(prompt, {first, shared, *edges}):
                 if at >= first:
-                    self._claim(run, asked.wish_at(at), at >= shared, asked, now)
+                    self._claim_run(run, request.wish_at(at), at >= shared, request, now)
         for pin, blocks in self._pins.along(prompt, now):
             self._pin(pin, prompt[:blocks], now)
 
-    def inherit(self, held: "array[int]", asked: RetentionRequest, now: float) -> None:
-        """Leading blocks of a prompt, in use, come from a tier where this was asked for them."""
-        edges = {edge for segment in asked.segments for edge in segment[:2] if edge}
-        for at, run in self._pieces(held, edges):
-            wish = asked.wish_at(at)
+    def claim_inherited(self, held: "array[int]", request: RetentionRequest, now: float) -> None:
+        """Claim leading blocks that came from another tier as they were claimed there."""
+        edges = {edge for segment in request.segments for edge in segment[:2] if edge}
+        for at, run in self._split_runs(held, edges):
+            wish = request.wish_at(at)
             if wish is not None:
-                self._claim(run, wish, False, asked, now)
+                self._claim_run(run, wish, False, request, now)
 
-    def inherited(self, prompt: "array[int]", now: float) -> list[RetentionSegment]:
-        """What the blocks of a prompt are kept for, to tell a tier that takes them in."""
+    def retained_segments(self, prompt: "array[int]", now: float) -> list[RetentionSegment]:
+        """The claims on the blocks of a prompt, for another tier that receives the blocks."""
         found: list[RetentionSegment] = []
         at = 0
-        for run in self._tree.way(prompt).runs:
-            standing = run.keep.standing(now) if run.keep is not None else PLAIN
+        for run in self._tree.match(prompt).runs:
+            standing = run.retention.standing(now) if run.retention is not None else PLAIN
             if standing.level >= PLAIN_LEVEL and standing != PLAIN:
                 ttl_s = None if standing.until == inf else standing.until - now
                 found.append(
@@ -224,11 +218,11 @@ class RetentionManager:
         return found
 
     def release(self, sessions: Sequence[str]) -> int:
-        """Drop what only these sessions use; returns how many blocks that was."""
-        return self._forget(self._book.release(sessions))
+        """Forget sessions and drop blocks that only they used; return the number of blocks."""
+        return self._drop_tails(self._sessions.release(sessions))
 
     def clear(self, salt: int | None, tenant: str = "") -> int:
-        """Drop what nobody uses, pinned or not, of one namespace if told; returns how many."""
+        """Drop unused blocks, pinned or not, of all or one namespace; return their number."""
         meant = salt, tenant
         roots = [
             root
@@ -240,160 +234,162 @@ class RetentionManager:
     # pins
 
     def pin(self, pin: Pin, now: float) -> int:
-        """Prefer to keep a prefix; returns how many of its blocks are here and within budget."""
+        """Pin a prefix; return the number of its blocks that are held and within the budget."""
         self.unpin(pin.id, now)
         prompt = array("Q", pin.sequence_hashes)
         if not prompt:
             return 0
-        self.idle.expire(now)
+        self.evictable.expire(now)
         directive = Directive(pin.tenant, pin.priority, pin.ttl_s)
         pinned = Pinned(pin.id, prompt, pin.priority, now + pin.ttl_s, directive)
         for over in self._pins.put(pinned):
             self._unpin(over, now)
         self._pin(pinned, prompt, now)
-        self.promises.outcomes.granted(directive)
+        self.budget.outcomes.granted(directive)
         return directive.blocks
 
     def unpin(self, pin: str, now: float) -> int:
-        """Forget a pin; returns how many blocks it was on."""
+        """Remove a pin; return the number of blocks that it held."""
         known = self._pins.remove(pin)
         return self._unpin(known, now) if known is not None else 0
 
     # runs
 
-    def _pieces(self, prompt: "array[int]", edges: Iterable[int]) -> Iterator[tuple[int, BlockRun]]:
-        """The runs of a prompt with the places of their first blocks, cut at `edges`."""
-        way = self._tree.way(prompt)
-        cuts = sorted({*edges, way.held})
+    def _split_runs(
+        self, prompt: "array[int]", edges: Iterable[int]
+    ) -> Iterator[tuple[int, BlockRun]]:
+        """Yield the runs of a prompt with the index of their first block, split at `edges`."""
+        match = self._tree.match(prompt)
+        cuts = sorted({*edges, match.matched})
         at = 0
-        for run in way.runs:
+        for run in match.runs:
             end = at + len(run)
-            for cut in cuts[bisect_right(cuts, at) : bisect_left(cuts, end)]:
-                yield at, self._split(run, cut - at)
-                at = cut
-            if at < way.held:
+            for edge in cuts[bisect_right(cuts, at) : bisect_left(cuts, end)]:
+                yield at, self._split(run, edge - at)
+                at = edge
+            if at < match.matched:
                 yield at, run
             at = end
 
     def _split(self, run: BlockRun, size: int) -> BlockRun:
-        """Make the first blocks of a run one of its own, which is returned."""
+        """Split off the first `size` blocks of a run as a run of their own and return it."""
         upper = self._tree.split(run, size)
         if not upper.refs:
-            self.idle.add(upper, self.idle.standing(run))
+            self.evictable.add(upper, self.evictable.standing(run))
         return upper
 
-    def _claim(
+    def _claim_run(
         self,
         run: BlockRun,
         wish: RetentionWish | None,
-        alone: bool,
-        asked: RetentionRequest,
+        exclusive: bool,
+        request: RetentionRequest,
         now: float,
     ) -> None:
         if wish is None:
-            if run.keep is not None:
-                self.promises.touch(run.keep, len(run), now)
-                self._tidy(run)
+            if run.retention is not None:
+                self.budget.touch(run.retention, len(run), now)
+                self._drop_if_empty(run)
             return
-        keep = run.keep = run.keep or BlockRetention(asked.tenant)
-        size = self.promises.grantable(keep, len(run), wish)
+        retention = run.retention = run.retention or BlockRetention(request.tenant)
+        size = self.budget.grantable(retention, len(run), wish)
         if 0 < size < len(run):
-            self._claim(self._split(run, size), wish, alone, asked, now)
-        directive = asked.directives[wish.directive] if wish.directive is not None else None
-        self.promises.claim(keep, len(run), wish, now, directive, alone)
-        self._tidy(run)
+            self._claim_run(self._split(run, size), wish, exclusive, request, now)
+        directive = request.directives[wish.directive] if wish.directive is not None else None
+        self.budget.claim(retention, len(run), wish, now, directive, exclusive)
+        self._drop_if_empty(run)
 
-    def _prize(self, run: BlockRun, wish: RetentionWish, payer: str, now: float) -> None:
-        keep = run.keep = run.keep or BlockRetention(payer)
-        size = self.promises.grantable(keep, len(run), wish)
+    def _raise_run(self, run: BlockRun, wish: RetentionWish, payer: str, now: float) -> None:
+        retention = run.retention = run.retention or BlockRetention(payer)
+        size = self.budget.grantable(retention, len(run), wish)
         if 0 < size < len(run):
-            self._prize(self._split(run, size), wish, payer, now)
-        self.promises.claim(keep, len(run), wish, now, alone=False)
-        self._tidy(run)
+            self._raise_run(self._split(run, size), wish, payer, now)
+        self.budget.claim(retention, len(run), wish, now, alone=False)
+        self._drop_if_empty(run)
 
     def _pin(self, pin: Pinned[int], prompt: "array[int]", now: float) -> None:
-        for _, run in self._pieces(prompt, ()):
-            if run.keep is None or pin.id not in run.keep.pins:
+        for _, run in self._split_runs(prompt, ()):
+            if run.retention is None or pin.id not in run.retention.pins:
                 self._pin_run(run, pin, now)
 
     def _pin_run(self, run: BlockRun, pin: Pinned[int], now: float) -> None:
-        keep = run.keep = run.keep or BlockRetention(pin.directive.tenant)
-        size = self.promises.grantable(keep, len(run), PINNED)
+        retention = run.retention = run.retention or BlockRetention(pin.directive.tenant)
+        size = self.budget.grantable(retention, len(run), PINNED)
         if 0 < size < len(run):
             self._pin_run(self._split(run, size), pin, now)
-        self.promises.pin(keep, len(run), pin.id, pin.priority, pin.deadline, pin.directive)
-        self._revise(run, now)
+        self.budget.pin(retention, len(run), pin.id, pin.priority, pin.deadline, pin.directive)
+        self._update_rank(run, now)
 
     def _unpin(self, pin: Pinned[int], now: float) -> int:
         blocks = 0
-        for _, run in self._pieces(array("Q", pin.prompt), ()):
-            if run.keep is not None and pin.id in run.keep.pins:
+        for _, run in self._split_runs(array("Q", pin.prompt), ()):
+            if run.retention is not None and pin.id in run.retention.pins:
                 blocks += len(run)
-                self.promises.unpin(run.keep, len(run), pin.id)
-                self._revise(run, now)
+                self.budget.unpin(run.retention, len(run), pin.id)
+                self._update_rank(run, now)
         return blocks
 
-    def _revise(self, run: BlockRun, now: float) -> None:
-        self._tidy(run)
+    def _update_rank(self, run: BlockRun, now: float) -> None:
+        self._drop_if_empty(run)
         if not run.refs:
-            self.idle.set(run, self.standing(run, now))
+            self.evictable.set(run, self.eviction_rank(run, now))
 
-    def _renewed(self, run: BlockRun, now: float) -> EvictionRank:
-        self._lapse(run, now)
-        return self.standing(run, now)
+    def _refreshed_rank(self, run: BlockRun, now: float) -> EvictionRank:
+        self._expire_claims(run, now)
+        return self.eviction_rank(run, now)
 
-    def _lapse(self, run: BlockRun, now: float) -> None:
-        if run.keep is not None:
-            self.promises.lapse(run.keep, len(run), now)
-            self._tidy(run)
+    def _expire_claims(self, run: BlockRun, now: float) -> None:
+        if run.retention is not None:
+            self.budget.lapse(run.retention, len(run), now)
+            self._drop_if_empty(run)
 
-    def _tidy(self, run: BlockRun) -> None:
-        if run.keep:
-            self._claimed = True
+    def _drop_if_empty(self, run: BlockRun) -> None:
+        if run.retention:
+            self._has_claims = True
         else:
-            run.keep = None
+            run.retention = None
 
-    def _drop(self, run: BlockRun) -> None:
-        self.idle.discard(run)
-        self._cut(run, len(run.hashes))
+    def _evict_run(self, run: BlockRun) -> None:
+        self.evictable.discard(run)
+        self._evict_blocks(run, len(run.hashes))
         if run.parent is not None and not run.parent.children:
-            self.idle.uncover(run.parent)
+            self.evictable.uncover(run.parent)
 
-    # what nobody wants any more
+    # dropping blocks that no session uses
 
-    def _forget(self, tails: Iterable[PromptTail[int]]) -> int:
+    def _drop_tails(self, tails: Iterable[PromptTail[int]]) -> int:
         return sum([self._drop_tail(tail) for tail in tails])
 
     def _drop_tail(self, tail: PromptTail[int]) -> int:
         prompt = array("Q", tail.prompt)
-        kept = max(tail.kept, self._stays(prompt))
+        retained = max(tail.kept, self._used_above(prompt))
         at = 0
-        for run in self._tree.way(prompt).runs:
+        for run in self._tree.match(prompt).runs:
             end = at + len(run)
-            if end > kept:
-                if at < kept and not run.refs:
-                    self._split(run, kept - at)
+            if end > retained:
+                if at < retained and not run.refs:
+                    self._split(run, retained - at)
                 return self._prune(run)
             at = end
         return 0
 
     def _prune(self, top: BlockRun, pinned: bool = False) -> int:
-        """Drop of a run and all that hangs on it what nobody uses; returns how many blocks."""
+        """Drop unused blocks of a run and all runs below it; return their number."""
         runs, blocks = [top], 0
         for run in runs:
             runs.extend(run.children.values())
         for run in reversed(runs):
-            kept = run.keep is not None and bool(run.keep.pins) and not pinned
-            if run.refs or run.children or kept:
+            retained = run.retention is not None and bool(run.retention.pins) and not pinned
+            if run.refs or run.children or retained:
                 continue
             blocks += len(run)
-            if run.keep is not None:
-                self.promises.freed(run.keep, len(run))
-            self._drop(run)
+            if run.retention is not None:
+                self.budget.freed(run.retention, len(run))
+            self._evict_run(run)
         return blocks
 
 
-def _log(directive: Directive, outcome: DirectiveOutcome) -> None:
+def _log_outcome(directive: Directive, outcome: DirectiveOutcome) -> None:
     log.debug(
         "a directive (priority %d, ttl %s s) of tenant %r for %d blocks: %s",
         directive.priority,
@@ -404,5 +400,5 @@ def _log(directive: Directive, outcome: DirectiveOutcome) -> None:
     )
 
 
-def _carries(run: BlockRun) -> bool:
+def _has_children(run: BlockRun) -> bool:
     return bool(run.children)

@@ -1,4 +1,4 @@
-"""What requests ask for their blocks, in the words of the block manager."""
+"""Retention directives of requests, converted from tokens to blocks."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -13,38 +13,42 @@ from kvmesh.retention.token_ranges import RetentionSegment, segments, with_prefi
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionRequest:
-    """The wishes of one request for its blocks, which count against the budget of `tenant`.
+    """Claims of one request on its blocks, charged to the budget of `tenant`.
 
-    `directives` are its explicit ones, of which the first `for_prompt` speak of the prompt.
+    `directives` are the explicit ones; the first `prompt_directives` of them concern the prompt.
     """
 
     segments: list[RetentionSegment]
     directives: list[Directive]
-    for_prompt: int
+    prompt_directives: int
     tenant: str
     session: str | None
 
     def wish_at(self, block: int) -> RetentionWish | None:
-        """What is asked for a block, if anything."""
+        """The claim for a block, if any."""
         at = bisect_right(self.segments, block, key=lambda segment: segment.first) - 1
         if at < 0 or block >= (self.segments[at].end or block + 1):
             return None
         return self.segments[at].wish
 
     @property
-    def apart(self) -> "RetentionRequest":
-        """The same for another tier, which counts by itself what is granted there."""
+    def for_other_tier(self) -> "RetentionRequest":
+        """A copy with directives of its own, since each tier counts its own grants."""
         return replace(
             self, directives=[Directive(d.tenant, d.priority, d.ttl_s) for d in self.directives]
         )
 
 
-NOTHING = RetentionRequest(segments=[], directives=[], for_prompt=0, tenant="", session=None)
+NO_RETENTION = RetentionRequest(
+    segments=[], directives=[], prompt_directives=0, tenant="", session=None
+)
 
 
-def asked_before(retention: Sequence[Retain], block_size: int, tenant: str) -> RetentionRequest:
-    """What others have asked for blocks that come from another tier: whole blocks, in order."""
-    found = [
+def inherited_retention(
+    retention: Sequence[Retain], block_size: int, tenant: str
+) -> RetentionRequest:
+    """Claims of earlier requests on blocks that come from another tier: whole blocks, in order."""
+    segments_in_blocks = [
         RetentionSegment(
             r.start // block_size,
             (r.end or r.start) // block_size,
@@ -53,14 +57,14 @@ def asked_before(retention: Sequence[Retain], block_size: int, tenant: str) -> R
         for r in retention
     ]
     return RetentionRequest(
-        segments=found, directives=[], for_prompt=0, tenant=tenant, session=None
+        segments=segments_in_blocks, directives=[], prompt_directives=0, tenant=tenant, session=None
     )
 
 
-def asked_of(
+def parse_retention(
     work: Work, block_size: int, defaults: Mapping[str, RetentionWish]
 ) -> RetentionRequest | None:
-    """What a request asks; None if it is as any other."""
+    """The claims of a request; None if it has no session and no directives."""
     if work.session is None and not work.retention and work.decode is None:
         return None
     prompt = len(work.tokens) // 4 - work.generated
@@ -70,7 +74,7 @@ def asked_of(
     return RetentionRequest(
         segments=with_prefix(segments(work.retention, work.decode, prompt, block_size, defaults)),
         directives=explicit + answer,
-        for_prompt=len(explicit),
+        prompt_directives=len(explicit),
         tenant=payer,
         session=work.session,
     )

@@ -1,4 +1,4 @@
-"""Which sequences an engine step works on: continuous batching with chunked prefill."""
+"""Continuous batching with chunked prefill: selects the sequences of each engine step."""
 
 import heapq
 import logging
@@ -11,19 +11,19 @@ from typing import Protocol
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.decode_batch import DecodeBatch
 from kvmesh.worker.enginecore.radix_tree import PrefixMatch
-from kvmesh.worker.enginecore.retention_request import NOTHING
+from kvmesh.worker.enginecore.retention_request import NO_RETENTION
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers
 
 log = logging.getLogger(__name__)
 TIME_RESOLUTION_S = 1e-9
-MOST_WORTH = 100
-_RANK = attrgetter("rank")
+MAX_PRIORITY = 100
+_SORT_KEY = attrgetter("sort_key")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """Bounds of a step. `watermark` is the share of blocks left free when admitting."""
+    """Bounds of a step; `watermark` is the share of blocks left free at admission."""
 
     block_size: int = 16
     max_sequences: int = 256
@@ -41,25 +41,25 @@ class ScheduledChunk:
         self.tokens = tokens
 
 
-class Vet(Protocol):
-    """Sees to it that the hashes of a sequence name its own blocks only."""
+class HashGuard(Protocol):
+    """Keeps block hashes of different prompts apart where they collide."""
 
     def before_match(self, sequence: Sequence) -> None:
-        """The blocks of a prompt are going to be looked up."""
+        """Called before the blocks of a prompt are matched."""
         ...
 
-    def before_names(self, sequence: Sequence, blocks: int) -> None:
-        """The first `blocks` blocks are full, some of which get their hashes now."""
+    def before_promote(self, sequence: Sequence, blocks: int) -> None:
+        """Called before the first `blocks` blocks are promoted under their hashes."""
         ...
 
 
 class Scheduler:
-    """Waiting → (arriving →) prefilling → decoding, higher priority first, then by arrival.
+    """Waiting → (loading →) prefilling → decoding, by priority (higher first), then by arrival.
 
-    When blocks run out, the sequence that would go last is preempted: it returns its blocks to the
-    cache, goes back to waiting and later computes again what was evicted meanwhile.
+    When blocks run out, the sequence that is last in this order is preempted: it unlocks its
+    blocks, waits again, and later computes again what was evicted meanwhile.
 
-    Without a `vet`, hashes are taken for what they say.
+    Without a `guard`, equal hashes are taken for equal blocks.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Scheduler:
         limits: SchedulerLimits,
         blocks: BlockManager,
         tiers: SimulatedTiers,
-        vet: Vet | None = None,
+        guard: HashGuard | None = None,
     ) -> None:
-        self._vet = vet
+        self._guard = guard
         self.limits = limits
         self.blocks = blocks
         self.tiers = tiers
         self.waiting: list[tuple[int, int, Sequence]] = []
-        self.arriving: list[Sequence] = []
+        self.loading: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding = DecodeBatch()
         self.live: dict[str, Sequence] = {}
@@ -82,14 +82,14 @@ class Scheduler:
         self.preemptions = 0
         self._arrivals = 0
         self._reserve = int(limits.watermark * blocks.capacity)
-        self._stuck_at: int | None = None
+        self._rejected_at: int | None = None
 
     @property
     def settled(self) -> bool:
-        """Whether the batch stays as it is until one of its sequences ends or needs a block."""
-        if self.arriving:
+        """Whether the batch stays as it is until a sequence ends or needs a block."""
+        if self.loading:
             return False
-        return self._stuck_at is not None or not self.waiting_count
+        return self._rejected_at is not None or not self.waiting_count
 
     @property
     def running(self) -> int:
@@ -97,13 +97,13 @@ class Scheduler:
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that are queued or under way and not computed yet."""
+        """Prompt tokens, queued or in progress, that are not computed yet."""
         if len(self.decoding.members) == len(self.live):
             return 0
-        under_way = self.prefilling + self.arriving
+        under_way = self.prefilling + self.loading
         if self.waiting_count:
             under_way += [s for _, _, s in self.waiting if s.state is SequenceState.WAITING]
-        return sum([s.base + s.generated - s.computed for s in under_way])
+        return sum([s.prompt_length + s.generated - s.computed for s in under_way])
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request; its id must not be live."""
@@ -114,174 +114,182 @@ class Scheduler:
         return sequence
 
     def abort(self, request: str) -> bool:
-        """Drop a request wherever it is; False if it is not live."""
+        """Drop a request in any state; False if it is not live."""
         sequence = self.live.get(request)
         if sequence is None:
             return False
-        self.release(sequence, SequenceState.ENDED)
+        self.remove(sequence, SequenceState.ENDED)
         return True
 
-    def plan(self, now: float) -> list[ScheduledChunk]:
-        """Give memory to this step's work: a token per decoding sequence, and these chunks."""
+    def schedule_next_batch(self, now: float) -> list[ScheduledChunk]:
+        """Allocate blocks for the next step; return its prompt chunks.
+
+        The step also computes one token for each decoding sequence.
+        """
         preemptions = self.preemptions
         self.blocks.now = now
-        if self.arriving:
-            self._take_arrived(now)
-        if self.decoding.needy:
-            self._grant_room()
+        if self.loading:
+            self._finish_loading(now)
+        if self.decoding.out_of_slots:
+            self._allocate_decode_blocks()
         chunks: list[ScheduledChunk] = []
         if not self.prefilling and not self.waiting:
             return chunks
         budget = self.limits.max_batched_tokens - len(self.decoding.members)
-        for sequence in sorted(self.prefilling, key=_RANK):
+        for sequence in sorted(self.prefilling, key=_SORT_KEY):
             if sequence.state is SequenceState.PREFILLING and budget > 0:
-                budget -= self._schedule(sequence, budget, chunks)
+                budget -= self._schedule_chunk(sequence, budget, chunks)
         if self.waiting and preemptions == self.preemptions:
             self._admit(now, budget, chunks)
         if preemptions == self.preemptions:
             return chunks
         return [chunk for chunk in chunks if chunk.sequence.state is SequenceState.PREFILLING]
 
-    def release(self, sequence: Sequence, state: SequenceState) -> str | None:
-        """Take a sequence out of the batch and return its blocks; it is live only if WAITING.
+    def remove(self, sequence: Sequence, state: SequenceState) -> str | None:
+        """Take a sequence out of the batch and unlock its blocks; with state WAITING it stays live.
 
-        What came of the directive for its answer, if that has ended and there is one.
+        Return the outcome of the directive for its answer if the sequence ended and had one.
         """
         if sequence.state is SequenceState.PREFILLING:
             self.prefilling.remove(sequence)
         elif sequence.state is SequenceState.DECODING:
             self.decoding.remove(sequence)
-        elif sequence.state is SequenceState.ARRIVING:
-            self.arriving.remove(sequence)
+        elif sequence.state is SequenceState.LOADING:
+            self.loading.remove(sequence)
         else:
             self.waiting_count -= 1
-        worth = min(max(0, sequence.request.priority), MOST_WORTH)
+        priority = min(max(0, sequence.request.priority), MAX_PRIORITY)
         if self.tiers.lower:
-            self.tiers.store(sequence, worth, self.blocks.now)
-        ends = state is SequenceState.ENDED and sequence.told_cached
-        outcome = self._ask_for_answer(sequence) if ends else None
-        self.blocks.destroy(sequence.private)
-        self.blocks.deref(sequence.sequence[: sequence.held], worth)
-        sequence.private = sequence.held = sequence.room = sequence.computed = 0
+            self.tiers.store(sequence, priority, self.blocks.now)
+        ends = state is SequenceState.ENDED and sequence.cached_reported
+        outcome = self._claim_answer(sequence) if ends else None
+        self.blocks.free_private(sequence.private_blocks)
+        self.blocks.unlock(sequence.sequence_hashes[: sequence.full_blocks], priority)
+        sequence.private_blocks = sequence.full_blocks = sequence.free_slots = sequence.computed = 0
         sequence.state = state
         if state is SequenceState.ENDED:
             del self.live[sequence.request.id]
         return outcome
 
-    def ask(self, sequence: Sequence) -> list[str] | None:
-        """Note what is asked for a prompt that is in memory; what came of each directive for it."""
-        sequence.asked_to = sequence.held
-        asked, now = sequence.request.asked, self.blocks.now
-        held = sequence.sequence[: sequence.held]
-        outcomes = self.blocks.keeping.begin(held, sequence.sequence, asked, now)
-        if asked is not None and self.tiers.lower:
-            self.tiers.follow(asked.session, sequence.sequence, now)
+    def claim_prompt(self, sequence: Sequence) -> list[str] | None:
+        """Apply the claims of a request to its computed prompt; return their outcomes."""
+        sequence.claimed_blocks = sequence.full_blocks
+        claims, now = sequence.request.retention, self.blocks.now
+        held = sequence.sequence_hashes[: sequence.full_blocks]
+        outcomes = self.blocks.retention.start_request(held, sequence.sequence_hashes, claims, now)
+        if claims is not None and self.tiers.lower:
+            self.tiers.record_prompt(claims.session, sequence.sequence_hashes, now)
         return outcomes
 
-    def compute(self, sequence: Sequence, tokens: int) -> None:
-        """Account for `tokens` more tokens in memory, promoting the blocks that they fill."""
+    def record_computed(self, sequence: Sequence, tokens: int) -> None:
+        """Record `tokens` more tokens in memory and promote the blocks that they fill."""
         sequence.computed += tokens
         self.promote(sequence)
 
     def promote(self, sequence: Sequence) -> None:
-        """Give the blocks that are full by now their identity."""
-        first, full = sequence.held, sequence.computed // self.limits.block_size
+        """Promote the blocks that are full by now under their hashes."""
+        first, full = sequence.full_blocks, sequence.computed // self.limits.block_size
         if full == first:
             return
-        hashes = sequence.sequence
+        hashes = sequence.sequence_hashes
         if full > len(hashes):
-            sequence.hash_to(full)
+            sequence.hash_blocks(full)
         if not first:
-            self._part_from_others(sequence)
-        if self._vet is not None:
-            self._vet.before_names(sequence, full)
+            self._rehash_if_foreign(sequence)
+        if self._guard is not None:
+            self._guard.before_promote(sequence, full)
         parent = hashes[first - 1] if first else None
         request, new = sequence.request, slice(first, full)
-        self.blocks.promote(parent, request.salt, hashes[new], sequence.local[new], request.tenant)
-        sequence.private -= full - first
-        sequence.held = full
+        self.blocks.promote(
+            parent, request.salt, hashes[new], sequence.local_hashes[new], request.tenant
+        )
+        sequence.private_blocks -= full - first
+        sequence.full_blocks = full
 
-    def stretches(self, steps: int) -> Iterator[tuple[int, int]]:
-        """Cut the next decode steps where blocks fill up: how many steps, and blocks filled before.
+    def decode_spans(self, steps: int) -> Iterator[tuple[int, int]]:
+        """Split the next decode steps where blocks fill up.
 
-        They are at most `steps` in all, up to the first block whose hash is not known yet or is
-        here already, or behind which there is no room: the step after it must be planned.
+        Yields (steps, blocks filled before them), at most `steps` steps in total. The spans end
+        before a block whose hash is unknown or held already, and when no free block is left: the
+        step after them must be scheduled.
         """
-        size, room = self.limits.block_size, self.blocks.available
+        size, free = self.limits.block_size, self.blocks.available
         filling = self.decoding.filling(steps)
         if len(filling) > 1:
             heapq.heapify(filling)
         at = filled = 0
         seen: set[int] = set()
         while filling and filling[0][0] < steps:
-            place, arrival, block, sequence = filling[0]
-            if place > at:
-                yield place - at, filled
-                at = place
-            if filled == room or not self._is_new(sequence, block, seen):
+            step, arrival, block, sequence = filling[0]
+            if step > at:
+                yield step - at, filled
+                at = step
+            if filled == free or not self._is_new(sequence, block, seen):
                 return
             filled += 1
-            heapq.heapreplace(filling, (place + size, arrival, block + 1, sequence))
+            heapq.heapreplace(filling, (step + size, arrival, block + 1, sequence))
         yield steps - at, filled
 
-    def refill(self, sequences: list[Sequence]) -> None:
-        """Give room to members of the batch that filled blocks and went on meanwhile."""
+    def allocate_overrun(self, sequences: list[Sequence]) -> None:
+        """Allocate the blocks of members that filled their block and continued within the span."""
         size = self.limits.block_size
         for sequence in sequences:
-            if sequence.room < 0:
-                blocks = -(sequence.room // size)
+            if sequence.free_slots < 0:
+                blocks = -(sequence.free_slots // size)
                 self.blocks.allocate(blocks)
-                sequence.private += blocks
-                sequence.room += blocks * size
+                sequence.private_blocks += blocks
+                sequence.free_slots += blocks * size
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """The prompt is in memory: from now on one token per step."""
+        """Move a sequence with a computed prompt into the decode batch."""
         self.prefilling.remove(sequence)
         sequence.state = SequenceState.DECODING
-        sequence.room = -sequence.computed % self.limits.block_size
+        sequence.free_slots = -sequence.computed % self.limits.block_size
         self.decoding.add(sequence)
 
     def _is_new(self, sequence: Sequence, block: int, seen: set[int]) -> bool:
-        """Whether a block that a sequence fills is one that nobody holds, or fills before: `seen`.
+        """Whether a block that a sequence fills is neither held nor in `seen`.
 
-        False also if its hash is not known yet.
+        False if its hash is not known yet. `seen` has the blocks filled earlier in the span.
         """
-        hashes = sequence.sequence
+        hashes = sequence.sequence_hashes
         if block >= len(hashes) or hashes[block] in seen:
             return False
         seen.add(hashes[block])
-        if block > sequence.held:
+        if block > sequence.full_blocks:
             return True  # no block is held without those before it
-        return not self.blocks.continues(hashes[block - 1] if block else None, hashes[block])
+        return not self.blocks.holds_child(hashes[block - 1] if block else None, hashes[block])
 
-    def _part_from_others(self, sequence: Sequence) -> None:
-        """If another tenant's blocks have its hashes, give it hashes that nobody has."""
-        hashes, tenant = sequence.sequence, sequence.request.tenant
+    def _rehash_if_foreign(self, sequence: Sequence) -> None:
+        """Give a sequence fresh hashes if blocks of another tenant have the same ones."""
+        hashes, tenant = sequence.sequence_hashes, sequence.request.tenant
         if not hashes:
             return
         if self.blocks.is_foreign(hashes[0], tenant) or self.tiers.is_foreign(hashes[0], tenant):
             log.warning("request %s has block hashes of another tenant", sequence.request.id)
-            sequence.rename(0, secrets.randbits(64))
+            sequence.rehash(0, secrets.randbits(64))
 
-    def _ask_for_answer(self, sequence: Sequence) -> str | None:
-        asked = sequence.request.asked
-        if asked is None or not asked.segments:
+    def _claim_answer(self, sequence: Sequence) -> str | None:
+        claims = sequence.request.retention
+        if claims is None or not claims.segments:
             return None
-        held = sequence.sequence[: sequence.held]
-        return self.blocks.keeping.end(held, asked, self.blocks.now, sequence.asked_to)
+        held = sequence.sequence_hashes[: sequence.full_blocks]
+        return self.blocks.retention.finish_request(
+            held, claims, self.blocks.now, sequence.claimed_blocks
+        )
 
     def _all_running(self) -> list[Sequence]:
-        return [*self.arriving, *self.prefilling, *self.decoding.members]
+        return [*self.loading, *self.prefilling, *self.decoding.members]
 
-    def _take_arrived(self, now: float) -> None:
-        arrived = [s for s in self.arriving if s.ready_at <= now + TIME_RESOLUTION_S]
+    def _finish_loading(self, now: float) -> None:
+        arrived = [s for s in self.loading if s.ready_at <= now + TIME_RESOLUTION_S]
         for sequence in arrived:
-            self.arriving.remove(sequence)
-            self.compute(sequence, sequence.private * self.limits.block_size)
+            self.loading.remove(sequence)
+            self.record_computed(sequence, sequence.private_blocks * self.limits.block_size)
             if self.tiers.lower:
-                asked = sequence.request.asked or NOTHING
-                prefix = sequence.sequence[: sequence.held]
-                self.tiers.hand_on(prefix, asked.tenant, self.blocks)
+                claims = sequence.request.retention or NO_RETENTION
+                prefix = sequence.sequence_hashes[: sequence.full_blocks]
+                self.tiers.hand_over_retention(prefix, claims.tenant, self.blocks)
             sequence.state = SequenceState.PREFILLING
             self.prefilling.append(sequence)
 
@@ -289,32 +297,32 @@ class Scheduler:
         if len(self.waiting) > 2 * self.waiting_count + 64:
             self.waiting = [e for e in self.waiting if e[2].state is SequenceState.WAITING]
             heapq.heapify(self.waiting)
-        heapq.heappush(self.waiting, (*sequence.rank, sequence))
+        heapq.heappush(self.waiting, (*sequence.sort_key, sequence))
         self.waiting_count += 1
-        self._stuck_at = None
+        self._rejected_at = None
 
-    def _grant_room(self) -> None:
-        for sequence in self.decoding.take_needy():
-            if sequence.state is SequenceState.DECODING and self._secure(sequence, 1):
-                self.decoding.grant(sequence, self.limits.block_size)
+    def _allocate_decode_blocks(self) -> None:
+        for sequence in self.decoding.take_out_of_slots():
+            if sequence.state is SequenceState.DECODING and self._allocate_or_preempt(sequence, 1):
+                self.decoding.grant_slots(sequence, self.limits.block_size)
 
-    def _schedule(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
+    def _schedule_chunk(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
         computed = sequence.computed
         tokens = min(budget, sequence.length - computed)
-        if not self._secure(sequence, sequence.blocks_for(computed + tokens)):
+        if not self._allocate_or_preempt(sequence, sequence.blocks_needed(computed + tokens)):
             return 0
         chunks.append(ScheduledChunk(sequence, tokens))
         return tokens
 
-    def _secure(self, sequence: Sequence, count: int) -> bool:
+    def _allocate_or_preempt(self, sequence: Sequence, count: int) -> bool:
         while not self.blocks.allocate(count):
-            victim = max(self._all_running(), key=_RANK)
-            self.release(victim, SequenceState.WAITING)
+            victim = max(self._all_running(), key=_SORT_KEY)
+            self.remove(victim, SequenceState.WAITING)
             self.preemptions += 1
             self._enqueue(victim)
             if victim is sequence:
                 return False
-        sequence.private += count
+        sequence.private_blocks += count
         return True
 
     def _admit(self, now: float, budget: int, chunks: list[ScheduledChunk]) -> None:
@@ -323,49 +331,51 @@ class Scheduler:
             if sequence.state is not SequenceState.WAITING:
                 heapq.heappop(self.waiting)
                 continue
-            way = self._admissible(sequence)
-            if way is None:
+            match = self._match_if_fits(sequence)
+            if match is None:
                 return
             heapq.heappop(self.waiting)
             self.waiting_count -= 1
-            if self._begin(sequence, way, now):
-                budget -= self._schedule(sequence, budget, chunks)
+            if self._start(sequence, match, now):
+                budget -= self._schedule_chunk(sequence, budget, chunks)
 
-    def _admissible(self, sequence: Sequence) -> PrefixMatch | None:
-        """What is cached of a prompt if all of it fits beside what runs, else None.
+    def _match_if_fits(self, sequence: Sequence) -> PrefixMatch | None:
+        """The cached prefix of a prompt if the whole prompt fits, else None.
 
-        A failed test waits for more memory.
+        After a failure the test is repeated only once more blocks are free.
         """
         running, available = self.running, self.blocks.available
-        if running and self._stuck_at is not None and available <= self._stuck_at:
+        if running and self._rejected_at is not None and available <= self._rejected_at:
             return None
-        self._part_from_others(sequence)
-        if self._vet is not None:
-            self._vet.before_match(sequence)
-        way = self.blocks.find(sequence.reusable)
-        needed = sequence.blocks_for(sequence.length) - way.held + way.inactive
-        promised = sum([s.blocks_for(s.length) for s in self.arriving + self.prefilling])
+        self._rehash_if_foreign(sequence)
+        if self._guard is not None:
+            self._guard.before_match(sequence)
+        match = self.blocks.match_prefix(sequence.reusable)
+        needed = sequence.blocks_needed(sequence.length) - match.matched + match.inactive
+        promised = sum([s.blocks_needed(s.length) for s in self.loading + self.prefilling])
         reserve = self._reserve if running else 0
         if needed + promised + reserve > available:
-            self._stuck_at = available
+            self._rejected_at = available
             return None
-        self._stuck_at = None
-        return way
+        self._rejected_at = None
+        return match
 
-    def _begin(self, sequence: Sequence, way: PrefixMatch, now: float) -> bool:
-        """Take what is cached; whether the rest can be computed at once."""
-        size, hits = self.limits.block_size, way.held
-        self.blocks.refer(way)
-        found = self.tiers.find(sequence.reusable, hits, sequence.request.remote // size)
-        sequence.held = hits
+    def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> bool:
+        """Lock the cached prefix; return whether the rest can be computed at once."""
+        size, hits = self.limits.block_size, match.matched
+        self.blocks.lock(match)
+        tiers = self.tiers.match_prefix(
+            sequence.reusable, hits, sequence.request.remote_tokens // size
+        )
+        sequence.full_blocks = hits
         sequence.computed = hits * size
         if sequence.cached is None:
-            sequence.cached = found.tokens(size)
-        if found.arriving or found.asked:
-            self._secure(sequence, found.arriving)
-            sequence.ready_at = self.tiers.fetch(found, now)
-            sequence.state = SequenceState.ARRIVING
-            self.arriving.append(sequence)
+            sequence.cached = tiers.tokens(size)
+        if tiers.loadable or tiers.kvbm_queried:
+            self._allocate_or_preempt(sequence, tiers.loadable)
+            sequence.ready_at = self.tiers.load(tiers, now)
+            sequence.state = SequenceState.LOADING
+            self.loading.append(sequence)
             return False
         sequence.state = SequenceState.PREFILLING
         self.prefilling.append(sequence)

@@ -1,4 +1,4 @@
-"""One request inside an engine: what is to be computed, and how far that has come."""
+"""Requests inside an engine core, and the progress of each as a sequence."""
 
 from array import array
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kvmesh.worker.enginecore.retention_request import RetentionRequest
 
 
 class TokenSource(Protocol):
-    """The answer, known beforehand: a pure function of the token's place in it."""
+    """An answer that is known in advance: a pure function of the token's offset."""
 
     def slice(self, start: int, stop: int) -> list[int]:
         """Tokens `start` … `stop - 1` of the answer."""
@@ -19,17 +19,17 @@ class TokenSource(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Request:
-    """A prompt as hashed blocks plus the tokens of its unfinished last block (packed uint32).
+    """A prompt as hashed blocks, and the tokens of its partial last block (packed uint32).
 
-    The KV of the first `remote` tokens comes from another worker instead of being computed. The
-    answer is `source` up to token `target`, ending with `finish`; its first `generated` tokens
-    are the last ones of the prompt. Higher priority goes first. `asked` is for its blocks,
-    which are shared within `tenant` alone.
+    The KV of the first `remote_tokens` tokens comes from another worker. The answer is `source` up
+    to token `target` and ends with `finish`; its first `generated` tokens are the last ones of the
+    prompt. Higher priority goes first. `retention` claims blocks; blocks are shared only within
+    `tenant`.
     """
 
     id: str
     length: int
-    local: bytes
+    local_hashes: bytes
     sequence_hashes: bytes
     tail: bytes
     source: TokenSource
@@ -39,8 +39,8 @@ class Request:
     salt: int = 0
     tenant: str = ""
     priority: int = 0
-    remote: int = 0
-    asked: RetentionRequest | None = None
+    remote_tokens: int = 0
+    retention: RetentionRequest | None = None
 
 
 def hash_prompt(tokens: bytes, block_size: int, salt: int) -> tuple[bytes, bytes, bytes]:
@@ -51,110 +51,109 @@ def hash_prompt(tokens: bytes, block_size: int, salt: int) -> tuple[bytes, bytes
 
 class SequenceState(Enum):
     WAITING = "waiting"
-    ARRIVING = "arriving"
+    LOADING = "arriving"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ENDED = "ended"
 
 
 class Sequence:
-    """A request's progress. `held` full blocks and `private` unfinished ones are in its name.
+    """The progress of a request, with `full_blocks` locked full blocks and `private_blocks` others.
 
-    It sorts by `rank`: the least goes first, the greatest is the first to be preempted.
-
-    What it asks for its first `asked_to` blocks has been noted. While it decodes, its state is that
-    at step `synced` of the batch; at step `end` the answer is complete, at step `due` something
-    must be done for it.
+    The least `sort_key` is scheduled first, the greatest preempted first. `cached` is the cached
+    prompt tokens by tier. The claims on the first `claimed_blocks` blocks are applied. While the
+    sequence decodes, its state is that at step `synced_step` of the batch; at `end_step` the answer
+    is complete, and at `due_step` a block or the answer is full.
     """
 
     __slots__ = (
         "arrival",
-        "asked_to",
-        "base",
         "block_size",
         "cached",
+        "cached_reported",
+        "claimed_blocks",
         "computed",
-        "due",
-        "end",
+        "due_step",
+        "end_step",
+        "free_slots",
+        "full_blocks",
         "generated",
-        "held",
-        "local",
-        "private",
-        "rank",
+        "local_hashes",
+        "private_blocks",
+        "prompt_length",
         "ready_at",
         "request",
-        "room",
-        "sequence",
+        "sequence_hashes",
+        "sort_key",
         "state",
-        "synced",
-        "told_cached",
+        "synced_step",
     )
 
     def __init__(self, request: Request, arrival: int, block_size: int) -> None:
         self.request = request
         self.arrival = arrival
-        self.rank = -request.priority, arrival
+        self.sort_key = -request.priority, arrival
         self.block_size = block_size
-        self.base = request.length - request.generated
+        self.prompt_length = request.length - request.generated
         self.generated = request.generated
-        self.local = array("Q", request.local)
-        self.sequence = array("Q", request.sequence_hashes)
+        self.local_hashes = array("Q", request.local_hashes)
+        self.sequence_hashes = array("Q", request.sequence_hashes)
         self.state = SequenceState.WAITING
         self.cached: list[int] | None = None
         self.ready_at = 0.0
-        self.told_cached = False
-        self.asked_to = 0
+        self.cached_reported = False
+        self.claimed_blocks = 0
         self.computed = 0
-        self.held = 0
-        self.private = 0
-        self.room = 0
-        self.synced = 0
-        self.due = self.end = -1
+        self.full_blocks = 0
+        self.private_blocks = 0
+        self.free_slots = 0
+        self.synced_step = 0
+        self.due_step = self.end_step = -1
 
     @property
     def length(self) -> int:
-        """Tokens known so far: the prompt and what was generated."""
-        return self.base + self.generated
+        """Tokens known so far: the prompt and the generated ones."""
+        return self.prompt_length + self.generated
 
     @property
-    def missing(self) -> int:
+    def remaining(self) -> int:
         """Tokens of the answer that are not generated yet."""
         return self.request.target - self.generated
 
     def advance(self, clock: int) -> None:
-        """Write down the decode steps since `synced`, up to the batch's step count `clock`."""
-        steps = clock - self.synced
+        """Write down the decode steps from `synced_step` up to the batch's step count `clock`."""
+        steps = clock - self.synced_step
         self.generated += steps
         self.computed += steps
-        self.room -= steps
-        self.synced = clock
+        self.free_slots -= steps
+        self.synced_step = clock
 
     @property
     def reusable(self) -> "array[int]":
-        """Hashes of the blocks that may come from the cache: at least one token is computed."""
-        return self.sequence[: (self.length - 1) // self.block_size]
+        """Hashes of the blocks that may come from a cache: at least one token must be computed."""
+        return self.sequence_hashes[: (self.length - 1) // self.block_size]
 
-    def blocks_for(self, computed: int) -> int:
+    def blocks_needed(self, computed: int) -> int:
         """Private blocks to allocate before `computed` tokens are in memory."""
-        return -(-computed // self.block_size) - self.held - self.private
+        return -(-computed // self.block_size) - self.full_blocks - self.private_blocks
 
-    def rename(self, first: int, seed: int) -> None:
-        """Give the blocks from `first` on other hashes, beginning with `seed`."""
-        fresh = sequence_hashes(self.local[first:].tobytes(), seed)
-        self.sequence[first:] = array("Q", fresh)
+    def rehash(self, first: int, seed: int) -> None:
+        """Replace the hashes of the blocks from `first` on by a chain that starts from `seed`."""
+        fresh = sequence_hashes(self.local_hashes[first:].tobytes(), seed)
+        self.sequence_hashes[first:] = array("Q", fresh)
 
-    def hash_to(self, blocks: int) -> None:
-        """Know the hashes of the first `blocks` full blocks, generated ones included."""
-        while len(self.sequence) < blocks:
-            previous = self.sequence[-1] if self.sequence else self.request.salt
-            tokens = self._block_tokens(len(self.sequence))
+    def hash_blocks(self, blocks: int) -> None:
+        """Compute the hashes of the first `blocks` full blocks, generated tokens included."""
+        while len(self.sequence_hashes) < blocks:
+            previous = self.sequence_hashes[-1] if self.sequence_hashes else self.request.salt
+            tokens = self._block_tokens(len(self.sequence_hashes))
             local, sequence = block_hashes(tokens, self.block_size, previous)
-            self.local.frombytes(local)
-            self.sequence.frombytes(sequence)
+            self.local_hashes.frombytes(local)
+            self.sequence_hashes.frombytes(sequence)
 
     def _block_tokens(self, block: int) -> bytes:
         start = block * self.block_size
         head = self.request.tail if start < self.request.length else b""
-        first = max(start, self.request.length) - self.base
-        rest = self.request.source.slice(first, start + self.block_size - self.base)
+        first = max(start, self.request.length) - self.prompt_length
+        rest = self.request.source.slice(first, start + self.block_size - self.prompt_length)
         return head + array("I", rest).tobytes()

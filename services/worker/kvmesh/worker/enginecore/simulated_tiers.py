@@ -1,4 +1,4 @@
-"""KV that is not computed here: tiers that keep what sequences leave, and other workers."""
+"""Simulated lower tiers and KV transfers between workers, for the mock engine and the simulator."""
 
 import math
 from array import array
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvmesh.settings.schema import MockSettings
 from kvmesh.worker.enginecore.block_manager import DEFAULTS, BlockManager
 from kvmesh.worker.enginecore.retention import RetentionOptions
-from kvmesh.worker.enginecore.retention_request import NOTHING
+from kvmesh.worker.enginecore.retention_request import NO_RETENTION
 from kvmesh.worker.enginecore.sequence import Sequence
 
 HOST, DISK = 1, 2
@@ -16,43 +16,48 @@ TIERS = range(4)
 
 
 class Link:
-    """A path for KV blocks: transfers queue up behind each other at `bytes_per_s`."""
+    """A path for KV blocks of `bytes_per_s`; transfers queue behind each other."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self._free_at = 0.0
 
     def reserve(self, now: float, size: float) -> float:
-        """When a transfer of `size` bytes that is asked for at `now` will have arrived."""
+        """The time at which a transfer of `size` bytes, requested at `now`, ends."""
         self._free_at = max(now, self._free_at) + size / self.bytes_per_s
         return self._free_at
 
 
 class LowerTier(BlockManager):
-    """What sequences leave behind, by the same rules as in the engine's own memory."""
+    """A tier for the blocks of sequences that leave the engine; evicts by the engine's rules."""
 
     written = 0
 
-    def store(self, sequence: Sequence, worth: int) -> None:
-        """Keep the blocks that a sequence holds, as many from the root as fit."""
-        request, hashes = sequence.request, sequence.sequence[: min(sequence.held, self.capacity)]
-        held = self.use(hashes)
+    def store(self, sequence: Sequence, priority: int) -> None:
+        """Store the blocks that a sequence holds, as many from the root as fit."""
+        request, hashes = (
+            sequence.request,
+            sequence.sequence_hashes[: min(sequence.full_blocks, self.capacity)],
+        )
+        held = self.lock_prefix(hashes)
         new = slice(held, len(hashes))
         if held < len(hashes):
             self.allocate(len(hashes) - held)
             parent = hashes[held - 1] if held else None
-            local = sequence.local[new]
+            local = sequence.local_hashes[new]
             self.promote(parent, request.salt, hashes[new], local, request.tenant)
             self.written += len(hashes) - held
-        self.keeping.keep(hashes, request.asked.apart if request.asked else None, self.now)
-        self.deref(hashes, worth)
+        self.retention.claim(
+            hashes, request.retention.for_other_tier if request.retention else None, self.now
+        )
+        self.unlock(hashes, priority)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
-    """Sizes in blocks and bytes, bandwidths in bytes per second; without blocks, no such tier.
+    """Sizes in blocks and bytes, bandwidths in bytes per second; a tier of 0 blocks does not exist.
 
-    The default is the KV of a 32-layer model with 8 KV heads of 128 in 16 bits, over a PCIe link,
+    The defaults are the KV of a 32-layer model with 8 KV heads of 128 in 16 bits, over a PCIe link,
     a fast local disk and a 64 GB/s network.
     """
 
@@ -65,7 +70,7 @@ class TierOptions:
 
 
 def tier_options(mock: MockSettings) -> TierOptions:
-    """What the settings say."""
+    """Tier options of `[mock]`."""
     return TierOptions(
         host_blocks=mock.host_blocks,
         disk_blocks=mock.disk_blocks,
@@ -77,31 +82,33 @@ def tier_options(mock: MockSettings) -> TierOptions:
 
 
 class TierMatch:
-    """Blocks of a prefix that can be had without computing them, by where they are.
+    """Blocks of a prefix that need not be computed, by tier.
 
-    `asked`: a kvbm is asked for more, and the sequence is told when that has come.
+    `kvbm_queried`: a kvbm was asked for more, and the sequence is notified once those have come.
     """
 
-    __slots__ = ("asked", "disk", "engine", "host", "remote")
+    __slots__ = ("disk", "engine", "host", "kvbm_queried", "remote")
 
-    def __init__(self, engine: int, host: int, disk: int, remote: int, asked: bool = False) -> None:
+    def __init__(
+        self, engine: int, host: int, disk: int, remote: int, kvbm_queried: bool = False
+    ) -> None:
         self.engine = engine
         self.host = host
         self.disk = disk
         self.remote = remote
-        self.asked = asked
+        self.kvbm_queried = kvbm_queried
 
     @property
-    def arriving(self) -> int:
+    def loadable(self) -> int:
         return self.host + self.disk + self.remote
 
     def first(self, count: int) -> "TierMatch":
-        """The first `count` of the blocks below alone."""
+        """The first `count` blocks below the engine."""
         host = min(self.host, count)
         return TierMatch(self.engine, host, min(self.disk, count - host), 0)
 
     def tokens(self, block_size: int) -> list[int]:
-        """Tokens by tier number, up to the last tier that has any."""
+        """Tokens by tier number, up to the last tier with any."""
         tiers = [self.engine, self.host, self.disk, self.remote]
         while len(tiers) > 1 and not tiers[-1]:
             tiers.pop()
@@ -109,10 +116,10 @@ class TierMatch:
 
 
 class SimulatedTiers:
-    """Finds what the engine does not hold, and tells when it will be here.
+    """Finds blocks that the engine does not hold, and schedules their transfers.
 
-    `blocks` are the engine's. `lower` are the tiers of this rank alone, the nearest first; `loaded`
-    counts the blocks that were sent for there, by tier. `askable` tells whether there is a kvbm.
+    `blocks` are the engine's. `lower` are the tiers of this rank, nearest first; `loaded` counts
+    blocks requested from each. `has_kvbm` tells whether there is a kvbm.
     """
 
     def __init__(
@@ -121,12 +128,12 @@ class SimulatedTiers:
         block_size: int,
         speedup: float,
         blocks: BlockManager,
-        askable: Callable[[], bool] = lambda: False,
-        keeping: RetentionOptions = DEFAULTS,
+        has_kvbm: Callable[[], bool] = lambda: False,
+        retention: RetentionOptions = DEFAULTS,
     ) -> None:
-        self._askable = askable
+        self._has_kvbm = has_kvbm
         sizes = ((HOST, options.host_blocks), (DISK, options.disk_blocks))
-        self.lower = [LowerTier(size, keeping, tier, blocks) for tier, size in sizes if size]
+        self.lower = [LowerTier(size, retention, tier, blocks) for tier, size in sizes if size]
         self.block_bytes = block_size * options.bytes_per_token
         self.loaded = [0] * len(TIERS)
         self._links = [
@@ -139,63 +146,66 @@ class SimulatedTiers:
         ]
 
     def is_foreign(self, first: int, tenant: str) -> bool:
-        """Whether a tier has another tenant's prompt that begins with a block with this hash."""
+        """Whether hash `first` is the first block of another tenant's prompt in a lower tier."""
         return any(tier.is_foreign(first, tenant) for tier in self.lower)
 
-    def find(self, reusable: "array[int]", hits: int, remote: int = 0) -> TierMatch:
-        """Where the blocks of a prefix are, `hits` leading ones being in the engine."""
-        asked = hits < len(reusable) and self._askable()
+    def match_prefix(self, reusable: "array[int]", hits: int, remote: int = 0) -> TierMatch:
+        """Find the blocks of a prefix by tier.
+
+        The engine holds the first `hits`; the first `remote` can come by handoff.
+        """
+        queried = hits < len(reusable) and self._has_kvbm()
         if not self.lower and not remote:
-            return TierMatch(hits, 0, 0, 0, asked)
+            return TierMatch(hits, 0, 0, 0, queried)
         below = [0] * len(TIERS)
         at = hits
         for tier in self.lower:
-            held = tier.find(reusable).held
+            held = tier.match_prefix(reusable).matched
             if held > at:
                 below[tier.tier] = held - at
                 at = held
-        far = max(0, min(remote, len(reusable)) - at)
-        return TierMatch(hits, below[HOST], below[DISK], far, asked)
+        at_remote = max(0, min(remote, len(reusable)) - at)
+        return TierMatch(hits, below[HOST], below[DISK], at_remote, queried)
 
-    def fetch(self, found: TierMatch, now: float) -> float:
-        """Begin the transfers that `found` asks for; returns when the last one has arrived.
+    def load(self, match: TierMatch, now: float) -> float:
+        """Start the transfers of `match`; return the time at which the last one ends.
 
-        What is on the disk comes through the host's memory, both links being used at once.
+        Blocks from disk pass through host memory and use both links at once.
         """
-        ready_at = math.inf if found.asked else now
-        for link, size in self._loads(found):
+        ready_at = math.inf if match.kvbm_queried else now
+        for link, size in self._link_bytes(match):
             ready_at = max(ready_at, link.reserve(now, size))
-        self.loaded[HOST] += found.host
-        self.loaded[DISK] += found.disk
+        self.loaded[HOST] += match.host
+        self.loaded[DISK] += match.disk
         return ready_at
 
-    def seconds(self, found: TierMatch) -> float:
-        """How long those transfers take, should nothing else be on the links."""
-        return max((size / link.bytes_per_s for link, size in self._loads(found)), default=0.0)
+    def load_seconds(self, match: TierMatch) -> float:
+        """The duration of the transfers of `match` over idle links."""
+        return max((size / link.bytes_per_s for link, size in self._link_bytes(match)), default=0.0)
 
-    def _loads(self, found: TierMatch) -> list[tuple[Link, int]]:
-        """Bytes over each link that is used."""
-        blocks = (found.host + found.disk, found.disk, found.remote)
+    def _link_bytes(self, match: TierMatch) -> list[tuple[Link, int]]:
+        """Bytes over each link in use."""
+        blocks = (match.host + match.disk, match.disk, match.remote)
         return [(k, n * self.block_bytes) for k, n in zip(self._links, blocks, strict=True) if n]
 
-    # what is kept
+    # retention
 
-    def follow(self, session: str | None, prompt: "array[int]", now: float) -> None:
-        """As in `Keeping`."""
+    def record_prompt(self, session: str | None, prompt: "array[int]", now: float) -> None:
+        """Record a session's newest prompt in each tier; see `RetentionManager.record_prompt`."""
         for tier in self.lower:
             tier.now = now
-            tier.keeping.follow(session, prompt, now)
+            tier.retention.record_prompt(session, prompt, now)
 
-    def store(self, sequence: Sequence, worth: int, now: float) -> None:
-        """A sequence leaves the engine's memory."""
+    def store(self, sequence: Sequence, priority: int, now: float) -> None:
+        """Store a sequence that leaves the engine's memory in each tier."""
         for tier in self.lower:
             tier.now = now
-            tier.store(sequence, worth)
+            tier.store(sequence, priority)
 
-    def hand_on(self, prefix: "array[int]", tenant: str, to: BlockManager) -> None:
-        """Blocks that the engine has taken in, and refers to, are kept there as they were here."""
+    def hand_over_retention(self, prefix: "array[int]", tenant: str, to: BlockManager) -> None:
+        """Copy the claims on loaded, locked blocks from the lower tiers to block manager `to`."""
         for tier in self.lower:
-            kept = tier.keeping.inherited(prefix, to.now)
-            if kept:
-                asked = replace(NOTHING, segments=kept, tenant=tenant)
-                to.keeping.inherit(prefix, asked, to.now)
+            segments = tier.retention.retained_segments(prefix, to.now)
+            if segments:
+                request = replace(NO_RETENTION, segments=segments, tenant=tenant)
+                to.retention.claim_inherited(prefix, request, to.now)

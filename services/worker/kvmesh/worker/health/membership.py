@@ -1,4 +1,4 @@
-"""Whether a worker may serve beside the others of its model: asked before it joins, and later."""
+"""Checks that a worker is compatible with the others of its model, before and after joining."""
 
 import asyncio
 import logging
@@ -27,26 +27,29 @@ _FAILURES = (NatsError, APIError, OSError, TimeoutError, BusError)
 
 
 class Membership:
-    """One worker's place among the others: admitted, left out, or of another's name."""
+    """Compatibility of one worker with the others of its model.
+
+    `incompatible` is the reason why routers ignore this worker; empty if they do not.
+    """
 
     def __init__(self, bus: Bus, warnings: Warnings, lease_s: float) -> None:
         self._bus = bus
         self._warnings = warnings
-        self._look_s = min(LOOK_S, 3 * lease_s)
-        self._twins: set[str] = set()
-        self._told = LogOnce()
-        self.left_out = ""
+        self._interval_s = min(LOOK_S, 3 * lease_s)
+        self._namesakes: set[str] = set()
+        self._logged = LogOnce()
+        self.incompatible = ""
 
     async def admit(self, card: Instance) -> None:
-        """Before the lease: raise ConfigError unless the worker fits those that are there."""
+        """Before the lease: raise EngineConfigError unless the worker fits the present ones."""
         reason = _newcomer(card, await self._others(card))
-        if reason:  # perhaps they died, and their leases are yet to lapse
+        if reason:  # they may be dead, with leases that have not lapsed yet
             reason = _newcomer(card, await self._alive(await self._others(card)))
         if reason:
             raise EngineConfigError(f"{reason}; {ADVICE}")
 
-    async def confirm(self, card: Instance) -> None:
-        """After it: of two that joined at once and do not fit each other, the younger leaves."""
+    async def recheck(self, card: Instance) -> None:
+        """After the lease: of two incompatible workers that joined at once, the younger leaves."""
         others = await self._others(card)
         if _left_out(card, others):
             reason = _left_out(card, await self._alive(others))
@@ -54,57 +57,60 @@ class Membership:
                 raise EngineConfigError(f"{reason}; {ADVICE}")
 
     async def run(self, lease: Callable[[], Lease | None]) -> None:
-        """Look now and then whether that has changed."""
+        """Repeat the check periodically until cancelled."""
         while True:
             held = lease()
             if held is not None:
                 try:
-                    self._look(held.card, await self._read())
+                    self._update_warnings(held.card, await self._read())
                 except _FAILURES as error:
-                    log.debug("cannot read who is on the mesh: %s", cause(error))
-            await asyncio.sleep(self._look_s)
+                    log.debug("cannot read the instances on the mesh: %s", cause(error))
+            await asyncio.sleep(self._interval_s)
 
-    def _look(self, card: Instance, cards: list[Instance]) -> None:
-        """A namesake counts when it is seen twice: by then the lease of a dead one has lapsed."""
-        self.left_out = _left_out(card, _of_model(card, cards))
-        twins = set(namesakes(card, cards))
-        both = ", ".join(sorted(twins & self._twins))
-        self._twins = twins
+    def _update_warnings(self, card: Instance, cards: list[Instance]) -> None:
+        """Update the warnings; a namesake counts when seen twice.
+
+        By then the lease of a dead instance has lapsed.
+        """
+        self.incompatible = _left_out(card, _of_model(card, cards))
+        same_name = set(namesakes(card, cards))
+        both = ", ".join(sorted(same_name & self._namesakes))
+        self._namesakes = same_name
         text = (
-            f"{both} is named {card.name} as {card.instance} is: the index and sessions take them"
-            " for one worker (worker.name must differ)"
+            f"{both} is named {card.name} as {card.instance} is: the index and sessions"
+            " confuse them (worker.name must differ)"
         )
-        out = f"{self.left_out}; routers send this worker no requests"
-        self._warnings.update("misfit", {"": out} if self.left_out else {})
+        ignored = f"{self.incompatible}; routers send this worker no requests"
+        self._warnings.update("misfit", {"": ignored} if self.incompatible else {})
         self._warnings.update("namesake", {both: text} if both else {})
 
     async def _others(self, card: Instance) -> list[Instance]:
-        """The workers of its model; a namesake is its own former life."""
+        """The other workers of the model; one of the same name is an earlier instance."""
         try:
             cards = await self._read()
         except _FAILURES as error:
-            raise EngineError(f"cannot read who is on the mesh: {cause(error)}") from error
+            raise EngineError(f"cannot read the instances on the mesh: {cause(error)}") from error
         return [other for other in _of_model(card, cards) if other.name != card.name]
 
     async def _read(self) -> list[Instance]:
         bucket = self._bus.subjects.instances_bucket
         found = await read_bucket(self._bus, bucket, f"{Role.WORKER}.>")
-        cards = [self._decoded(key, data) for key, data in found.items()]
+        cards = [self._decode(key, data) for key, data in found.items()]
         return [card for card in cards if card is not None]
 
-    def _decoded(self, key: str, data: bytes) -> Instance | None:
+    def _decode(self, key: str, data: bytes) -> Instance | None:
         try:
             return _cards.decode(data)
         except msgspec.MsgspecError as error:
-            if self._told.first(key, reason := str(error)):
+            if self._logged.first(key, reason := str(error)):
                 log.warning("ignored an unreadable card at %s: %s", key, reason)
             return None
 
     async def _alive(self, cards: list[Instance]) -> list[Instance]:
-        answers = await asyncio.gather(*(self._listens(card) for card in cards))
+        answers = await asyncio.gather(*(self._answers_ping(card) for card in cards))
         return [card for card, alive in zip(cards, answers, strict=True) if alive]
 
-    async def _listens(self, card: Instance) -> bool:
+    async def _answers_ping(self, card: Instance) -> bool:
         try:
             await ping(self._bus, card.instance, PING_S)
         except NoResponder:
@@ -115,7 +121,7 @@ class Membership:
 
 
 ADVICE = (
-    "it does not join: serve it under another name (worker.served_name), or stop all workers of"
+    "not joining: serve it under another name (worker.served_name), or stop all workers of"
     " the model first"
 )
 
@@ -125,7 +131,7 @@ def _of_model(card: Instance, cards: Iterable[Instance]) -> list[Instance]:
 
 
 def _newcomer(card: Instance, others: list[Instance]) -> str:
-    """The reason why it does not fit those that are there, whatever the clocks say of their age."""
+    """The reason why a worker does not fit the present ones, whatever their ages; else empty."""
     there = Compatibility()
     for other in others:
         there.join(other)
@@ -133,7 +139,7 @@ def _newcomer(card: Instance, others: list[Instance]) -> str:
 
 
 def _left_out(card: Instance, others: list[Instance]) -> str:
-    """The reason why routers leave it out; empty if they do not."""
+    """The reason why routers ignore a worker; empty if they do not."""
     all_of_them = Compatibility()
     for other in (*others, card):
         all_of_them.join(other)

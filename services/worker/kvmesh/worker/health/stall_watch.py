@@ -1,4 +1,4 @@
-"""Whether an engine makes progress."""
+"""Detects engines without progress."""
 
 from collections.abc import Iterable
 
@@ -6,9 +6,9 @@ from kvmesh.bus.messages import Load
 
 
 class StallWatch:
-    """Finds a rank that has had work at `patience` looks in a row without a single step between.
+    """Detects a rank that had work in `patience` observations in a row without a step between them.
 
-    Looks are counted instead of time: a process that was stopped for a while has looked only once.
+    Observations are counted instead of time: a process that was stopped for a while made only one.
     """
 
     def __init__(self, patience: int) -> None:
@@ -16,8 +16,8 @@ class StallWatch:
         self._seen: dict[int, tuple[int, int]] = {}
         self.stalled = False
 
-    def look(self, loads: Iterable[Load]) -> None:
-        """Note where each rank is now."""
+    def observe(self, loads: Iterable[Load]) -> None:
+        """Record the step count of each rank."""
         for load in loads:
             steps, looks = self._seen.get(load.rank, (-1, 0))
             if not (load.running or load.waiting):

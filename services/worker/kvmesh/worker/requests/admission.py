@@ -1,25 +1,25 @@
-"""Whether a worker takes a piece of work: decided before the engine sees it."""
+"""Admission of work by a worker, before the engine sees it."""
 
 from kvmesh.bus.messages import Guided, Work, WorkReply
 from kvmesh.worker.engine import EngineInfo
 
 ACCEPTED = WorkReply(status="accepted")
 CHECKING = WorkReply(status="accepted", checking=True)
-KEPT = WorkReply(status="accepted", kept=True)
-INCOMPLETE = WorkReply(status="incomplete", reason="the prompt it builds on is not here any more")
+STORED = WorkReply(status="accepted", kept=True)
+INCOMPLETE = WorkReply(status="incomplete", reason="the base prompt is no longer stored here")
 BUSY = WorkReply(status="busy", reason="too many requests wait in the engine")
 DRAINING = WorkReply(status="draining", reason="this worker is leaving")
 
 
-def check(work: Work, info: EngineInfo, constraint_bytes: int) -> str:
-    """Why `work` can never run on this engine; empty if it can."""
+def rejection_reason(work: Work, info: EngineInfo, constraint_bytes: int) -> str:
+    """The reason why `work` can never run on this engine; empty if it can."""
     length, ragged = divmod(len(work.tokens), 4)
     if ragged:
         return f"the token buffer has {len(work.tokens)} bytes, not a multiple of 4"
     if not length:
         return "the prompt is empty"
     if length >= info.context:
-        return f"the prompt has {length} tokens; with an answer, at most {info.context} fit"
+        return f"the prompt has {length} tokens; with the answer, at most {info.context} fit"
     if not 0 <= work.generated < length:
         return f"{work.generated} generated tokens in a prompt of {length}"
     if work.sampling.max_tokens <= work.generated:
@@ -34,7 +34,7 @@ def check(work: Work, info: EngineInfo, constraint_bytes: int) -> str:
 def _too_large(guided: Guided | None, most: int) -> str:
     if guided is None or (size := len(guided.value.encode())) <= most:
         return ""
-    return f"its {guided.kind} has {size} bytes, of at most {most}"
+    return f"the {guided.kind} has {size} bytes; at most {most} are allowed"
 
 
 def invalid(reason: str) -> WorkReply:

@@ -1,4 +1,4 @@
-"""Frontends that are gone: nobody reads the tokens of their requests any more."""
+"""Detects dead frontends, whose requests need no more tokens."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ LOOKS = 2
 
 
 class OrphanedRequests:
-    """Calls `abandon` for each frontend that is gone, of those that have `asked` for something.
+    """Calls `abandon` for each dead frontend among the `active_frontends`.
 
-    One is gone when its lease has ended and nobody listens for its tokens, at two looks in a row:
-    a frontend that is stopping withdraws its lease and listens on, and one that has just lost the
-    connection, together with this worker perhaps, comes back.
+    A frontend is dead when its lease has ended and, in two probes in a row, nothing subscribes to
+    its tokens. One that is stopping withdraws its lease and stays subscribed; one that has just
+    lost the connection, perhaps together with this worker, comes back.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class OrphanedRequests:
         bus: Bus,
         limits: StreamLimits,
         instance: str,
-        asked: Callable[[], set[str]],
+        active_frontends: Callable[[], set[str]],
         abandon: Callable[[str], None],
     ) -> None:
         self._bus = bus
         self._instance = instance
-        self._asked = asked
+        self._active_frontends = active_frontends
         self._abandon = abandon
-        self._left: dict[str, int] = {}
+        self._missed: dict[str, int] = {}
         self._directory = Directory(bus, limits, self._on_joined, self._on_left, Role.FRONTEND)
         self._task: asyncio.Task[None] | None = None
 
@@ -52,37 +52,37 @@ class OrphanedRequests:
             await self._directory.close()
 
     def _on_joined(self, card: Instance) -> None:
-        self._left.pop(card.instance, None)
+        self._missed.pop(card.instance, None)
 
     def _on_left(self, card: Instance) -> None:
-        self._left[card.instance] = 0
+        self._missed[card.instance] = 0
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            asked = self._asked()
-            for frontend in list(self._left):
-                if frontend in asked:
-                    await self._look(frontend)
+            active = self._active_frontends()
+            for frontend in list(self._missed):
+                if frontend in active:
+                    await self._probe(frontend)
                 else:
-                    self._left.pop(frontend, None)
+                    self._missed.pop(frontend, None)
 
-    async def _look(self, frontend: str) -> None:
-        deaf = self._bus.connected_for > SETTLED_S and not await self._listens(frontend)
-        if frontend not in self._left:
+    async def _probe(self, frontend: str) -> None:
+        missed = self._bus.connected_for > SETTLED_S and not await self._is_subscribed(frontend)
+        if frontend not in self._missed:
             return
-        self._left[frontend] = self._left[frontend] + 1 if deaf else 0
-        if self._left[frontend] >= LOOKS:
-            del self._left[frontend]
-            log.warning("frontend %s is gone: its requests are aborted", frontend)
+        self._missed[frontend] = self._missed[frontend] + 1 if missed else 0
+        if self._missed[frontend] >= LOOKS:
+            del self._missed[frontend]
+            log.warning("frontend %s is gone: aborting its requests", frontend)
             self._abandon(frontend)
 
-    async def _listens(self, frontend: str) -> bool:
-        """Nobody answers this, but the server says whether there is somebody to."""
-        nothing = StepOutput(self._instance, [])
+    async def _is_subscribed(self, frontend: str) -> bool:
+        """Whether the server has a subscriber for the frontend's tokens; none ever replies."""
+        empty = StepOutput(self._instance, [])
         try:
             subject = self._bus.subjects.out(frontend)
-            await self._bus.request(subject, nothing, ControlReply, PROBE_S)
+            await self._bus.request(subject, empty, ControlReply, PROBE_S)
         except NoResponder:
             return False
         except (BusError, OSError):

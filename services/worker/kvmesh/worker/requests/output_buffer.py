@@ -1,4 +1,4 @@
-"""What each request has generated here, for a frontend that lost a message on the way."""
+"""Output of recent requests, to resend chunks that a frontend missed."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from kvmesh.worker.engine import OutputDelta
 
 
 class RequestOutput:
-    """The tokens of one request, of which the first is the `first`-th of its answer."""
+    """The output of one request from token `first` of its answer on."""
 
     __slots__ = (
         "cached",
@@ -41,6 +41,7 @@ class RequestOutput:
         self.invalid = False
 
     def append(self, delta: OutputDelta) -> Chunk:
+        """Append a delta; return it as a chunk."""
         offset = self.first + len(self.tokens)
         self.tokens += delta.tokens
         if delta.logprobs is not None:
@@ -65,8 +66,8 @@ class RequestOutput:
             delta.invalid,
         )
 
-    def since(self, request: str, offset: int) -> Chunk:
-        """Everything from the `offset`-th token of the answer on, as one chunk."""
+    def chunk_from(self, request: str, offset: int) -> Chunk:
+        """All output from the `offset`-th token of the answer on, as one chunk."""
         at = max(0, offset - self.first)
         logprobs = self.logprobs[at:] or None
         tokens = self.tokens[at:]
@@ -86,10 +87,10 @@ class RequestOutput:
 
 
 class OutputBuffer:
-    """Live requests and those that ended less than `keep_s` seconds ago."""
+    """Live requests and those that ended less than `retain_s` seconds ago."""
 
-    def __init__(self, keep_s: float = 10.0) -> None:
-        self._keep_s = keep_s
+    def __init__(self, retain_s: float = 10.0) -> None:
+        self._retain_s = retain_s
         self._by_request: dict[str, RequestOutput] = {}
         self._ended: deque[tuple[float, str]] = deque()
         self.live_count = 0
@@ -99,29 +100,30 @@ class OutputBuffer:
 
     @property
     def live(self) -> list[str]:
+        """The ids of requests that have not ended."""
         return [request for request, t in self._by_request.items() if t.finish is None]
 
     @property
     def frontends(self) -> set[str]:
-        """Whose requests these are."""
+        """The frontends of these requests."""
         return {transcript.frontend for transcript in self._by_request.values()}
 
-    def of(self, frontend: str) -> list[str]:
+    def live_of(self, frontend: str) -> list[str]:
         """The requests of a frontend that have not ended."""
         return [r for r in self.live if self._by_request[r].frontend == frontend]
 
-    def forget(self, frontend: str) -> None:
-        """Nobody will ask for these any more."""
+    def drop_frontend(self, frontend: str) -> None:
+        """Drop all requests of a frontend."""
         for request in [r for r, t in self._by_request.items() if t.frontend == frontend]:
             if self._by_request.pop(request).finish is None:
                 self.live_count -= 1
 
-    def open(
+    def start(
         self, work: Work, retention: list[str] | None = None, decode: str | None = None
     ) -> None:
-        """Begin; `retention` is told with the first tokens and `decode` with the last ones.
+        """Start a request; `retention` goes out with its first tokens, `decode` with its last.
 
-        Both only if the engine says nothing else.
+        Both apply only if the engine reports no outcomes.
         """
         self._by_request[work.request] = RequestOutput(
             work.frontend, work.generated, retention, decode
@@ -129,12 +131,12 @@ class OutputBuffer:
         self.live_count += 1
 
     def drop(self, request: str) -> None:
-        """Forget a request that never began."""
+        """Drop a request that never began."""
         if self._by_request.pop(request, None) is not None:
             self.live_count -= 1
 
     def add(self, deltas: Iterable[OutputDelta], now: float) -> dict[str, list[Chunk]]:
-        """Number the tokens and sort them by frontend; news of ended requests is dropped."""
+        """Number the tokens and group them by frontend; output of ended requests is dropped."""
         chunks: dict[str, list[Chunk]] = {}
         for delta in deltas:
             transcript = self._by_request.get(delta.request)
@@ -147,13 +149,13 @@ class OutputBuffer:
         self._expire(now)
         return chunks
 
-    def resend(self, request: str, offset: int) -> tuple[str, Chunk] | None:
-        """The frontend of a request and its tokens from `offset` on; None if it is not known."""
+    def output_from(self, request: str, offset: int) -> tuple[str, Chunk] | None:
+        """The frontend of a request and its output from `offset` on; None if unknown."""
         transcript = self._by_request.get(request)
         if transcript is None:
             return None
-        return transcript.frontend, transcript.since(request, offset)
+        return transcript.frontend, transcript.chunk_from(request, offset)
 
     def _expire(self, now: float) -> None:
-        while self._ended and now - self._ended[0][0] > self._keep_s:
+        while self._ended and now - self._ended[0][0] > self._retain_s:
             self._by_request.pop(self._ended.popleft()[1], None)

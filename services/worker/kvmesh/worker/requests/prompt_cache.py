@@ -1,4 +1,4 @@
-"""Long prompts of earlier requests, so that their frontends need not send them again."""
+"""Long prompts of earlier requests, so that frontends send only the rest of the next prompt."""
 
 from collections import OrderedDict
 
@@ -7,36 +7,36 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Work
 
 TOKEN = 4
-LONG = 4096 * TOKEN
-LIMIT = 64 << 20
+MIN_PROMPT_BYTES = 4096 * TOKEN
+MAX_CACHE_BYTES = 64 << 20
 
 
 class PromptCache:
-    """Packed prompts by request, least recently kept out first; `limit` in bytes bounds them."""
+    """Packed prompts by request, in LRU order, at most `limit` bytes."""
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = MAX_CACHE_BYTES) -> None:
         self._limit = limit
-        self._held: OrderedDict[str, bytes] = OrderedDict()
+        self._prompts: OrderedDict[str, bytes] = OrderedDict()
         self.bytes = 0
 
     def complete(self, work: Work) -> Work | None:
-        """`work` with its whole prompt; None if what it builds on is not here."""
+        """Return `work` with its whole prompt; None if its base prompt is unknown."""
         if not work.base:
             return work
-        known = self._held.get(work.base, b"")
+        known = self._prompts.get(work.base, b"")
         size = work.shared * TOKEN
         if not 0 < size <= len(known):
             return None
         return replace(work, tokens=known[:size] + work.tokens, base="", shared=0)
 
-    def keep(self, work: Work, base: str = "") -> bool:
-        """Keep the prompt of `work` in place of the one it was built on; whether it is kept."""
-        self.bytes -= len(self._held.pop(base, b""))
-        if not LONG <= len(work.tokens) <= self._limit:
+    def store(self, work: Work, base: str = "") -> bool:
+        """Store the prompt of `work` in place of its base prompt; False if it is not stored."""
+        self.bytes -= len(self._prompts.pop(base, b""))
+        if not MIN_PROMPT_BYTES <= len(work.tokens) <= self._limit:
             return False
-        self.bytes += len(work.tokens) - len(self._held.pop(work.request, b""))
-        self._held[work.request] = work.tokens
+        self.bytes += len(work.tokens) - len(self._prompts.pop(work.request, b""))
+        self._prompts[work.request] = work.tokens
         while self.bytes > self._limit:
-            _, oldest = self._held.popitem(last=False)
+            _, oldest = self._prompts.popitem(last=False)
             self.bytes -= len(oldest)
         return True

@@ -1,7 +1,7 @@
 """One rank of the mock engine as a pure state machine: requests in, timed steps out.
 
-There is no clock, no I/O and no randomness here: the caller says when a step begins and makes
-time pass by the duration that it returns, so a live worker and a simulator run the same code.
+It has no clock, no I/O and no randomness: the caller gives the start of each step and lets the
+returned duration pass. A live worker and the simulator run the same code.
 """
 
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.enginecore.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions
-from kvmesh.worker.engines.mock.step_batching import StepBatch
-from kvmesh.worker.engines.mock.timing import DecodeLoad, Polynomial, StepModel
+from kvmesh.worker.engines.mock.decode_plan import DecodePlan
+from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel, StepModel
 
 
 @dataclass(slots=True)
 class MockOutput:
-    """New tokens of one request, the first of them the `offset`-th of its answer.
+    """New tokens of one request, from the `offset`-th token of its answer on.
 
-    The first output of a request has `cached`: prompt tokens that were not computed, by tier, and
-    `retention`: what came of each explicit directive for the prompt. The last one says with
-    `decode` what came of that for the answer.
+    The first output of a request has `cached`, the prompt tokens not computed, by tier, and
+    `retention`, the outcome of each explicit directive for the prompt. The last one has `decode`,
+    the outcome of the directive for the answer.
     """
 
     request: str
@@ -36,9 +36,9 @@ class MockOutput:
 
 
 class StepResult:
-    """What `steps` engine steps, `duration` seconds in all, will have done at their end.
+    """The result of `steps` engine steps of `duration` seconds in total, valid at their end.
 
-    With no steps, the engine only waits for KV to arrive: new requests may interrupt it.
+    With no steps, the engine waits for KV to arrive; new requests may interrupt the wait.
     """
 
     __slots__ = ("duration", "events", "outputs", "steps")
@@ -54,116 +54,116 @@ class StepResult:
 
 @dataclass(frozen=True)
 class CoreOptions:
-    """What the mock stands for. `speedup` divides every duration.
+    """Parameters of the simulated engine; `speedup` divides every duration.
 
-    Without `tell_tokens`, only the first and the last output of a request are made, and the last
-    one is empty: enough for a simulation, at a cost that does not grow with the tokens.
+    Without `emit_tokens`, only the first and the last output of a request are made, and the last
+    one is empty: enough for a simulation, at a cost independent of the number of tokens.
     """
 
     blocks: int = 16384
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
-    model: StepModel = field(default_factory=Polynomial)
+    model: StepModel = field(default_factory=PolynomialStepModel)
     tiers: TierOptions = field(default_factory=TierOptions)
     speedup: float = 1.0
-    tell_tokens: bool = True
-    keeping: RetentionOptions = field(default_factory=RetentionOptions)
+    emit_tokens: bool = True
+    retention: RetentionOptions = field(default_factory=RetentionOptions)
 
 
 class MockCore:
     """Block manager, scheduler and performance model of one rank, advanced by `step`.
 
-    A fault that is injected makes steps take `stretch` times as long.
+    Injected faults multiply step times by `slowdown`.
     """
 
     def __init__(self, options: CoreOptions) -> None:
         self.options = options
-        self.blocks = BlockManager(options.blocks, options.keeping)
-        size, keeping = options.limits.block_size, options.keeping
+        self.blocks = BlockManager(options.blocks, options.retention)
+        size, retention = options.limits.block_size, options.retention
         self.tiers = SimulatedTiers(
-            options.tiers, size, options.speedup, self.blocks, keeping=keeping
+            options.tiers, size, options.speedup, self.blocks, retention=retention
         )
         self.scheduler = Scheduler(options.limits, self.blocks, self.tiers)
         self.counters = EngineCounters()
-        self.stretch = 1.0
+        self.slowdown = 1.0
 
     @property
-    def memories(self) -> list[BlockManager]:
-        """The engine's own and the tiers below."""
+    def block_managers(self) -> list[BlockManager]:
+        """The block managers of the engine's memory and of the lower tiers."""
         return [self.blocks, *self.tiers.lower]
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether any request is live."""
         return bool(self.scheduler.live)
 
     @property
-    def longest(self) -> int:
+    def max_tokens(self) -> int:
         """Tokens of the longest sequence that fits, prompt and answer together."""
         return self.options.blocks * self.options.limits.block_size
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that are queued or under way and not computed yet."""
+        """Prompt tokens, queued or in progress, that are not computed yet."""
         return self.scheduler.prefill_tokens
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if it can never fit or its id is live."""
-        if request.length - request.generated + request.target > self.longest:
+        """Queue a request; raises ValueError if it can never fit or its id is live."""
+        if request.length - request.generated + request.target > self.max_tokens:
             raise ValueError(f"{request.id} does not fit into {self.options.blocks} blocks")
         if request.id in self.scheduler.live:
-            raise ValueError(f"{request.id} is already here")
+            raise ValueError(f"{request.id} is already live")
         self.scheduler.submit(request)
         self.counters.requests += 1
         self.counters.prompt_tokens += request.length
 
     def abort(self, request: str) -> bool:
-        """Forget a request at once; False if it is not here. Its blocks stay cached."""
+        """Drop a request at once; False if it is unknown. Its blocks stay cached."""
         known = self.scheduler.abort(request)
         self.counters.aborted += known
         return known
 
     def step(self, now: float, horizon: float = 0.0) -> StepResult:
-        """Begin the next step at `now`; the result holds at `now + duration`.
+        """Start the next step at `now`; the result is valid at `now + duration`.
 
-        With `horizon`, as many steps as fit into that many seconds are taken as one, as long as
-        they only decode and no block fills up: the outcome is that of single steps, in fewer calls.
+        With `horizon`, steps that only decode and fill no block are taken together, as many as fit
+        into that many seconds. The result equals that of single steps, in fewer calls.
         """
-        return self._step(self.scheduler.plan(now), now, horizon)
+        return self._step(self.scheduler.schedule_next_batch(now), now, horizon)
 
-    def begin(self, now: float, horizon: float) -> StepResult | StepBatch:
-        """Like `step`, but steps that only decode are planned and not taken yet.
+    def plan(self, now: float, horizon: float) -> StepResult | DecodePlan:
+        """Like `step`, but return steps that only decode as a plan of about `horizon` seconds.
 
-        What comes back then takes about `horizon` seconds. Until `take` is called with it, or with
-        what is left of it when something arrives in between, only `submit` may be called.
+        The caller passes the plan to `execute`, or the part of it up to a new arrival. Until then
+        it may only call `submit`.
         """
-        chunks = self.scheduler.plan(now)
+        chunks = self.scheduler.schedule_next_batch(now)
         decoding = self.scheduler.decoding
         if chunks or not decoding.members or not self.scheduler.settled:
             return self._step(chunks, now, 0.0)
-        kept: list[tuple[int, float]] = []
+        spans: list[tuple[int, float]] = []
         active, steps, duration = self.blocks.active, 0, 0.0
-        for count, filled in self.scheduler.stretches(decoding.steps_to_end()):
+        for count, filled in self.scheduler.decode_spans(decoding.steps_to_end()):
             seconds = self._decode_seconds(len(decoding.members), active + filled)
-            kept.append((count, seconds))
+            spans.append((count, seconds))
             steps += count
             duration += count * seconds
             if duration >= horizon:
                 break
-        return StepBatch(kept, steps, duration)
+        return DecodePlan(spans, steps, duration)
 
-    def take(self, ahead: StepBatch) -> StepResult:
-        """Take the steps that `begin` planned."""
+    def execute(self, plan: DecodePlan) -> StepResult:
+        """Take the steps of a plan."""
         outputs: list[MockOutput] = []
-        self._decode(ahead.steps, outputs)
-        self.counters.count_steps(ahead.steps, ahead.duration)
-        return StepResult(ahead.duration, ahead.steps, outputs, self.take_events())
+        self._decode(plan.steps, outputs)
+        self.counters.count_steps(plan.steps, plan.duration)
+        return StepResult(plan.duration, plan.steps, outputs, self.take_events())
 
     def _step(self, chunks: list[ScheduledChunk], now: float, horizon: float) -> StepResult:
         decoding = self.scheduler.decoding
         if not chunks and not decoding.members:
-            return StepResult(self._until_arrival(now), 0, [], self.take_events())
-        seconds = self._seconds(chunks, len(decoding.members)) * self.stretch
-        steps = 1 if chunks else self._repetitions(seconds, horizon)
+            return StepResult(self._seconds_until_loaded(now), 0, [], self.take_events())
+        seconds = self._seconds(chunks, len(decoding.members)) * self.slowdown
+        steps = 1 if chunks else self._repeatable_steps(seconds, horizon)
         outputs: list[MockOutput] = []
         self._decode(steps, outputs)
         for chunk in chunks:
@@ -172,7 +172,7 @@ class MockCore:
         return StepResult(seconds * steps, steps, outputs, self.take_events())
 
     def load(self, instance: str, rank: int) -> Load:
-        """The forward-pass metrics of this core as rank `rank` of `instance`."""
+        """The load of this core as rank `rank` of `instance`."""
         counters, scheduler, blocks = self.counters, self.scheduler, self.blocks
         running = scheduler.running
         return Load(
@@ -197,17 +197,17 @@ class MockCore:
         )
 
     def take_events(self) -> list[KvEvent]:
-        """What the cache gained and lost since the last step."""
+        """Return the KV events since the last call, of all tiers."""
         if not self.tiers.lower:
             return self.blocks.take_events()
-        return [event for memory in self.memories for event in memory.take_events()]
+        return [event for memory in self.block_managers for event in memory.take_events()]
 
     def dump(self) -> list[KvEvent]:
-        """A `Cleared` and everything stored, in all tiers."""
-        return [Cleared(), *(event for memory in self.memories for event in memory.stored())]
+        """Return a `Cleared` and all full blocks, of all tiers."""
+        return [Cleared(), *(event for memory in self.block_managers for event in memory.stored())]
 
-    def _until_arrival(self, now: float) -> float:
-        arrivals = [s.ready_at for s in self.scheduler.arriving]
+    def _seconds_until_loaded(self, now: float) -> float:
+        arrivals = [s.ready_at for s in self.scheduler.loading]
         return max(0.0, min(arrivals) - now) if arrivals else 0.0
 
     def _seconds(self, chunks: list[ScheduledChunk], decoding: int) -> float:
@@ -220,61 +220,61 @@ class MockCore:
         load = DecodeLoad(sequences, blocks * size, self.blocks.capacity * size)
         return self.options.model.decode(load) / self.options.speedup
 
-    def _repetitions(self, seconds: float, horizon: float) -> int:
+    def _repeatable_steps(self, seconds: float, horizon: float) -> int:
         if horizon <= seconds or not self.scheduler.settled:
             return 1
-        return max(1, min(self.scheduler.decoding.steps_to_due(), int(horizon / seconds)))
+        return max(1, min(self.scheduler.decoding.steps_to_event(), int(horizon / seconds)))
 
     def _decode(self, steps: int, outputs: list[MockOutput]) -> None:
         batch = self.scheduler.decoding
         self.counters.output_tokens += steps * len(batch.members)
-        if self.options.tell_tokens:
-            outputs += [_told(s, batch.clock - s.synced, steps) for s in batch.members]
-        full = batch.pass_steps(steps)
+        if self.options.emit_tokens:
+            outputs += [_output(s, batch.clock - s.synced_step, steps) for s in batch.members]
+        full = batch.advance(steps)
         if full:
-            self.scheduler.refill(full)
+            self.scheduler.allocate_overrun(full)
         for sequence in full:
             self.scheduler.promote(sequence)
-            if sequence.missing:
-                batch.go_on(sequence)
+            if sequence.remaining:
+                batch.resume(sequence)
                 continue
-            if not self.options.tell_tokens:
-                outputs.append(_last(sequence))
-            self._end(sequence, outputs)
+            if not self.options.emit_tokens:
+                outputs.append(_last_output(sequence))
+            self._finish(sequence, outputs)
 
     def _prefill(self, chunk: ScheduledChunk, outputs: list[MockOutput]) -> None:
         sequence = chunk.sequence
-        self.scheduler.compute(sequence, chunk.tokens)
+        self.scheduler.record_computed(sequence, chunk.tokens)
         self.counters.computed_tokens += chunk.tokens
         if sequence.computed < sequence.length:
             return
-        told = _told(sequence, 0, 1)
-        outputs.append(told)
+        first = _output(sequence, 0, 1)
+        outputs.append(first)
         sequence.generated += 1
         self.counters.output_tokens += 1
-        self._tell_cached(sequence, told)
-        if told.finish is None:
+        self._report_cached(sequence, first)
+        if first.finish is None:
             self.scheduler.start_decoding(sequence)
         else:
-            self._end(sequence, outputs)
+            self._finish(sequence, outputs)
 
-    def _tell_cached(self, sequence: Sequence, output: MockOutput) -> None:
-        if not sequence.told_cached:
-            sequence.told_cached = True
+    def _report_cached(self, sequence: Sequence, output: MockOutput) -> None:
+        if not sequence.cached_reported:
+            sequence.cached_reported = True
             output.cached = sequence.cached
-            output.retention = self.scheduler.ask(sequence)
+            output.retention = self.scheduler.claim_prompt(sequence)
             self.counters.cached_tokens += sum(sequence.cached or ())
 
-    def _end(self, sequence: Sequence, outputs: list[MockOutput]) -> None:
-        outcome = self.scheduler.release(sequence, SequenceState.ENDED)
+    def _finish(self, sequence: Sequence, outputs: list[MockOutput]) -> None:
+        outcome = self.scheduler.remove(sequence, SequenceState.ENDED)
         self.counters.finished += 1
         if outcome is not None:
             last = next(o for o in reversed(outputs) if o.request == sequence.request.id)
             last.decode = outcome
 
 
-def _told(sequence: Sequence, since: int, steps: int) -> MockOutput:
-    """What `steps` steps add, `since` steps after the sequence's progress was written down."""
+def _output(sequence: Sequence, since: int, steps: int) -> MockOutput:
+    """The output of `steps` steps, `since` steps after the sequence's progress was written down."""
     request = sequence.request
     start = sequence.generated + since
     end = start + steps
@@ -282,6 +282,6 @@ def _told(sequence: Sequence, since: int, steps: int) -> MockOutput:
     return MockOutput(request.id, start, request.source.slice(start, end), finish)
 
 
-def _last(sequence: Sequence) -> MockOutput:
+def _last_output(sequence: Sequence) -> MockOutput:
     request = sequence.request
     return MockOutput(request.id, sequence.generated, [], request.finish)

@@ -1,4 +1,4 @@
-"""The mock as an engine of the mesh: pure cores stepped in real time, answers from an author."""
+"""The mock engine: simulated ranks in real time, with deterministic answers."""
 
 import asyncio
 import logging
@@ -9,7 +9,8 @@ from pathlib import Path
 from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
-from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.adapters.prefetch import PrefetchQueue
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -20,8 +21,8 @@ from kvmesh.worker.engine import (
     Sink,
 )
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions, retention_options
-from kvmesh.worker.enginecore.retention_request import asked_of
+from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions
+from kvmesh.worker.enginecore.retention_request import parse_retention
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
 from kvmesh.worker.enginecore.simulated_tiers import TIERS, tier_options
@@ -30,29 +31,29 @@ from kvmesh.worker.engines.mock.faults import Faults
 from kvmesh.worker.engines.mock.prefetch import MockLoader
 from kvmesh.worker.engines.mock.profile import StepProfile, StepProfileError
 from kvmesh.worker.engines.mock.rank import MockRank
-from kvmesh.worker.engines.mock.text.author import AnswerOptions, Author
+from kvmesh.worker.engines.mock.text.author import AnswerOptions, AnswerWriter
 from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint
 from kvmesh.worker.engines.mock.text.script import Script, ScriptError
 from kvmesh.worker.engines.mock.text.source import TextSource
-from kvmesh.worker.engines.mock.timing import Polynomial
-from kvmesh.worker.model_card import model_context
-from kvmesh.worker.requests.prefetch import PrefetchQueue
+from kvmesh.worker.engines.mock.timing import PolynomialStepModel
+from kvmesh.worker.engines.retention_settings import retention_options
+from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
-FOR_EVER_S = 1e6
+BLOCK_S = 1e6
 
 
 def create(context: EngineContext) -> "MockEngine":
-    """The mock that `[worker]` and `[mock]` describe, for the tokenizer in the model folder."""
+    """Create the mock engine of `[worker]` and `[mock]` with the model folder's tokenizer."""
     worker, mock = context.settings.worker, context.settings.mock
     longest = worker.context or model_context(context.folder)
     fits = min(longest, mock.blocks * worker.block_size)
-    keeping = retention_options(worker)
-    return MockEngine(mock, context.folder, worker.block_size, fits, worker.adapters, keeping)
+    retention = retention_options(worker)
+    return MockEngine(mock, context.folder, worker.block_size, fits, worker.adapters, retention)
 
 
 class MockEngine:
-    """A `MockRank` per data-parallel rank, fed with answers that are known beforehand."""
+    """A `MockRank` per data-parallel rank; the answer answer to a request is known at its start."""
 
     def __init__(
         self,
@@ -61,23 +62,23 @@ class MockEngine:
         block_size: int,
         context: int,
         adapters: list[str],
-        keeping: RetentionOptions,
+        retention: RetentionOptions,
     ) -> None:
         self._options = options
         self._folder = folder
         self._block_size = block_size
         self._context = context
         self._adapters = adapters
-        self._keeping = keeping
+        self._retention = retention
         self._ranks: list[MockRank] = []
         self._live: dict[str, _Live] = {}
-        self._author: Author | None = None
+        self._writer: AnswerWriter | None = None
         self._sink: Sink | None = None
         self._prefetches = PrefetchQueue(MockLoader(self._ranks, self._request), block_size)
 
     async def start(self, sink: Sink) -> EngineInfo:
         options = self._options
-        self._author = await asyncio.to_thread(self._make_author)
+        self._writer = await asyncio.to_thread(self._make_author)
         self._sink = sink
         core_options = self._core_options()
         await asyncio.sleep(options.startup_s)
@@ -92,29 +93,29 @@ class MockEngine:
         if not 0 <= work.rank < len(self._ranks):
             raise Rejected(f"there is no rank {work.rank}")
         if self._options.poison:
-            self._swallow(work)
+            self._apply_poison(work)
         try:
             request = self._request(work)
             self._ranks[work.rank].submit(request)
         except (UnsupportedConstraint, ValueError) as error:
             raise Rejected(str(error)) from error
         self._live[work.request] = _Live(self._ranks[work.rank], work)
-        self._prefetches.met_by(work)
+        self._prefetches.on_request(work)
 
-    def _swallow(self, work: Work) -> None:
-        """Suffer what poison does, if there is any in the prompt."""
+    def _apply_poison(self, work: Work) -> None:
+        """Inject the configured fault if the prompt contains the poison text."""
         prompt = memoryview(work.tokens).cast("I").tolist()
-        if self._author is not None and self._options.poison in self._author.text(prompt):
+        if self._writer is not None and self._options.poison in self._writer.text(prompt):
             effect = self._options.poison_effect
             log.warning("injected %s by request %s", effect, work.request)
             if effect == "block":
-                time.sleep(FOR_EVER_S)
+                time.sleep(BLOCK_S)
             self._ranks[work.rank].poison(effect)
 
-    def prefetch(self, wish: Prefetch) -> str:
-        if not 0 <= wish.rank < len(self._ranks):
-            return f"there is no rank {wish.rank}"
-        return self._prefetches.start(wish)
+    def prefetch(self, command: Prefetch) -> str:
+        if not 0 <= command.rank < len(self._ranks):
+            return f"there is no rank {command.rank}"
+        return self._prefetches.start(command)
 
     def tier_counts(self) -> TierCounts | None:
         tiers = [rank.core.tiers for rank in self._ranks]
@@ -126,7 +127,7 @@ class MockEngine:
         )
 
     def abort(self, request: str) -> bool:
-        if self._prefetches.end(request):
+        if self._prefetches.cancel(request):
             return True
         live = self._live.pop(request, None)
         if live is None or self._sink is None:
@@ -145,26 +146,34 @@ class MockEngine:
     def clear(self) -> None:
         self.drop(None, "", TIERS)
 
-    # which blocks are kept
+    # retention
 
     def release(self, sessions: list[str]) -> int:
-        return sum(rank.drop(lambda kept, _: kept.release(sessions)) for rank in self._ranks)
+        return sum(
+            rank.drop_blocks(lambda manager, _: manager.release(sessions)) for rank in self._ranks
+        )
 
     def pin(self, pin: Pin) -> int:
-        return sum(rank.keep(lambda kept, now: kept.pin(pin, now)) for rank in self._ranks)
+        return sum(
+            rank.change_retention(lambda manager, now: manager.pin(pin, now))
+            for rank in self._ranks
+        )
 
     def unpin(self, pin: str) -> int:
-        return sum(rank.keep(lambda kept, now: kept.unpin(pin, now)) for rank in self._ranks)
+        return sum(
+            rank.change_retention(lambda manager, now: manager.unpin(pin, now))
+            for rank in self._ranks
+        )
 
     def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        def change(kept: RetentionManager, _: float) -> int:
-            return kept.clear(salt, tenant)
+        def change(manager: RetentionManager, _: float) -> int:
+            return manager.clear(salt, tenant)
 
-        return sum(rank.drop(change, tiers) for rank in self._ranks)
+        return sum(rank.drop_blocks(change, tiers) for rank in self._ranks)
 
     def retention(self) -> list[RetentionState]:
         now = asyncio.get_running_loop().time()
-        return [rank.core.blocks.keeping.state(rank.rank, now) for rank in self._ranks]
+        return [rank.core.blocks.retention.state(rank.rank, now) for rank in self._ranks]
 
     async def drain(self) -> None:
         for rank in self._ranks:
@@ -175,7 +184,7 @@ class MockEngine:
         for rank in self._ranks:
             await rank.stop()
 
-    # what the ranks tell, on its way to the worker
+    # the sink of the ranks
 
     def output(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
@@ -185,56 +194,56 @@ class MockEngine:
             if delta.finish is not None and live is not None:
                 delta.handoff = live.handoff
                 del self._live[delta.request]
-        told = self._prefetches.keep_back(deltas)
-        if told and self._sink is not None:
-            self._sink.output(told)
+        own = self._prefetches.without_prefetches(deltas)
+        if own and self._sink is not None:
+            self._sink.output(own)
 
     def events(self, rank: int, events: list[KvEvent]) -> None:
         if self._sink is not None:
             self._sink.events(rank, events)
 
-    def lost(self, rank: int, count: int) -> None:
+    def events_lost(self, rank: int, count: int) -> None:
         if self._sink is not None:
-            self._sink.lost(rank, count)
+            self._sink.events_lost(rank, count)
 
     def failed(self, error: EngineError) -> None:
         if self._sink is not None:
             self._sink.failed(error)
 
     def _request(self, work: Work) -> Request:
-        if self._author is None:
+        if self._writer is None:
             raise ValueError("the engine has not started")
-        whole = self._author.answer(work)
-        if whole.target <= work.generated:
-            raise ValueError(f"this answer ends after {whole.target} tokens")
+        answer = self._writer.answer(work)
+        if answer.target <= work.generated:
+            raise ValueError(f"this answer ends after {answer.target} tokens")
         local, sequence, tail = hash_prompt(work.tokens, self._block_size, work.salt)
         return Request(
             id=work.request,
             length=len(work.tokens) // 4,
-            local=local,
+            local_hashes=local,
             sequence_hashes=sequence,
             tail=tail,
-            source=whole.source,
-            target=whole.target,
-            finish=whole.finish,
+            source=answer.source,
+            target=answer.target,
+            finish=answer.finish,
             generated=work.generated,
             salt=work.salt,
             tenant=work.tenant,
             priority=work.priority,
-            remote=_left(work),
-            asked=asked_of(work, self._block_size, self._keeping.defaults),
+            remote_tokens=_remote_tokens(work),
+            retention=parse_retention(work, self._block_size, self._retention.defaults),
         )
 
     def _logprobs(self, token: int, alternatives: int) -> dict[int, float]:
-        """Nearly all probability on the token that was said, the rest on its neighbours."""
-        size = self._author.vocabulary if self._author is not None else token + 1
+        """Logprobs with nearly all probability on `token` and the rest on its neighbours."""
+        size = self._writer.vocabulary if self._writer is not None else token + 1
         rest = {(token + i) % size: -4.0 - i for i in range(1, alternatives)}
         return {token: -0.05, **rest}
 
-    def _make_author(self) -> Author:
+    def _make_author(self) -> AnswerWriter:
         options = self._options
         try:
-            passage = TextSource.of_model(self._folder)
+            text = TextSource.of_model(self._folder)
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise EngineConfigError(
                 f"cannot read the tokenizer in {self._folder}: {error}"
@@ -251,7 +260,7 @@ class MockEngine:
             think_open=options.think_open,
             think_close=options.think_close,
         )
-        return Author(passage, answers, script)
+        return AnswerWriter(text, answers, script)
 
     def _core_options(self) -> CoreOptions:
         options = self._options
@@ -268,10 +277,10 @@ class MockEngine:
         return CoreOptions(
             options.blocks,
             limits,
-            profile or Polynomial(),
+            profile or PolynomialStepModel(),
             tier_options(options),
             options.speedup,
-            keeping=self._keeping,
+            retention=self._retention,
         )
 
     def _info(self) -> EngineInfo:
@@ -283,7 +292,7 @@ class MockEngine:
             block_size=self._block_size,
             adapters=self._adapters,
             structural_tags=True,
-            hands_off=True,
+            supports_handoff=True,
             capacity=Capacity(
                 blocks=options.blocks,
                 max_sequences=options.max_sequences,
@@ -295,7 +304,7 @@ class MockEngine:
 
 
 class _Live:
-    """Where a request runs, how many alternatives it wants for each token, and what it leaves."""
+    """The rank of a request, the alternatives wanted per token, and its handoff."""
 
     __slots__ = ("handoff", "logprobs", "rank")
 
@@ -305,10 +314,10 @@ class _Live:
         self.handoff = {"tokens": len(work.tokens) // 4} if work.prefill else None
 
 
-def _left(work: Work) -> int:
-    """How many tokens of the prompt another worker has computed."""
-    left = (work.handoff or {}).get("tokens", 0)
-    return left if isinstance(left, int) else 0
+def _remote_tokens(work: Work) -> int:
+    """Number of prompt tokens that another worker has computed."""
+    tokens = (work.handoff or {}).get("tokens", 0)
+    return tokens if isinstance(tokens, int) else 0
 
 
 def _tier_blocks(options: MockSettings) -> list[int]:

@@ -1,10 +1,10 @@
-"""Failures on purpose: what goes wrong, counted in engine steps so that a test can repeat it."""
+"""Injected faults, counted in engine steps so that a test can repeat them."""
 
 from dataclasses import dataclass
 
 
 class InjectedCrash(Exception):
-    """The engine was told to die here."""
+    """The engine crashes at this step on purpose."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"injected crash at step {step}")
@@ -13,11 +13,11 @@ class InjectedCrash(Exception):
 
 @dataclass(frozen=True)
 class Faults:
-    """Each one begins with the given step; 0 is never.
+    """Faults by the step at which they begin; 0 is never.
 
-    From `crash_step` on the engine is dead, from `hang_step` on a step never ends, from `slow_step`
-    on steps take `slow_factor` times as long, and the KV events of every `lose_every`-th step that
-    has any are lost on the way out of the engine.
+    From `crash_step` on the engine is dead, at `hang_step` a step never ends, from `slow_step` on
+    steps take `slow_factor` times as long, and every `lose_every`-th batch of KV events is lost on
+    the way out of the engine.
     """
 
     crash_step: int = 0
@@ -27,15 +27,15 @@ class Faults:
     lose_every: int = 0
 
     def check_crash(self, step: int) -> None:
-        """Raise InjectedCrash if the engine dies in `step`."""
+        """Raise InjectedCrash if the engine crashes in `step`."""
         if self.crash_step and step >= self.crash_step:
             raise InjectedCrash(step)
 
     def hangs(self, step: int) -> bool:
         return bool(self.hang_step) and step >= self.hang_step
 
-    def stretch(self, step: int) -> float:
-        """How many times longer than normal `step` takes."""
+    def slowdown(self, step: int) -> float:
+        """The factor by which `step` is slower than normal."""
         return self.slow_factor if self.slow_step and step >= self.slow_step else 1.0
 
     def loses(self, batch: int) -> bool:

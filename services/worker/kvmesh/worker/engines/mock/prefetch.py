@@ -1,4 +1,4 @@
-"""What the mock does for prefetches: blocks from its tiers below, or computed behind requests."""
+"""Prefetches of the mock engine: blocks from its lower tiers, or computed after all requests."""
 
 import asyncio
 from array import array
@@ -7,40 +7,40 @@ from collections.abc import Callable, Sequence
 from kvmesh.bus.messages import Prefetch, Work
 from kvmesh.worker.engine import Rejected
 from kvmesh.worker.enginecore.sequence import Request
-from kvmesh.worker.engines.mock.loading import Loading
+from kvmesh.worker.engines.mock.prefix_load import PrefixLoad
 from kvmesh.worker.engines.mock.rank import MockRank
 
 
 class MockLoader:
-    """`request` makes work one for the core, or raises ValueError."""
+    """Loads and computes on `ranks`; `request` converts work for the core or raises ValueError."""
 
     def __init__(self, ranks: Sequence[MockRank], request: Callable[[Work], Request]) -> None:
         self._ranks = ranks
         self._request = request
 
-    def prompt(self, request: str, rank: int) -> "array[int] | None":
+    def prompt_hashes(self, request: str, rank: int) -> "array[int] | None":
         sequence = self._ranks[rank].core.scheduler.live.get(request)
-        return sequence.sequence if sequence is not None else None
+        return sequence.sequence_hashes if sequence is not None else None
 
-    def seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
-        core = self._ranks[wish.rank].core
-        held = core.blocks.find(hashes).held
-        loading = core.tiers.seconds(core.tiers.find(hashes, held))
-        return loading + core.options.model.prefill(wish.compute) / core.options.speedup
+    def estimate_seconds(self, command: Prefetch, hashes: "array[int]") -> float:
+        core = self._ranks[command.rank].core
+        held = core.blocks.match_prefix(hashes).matched
+        loading = core.tiers.load_seconds(core.tiers.match_prefix(hashes, held))
+        return loading + core.options.model.prefill(command.compute) / core.options.speedup
 
-    async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
-        rank = self._ranks[wish.rank]
+    async def load(self, command: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
+        rank = self._ranks[command.rank]
         clock = asyncio.get_running_loop().time
-        loading = Loading(rank.core, hashes, local, wish.salt, wish.tenant)
+        prefix = PrefixLoad(rank.core, hashes, local, command.salt, command.tenant)
         try:
-            while (ready_at := loading.ask(clock())) is not None:
-                rank.tell()
+            while (ready_at := prefix.start_next(clock())) is not None:
+                rank.publish_events()
                 await asyncio.sleep(ready_at - clock())
-                loading.arrive(clock())
-                rank.tell()
-            return loading.held
+                prefix.finish_part(clock())
+                rank.publish_events()
+            return prefix.held
         finally:
-            loading.end()
+            prefix.close()
 
     def compute(self, work: Work) -> None:
         try:
@@ -48,5 +48,5 @@ class MockLoader:
         except ValueError as error:
             raise Rejected(str(error)) from error
 
-    def drop(self, work: Work) -> None:
+    def cancel(self, work: Work) -> None:
         self._ranks[work.rank].abort(work.request)

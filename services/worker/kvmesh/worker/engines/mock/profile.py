@@ -17,9 +17,9 @@ class StepProfileError(Exception):
 
 
 class StepProfile:
-    """Measured step times, linear between the points and beyond them along the last slope.
+    """Measured step times: linear between the points, and beyond them along the last slope.
 
-    From an NPZ file with `prefill_isl` (tokens) and `prefill_ttft_ms`, one value per point, and
+    The NPZ file has `prefill_isl` (tokens) and `prefill_ttft_ms`, one value per point, and
     `decode_itl` (ms) over `decode_active_kv_tokens` × `decode_context_length` (tokens).
     """
 
@@ -33,7 +33,7 @@ class StepProfile:
 
     @classmethod
     def load(cls, file: Path) -> "StepProfile":
-        """Read a profile; raises ProfileError if the file or one of its arrays is unfit."""
+        """Read a profile; raises StepProfileError if the file or one of its arrays is unfit."""
         try:
             with np.load(file) as arrays:
                 return cls({name: np.asarray(arrays[name], np.float64) for name in arrays.files})
@@ -59,7 +59,7 @@ class StepProfile:
 
 
 class Axis:
-    """The points of one dimension, strictly rising, at least two."""
+    """The points of one dimension: at least two, strictly increasing."""
 
     def __init__(self, points: NDArray[np.float64], name: str) -> None:
         if points.ndim != 1 or len(points) < 2 or not (np.diff(points) > 0).all():
@@ -70,7 +70,7 @@ class Axis:
         return len(self._points)
 
     def locate(self, value: float) -> tuple[int, float]:
-        """The interval to use, and how far into it `value` lies; beyond 0 … 1 at the ends."""
+        """The interval that applies and the position in it, outside 0 … 1 beyond the ends."""
         points = self._points
         i = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
         return i, (value - points[i]) / (points[i + 1] - points[i])

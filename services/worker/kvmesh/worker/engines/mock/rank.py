@@ -1,4 +1,4 @@
-"""One rank of the mock in real time: sleeps to the end of each step, then tells what it did."""
+"""One rank of the mock in real time: sleeps until the end of each step, then emits its results."""
 
 import asyncio
 import logging
@@ -20,9 +20,9 @@ Change: TypeAlias = Callable[[RetentionManager, float], int]
 
 
 class MockRank:
-    """Steps `core` while it has work: one step a call, but those whose time has passed together.
+    """Steps `core` while it has work, one step per call; overdue steps are taken together.
 
-    With `tick_s`, all that fit into so many seconds are taken in one call.
+    With `tick_s`, each call takes all steps that fit into that many seconds.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class MockRank:
         self._tick_s = tick_s
         self._wake = asyncio.Event()
         self._aborted: set[str] = set()
-        self._untold: list[KvEvent] = []
+        self._unpublished: list[KvEvent] = []
         self._batches = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"mock rank {self.rank}")
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_done)
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -59,35 +59,38 @@ class MockRank:
         self._wake.set()
 
     def poison(self, effect: str) -> None:
-        """The next step ends the engine: by a "crash", or as it hangs."""
+        """Make the next step fail: "crash" ends the engine, any other effect hangs it."""
         self._poisoned = effect
 
     def abort(self, request: str) -> bool:
-        """Drop a request; what the step under way makes for it is not told."""
+        """Drop a request; the output of the step in progress for it is discarded."""
         self._aborted.add(request)
         return self.core.abort(request)
 
-    def keep(self, change: Change) -> int:
-        """Change how dearly blocks are kept; returns how many it concerned, wherever they are."""
+    def change_retention(self, change: Change) -> int:
+        """Apply `change` to each tier; return the greatest number of blocks affected in one."""
         now = asyncio.get_running_loop().time()
-        return max(change(memory.keeping, now) for memory in self.core.memories)
+        return max(change(memory.retention, now) for memory in self.core.block_managers)
 
-    def drop(self, change: Change, tiers: Container[int] = TIERS) -> int:
-        """Drop blocks from some tiers, and tell of it; returns how many."""
-        self.tell()
+    def drop_blocks(self, change: Change, tiers: Container[int] = TIERS) -> int:
+        """Drop blocks by `change` from `tiers` and publish that.
+
+        Returns the number of distinct blocks.
+        """
+        self.publish_events()
         now = asyncio.get_running_loop().time()
-        for memory in self.core.memories:
+        for memory in self.core.block_managers:
             if memory.tier in tiers:
-                change(memory.keeping, now)
+                change(memory.retention, now)
         events = self.core.take_events()
-        self._tell(events)
+        self._send(events)
         removed = [array("Q", event.engine) for event in events if isinstance(event, Removed)]
         return len({block for blocks in removed for block in blocks})
 
-    def tell(self) -> None:
-        """Tell what has changed, in the step under way as well: events keep their order."""
-        events, self._untold = [*self._untold, *self.core.take_events()], []
-        self._tell(events)
+    def publish_events(self) -> None:
+        """Publish all changes so far, those of the step in progress included, in order."""
+        events, self._unpublished = [*self._unpublished, *self.core.take_events()], []
+        self._send(events)
 
     def load(self, instance: str) -> Load:
         return self.core.load(instance, self.rank)
@@ -106,16 +109,16 @@ class MockRank:
         while self.core.busy:
             self._aborted.clear()
             await self._maybe_fail()
-            self.core.stretch = self._faults.stretch(self.core.counters.steps + 1)
+            self.core.slowdown = self._faults.slowdown(self.core.counters.steps + 1)
             behind = 0.0 if self._counts_steps else clock() - at
             result = self.core.step(at, max(self._tick_s, behind))
             if not result.steps:
-                self._untold = result.events
+                self._unpublished = result.events
                 self._deliver(result)
-                await self._interruptible(result.duration)
+                await self._sleep_until_woken(result.duration)
                 at = clock()
                 continue
-            self._untold = result.events
+            self._unpublished = result.events
             at += result.duration
             late = clock() - at
             await asyncio.sleep(max(0.0, -late))
@@ -132,8 +135,8 @@ class MockRank:
             log.warning("injected hang at step %d", step)
             await asyncio.Event().wait()
 
-    async def _interruptible(self, duration: float) -> None:
-        """KV is on its way and nothing else is to be done, unless something arrives."""
+    async def _sleep_until_woken(self, duration: float) -> None:
+        """Wait `duration` seconds for KV to arrive, or until a request arrives."""
         self._wake.clear()
         try:
             async with asyncio.timeout(duration):
@@ -142,7 +145,7 @@ class MockRank:
             return
 
     def _deliver(self, result: StepResult) -> None:
-        self.tell()
+        self.publish_events()
         deltas = [
             OutputDelta(
                 output.request,
@@ -158,16 +161,16 @@ class MockRank:
         if deltas:
             self._sink.output(deltas)
 
-    def _tell(self, events: list[KvEvent]) -> None:
+    def _send(self, events: list[KvEvent]) -> None:
         if not events:
             return
         self._batches += 1
         if self._faults.loses(self._batches):
             log.warning("injected loss of %d KV events", len(events))
-            self._sink.lost(self.rank, len(events))
+            self._sink.events_lost(self.rank, len(events))
         else:
             self._sink.events(self.rank, events)
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._sink.failed(EngineError(f"the mock engine died: {error}"))

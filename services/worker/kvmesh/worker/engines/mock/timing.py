@@ -1,11 +1,11 @@
-"""How long a step takes on the hardware that the mock stands for."""
+"""Performance models: the time of an engine step on the simulated hardware."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 
 class DecodeLoad:
-    """What the decode part of a step works on: sequences, and KV tokens in use of all there are."""
+    """The decode part of a step: number of sequences, KV tokens in use, and KV tokens in total."""
 
     __slots__ = ("active_tokens", "sequences", "total_tokens")
 
@@ -16,7 +16,7 @@ class DecodeLoad:
 
 
 class StepModel(Protocol):
-    """Seconds of one engine step, prefill and decode added."""
+    """Seconds of one engine step; prefill and decode add up."""
 
     def prefill(self, tokens: int) -> float:
         """Seconds to compute `tokens` new prompt tokens in one batch; 0 for none."""
@@ -28,11 +28,11 @@ class StepModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Polynomial:
+class PolynomialStepModel:
     """A large model on one accelerator; coefficients of milliseconds, highest power first.
 
-    Prefill over new tokens in the batch, decode over the share of KV tokens in use. The defaults
-    are those that NVIDIA Dynamo's mocker publishes.
+    Prefill is a polynomial of the new tokens in the batch, decode one of the share of KV tokens in
+    use. The defaults are those that NVIDIA Dynamo's mocker publishes.
     """
 
     prefill_ms: tuple[float, float, float] = (4.209989e-07, 1.518344e-02, 16.50142)

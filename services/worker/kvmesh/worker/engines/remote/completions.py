@@ -5,8 +5,8 @@ from typing import Any
 
 from kvmesh.bus.messages import Work
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, StreamOutput, remaining
+from kvmesh.worker.adapters.vllm_fields import sampling_fields, structured_outputs
 from kvmesh.worker.engine import Rejected
-from kvmesh.worker.engines.vllm.request_fields import sampling_fields, structured_outputs
 
 _TOKEN = "token_id:"
 

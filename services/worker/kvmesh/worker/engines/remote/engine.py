@@ -18,8 +18,9 @@ from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Capacity, Load, Work
 from kvmesh.settings import redacted
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
+from kvmesh.worker.adapters import sglang_fields as sglang
 from kvmesh.worker.adapters.base import StreamingAdapter
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
+from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,
@@ -38,8 +39,7 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.engines.remote import completions
 from kvmesh.worker.engines.remote.server import Gauges, InferenceServer, ServerInfo
-from kvmesh.worker.engines.sglang import request_fields as sglang
-from kvmesh.worker.model_card import model_context
+from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 MISSED_PROBES = 3
@@ -70,7 +70,7 @@ class RemoteEngine(StreamingAdapter):
         self._shown = redacted(self._url)
         self._http: aiohttp.ClientSession | None = None
         self._server: InferenceServer | None = None
-        self._salts = Salts(served, worker.block_size)
+        self._salts = PromptSalts(served, worker.block_size)
         self._info = ServerInfo(model="", owner="")
         self._ledgers: list[CacheLedger] = []
         self._gauges = Gauges()
@@ -97,11 +97,11 @@ class RemoteEngine(StreamingAdapter):
 
     def _begin(self, sink: Sink, server: InferenceServer) -> EngineInfo:
         block_size = self._info.block_size or self._worker.block_size
-        self._salts = Salts(self._served, block_size)
+        self._salts = PromptSalts(self._served, block_size)
         self._streams = RequestStreams(sink, self._remote.dp_ranks, block_size)
         counted = not self._is_sglang
         for rank in range(self._remote.dp_ranks):
-            ledger = CacheLedger(block_size, self._salts.find, counted)
+            ledger = CacheLedger(block_size, self._salts.root_salt, counted)
             self._ledgers.append(ledger)
             if self._remote.kv_events:
                 self._feeds.append(self._feed(rank, ledger, sink))
@@ -125,9 +125,9 @@ class RemoteEngine(StreamingAdapter):
         path, body = self._request(work)
         read = self._reader()
         if self._is_sglang:
-            self._salts.note(work)
-        own = self._salts.is_own(work)
-        cached = self._ledgers[work.rank].matched(work) if own else 0
+            self._salts.remember(work)
+        own = self._salts.is_exclusive(work)
+        cached = self._ledgers[work.rank].cached_tokens(work) if own else 0
         cached = min(cached, len(work.tokens) // 4 - 1)
         self._streams.start(work, self._answer(self._http, work.rank, path, body, read, cached))
 
@@ -146,7 +146,7 @@ class RemoteEngine(StreamingAdapter):
         self._spawn(self._clear(), "clear cache")
 
     async def close(self) -> None:
-        await self._end()
+        await self._stop_streams()
         if self._http is not None:
             await self._http.close()
 
@@ -179,7 +179,7 @@ class RemoteEngine(StreamingAdapter):
         )
 
     def _request(self, work: Work) -> tuple[str, dict[str, Any]]:
-        tokens, tag = array("I", work.tokens).tolist(), self._salts.tag(work)
+        tokens, tag = array("I", work.tokens).tolist(), self._salts.cache_salt(work)
         polarity = {"none": 0, "higher": 1, "lower": -1}[self._remote.priority]
         priority = {"priority": polarity * work.priority} if polarity else {}
         if self._is_sglang:
@@ -227,7 +227,7 @@ class RemoteEngine(StreamingAdapter):
             self._streams.fail(EngineError(f"{self._shown}/health does not answer any more"))
 
     def _step(self) -> None:
-        steps = self._clock.look(self._gauges.steps)
+        steps = self._clock.update(self._gauges.steps)
         for counters in self._streams.counters if self._streams is not None else ():
             counters.steps = steps
 

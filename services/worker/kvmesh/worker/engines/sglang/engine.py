@@ -17,10 +17,11 @@ from sglang import __version__ as sglang_version
 
 from kvmesh.bus.messages import Capacity, Load, Work
 from kvmesh.worker.adapters.base import StreamingAdapter
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
+from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, RequestStreams, StreamOutput
+from kvmesh.worker.adapters.sglang_fields import AnswerReader, request_fields
 from kvmesh.worker.adapters.zmq_events import rank_endpoint
 from kvmesh.worker.engine import (
     EngineConfigError,
@@ -30,8 +31,7 @@ from kvmesh.worker.engine import (
     Rejected,
     Sink,
 )
-from kvmesh.worker.engines.sglang.request_fields import AnswerReader, request_fields
-from kvmesh.worker.model_card import model_context
+from kvmesh.worker.model_folder import model_context
 from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class SglangEngine(StreamingAdapter):
         self._adapters = adapters
         self._block_size = int(arguments["page_size"])
         self._ranks = int(arguments.get("dp_size", 1))
-        self._salts = Salts(served, self._block_size)
+        self._salts = PromptSalts(served, self._block_size)
         self._folder = ScratchFolder()
         self._engine: Any = None
         self._known: frozenset[str] = frozenset()
@@ -84,7 +84,9 @@ class SglangEngine(StreamingAdapter):
         self._known = frozenset(inspect.signature(self._engine.async_generate).parameters)
         self._streams = RequestStreams(sink, self._ranks, self._block_size, count_steps=True)
         for rank in range(self._ranks):
-            self._ledgers.append(CacheLedger(self._block_size, self._salts.find, counted=False))
+            self._ledgers.append(
+                CacheLedger(self._block_size, self._salts.root_salt, counted=False)
+            )
             self._feeds.append(self._feed(rank, events, sink))
         for feed in self._feeds:
             feed.start()
@@ -96,7 +98,7 @@ class SglangEngine(StreamingAdapter):
         if not 0 <= work.rank < self._ranks:
             raise Rejected(f"there is no rank {work.rank}")
         fields = self._request(work)
-        self._salts.note(work)
+        self._salts.remember(work)
         self._streams.start(work, self._answer(work, fields))
 
     def load(self, instance: str) -> list[Load]:
@@ -111,7 +113,7 @@ class SglangEngine(StreamingAdapter):
         self._spawn(self._clear(), "sglang clear")
 
     async def close(self) -> None:
-        await self._end()
+        await self._stop_streams()
         if self._engine is not None:
             self._engine.shutdown()
         self._folder.close()
@@ -165,7 +167,7 @@ class SglangEngine(StreamingAdapter):
     def _request(self, work: Work) -> dict[str, Any]:
         tokens = array("I", work.tokens).tolist()
         fields = request_fields(work, tokens, None)
-        tag = self._salts.tag(work)
+        tag = self._salts.cache_salt(work)
         if tag is not None:
             if "cache_salt" not in self._known:
                 raise Rejected("this version of SGLang cannot keep tenants apart (cache_salt)")

@@ -19,7 +19,7 @@ from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.enginecore.retention import RetentionOptions
-from kvmesh.worker.enginecore.retention_request import asked_of
+from kvmesh.worker.enginecore.retention_request import parse_retention
 from kvmesh.worker.enginecore.scheduler import Scheduler, SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState, hash_prompt
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions
@@ -132,13 +132,13 @@ class TorchCore:
     def submit(self, work: Work, sampler: Sampler) -> None:
         """Queue a request. Raises ValueError if its id is live or it can never fit."""
         if work.request in self.scheduler.live:
-            raise ValueError(f"{work.request} is already here")
+            raise ValueError(f"{work.request} is already live")
         job = EngineRequest(work, sampler, self.limit(work), self.guard.prints(work))
         local, sequence, tail = hash_prompt(work.tokens, self.limits.block_size, work.salt)
         request = Request(
             id=work.request,
             length=len(job.tokens),
-            local=local,
+            local_hashes=local,
             sequence_hashes=sequence,
             tail=tail,
             source=job,
@@ -147,7 +147,7 @@ class TorchCore:
             salt=work.salt,
             tenant=work.tenant,
             priority=work.priority,
-            asked=asked_of(work, self.limits.block_size, self._defaults),
+            retention=parse_retention(work, self.limits.block_size, self._defaults),
         )
         self._jobs[work.request] = job
         self.scheduler.submit(request)
@@ -164,7 +164,7 @@ class TorchCore:
 
     def plan(self, now: float) -> tuple[TorchStep, list[KvEvent]]:
         """Give memory to the next step's work; also what was evicted for it."""
-        chunks = self.scheduler.plan(now)
+        chunks = self.scheduler.schedule_next_batch(now)
         events = self.take_events()
         self.slots.release_idle()
         members = self.scheduler.decoding.members
@@ -207,14 +207,14 @@ class TorchCore:
 
     def settle(self, sequence: Sequence, arrived: list[int]) -> None:
         """An arriving sequence goes on from what is held now; tokens `arrived` by their tier."""
-        if sequence.state is not SequenceState.ARRIVING:
+        if sequence.state is not SequenceState.LOADING:
             return
         self.before_match(sequence)
-        before = sequence.sequence[: sequence.held]
-        sequence.held = self.blocks.use(sequence.reusable)
-        self.blocks.deref(before)
-        sequence.computed = sequence.held * self.limits.block_size
-        if not sequence.told_cached:
+        before = sequence.sequence_hashes[: sequence.full_blocks]
+        sequence.full_blocks = self.blocks.lock_prefix(sequence.reusable)
+        self.blocks.unlock(before)
+        sequence.computed = sequence.full_blocks * self.limits.block_size
+        if not sequence.cached_reported:
             tiers = [sequence.computed - sum(arrived[1:]), *arrived[1:]]
             while len(tiers) > 1 and not tiers[-1]:
                 tiers.pop()
@@ -231,24 +231,26 @@ class TorchCore:
     def before_match(self, sequence: Sequence) -> None:
         self._part_ways(sequence, len(sequence.reusable))
 
-    def before_names(self, sequence: Sequence, blocks: int) -> None:
+    def before_promote(self, sequence: Sequence, blocks: int) -> None:
         prints = self._part_ways(sequence, blocks)
-        first = sequence.held
-        free = self.guard.free(sequence.sequence[first:blocks], prints[first * DIGEST_BYTES :])
+        first = sequence.full_blocks
+        free = self.guard.free(
+            sequence.sequence_hashes[first:blocks], prints[first * DIGEST_BYTES :]
+        )
         if first + free < blocks:
             log.warning("request %s has a block hash that other tokens have", sequence.request.id)
-            sequence.rename(first + free, self.guard.fresh_seed())
-        self.guard.note(sequence.sequence[first:blocks], prints[first * DIGEST_BYTES :])
+            sequence.rehash(first + free, self.guard.fresh_seed())
+        self.guard.note(sequence.sequence_hashes[first:blocks], prints[first * DIGEST_BYTES :])
 
     def _part_ways(self, sequence: Sequence, blocks: int) -> bytes:
         """Where a block is held under a hash for other tokens, go on with other hashes."""
         job = self.job(sequence)
         prints = job.prints.upto(job.tokens, blocks)
-        held = self.blocks.find(sequence.sequence[:blocks]).held
-        sound = self.guard.sound(sequence.sequence[:held], prints)
+        held = self.blocks.match_prefix(sequence.sequence_hashes[:blocks]).matched
+        sound = self.guard.sound(sequence.sequence_hashes[:held], prints)
         if sound < held:
             log.warning("request %s has a block hash that other tokens have", sequence.request.id)
-            sequence.rename(sound, self.guard.fresh_seed())
+            sequence.rehash(sound, self.guard.fresh_seed())
         return prints
 
     def limit(self, work: Work) -> int:
@@ -265,7 +267,7 @@ class TorchCore:
     def _offer(self, turns: Iterable[TokenTurn]) -> None:
         if self.lower is not None and self.lower.present:
             for turn in turns:
-                if turn.sequence.held > turn.job.offered:
+                if turn.sequence.full_blocks > turn.job.offered:
                     self.lower.filled(turn.job, turn.sequence)
 
     def _known(self, sequence: Sequence) -> int:
@@ -280,20 +282,20 @@ class TorchCore:
 
     def _pass_decode_step(self) -> None:
         batch = self.scheduler.decoding
-        for sequence in batch.pass_steps(1):
+        for sequence in batch.advance(1):
             self.scheduler.promote(sequence)
             self.slots.name(sequence)
-            if sequence.missing:
-                batch.go_on(sequence)
+            if sequence.remaining:
+                batch.resume(sequence)
 
     def _prefill(self, turn: TokenTurn, choice: Picked | None) -> None:
         sequence = turn.sequence
-        self.scheduler.compute(sequence, len(turn.row.tokens))
+        self.scheduler.record_computed(sequence, len(turn.row.tokens))
         self.counters.computed_tokens += len(turn.row.tokens)
         self.slots.name(sequence)
         if choice is not None:
             sequence.generated += 1
-            if sequence.missing:
+            if sequence.remaining:
                 self.scheduler.start_decoding(sequence)
 
     def _tell(self, turn: TokenTurn, choice: Picked) -> OutputDelta:
@@ -302,16 +304,16 @@ class TorchCore:
         delta = OutputDelta(sequence.request.id, [choice.token])
         if choice.logprobs is not None:
             delta.logprobs = [choice.logprobs]
-        if not sequence.told_cached:
-            sequence.told_cached = True
+        if not sequence.cached_reported:
+            sequence.cached_reported = True
             delta.cached = sequence.cached
-            delta.retention = self.scheduler.ask(sequence)
+            delta.retention = self.scheduler.claim_prompt(sequence)
             self.counters.cached_tokens += sum(sequence.cached or ())
         if choice.stop or len(turn.job.tokens) - turn.job.base >= turn.job.limit:
             delta.finish = "stop" if choice.stop else "length"
             if choice.fault:
                 delta.finish, delta.error = "error", choice.fault
-            delta.decode = self.scheduler.release(sequence, SequenceState.ENDED)
+            delta.decode = self.scheduler.remove(sequence, SequenceState.ENDED)
             self._forget(sequence.request.id)
             self.counters.finished += 1
         return delta

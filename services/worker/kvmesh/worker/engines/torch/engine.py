@@ -14,7 +14,9 @@ import torch
 from kvmesh.bus.messages import Capacity, Guided, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
-from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.adapters.arena_tensors import ArenaTensors
+from kvmesh.worker.adapters.prefetch import PrefetchQueue
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -27,9 +29,9 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.enginecore.block_manager import ENGINE
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention import RetentionManager, retention_options
+from kvmesh.worker.enginecore.retention import RetentionManager
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
-from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors
+from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerOptions, LowerTiers
 from kvmesh.worker.engines.torch.constraints.guided import Grammars
 from kvmesh.worker.engines.torch.core import TorchCore
@@ -37,8 +39,7 @@ from kvmesh.worker.engines.torch.handoff import Handoffs
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 from kvmesh.worker.engines.torch.prefetch import TorchLoader
-from kvmesh.worker.model_card import model_context
-from kvmesh.worker.requests.prefetch import PrefetchQueue
+from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 CLOSE_S = 10.0
@@ -95,7 +96,7 @@ class TorchEngine:
             context=core.context,
             block_size=core.limits.block_size,
             structural_tags=True,
-            hands_off=True,
+            supports_handoff=True,
             tiered=self._store is not None,
             kv_layout=core.model.layout.summary,
             capacity=Capacity(
@@ -108,7 +109,7 @@ class TorchEngine:
     def submit(self, work: Work) -> None:
         self._accept(work)
         if self._prefetches is not None:
-            self._prefetches.met_by(work)
+            self._prefetches.on_request(work)
 
     def _accept(self, work: Work) -> None:
         if self._loaded is None:
@@ -158,7 +159,7 @@ class TorchEngine:
         return self._lower.counts if self._lower is not None else None
 
     def abort(self, request: str) -> bool:
-        if self._prefetches is not None and self._prefetches.end(request):
+        if self._prefetches is not None and self._prefetches.cancel(request):
             return True
         moved = self._handoffs is not None and self._handoffs.abort(request)
         if self._sink is None or not (self._core.abort(request) or moved):
@@ -216,7 +217,7 @@ class TorchEngine:
         return self._keep(lambda kept, _: kept.clear(salt, tenant)) if ENGINE in tiers else 0
 
     def retention(self) -> list[RetentionState]:
-        return [self._core.blocks.keeping.state(RANK, asyncio.get_running_loop().time())]
+        return [self._core.blocks.retention.state(RANK, asyncio.get_running_loop().time())]
 
     async def drain(self) -> None:
         await self._idle.wait()
@@ -279,7 +280,9 @@ class TorchEngine:
         seconds = loop.time() - start
         deltas, events = core.commit(step, seconds)
         self._tell(events)
-        ready = self._prefetches.keep_back(deltas) if self._prefetches is not None else deltas
+        ready = (
+            self._prefetches.without_prefetches(deltas) if self._prefetches is not None else deltas
+        )
         if self._handoffs is not None:
             ready = self._handoffs.pass_on(ready, sink.output)
         if ready:
@@ -313,7 +316,7 @@ class TorchEngine:
 
     def _keep(self, change: Callable[[RetentionManager, float], int]) -> int:
         """Change what is kept, and tell what went because of it."""
-        blocks = change(self._core.blocks.keeping, asyncio.get_running_loop().time())
+        blocks = change(self._core.blocks.retention, asyncio.get_running_loop().time())
         self._tell(self._core.take_events())
         return blocks
 

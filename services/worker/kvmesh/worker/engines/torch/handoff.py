@@ -122,7 +122,7 @@ class Handoffs:
             del self._prompts[delta.request]
             held, places = hold(self._core, *prompt)
             leaving = self._leave(delta, places, tell)
-            self._start(delta.request, leaving, partial(self._core.blocks.deref, held))
+            self._start(delta.request, leaving, partial(self._core.blocks.unlock, held))
         return rest
 
     async def _leave(

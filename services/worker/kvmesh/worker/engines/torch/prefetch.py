@@ -4,10 +4,10 @@ from array import array
 from collections.abc import Callable
 
 from kvmesh.bus.messages import Prefetch, Work
+from kvmesh.worker.adapters.prefetch import prefetch_work
 from kvmesh.worker.engines.torch.blocks.block_io import Prefix
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
 from kvmesh.worker.engines.torch.core import TorchCore
-from kvmesh.worker.requests.prefetch import work_of
 
 
 class TorchLoader:
@@ -25,11 +25,11 @@ class TorchLoader:
         self.compute = submit
         self._told = told
 
-    def prompt(self, request: str, _: int) -> "array[int] | None":
+    def prompt_hashes(self, request: str, _: int) -> "array[int] | None":
         sequence = self._core.scheduler.live.get(request)
-        return sequence.sequence if sequence is not None else None
+        return sequence.sequence_hashes if sequence is not None else None
 
-    def seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
+    def estimate_seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
         if self._lower is None:
             return 0.0
         speeds, seconds = self._lower.speeds, 0.0
@@ -40,7 +40,7 @@ class TorchLoader:
         return seconds
 
     async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
-        work = work_of(wish, wish.tokens)
+        work = prefetch_work(wish, wish.tokens)
         prints = self._core.guard.prints(work).upto(array("I", work.tokens), len(hashes))
         prefix = Prefix(self._core, hashes, local, prints, wish.salt, wish.tenant, self._told)
         try:
@@ -51,6 +51,6 @@ class TorchLoader:
             prefix.release()
             self._told()
 
-    def drop(self, work: Work) -> None:
+    def cancel(self, work: Work) -> None:
         self._core.abort(work.request)
         self._told()

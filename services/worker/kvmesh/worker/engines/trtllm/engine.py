@@ -24,7 +24,7 @@ from kvmesh.bus.messages import Capacity, Guided, Load, Sampling, Work
 from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import segments
 from kvmesh.worker.adapters.base import StreamingAdapter
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
+from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,
@@ -41,9 +41,10 @@ from kvmesh.worker.engine import (
     Sink,
     Unsupported,
 )
-from kvmesh.worker.enginecore.retention import RetentionOptions, retention_options
+from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.trtllm.events import EventReader
-from kvmesh.worker.model_card import model_context
+from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05
@@ -86,9 +87,9 @@ class TrtllmEngine(StreamingAdapter):
         self._context = context
         self._block_size = int(cache["tokens_per_block"])
         self._defaults = keeping.defaults
-        self._salts = Salts(served, self._block_size)
+        self._salts = PromptSalts(served, self._block_size)
         self._reader = EventReader(self._block_size)
-        self._ledger = CacheLedger(self._block_size, self._salts.find, counted=False)
+        self._ledger = CacheLedger(self._block_size, self._salts.root_salt, counted=False)
         self._clock = StepClock()
         self._stats: dict[str, Any] = {}
         self._llm: Any = None
@@ -113,8 +114,8 @@ class TrtllmEngine(StreamingAdapter):
         if work.adapter is not None:
             raise Rejected("this engine serves no adapters")
         fields = self._request(work)
-        self._salts.note(work)
-        matched = self._ledger.matched(work) if self._salts.is_own(work) else 0
+        self._salts.remember(work)
+        matched = self._ledger.cached_tokens(work) if self._salts.is_exclusive(work) else 0
         cached = min(matched, len(work.tokens) // 4 - 1)
         self._streams.start(work, self._answer(fields, cached))
 
@@ -137,7 +138,7 @@ class TrtllmEngine(StreamingAdapter):
         raise Unsupported("TensorRT-LLM's API has no call that clears its cache")
 
     async def close(self) -> None:
-        await self._end()
+        await self._stop_streams()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
 
@@ -151,7 +152,7 @@ class TrtllmEngine(StreamingAdapter):
             context=self._context,
             block_size=self._block_size,
             retention="honoured",
-            hands_off="cache_transceiver_config" in self._arguments,
+            supports_handoff="cache_transceiver_config" in self._arguments,
             structural_tags=self._arguments.get("guided_decoding_backend") == "xgrammar",
             capacity=Capacity(
                 blocks=(self._stats.get("kvCacheStats") or {}).get("maxNumBlocks", 0),
@@ -166,7 +167,7 @@ class TrtllmEngine(StreamingAdapter):
             "sampling_params": _sampling(remaining(work)),
             "streaming": True,
             "priority": scheduling_priority(work.priority),
-            "cache_salt": self._salts.tag(work),
+            "cache_salt": self._salts.cache_salt(work),
         }
         retention = _retention(work, self._defaults)
         if retention is not None:
@@ -220,7 +221,7 @@ class TrtllmEngine(StreamingAdapter):
             async for stats in _until_empty(self._llm.get_stats_async(POLL_S)):
                 self._stats = stats
                 if self._streams is not None:
-                    self._streams.counters[0].steps = self._clock.look(stats.get("iter"))
+                    self._streams.counters[0].steps = self._clock.update(stats.get("iter"))
             await asyncio.sleep(POLL_S)
 
 

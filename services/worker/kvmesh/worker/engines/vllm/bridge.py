@@ -37,8 +37,8 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Retain
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.hashing import block_hashes
-from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors
-from kvmesh.worker.throughput import Throughput, in_turn
+from kvmesh.worker.adapters.arena_tensors import ArenaTensors
+from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -201,7 +201,7 @@ class Lookups(Bridge):
 
     def measured(self, compute_tps: float, copy_bps: float) -> None:
         """What the model runner has measured."""
-        load_bps = in_turn(copy_bps, self._checking.value)
+        load_bps = combined_throughput(copy_bps, self._checking.value)
         self._speeds = TierSpeeds(compute_tps=compute_tps, load_bps=load_bps)
 
     def take(self, request: str) -> LookupResult | None:
@@ -279,7 +279,7 @@ class Lookups(Bridge):
         host, size = self._arenas.of(part.arena), self._layout.block_bytes
         start = time.perf_counter()
         good = await asyncio.to_thread(_matching, part, host, size)
-        self._checking.note(good * size, time.perf_counter() - start)
+        self._checking.record(good * size, time.perf_counter() - start)
         return good
 
     async def _copied(self, request: str, found: LookupResult, end: asyncio.Event) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvmesh.worker.throughput import TELLING_TOKENS, Throughput
+from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 
 COMPUTE, COPY = "compute_tps", "copy_bps"
 WRITTEN, SKIPPED, CORRUPT = "written_blocks", "skipped_blocks", "corrupt_blocks"
@@ -52,12 +52,12 @@ class StepMeter:
     def copied(self, size: int, seconds: float) -> None:
         """So many bytes have come from the arena."""
         self._copying += seconds
-        self._copy.note(size, seconds)
+        self._copy.record(size, seconds)
 
     def computed(self, tokens: int) -> None:
         """The step is over, in which so many tokens of prompts were computed."""
-        if tokens >= TELLING_TOKENS:
-            self._compute.note(tokens, time.perf_counter() - self._began - self._copying)
+        if tokens >= MIN_MEASURED_TOKENS:
+            self._compute.record(tokens, time.perf_counter() - self._began - self._copying)
 
     def take(self, written: int, skipped: int) -> StepStats | None:
         """What is new since the last call, if anything."""

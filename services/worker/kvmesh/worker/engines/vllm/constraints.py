@@ -10,7 +10,7 @@ import cloudpickle
 import msgspec
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.constraints.trials import Trials
+from kvmesh.worker.constraints.trial_client import TrialClient
 
 MOST_KNOWN = 4096
 _encode = msgspec.msgpack.Encoder().encode
@@ -26,7 +26,7 @@ class Constraints:
         file = folder / "vllm.config"
         file.write_bytes(cloudpickle.dumps(config))
         command = (sys.executable, "-m", "kvmesh.worker.engines.vllm.trial", str(file), str(most_s))
-        self._trials = Trials(most_s, *command)
+        self._trials = TrialClient(most_s, *command)
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     async def open(self) -> None:
@@ -38,7 +38,7 @@ class Constraints:
 
     async def compile(self, guided: Guided) -> None:
         """Raises Rejected for a constraint that vLLM cannot follow, or should not."""
-        await self._trials.judge(guided)
+        await self._trials.try_constraint(guided)
         self._known[_digest(guided)] = None
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)

@@ -25,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvmesh.bus.messages import Capacity, Guided, Load, Work
 from kvmesh.worker.adapters.base import StreamingAdapter
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, Salts
+from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import (
@@ -34,8 +34,9 @@ from kvmesh.worker.adapters.request_streams import (
     StreamOutput,
     remaining,
 )
+from kvmesh.worker.adapters.vllm_fields import sampling_fields, structured_outputs
 from kvmesh.worker.adapters.zmq_events import event_endpoints
-from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -47,7 +48,6 @@ from kvmesh.worker.engine import (
 from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector, shared, shares
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
-from kvmesh.worker.engines.vllm.request_fields import sampling_fields, structured_outputs
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 from kvmesh.worker.scratch import ScratchFolder
@@ -107,7 +107,7 @@ class VllmEngine(StreamingAdapter):
         self._guard: ProcessGuard | None = None
         self._constraints: Constraints | None = None
         self._processes: list[int] = []
-        self._salts = Salts(served, 1)
+        self._salts = PromptSalts(served, 1)
         self._hands_off = not shares(arguments)
         self._stats: list[RankStats] = []
         self._ledgers: list[CacheLedger] = []
@@ -135,10 +135,10 @@ class VllmEngine(StreamingAdapter):
             log.warning("constraints cannot be tried yet: %s", error)
         cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
         self._blocks, self._size = cache.num_gpu_blocks, cache.block_size
-        self._salts = Salts(self._served, cache.block_size)
+        self._salts = PromptSalts(self._served, cache.block_size)
         self._streams = RequestStreams(sink, ranks, cache.block_size)
         self._stats = [collector.rank(rank) for rank in range(ranks)]
-        self._ledgers = [CacheLedger(cache.block_size, self._salts.find) for _ in range(ranks)]
+        self._ledgers = [CacheLedger(cache.block_size, self._salts.root_salt) for _ in range(ranks)]
         self._follow(sink)
         self._spawn(self._watch(), "vllm health")
         return self._describe(config)
@@ -176,7 +176,7 @@ class VllmEngine(StreamingAdapter):
         self._spawn(self._clear(), "vllm clear")
 
     async def close(self) -> None:
-        await self._end()
+        await self._stop_streams()
         if self._constraints is not None:
             self._constraints.close()
         if self._llm is not None:
@@ -225,7 +225,7 @@ class VllmEngine(StreamingAdapter):
             context=config.model_config.max_model_len,
             block_size=config.cache_config.block_size,
             adapters=list(self._adapters),
-            hands_off=config.kv_transfer_config is not None and self._hands_off,
+            supports_handoff=config.kv_transfer_config is not None and self._hands_off,
             tiered=not self._hands_off,
             structural_tags=config.structured_outputs_config.backend in TAGGING,
             kv_layout=_kv_layout(config),
@@ -253,7 +253,7 @@ class VllmEngine(StreamingAdapter):
 
     async def _answer(self, work: Work, params: SamplingParams) -> AsyncIterator[StreamOutput]:
         prompt: dict[str, Any] = {"prompt_token_ids": array("I", work.tokens).tolist()}
-        tag = self._salts.tag(work)
+        tag = self._salts.cache_salt(work)
         if tag is not None:
             prompt["cache_salt"] = tag
         outputs = self._llm.generate(
@@ -304,7 +304,7 @@ class VllmEngine(StreamingAdapter):
             await self.drain()
             await asyncio.sleep(HEALTH_S / 10)
         for feed in self._feeds:
-            feed.forget()
+            feed.clear()
 
     async def _watch(self) -> None:
         """Until vLLM has died, or was stopped for STOPPED_S, at as many looks in a row."""

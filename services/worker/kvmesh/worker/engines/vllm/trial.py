@@ -22,8 +22,8 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.constraints.trial import TrialServer
-from kvmesh.worker.engines.vllm.request_fields import structured_outputs
+from kvmesh.worker.adapters.vllm_fields import structured_outputs
+from kvmesh.worker.constraints.trial_server import TrialServer
 
 log = logging.getLogger(__name__)
 CHECK_S = 1.0  # of CPU time: prompts that are to be prepared wait meanwhile

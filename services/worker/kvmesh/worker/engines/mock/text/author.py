@@ -1,4 +1,4 @@
-"""What the mock answers: a pure function of the prompt, so that any worker says the same."""
+"""Answers of the mock: a pure function of the prompt, so that every worker gives the same one."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from random import Random
 from kvmesh._native import xxh3
 from kvmesh.bus.messages import Sampling, Work
 from kvmesh.worker.enginecore.sequence import TokenSource
-from kvmesh.worker.engines.mock.text.guided import generate, leaves_free
+from kvmesh.worker.engines.mock.text.guided import allows_free_text, generate
 from kvmesh.worker.engines.mock.text.script import TAIL_TOKENS, Script
 from kvmesh.worker.engines.mock.text.source import TextReading, TextSource
 
 MARKER_TOKENS = 32
 
 
-class Spliced:
-    """Some tokens, then those of another source."""
+class ConcatenatedTokens:
+    """A list of tokens, then those of another source."""
 
     __slots__ = ("_head", "_rest")
 
@@ -31,8 +31,8 @@ class Spliced:
         return found if stop <= size else found + self._rest.slice(0, stop - size)
 
 
-class Finite:
-    """Just these tokens."""
+class FixedTokens:
+    """A fixed list of tokens."""
 
     __slots__ = ("tokens",)
 
@@ -45,7 +45,7 @@ class Finite:
 
 @dataclass(frozen=True)
 class MockAnswer:
-    """Tokens, how many of them, and why they end there."""
+    """The tokens of an answer, their number, and the finish reason."""
 
     source: TokenSource
     target: int
@@ -54,11 +54,11 @@ class MockAnswer:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How to answer; counts in tokens.
+    """Length and shape of answers, in tokens.
 
-    An answer ends by itself after `output_tokens` or up to half as many more or fewer, as its seed
-    has it, unless its caller's bound or `context` comes first. It begins with `reasoning_tokens` of
-    thinking, if any, between the two marks, unless the prompt ends in a way that forbids it.
+    An answer ends after `output_tokens`, plus or minus up to half as many by its seed, unless the
+    request's limit or `context` ends it first. It begins with `reasoning_tokens` of thinking, if
+    any, between the two marks, unless the end of the prompt forbids thinking.
     """
 
     context: int
@@ -69,40 +69,40 @@ class AnswerOptions:
     think_close: str = "\n</think>\n\n"
 
 
-class Author:
-    """Answers prompts, by script if there is one for the turn, else from the passage."""
+class AnswerWriter:
+    """Answers prompts from the script if it has an entry, else from the text source."""
 
     def __init__(
-        self, passage: TextSource, options: AnswerOptions, script: Script | None = None
+        self, source: TextSource, options: AnswerOptions, script: Script | None = None
     ) -> None:
         self.options = options
-        self._tokenizer = passage.tokenizer
-        self._passage = passage
+        self._tokenizer = source.tokenizer
+        self._source = source
         self._script = script
         self.vocabulary = self._tokenizer.get_vocab_size()
 
     def answer(self, work: Work) -> MockAnswer:
-        """The whole answer to `work`, including what an earlier worker has generated of it.
+        """The whole answer to `work`, including tokens that an earlier worker has generated.
 
-        Raises `guided.Unsupported` for a constraint that the mock cannot follow.
+        Raises UnsupportedConstraint for a constraint that the mock cannot follow.
         """
         seed, guided = self._seed(work), work.sampling.guided
         scripted = self._scripted(work)
         if scripted is not None:
             whole = self._finite(work, self._encode(scripted))
-        elif guided is not None and not leaves_free(guided):
+        elif guided is not None and not allows_free_text(guided):
             text = generate(guided, Random(seed))
             whole = self._finite(work, self._thinking(work, seed) + self._encode(text))
         else:
-            whole = self._endless(work, self._thinking(work, seed), seed)
+            whole = self._unbounded(work, self._thinking(work, seed), seed)
         return _cut_at_stop(whole, work.sampling, work.generated)
 
     def text(self, tokens: list[int]) -> str:
-        """The text of tokens."""
+        """Decode tokens."""
         return str(self._tokenizer.decode(tokens))
 
     def _seed(self, work: Work) -> int:
-        """A hash of the prompt as it first was, the same after a migration."""
+        """A hash of the original prompt, unchanged by a migration."""
         seed = self.options.seed + (work.sampling.seed or 0)
         return xxh3(_original(work), seed & (2**64 - 1))
 
@@ -121,15 +121,15 @@ class Author:
         if end.endswith(options.think_close.strip()):
             return []
         opened = end.endswith(options.think_open.strip())
-        thoughts = TextReading(self._passage, seed >> 8).slice(0, options.reasoning_tokens)
+        thoughts = TextReading(self._source, seed >> 8).slice(0, options.reasoning_tokens)
         mark = [] if opened else self._encode(options.think_open)
         return mark + thoughts + self._encode(options.think_close)
 
-    def _endless(self, work: Work, head: list[int], seed: int) -> MockAnswer:
-        reading: TokenSource = TextReading(self._passage, seed)
-        source = Spliced(head, reading) if head else reading
+    def _unbounded(self, work: Work, head: list[int], seed: int) -> MockAnswer:
+        reading: TokenSource = TextReading(self._source, seed)
+        source = ConcatenatedTokens(head, reading) if head else reading
         sampling = work.sampling
-        bound = min(sampling.max_tokens, self._room(work))
+        bound = min(sampling.max_tokens, self._max_output(work))
         natural = max(len(head) + self._length(seed), sampling.min_tokens)
         if sampling.ignore_eos or natural >= bound:
             return MockAnswer(source, bound, "length")
@@ -140,12 +140,12 @@ class Author:
         return max(1, middle - middle // 2 + (seed >> 16) % (middle + 1))
 
     def _finite(self, work: Work, tokens: list[int]) -> MockAnswer:
-        bound = min(work.sampling.max_tokens, self._room(work))
+        bound = min(work.sampling.max_tokens, self._max_output(work))
         if len(tokens) <= bound:
-            return MockAnswer(Finite(tokens), len(tokens), "stop")
-        return MockAnswer(Finite(tokens), bound, "length")
+            return MockAnswer(FixedTokens(tokens), len(tokens), "stop")
+        return MockAnswer(FixedTokens(tokens), bound, "length")
 
-    def _room(self, work: Work) -> int:
+    def _max_output(self, work: Work) -> int:
         return self.options.context - len(_original(work)) // 4
 
     def _encode(self, text: str) -> list[int]:

@@ -1,13 +1,13 @@
-"""Text that satisfies a constraint: what a model under guided decoding would have to say."""
+"""Generates a text that satisfies a constraint, as a model under guided decoding would."""
 
 import json
 from random import Random
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.engines.mock.text.regex import RegexError, matching
+from kvmesh.worker.engines.mock.text.regex import RegexError, matching_string
 from kvmesh.worker.engines.mock.text.schema import SchemaError, SchemaWriter, words
 
-# a schema may have any JSON where a list, an object or a number belongs
+# a schema may have any JSON in place of a list, an object or a number
 _FAULTS = (
     *(SchemaError, RegexError, ValueError, RecursionError),
     *(TypeError, AttributeError, LookupError, ArithmeticError),
@@ -19,15 +19,18 @@ class UnsupportedConstraint(Exception):
 
 
 def generate(guided: Guided, rng: Random) -> str:
-    """A text that `guided` allows, a pure function of the state of `rng`; raises Unsupported."""
+    """A text that `guided` allows, determined by the state of `rng`.
+
+    Raises UnsupportedConstraint.
+    """
     try:
         return _generate(guided, rng)
     except _FAULTS as error:
         raise UnsupportedConstraint(f"cannot follow this {guided.kind}: {error}") from error
 
 
-def leaves_free(guided: Guided) -> bool:
-    """Whether any text without a call satisfies it: tags that only a trigger begins."""
+def allows_free_text(guided: Guided) -> bool:
+    """Whether any text without a call satisfies the constraint: tags that only a trigger begins."""
     if guided.kind != "structural_tag":
         return False
     try:
@@ -49,7 +52,7 @@ def _generate(guided: Guided, rng: Random) -> str:
         case "choice":
             return rng.choice(_choices(guided.value))
         case "regex":
-            return matching(guided.value, rng)
+            return matching_string(guided.value, rng)
         case "structural_tag":
             return _structural(json.loads(guided.value), rng)
         case _:
@@ -84,7 +87,7 @@ def _format(node: dict[str, object], rng: Random) -> str:
         case {"type": "json_schema", "json_schema": schema}:
             return _json(schema, rng)
         case {"type": "regex", "pattern": str(pattern)}:
-            return matching(pattern, rng)
+            return matching_string(pattern, rng)
         case {"type": "any_text"}:
             return words(rng, 8)
         case {"type": "sequence", "elements": list(elements)}:

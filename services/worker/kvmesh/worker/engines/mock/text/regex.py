@@ -1,4 +1,4 @@
-"""A string that matches a regular expression, by walking the standard library's parse of it."""
+"""Generates a string that matches a regular expression, from the standard library's parse of it."""
 
 import re
 import string
@@ -15,42 +15,42 @@ _CATEGORIES = {
     "CATEGORY_WORD": string.ascii_letters + string.digits + "_",
 }
 MORE = 4
-MOST_CHARACTERS = 1 << 16
-MOST_PATTERN = 1 << 16
-# what reading an expression takes, in steps: there may be thousands in a schema, and the engine's
-# loop stands still meanwhile
+MAX_CHARACTERS = 1 << 16
+MAX_PATTERN = 1 << 16
+# cost of parsing an expression, in steps: a schema may have thousands, and parsing blocks the
+# event loop of the engine
 PARSING = 800
 PARSING_CHARACTER = 16
 _WORD = set(_CATEGORIES["CATEGORY_WORD"])
 
 
 class RegexError(Exception):
-    """The expression is malformed, or uses what a generator cannot follow (look-around)."""
+    """The expression is malformed, or has a feature that the generator lacks (look-around)."""
 
 
-class RegexSteps:
-    """The work left for one constraint, in steps and characters together."""
+class StepBudget:
+    """The remaining work for one constraint, in steps and characters together."""
 
-    def __init__(self, most: int = MOST_CHARACTERS) -> None:
-        self._most = self._left = most
+    def __init__(self, limit: int = MAX_CHARACTERS) -> None:
+        self._limit = self._left = limit
 
     def spend(self, steps: int) -> None:
-        """Raises RegexError if that is too much."""
+        """Spend `steps`; raises RegexError if too few are left."""
         self._left -= steps
         if self._left < 0:
-            raise RegexError(f"it needs more than {self._most} characters or steps")
+            raise RegexError(f"it needs more than {self._limit} characters or steps")
 
 
-def matching(pattern: str, rng: Random, steps: RegexSteps | None = None) -> str:
+def matching_string(pattern: str, rng: Random, steps: StepBudget | None = None) -> str:
     """A string that `pattern` matches from end to end; raises RegexError.
 
-    No matcher is asked whether it does, which for some expressions takes for ever: the string is
-    written along a path through the expression, and that path is how it matches.
+    The string is written along a path through the expression and never checked with a matcher,
+    since matching may take exponential time.
     """
-    if len(pattern) > MOST_PATTERN:
-        raise RegexError(f"it has more than {MOST_PATTERN} characters")
+    if len(pattern) > MAX_PATTERN:
+        raise RegexError(f"it has more than {MAX_PATTERN} characters")
     reading = PARSING + PARSING_CHARACTER * len(pattern)
-    steps = steps or RegexSteps(MOST_CHARACTERS + reading)
+    steps = steps or StepBudget(MAX_CHARACTERS + reading)
     steps.spend(reading)
     try:
         parsed = _parser.parse(pattern)
@@ -62,7 +62,7 @@ def matching(pattern: str, rng: Random, steps: RegexSteps | None = None) -> str:
 class _Walk:
     """One path through an expression."""
 
-    def __init__(self, rng: Random, flags: int, steps: RegexSteps) -> None:
+    def __init__(self, rng: Random, flags: int, steps: StepBudget) -> None:
         self._rng = rng
         self._multiline = bool(flags & re.MULTILINE)
         self._written: list[str] = []
@@ -76,21 +76,21 @@ class _Walk:
         """A text that the whole expression matches."""
         self._walk(items)
         text = "".join(self._written)
-        for name, place in self._anchors:
-            if not self._holds(name, text, place):
-                raise RegexError("it has conditions that the mock cannot follow")
+        for name, index in self._anchors:
+            if not self._anchor_matches(name, text, index):
+                raise RegexError("it has anchors that the mock cannot satisfy")
         return text
 
     def _walk(self, items: Iterable[Any]) -> None:
         for op, argument in items:
-            self._one(op.name, argument)
+            self._visit(op.name, argument)
 
     def _write(self, text: str) -> None:
         self._spend(len(text))
         self._written.append(text)
         self._size += len(text)
 
-    def _one(self, op: str, argument: Any) -> None:
+    def _visit(self, op: str, argument: Any) -> None:
         self._spend(1)
         match op:
             case "LITERAL":
@@ -129,7 +129,7 @@ class _Walk:
         return self._groups[number]
 
     def _repeat(self, low: int, high: int, items: Sequence[Any]) -> None:
-        self._spend(min(int(low), MOST_CHARACTERS + 1))
+        self._spend(min(int(low), MAX_CHARACTERS + 1))
         for _ in range(self._rng.randint(low, min(int(high), low + MORE))):
             self._walk(items)
 
@@ -139,21 +139,21 @@ class _Walk:
             found = self._members[id(items)] = _members(items)
         return found
 
-    def _holds(self, name: str, text: str, place: int) -> bool:
-        """Whether an anchor allows what has come to stand at its place."""
+    def _anchor_matches(self, name: str, text: str, index: int) -> bool:
+        """Whether an anchor at `index` of the finished text matches there."""
         lines = self._multiline
         match name:
             case "AT_BEGINNING" | "AT_BEGINNING_LINE":
-                return not place or (lines and text[place - 1] == "\n")
+                return not index or (lines and text[index - 1] == "\n")
             case "AT_BEGINNING_STRING":
-                return not place
+                return not index
             case "AT_END" | "AT_END_LINE":
-                rest = text[place:]
+                rest = text[index:]
                 return rest in ("", "\n") or (lines and rest[0] == "\n")
             case "AT_END_STRING":
-                return place == len(text)
-        inside = (place > 0 and text[place - 1] in _WORD) != (
-            place < len(text) and text[place] in _WORD
+                return index == len(text)
+        inside = (index > 0 and text[index - 1] in _WORD) != (
+            index < len(text) and text[index] in _WORD
         )
         return inside == (name == "AT_BOUNDARY")
 
@@ -173,7 +173,7 @@ def _members(items: Iterable[Any]) -> list[str]:
                 chosen.update(_category(argument.name))
     found = [c for c in _ALPHABET if c not in chosen] if negate else sorted(chosen)
     if not found:
-        raise RegexError("a character class leaves nothing to choose from")
+        raise RegexError("a character class is empty")
     return found
 
 

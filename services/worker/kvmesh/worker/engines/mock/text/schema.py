@@ -1,18 +1,18 @@
-"""A value that a JSON schema allows: enough of draft 2020-12 for tool and response schemas."""
+"""Generates values for a JSON schema: the part of draft 2020-12 that tools and responses use."""
 
 import json
 import math
 from random import Random
 from typing import Any, TypeAlias
 
-from kvmesh.worker.engines.mock.text.regex import RegexSteps, matching
+from kvmesh.worker.engines.mock.text.regex import StepBudget, matching_string
 
 Schema: TypeAlias = dict[str, Any]
-DEEP = 4
-TOO_DEEP = 32
-MOST_VALUES = 2000  # values take the engine's loop 20 µs each
-MOST_CHARACTERS = 1 << 16
-MOST_STEPS = 1 << 18
+SIMPLE_DEPTH = 4
+MAX_DEPTH = 32
+MAX_VALUES = 2000  # each value blocks the event loop of the engine for 20 µs
+MAX_CHARACTERS = 1 << 16
+MAX_STEPS = 1 << 18
 _VOCABULARY = """
 block cache engine prefix router token worker branch commit file path test value result error index
 layer module output query stream table thread window answer plan report
@@ -33,26 +33,26 @@ _FORMATS = {
 
 
 class SchemaError(Exception):
-    """No value can be made for the schema; the message says why."""
+    """No value can be made for the schema; the message gives the reason."""
 
 
 class SchemaTooLarge(SchemaError):
-    """The smallest value is beyond reason; trying another branch would not end either."""
+    """The smallest value is too large; another branch is not tried."""
 
 
 def words(rng: Random, count: int) -> str:
-    """Some plain words."""
+    """`count` random plain words."""
     return " ".join(rng.choice(_WORDS) for _ in range(count))
 
 
 class SchemaWriter:
-    """Writes values for one schema document; `rng` decides what the schema leaves open."""
+    """Writes values for one schema document; `rng` decides where the schema leaves a choice."""
 
     def __init__(self, schema: object, rng: Random) -> None:
         self._root = schema
         self._rng = rng
         self._values = 0
-        self._steps = RegexSteps(MOST_STEPS)
+        self._steps = StepBudget(MAX_STEPS)
         self._sizes: dict[int, int] = {}
 
     def write(self) -> Any:
@@ -61,23 +61,23 @@ class SchemaWriter:
 
     def _value(self, schema: object, depth: int) -> Any:
         self._values += 1
-        if self._values > MOST_VALUES:
-            raise SchemaTooLarge(f"the schema asks for more than {MOST_VALUES} values")
+        if self._values > MAX_VALUES:
+            raise SchemaTooLarge(f"the schema asks for more than {MAX_VALUES} values")
         schema = self._resolve(schema, depth)
         if "const" in schema:
-            return self._given(schema["const"])
+            return self._literal(schema["const"])
         if "enum" in schema:
             if not schema["enum"]:
-                raise SchemaError("an empty enum allows nothing")
-            return self._given(self._rng.choice(schema["enum"]))
+                raise SchemaError("an empty enum has no value")
+            return self._literal(self._rng.choice(schema["enum"]))
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 rest = {k: v for k, v in schema.items() if k != key}
                 return self._any_of(schema[key], rest, depth)
         return self._typed(self._type(schema, depth), schema, depth)
 
-    def _given(self, value: Any) -> Any:
-        """A value that the schema spells out, as often as that is not too much."""
+    def _literal(self, value: Any) -> Any:
+        """A value that the schema spells out; its size counts against the step budget."""
         if id(value) not in self._sizes:
             self._sizes[id(value)] = len(json.dumps(value))
         self._steps.spend(self._sizes[id(value)])
@@ -85,15 +85,15 @@ class SchemaWriter:
 
     def _resolve(self, schema: object, depth: int) -> Schema:
         self._steps.spend(1)
-        if depth > TOO_DEEP:
-            raise SchemaError("the schema recurses without an end")
+        if depth > MAX_DEPTH:
+            raise SchemaError("the schema recurses without end")
         if schema is True:
             return {}
         if not isinstance(schema, dict):
-            raise SchemaError(f"{schema!r} allows nothing")
+            raise SchemaError(f"{schema!r} has no value")
         if "$ref" in schema:
             rest = {k: v for k, v in schema.items() if k != "$ref"}
-            return merge(self._resolve(self._referred(schema["$ref"]), depth + 1), rest)
+            return merge(self._resolve(self._dereference(schema["$ref"]), depth + 1), rest)
         if "allOf" in schema:
             merged = {k: v for k, v in schema.items() if k != "allOf"}
             for part in schema["allOf"]:
@@ -101,7 +101,7 @@ class SchemaWriter:
             return merged
         return schema
 
-    def _referred(self, reference: object) -> object:
+    def _dereference(self, reference: object) -> object:
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise SchemaError(f"only references within the schema are followed, not {reference!r}")
         found = self._root
@@ -115,9 +115,9 @@ class SchemaWriter:
     def _any_of(self, options: list[object], rest: Schema, depth: int) -> Any:
         order = list(options)
         self._rng.shuffle(order)
-        if depth >= DEEP:
+        if depth >= SIMPLE_DEPTH:
             order.sort(key=lambda option: ("$ref" in str(option), len(str(option))))
-        failure = SchemaError("an empty anyOf allows nothing")
+        failure = SchemaError("an empty anyOf has no value")
         for option in order:
             try:
                 return self._value(merge(rest, self._resolve(option, depth + 1)), depth + 1)
@@ -131,7 +131,7 @@ class SchemaWriter:
         given = schema.get("type")
         if isinstance(given, list) and given:
             simple = [t for t in given if t not in ("object", "array")]
-            chosen = self._rng.choice(simple if depth >= DEEP and simple else given)
+            chosen = self._rng.choice(simple if depth >= SIMPLE_DEPTH and simple else given)
             return str(chosen)
         return given if isinstance(given, str) else _implied_type(schema)
 
@@ -167,13 +167,13 @@ class SchemaWriter:
         return made
 
     def _optional(self, depth: int) -> bool:
-        return depth < DEEP and self._rng.random() < 0.7
+        return depth < SIMPLE_DEPTH and self._rng.random() < 0.7
 
     def _array(self, schema: Schema, depth: int) -> list[Any]:
         low = schema.get("minItems", 0)
         high = max(low, min(schema.get("maxItems", low + 3), low + 3))
         first = schema.get("prefixItems", [])
-        count = low if depth >= DEEP else max(self._rng.randint(low, high), min(1, high))
+        count = low if depth >= SIMPLE_DEPTH else max(self._rng.randint(low, high), min(1, high))
         made: list[Any] = []
         for attempt in range(20 * count):
             if len(made) == count:
@@ -183,7 +183,7 @@ class SchemaWriter:
             if not schema.get("uniqueItems") or self._is_new(item, made):
                 made.append(item)
             elif attempt == 20 * count - 1 and len(made) < low:
-                raise SchemaError("too few different items to choose from")
+                raise SchemaError("too few distinct items")
         return made
 
     def _is_new(self, item: Any, made: list[Any]) -> bool:
@@ -192,11 +192,11 @@ class SchemaWriter:
 
     def _string(self, schema: Schema) -> str:
         if "pattern" in schema:
-            return matching(schema["pattern"], self._rng, self._steps)
+            return matching_string(schema["pattern"], self._rng, self._steps)
         if schema.get("format") in _FORMATS:
             return _FORMATS[schema["format"]]
         low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
-        if low > MOST_CHARACTERS:
+        if low > MAX_CHARACTERS:
             raise SchemaTooLarge(f"a string of {low} characters")
         self._steps.spend(low)
         text = words(self._rng, self._rng.randint(1, 4))
@@ -223,7 +223,7 @@ class SchemaWriter:
 
     def _between(self, schema: Schema, low: float, high: float, whole: bool) -> float:
         if whole or "multipleOf" in schema or low > high:
-            raise SchemaError(f"no number lies between {low} and {high}")
+            raise SchemaError(f"there is no number between {low} and {high}")
         return (low + high) / 2
 
 

@@ -1,12 +1,12 @@
-"""Scripted answers: a file that says what to answer to which turn of which session.
+"""Scripted answers, from a file with one answer per line.
 
-One JSON object per line; the first entry that fits a request answers it:
+Each line is a JSON object; the first entry that fits a request answers it:
 
     {"session": "s1", "turn": 0, "match": "regex", "text": "<think>…</think>…"}
 
-`text` is in the model's own format, thinking and tool calls included. The other fields are
-optional: without `session`, `turn` (completed answers before this one, from 0) or `match` (searched
-for in the end of the prompt) an entry fits any.
+`text` is in the model's own format, including thinking and tool calls. The other fields are
+optional: an entry without `session`, `turn` (completed answers before this one, from 0) or `match`
+(searched for in the end of the prompt) fits any.
 """
 
 import re
@@ -50,7 +50,7 @@ class Script:
         return cls([_entry(file, number, line) for number, line in rows])
 
     def find(self, session: str | None, turn: int, prompt_end: str) -> ScriptEntry | None:
-        """The answer to this turn, if the script has one."""
+        """The first entry that fits the request, if any."""
         for entry, pattern in self._entries:
             if entry.session is not None and entry.session != session:
                 continue

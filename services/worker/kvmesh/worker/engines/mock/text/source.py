@@ -1,4 +1,4 @@
-"""The text that the mock reads from: paragraphs on the mesh itself, written for this project."""
+"""The text of the mock's answers: paragraphs about the mesh, written for this project."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -46,10 +46,10 @@ the form that this client expects. It is the only part that a client ever sees.
 
 
 class TextSource:
-    """A text in tokens, and where its paragraphs begin.
+    """A tokenized text and the offsets of its paragraphs.
 
-    An answer starts at a paragraph, so that tokenizing its text again gives the same tokens: the
-    next turn of a conversation finds the blocks of the last answer in the cache.
+    An answer starts at a paragraph, so that its text tokenizes to the same tokens again and the
+    next turn of a conversation finds the answer's blocks in the cache.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str = PASSAGE) -> None:
@@ -57,25 +57,25 @@ class TextSource:
         encoding = tokenizer.encode(text, add_special_tokens=False)
         self.tokens: list[int] = encoding.ids
         starts = {0} | {i + 2 for i in range(len(text) - 2) if text[i : i + 2] == "\n\n"}
-        self.starts = [i for i, (begin, _) in enumerate(encoding.offsets) if begin in starts]
-        if not self.starts:
-            self.starts = [0]
+        self.paragraphs = [i for i, (begin, _) in enumerate(encoding.offsets) if begin in starts]
+        if not self.paragraphs:
+            self.paragraphs = [0]
 
     @classmethod
     @lru_cache(maxsize=8)
     def of_model(cls, folder: Path) -> "TextSource":
-        """The passage in the tokens of a model folder; engines of one process share it."""
+        """The text in the tokens of a model folder, shared by the engines of one process."""
         return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
 class TextReading:
-    """The passage from one of its paragraphs on, over and over."""
+    """The text from one of its paragraphs on, repeated without end."""
 
     __slots__ = ("_start", "_tokens")
 
-    def __init__(self, passage: TextSource, seed: int) -> None:
-        self._tokens = passage.tokens
-        self._start = passage.starts[seed % len(passage.starts)]
+    def __init__(self, source: TextSource, seed: int) -> None:
+        self._tokens = source.tokens
+        self._start = source.paragraphs[seed % len(source.paragraphs)]
 
     def slice(self, start: int, stop: int) -> list[int]:
         size = len(self._tokens)

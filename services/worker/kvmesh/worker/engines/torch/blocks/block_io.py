@@ -27,9 +27,9 @@ def check_layout(core: TorchCore, layout: KvLayout) -> None:
 
 def hold(core: TorchCore, hashes: "array[int]", prints: bytes) -> tuple["array[int]", list[int]]:
     """Refer to what is held of a prefix; also where that is. To be dereferred after the copy."""
-    matched = core.blocks.find(hashes).held
+    matched = core.blocks.match_prefix(hashes).matched
     held = hashes[: core.guard.sound(hashes[:matched], prints)]
-    core.blocks.use(held)
+    core.blocks.lock_prefix(held)
     return held, core.slots.places(held)
 
 
@@ -65,7 +65,7 @@ class Prefix:
         """Refer to all that is held now; -1 if that is less than `least`."""
         before = self.held
         self.held = self._use()
-        self._core.blocks.deref(self.hashes[:before])
+        self._core.blocks.unlock(self.hashes[:before])
         return self.held if self.held >= least else -1
 
     def reserve(self, count: int) -> list[int]:
@@ -75,7 +75,7 @@ class Prefix:
         core.blocks.allocate(count)
         self._told()
         ready = min(count, core.slots.ready)
-        core.blocks.destroy(count - ready)
+        core.blocks.free_private(count - ready)
         return core.slots.take(ready)
 
     def fill(self, places: list[int], good: int) -> None:
@@ -83,7 +83,7 @@ class Prefix:
         core, first = self._core, self.held
         end = self._end(first + good)
         good = end - first
-        core.blocks.destroy(len(places) - good)
+        core.blocks.free_private(len(places) - good)
         core.slots.give_back(places[good:])
         if good:
             parent = self.hashes[first - 1] if first else None
@@ -96,16 +96,16 @@ class Prefix:
             self._told()
 
     def release(self, priority: int = 0) -> None:
-        self._core.blocks.deref(self.hashes[: self.held], priority)
+        self._core.blocks.unlock(self.hashes[: self.held], priority)
 
     def _use(self) -> int:
         end = self._end(len(self.hashes))
-        return self._core.blocks.use(self.hashes[:end])
+        return self._core.blocks.lock_prefix(self.hashes[:end])
 
     def _end(self, blocks: int) -> int:
         """Where what is held of the first blocks is that of other tokens; else after them."""
         core = self._core
-        held = self.hashes[: core.blocks.find(self.hashes[:blocks]).held]
+        held = self.hashes[: core.blocks.match_prefix(self.hashes[:blocks]).matched]
         sound = core.guard.sound(held, self._prints)
         if sound < len(held):
             return sound

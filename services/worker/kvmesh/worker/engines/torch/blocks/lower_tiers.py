@@ -27,15 +27,16 @@ from kvmesh.blocks.kvbm_client import (
 )
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.messages import Retain, Work, owner
-from kvmesh.worker.capabilities.tiered import TierCounts
+from kvmesh.worker.adapters.arena_tensors import ArenaTensors
+from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import OutputDelta
-from kvmesh.worker.enginecore.retention_request import asked_before
+from kvmesh.worker.enginecore.retention_request import inherited_retention
 from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
-from kvmesh.worker.engines.torch.blocks.arena import ArenaTensors, BlockCopier
+from kvmesh.worker.engines.torch.blocks.block_copier import BlockCopier
 from kvmesh.worker.engines.torch.blocks.block_io import Prefix, hold
 from kvmesh.worker.engines.torch.core import EngineRequest, TorchCore, TorchStep
 from kvmesh.worker.engines.torch.threads import completed
-from kvmesh.worker.throughput import TELLING_TOKENS, Throughput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -120,8 +121,8 @@ class LowerTiers:
     def stepped(self, step: TorchStep, deltas: list[OutputDelta], seconds: float) -> None:
         """A step has computed parts of prompts, and ended some."""
         tokens = sum(len(turn.row.tokens) for turn in step.turns if not turn.decodes)
-        if tokens >= TELLING_TOKENS:
-            self._computing.note(tokens, seconds)
+        if tokens >= MIN_MEASURED_TOKENS:
+            self._computing.record(tokens, seconds)
         for delta in deltas:
             if delta.cached is not None:
                 self.writer.end(delta.request)
@@ -130,9 +131,9 @@ class LowerTiers:
 
     def look(self) -> None:
         """Begin to fetch for sequences that wait for it, and end it for those that do no more."""
-        for sequence in [s for s in self._tasks if s.state is not SequenceState.ARRIVING]:
+        for sequence in [s for s in self._tasks if s.state is not SequenceState.LOADING]:
             self._tasks.pop(sequence).cancel()
-        for sequence in self._core.scheduler.arriving:
+        for sequence in self._core.scheduler.loading:
             if sequence not in self._tasks:
                 fetching = asyncio.create_task(self._fetch(sequence), name="onboarding")
                 self._tasks[sequence] = fetching
@@ -151,7 +152,7 @@ class LowerTiers:
 
     async def _ask(self, sequence: Sequence, job: EngineRequest) -> None:
         hashes = sequence.reusable
-        prompt = await self._describe(job, hashes, sequence.local[: len(hashes)])
+        prompt = await self._describe(job, hashes, sequence.local_hashes[: len(hashes)])
         if prompt is not None:
             loading = self._client.load(prompt, len(hashes), self.speeds, 0.0, 0.0)
             async with aclosing(loading) as parts:
@@ -161,7 +162,7 @@ class LowerTiers:
     async def _fetch(self, sequence: Sequence) -> None:
         job, arrived = self._core.job(sequence), [0] * TIERS
         hashes = sequence.reusable
-        local = sequence.local[: len(hashes)]
+        local = sequence.local_hashes[: len(hashes)]
         prints = job.prints.upto(job.tokens, len(hashes))
         request = sequence.request
         prefix = Prefix(self._core, hashes, local, prints, request.salt, request.tenant, self._told)
@@ -224,7 +225,7 @@ class LowerTiers:
                 checksums[: len(places)],
             )
             size = good * self._core.model.layout.block_bytes
-            self._loading.note(size, time.perf_counter() - start)
+            self._loading.record(size, time.perf_counter() - start)
         finally:
             prefix.fill(places, good)
         if good < len(places):
@@ -233,8 +234,8 @@ class LowerTiers:
 
     def _inherit(self, prompt: KvbmPrompt, part: FetchedPart, prefix: Prefix) -> None:
         core = self._core
-        asked = asked_before(part.retention, core.limits.block_size, owner(prompt.tenant))
-        core.blocks.keeping.inherit(prefix.hashes[: prefix.held], asked, core.blocks.now)
+        asked = inherited_retention(part.retention, core.limits.block_size, owner(prompt.tenant))
+        core.blocks.retention.claim_inherited(prefix.hashes[: prefix.held], asked, core.blocks.now)
 
     def _on_corrupt(self, prompt: KvbmPrompt, part: FetchedPart, block: int) -> None:
         self._corrupt += 1
@@ -261,8 +262,8 @@ class LowerTiers:
 
     def filled(self, job: EngineRequest, sequence: Sequence) -> None:
         """The leading `sequence.held` blocks of a job are full."""
-        held = sequence.held
-        item = Filled(job, sequence.sequence[:held], sequence.local[:held])
+        held = sequence.full_blocks
+        item = Filled(job, sequence.sequence_hashes[:held], sequence.local_hashes[:held])
         if self.writer.put(job.work.request, item, job.offered, held):
             job.offered = held
 
@@ -270,7 +271,7 @@ class LowerTiers:
         prints = item.job.prints.upto(item.job.tokens, len(item.hashes))
         held, _ = hold(self._core, item.hashes, prints)
         if len(held) < len(item.hashes):
-            self._core.blocks.deref(held)
+            self._core.blocks.unlock(held)
             return None
         return self._named(item, key)
 
@@ -280,7 +281,7 @@ class LowerTiers:
         return await self._copy(self._copier.down, places, host, writing.offsets)
 
     def release(self, item: Filled) -> None:
-        self._core.blocks.deref(item.hashes)
+        self._core.blocks.unlock(item.hashes)
         self._told()
 
     def drop(self, item: Filled) -> None:

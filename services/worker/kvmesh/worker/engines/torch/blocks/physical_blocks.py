@@ -69,18 +69,18 @@ class SlotTable:
         request = sequence.request.id
         table = self._tables.get(request)
         if table is None:
-            held = self.places(sequence.sequence[: sequence.held])
+            held = self.places(sequence.sequence_hashes[: sequence.full_blocks])
             table = self._tables[request] = BlockTable(sequence, held)
-        while len(table.places) < sequence.held + sequence.private:
+        while len(table.places) < sequence.full_blocks + sequence.private_blocks:
             table.places.append(self._free.pop())
         return table
 
     def name(self, sequence: Sequence) -> None:
         """Know newly filled blocks by their hashes; what is held already is shared instead."""
         table = self._tables[sequence.request.id]
-        for i in range(table.named, sequence.held):
-            table.places[i] = self.keep(sequence.sequence[i], table.places[i])
-        table.named = sequence.held
+        for i in range(table.named, sequence.full_blocks):
+            table.places[i] = self.keep(sequence.sequence_hashes[i], table.places[i])
+        table.named = sequence.full_blocks
 
     def release(self, request: str) -> None:
         """Free the private blocks of a sequence that ends, once no step writes to them."""

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.constraints.trials import Trials
+from kvmesh.worker.constraints.trial_client import TrialClient
 from kvmesh.worker.engine import EngineConfigError, EngineError, Rejected
 from kvmesh.worker.engines.torch.constraints.grammar import GrammarMaker
 
@@ -46,7 +46,7 @@ class Grammars:
         self._maker: GrammarMaker | None = None
         self._compiled: OrderedDict[Guided, _Kept] = OrderedDict()
         arguments = (str(folder), *map(str, (vocabulary, most_s, *self._ends)))
-        self._trials = Trials(
+        self._trials = TrialClient(
             most_s,
             sys.executable,
             "-m",
@@ -76,7 +76,7 @@ class Grammars:
 
         A constraint that takes too much of anything is found out in another process.
         """
-        size = await self._trials.judge(guided)
+        size = await self._trials.try_constraint(guided)
         loop = asyncio.get_running_loop()
         compiling = loop.run_in_executor(self._threads, self._compile, guided)
         try:

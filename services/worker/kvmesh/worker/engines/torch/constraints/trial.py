@@ -6,7 +6,7 @@ python -m kvmesh.worker.engines.torch.constraints.trial FOLDER VOCABULARY SECOND
 import sys
 from pathlib import Path
 
-from kvmesh.worker.constraints.trial import TrialServer
+from kvmesh.worker.constraints.trial_server import TrialServer
 from kvmesh.worker.engines.torch.constraints.grammar import GrammarMaker
 
 

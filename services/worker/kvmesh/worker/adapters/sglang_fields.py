@@ -1,0 +1,119 @@
+"""How SGLang is asked and how it answers: its `/generate` endpoint and its Python engine alike.
+
+Sources: the sampling-parameter and native-API pages of docs.sglang.io.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvmesh.bus.messages import Guided, Sampling, Work
+from kvmesh.worker.adapters.request_streams import EngineUnavailable, StreamOutput, remaining
+from kvmesh.worker.adapters.vllm_fields import choices
+from kvmesh.worker.engine import Rejected
+
+_FINISH = {"stop": "stop", "length": "length"}
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Sampling parameters by SGLang's names."""
+    fields: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": sampling.stop_token_ids,
+        "skip_special_tokens": False,
+    }
+    if sampling.seed is not None:
+        fields["sampling_seed"] = sampling.seed
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.guided is not None:
+        fields |= _constraint(sampling.guided)
+    return fields
+
+
+def _constraint(guided: Guided) -> dict[str, str]:
+    match guided.kind:
+        case "json_object":
+            return {"json_schema": '{"type": "object"}'}
+        case "json_schema":
+            return {"json_schema": guided.value}
+        case "grammar":
+            return {"ebnf": guided.value}
+        case "choice":
+            return {"regex": "|".join(re.escape(choice) for choice in choices(guided.value))}
+        case kind:
+            return {kind: guided.value}
+
+
+def request_fields(work: Work, tokens: list[int], tag: str | None) -> dict[str, Any]:
+    """One streamed generation; `tag` salts the engine's cache. Raises Rejected."""
+    sampling = remaining(work)
+    fields: dict[str, Any] = {
+        "input_ids": tokens,
+        "sampling_params": sampling_fields(sampling),
+        "stream": True,
+    }
+    if sampling.logprobs is not None:
+        fields |= {"return_logprob": True, "top_logprobs_num": sampling.logprobs}
+    if work.adapter is not None:
+        fields["lora_path"] = work.adapter
+    if tag is not None:
+        fields["extra_key"] = tag
+    return fields
+
+
+class AnswerReader:
+    """Chunks of one answer into outputs, whether each repeats what was said before or not."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def read(self, chunk: Mapping[str, Any]) -> StreamOutput:
+        """Raises Unavailable or Rejected for an answer that the engine gave up."""
+        if "error" in chunk:
+            raise Rejected(_reason(chunk["error"]))
+        meta = chunk["meta_info"]
+        new = meta["completion_tokens"] - self._seen
+        self._seen += new
+        tokens = list(chunk["output_ids"][-new:]) if new else []
+        reason = meta.get("finish_reason")
+        return StreamOutput(
+            tokens,
+            None if reason is None else self._finish(reason),
+            meta.get("cached_tokens"),
+            _logprobs(meta, new) if meta.get("output_token_logprobs") else None,
+        )
+
+    def _finish(self, reason: Mapping[str, Any]) -> str:
+        kind = reason["type"]
+        if kind == "abort":
+            message = reason.get("message") or "the engine aborted the request"
+            if 400 <= int(reason.get("status_code") or 500) < 500:
+                raise Rejected(message)
+            raise EngineUnavailable(message)
+        return _FINISH.get(kind, "stop")
+
+
+def _reason(error: object) -> str:
+    return str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
+
+
+def _logprobs(meta: Mapping[str, Any], new: int) -> list[dict[int, float]]:
+    """Rows of (log probability, token, text): the token said, then the likeliest ones."""
+    if not new:
+        return []
+    said = meta["output_token_logprobs"][-new:]
+    likeliest = meta.get("output_top_logprobs") or [None] * new
+    rows: list[dict[int, float]] = []
+    for (logprob, token, *_), top in zip(said, likeliest[-new:], strict=True):
+        rows.append({token: logprob} | {t: p for p, t, *_ in top or ()})
+    return rows

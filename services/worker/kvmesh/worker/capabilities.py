@@ -1,0 +1,138 @@
+"""Optional abilities of engines, and the control commands that need them.
+
+An engine opts in by having a protocol's methods beside those of `Engine`. `execute_command` is the
+only place that checks for them before a command reaches an engine.
+"""
+
+from collections.abc import Container
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from msgspec import Struct
+
+from kvmesh.bus.messages import Clear, ControlReply, Pin, Prefetch, Release, Unpin, Work
+from kvmesh.index import TIERS
+from kvmesh.worker.engine import Engine, Unsupported
+from kvmesh.worker.enginecore.counters import RetentionState
+
+HASH_BYTES = 8
+EngineCommand: TypeAlias = Clear | Release | Pin | Unpin | Prefetch
+
+
+class TierCounts(Struct, frozen=True, kw_only=True):
+    """Blocks moved since the start; `loaded` is indexed by the tier that the blocks came from."""
+
+    loaded: list[int]
+    written: int = 0
+    skipped: int = 0
+    corrupt: int = 0
+
+
+@runtime_checkable
+class Retaining(Protocol):
+    """Engine that retains blocks on request and reports the outcome of each directive.
+
+    All calls but `retention` return the number of blocks affected.
+    """
+
+    def release(self, sessions: list[str]) -> int:
+        """Drop blocks that no other session and no running request uses; ignore unknown ids."""
+        ...
+
+    def pin(self, pin: Pin) -> int:
+        """Prefer to retain a prefix; a pin with the same id is replaced."""
+        ...
+
+    def unpin(self, pin: str) -> int:
+        """Remove a pin by its id."""
+        ...
+
+    def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
+        """Drop cached blocks that no running request uses; `salt` None drops those of all salts.
+
+        A namespace is a salt and a tenant. `tiers` may include tiers that the engine lacks.
+        """
+        ...
+
+    def retention(self) -> list[RetentionState]:
+        """Return the retention state of each rank."""
+        ...
+
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """Engine that loads or computes blocks before a request needs them."""
+
+    def prefetch(self, command: Prefetch) -> str:
+        """Start a prefetch; return the reason if it is refused. `abort` with its id ends it."""
+        ...
+
+
+@runtime_checkable
+class Tiered(Protocol):
+    """Engine that onboards blocks from lower tiers and writes blocks through to them."""
+
+    def tier_counts(self) -> TierCounts | None:
+        """Return the blocks moved so far; None if there can be no lower tiers."""
+        ...
+
+
+def execute_command(engine: Engine, name: str, command: EngineCommand) -> ControlReply:
+    """Execute a control command; the reply says `unsupported: …` if engine `name` cannot."""
+    if isinstance(command, Pin) and len(command.sequence_hashes) % HASH_BYTES:
+        size = len(command.sequence_hashes)
+        return ControlReply(False, f"invalid: {size} bytes are not a list of block hashes")
+    try:
+        match command:
+            case Prefetch():
+                return _prefetch(engine, name, command)
+            case Clear():
+                return ControlReply(True, blocks=_clear(engine, name, command))
+            case Release() | Pin() | Unpin():
+                return ControlReply(True, blocks=_retain(engine, name, command))
+    except Unsupported as error:
+        return ControlReply(False, f"unsupported: {error}")
+
+
+def _prefetch(engine: Engine, name: str, command: Prefetch) -> ControlReply:
+    if not isinstance(engine, Prefetching):
+        raise Unsupported(f"the {name} engine cannot prefetch")
+    reason = engine.prefetch(command)
+    return ControlReply(not reason, reason)
+
+
+def _clear(engine: Engine, name: str, command: Clear) -> int:
+    tiers = command.tiers or range(TIERS)
+    if isinstance(engine, Retaining):
+        return engine.drop(command.salt, command.tenant, tiers)
+    if 0 not in tiers:
+        return 0
+    if command.salt is not None:
+        raise Unsupported(f"the {name} engine cannot clear a single namespace")
+    engine.clear()
+    return 0
+
+
+def _retain(engine: Engine, name: str, command: Release | Pin | Unpin) -> int:
+    if not isinstance(engine, Retaining):
+        raise Unsupported(f"the {name} engine has no control over block retention")
+    match command:
+        case Release():
+            return engine.release(command.sessions)
+        case Pin():
+            return engine.pin(command)
+        case Unpin(pin):
+            return engine.unpin(pin)
+
+
+def default_outcomes(
+    engine: Engine, work: Work, outcome: str
+) -> tuple[list[str] | None, str | None]:
+    """Return `outcome` for each explicit directive of the prompt, and for that of the answer.
+
+    Both are None for an engine that reports outcomes itself.
+    """
+    if isinstance(engine, Retaining):
+        return None, None
+    explicit = sum(retain.explicit for retain in work.retention)
+    decode = outcome if work.decode is not None and work.decode.explicit else None
+    return [outcome] * explicit or None, decode

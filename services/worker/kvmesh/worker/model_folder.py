@@ -1,0 +1,33 @@
+"""Settings of a Hugging Face model folder that engines need before they start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvmesh.worker.engine import EngineConfigError
+
+DEFAULT_CONTEXT = 131072
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+
+
+def model_context(folder: Path) -> int:
+    """Longest sequence in tokens, from config.json or tokenizer_config.json; else 131,072."""
+    config = read_json(folder / "config.json")
+    nested = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)]
+    for section in (config, *nested):
+        length = section.get("max_position_embeddings")
+        if isinstance(length, int) and length > 0:
+            return length
+    length = read_json(folder / "tokenizer_config.json").get("model_max_length")
+    return length if isinstance(length, int) and 0 < length < 1 << 31 else DEFAULT_CONTEXT
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file, empty if there is none; raises EngineConfigError."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise EngineConfigError(f"cannot read {file}: {error}") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,126 @@
+"""Requests of one worker, from the offer of work to the last chunk of output."""
+
+import logging
+from collections.abc import Callable
+
+from kvmesh.bus.messages import Chunk, Load, Work, WorkReply
+from kvmesh.settings.schema import WorkerSettings
+from kvmesh.worker.capabilities import default_outcomes
+from kvmesh.worker.constraints.compiler import ConstraintCompiler
+from kvmesh.worker.engine import Engine, EngineInfo, OutputDelta, Rejected
+from kvmesh.worker.requests import admission
+from kvmesh.worker.requests.output_buffer import OutputBuffer
+from kvmesh.worker.requests.prompt_cache import PromptCache
+
+log = logging.getLogger(__name__)
+
+
+class RequestHandler:
+    """Admits work, submits it to the engine, and numbers and sends its output.
+
+    `load` returns the load of each rank; `send` delivers chunks to a frontend. `on_output` receives
+    output that the constraint compiler produces in place of the engine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        worker: WorkerSettings,
+        load: Callable[[], list[Load]],
+        send: Callable[[str, list[Chunk]], None],
+        on_output: Callable[[list[OutputDelta]], None],
+    ) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._load = load
+        self._send = send
+        self._outputs = OutputBuffer()
+        self._prompts = PromptCache()
+        self._compiler = ConstraintCompiler(engine, self._submit, on_output)
+
+    @property
+    def live(self) -> list[str]:
+        """The ids of requests that have not ended."""
+        return self._outputs.live
+
+    @property
+    def frontends(self) -> set[str]:
+        """The frontends of live and recently ended requests."""
+        return self._outputs.frontends
+
+    def accept(self, offered: Work, info: EngineInfo) -> WorkReply:
+        """Submit work to the engine, now or once its constraint is compiled; or refuse it."""
+        if offered.request in self._outputs:
+            return admission.ACCEPTED
+        work = self._prompts.complete(offered)
+        if work is None:
+            return admission.INCOMPLETE
+        if reason := admission.rejection_reason(work, info, self._worker.constraint_bytes):
+            return admission.invalid(reason)
+        compiles = self._compiler.must_compile(work)
+        if self._is_full(work.rank) or (compiles and not self._compiler.has_capacity(work)):
+            return admission.BUSY
+        self._outputs.start(work, *default_outcomes(self._engine, work, info.retention))
+        if compiles:
+            self._compiler.start(work)
+            return admission.CHECKING
+        if reason := self._submit(work):
+            self._outputs.drop(work.request)
+            return admission.invalid(reason)
+        return admission.STORED if self._prompts.store(work, offered.base) else admission.ACCEPTED
+
+    def output(self, deltas: list[OutputDelta], now: float) -> None:
+        """Number the tokens of `deltas` and send them to their frontends."""
+        for frontend, chunks in self._outputs.add(deltas, now).items():
+            self._send(frontend, chunks)
+
+    def resend(self, request: str, offset: int) -> bool:
+        """Send a request's output again from the `offset`-th token; False if it is unknown."""
+        found = self._outputs.output_from(request, offset)
+        if found is not None:
+            self._send(found[0], [found[1]])
+        return found is not None
+
+    def abort(self, request: str) -> bool:
+        """Abort a request; False if it is unknown."""
+        return self._compiler.abort(request) or self._engine.abort(request)
+
+    def abort_all(self) -> None:
+        """Abort every live request."""
+        self._abort_each(self._outputs.live)
+
+    def abandon(self, frontend: str) -> None:
+        """Abort and forget the requests of a frontend that is gone."""
+        self._abort_each(self._outputs.live_of(frontend))
+        self._outputs.drop_frontend(frontend)
+
+    async def drain(self) -> None:
+        """Return once every request has ended; the caller accepts no more."""
+        await self._compiler.drain()
+        await self._engine.drain()
+
+    def close(self) -> None:
+        """Stop compiling constraints."""
+        self._compiler.close()
+
+    def _submit(self, work: Work) -> str:
+        """Submit work to the engine; return the reason if the engine refuses it."""
+        try:
+            self._engine.submit(work)
+        except Rejected as rejected:
+            return rejected.reason
+        except Exception:
+            # a defect of the engine, which the same request would meet on every worker
+            log.exception("the engine failed to accept request %s", work.request)
+            return "the engine failed on this request; see the worker's log"
+        return ""
+
+    def _abort_each(self, requests: list[str]) -> None:
+        for request in requests:
+            self.abort(request)
+
+    def _is_full(self, rank: int) -> bool:
+        limit = self._worker.max_waiting
+        if self._outputs.live_count < limit:
+            return False
+        return any(load.rank == rank and load.waiting >= limit for load in self._load())

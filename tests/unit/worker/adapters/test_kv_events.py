@@ -1,0 +1,417 @@
+"""KV events of vLLM and SGLang: decoding, books, and a subscriber that misses nothing."""
+
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.wait import eventually
+from support.zmq_publisher import EngineCache, ZmqPublisher
+
+from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Stored, Work
+from kvmesh.hashing import block_hashes, salt
+from kvmesh.index import create_index
+from kvmesh.worker.adapters.cache_ledger import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    CacheLedger,
+    PromptSalts,
+    fold_hash,
+    medium_tier,
+)
+from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.zmq_events import EventDecoder, event_endpoints, rank_endpoint
+from kvmesh.worker.engine import EngineError, OutputDelta
+
+SIZE = 4
+SALT = salt("m")
+CACHE = EngineCache(SIZE)
+
+
+def pack(tokens: list[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def stored(tokens: list[int], start: int = 0, key: str = "") -> BlocksStored:
+    names = EngineCache(SIZE, key).hashes(tokens)
+    parent = names[start - 1] if start else None
+    whole = tokens[start * SIZE : len(names) * SIZE]
+    return BlocksStored(names[start:], parent, pack(whole), SIZE)
+
+
+def ledger(counted: bool = True) -> CacheLedger:
+    return CacheLedger(SIZE, PromptSalts("m", SIZE).root_salt, counted)
+
+
+def replay(events: list[KvEvent]) -> dict[int, int]:
+    """Feed events to an index; returns blocks held by tier."""
+    index = create_index()
+    for event in events:
+        enter(index, event)
+    rows = memoryview(index.ranks()).cast("I").tolist()
+    return {tier: rows[1 + tier] for tier in range(4) if rows and rows[1 + tier]}
+
+
+def enter(index: Any, event: KvEvent) -> None:
+    if isinstance(event, Cleared):
+        index.clear(0, event.tier)
+    elif isinstance(event, Removed):
+        index.remove(0, event.tier, event.engine)
+    elif event.previous is not None:
+        index.attach(0, event.tier, event.previous, event.engine, event.local)
+    else:
+        assert index.store(0, event.tier, event.parent, event.engine, event.local, event.salt)
+
+
+def depth(events: list[KvEvent], tokens: list[int], seed: int = SALT) -> int:
+    index = create_index()
+    for event in events:
+        enter(index, event)
+    found = index.find(block_hashes(pack(tokens), SIZE, seed)[1])
+    return sum(memoryview(found).cast("I").tolist()[1:]) if found else 0
+
+
+# decoding
+
+
+def decode(*events: Any) -> list[CacheEvent]:
+    return EventDecoder().decode(msgspec.msgpack.encode([1.0, list(events), 0]))
+
+
+def test_maps_and_arrays_mean_the_same() -> None:
+    event = CACHE.stored(list(range(8)))
+    as_array = [event[key] for key in list(event)[: -1 if "extra_keys" in event else None]]
+    assert decode(event) == decode(as_array)
+    [decoded] = decode(event)
+    assert decoded == stored(list(range(8)))
+
+
+def test_fields_that_an_engine_leaves_out_have_defaults() -> None:
+    array_form = ["BlockStored", [-5, 7], None, list(range(8)), SIZE, None]
+    assert decode(array_form) == [
+        BlocksStored([(1 << 64) - 5, 7], None, pack(list(range(8))), SIZE)
+    ]
+    assert decode(["BlockRemoved", [-5]]) == [BlocksRemoved([(1 << 64) - 5])]
+    assert decode(["AllBlocksCleared"], {"type": "AllBlocksCleared"}) == [AllCleared()] * 2
+    assert decode(["SomethingNew", 1, 2], {"type": "Other"}) == []
+
+
+def test_digests_and_the_integers_made_of_them_are_one_hash() -> None:
+    digest = bytes(range(32))
+    assert fold_hash(digest) == int.from_bytes(digest, "big") & ((1 << 64) - 1)
+    assert fold_hash(-1) == (1 << 64) - 1
+
+
+def test_media_are_tiers() -> None:
+    names = (None, "GPU", "CPU", "CPU_PINNED", "cpu_tier2", "DISK", "STORAGE", "REMOTE", "EXTERNAL")
+    assert [medium_tier(name) for name in names] == [0, 0, 1, 1, 2, 2, 2, 3, 3]
+
+
+def test_the_salt_comes_back_out_of_the_extra_keys() -> None:
+    keys = [["lora-a", f"{123:016x}"], None]
+    [event] = decode(CACHE.stored(list(range(8)), lora_name="lora-a", extra_keys=keys))
+    assert isinstance(event, BlocksStored)
+    assert (event.salt, event.adapter) == (123, "lora-a")
+    [other] = decode(CACHE.stored(list(range(8)), extra_keys=[["not a salt"], None]))
+    assert isinstance(other, BlocksStored)
+    assert other.salt is None
+
+
+def test_one_group_of_a_hybrid_model_speaks_for_all() -> None:
+    decoder = EventDecoder()
+    window = CACHE.stored(list(range(8)), group_idx=0, kv_cache_spec_kind="sliding_window")
+    full = CACHE.stored(list(range(8)), group_idx=1, kv_cache_spec_kind="full_attention")
+    gone = [CACHE.removed(list(range(8)), 0) | {"group_idx": group} for group in (0, 1)]
+    payload = msgspec.msgpack.encode([1.0, [window, full, *gone], 0])
+    kinds = [type(event) for event in decoder.decode(payload)]
+    assert kinds == [BlocksStored, BlocksRemoved]
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xc1", msgspec.msgpack.encode([1.0]), msgspec.msgpack.encode([1.0, [7], 0])]
+)
+def test_malformed_payloads_are_one_kind_of_error(payload: bytes) -> None:
+    with pytest.raises(ValueError, match="malformed KV event"):
+        EventDecoder().decode(payload)
+
+
+def test_an_embedded_engine_publishes_on_sockets_in_its_own_folder(tmp_path: Path) -> None:
+    for endpoint in event_endpoints(tmp_path).values():
+        assert endpoint.startswith(f"ipc://{tmp_path}/")
+        assert "tcp" in endpoint
+        assert endpoint.rpartition(":")[2].isdecimal()
+
+
+def test_ranks_publish_on_consecutive_ports() -> None:
+    assert rank_endpoint("tcp://host:5557", 2) == "tcp://host:5559"
+    assert rank_endpoint("ipc:///tmp/x", 2) == "ipc:///tmp/x"
+
+
+# books
+
+
+def test_tokens_are_hashed_again_under_the_salt_of_the_mesh() -> None:
+    tokens = list(range(12))
+    [event] = ledger().apply([stored(tokens)])
+    assert isinstance(event, Stored)
+    assert event.salt == SALT
+    assert event.local == block_hashes(pack(tokens), SIZE)[0]
+    assert depth([event], tokens) == 3
+
+
+def test_a_second_copy_outlives_the_removal_of_the_first() -> None:
+    books = ledger()
+    events = books.apply([stored(list(range(8))), stored(list(range(8)))])
+    assert len(events) == 1
+    gone = BlocksRemoved(stored(list(range(8))).hashes)
+    assert books.apply([gone]) == []
+    assert len(books.apply([gone])) == 1
+    assert books.apply([gone]) == []
+
+
+def test_an_engine_that_tells_a_block_twice_holds_it_once() -> None:
+    books = ledger(counted=False)
+    books.apply([stored(list(range(8))), stored(list(range(8)))])
+    assert len(books.apply([BlocksRemoved(stored(list(range(8))).hashes)])) == 1
+    assert len(books) == 0
+
+
+def test_blocks_after_an_unknown_parent_or_of_another_size_are_strays() -> None:
+    books = ledger()
+    assert books.apply([stored(list(range(12)), start=1)]) == []
+    assert books.apply([BlocksStored([1], None, pack([1, 2]), 2)]) == []
+    assert books.apply([BlocksStored([1, 2], None, pack([1, 2, 3, 4]), SIZE)]) == []
+    assert books.dropped_blocks == 5
+
+
+def test_tiers_are_kept_apart() -> None:
+    books = ledger()
+    root = stored(list(range(8)))
+    host = BlocksStored(root.hashes, None, root.tokens, SIZE, tier=1)
+    events = books.apply([root, host, BlocksRemoved(root.hashes, 0)])
+    assert replay(events) == {1: 2}
+    assert replay(books.dump()) == {1: 2}
+    events += books.apply([BlocksRemoved(root.hashes, None)])
+    assert replay(events) == {}
+
+
+def test_a_prompt_without_salt_in_its_event_is_known_by_its_first_block() -> None:
+    salts = PromptSalts("m", SIZE, limit=2)
+    books = CacheLedger(SIZE, salts.root_salt)
+    tokens = list(range(8))
+    salts.remember(work(tokens, salt_=99))
+    assert depth(books.apply([stored(tokens)]), tokens, 99) == 2
+    assert books.cached_tokens(work(tokens, salt_=99)) == 8
+    assert books.cached_tokens(work(tokens, salt_=98)) == 0
+    salts.remember(work(list(range(50, 58)), salt_=1))
+    salts.remember(work(list(range(60, 68)), salt_=1))
+    assert salts.root_salt(stored(tokens), lambda _: False) == SALT
+
+
+def test_only_a_tenant_is_tagged() -> None:
+    salts = PromptSalts("m", SIZE)
+    assert salts.cache_salt(work([1], salt_=SALT)) is None
+    assert salts.cache_salt(work([1], salt_=0xAB)) == "00000000000000ab"
+
+
+def test_a_tag_keeps_tenants_apart_whose_salts_are_equal() -> None:
+    salts = PromptSalts("m", SIZE)
+    tags = {salts.cache_salt(work([1], salt_, tenant)) for tenant in "ab" for salt_ in (SALT, 0xAB)}
+    assert len(tags) == 4
+    assert salts.cache_salt(work([1], 0xAB, "a/b")) == "a.b-00000000000000ab"
+    first, other = work([1], 7, "a"), work([1], 7, "b")
+    assert [salts.is_exclusive(item) for item in (first, first, other, first, other)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert salts.is_exclusive(work([1], SALT))
+    assert not salts.is_exclusive(work([1], SALT, "a"))
+    assert not salts.is_exclusive(work([1], SALT))
+    [event] = decode(CACHE.stored(list(range(8)), extra_keys=[["a/b-00000000000000ab"], None]))
+    assert isinstance(event, BlocksStored)
+    assert event.salt == 0xAB
+
+
+def work(tokens: list[int], salt_: int, tenant: str = "") -> Work:
+    sampling = Sampling(max_tokens=1)
+    return Work(
+        request="r",
+        frontend="f",
+        tokens=pack(tokens),
+        sampling=sampling,
+        salt=salt_,
+        tenant=tenant,
+    )
+
+
+PROMPTS = [[first, *range(7 + 4 * first)] for first in range(5)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["store", "evict", "clear"]), st.integers(0, 99))))
+def test_events_replayed_are_what_the_engine_holds(actions: list[tuple[str, int]]) -> None:
+    """Against an engine that holds copies, evicts anything, and tells all of it."""
+    books, told = ledger(), list[KvEvent]()
+    copies: list[tuple[int, int]] = []  # (engine hash, its parent)
+    for action, number in actions:
+        if action == "store":
+            event = stored(PROMPTS[number % len(PROMPTS)])
+            copies += [(name, 0) for name in event.hashes]
+            told += books.apply([event])
+        elif action == "evict" and copies:
+            name, _ = copies.pop(number % len(copies))
+            told += books.apply([BlocksRemoved([name])])
+        elif action == "clear" and number < 20:
+            copies.clear()
+            told += books.apply([AllCleared()])
+    held = {name for name, _ in copies}
+    assert replay(told) == replay(books.dump()) == ({0: len(held)} if held else {})
+    for prompt in PROMPTS:
+        names = EngineCache(SIZE).hashes(prompt)
+        leading = next((i for i, name in enumerate(names) if name not in held), len(names))
+        assert depth(told, prompt) == depth(books.dump(), prompt) == leading
+
+
+# the subscriber
+
+
+class Sink:
+    """Keeps events."""
+
+    def __init__(self) -> None:
+        self.told: list[KvEvent] = []
+
+    def events(self, rank: int, events: list[KvEvent]) -> None:
+        self.told += events
+
+    def output(self, deltas: list[OutputDelta]) -> None: ...
+
+    def events_lost(self, rank: int, count: int) -> None: ...
+
+    def failed(self, error: EngineError) -> None: ...
+
+
+@pytest_asyncio.fixture
+async def publisher(tmp_path: Path) -> AsyncIterator[ZmqPublisher]:
+    made = ZmqPublisher(tmp_path)
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture
+async def sink() -> Sink:
+    return Sink()
+
+
+@pytest_asyncio.fixture
+async def feed(publisher: ZmqPublisher, sink: Sink) -> AsyncIterator[EventFeed]:
+    made = EventFeed(0, ledger(), sink, publisher.endpoint, publisher.replay)
+    made.start()
+    await publisher.subscribed()
+    yield made
+    await made.close()
+
+
+async def test_messages_arrive_in_order(
+    feed: EventFeed, publisher: ZmqPublisher, sink: Sink
+) -> None:
+    tokens = list(range(40))
+    for start in range(10):
+        await publisher.send(CACHE.stored(tokens[: 4 * start + 4], start))
+    await eventually(lambda: depth(sink.told, tokens) == 10)
+
+
+async def test_what_came_before_the_subscription_is_asked_for(
+    publisher: ZmqPublisher, sink: Sink
+) -> None:
+    tokens = list(range(12))
+    await publisher.send(CACHE.stored(tokens[:8]), lose=True)
+    made = EventFeed(0, ledger(), sink, publisher.endpoint, publisher.replay)
+    made.start()
+    await publisher.subscribed()
+    await publisher.send(CACHE.stored(tokens, 2))
+    await eventually(lambda: depth(sink.told, tokens) == 3)
+    await made.close()
+
+
+async def test_a_gap_is_filled_from_the_replay(
+    feed: EventFeed, publisher: ZmqPublisher, sink: Sink
+) -> None:
+    tokens = list(range(16))
+    await publisher.send(CACHE.stored(tokens[:4]))
+    await publisher.send(CACHE.stored(tokens[:8], 1), lose=True)
+    await publisher.send(CACHE.stored(tokens[:12], 2), lose=True)
+    await publisher.send(CACHE.stored(tokens, 3))
+    await eventually(lambda: depth(sink.told, tokens) == 4)
+    assert not any(isinstance(event, Cleared) for event in sink.told)
+
+
+async def test_a_lost_last_message_is_found_when_all_is_quiet(
+    feed: EventFeed, publisher: ZmqPublisher, sink: Sink
+) -> None:
+    tokens = list(range(8))
+    await publisher.send(CACHE.stored(tokens[:4]))
+    await publisher.send(CACHE.stored(tokens, 1), lose=True)
+    await eventually(lambda: depth(sink.told, tokens) == 2)
+    await publisher.send(CACHE.removed(tokens, 1))
+    await eventually(lambda: depth(sink.told, tokens) == 1)
+    assert not any(isinstance(event, Cleared) for event in sink.told)
+
+
+async def test_what_nobody_can_repeat_ends_in_all_that_is_known(
+    feed: EventFeed, publisher: ZmqPublisher, sink: Sink
+) -> None:
+    tokens = list(range(8))
+    await publisher.send(CACHE.stored(tokens))
+    await eventually(lambda: sink.told)
+    await publisher.send(CACHE.stored(list(range(50, 58))), lose=True)
+    publisher.sent.clear()
+    await publisher.send(CACHE.stored(list(range(70, 78))))
+    await eventually(lambda: depth(sink.told, list(range(70, 78))) == 2)
+    assert sum(isinstance(event, Cleared) for event in sink.told) == 1
+    assert depth(sink.told, tokens) == 2
+
+
+async def test_a_malformed_message_is_a_lost_one(
+    feed: EventFeed, publisher: ZmqPublisher, sink: Sink
+) -> None:
+    await publisher.send_raw(b"nonsense")
+    await publisher.send(CACHE.stored(list(range(8))))
+    await eventually(lambda: depth(sink.told, list(range(8))) == 2)
+
+
+async def test_an_engine_that_begins_anew_holds_nothing(
+    feed: EventFeed, publisher: ZmqPublisher, sink: Sink
+) -> None:
+    for first in range(3):
+        await publisher.send(CACHE.stored(list(range(first, first + 8))))
+    await eventually(lambda: len(sink.told) == 3)
+    publisher.begin_anew()
+    await publisher.send(CACHE.stored(list(range(90, 98))))
+    await eventually(lambda: replay(sink.told) == {0: 2})
+    assert depth(sink.told, list(range(90, 98))) == 2
+
+
+def test_tenants_that_share_a_first_block_are_told_apart_by_who_waits() -> None:
+    salts = PromptSalts("m", SIZE)
+    books = CacheLedger(SIZE, salts.root_salt)
+    tokens = list(range(8))
+    for tenant in (1, 2, 2):
+        salts.remember(work(tokens, salt_=tenant))
+    told = books.apply([stored(tokens, key="one"), stored(tokens, key="two")])
+    assert (depth(told, tokens, 1), depth(told, tokens, 2)) == (2, 2)
+    salts.remember(work(tokens, salt_=1))  # found in the cache: no event
+    salts.remember(work(tokens, salt_=3))
+    told += books.apply([stored(tokens, key="three")])
+    assert depth(told, tokens, 3) == 2

@@ -1,0 +1,189 @@
+"""The mock's tiers below its memory: what comes up from them, what stays in them, and how fast."""
+
+from array import array
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from support.engines import SALT, Started, prompt, sequence, start_mock, wish
+from support.wait import eventually
+
+from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
+from kvmesh.worker.capabilities import TierCounts, Tiered, execute_command
+
+HOST, DISK = 1, 2
+
+
+@pytest_asyncio.fixture
+async def started() -> AsyncIterator[Started]:
+    """64 blocks of memory over 96 of the host and 256 on the disk."""
+    made = await start_mock(host_blocks=96, disk_blocks=256, speedup=100)
+    yield made
+    await made.engine.close()
+
+
+async def press(started: Started, requests: int, first: int = 1000) -> None:
+    """Put 12 blocks for each request where others were."""
+    for i in range(first, first + requests):
+        await started.run(f"press{i}", prompt(192, first=i), max_tokens=1)
+
+
+async def test_tenants_whose_salts_collide_share_no_tier(started: Started) -> None:
+    tokens = prompt(64)
+    await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
+    await press(started, 6)
+    assert where(started, tokens)[0] < 4
+    await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
+    assert [sum(delta.cached or []) for delta in started.sink.deltas["b"]] == [0]
+    assert execute_command(started.engine, "e", wish(tokens, tenant="c" * 32)).ok
+    await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
+    assert sum(started.sink.deltas["again"][0].cached or []) == 3 * started.size
+
+
+def where(started: Started, tokens: bytes) -> list[int]:
+    """How many leading blocks of a prompt are in each tier by what the events say."""
+    sink, blocks = started.sink, (*sequence(tokens), -1)
+    tiers = (sink.held.get(0, set()), *(sink.below.get(tier, set()) for tier in (HOST, DISK)))
+    return [[block in held for block in blocks].index(False) for held in tiers]
+
+
+def loaded(started: Started) -> list[int]:
+    assert isinstance(started.engine, Tiered)
+    counts = started.engine.tier_counts()
+    assert counts is not None
+    return counts.loaded
+
+
+async def test_it_says_what_it_has(started: Started) -> None:
+    assert started.info.capacity.tier_blocks == [96, 256]
+    await started.run("a", prompt(100), max_tokens=1)
+    assert where(started, prompt(100)) == [6, 6, 6]
+    assert isinstance(started.engine, Tiered)
+    assert started.engine.tier_counts() == TierCounts(loaded=[0, 0, 0, 0], written=12)
+
+
+@pytest.mark.parametrize(("others", "tier"), [(6, HOST), (10, DISK)])
+async def test_what_was_evicted_comes_back_from_below(
+    started: Started, others: int, tier: int
+) -> None:
+    tokens = prompt(100)
+    await started.run("a", tokens, max_tokens=1)
+    await press(started, others)
+    assert where(started, tokens)[:tier] == [0] * tier
+    await started.run("b", tokens, max_tokens=1)
+    assert started.sink.deltas["b"][0].cached == [*[0] * tier, 96]
+    assert loaded(started)[tier] == 6
+
+
+@pytest.mark.parametrize(("others", "tier"), [(6, HOST), (10, DISK)])
+async def test_a_prefetch_brings_blocks_up_before_anybody_asks(
+    started: Started, others: int, tier: int
+) -> None:
+    tokens = prompt(100)
+    await started.run("a", tokens, max_tokens=1)
+    await press(started, others)
+    requests = started.load().requests
+    assert execute_command(started.engine, "e", wish(tokens)).ok
+    await eventually(lambda: where(started, tokens)[0] == 6, timeout=30, what="it is here")
+    await eventually(lambda: not started.load().active_blocks, timeout=30, what="it has ended")
+    assert loaded(started)[tier] == 6
+    assert started.load().requests == requests
+    await started.run("b", tokens, max_tokens=1)
+    assert started.sink.deltas["b"][0].cached == [96]
+
+
+async def test_a_request_ends_the_prefetch_of_its_prompt_and_loads_by_itself() -> None:
+    made = await start_mock(host_blocks=512, host_bytes_per_s=1.0)
+    tokens = prompt(100)
+    await made.run("a", tokens, max_tokens=1)
+    await press(made, 6)
+    assert execute_command(made.engine, "e", wish(tokens)).ok
+    await eventually(lambda: loaded(made)[HOST], timeout=30, what="blocks are on their way")
+    made.submit("b", tokens, max_tokens=1)
+    assert not made.engine.abort("p")
+    await eventually(lambda: loaded(made)[HOST] == 12, timeout=30, what="it asks for them itself")
+    assert made.load().active_blocks == 6
+    assert made.engine.abort("b")
+    assert made.load().active_blocks == 0
+    await made.engine.close()
+
+
+async def test_a_prefetch_past_its_deadline_is_given_up() -> None:
+    made = await start_mock(host_blocks=512, host_bytes_per_s=1.0)
+    tokens = prompt(100)
+    await made.run("a", tokens, max_tokens=1)
+    await press(made, 6)
+    assert execute_command(made.engine, "e", wish(tokens, deadline_s=1.0)).ok
+    await eventually(lambda: loaded(made)[HOST], timeout=30, what="blocks are on their way")
+    await eventually(lambda: not made.load().active_blocks, timeout=30, what="it has ended")
+    assert not made.engine.abort("p")
+    assert where(made, tokens) == [0, 6, 0]
+    await made.engine.close()
+
+
+async def test_clear_reaches_the_tiers_that_are_meant(started: Started) -> None:
+    await started.run("a", prompt(64), max_tokens=1)
+    await started.run("b", prompt(64), max_tokens=1, salt=SALT + 1)
+    assert execute_command(started.engine, "e", Clear(salt=SALT, tiers=[HOST])).blocks == 4
+    assert where(started, prompt(64)) == [4, 0, 4]
+    assert execute_command(started.engine, "e", Clear(tiers=[DISK, 3])).blocks == 8
+    assert where(started, prompt(64)) == [4, 0, 0]
+    assert execute_command(started.engine, "e", Clear()).blocks == 8, (
+        "those in two tiers count once"
+    )
+    assert not started.sink.held[0] | started.sink.below[HOST] | started.sink.below[DISK]
+
+
+async def test_release_reaches_all_tiers_but_for_what_others_use(started: Started) -> None:
+    shared = prompt(64)
+    one, two = shared + prompt(64, first=100), shared + prompt(48, first=200)
+    await started.run("a", one, max_tokens=1, session="A")
+    await started.run("b", two, max_tokens=1, session="B")
+    await press(started, 6)
+    assert where(started, one) == [0, 8, 8]
+    assert execute_command(started.engine, "e", Release(sessions=["A"])).blocks == 4
+    assert (where(started, one), where(started, two)) == ([0, 4, 4], [0, 7, 7])
+
+
+async def test_what_a_session_leaves_goes_from_all_tiers(started: Started) -> None:
+    head = prompt(48)
+    old, new = head + prompt(96, first=100), head + prompt(32, first=200)
+    await started.run("old", old, max_tokens=1, session="A")
+    assert where(started, old) == [9, 9, 9]
+    await started.run("new", new, max_tokens=1, session="A")
+    assert (where(started, old), where(started, new)) == ([3, 3, 3], [5, 5, 5])
+
+
+async def test_a_pin_holds_below_until_it_is_taken_back(started: Started) -> None:
+    tokens = prompt(96)
+    await started.run("a", tokens, max_tokens=1)
+    await press(started, 6)
+    pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)).tobytes(), ttl_s=60.0)
+    assert execute_command(started.engine, "e", pin).blocks == 6, "none of them in the engine"
+    await press(started, 12, first=2000)
+    assert where(started, tokens) == [0, 6, 6]
+    assert execute_command(started.engine, "e", Unpin("p")).blocks == 6
+    await press(started, 12, first=3000)
+    assert where(started, tokens)[:2] == [0, 0]
+
+
+async def test_what_is_kept_is_kept_below_and_again_when_it_comes_up(started: Started) -> None:
+    tokens = prompt(96)
+    retain = Retain(0, None, 90, explicit=True)
+    await started.run("a", tokens, max_tokens=1, retention=[retain])
+    assert execute_command(started.engine, "e", Clear(tiers=[0])).blocks == 6
+    await press(started, 12)
+    assert where(started, tokens) == [0, 6, 6], "others of the host's 96 have gone"
+    await started.run("b", tokens, max_tokens=1)
+    await press(started, 6, first=2000)
+    assert where(started, tokens)[0] == 5, "the last one was computed, and nothing asked for it"
+
+
+async def test_what_a_step_has_stored_is_told_before_it_is_dropped() -> None:
+    made = await start_mock(host_blocks=96, speedup=0.02)  # a step takes most of a second
+    made.submit("a", prompt(100), max_tokens=1)
+    await eventually(lambda: made.load().steps == 1, timeout=30, what="the step is under way")
+    assert execute_command(made.engine, "e", Clear()).blocks == 6
+    await made.ended("a")
+    assert where(made, prompt(100)) == [0, 0, 0]
+    await made.engine.close()

@@ -1,0 +1,61 @@
+"""Admission of work by a worker."""
+
+from array import array
+
+import pytest
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import (
+    Capacity,
+    Guided,
+    Sampling,
+    Work,
+)
+from kvmesh.worker.engine import EngineInfo
+from kvmesh.worker.requests.admission import rejection_reason
+
+INFO = EngineInfo(
+    name="mock",
+    version="1",
+    context=100,
+    block_size=16,
+    capacity=Capacity(blocks=10, max_sequences=4, max_batched_tokens=64, dp_ranks=2),
+    adapters=["lora"],
+)
+GUIDED = Guided(kind="regex", value="aaaaaaaaa")
+
+
+def work(count: int = 10, **fields: object) -> Work:
+    base = Work(
+        request="a",
+        frontend="f",
+        tokens=array("I", range(count)).tobytes(),
+        sampling=Sampling(max_tokens=20),
+    )
+    return replace(base, **fields)
+
+
+def test_good_work_passes() -> None:
+    assert rejection_reason(work(), INFO, 9) == ""
+    assert rejection_reason(work(99), INFO, 9) == ""
+    assert rejection_reason(work(rank=1, adapter="lora", generated=9), INFO, 9) == ""
+    assert rejection_reason(work(sampling=Sampling(max_tokens=20, guided=GUIDED)), INFO, 9) == ""
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        (work(tokens=b"123"), "3 bytes"),
+        (work(0), "empty"),
+        (work(100), "100 tokens"),
+        (work(generated=10), "10 generated"),
+        (work(generated=-1), "-1 generated"),
+        (work(30, generated=20), "max_tokens is 20"),
+        (work(rank=2), "no rank 2"),
+        (work(rank=-1), "no rank -1"),
+        (work(adapter="other"), "no adapter other"),
+        (work(sampling=Sampling(max_tokens=20, guided=GUIDED)), "the regex has 9 bytes; at"),
+    ],
+)
+def test_bad_work_is_named(item: Work, reason: str) -> None:
+    assert reason in rejection_reason(item, INFO, 8)

@@ -1,0 +1,78 @@
+"""Numbering, retention and resending of output."""
+
+from array import array
+
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import (
+    Chunk,
+    Sampling,
+    Work,
+)
+from kvmesh.worker.engine import OutputDelta
+from kvmesh.worker.requests.output_buffer import OutputBuffer
+
+
+def work(count: int = 10, **fields: object) -> Work:
+    base = Work(
+        request="a",
+        frontend="f",
+        tokens=array("I", range(count)).tobytes(),
+        sampling=Sampling(max_tokens=20),
+    )
+    return replace(base, **fields)
+
+
+def test_transcripts_number_tokens_and_sort_them_by_frontend() -> None:
+    kept = OutputBuffer()
+    kept.start(work())
+    kept.start(work(request="b", frontend="g", generated=4))
+    first = kept.add([OutputDelta("a", [1, 2], cached=[16]), OutputDelta("b", [9])], 0.0)
+    assert first == {"f": [Chunk("a", 0, [1, 2], cached=[16])], "g": [Chunk("b", 4, [9])]}
+    second = kept.add([OutputDelta("a", [3], finish="stop"), OutputDelta("stranger", [1])], 0.0)
+    assert second == {"f": [Chunk("a", 2, [3], "stop")]}
+    assert kept.add([OutputDelta("a", [4])], 0.0) == {}
+    assert kept.live == ["b"]
+    assert kept.live_count == 1
+    kept.drop("b")
+    kept.drop("b")
+    assert kept.live_count == 0
+
+
+def test_transcripts_give_again_what_is_asked_for() -> None:
+    kept = OutputBuffer()
+    kept.start(work(generated=4))
+    kept.add(
+        [OutputDelta("a", [5, 6, 7], cached=[0], logprobs=[{5: 0.0}, {6: 0.0}, {7: 0.0}])], 0.0
+    )
+    again = Chunk("a", 5, [6, 7], cached=[0], logprobs=[{6: 0.0}, {7: 0.0}])
+    assert kept.output_from("a", 5) == ("f", again)
+    for early in (0, 4):
+        found = kept.output_from("a", early)
+        assert found is not None
+        assert (found[1].offset, found[1].tokens) == (4, [5, 6, 7])
+    assert kept.output_from("b", 0) is None
+
+
+def test_what_an_engine_does_not_tell_is_told_for_it() -> None:
+    kept = OutputBuffer()
+    kept.start(work(), ["unsupported"], "unsupported")
+    kept.start(work(request="b"), ["unsupported"], "unsupported")
+    first = kept.add([OutputDelta("a", [1], cached=[0]), OutputDelta("b", [1], cached=[0])], 0.0)[
+        "f"
+    ]
+    assert [(chunk.retention, chunk.decode) for chunk in first] == [(["unsupported"], None)] * 2
+    last = [OutputDelta("a", [2], "stop"), OutputDelta("b", [2], "stop", decode="clipped")]
+    assert [chunk.decode for chunk in kept.add(last, 0.0)["f"]] == ["unsupported", "clipped"]
+    again = [found[1] for name in "ab" if (found := kept.output_from(name, 0)) is not None]
+    assert [chunk.decode for chunk in again] == ["unsupported", "clipped"]
+
+
+def test_ended_transcripts_are_kept_for_a_while() -> None:
+    kept = OutputBuffer(retain_s=5)
+    kept.start(work())
+    kept.add([OutputDelta("a", [1], finish="stop")], 100.0)
+    kept.add([], 105.0)
+    assert "a" in kept
+    kept.add([], 105.1)
+    assert "a" not in kept

@@ -1,0 +1,112 @@
+"""What is bounded stays within its bound, whatever comes in whatever order."""
+
+import asyncio
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmesh.bus.messages import KvEvent, Prefetch, Removed, Stored, Work
+from kvmesh.bus.publisher import Backlog
+from kvmesh.retention.outcomes import Directive
+from kvmesh.retention.pins import Pinned, PinTable
+from kvmesh.worker.adapters import prefetch as prefetches
+from kvmesh.worker.adapters.prefetch import PrefetchQueue
+
+IDS = st.integers(0, 9).map(str)
+TENANTS = st.sampled_from(["red", "blue", "green"])
+SLOTS = 4
+
+
+@given(st.lists(st.tuples(st.booleans(), IDS, TENANTS, st.integers(1, 50)), max_size=60))
+def test_a_table_of_pins_holds_at_most_so_many_and_tells_which_it_ends(
+    steps: list[tuple[bool, str, str, int]],
+) -> None:
+    table: PinTable[int] = PinTable(most=SLOTS)
+    live: set[str] = set()
+    for adds, name, tenant, deadline in steps:
+        if adds:
+            directive = Directive(tenant, 100, 9.0)
+            over = table.put(Pinned(name, [int(name)], 100, float(deadline), directive))
+            live = (live - {pin.id for pin in over}) | {name}
+        else:
+            assert (table.remove(name) is not None) == (name in live)
+            live.discard(name)
+        assert len(table) == len(live) <= SLOTS
+
+
+class Loader:
+    """An engine that never comes to its prefetches."""
+
+    def prompt_hashes(self, request: str, rank: int) -> "array[int] | None":
+        return None
+
+    def estimate_seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
+        return 0.0
+
+    async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    def compute(self, work: Work) -> None:
+        raise AssertionError("nothing is loaded")
+
+    def cancel(self, work: Work) -> None:
+        raise AssertionError("nothing is computed")
+
+
+@given(st.lists(st.tuples(st.booleans(), IDS, TENANTS), max_size=40))
+def test_no_more_prefetches_are_under_way_than_there_are_slots(
+    steps: list[tuple[bool, str, str]],
+) -> None:
+    async def run() -> None:
+        under_way = PrefetchQueue(Loader(), 1)
+        refused = False
+        for starts, name, tenant in steps:
+            if starts:
+                tokens = int(name).to_bytes(4, "little")
+                wish = Prefetch(id=name, tokens=tokens, salt=1, tenant=tenant, deadline_s=60.0)
+                refused = bool(under_way.start(wish))
+            else:
+                under_way.cancel(name)
+            count = len(under_way._tasks)
+            assert count <= SLOTS
+            assert not (refused and starts) or count == SLOTS, "a slot was free"
+            await asyncio.sleep(0)
+        await under_way.close()
+        assert not under_way._tasks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefetches, "MAX_PREFETCHES", SLOTS)
+        asyncio.run(run())
+
+
+def stored(blocks: int) -> Stored:
+    return Stored(0, None, bytes(8 * blocks), bytes(8 * blocks))
+
+
+EVENTS = st.one_of(
+    st.integers(1, 40).map(stored), st.integers(1, 40).map(lambda n: Removed(0, bytes(8 * n)))
+)
+
+
+@given(st.lists(st.one_of(EVENTS, st.integers(1, 2000)), max_size=60))
+def test_a_backlog_counts_what_it_holds_and_gives_all_of_it_in_order(
+    steps: list[KvEvent | int],
+) -> None:
+    backlog = Backlog(1 << 20)
+    put: list[KvEvent] = []
+    taken: list[KvEvent] = []
+    for step in steps:
+        if isinstance(step, int):
+            taken += backlog.take(step)
+        else:
+            backlog.extend([step])
+            put.append(step)
+        assert (backlog.bytes == 0) == (len(taken) == len(put))
+        assert backlog.bytes >= 0
+    while some := backlog.take(500):
+        taken += some
+    assert taken == put
+    assert backlog.bytes == 0

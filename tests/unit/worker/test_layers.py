@@ -1,0 +1,73 @@
+"""The worker's import order: service → node → roles → engine contract; engines stand apart."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvmesh.worker.engine
+
+PACKAGE = "kvmesh.worker."
+ROOT = Path(kvmesh.worker.engine.__file__).parent
+LEAVES = {"scratch"}
+CONTRACT = {"engine", "capabilities"}
+ENGINE_PARTS = {"adapters", "constraints", "enginecore", "metrics", "model_folder", *CONTRACT}
+ALLOWED = {
+    "scratch": set[str](),
+    "enginecore": set(),
+    "engine": set(),
+    "capabilities": {"engine", "enginecore"},
+    "model_folder": {"engine"},
+    "metrics": {"capabilities", "enginecore"},
+    "constraints": {"engine"},
+    "adapters": {"engine", "enginecore"},
+    "engines": {*ENGINE_PARTS, *LEAVES},
+    "health": {"engine"},
+    "requests": {"constraints", *CONTRACT},
+    "control": {"requests", *CONTRACT},
+    "load_publisher": set(),
+    "model_card": {"engine", "model_folder"},
+    "default_model": {"engine", *LEAVES},
+    "node": {
+        *CONTRACT,
+        *("control", "enginecore", "health", "load_publisher", "model_card", "requests"),
+    },
+    "service": {"default_model", "engine", "metrics", "model_card", "node"},
+}
+FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")
+
+
+def imports(file: Path) -> Iterator[str]:
+    """The worker's modules that a file imports, without the package's name."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.removeprefix(PACKAGE) for name in names if name.startswith(PACKAGE))
+
+
+def part(file: Path) -> str:
+    return file.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def test_every_part_has_a_place_in_the_order() -> None:
+    assert {part(file) for file in FILES} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_follow_the_order(file: Path) -> None:
+    allowed = {part(file), *ALLOWED[part(file)]}
+    assert {name.partition(".")[0] for name in imports(file)} <= allowed
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_engine_imports_another_one(file: Path) -> None:
+    own = file.relative_to(ROOT).parts
+    for name in imports(file):
+        names = name.split(".")
+        if own[0] == names[0] == "engines" and len(own) > 2:
+            assert names[1] in {own[1], "retention_settings"}, name
