@@ -188,10 +188,10 @@ async def test_the_kvbm_dies_again_and_again(nodes: Nodes, start: Start) -> None
 
     def loads_again(before: int) -> bool:
         done = all(task.done() for task in working)
-        return done or sum(host.lower.counts.loaded[1] for host in hosts) > before
+        return done or sum(host.lower_tiers.counts.loaded[1] for host in hosts) > before
 
     while not all(task.done() for task in working):
-        loaded = sum(host.lower.counts.loaded[1] for host in hosts)
+        loaded = sum(host.lower_tiers.counts.loaded[1] for host in hosts)
         await asyncio.wait(working, timeout=0.3)
         nodes.mesh.kill("here")
         nodes.mesh.restart("here")
@@ -223,12 +223,12 @@ async def test_the_kvbm_freezes_in_the_middle_of_work_and_thaws(nodes: Nodes, st
 
     def further(before: list[int], loaded: int) -> bool:
         moved = all(now > then for now, then in zip(turns, before, strict=True))
-        return moved and sum(host.lower.counts.loaded[1] for host in hosts) > loaded
+        return moved and sum(host.lower_tiers.counts.loaded[1] for host in hosts) > loaded
 
     working = [asyncio.create_task(work(number)) for number in range(2)]
     process = nodes.mesh.processes["here"]
     for _ in range(3):
-        loaded = sum(host.lower.counts.loaded[1] for host in hosts)
+        loaded = sum(host.lower_tiers.counts.loaded[1] for host in hosts)
         await eventually(partial(further, turns.copy(), loaded), what="blocks are loaded")
         process.send_signal(signal.SIGSTOP)
         try:
@@ -272,7 +272,7 @@ async def test_nothing_grows_in_a_long_run(nodes: Nodes, start: Start, tmp_path:
     for host in hosts:
         await host.written()
         await host.check_books()
-        assert min(host.lower.counts.loaded[1:3]) > 0
+        assert min(host.lower_tiers.counts.loaded[1:3]) > 0
     files, pages = resources()
     assert files <= before[0] + 4
     assert pages <= before[1] * 1.1

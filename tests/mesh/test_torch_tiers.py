@@ -72,7 +72,7 @@ async def test_what_left_the_engine_comes_back_from_below(kvbm: SmallKvbm, start
     await host.run(make_work("again", tokens))
     assert host.cached("again") == [0, 96]
     assert host.answer("again") == host.answer("first") == await cold(start, tokens)
-    assert host.lower.counts.loaded == [0, 6, 0, 0]
+    assert host.lower_tiers.counts.loaded == [0, 6, 0, 0]
     assert kvbm.count(Await) == 1
     await eventually(lambda: kvbm.count(Computed) >= 2)
     await host.check_books()
@@ -112,7 +112,7 @@ async def test_damaged_blocks_are_computed_anew(kvbm: SmallKvbm, start: Start) -
     await two.run(make_work("two", tokens))
     assert two.cached("two") == [0, 32]
     assert two.answer("two") == one.answer("one")
-    assert two.lower.counts.corrupt == 1
+    assert two.lower_tiers.counts.corrupt == 1
     await eventually(lambda: kvbm.count(Corrupt) == 1 and len(kvbm.blocks) == 6)
     await two.check_books()
 
@@ -132,8 +132,8 @@ async def test_many_at_once_with_little_memory(kvbm: SmallKvbm, start: Start) ->
         assert {name: host.answer(name) for name in prompts} == expected
         await host.written()
         await host.check_books()
-    assert one.lower.counts.loaded[1] > 0
-    assert two.lower.counts.loaded[1] > 0
+    assert one.lower_tiers.counts.loaded[1] > 0
+    assert two.lower_tiers.counts.loaded[1] > 0
     await eventually(lambda: not kvbm.tickets, what="tickets are back")
 
 
@@ -142,7 +142,9 @@ async def test_a_silent_kvbm_delays_but_loses_nothing(
 ) -> None:
     monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
     host = await start("w-1")
-    host.lower._options = type(host.lower._options)(wait_s=0.0, deadline_s=5.0, queue=100)
+    host.lower_tiers._options = type(host.lower_tiers._options)(
+        wait_s=0.0, deadline_s=5.0, queue=100
+    )
     kvbm.silent = {Fetch, Offer}
     tokens = prompt(50)
     await host.run(make_work("a", tokens), make_work("b", prompt(40, 3)))
@@ -180,7 +182,7 @@ async def test_a_prefetch_loads_before_anybody_asks(kvbm: SmallKvbm, start: Star
     await one.run(make_work("one", tokens))
     await eventually(lambda: len(kvbm.blocks) == 6)
     assert not two.engine.prefetch(wish(tokens))
-    await eventually(lambda: two.lower.counts.loaded[1] == 6)
+    await eventually(lambda: two.lower_tiers.counts.loaded[1] == 6)
     await eventually(lambda: not two.engine.abort("p"), what="it has ended")
     await two.run(make_work("two", tokens))
     assert two.cached("two") == [96]

@@ -21,8 +21,8 @@ from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings
 from kvmesh.worker.engines.vllm import bridge
-from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector
-from kvmesh.worker.engines.vllm.bridge import BridgeOptions, Lookups, Origin
+from kvmesh.worker.engines.vllm.block_sharing import kvbm_transfer_config
+from kvmesh.worker.engines.vllm.bridge import BridgeOptions, RequestOrigin, SchedulerBridge
 
 LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
@@ -30,8 +30,8 @@ LAYOUT = KvLayout(
 TOKENS = list(range(12))
 
 
-def origin(request: str) -> Origin:
-    return Origin(request=request, salt=0, adapter="", tenant="", session=None, retention=[])
+def origin(request: str) -> RequestOrigin:
+    return RequestOrigin(request=request, salt=0, adapter="", tenant="", session=None, retention=[])
 
 
 @pytest_asyncio.fixture
@@ -49,8 +49,8 @@ async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[
 
 
 @pytest_asyncio.fixture
-async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[Lookups]:
-    bridge.tell_bus(bus.options)
+async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[SchedulerBridge]:
+    bridge.export_bus_options(bus.options)
     options = BridgeOptions(
         weights="w",
         node=kvbm.node,
@@ -60,7 +60,7 @@ async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[Lookups]:
         wait_s=0.0,
         queue=100,
     )
-    lookups = await asyncio.to_thread(Lookups, options, LAYOUT)
+    lookups = await asyncio.to_thread(SchedulerBridge, options, LAYOUT)
     await eventually(lambda: lookups._client.key, what="it attaches")
     yield lookups
     await asyncio.to_thread(lookups.close)
@@ -86,12 +86,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-async def found(lookups: Lookups, request: str) -> None:
+async def found(lookups: SchedulerBridge, request: str) -> None:
     await eventually(lambda: lookups.find(request, origin(request), TOKENS, 0) == 3)
 
 
 async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
-    lookups: Lookups, kvbm: SmallKvbm, clock: Clock
+    lookups: SchedulerBridge, kvbm: SmallKvbm, clock: Clock
 ) -> None:
     for request in ("left", "asked", "taken"):
         await found(lookups, request)
@@ -116,10 +116,10 @@ async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
 def test_what_vllm_logs_of_the_connector_says_nothing_of_how_to_connect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(bridge.BUS, "")
+    monkeypatch.setenv(bridge.BUS_OPTIONS_VARIABLE, "")
     (tmp_path / "config.json").write_text("{}")
     nats = NatsSettings(
         url="nats://u:hidden@h", password="hidden", token="hidden", nkey_seed="hidden"
     )
-    assert "hidden" not in str(kvbm_connector(Settings(nats=nats), tmp_path, "m"))
-    assert bridge.told_bus() == bus_options(nats)
+    assert "hidden" not in str(kvbm_transfer_config(Settings(nats=nats), tmp_path, "m"))
+    assert bridge.inherited_bus_options() == bus_options(nats)

@@ -87,9 +87,9 @@ class Host:
         )
 
     @property
-    def lower(self) -> LowerTiers:
-        assert self.engine._lower is not None
-        return self.engine._lower
+    def lower_tiers(self) -> LowerTiers:
+        assert self.engine._lower_tiers is not None
+        return self.engine._lower_tiers
 
     async def run(self, *works: Work) -> None:
         """Submit works together and wait for their ends."""
@@ -99,7 +99,7 @@ class Host:
             await eventually(partial(self.ended, work.request), what=work.request)
 
     async def written(self) -> None:
-        await eventually(lambda: self.lower.writer.idle, what="all is written")
+        await eventually(lambda: self.lower_tiers.writer.idle, what="all is written")
 
     def ended(self, name: str) -> str | None:
         assert not self.told.failures
@@ -121,5 +121,7 @@ class Host:
         """Wait until no block is referenced and every block is accounted for."""
         core = self.engine._core
         await eventually(lambda: core.blocks.active == 0, what="all blocks are given back")
-        assert core.slots.contents == core.blocks.contents
-        assert core.slots.free + len(core.slots.contents) == core.blocks.capacity
+        assert core.physical_blocks.contents == core.blocks.contents
+        assert (
+            core.physical_blocks.free + len(core.physical_blocks.contents) == core.blocks.capacity
+        )

@@ -38,7 +38,7 @@ def check(driver: Driver, index: PrefixIndex, prompts: list[list[int]]) -> None:
     core = driver.core
     apply(index, driver.events)
     driver.events.clear()
-    assert driver.held == core.blocks.contents == core.slots.contents
+    assert driver.held == core.blocks.contents == core.physical_blocks.contents
     for tokens in prompts:
         held = core.blocks.match_prefix(array("Q", hashes(tokens)[1])).matched
         assert overlap(index, tokens) == held
@@ -78,7 +78,7 @@ def test_replayed_events_equal_the_contents(seed: int) -> None:
     driver.run()
     check(driver, index, prompts)
     assert driver.core.blocks.active == 0
-    assert driver.core.slots.free == BLOCKS - len(driver.held)
+    assert driver.core.physical_blocks.free == BLOCKS - len(driver.held)
     dumped = create_index()
     apply(dumped, driver.core.blocks.dump())
     assert all(overlap(dumped, tokens) == overlap(index, tokens) for tokens in prompts)

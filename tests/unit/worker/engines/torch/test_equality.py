@@ -137,7 +137,7 @@ def test_as_many_blocks_come_in_as_there_is_room_for(model: PagedModel) -> None:
     here = Driver(make_core(model, blocks=6))
     here.run(make_work("old", prompt(60, 4), 1))
     assert here.bring_in(there.take_out(tokens)) == 6
-    assert here.held == here.core.blocks.contents == here.core.slots.contents
+    assert here.held == here.core.blocks.contents == here.core.physical_blocks.contents
 
 
 def test_foreign_blocks_are_refused(model: PagedModel) -> None:
@@ -170,7 +170,7 @@ def test_prompts_whose_hashes_collide_get_nothing_of_each_other(
         assert {name: driver.answer(name) for name in prompts} == expected
         driver.run(*(make_work(f"{name}b", tokens, 40) for name, tokens in prompts.items()))
         assert {name: driver.answer(f"{name}b") for name in prompts} == expected
-    assert driver.held == driver.core.blocks.contents == driver.core.slots.contents
+    assert driver.held == driver.core.blocks.contents == driver.core.physical_blocks.contents
 
 
 def test_blocks_come_in_up_to_one_that_is_held_for_other_tokens(

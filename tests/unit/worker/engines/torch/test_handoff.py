@@ -141,9 +141,9 @@ async def test_blocks_of_another_model_are_computed_again(start: Start) -> None:
 
 async def test_without_room_no_kv_is_left(start: Start) -> None:
     first = await start("prefill", staging_bytes=1)
-    before = count("left", "failed")
+    before = count("offered", "failed")
     assert (await first.prompt("a", TOKENS)).handoff is None
-    assert count("left", "failed") == before + 1
+    assert count("offered", "failed") == before + 1
     await eventually(lambda: first.idle_blocks)
 
 
@@ -152,7 +152,7 @@ async def test_what_nobody_fetches_is_let_go(
 ) -> None:
     first, second = await start("prefill", lend_s=0.05), await start("decode")
     work = await first.prompt("a", TOKENS)
-    await eventually(lambda: "nobody has fetched" in caplog.text)
+    await eventually(lambda: "expired unfetched" in caplog.text)
     assert len(await second.run(work)) == 12
     assert second.sink.cached(work.request) == 0
 

@@ -173,7 +173,7 @@ async def test_a_model_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -
 async def test_options_that_cannot_be_met_stop_the_start() -> None:
     with pytest.raises(EngineError, match="holds no block"):
         await started(tiny_model(), blocks=0, kv_bytes=100)
-    with pytest.raises(EngineError, match="there is no device"):
+    with pytest.raises(EngineError, match="unknown device"):
         await started(tiny_model(), device="nonesuch")
 
 

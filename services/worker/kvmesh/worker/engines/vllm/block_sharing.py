@@ -13,17 +13,17 @@ from kvmesh._native import xxh3
 from kvmesh.bus.messages import Work
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
-from kvmesh.worker.engines.vllm.bridge import BridgeOptions, Origin, tell_bus
+from kvmesh.worker.engines.vllm.bridge import BridgeOptions, RequestOrigin, export_bus_options
 
 KEY = "kvmesh"
 CONNECTOR = "KvmeshConnector"
 HEAD_BYTES = 1 << 20
 
 
-def kvbm_connector(settings: Settings, folder: Path, served: str) -> dict[str, Any]:
+def kvbm_transfer_config(settings: Settings, folder: Path, served: str) -> dict[str, Any]:
     """vLLM's `kv_transfer_config` for our connector."""
     worker = settings.worker
-    tell_bus(bus_options(settings.nats))
+    export_bus_options(bus_options(settings.nats))
     options = BridgeOptions(
         weights=fingerprint(folder, settings.vllm.args),
         node=worker.node or os.uname().nodename,
@@ -42,19 +42,19 @@ def kvbm_connector(settings: Settings, folder: Path, served: str) -> dict[str, A
     }
 
 
-def shares(arguments: dict[str, Any]) -> bool:
+def uses_kvmesh_connector(arguments: dict[str, Any]) -> bool:
     """Whether these engine arguments name our connector."""
     config = arguments.get("kv_transfer_config")
     return isinstance(config, dict) and config["kv_connector"] == CONNECTOR
 
 
-def shared(work: Work) -> dict[str, Any]:
+def kvbm_request_args(work: Work) -> dict[str, Any]:
     """The `extra_args` of a request, from which our connector learns whose blocks they are."""
     retention = list(work.retention)
     if work.decode is not None:
         base = len(work.tokens) // 4 - work.generated
         retention.append(replace(work.decode, start=base, end=None))
-    origin = Origin(
+    origin = RequestOrigin(
         request=work.request,
         salt=work.salt,
         adapter=work.adapter or "",

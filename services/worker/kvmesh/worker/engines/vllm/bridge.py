@@ -42,11 +42,11 @@ from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-BUS = "KVMESH_BUS"
+BUS_OPTIONS_VARIABLE = "KVMESH_BUS"
 START_S = 10.0
 DEADLINE_S = 30.0
 UNCLAIMED_S = 60.0
-WRITTEN_S = 1.0
+WRITE_GRACE_S = 1.0
 
 
 class BridgeOptions(Struct, frozen=True, kw_only=True):
@@ -64,17 +64,17 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     queue: int
 
 
-def tell_bus(options: BusOptions) -> None:
+def export_bus_options(options: BusOptions) -> None:
     """Let connectors in this process, and in those that it starts, connect in the same way."""
-    os.environ[BUS] = msgspec.json.encode(options).decode()
+    os.environ[BUS_OPTIONS_VARIABLE] = msgspec.json.encode(options).decode()
 
 
-def told_bus() -> BusOptions:
-    """The options that `tell_bus` was given."""
-    return msgspec.json.decode(os.environ[BUS], type=BusOptions)
+def inherited_bus_options() -> BusOptions:
+    """The options that `export_bus_options` was given."""
+    return msgspec.json.decode(os.environ[BUS_OPTIONS_VARIABLE], type=BusOptions)
 
 
-class Origin(Struct, frozen=True, kw_only=True):
+class RequestOrigin(Struct, frozen=True, kw_only=True):
     """What a request says of its prompt's blocks; see `Work`."""
 
     request: str
@@ -85,7 +85,7 @@ class Origin(Struct, frozen=True, kw_only=True):
     retention: list[Retain] = []
 
 
-class Bridge:
+class KvbmBridge:
     """A client of the block manager in a thread; raises BusError if there is no bus.
 
     Calls come from vLLM's thread, and those of its subclasses return at once.
@@ -112,7 +112,7 @@ class Bridge:
 
     async def _open(self, instance: str) -> tuple[Bus, StoreClient]:
         options = self._options
-        bus = await Bus.connect(told_bus(), instance, START_S)
+        bus = await Bus.connect(inherited_bus_options(), instance, START_S)
         limits = StreamLimits(lease_s=options.lease_s)
         tenant = Tenant(
             node=options.node, instance=instance, model=options.model, layout=self._layout
@@ -128,11 +128,16 @@ class Bridge:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(3 * START_S)
 
-    def _chain(self, origin: Origin) -> DigestChain:
+    def _chain(self, origin: RequestOrigin) -> DigestChain:
         return DigestChain(self._options.model, origin.adapter, origin.tenant, self._layout)
 
     def _prompt(
-        self, request: str, origin: Origin, chain: DigestChain, tokens: "array[int]", key: bytes
+        self,
+        request: str,
+        origin: RequestOrigin,
+        chain: DigestChain,
+        tokens: "array[int]",
+        key: bytes,
     ) -> KvbmPrompt:
         local, sequence = block_hashes(tokens.tobytes(), self._layout.block_size, origin.salt)
         return KvbmPrompt(
@@ -169,7 +174,7 @@ class LookupResult(Struct):
         return self.offsets[skipped:], self.tiers[skipped:]
 
 
-class Lookups(Bridge):
+class SchedulerBridge(KvbmBridge):
     """The scheduler's bridge: what there is of prompts, held until it has been copied."""
 
     def __init__(self, options: BridgeOptions, layout: KvLayout) -> None:
@@ -181,7 +186,7 @@ class Lookups(Bridge):
         self.corrupt = 0
         super().__init__(options, "scheduler", layout, torch.device("cpu"))
 
-    def find(self, request: str, origin: Origin, tokens: list[int], held: int) -> int | None:
+    def find(self, request: str, origin: RequestOrigin, tokens: list[int], held: int) -> int | None:
         """Blocks after the `held` ones that can be loaded; None: not known yet, ask again."""
         with self._lock:
             if request in self._found:
@@ -224,10 +229,15 @@ class Lookups(Bridge):
         """The request computes no more; what it has computed is written a little later."""
         self.finish(request)
         computed = self._client.computed
-        self._loop.call_soon_threadsafe(self._loop.call_later, WRITTEN_S, computed, request)
+        self._loop.call_soon_threadsafe(self._loop.call_later, WRITE_GRACE_S, computed, request)
 
     async def _look_up(
-        self, request: str, origin: Origin, tokens: "array[int]", held: int, end: asyncio.Event
+        self,
+        request: str,
+        origin: RequestOrigin,
+        tokens: "array[int]",
+        held: int,
+        end: asyncio.Event,
     ) -> None:
         try:
             await self._hold(request, origin, tokens, held, end)
@@ -239,7 +249,12 @@ class Lookups(Bridge):
                     self._found.setdefault(request, None)
 
     async def _hold(
-        self, request: str, origin: Origin, tokens: "array[int]", held: int, end: asyncio.Event
+        self,
+        request: str,
+        origin: RequestOrigin,
+        tokens: "array[int]",
+        held: int,
+        end: asyncio.Event,
     ) -> None:
         key = self._client.key
         if key is None:
@@ -307,10 +322,10 @@ class Lookups(Bridge):
             return True
 
 
-class Staged:
+class StagedBlocks:
     """A request's tokens, and the content of those of its blocks that are not written yet."""
 
-    def __init__(self, request: str, origin: Origin, chain: DigestChain) -> None:
+    def __init__(self, request: str, origin: RequestOrigin, chain: DigestChain) -> None:
         self.request = request
         self.origin = origin
         self.chain = chain
@@ -318,13 +333,13 @@ class Staged:
         self.rows: dict[int, Tensor] = {}
 
 
-class Writes(Bridge):
+class WorkerBridge(KvbmBridge):
     """The model runner's bridge: the arena to copy from, and blocks that are written through."""
 
     def __init__(self, options: BridgeOptions, layout: KvLayout, device: torch.device) -> None:
         self._waiting = 0
         self._skipped = 0
-        self._staged: dict[str, Staged] = {}
+        self._staged: dict[str, StagedBlocks] = {}
         super().__init__(options, "worker", layout, device)
         self._writer = self._wait(self._start())
 
@@ -346,15 +361,15 @@ class Writes(Bridge):
         return self._client.key is not None and self._waiting + blocks <= self._options.queue
 
     def write(
-        self, request: str, origin: Origin, tokens: list[int], first: int, rows: Tensor
+        self, request: str, origin: RequestOrigin, tokens: list[int], first: int, rows: Tensor
     ) -> None:
         """Write through the blocks from `first` on, `rows` being their content."""
         self._loop.call_soon_threadsafe(self._put, request, origin, tokens, first, rows)
 
     def _put(
-        self, request: str, origin: Origin, tokens: list[int], first: int, rows: Tensor
+        self, request: str, origin: RequestOrigin, tokens: list[int], first: int, rows: Tensor
     ) -> None:
-        item = self._staged.get(request) or Staged(request, origin, self._chain(origin))
+        item = self._staged.get(request) or StagedBlocks(request, origin, self._chain(origin))
         end = first + len(rows)
         if self._writer.put(request, item, first, end):
             self._staged[request] = item
@@ -364,24 +379,24 @@ class Writes(Bridge):
 
     # what is read by the writer
 
-    def hold(self, item: Staged, key: bytes) -> KvbmPrompt | None:
+    def hold(self, item: StagedBlocks, key: bytes) -> KvbmPrompt | None:
         del self._staged[item.request]
         return self._prompt(item.request, item.origin, item.chain, item.tokens, key)
 
-    async def copy(self, item: Staged, writing: PendingWrite) -> "array[int]":
+    async def copy(self, item: StagedBlocks, writing: PendingWrite) -> "array[int]":
         places = zip(writing.blocks, writing.offsets, strict=True)
         rows = [(item.rows[block], offset) for block, offset in places]
         return await asyncio.to_thread(_copy_rows, rows, self._arenas.of(writing.arena))
 
-    def release(self, item: Staged) -> None:
+    def release(self, item: StagedBlocks) -> None:
         self._waiting -= len(item.rows)
         item.rows.clear()
 
-    def drop(self, item: Staged) -> None:
+    def drop(self, item: StagedBlocks) -> None:
         del self._staged[item.request]
         self.release(item)
 
-    async def _start(self) -> "WriteThrough[Staged]":
+    async def _start(self) -> "WriteThrough[StagedBlocks]":
         writer = WriteThrough(self._client, self, self._options.queue)
         writer.start()
         return writer

@@ -22,18 +22,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.worker.engines.vllm.block_sharing import KEY
-from kvmesh.worker.engines.vllm.bridge import BridgeOptions, Lookups, Origin, Writes
+from kvmesh.worker.engines.vllm.bridge import (
+    BridgeOptions,
+    RequestOrigin,
+    SchedulerBridge,
+    WorkerBridge,
+)
 from kvmesh.worker.engines.vllm.connector_stats import (
     COMPUTE,
     COPY,
     CORRUPT,
     LOADED,
+    KvmeshConnectorStats,
     StepMeter,
-    StepStats,
 )
 
 
-class LoadStep(Struct):
+class BlockLoad(Struct):
     """Blocks of vLLM to fill from these offsets of an arena."""
 
     request: str
@@ -42,32 +47,32 @@ class LoadStep(Struct):
     blocks: list[int]
 
 
-class SaveStep(Struct):
+class BlockSave(Struct):
     """Blocks of vLLM that hold blocks `first` … of a prompt after this step.
 
     `tokens` are those of all blocks up to the last.
     """
 
     request: str
-    origin: Origin
+    origin: RequestOrigin
     tokens: list[int]
     first: int
     blocks: list[int]
 
 
-class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
+class KvmeshConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
     """What the model runner does around one step, in which it computes `prefill` prompt tokens."""
 
     def __init__(self) -> None:
         self.prefill = 0
-        self.loads: list[LoadStep] = []
-        self.saves: list[SaveStep] = []
+        self.loads: list[BlockLoad] = []
+        self.saves: list[BlockSave] = []
 
 
-class Track:
+class TrackedRequest:
     """A request in vLLM: its blocks, `saved` of which have been dealt with."""
 
-    def __init__(self, request: Any, origin: Origin) -> None:
+    def __init__(self, request: Any, origin: RequestOrigin) -> None:
         self.request = request
         self.origin = origin
         self.blocks: list[int] = []
@@ -86,13 +91,15 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         self._layout = _layout(self._options.weights, kv_cache_config)
         self._size = self._layout.block_size
         self._scheduler: _SchedulerSide | None = None
-        self._writes: Writes | None = None
+        self._writes: WorkerBridge | None = None
         self._layers: list[Tensor] = []
         self._failed: set[int] = set()
         self._received: set[str] = set()
         self._meter = StepMeter()
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = _SchedulerSide(Lookups(self._options, self._layout), self._size)
+            self._scheduler = _SchedulerSide(
+                SchedulerBridge(self._options, self._layout), self._size
+            )
 
     # the scheduler's half
 
@@ -104,7 +111,7 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._planner.allocated(request, blocks, num_external_tokens // self._size)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+    def build_connector_meta(self, scheduler_output: Any) -> KvmeshConnectorMetadata:
         return self._planner.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -122,14 +129,14 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     # either half
 
-    def get_kv_connector_stats(self) -> StepStats | None:
+    def get_kv_connector_stats(self) -> KvmeshConnectorStats | None:
         if self._scheduler is not None:
             return self._scheduler.take_stats()
         return self._meter.take(*self._writes.counts) if self._writes is not None else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StepStats:
-        return StepStats(data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvmeshConnectorStats:
+        return KvmeshConnectorStats(data or {})
 
     # the model runner's half
 
@@ -138,7 +145,7 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         held = sum(cache[0].numel() * cache.element_size() for cache in self._layers)
         if held != self._layout.block_bytes:
             raise ValueError(f"a block has {held} bytes, not {self._layout.block_bytes}")
-        self._writes = Writes(self._options, self._layout, self._layers[0].device)
+        self._writes = WorkerBridge(self._options, self._layout, self._layers[0].device)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -194,15 +201,15 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         return self._scheduler
 
     @property
-    def _writer(self) -> Writes:
+    def _writer(self) -> WorkerBridge:
         if self._writes is None:
             raise RuntimeError("no KV caches have been registered")
         return self._writes
 
     @property
-    def _plan(self) -> StepPlan:
+    def _plan(self) -> KvmeshConnectorMetadata:
         plan = self._get_connector_metadata()
-        if not isinstance(plan, StepPlan):
+        if not isinstance(plan, KvmeshConnectorMetadata):
             raise TypeError(f"the plan of a step is a {type(plan).__name__}")
         return plan
 
@@ -227,14 +234,14 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 class _SchedulerSide:
     """What vLLM's scheduler knows of its requests, and what its model runner is to do."""
 
-    def __init__(self, lookups: Lookups, block_size: int) -> None:
+    def __init__(self, lookups: SchedulerBridge, block_size: int) -> None:
         self.lookups = lookups
         self._size = block_size
-        self._tracks: dict[str, Track] = {}
+        self._tracks: dict[str, TrackedRequest] = {}
         self._held: dict[str, int] = {}
         self._loaded: dict[str, list[int]] = {}
         self._corrupt = 0
-        self._loads: list[LoadStep] = []
+        self._loads: list[BlockLoad] = []
 
     def match(self, request: Any, held: int) -> tuple[int | None, bool]:
         origin, reusable = _origin(request), (request.num_tokens - 1) // self._size
@@ -251,22 +258,22 @@ class _SchedulerSide:
         name, origin = request.request_id, _origin(request)
         if origin is None:
             return
-        self._tracks.setdefault(name, Track(request, origin))
+        self._tracks.setdefault(name, TrackedRequest(request, origin))
         held, found = self._held.pop(name, 0), self.lookups.take(name)
         places = blocks.get_block_ids()[0][held : held + count]
         if count and found is None:  # given back meanwhile: vLLM hears that it cannot be loaded
-            self._loads.append(LoadStep(name, "", [], places))
+            self._loads.append(BlockLoad(name, "", [], places))
         elif count and found is not None:
             offsets, tiers = found.after(held)
-            self._loads.append(LoadStep(name, found.arena, offsets[:count].tolist(), places))
+            self._loads.append(BlockLoad(name, found.arena, offsets[:count].tolist(), places))
             blocks_of = Counter(tiers[:count])
             deepest = max(blocks_of)
             self._loaded[origin.request] = [blocks_of[n] for n in range(1, deepest + 1)]
         else:
             self.lookups.finish(name)
 
-    def plan(self, output: Any) -> StepPlan:
-        plan, cached = StepPlan(), output.scheduled_cached_reqs
+    def plan(self, output: Any) -> KvmeshConnectorMetadata:
+        plan, cached = KvmeshConnectorMetadata(), output.scheduled_cached_reqs
         plan.loads, self._loads = self._loads, []
         for new in output.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens)
@@ -281,13 +288,13 @@ class _SchedulerSide:
             self._go_on(plan, request, computed, output)
         return plan
 
-    def take_stats(self) -> StepStats | None:
+    def take_stats(self) -> KvmeshConnectorStats | None:
         """Which requests load what from where, and blocks that were not what they should be."""
         loaded, corrupt = self._loaded, self.lookups.corrupt
         if not loaded and corrupt == self._corrupt:
             return None
         self._loaded, self._corrupt = {}, corrupt
-        return StepStats({LOADED: loaded, CORRUPT: corrupt})
+        return KvmeshConnectorStats({LOADED: loaded, CORRUPT: corrupt})
 
     def finished(self, request: str) -> None:
         self._held.pop(request, None)
@@ -302,7 +309,9 @@ class _SchedulerSide:
             track.blocks = list(blocks)
             track.saved = max(track.saved, computed // self._size)
 
-    def _go_on(self, plan: StepPlan, request: str, computed: int, output: Any) -> None:
+    def _go_on(
+        self, plan: KvmeshConnectorMetadata, request: str, computed: int, output: Any
+    ) -> None:
         """Note what is full after the step."""
         track = self._tracks.get(request)
         if track is None:
@@ -316,12 +325,12 @@ class _SchedulerSide:
         track.saved = full
         tokens = list(track.request.all_token_ids[: full * self._size])
         blocks = track.blocks[first:full]
-        plan.saves.append(SaveStep(request, track.origin, tokens, first, blocks))
+        plan.saves.append(BlockSave(request, track.origin, tokens, first, blocks))
 
 
-def _origin(request: Any) -> Origin | None:
+def _origin(request: Any) -> RequestOrigin | None:
     told = (request.kv_transfer_params or {}).get(KEY)
-    return msgspec.convert(told, Origin) if told is not None else None
+    return msgspec.convert(told, RequestOrigin) if told is not None else None
 
 
 def _layout(weights: str, config: Any) -> KvLayout:

@@ -12,7 +12,7 @@ WRITTEN, SKIPPED, CORRUPT = "written_blocks", "skipped_blocks", "corrupt_blocks"
 LOADED = "loaded"
 
 
-class StepStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
+class KvmeshConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
     """The newest speeds and totals, and LOADED: blocks by tier of requests that load them now."""
 
     data: dict[str, Any]
@@ -59,7 +59,7 @@ class StepMeter:
         if tokens >= MIN_MEASURED_TOKENS:
             self._compute.record(tokens, time.perf_counter() - self._began - self._copying)
 
-    def take(self, written: int, skipped: int) -> StepStats | None:
+    def take(self, written: int, skipped: int) -> KvmeshConnectorStats | None:
         """What is new since the last call, if anything."""
         figures = {
             COMPUTE: self._compute.value,
@@ -70,4 +70,4 @@ class StepMeter:
         if figures == self._told:
             return None
         self._told = figures
-        return StepStats(figures)
+        return KvmeshConnectorStats(figures)

@@ -12,7 +12,7 @@ import msgspec
 from kvmesh.bus.messages import Guided
 from kvmesh.worker.constraints.trial_client import TrialClient
 
-MOST_KNOWN = 4096
+MAX_ACCEPTED = 4096
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -40,7 +40,7 @@ class Constraints:
         """Raises Rejected for a constraint that vLLM cannot follow, or should not."""
         await self._trials.try_constraint(guided)
         self._known[_digest(guided)] = None
-        if len(self._known) > MOST_KNOWN:
+        if len(self._known) > MAX_ACCEPTED:
             self._known.popitem(last=False)
 
     def close(self) -> None:

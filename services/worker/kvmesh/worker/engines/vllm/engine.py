@@ -45,7 +45,11 @@ from kvmesh.worker.engine import (
     Rejected,
     Sink,
 )
-from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector, shared, shares
+from kvmesh.worker.engines.vllm.block_sharing import (
+    kvbm_request_args,
+    kvbm_transfer_config,
+    uses_kvmesh_connector,
+)
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
@@ -77,7 +81,7 @@ def create(context: EngineContext) -> "VllmEngine":
         arguments.setdefault("kv_transfer_config", _nixl())
     if vllm.kvbm:
         arguments.setdefault(
-            "kv_transfer_config", kvbm_connector(context.settings, context.folder, served)
+            "kv_transfer_config", kvbm_transfer_config(context.settings, context.folder, served)
         )
     elif "kv_transfer_config" in arguments:
         os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
@@ -108,7 +112,7 @@ class VllmEngine(StreamingAdapter):
         self._constraints: Constraints | None = None
         self._processes: list[int] = []
         self._salts = PromptSalts(served, 1)
-        self._hands_off = not shares(arguments)
+        self._hands_off = not uses_kvmesh_connector(arguments)
         self._stats: list[RankStats] = []
         self._ledgers: list[CacheLedger] = []
         self._blocks = 0
@@ -244,7 +248,7 @@ class VllmEngine(StreamingAdapter):
             **sampling_fields(sampling),
             logit_bias=sampling.logit_bias or None,
             detokenize=False,
-            extra_args=_connector(work) if self._hands_off else shared(work),
+            extra_args=_connector(work) if self._hands_off else kvbm_request_args(work),
             output_kind=RequestOutputKind.DELTA,
             structured_outputs=None
             if guided is None

@@ -11,7 +11,7 @@ from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.connector_stats import CORRUPT, LOADED, SKIPPED, WRITTEN
 
 TIERS = 4
-MOST_LOADED = 4096
+MAX_LOADED_REQUESTS = 4096
 IDLE_S = 1.0
 
 
@@ -86,7 +86,7 @@ class RankStats:
             self._loaded[request] = blocks
             for tier, count in enumerate(blocks, 1):
                 self._blocks[tier] += count
-        while len(self._loaded) > MOST_LOADED:
+        while len(self._loaded) > MAX_LOADED_REQUESTS:
             self._loaded.popitem(last=False)
 
 

@@ -26,7 +26,7 @@ from kvmesh.worker.adapters.vllm_fields import structured_outputs
 from kvmesh.worker.constraints.trial_server import TrialServer
 
 log = logging.getLogger(__name__)
-CHECK_S = 1.0  # of CPU time: prompts that are to be prepared wait meanwhile
+MAX_CHECK_CPU_S = 1.0  # of CPU time: prompts that are to be prepared wait meanwhile
 # `auto` picks one for each request, and the engine core stays with the first that was picked.
 AUTO = ("xgrammar", "guidance")
 BACKENDS = {
@@ -62,8 +62,10 @@ class StructuredOutputs:
             config.structured_outputs_config,
             self._tokenizer,
         )
-        if time.process_time() - began > CHECK_S:
-            raise ValueError(f"this {guided.kind} takes vLLM more than {CHECK_S:g} s to read")
+        if time.process_time() - began > MAX_CHECK_CPU_S:
+            raise ValueError(
+                f"this {guided.kind} takes vLLM more than {MAX_CHECK_CPU_S:g} s to read"
+            )
         picked = asked._backend
         made = [self._compiled(picked, params)]
         for name in self._backends:
