@@ -168,7 +168,7 @@ async def test_the_load_is_what_the_scheduler_says(started: VllmRun) -> None:
 
 
 async def test_a_folder_without_a_model_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="vLLM does not start"):
+    with pytest.raises(EngineError, match="vLLM failed to start"):
         await VllmRun.start(tmp_path)
 
 

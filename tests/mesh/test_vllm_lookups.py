@@ -87,7 +87,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 async def found(lookups: SchedulerBridge, request: str) -> None:
-    await eventually(lambda: lookups.find(request, origin(request), TOKENS, 0) == 3)
+    await eventually(lambda: lookups.lookup(request, origin(request), TOKENS, 0) == 3)
 
 
 async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
@@ -96,20 +96,20 @@ async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
     for request in ("left", "asked", "taken"):
         await found(lookups, request)
     assert len(kvbm.tickets) == 3
-    assert lookups.take("taken") is not None
+    assert lookups.begin_copy("taken") is not None
     clock.now = 0.15
-    assert lookups.find("asked", origin("asked"), TOKENS, 1) == 2
+    assert lookups.lookup("asked", origin("asked"), TOKENS, 1) == 2
     clock.now = 0.3
     await eventually(lambda: kvbm.count(Finish) == 1, what="one is given back")
-    assert lookups.take("left") is None
-    assert lookups.take("asked") is not None
+    assert lookups.begin_copy("left") is None
+    assert lookups.begin_copy("asked") is not None
     clock.now = 10.0
     await found(lookups, "left")
     clock.now = 11.0
     await eventually(lambda: kvbm.count(Finish) == 2, what="it is given back once more")
     assert len(kvbm.tickets) == 2
     for request in ("taken", "asked"):
-        lookups.finish(request)
+        lookups.release_lookup(request)
     await eventually(lambda: not kvbm.tickets)
 
 

@@ -237,9 +237,9 @@ async def test_the_load_counts(run: Run) -> None:
 
 
 async def test_mistakes_stop_the_start(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"does not start: .*no_such"):
+    with pytest.raises(EngineError, match=r"failed to start: .*no_such"):
         await make("no_such=1").start()
-    with pytest.raises(EngineError, match=r"does not start: .*config"):
+    with pytest.raises(EngineError, match=r"failed to start: .*config"):
         await make(folder=tmp_path).start()
 
 

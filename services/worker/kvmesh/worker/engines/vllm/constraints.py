@@ -1,4 +1,4 @@
-"""The constraints that vLLM is given: those that another process has compiled first."""
+"""Constraints for vLLM, each compiled in another process before vLLM receives it."""
 
 import sys
 from collections import OrderedDict
@@ -17,31 +17,37 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Constraints:
-    """Tries each constraint once, under this `VllmConfig`, for `most_s` seconds at most.
+    """Tries each constraint once under a `VllmConfig`, for up to `timeout_s` seconds.
 
-    `folder` is private to this worker.
+    `folder` is private to this worker; the trial process reads the config from it.
     """
 
-    def __init__(self, config: Any, folder: Path, most_s: float) -> None:
+    def __init__(self, config: Any, folder: Path, timeout_s: float) -> None:
         file = folder / "vllm.config"
         file.write_bytes(cloudpickle.dumps(config))
-        command = (sys.executable, "-m", "kvmesh.worker.engines.vllm.trial", str(file), str(most_s))
-        self._trials = TrialClient(most_s, *command)
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        command = (
+            sys.executable,
+            "-m",
+            "kvmesh.worker.engines.vllm.trial",
+            str(file),
+            str(timeout_s),
+        )
+        self._trials = TrialClient(timeout_s, *command)
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
     async def open(self) -> None:
-        """Have the process ready; raises EngineError."""
+        """Start the trial process; raises EngineError."""
         await self._trials.open()
 
     def __contains__(self, guided: Guided) -> bool:
-        return guided.kind == "json_object" or _digest(guided) in self._known
+        return guided.kind == "json_object" or _digest(guided) in self._accepted
 
     async def compile(self, guided: Guided) -> None:
-        """Raises Rejected for a constraint that vLLM cannot follow, or should not."""
+        """Try a constraint; raises Rejected if vLLM cannot compile it within the bounds."""
         await self._trials.try_constraint(guided)
-        self._known[_digest(guided)] = None
-        if len(self._known) > MAX_ACCEPTED:
-            self._known.popitem(last=False)
+        self._accepted[_digest(guided)] = None
+        if len(self._accepted) > MAX_ACCEPTED:
+            self._accepted.popitem(last=False)
 
     def close(self) -> None:
         self._trials.close()
