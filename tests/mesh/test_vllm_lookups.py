@@ -1,4 +1,4 @@
-"""What vLLM's scheduler has looked up stays in the arena while it may be copied, and no longer."""
+"""Blocks found by a lookup of vLLM's scheduler are held while they may be copied, no longer."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ def origin(request: str) -> RequestOrigin:
 
 @pytest_asyncio.fixture
 async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[SmallKvbm]:
-    """One that has three blocks of zeros."""
+    """A kvbm with three blocks of zeros."""
     kvbm = SmallKvbm(bus, limits, tmp_path)
     await kvbm.start()
     root = root_digest(KEY, "m", "", "", LAYOUT)
@@ -90,7 +90,7 @@ async def found(lookups: SchedulerBridge, request: str) -> None:
     await eventually(lambda: lookups.lookup(request, origin(request), TOKENS, 0) == 3)
 
 
-async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
+async def test_an_unpolled_lookup_expires_and_can_be_repeated(
     lookups: SchedulerBridge, kvbm: SmallKvbm, clock: Clock
 ) -> None:
     for request in ("left", "asked", "taken"):
@@ -113,7 +113,7 @@ async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
     await eventually(lambda: not kvbm.tickets)
 
 
-def test_what_vllm_logs_of_the_connector_says_nothing_of_how_to_connect(
+def test_logged_connector_options_contain_no_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bridge.BUS_OPTIONS_VARIABLE, "")

@@ -1,4 +1,4 @@
-"""How the torch engine chooses tokens."""
+"""Sampling of the torch engine."""
 
 from collections import Counter
 
@@ -31,11 +31,11 @@ def drawn(count: int = 400, **fields: object) -> Counter[int]:
     return Counter(one.sample(LOGITS, index).token for index in range(count))
 
 
-def test_greedy_takes_the_likeliest() -> None:
+def test_greedy_sampling_returns_the_top_token() -> None:
     assert greedy() == SampledToken(1, None, False)
 
 
-def test_log_probabilities_are_of_the_model_itself() -> None:
+def test_log_probabilities_precede_adjustments() -> None:
     sampled = greedy(logprobs=2, logit_bias={3: 50.0})
     expected = torch.log_softmax(LOGITS, -1).tolist()
     assert sampled.token == 3
@@ -50,7 +50,7 @@ def test_draws_follow_the_distribution() -> None:
     assert share == pytest.approx(float(torch.softmax(LOGITS, -1)[1]), abs=0.03)
 
 
-def test_a_seed_and_a_place_determine_a_draw() -> None:
+def test_a_seed_and_an_index_determine_a_draw() -> None:
     def run(places: range, seed: int) -> list[int]:
         one = sampler(seed=seed, temperature=2.0)
         return [one.sample(LOGITS, place).token for place in places]
@@ -60,7 +60,7 @@ def test_a_seed_and_a_place_determine_a_draw() -> None:
     assert run(range(40), 7) != run(range(40), 8)
 
 
-def test_cuts_leave_the_likeliest() -> None:
+def test_top_k_top_p_and_min_p_retain_the_top_tokens() -> None:
     assert set(drawn(top_k=2, temperature=3.0)) == {1, 2}
     assert set(drawn(top_p=0.6)) == {1}
     assert set(drawn(top_p=0.7)) == {1, 2}
@@ -80,7 +80,7 @@ def test_penalties() -> None:
     assert greedy(negative, said=[1], repetition_penalty=1.3).token == 2
 
 
-def test_penalties_count_what_was_said_meanwhile() -> None:
+def test_penalties_count_sampled_tokens() -> None:
     one = sampler(temperature=0.0, presence_penalty=10.0)
     assert [one.sample(LOGITS, index).token for index in range(4)] == [1, 2, 3, 0]
 
@@ -93,11 +93,11 @@ def test_stops() -> None:
     assert greedy(LOGITS, stop_token_ids=[1]).stop
 
 
-def test_min_tokens_keep_the_end_away() -> None:
+def test_min_tokens_suppress_stop_tokens() -> None:
     end = torch.tensor([0.0, 3, 0, 0, 0, 9])
     assert greedy(end, index=2, min_tokens=3, stop_token_ids=[1]).token not in (1, 5)
     assert greedy(end, index=3, min_tokens=3) == SampledToken(5, None, True)
 
 
-def test_biases_may_forbid() -> None:
+def test_a_bias_may_exclude_a_token() -> None:
     assert greedy(logit_bias={1: -100.0, 99: 5.0}).token == 2

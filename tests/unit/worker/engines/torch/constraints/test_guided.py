@@ -1,4 +1,4 @@
-"""Guided decoding of the torch engine: whatever the model wants, the answer fits."""
+"""Guided decoding of the torch engine: random logits give output that satisfies the constraint."""
 
 import asyncio
 import itertools
@@ -85,7 +85,7 @@ async def compiled(kind: str, value: object) -> GrammarCache:
     return made
 
 
-async def test_the_loop_turns_while_a_large_schema_is_compiled() -> None:
+async def test_the_event_loop_runs_while_a_large_schema_is_compiled() -> None:
     schema = {"enum": [f"{number:040d}" for number in range(10_000)]}
     compiling = asyncio.create_task(compiled("json_schema", schema))
     entries = 0
@@ -96,7 +96,7 @@ async def test_the_loop_turns_while_a_large_schema_is_compiled() -> None:
     assert entries > 3
 
 
-async def test_what_is_too_deep_or_too_large_ends_another_process() -> None:
+async def test_a_schema_too_deep_or_too_large_fails_in_the_trial_process() -> None:
     names = [f"r{number}" for number in range(9000)]
     rules = [f'{name}: "{name}" /[a-z]/ {after}?' for name, after in itertools.pairwise(names)]
     deep = "\n".join([f"start: {' | '.join(names)}", *rules, f'{names[-1]}: "x"'])
@@ -104,7 +104,7 @@ async def test_what_is_too_deep_or_too_large_ends_another_process() -> None:
         await compiled("grammar", deep)
 
 
-async def test_what_takes_too_long_is_stopped_and_the_next_one_compiled() -> None:
+async def test_a_trial_that_times_out_is_stopped_and_the_next_one_runs() -> None:
     made = GrammarCache(model_dir(), VOCABULARY, [8184, 8182], timeout_s=PATIENCE_S)
     made.load()
     slow = {"allOf": [{"type": "string", "pattern": f".*{number}.*"} for number in range(200)]}
@@ -116,13 +116,13 @@ async def test_what_takes_too_long_is_stopped_and_the_next_one_compiled() -> Non
     made.close()
 
 
-async def test_what_no_answer_could_follow_is_refused_at_once() -> None:
+async def test_an_unsatisfiable_schema_is_rejected_at_once() -> None:
     cases = [{"properties": {f"k{n}": {"const": n}}, "required": [f"k{n}"]} for n in range(2500)]
     with pytest.raises(Rejected, match=r"cannot follow this json_schema: .*max is 2000"):
         await compiled("json_schema", {"anyOf": cases})
 
 
-def test_an_answer_that_outgrows_its_constraint_is_none(grammars: GrammarCache) -> None:
+def test_an_answer_whose_constraint_grows_too_complex_fails(grammars: GrammarCache) -> None:
     guided = Guided(kind="regex", value="[a-z0-9]{1,64}" * 20_000)
     sampling = Sampling(max_tokens=400, temperature=1.0, seed=0, guided=guided)
     sampler = Sampler(sampling, [], [], frozenset(), 0, grammars.constraint(guided))
@@ -140,7 +140,7 @@ def test_choices_and_patterns(grammars: GrammarCache) -> None:
     assert re.fullmatch(r"say [a-z]{2,5}!", say(grammars, "grammar", lark))
 
 
-def test_a_tool_call_between_marks_that_are_tokens(grammars: GrammarCache) -> None:
+def test_a_tool_call_between_special_tokens(grammars: GrammarCache) -> None:
     answer = say(grammars, "structural_tag", {"format": CALL})
     body = answer.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
     assert len(body) == len(answer) - len("<tool_call>\n\n</tool_call>")
@@ -183,7 +183,7 @@ def test_structural_tags(grammars: GrammarCache, tree: object, pattern: str) -> 
     assert re.fullmatch(pattern, say(grammars, "structural_tag", {"format": tree}))
 
 
-def test_a_trigger_leads_into_its_tag(grammars: GrammarCache) -> None:
+def test_a_trigger_starts_its_tag(grammars: GrammarCache) -> None:
     tag = {
         "type": "tag",
         "begin": "[[call ",
@@ -214,7 +214,7 @@ def test_a_trigger_leads_into_its_tag(grammars: GrammarCache) -> None:
         ("structural_tag", "{}", "needs `format`"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(
+def test_malformed_or_unsatisfiable_constraints_are_rejected(
     grammars: GrammarCache, kind: str, value: str, reason: str
 ) -> None:
     with pytest.raises(Rejected, match=reason):
@@ -236,7 +236,7 @@ TAGS = call_tags("hermes", [Tool("book", "", SCHEMA, strict=True), Tool("list", 
         ("<tool_call> says", False),
     ],
 )
-def test_calls_of_strict_tools_fit_wherever_they_stand(
+def test_calls_of_strict_tools_fit_at_any_position(
     grammars: GrammarCache, text: str, fits: bool
 ) -> None:
     matcher = grammars.constraint(Guided(kind="structural_tag", value=json.dumps(TAGS)))
@@ -249,7 +249,7 @@ def test_calls_of_strict_tools_fit_wherever_they_stand(
     assert all(allowed) is fits
 
 
-def test_a_spelled_trigger_cannot_pass_for_text(grammars: GrammarCache) -> None:
+def test_a_trigger_spelled_as_text_is_excluded_from_free_text(grammars: GrammarCache) -> None:
     tag = {
         "type": "tag",
         "begin": "[[call ",
