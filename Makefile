@@ -52,7 +52,7 @@ unit simulation mesh clients chaos: $(ENGINES)
 
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built
-	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_holdings.py retention \
+	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_rank_state.py retention \
 	  router simulator worker/enginecore worker/engines/mock/test_core.py \
 	  worker/engines/mock/test_tiers.py worker/engines/test_retention.py)
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import uvloop
 from chat_load import MODEL, Connection, Timing, chat, drive, prompts
@@ -26,6 +27,8 @@ from local_mesh import Mesh, free_port, running_mesh, wait_for_port
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import RouteReply, RouteRequest, SeqBatch, SeqFree
 from kvmesh.hashing import block_hashes, salt
+
+ROUTE_REPLY: "msgspec.msgpack.Decoder[RouteReply]" = msgspec.msgpack.Decoder(RouteReply)
 
 WORKERS = 4
 CONCURRENCY = 32
@@ -261,10 +264,10 @@ async def _route(nats_url: str, count: int) -> list[float]:
             deadline_s=5.0,
         )
         started = time.perf_counter()
-        await bus.request(bus.subjects.router(MODEL), request, RouteReply, 5.0)  # type: ignore[arg-type]
+        await bus.request(bus.subjects.router(MODEL), request, ROUTE_REPLY, 5.0)
         times.append((time.perf_counter() - started) * 1e3)
         freed = SeqBatch(source="benchmark", events=[SeqFree(request=request.request)])
-        await bus.publish(bus.subjects.seq(MODEL), freed)
+        bus.post(bus.subjects.seq(MODEL), freed)
     await bus.close()
     return times
 

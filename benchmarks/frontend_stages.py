@@ -15,11 +15,12 @@ from common import Report, median
 
 from kvmesh.bus.messages import Chunk, ModelCard, StepOutput, encode
 from kvmesh.demo import model_dir
-from kvmesh.frontend.apis.base import Renderer
+from kvmesh.frontend.apis.base import RequestStamp
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
 from kvmesh.frontend.dispatch.token_stream import TokenStream
-from kvmesh.frontend.generation.choice import Choice
+from kvmesh.frontend.generation.active_request import DISCARD
+from kvmesh.frontend.generation.choice import AnswerContext, Choice
 from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
@@ -29,6 +30,7 @@ MEMO_BYTES = 256 << 20
 WALKED = 64 << 20
 STREAMS = 8
 STEPS = 600
+STAMP = RequestStamp("0" * 24, 0)
 
 
 def served() -> ServedModel:
@@ -47,11 +49,11 @@ def turn_stages(report: Report, model: ServedModel, turns: Iterator[bytes]) -> N
 
 
 async def _turns(model: ServedModel, bodies: list[bytes]) -> list[tuple[float, float, float]]:
-    preparer, surface = Preprocessor(MEMO_BYTES, TenantNamespaces()), Chat()
+    preparer, api = Preprocessor(MEMO_BYTES, TenantNamespaces()), Chat()
     rows = []
     for body in bodies:
         started = time.thread_time()
-        request = surface.parse(body, {}).request
+        request = api.parse(body, {}, STAMP).request
         parsed = time.thread_time()
         render(request, model)
         rendered = time.thread_time()
@@ -59,25 +61,6 @@ async def _turns(model: ServedModel, bodies: list[bytes]) -> list[tuple[float, f
         rest = time.thread_time() - rendered - (rendered - parsed)
         rows.append(((parsed - started) * 1e3, (rendered - parsed) * 1e3, rest * 1e3))
     return rows
-
-
-class _Sink:
-    """Takes the frames of one stream where an exchange would write them."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-
-    def can_send(self) -> bool:
-        return True
-
-    def send(self, frame: bytes) -> None:
-        return
-
-    def prefilled(self, sequence: TokenStream) -> None:
-        return
-
-    def opening(self) -> bytes:
-        return b""
 
 
 def token_path(report: Report, model: ServedModel) -> None:
@@ -88,12 +71,12 @@ def token_path(report: Report, model: ServedModel) -> None:
 
 
 async def _tokens(model: ServedModel, walked: int) -> float:
-    inbox = TokenInbox(0.0, lambda sequence: None)
-    sequences = [_stream(model, inbox, number) for number in range(STREAMS)]
+    inbox = TokenInbox(0.0)
+    streams = [_stream(model, inbox, number) for number in range(STREAMS)]
     other = np.zeros(max(walked, 8) // 8)
     spent = 0.0
     for step in range(STEPS):
-        chunks = [Chunk(s.attempt, step, [300 + step % 64]) for s in sequences]
+        chunks = [Chunk(s.attempt, step, [300 + step % 64]) for s in streams]
         message = encode(StepOutput("worker-0", chunks))
         other += 1
         started = time.thread_time()
@@ -104,13 +87,14 @@ async def _tokens(model: ServedModel, walked: int) -> float:
 
 
 def _stream(model: ServedModel, inbox: TokenInbox, number: int) -> TokenStream:
-    call = Chat().parse(chat([{"role": "user", "content": "Hello"}], STEPS, True), {})
+    call = Chat().parse(chat([{"role": "user", "content": "Hello"}], STEPS, True), {}, STAMP)
     dialect = model.dialect
     parser = dialect.grammar.parser([], "<|im_start|>assistant\n", calls=False)
-    answer = OutputPipeline(dialect.detokenizers.create(), [], parser)
-    choice = Choice(_Sink(call.renderer), 0, answer, None, one_call=False)
-    sequence = TokenStream(f"{call.request.id}-{number}", choice, 0.0)
-    sequence.next_attempt()
-    sequence.place("worker-0", 0.0)
-    inbox.add(sequence)
-    return sequence
+    pipeline = OutputPipeline(dialect.detokenizers.create(), [], parser)
+    stream = TokenStream(f"{call.request.id}-{number}", 0.0)
+    answer = AnswerContext(call.renderer, DISCARD, lambda _: None, lambda: b"")
+    choice = Choice(0, stream, pipeline, answer)
+    stream.next_attempt()
+    stream.dispatched("worker-0", 0.0)
+    inbox.add(stream, choice.flush)
+    return stream

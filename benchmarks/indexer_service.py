@@ -19,7 +19,7 @@ import uvloop
 from common import Report, parser, percentile
 from indexer_stage import EVENT_BLOCKS, MODEL, SALT, Fleet, Indexer, Server, connect, patiently
 
-from kvmesh.bus.client import Bus, BusOptions, Respond
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.messages import (
     KvEvent,
     OverlapQuery,
@@ -28,6 +28,8 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import sequence_hashes
 from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
+
+OVERLAP_REPLY = msgspec.msgpack.Decoder(OverlapReply)
 
 IN_FLIGHT = 64
 QUERY_S = 4.0
@@ -110,10 +112,10 @@ def echo(url: str, subject: str) -> None:
 
     async def run() -> None:
         bus = await Bus.connect(BusOptions(url=url), "echo")
-        reply = OverlapReply([], [bytes(20)])
+        same = OverlapReply([], [bytes(20)])
 
-        async def answer(_: OverlapQuery, respond: Respond) -> None:
-            await respond(reply)
+        async def answer(_: OverlapQuery, reply: Reply) -> None:
+            reply(same)
 
         await bus.serve(subject, msgspec.msgpack.Decoder(OverlapQuery), answer)
         await asyncio.Event().wait()
@@ -132,7 +134,7 @@ async def query_rate(
         nonlocal done
         i = number
         while time.perf_counter() < until:
-            await bus.request(subject, queries[i % len(queries)], OverlapReply, 5)
+            await bus.request(subject, queries[i % len(queries)], OVERLAP_REPLY, 5)
             i += 1
             done += 1
 
@@ -140,7 +142,7 @@ async def query_rate(
     alone = []
     for query in queries[:1000]:
         started = time.perf_counter()
-        await bus.request(subject, query, OverlapReply, 5)
+        await bus.request(subject, query, OVERLAP_REPLY, 5)
         alone.append((time.perf_counter() - started) * 1e3)
     return done / QUERY_S, percentile(alone, 0.5), percentile(alone, 0.99)
 
@@ -180,7 +182,7 @@ async def echo_rate(
     process = multiprocessing.get_context("spawn").Process(target=echo, args=(server.url, subject))
     process.start()
     try:
-        await patiently(lambda: bus.request(subject, asked[0], OverlapReply, 1))
+        await patiently(lambda: bus.request(subject, asked[0], OVERLAP_REPLY, 1))
         return await query_rate(bus, subject, asked)
     finally:
         process.kill()
@@ -261,7 +263,7 @@ async def _until_visible(bus: Bus, fleet: Fleet) -> float:
     started = time.perf_counter()
     await fleet.publish(worker, worker.batch([worker.stored(local)]))
     while True:
-        reply = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, 5)
+        reply = await bus.request(bus.subjects.index(MODEL), query, OVERLAP_REPLY, 5)
         if reply.rows[0]:
             return time.perf_counter() - started
 
@@ -314,7 +316,7 @@ async def _until_right(bus: Bus, indexer: Indexer, local: bytes, instance: str) 
     query = OverlapQuery([sequence_hashes(local, SALT)])
 
     async def attempt() -> None:
-        reply = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, 1)
+        reply = await bus.request(bus.subjects.index(MODEL), query, OVERLAP_REPLY, 1)
         if [rank.instance for rank in reply.ranks] != [instance]:
             raise RuntimeError(f"wrong answer after a restart: {reply}")
 

@@ -153,7 +153,7 @@ class Fleet:
 
     async def stored(self, count: int) -> None:
         """Wait until the stream has this many messages."""
-        await self.bus.client.flush()
+        await self.bus.flush()
         while (await self.bus.js.stream_info(self.bus.subjects.kv_stream)).state.last_seq < count:
             await asyncio.sleep(0.05)
 

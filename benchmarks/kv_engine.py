@@ -6,11 +6,10 @@ from pathlib import Path
 
 from kv_node import LIMITS, NODE, until
 
-from kvmesh.blocks.attachment import ArenaUser, Tenant
-from kvmesh.blocks.kvbm_client import StoreClient
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
+from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import KvEvent, Sampling, Work
+from kvmesh.bus.messages import KvEvent, KvLayout, Sampling, Work
 from kvmesh.settings.schema import Settings, TorchSettings
 from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta
 from kvmesh.worker.engines.torch.engine import create
@@ -46,9 +45,9 @@ class Engine:
     """A torch engine that answers one request after the other."""
 
     def __init__(self, bus: Bus, folder: Path, name: str) -> None:
-        def connect(layout: KvLayout, user: ArenaUser) -> StoreClient:
-            tenant = Tenant(node=NODE, instance=name, model="bench", layout=layout)
-            self.client = StoreClient(bus, LIMITS, tenant, user)
+        def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
+            tenant = WorkerIdentity(node=NODE, instance=name, model="bench", layout=layout)
+            self.client = KvbmClient(bus, LIMITS, tenant, user)
             return self.client
 
         options = TorchSettings(blocks=2 * PREFIX_TOKENS // BLOCK, max_batched_tokens=1024)

@@ -12,10 +12,10 @@ from pathlib import Path
 from local_mesh import free_port, nats_command, wait_for_port
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.attachment import Tenant
-from kvmesh.blocks.kvbm_client import KvbmPrompt, StoreClient, TierSpeeds
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.blocks.attachment import WorkerIdentity
+from kvmesh.blocks.kvbm_client import KvbmClient, KvbmPrompt, TierSpeeds
 from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.messages import KvLayout
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 
 NODE = "bench"
@@ -79,16 +79,16 @@ def numbered(name: str, blocks: int, seed: int) -> KvbmPrompt:
     )
 
 
-async def attach(bus: Bus, layout: KvLayout) -> StoreClient:
-    tenant = Tenant(node=NODE, instance="bench", model="bench", layout=layout)
-    client = StoreClient(bus, LIMITS, tenant)
+async def attach(bus: Bus, layout: KvLayout) -> KvbmClient:
+    tenant = WorkerIdentity(node=NODE, instance="bench", model="bench", layout=layout)
+    client = KvbmClient(bus, LIMITS, tenant)
     await client.open()
     await until(lambda: client.key is not None)
     return client
 
 
-async def write(client: StoreClient, prompt: KvbmPrompt) -> None:
-    size = client.tenant.layout.block_bytes
+async def write(client: KvbmClient, prompt: KvbmPrompt) -> None:
+    size = client.worker.layout.block_bytes
     async with client.writing(prompt, 0) as writing:
         assert writing is not None
         for block, offset in zip(writing.blocks, writing.offsets, strict=True):
@@ -97,7 +97,7 @@ async def write(client: StoreClient, prompt: KvbmPrompt) -> None:
             writing.checksums.append(xxh3(view))
 
 
-async def read(client: StoreClient, prompt: KvbmPrompt) -> list[int]:
+async def read(client: KvbmClient, prompt: KvbmPrompt) -> list[int]:
     """Have all of a prompt in the arena; blocks by the tier that they were in."""
     tiers = [0] * 4
     async with aclosing(client.load(prompt, 0, TierSpeeds(), 0.0, 60.0)) as parts:

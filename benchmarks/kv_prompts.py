@@ -17,10 +17,10 @@ from common import Report, cpu_seconds, median, parser
 from kv_node import attach, node, numbered
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.kvbm_client import KvbmPrompt, StoreClient, TierSpeeds
-from kvmesh.blocks.layout import KvLayout, LayerLayout
-from kvmesh.blocks.prompt_delta import SentPrompts
+from kvmesh.blocks.kvbm_client import KvbmClient, KvbmPrompt, TierSpeeds
 from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import KvLayout, LayerLayout
+from kvmesh.prompt_delta.blocks import SentBlockPromptCache
 
 BLOCK = 16
 TOKENS = 128 << 10
@@ -53,7 +53,7 @@ def begin(whole: KvbmPrompt, blocks: int) -> KvbmPrompt:
     )
 
 
-async def fetch(client: StoreClient, prompt: KvbmPrompt) -> float:
+async def fetch(client: KvbmClient, prompt: KvbmPrompt) -> float:
     start = time.perf_counter()
     async with aclosing(client.load(prompt, prompt.blocks, TierSpeeds(), 0.0, 0.0)) as parts:
         async for _ in parts:
@@ -61,7 +61,7 @@ async def fetch(client: StoreClient, prompt: KvbmPrompt) -> float:
     return time.perf_counter() - start
 
 
-async def offer(client: StoreClient, prompt: KvbmPrompt, first: int) -> None:
+async def offer(client: KvbmClient, prompt: KvbmPrompt, first: int) -> None:
     async with client.writing(prompt, first) as writing:
         if writing is None:
             raise RuntimeError("nothing was wanted")
@@ -69,7 +69,7 @@ async def offer(client: StoreClient, prompt: KvbmPrompt, first: int) -> None:
             writing.checksums.append(xxh3(writing.arena.view(offset, LAYOUT.block_bytes)))
 
 
-async def turn(bus: Bus, kvbm: int, client: StoreClient, whole: KvbmPrompt, start: int) -> Turn:
+async def turn(bus: Bus, kvbm: int, client: KvbmClient, whole: KvbmPrompt, start: int) -> Turn:
     asked = start + TURN - GENERATED
     sent, worker, before = bus.client.stats["out_bytes"], time.process_time(), cpu_seconds(kvbm)
     seconds = await fetch(client, begin(whole, asked // BLOCK))
@@ -90,7 +90,7 @@ async def session(bus: Bus, kvbm: int, seed: int, told_whole: bool) -> list[Turn
     if told_whole:
         attachment = client._attacher.current
         assert attachment is not None
-        attachment.prompts = SentPrompts(0)
+        attachment.prompts = SentBlockPromptCache(0)
     whole = numbered("r", TOKENS // BLOCK, seed)
     turns = [await turn(bus, kvbm, client, whole, start) for start in range(0, TOKENS, TURN)]
     await client.close()

@@ -26,11 +26,12 @@ from kv_node import attach, node, numbered, read, until, write
 from local_mesh import free_port
 
 from kvmesh.blocks.kvbm_client import TierSpeeds
-from kvmesh.blocks.layout import KvLayout, LayerLayout
-from kvmesh.bus.client import Respond
-from kvmesh.bus.kvbm import Finish
+from kvmesh.bus.client import Reply
+from kvmesh.bus.messages import Finish, KvLayout, LayerLayout
 from kvmesh.worker.engines.torch.blocks.block_copier import BlockCopier
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
+
+FINISH = msgspec.msgpack.Decoder(Finish)
 
 GIB = 1 << 30
 BYTES = 256 << 20
@@ -151,10 +152,10 @@ async def lookups(report: Report, folder: Path) -> None:
     with node(folder, "--host-bytes", str(64 << 20)) as running:
         bus, other = await running.connect("bench"), await running.connect("echo")
 
-        async def echo(_: Finish, respond: Respond) -> None:
-            await respond(Finish(0, 0))
+        async def echo(_: Finish, reply: Reply) -> None:
+            reply(Finish(0, 0))
 
-        await other.serve("echo", msgspec.msgpack.Decoder(Finish), echo)
+        await other.serve("echo", FINISH, echo)
         client = await attach(bus, SMALL)
         prompt = numbered("held", PREFIX_TOKENS // BLOCK, 1)
         await write(client, prompt)
@@ -168,7 +169,7 @@ async def lookups(report: Report, folder: Path) -> None:
                 async for _ in parts:
                     break
             between = time.perf_counter()
-            await bus.request("echo", Finish(i, i), Finish, 2.0)
+            await bus.request("echo", Finish(i, i), FINISH, 2.0)
             echoed.append(time.perf_counter() - between)
             asked.append(between - start)
         milliseconds = [1e3 * seconds for seconds in asked]

@@ -174,7 +174,9 @@ class Client:
             request=name, frontend=FRONTEND, tokens=tokens, sampling=Sampling(max_tokens=OUTPUT)
         )
         self.sent[name] = time.monotonic()
-        reply = await self.bus.request(self.bus.subjects.work(f"w{engine}"), work, WorkReply, 10)
+        reply = await self.bus.request(
+            self.bus.subjects.work(f"w{engine}"), work, msgspec.msgpack.Decoder(WorkReply), 10
+        )
         self.faults += reply.status != "accepted"
 
     async def load(self, seconds: float, names: "itertools.count[int]") -> None:

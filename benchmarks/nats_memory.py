@@ -103,14 +103,14 @@ class Writer:
         seq, route = subjects.seq(MODEL), subjects.route(MODEL)
         added = SeqAdd(name, instance, 0, sequence, tokens, self._blocks, 1024, now)
         for event in (added, SeqPrefilled(name), SeqFree(name)):
-            await self._bus.publish(seq, SeqBatch("frontend-0-8fe25435", [event]))
-        await self._bus.publish(route, decision)
-        await self._bus.publish(route, outcome)
+            self._bus.post(seq, SeqBatch("frontend-0-8fe25435", [event]))
+        self._bus.post(route, decision)
+        self._bus.post(route, outcome)
         new = sequence[: 8 * max(1, self._blocks // NEW_SHARE)]
         events: list[KvEvent] = [Stored(0, None, new, new, 1), Removed(0, new)]
         batch = KvBatch(f"worker-{rank}", instance, 0, self._ids[rank], now, events)
         self._ids[rank] += len(events)
-        await self._bus.publish(subjects.kv(MODEL, f"worker-{rank}"), batch)
+        self._bus.post(subjects.kv(MODEL, f"worker-{rank}"), batch)
 
 
 async def held(bus: Bus) -> str:

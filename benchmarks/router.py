@@ -23,10 +23,10 @@ from random import Random
 import msgspec
 import uvloop
 from common import Report, cpu_seconds, median, parser, percentile
-from nats.errors import NoRespondersError
 
-from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.client import Bus, BusOptions, returning
 from kvmesh.bus.discovery import Lease
+from kvmesh.bus.errors import NoResponder
 from kvmesh.bus.messages import (
     Capacity,
     Instance,
@@ -55,6 +55,7 @@ BLOCK = 16
 FAMILIES = 40
 MODEL = "bench"
 _replies: "msgspec.msgpack.Decoder[Routed | Refused]" = msgspec.msgpack.Decoder(RouteReply)
+_raw = msgspec.msgpack.Decoder(msgspec.Raw)
 SERVER = Path(sys.executable).with_name("nats-server")
 
 
@@ -221,7 +222,7 @@ async def serve_index(bus: Bus, workers: int) -> None:
         return OverlapReply(answer.ranks, [answer.rows] * len(query.prompts))
 
     decoder = msgspec.msgpack.Decoder(OverlapQuery)
-    await bus.answer(bus.subjects.index(MODEL), decoder, find, str)
+    await bus.serve(bus.subjects.index(MODEL), decoder, returning(find), on_malformed=str)
 
 
 class Clients:
@@ -239,12 +240,12 @@ class Clients:
         message = self._prompts.request(name, 128)
         subject = self._bus.subjects.router(MODEL)
         started = time.perf_counter()
-        reply = await self._bus.client.request(subject, encode(message), 5)
+        reply = await self._bus.request(subject, message, _raw, 5)
         took = time.perf_counter() - started
-        routed = _replies.decode(reply.data)
+        routed = _replies.decode(bytes(reply))
         if isinstance(routed, Refused):
             raise RuntimeError(routed.reason)
-        await self._bus.publish(self._bus.subjects.seq(MODEL), SeqBatch("bench", [SeqFree(name)]))
+        self._bus.post(self._bus.subjects.seq(MODEL), SeqBatch("bench", [SeqFree(name)]))
         return took
 
     async def many(self, count: int, at_once: int) -> list[float]:
@@ -278,7 +279,7 @@ class Clients:
         times = []
         for _ in range(count):
             started = time.perf_counter()
-            await self._bus.client.request(subject, message, 5)
+            await self._bus.request(subject, msgspec.Raw(message), _raw, 5)
             times.append(time.perf_counter() - started)
         return times
 
@@ -337,7 +338,7 @@ async def _warm_up(clients: Clients) -> None:
         try:
             await clients.one()
             break
-        except NoRespondersError:
+        except NoResponder:
             if time.monotonic() > deadline:
                 raise
             await asyncio.sleep(0.05)

@@ -35,17 +35,17 @@ def gather(
     blocks: int,
     block_size: int,
 ) -> float:
-    """Write what the candidates `slots` hold of a prompt of `blocks` blocks, and what they carry.
+    """Write overlaps and loads of the candidates `slots` for a prompt of `blocks` blocks.
 
     `overlap` (candidates, TIERS): the leading blocks that a tier adds to those before it. `loads`
-    (3, candidates): blocks in prefill, blocks to decode with if the prompt came too, and requests.
+    (3, candidates): blocks in prefill, blocks to decode with if the prompt is added, and requests.
 
-    `columns` (5, room for slots) of float64: prefill tokens and active blocks as counted, what to
-    add to either, and requests. `rows` is a prefix index's answer; `places` has what its numbers
-    of ranks stand for: a slot, or the number of slots plus that of a node, 0 for who is unknown.
-    `shared` is the leading blocks by slot that active requests hold; there are as many slots.
+    `columns` (5, capacity in slots) of float64: prefill tokens and active blocks as counted, the
+    corrections of both, and requests. `rows` are packed `IndexRow`s; `places` maps their ranks to a
+    slot, or to the number of slots plus the number of a node; 0 if unknown. `shared` is the number
+    of leading blocks by slot that active requests hold; its length is the number of slots.
     `predicted`, leading blocks by slot too, may be empty, as may `node_of_slot` without nodes.
-    Returns the most blocks to decode with of any candidate.
+    Returns the maximum over the candidates of blocks to decode with.
     Raises ValueError if an output does not fit, IndexError for a number beyond another buffer.
     """
 
@@ -67,9 +67,9 @@ class NativePrefixIndex:
     def stats(self) -> IndexStats: ...
 
 class Watchdog:
-    """A thread that needs no GIL: SIGABRT after `looks` looks in a row without a tick between.
+    """Aborts the process (SIGABRT) after `looks` checks in a row without a tick; needs no GIL.
 
-    It looks every `step` seconds, of those that the process is not stopped for.
+    Checks every `step` seconds, not counting time in which the process is stopped.
     """
 
     def __init__(self, step: float, looks: int) -> None: ...

@@ -10,9 +10,8 @@ from mypyc.build import mypycify
 # workload's `model`, which msgspec reads.
 CORES = {
     "libs/kvmesh/retention": ["*"],
-    "services/indexer/kvmesh/indexer": ["incarnations", "rank_state"],
-    "services/indexer/kvmesh/indexer/queries": ["shards"],
-    "services/router/kvmesh/router/placement": ["fair_order", "queue", "router"],
+    "services/indexer/kvmesh/indexer": ["incarnations", "rank_state", "shards"],
+    "services/router/kvmesh/router/placement": ["fair_order", "policy_runner", "queue", "router"],
     "services/router/kvmesh/router/policies": ["thompson_trust"],
     "services/router/kvmesh/router/scoring": ["candidates", "cost", "overlaps"],
     "services/router/kvmesh/router/state": [

@@ -29,7 +29,7 @@ struct Walker {
   uint32_t rank, low;
 };
 
-// What one thread's queries reuse.
+// Buffers reused by the queries of one thread.
 struct Scratch {
   std::vector<Column> first;  // holders of the first block
   std::vector<Column> open;   // a stack: ranks whose prefix ends between two positions

@@ -95,7 +95,7 @@ class FlatMap {
     uint32_t used : 8;
     uint32_t passed : 24;  // keys that lie in later buckets because this one was full
 
-    // Where the key is; `used` or more if it is not there. Without branches: they would be guesses.
+    // Position of the key; `used` or more if absent. Branch-free: branches would be mispredicted.
     uint32_t entry_of(uint64_t key) const {
       uint32_t found = WIDTH;
       for (uint32_t i = WIDTH; i-- > 0;) found = keys[i] == key ? i : found;

@@ -1,4 +1,4 @@
-// What a router must know of its candidates for one prompt, gathered in one pass.
+// The router's data about its candidates for one prompt, gathered in one pass.
 #pragma once
 
 #include <algorithm>
@@ -40,9 +40,9 @@ struct Fleet {
   double requests(size_t slot) const { return at(4, slot); }
 };
 
-// A prompt of `blocks` blocks. Each of the index's rows begins with a number in `places`, where it
-// has become a slot or, beyond those, the number of a node, 0 for whoever is unknown. Leading blocks
-// by slot: `predicted` (none, or all slots'), and `shared` with active requests.
+// A prompt of `blocks` blocks. Each of the index's rows begins with an index into `places`, which
+// maps it to a slot or, beyond those, to the number of a node; 0 if unknown. Leading blocks by slot:
+// `predicted` (none, or all slots'), and `shared` with active requests.
 struct Prompt {
   Numbers<std::array<uint32_t, 1 + TIERS>> rows;
   Numbers<int64_t> places;
@@ -85,7 +85,7 @@ class Gathering {
  private:
   using Reach = std::array<double, TIERS>;  // leading blocks within tiers 0..t
 
-  // What one node has, any other can read: that counts as its last tier.
+  // Blocks of any node can be read by all others: they count as the last tier.
   void share_between_nodes() {
     const auto nodes = reach_.begin() + fleet_.slots;
     *nodes = Reach{};

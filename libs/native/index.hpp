@@ -118,13 +118,13 @@ class Index {
     std::atomic<Rank*> ranks[SIZE]{};
     std::atomic<bool> broken[SIZE]{};
   };
-  // Where a chain of new blocks starts: a known node, or the key from which to make one.
+  // Origin of a chain of new blocks: a known node, or the key from which to make one.
   struct Origin {
     NodeId node;
     uint64_t key;
     RankSet::Word kind;
   };
-  // What a change of m(rank, block) from `from` to `to` means for the links around the block.
+  // Effect of a change of m(rank, block) from `from` to `to` on the links around the block.
   struct Move {
     uint32_t rank, from, to;
   };

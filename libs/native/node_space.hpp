@@ -1,4 +1,4 @@
-// Where nodes live: one stretch of address space, handed to ranks in runs.
+// Memory of nodes: one range of address space, given to ranks in runs.
 //
 // A node's number is its place, so finding it takes no look-up; a rank's consecutive blocks lie
 // side by side, so that storing and removing them streams through memory; huge pages keep address
@@ -45,7 +45,7 @@ class NodeSpace {
   Node& operator[](NodeId id) const { return base_[id]; }
   size_t bytes() const;
 
-  // What one rank takes nodes from and gives them back to, under the rank's mutex.
+  // Allocator of one rank's nodes, under the rank's mutex.
   class Arena {
    public:
     explicit Arena(NodeSpace& space) : space_(space) {}

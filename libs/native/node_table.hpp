@@ -31,14 +31,14 @@
 
 namespace kvmesh {
 
-// What a new node starts with, before anyone else can see it.
+// Initial state of a new node, before other threads can see it.
 struct Seed {
   RankSet::Word ranks;
   NodeId parent;
   uint64_t local;
 };
 
-// What a node with several children keeps about them.
+// Data about the children of a node with several.
 struct Fork {
   uint32_t count = 0;
   NodeId all = 0;  // exclusive or of the children's numbers: the last one's when count is 1
@@ -255,7 +255,7 @@ class alignas(64) Shard {
   uint64_t create(uint64_t groups);
   void grow(uint64_t epoch);
 
-  // What every new block touches comes first, in one cache line.
+  // Members that every new block touches come first, in one cache line.
   std::atomic<uint64_t>& table_;
   Node* const nodes_;
   uint64_t live_ = 0;   // nodes in the table

@@ -1,4 +1,4 @@
-// Which ranks hold a block, and in which tiers: one atomic word that readers load once.
+// The ranks that hold a block, and their tiers: one atomic word that readers load once.
 //
 // Forms, by size
 //   inline  up to two entries (rank << 4 | tiers) in the word itself; tiers is a non-zero bit mask

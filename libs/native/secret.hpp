@@ -1,5 +1,5 @@
-// Where keys lie in the hash tables, differently in each process, so that nobody can choose keys
-// which pile up: engine hashes and, with some work, sequence hashes are a client's choice.
+// Secret permutation of hash-table keys, different in each process, so that clients cannot choose
+// colliding keys: they choose engine hashes and, with some work, sequence hashes.
 #pragma once
 
 #include <cstdint>

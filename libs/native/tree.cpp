@@ -210,7 +210,7 @@ void Index::count_forked(NodeId parent, Move move) {
   if (move.to != NO_TIER) held.count(key + move.to, 1);
 }
 
-// How many children of a block the rank holds, by the lowest tier in which it does.
+// Number of children of a block that the rank holds, by the lowest tier that holds them.
 std::array<uint32_t, TIERS> Index::children_of(NodeId id, uint32_t rank) const {
   std::array<uint32_t, TIERS> below{};
   const NodeId children = node(id).children;

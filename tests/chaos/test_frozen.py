@@ -111,4 +111,4 @@ async def test_a_frontend_that_thaws_finds_its_answers_and_fails_nothing(stage: 
 
 async def _nothing_is_left(stage: Stage) -> None:
     """Nothing runs for nobody."""
-    await eventually(lambda: stage.mesh.metric("kvmesh_worker_running_requests") == 0)
+    await eventually(lambda: stage.mesh.metric("kvmesh_mesh_worker_running_requests") == 0)

@@ -153,7 +153,7 @@ async def ended(stage: Stage, traffic: Traffic) -> None:
     await flows(stage.loaded)
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
-    running = "kvmesh_worker_running_requests"
+    running = "kvmesh_mesh_worker_running_requests"
     await eventually(lambda: stage.mesh.metric(running) == 0, what="nothing runs for nobody")
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
@@ -157,7 +158,7 @@ class Stage:
         for _ in range(ASKED):
             try:
                 reply = await self.bus.request(
-                    self.bus.subjects.index(MODEL), query, OverlapReply, 10
+                    self.bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), 10
                 )
             except BusError:
                 return False

@@ -77,7 +77,7 @@ async def test_a_killed_frontend_is_replaced(mesh: Mesh) -> None:
     await traffic.more(16)
     await traffic.stop()
     assert len(traffic.failed) == failed  # only what was in flight, or came while it was down
-    await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") == 0)
+    await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
 
 
 async def test_a_restarted_bus_is_rejoined(nats_server: NatsServer, mesh: Mesh) -> None:
@@ -91,4 +91,4 @@ async def test_a_restarted_bus_is_rejoined(nats_server: NatsServer, mesh: Mesh) 
 
 
 def _workers(mesh: Mesh) -> set[str]:
-    return {k for k in mesh.metrics() if k.startswith("kvmesh_worker_running_requests{")}
+    return {k for k in mesh.metrics() if k.startswith("kvmesh_mesh_worker_running_requests{")}

@@ -228,7 +228,7 @@ async def test_a_slow_reader_is_paused_and_then_cut(
         name = "kvmesh_frontend_active_requests"
         await eventually(lambda: strict.metric(name) == 1, what="it is served")
         await idle(strict)
-    assert "cut a client that has not read" in strict.logs()
+    assert "disconnecting a client that has not read" in strict.logs()
     await healthy(strict)
 
 

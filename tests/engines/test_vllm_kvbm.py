@@ -14,7 +14,7 @@ from support.vllm import ARGS, SIZE, prompt, work
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import Fetch, KvbmRequest
+from kvmesh.bus.messages import Fetch, KvbmRequest
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings, StreamSettings, VllmSettings, WorkerSettings

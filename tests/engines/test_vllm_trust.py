@@ -99,7 +99,7 @@ async def serving(mesh: Mesh, count: int = 2) -> None:
 
 def running(mesh: Mesh) -> dict[str, float]:
     """Running requests of each worker, as the frontend hears."""
-    name = "kvmesh_worker_running_requests{"
+    name = "kvmesh_mesh_worker_running_requests{"
     return {key: count for key, count in mesh.metrics().items() if key.startswith(name)}
 
 

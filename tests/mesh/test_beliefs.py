@@ -22,7 +22,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk
 from kvmesh.bus.streams import StreamLimits, ensure_streams
-from kvmesh.frontend.generation.cache_expectations import ENOUGH
+from kvmesh.frontend.generation.cache_expectations import MIN_REQUESTS
 
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 CHAT = "/v1/chat/completions"
@@ -101,9 +101,9 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_named
 
     async with client_session() as client:
         await eventually(named)
-    short = f"the index knows less than half of the blocks that rank 0 of {await instance(mesh)}"
+    short = f"the index has less than half of the blocks that rank 0 of {await instance(mesh)}"
     await eventually_named(mesh, ports["worker"], "no_kv_events", f"{silent} what it holds")
-    await eventually_named(mesh, ports["indexer"], "index_short", f"{short} says it keeps")
+    await eventually_named(mesh, ports["indexer"], "index_short", f"{short} reports as cached")
     assert json.loads(get(ports["worker"], "/health"))["status"] == "ok"
     assert 'aborted_total{rank="0"} 0.0' not in get(ports["worker"], "/metrics")
 
@@ -116,8 +116,8 @@ async def test_a_router_names_an_index_that_knows_nothing_of_what_workers_hold(m
     mesh.start("frontend", "frontend-0")
     await mesh.ready()
     words = (
-        "the index finds nothing for prompts of kvmesh-demo that begin like earlier ones: KV events"
-        " are lost, disabled, or hashed with another block size or salt"
+        "the index has no overlaps for prompts of kvmesh-demo that begin like earlier ones:"
+        " KV events are lost, disabled, or hashed with another block size or salt"
     )
 
     async def named() -> bool:
@@ -157,7 +157,7 @@ async def expecting_in_vain(
         router.order, router.overlap = [a.instance], [2, 0, 0, 0]
         await mesh.ready()
         async with client_session() as client:
-            for number in range(ENOUGH):
+            for number in range(MIN_REQUESTS):
                 asked = body(number, stream, words=20)
                 asking = asyncio.ensure_future(
                     client.post(mesh.url + CHAT, json=asked, headers=headers)

@@ -13,14 +13,12 @@ from support.wait import eventually
 
 from kvmesh.blocks import attachment
 from kvmesh.blocks.arena import ArenaView
-from kvmesh.blocks.attachment import Attachment, Tenant
+from kvmesh.blocks.attachment import Attachment, WorkerIdentity
 from kvmesh.blocks.digests import chain_digests, root_digest
-from kvmesh.blocks.kvbm_client import FetchedPart, KvbmPrompt, PendingWrite, StoreClient, TierSpeeds
-from kvmesh.blocks.layout import KvLayout, LayerLayout
-from kvmesh.blocks.prompt_delta import KnownPrompts
+from kvmesh.blocks.kvbm_client import FetchedPart, KvbmClient, KvbmPrompt, PendingWrite, TierSpeeds
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Commit,
     Computed,
@@ -29,15 +27,18 @@ from kvmesh.bus.kvbm import (
     Detach,
     Fetch,
     Finish,
+    KvLayout,
+    LayerLayout,
     Offer,
 )
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.hashing import block_hashes
+from kvmesh.prompt_delta.blocks import BlockPromptCache
 
 LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
 )
-TENANT = Tenant(node="here", instance="w-1", model="m", layout=LAYOUT)
+TENANT = WorkerIdentity(node="here", instance="w-1", model="m", layout=LAYOUT)
 Start = Callable[..., Awaitable[SmallKvbm]]
 
 
@@ -77,18 +78,18 @@ async def start(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator
 
 
 @pytest_asyncio.fixture
-async def client(bus: Bus, limits: StreamLimits) -> AsyncIterator[StoreClient]:
-    client = StoreClient(bus, limits, TENANT)
+async def client(bus: Bus, limits: StreamLimits) -> AsyncIterator[KvbmClient]:
+    client = KvbmClient(bus, limits, TENANT)
     await client.open()
     yield client
     await client.close()
 
 
-async def attached(client: StoreClient, times: int = 1) -> None:
+async def attached(client: KvbmClient, times: int = 1) -> None:
     await eventually(lambda: client.attachments == times and client.key, what="it attaches")
 
 
-async def give(client: StoreClient, prompt: KvbmPrompt, first: int = 0) -> list[int]:
+async def give(client: KvbmClient, prompt: KvbmPrompt, first: int = 0) -> list[int]:
     async with client.writing(prompt, first) as writing:
         if writing is None:
             return []
@@ -96,7 +97,7 @@ async def give(client: StoreClient, prompt: KvbmPrompt, first: int = 0) -> list[
         return list(writing.blocks)
 
 
-async def take(client: StoreClient, prompt: KvbmPrompt, held: int = 0) -> list[tuple[int, int]]:
+async def take(client: KvbmClient, prompt: KvbmPrompt, held: int = 0) -> list[tuple[int, int]]:
     """Blocks and their checksums, after a look at what the arena has for them."""
     got: list[tuple[int, int]] = []
     async with aclosing(client.load(prompt, held, TierSpeeds(), 0.0, 10.0)) as parts:
@@ -108,7 +109,7 @@ async def take(client: StoreClient, prompt: KvbmPrompt, held: int = 0) -> list[t
     return got
 
 
-async def test_blocks_go_down_and_come_up_again(client: StoreClient, start: Start) -> None:
+async def test_blocks_go_down_and_come_up_again(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     assert await give(client, prompt(10)) == list(range(10))
@@ -138,7 +139,7 @@ async def test_closing_in_the_middle_of_leaving_leaves_once(
 ) -> None:
     kvbm = await start(silent={Detach})
     users = Users()
-    client = StoreClient(bus, limits, TENANT, users)
+    client = KvbmClient(bus, limits, TENANT, users)
     await client.open()
     await attached(client)
     attachment = client._attacher.current
@@ -149,7 +150,7 @@ async def test_closing_in_the_middle_of_leaving_leaves_once(
     assert users.released == users.adopted
 
 
-async def test_a_growing_prompt_is_told_once(client: StoreClient, start: Start) -> None:
+async def test_a_growing_prompt_is_told_once(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     for end in (100, 103, 110):
@@ -160,12 +161,12 @@ async def test_a_growing_prompt_is_told_once(client: StoreClient, start: Start) 
     assert [len(r.sequence_hashes) // 8 for r in told] == [100, 3, 7, 10]
 
 
-async def test_what_the_kvbm_has_forgotten_is_told_again(client: StoreClient, start: Start) -> None:
+async def test_what_the_kvbm_has_forgotten_is_told_again(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     assert await give(client, prompt(100)) == list(range(100))
     await eventually(lambda: len(kvbm.blocks) == 100)
-    kvbm.prompts[1] = KnownPrompts(kvbm.keeps)
+    kvbm.prompts[1] = BlockPromptCache(kvbm.keeps)
     assert await give(client, prompt(103), first=90) == [100, 101, 102]
     assert [len(r.sequence_hashes) // 8 for r in kvbm.asked if isinstance(r, Offer)] == [
         100,
@@ -177,22 +178,22 @@ async def test_what_the_kvbm_has_forgotten_is_told_again(client: StoreClient, st
     assert client.attachments == 1
 
 
-async def test_nobody_there_means_nothing_at_once(client: StoreClient) -> None:
+async def test_nobody_there_means_nothing_at_once(client: KvbmClient) -> None:
     async with asyncio.timeout(5):
         assert await take(client, prompt(3)) == []
         assert await give(client, prompt(3)) == []
-        client.computed("r")
+        client.report_computed("r")
     assert client.key is None
 
 
-async def test_a_kvbm_of_another_node_is_not_ours(client: StoreClient, start: Start) -> None:
+async def test_a_kvbm_of_another_node_is_not_ours(client: KvbmClient, start: Start) -> None:
     other = await start(node="there", instance="kvbm-0")
     await start()
     await attached(client)
     assert not other.asked
 
 
-async def test_it_attaches_anew_to_a_kvbm_that_forgot(client: StoreClient, start: Start) -> None:
+async def test_it_attaches_anew_to_a_kvbm_that_forgot(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     kvbm.attached.clear()
@@ -201,7 +202,7 @@ async def test_it_attaches_anew_to_a_kvbm_that_forgot(client: StoreClient, start
     assert await give(client, prompt(3)) == [0, 1, 2]
 
 
-async def test_it_follows_the_kvbm_over_a_restart(client: StoreClient, start: Start) -> None:
+async def test_it_follows_the_kvbm_over_a_restart(client: KvbmClient, start: Start) -> None:
     first = await start()
     await attached(client)
     await first.stop()
@@ -212,7 +213,7 @@ async def test_it_follows_the_kvbm_over_a_restart(client: StoreClient, start: St
 
 
 async def test_no_answer_loses_the_attachment_not_the_caller(
-    client: StoreClient, start: Start, monkeypatch: pytest.MonkeyPatch
+    client: KvbmClient, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
     kvbm = await start()
@@ -225,7 +226,7 @@ async def test_no_answer_loses_the_attachment_not_the_caller(
     assert kvbm.locked(2)
 
 
-async def test_a_copy_under_way_keeps_the_old_attachment(client: StoreClient, start: Start) -> None:
+async def test_a_copy_under_way_keeps_the_old_attachment(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     async with client.writing(prompt(2), 0) as writing:
@@ -242,7 +243,7 @@ async def test_a_copy_under_way_keeps_the_old_attachment(client: StoreClient, st
 
 
 async def test_a_copy_that_takes_long_is_let_end_in_the_end(
-    client: StoreClient,
+    client: KvbmClient,
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -250,13 +251,13 @@ async def test_a_copy_that_takes_long_is_let_end_in_the_end(
     tries: list[Attachment] = []
     monkeypatch.setattr(attachment, "QUIET_S", 0.05)
     monkeypatch.setattr(attachment, "LAST_RETRY_S", 0.05)
-    unused = Attachment.unused
+    unused = Attachment.wait_unused
 
     async def tried(stay: Attachment) -> None:
         tries.append(stay)
         await unused(stay)
 
-    monkeypatch.setattr(Attachment, "unused", tried)
+    monkeypatch.setattr(Attachment, "wait_unused", tried)
     kvbm = await start()
     await attached(client)
     async with client.writing(prompt(2), 0) as writing:
@@ -265,11 +266,11 @@ async def test_a_copy_that_takes_long_is_let_end_in_the_end(
         assert await take(client, prompt(3)) == []
         await attached(client, 2)
         await eventually(lambda: len(tries) > 4, what="it is tried again")
-    assert caplog.text.count("still holding it") == 1
+    assert caplog.text.count("its arena stays mapped") == 1
     await eventually(lambda: not lock.exists(), what="it is let go")
 
 
-async def test_a_refused_layout_is_not_tried_again(client: StoreClient, start: Start) -> None:
+async def test_a_refused_layout_is_not_tried_again(client: KvbmClient, start: Start) -> None:
     kvbm = await start(declines=Declined("layout", "another model of that name is here"))
     await eventually(lambda: kvbm.count(Attach) == 1)
     await start(node="there", instance="kvbm-0")
@@ -278,15 +279,15 @@ async def test_a_refused_layout_is_not_tried_again(client: StoreClient, start: S
 
 
 async def test_why_there_is_no_attachment_is_said_once(
-    client: StoreClient, start: Start, caplog: pytest.LogCaptureFixture
+    client: KvbmClient, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     kvbm = await start(declines=Declined("closing", "it is about to leave"))
     await eventually(lambda: kvbm.count(Attach) == 4, what="it is tried again and again")
-    assert len([r for r in caplog.records if "does not take this worker" in r.message]) == 1
+    assert len([r for r in caplog.records if "refused this worker" in r.message]) == 1
     assert client.attachments == 0
 
 
-async def test_whoever_is_cancelled_leaves_no_ticket(client: StoreClient, start: Start) -> None:
+async def test_whoever_is_cancelled_leaves_no_ticket(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     await give(client, prompt(8))
@@ -302,7 +303,7 @@ async def test_whoever_is_cancelled_leaves_no_ticket(client: StoreClient, start:
     await eventually(lambda: not kvbm.tickets, what="tickets are back")
 
 
-async def test_corruption_is_told(client: StoreClient, start: Start) -> None:
+async def test_corruption_is_told(client: KvbmClient, start: Start) -> None:
     kvbm = await start()
     await attached(client)
     await give(client, prompt(4))
@@ -310,7 +311,7 @@ async def test_corruption_is_told(client: StoreClient, start: Start) -> None:
     async with aclosing(client.load(prompt(4), 0, TierSpeeds(), 0.0, 10.0)) as parts:
         async for part in parts:
             assert isinstance(part, FetchedPart)
-            client.corrupt(part, prompt(4).digests[32:48])
+            client.report_corrupt(part, prompt(4).digests[32:48])
     await eventually(lambda: kvbm.count(Corrupt) == 1 and len(kvbm.blocks) == 3)
     assert await take(client, prompt(4)) == [(0, 7), (1, 8)]
 
@@ -353,7 +354,7 @@ async def shelf() -> Shelf:
 
 
 @pytest_asyncio.fixture
-async def writer(client: StoreClient, shelf: Shelf) -> AsyncIterator["WriteThrough[KvbmPrompt]"]:
+async def writer(client: KvbmClient, shelf: Shelf) -> AsyncIterator["WriteThrough[KvbmPrompt]"]:
     writer = WriteThrough(client, shelf, limit=20)
     writer.start()
     yield writer
@@ -361,7 +362,7 @@ async def writer(client: StoreClient, shelf: Shelf) -> AsyncIterator["WriteThrou
 
 
 async def test_what_is_put_is_written(
-    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
+    client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
     await attached(client)
@@ -376,7 +377,7 @@ async def test_what_is_put_is_written(
 
 
 async def test_news_of_a_request_joins_what_waits_of_it(
-    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
+    client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
     await attached(client)
@@ -391,7 +392,7 @@ async def test_news_of_a_request_joins_what_waits_of_it(
 
 
 async def test_a_full_queue_skips_and_counts(
-    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
+    client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     await start()
     await attached(client)
@@ -407,7 +408,7 @@ async def test_a_full_queue_skips_and_counts(
 
 
 async def test_blocks_that_are_gone_or_cannot_be_read_do_no_harm(
-    client: StoreClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
+    client: KvbmClient, start: Start, writer: "WriteThrough[KvbmPrompt]", shelf: Shelf
 ) -> None:
     kvbm = await start()
     await attached(client)

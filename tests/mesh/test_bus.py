@@ -1,4 +1,4 @@
-"""The bus against a real server: requests, streams that survive, leases that lapse."""
+"""The bus against a real server: requests, streams, leases, model files."""
 
 import asyncio
 import gc
@@ -14,15 +14,19 @@ import msgspec
 import pytest
 import uvloop
 from msgspec.structs import fields
-from nats.errors import NoRespondersError
-from nats.js.errors import APIError
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.client import Bus, BusOptions, Reply, Respond
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.discovery import Directory, Lease, forget_instance
 from kvmesh.bus.engine_loads import follow_loads
-from kvmesh.bus.errors import BusUnavailable, ModelFilesError, NoResponder, RequestTimeout
+from kvmesh.bus.errors import (
+    BusUnavailable,
+    JetStreamError,
+    ModelFilesError,
+    NoResponder,
+    RequestTimeout,
+)
 from kvmesh.bus.messages import (
     ControlReply,
     Instance,
@@ -34,9 +38,10 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.model_files import fetch_model, publish_model
-from kvmesh.bus.reader import TURN_S, Start, StreamMessage, StreamReader
+from kvmesh.bus.reader import BATCH_S, Start, StreamMessage, StreamReader
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 
+CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
 PING = msgspec.msgpack.Decoder(Ping)
 
 
@@ -46,35 +51,38 @@ def card(name: str) -> Instance:
     )
 
 
-async def test_a_request_is_answered_and_absence_is_told_from_silence(bus: Bus) -> None:
-    async def answer(_: Ping, respond: Respond) -> None:
-        await respond(ControlReply(ok=True))
+async def test_a_request_gets_a_reply_no_responder_or_a_timeout(bus: Bus) -> None:
+    async def answer(_: Ping, reply: Reply) -> None:
+        reply(ControlReply(ok=True))
 
-    async def ignore(_: Ping, __: Respond) -> None:
+    async def ignore(_: Ping, __: Reply) -> None:
         return
 
     await bus.serve(bus.subjects.ping("a"), PING, answer)
     await bus.serve(bus.subjects.ping("b"), PING, ignore)
-    assert (await bus.request(bus.subjects.ping("a"), Ping(), ControlReply, PATIENCE_S)).ok
+    assert (await bus.request(bus.subjects.ping("a"), Ping(), CONTROL_REPLY, PATIENCE_S)).ok
     with pytest.raises(NoResponder):
-        await bus.request(bus.subjects.ping("c"), Ping(), ControlReply, PATIENCE_S)
+        await bus.request(bus.subjects.ping("c"), Ping(), CONTROL_REPLY, PATIENCE_S)
     with pytest.raises(RequestTimeout):
-        await bus.request(bus.subjects.ping("b"), Ping(), ControlReply, 0.05)
+        await bus.request(bus.subjects.ping("b"), Ping(), CONTROL_REPLY, 0.05)
 
 
-async def test_a_malformed_request_is_answered_and_the_server_lives(bus: Bus) -> None:
-    async def answer(_: Ping, respond: Respond) -> None:
-        await respond(ControlReply(ok=True))
+async def test_a_malformed_request_gets_a_reply_and_the_server_continues(bus: Bus) -> None:
+    async def answer(_: Ping, reply: Reply) -> None:
+        reply(ControlReply(ok=True))
 
     await bus.serve(
         bus.subjects.ping("a"), PING, answer, on_malformed=lambda why: ControlReply(False, why)
     )
     reply = await bus.request(
-        bus.subjects.ping("a"), {"type": "nonsense"}, ControlReply, PATIENCE_S
+        bus.subjects.ping("a"),
+        {"type": "nonsense"},
+        CONTROL_REPLY,
+        PATIENCE_S,
     )
     assert not reply.ok
     assert "nonsense" in reply.reason
-    assert (await bus.request(bus.subjects.ping("a"), Ping(), ControlReply, PATIENCE_S)).ok
+    assert (await bus.request(bus.subjects.ping("a"), Ping(), CONTROL_REPLY, PATIENCE_S)).ok
 
 
 async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: Bus) -> None:
@@ -85,16 +93,16 @@ async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: B
 
     subject = bus.subjects.ping("a")
     for _ in range(2):
-        await bus.handle(subject, PING, keep, "group", lambda why: ControlReply(False, why))
-    asked = asyncio.create_task(bus.request(subject, Ping(), ControlReply, PATIENCE_S))
+        await bus.serve(subject, PING, keep, "group", lambda why: ControlReply(False, why))
+    asked = asyncio.create_task(bus.request(subject, Ping(), CONTROL_REPLY, PATIENCE_S))
     await eventually(lambda: kept)
     kept[0](ControlReply(ok=True))
     assert (await asked).ok
     assert len(kept) == 1
-    assert not (await bus.request(subject, {"type": "nonsense"}, ControlReply, PATIENCE_S)).ok
+    assert not (await bus.request(subject, {"type": "nonsense"}, CONTROL_REPLY, PATIENCE_S)).ok
 
 
-async def test_posts_keep_their_order_also_when_the_connection_is_congested(bus: Bus) -> None:
+async def test_posts_keep_their_order_on_a_congested_connection(bus: Bus) -> None:
     subject, heard, padding = bus.subjects.out("f"), [], "x" * 2000
 
     def hear(event: SeqFree) -> None:
@@ -107,7 +115,7 @@ async def test_posts_keep_their_order_also_when_the_connection_is_congested(bus:
     assert heard == list(range(3000))
 
 
-async def test_a_plain_function_gets_all_in_order_and_may_fail(bus: Bus) -> None:
+async def test_a_plain_handler_gets_all_messages_in_order_and_may_raise(bus: Bus) -> None:
     subject, heard = bus.subjects.out("f"), []
 
     def hear(event: SeqFree) -> None:
@@ -118,13 +126,13 @@ async def test_a_plain_function_gets_all_in_order_and_may_fail(bus: Bus) -> None
     await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), hear)
     for number in range(0, 3000, 3):
         assert bus.client.try_publish(subject, encode(SeqFree(str(number))))
-        await bus.publish(subject, SeqFree(str(number + 1)))
+        bus.post(subject, SeqFree(str(number + 1)))
         await bus.client.publish(subject, encode(SeqFree(str(number + 2))), headers={"a": "b"})
     await eventually(lambda: len(heard) == 3000)
     assert heard == list(range(3000))
 
 
-async def test_what_is_published_during_an_outage_follows(
+async def test_messages_posted_during_an_outage_are_sent_after_it(
     nats_server: NatsServer, bus: Bus
 ) -> None:
     heard: list[str] = []
@@ -133,15 +141,15 @@ async def test_what_is_published_during_an_outage_follows(
         subject, msgspec.msgpack.Decoder(SeqFree), lambda event: heard.append(event.request)
     )
     await asyncio.to_thread(nats_server.stop)
-    await eventually(lambda: not bus.client.is_connected)
+    await eventually(lambda: not bus.connected)
     assert not bus.client.try_publish(subject, encode(SeqFree("a")))
-    await bus.publish(subject, SeqFree("a"))
+    bus.post(subject, SeqFree("a"))
     await asyncio.to_thread(nats_server.start)
     await eventually(lambda: bus.client.try_publish(subject, encode(SeqFree("b"))))
     await eventually(lambda: heard == ["a", "b"])
 
 
-async def test_attempts_that_fail_are_closed(nats_server: NatsServer, bus: Bus) -> None:
+async def test_failed_connection_attempts_are_closed(nats_server: NatsServer, bus: Bus) -> None:
     attempts: list[asyncio.StreamReader] = []
 
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -155,7 +163,7 @@ async def test_attempts_that_fail_are_closed(nats_server: NatsServer, bus: Bus) 
         await eventually(lambda: len(attempts) > 2)
         await eventually(lambda: all(reader.at_eof() for reader in attempts[:2]))
     await asyncio.to_thread(nats_server.start)
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
 
 
 async def test_no_server_is_a_clear_error() -> None:
@@ -164,7 +172,7 @@ async def test_no_server_is_a_clear_error() -> None:
         await Bus.connect(BusOptions(url=url), "test", timeout=0.5)
 
 
-async def test_a_server_that_says_nothing_is_left(options: BusOptions) -> None:
+async def test_a_connection_to_a_silent_server_is_closed(options: BusOptions) -> None:
     left = asyncio.Event()
 
     async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -199,18 +207,18 @@ class Reading:
 
 async def free(bus: Bus, *ids: str) -> None:
     for name in ids:
-        await bus.publish(bus.subjects.seq("m"), SeqBatch("test", [SeqFree(name)]))
-    await bus.client.flush()
+        bus.post(bus.subjects.seq("m"), SeqBatch("test", [SeqFree(name)]))
+    await bus.flush()
 
 
-async def test_what_is_stored_is_in_the_stream_and_what_is_not_is_an_error(bus: Bus) -> None:
+async def test_store_returns_once_stored_and_raises_otherwise(bus: Bus) -> None:
     await bus.store(bus.subjects.seq("m"), encode(SeqBatch("test", [SeqFree("a")])), 5)
     assert (await bus.js.stream_info(bus.subjects.seq_stream)).state.messages == 1
-    with pytest.raises(NoRespondersError):
+    with pytest.raises(NoResponder):
         await bus.store("nowhere", b"", 5)
     small = f"{bus.options.namespace}-small"
     await bus.js.add_stream(name=small, subjects=[small], max_msg_size=8)
-    with pytest.raises(APIError, match="exceeds"):
+    with pytest.raises(JetStreamError, match="exceeds"):
         await bus.store(small, b"too much for it", 5)
 
 
@@ -229,7 +237,7 @@ async def test_a_reader_replays_then_follows(bus: Bus) -> None:
     await resumed.reader.close()
 
 
-async def test_a_reader_with_much_to_do_lets_others_run(bus: Bus) -> None:
+async def test_a_busy_reader_lets_other_tasks_run(bus: Bus) -> None:
     await free(bus, *map(str, range(20)))
     turns = 0
     seen: list[int] = []
@@ -241,7 +249,7 @@ async def test_a_reader_with_much_to_do_lets_others_run(bus: Bus) -> None:
             asyncio.get_running_loop().call_soon(other)
 
     def slow(_: StreamMessage) -> None:
-        time.sleep(2 * TURN_S)
+        time.sleep(2 * BATCH_S)
         seen.append(turns)
 
     stream, subject = bus.subjects.seq_stream, bus.subjects.seq("m")
@@ -287,7 +295,7 @@ async def test_a_reader_starts_over_when_the_server_lost_the_stream(
     await free(bus, "a", "b", "c")
     await eventually(lambda: len(reading.ids) == 3)
     await asyncio.to_thread(nats_server.wipe)
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
     await ensure_streams(bus, limits)
     await free(bus, "d")
     await eventually(lambda: reading.ids[3:] == ["d"])
@@ -311,7 +319,7 @@ async def test_a_lease_joins_changes_and_leaves(bus: Bus, limits: StreamLimits) 
     await directory.close()
 
 
-async def test_a_card_that_another_process_could_have_written_is_ignored(
+async def test_a_card_at_the_key_of_another_process_is_ignored(
     bus: Bus, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket = await bus.js.key_value(bus.subjects.instances_bucket)
@@ -332,7 +340,7 @@ async def test_a_card_that_another_process_could_have_written_is_ignored(
     await directory.close()
 
 
-async def test_a_card_that_is_refused_is_told_of_once_however_often_it_is_renewed(
+async def test_a_rejected_card_is_logged_once_however_often_it_is_renewed(
     bus: Bus, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = Directory(bus, limits)
@@ -349,7 +357,7 @@ async def test_a_card_that_is_refused_is_told_of_once_however_often_it_is_renewe
     await directory.close()
 
 
-async def test_an_instance_tells_of_its_own_load_alone(
+async def test_an_instance_reports_only_its_own_load(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load(instance: str, running: int) -> Load:
@@ -358,15 +366,17 @@ async def test_an_instance_tells_of_its_own_load_alone(
 
     heard: list[Load] = []
     await follow_loads(bus, heard.append)
-    await bus.publish(bus.subjects.load("a-1"), load("b-1", 99))
+    bus.post(bus.subjects.load("a-1"), load("b-1", 99))
     await bus.client.publish(bus.subjects.load("a-1"), b"no load")
-    await bus.publish(bus.subjects.load("b-1"), load("b-1", 1))
+    bus.post(bus.subjects.load("b-1"), load("b-1", 1))
     await eventually(lambda: heard)
     assert heard == [load("b-1", 1)]
-    assert "from now on silently: it speaks of b-1" in caplog.text
+    assert "logged once: it describes b-1" in caplog.text
 
 
-async def test_the_later_life_is_told_by_the_servers_clock(bus: Bus, limits: StreamLimits) -> None:
+async def test_the_servers_clock_decides_which_instance_is_later(
+    bus: Bus, limits: StreamLimits
+) -> None:
     fast = Lease(bus, msgspec.structs.replace(card("w"), started=4e9), limits)
     slow = Lease(bus, msgspec.structs.replace(card("w"), instance="w-2", started=1.0), limits)
     for lease in (fast, slow):
@@ -382,7 +392,7 @@ async def test_the_later_life_is_told_by_the_servers_clock(bus: Bus, limits: Str
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
-async def test_a_lease_that_nobody_renews_lapses(
+async def test_a_lease_without_renewal_expires(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     dying = await Bus.connect(options, "dying")
@@ -397,7 +407,7 @@ async def test_a_lease_that_nobody_renews_lapses(
     await lease.close()
 
 
-async def test_processes_that_are_set_differently_agree_on_leases(
+async def test_processes_with_different_settings_agree_on_leases(
     options: BusOptions, limits: StreamLimits
 ) -> None:
     bus = await Bus.connect(options, "test")
@@ -421,7 +431,7 @@ async def test_processes_that_are_set_differently_agree_on_leases(
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
-async def test_anyone_may_bury_a_dead_instance_which_learns_of_it_if_it_lives(
+async def test_any_process_may_delete_a_lease_and_a_living_owner_notices(
     bus: Bus, limits: StreamLimits
 ) -> None:
     lapses: list[bool] = []
@@ -438,7 +448,7 @@ async def test_anyone_may_bury_a_dead_instance_which_learns_of_it_if_it_lives(
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
-async def test_a_lease_that_was_renewed_unheard_has_not_lapsed(
+async def test_a_renewal_with_a_lost_reply_does_not_end_the_lease(
     bus: Bus, limits: StreamLimits
 ) -> None:
     lapses: list[bool] = []
@@ -492,7 +502,7 @@ async def test_a_lost_server_is_one_line_with_its_cause(
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvmesh.bus")
     nats_server.kill()
-    await eventually(lambda: not bus.client.is_connected)
+    await eventually(lambda: not bus.connected)
     await eventually(lambda: bus.client.last_error is not None)  # an attempt failed as well
     await asyncio.to_thread(nats_server.start)
     await eventually(lambda: bus.connected_for > 0)
@@ -514,21 +524,21 @@ async def test_model_files_travel_and_are_checked(bus: Bus, tmp_path: Path) -> N
         await publish_model(bus, tmp_path / "nowhere")
 
 
-async def test_an_answer_that_came_while_the_process_was_stopped_is_an_answer(
+async def test_a_reply_that_arrived_while_the_process_was_stopped_counts(
     options: BusOptions, bus: Bus
 ) -> None:
     """As under uvloop, which services run on: its timers come before what is to be read."""
     subject = bus.subjects.ping("w")
 
-    async def answer(_: Ping, respond: Respond) -> None:
+    async def answer(_: Ping, reply: Reply) -> None:
         await asyncio.sleep(0.1)
-        await respond(ControlReply(ok=True))
+        reply(ControlReply(ok=True))
 
     await bus.serve(subject, PING, answer)
 
     async def stopped() -> ControlReply:
         own = await Bus.connect(options, "stopped")
-        asked = asyncio.create_task(own.request(subject, Ping(), ControlReply, 0.3))
+        asked = asyncio.create_task(own.request(subject, Ping(), CONTROL_REPLY, 0.3))
         await asyncio.sleep(0.05)  # it is sent, but not answered yet
         time.sleep(1.0)  # noqa: ASYNC251 (nothing runs here meanwhile, as while it is stopped)
         try:

@@ -1,4 +1,4 @@
-"""Streams that lost their end and went on: readers notice, and leave no consumer behind."""
+"""Readers of rewound streams start over, and leave no consumer behind."""
 
 import asyncio
 from dataclasses import replace
@@ -61,7 +61,7 @@ async def rewind(server: NatsServer, bus: Bus, copy: Path, *texts: str) -> None:
     await asyncio.to_thread(server.start)
 
 
-async def test_a_reader_starts_over_when_numbers_were_used_again(
+async def test_a_reader_starts_over_when_sequences_were_reused(
     nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:
     follower = Follower(bus)
@@ -76,7 +76,7 @@ async def test_a_reader_starts_over_when_numbers_were_used_again(
     await follower.reader.close()
 
 
-async def test_a_reader_that_goes_on_from_before_notices_as_well(
+async def test_a_reader_that_resumes_from_a_sequence_notices_a_rewind(
     nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:
     before = Follower(bus)
@@ -87,7 +87,7 @@ async def test_a_reader_that_goes_on_from_before_notices_as_well(
     await eventually(lambda: before.texts == ["a", "lost"])
     await before.reader.close()
     await rewind(nats_server, bus, tmp_path / "copy", "b", "c")
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
     last = before.last
     assert last is not None
     after = Follower(bus, Start(after=last.seq, stored=last.time))
@@ -97,7 +97,7 @@ async def test_a_reader_that_goes_on_from_before_notices_as_well(
     await after.reader.close()
 
 
-async def test_a_reader_goes_on_where_only_what_it_has_read_was_purged(
+async def test_a_reader_continues_if_only_read_messages_were_purged(
     nats_server: NatsServer, bus: Bus
 ) -> None:
     follower = Follower(bus)
@@ -154,7 +154,7 @@ async def test_a_new_connection_ends_a_long_delay(
     monkeypatch.setattr(reader, "Backoff", Patient)
     follower = Follower(bus)
     await follower.reader.open()
-    await bus.js.delete_stream(bus.subjects.route_stream)
+    await bus.js.context.delete_stream(bus.subjects.route_stream)
     await eventually(lambda: 3600.0 in delays)
     await ensure_streams(bus)
     await bus.client.force_reconnect()
@@ -163,7 +163,7 @@ async def test_a_new_connection_ends_a_long_delay(
     await follower.reader.close()
 
 
-async def test_a_reader_tells_how_long_it_has_heard_nothing(
+async def test_a_reader_reports_how_long_it_has_received_nothing(
     nats_server: NatsServer, bus: Bus
 ) -> None:
     follower = Follower(bus)

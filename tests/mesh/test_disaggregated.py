@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.mesh import Mesh
 from support.nats import NatsServer
@@ -32,7 +33,7 @@ def mesh(nats_server: NatsServer, tmp_path: Path) -> Iterator[Mesh]:
 
 
 def begin(mesh: Mesh, **prefill: str) -> None:
-    """One worker of each part; the keywords are for the prefill worker alone."""
+    """One prefill and one decode worker; the keywords are for the prefill worker alone."""
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0")
     mesh.start("worker", "prefill-0", KVMESH_WORKER_SERVES="prefill", **prefill)
@@ -68,7 +69,7 @@ def prefills(mesh: Mesh, result: str) -> float:
 
 
 def loaded(mesh: Mesh, worker: str) -> bool:
-    """Whether it says that it has prompts to compute."""
+    """Whether the worker reports prompts to compute."""
     samples = mesh.metrics().items()
     return any(v for k, v in samples if "worker_prefill_tokens{" in k and f'"{worker}"' in k)
 
@@ -79,7 +80,7 @@ def instance(mesh: Mesh, worker: str) -> str:
 
 
 async def workers(mesh: Mesh, count: int) -> None:
-    """Wait until the router may use that many."""
+    """Wait until the router may use `count` workers."""
 
     def known() -> bool:
         return sum("worker_running_requests{" in key for key in mesh.metrics()) == count
@@ -115,7 +116,7 @@ async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) 
     lost = prefills(mesh, "lost") + prefills(mesh, "gone") + prefills(mesh, "silent")
     assert lost + prefills(mesh, "done") == mesh.metric("kvmesh_frontend_prefills_total")
     assert lost
-    assert "was not computed by" in mesh.logs()
+    assert "did not compute the prompt of" in mesh.logs()
     assert text(await complete(mesh, f"one more {LONG}"))
 
 
@@ -126,7 +127,7 @@ async def test_a_prefill_worker_that_hangs_costs_no_more_than_its_time(mesh: Mes
     await workers(mesh, 2)
     assert text(await complete(mesh, LONG))
     assert prefills(mesh, "timeout") == 1
-    assert mesh.logs().count("was not computed by") == 1
+    assert mesh.logs().count("did not compute the prompt of") == 1
     mesh.kill("prefill-0")
 
 
@@ -152,7 +153,9 @@ async def test_a_real_model_answers_alike_with_kv_from_another_worker(
     assert "computed again" not in mesh.logs()
     bus = await Bus.connect(mesh.options, "test")
     decoder = instance(mesh, "decode-0")
-    await bus.request(bus.subjects.ctl(decoder), Clear(), ControlReply, PATIENCE_S)
+    await bus.request(
+        bus.subjects.ctl(decoder), Clear(), msgspec.msgpack.Decoder(ControlReply), PATIENCE_S
+    )
     await bus.close()
     mesh.kill("prefill-0")
     await workers(mesh, 1)

@@ -1,4 +1,4 @@
-"""The frontend process against scripted routers and workers: what clients see, whatever happens."""
+"""The frontend process against scripted routers and workers, seen by its clients."""
 
 import asyncio
 import socket
@@ -181,7 +181,7 @@ async def test_names_of_unknown_models_become_no_labels(stage: Stage) -> None:
     assert not [sample for sample in stage.mesh.metrics() if "chosen-by-a-caller" in sample]
 
 
-async def test_the_mesh_is_told_what_came_of_a_request(stage: Stage) -> None:
+async def test_the_outcome_of_a_request_is_published(stage: Stage) -> None:
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300], cached=[16]))
@@ -225,7 +225,7 @@ async def told_all(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("status", ["busy", "draining"])
-async def test_a_worker_that_does_not_take_it_is_passed_over(stage: Stage, status: str) -> None:
+async def test_a_worker_that_refuses_is_excluded(stage: Stage, status: str) -> None:
     stage.a.status = status
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.b.work()
@@ -237,7 +237,7 @@ async def test_a_worker_that_does_not_take_it_is_passed_over(stage: Stage, statu
     await eventually(lambda: {SeqFree(first.request), SeqFree(second.request)} <= {*stage.seen})
 
 
-async def test_what_a_worker_keeps_is_sent_again_only_when_it_has_it_no_more(stage: Stage) -> None:
+async def test_a_retained_prompt_is_sent_again_only_if_the_worker_has_lost_it(stage: Stage) -> None:
     stage.a.keeps = True
     messages = [{"role": "user", "content": "Hello there. " * 50}]
     headers = {"x-session-id": "keeping"}
@@ -262,7 +262,7 @@ async def test_constraints_that_no_worker_meets_are_refused_at_once(stage: Stage
     assert len(stage.router.asked) == 1
 
 
-async def test_a_router_that_fails_is_not_told_as_a_lack_of_workers(stage: Stage) -> None:
+async def test_an_unavailable_router_is_not_reported_as_a_lack_of_workers(stage: Stage) -> None:
     stage.router.refusal = Refused(code="unavailable", reason="the router failed; see its log")
     for path, form in ((CHAT, body()), ("/v1/messages", body(max_tokens=9))):
         status, answer = await stage.client.post(path, form)
@@ -271,7 +271,7 @@ async def test_a_router_that_fails_is_not_told_as_a_lack_of_workers(stage: Stage
         assert message.endswith("cannot be served now: the router failed; see its log")
 
 
-async def test_when_all_are_busy_the_client_is_told_to_wait(stage: Stage) -> None:
+async def test_if_all_workers_are_busy_the_client_is_told_to_retry(stage: Stage) -> None:
     stage.a.status = stage.b.status = "busy"
     response = await stage.client.stream(CHAT, body())
     assert response.status == 429
@@ -289,7 +289,7 @@ async def test_a_router_s_refusal_reaches_the_client(stage: Stage, code: Any, st
     assert "not today" in answer["error"]["message"]
 
 
-async def test_a_client_that_leaves_the_queue_is_taken_out_of_it(stage: Stage) -> None:
+async def test_a_client_that_leaves_is_removed_from_the_queue(stage: Stage) -> None:
     stage.router.parks = True
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
     (asked,) = await eventually(lambda: stage.router.asked)
@@ -318,7 +318,22 @@ async def test_a_stop_string_ends_answer_and_engine(stage: Stage) -> None:
     await eventually(lambda: stage.a.cancelled == [work.request])
 
 
-async def test_one_call_is_enough_where_no_parallel_ones_are_wanted(stage: Stage) -> None:
+async def test_a_stop_string_across_frames_is_never_shown(stage: Stage) -> None:
+    response = await started(stage, body(stream=True, stop=["stop here"]))
+    work = await stage.a.work()
+    tokens = ids("words before stop here and after")
+    for offset, token in enumerate(tokens):
+        await stage.a.send(work, Chunk(work.request, offset, [token]))
+        await asyncio.sleep(0.02)  # a frame of its own for each token
+    chunks = await events(response)
+    assert text_of(chunks) == "words before "
+    assert [c["choices"][0]["finish_reason"] for c in chunks if c != "[DONE]" and c["choices"]][
+        -1
+    ] == "stop"
+    await eventually(lambda: stage.a.cancelled == [work.request])
+
+
+async def test_without_parallel_calls_the_first_call_ends_the_answer(stage: Stage) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
     sent = body(tools=tools, parallel_tool_calls=False)
@@ -343,7 +358,7 @@ async def test_a_call_that_breaks_off_is_text_in_a_whole_answer(stage: Stage) ->
     assert choice["finish_reason"] == "length"
 
 
-async def test_missing_tokens_are_asked_for_again(stage: Stage) -> None:
+async def test_missing_tokens_are_requested_again(stage: Stage) -> None:
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     tokens = ids("a lot of words to lose")
@@ -356,7 +371,7 @@ async def test_missing_tokens_are_asked_for_again(stage: Stage) -> None:
     assert answer["choices"][0]["message"]["content"] == "a lot of words to lose"
 
 
-async def test_a_request_that_its_worker_has_forgotten_moves(stage: Stage) -> None:
+async def test_a_request_unknown_to_its_worker_migrates(stage: Stage) -> None:
     stage.a.knows = False
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
@@ -396,7 +411,7 @@ async def test_a_stream_survives_the_death_of_its_worker(stage: Stage) -> None:
         assert mortal.instance in stage.router.asked[-1].placement.exclude
 
 
-async def test_a_request_moves_only_so_often(stage: Stage) -> None:
+async def test_the_migrations_of_a_request_are_limited(stage: Stage) -> None:
     response = await started(stage, body(stream=True))
     first = await stage.a.work()
     await stage.a.send(first, Chunk(first.request, 0, [300], finish="abort"))
@@ -425,7 +440,7 @@ async def test_an_engine_error_after_the_first_byte_is_an_event(stage: Stage) ->
     assert "it broke" in chunks[-2]["error"]["message"]
 
 
-async def test_a_reader_that_does_not_read_is_cut(stage: Stage) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(stage: Stage) -> None:
     payload = msgspec.json.encode(body(stream=True))
     with socket.create_connection(("127.0.0.1", stage.mesh.port)) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""Endpoints about what is cached, keys that may use them, and what follows an answer."""
+"""Cache endpoints, the keys that may use them, and session hooks after an answer."""
 
 import asyncio
 import hashlib
@@ -27,7 +27,7 @@ from support.nats import NatsServer, free_port
 from support.wait import eventually
 from tokenizers import Tokenizer
 
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.messages import (
     Cancel,
@@ -94,9 +94,9 @@ class ScriptedStore:
     def __init__(self) -> None:
         self.told: list[Control] = []
 
-    async def answer(self, control: Control, respond: Respond) -> None:
+    async def answer(self, control: Control, reply: Reply) -> None:
         self.told.append(control)
-        await respond(ControlReply(ok=True, blocks=3))
+        reply(ControlReply(ok=True, blocks=3))
 
 
 @dataclass
@@ -173,7 +173,7 @@ async def shared(
 
 
 async def serves(client: Client) -> bool:
-    """Whether a frontend listens, has loaded the model and knows everyone."""
+    """True if a frontend listens, has loaded the model and knows all instances."""
     try:
         async with client.session.get(f"{client.url}/v1/models", headers=bearer("a")) as models:
             loaded = len((await models.json())["data"]) == 2
@@ -228,7 +228,7 @@ async def turn(
 # --- directives ---
 
 
-async def test_a_worker_gets_directives_and_the_caller_what_came_of_them(stage: Stage) -> None:
+async def test_a_worker_receives_directives_and_the_caller_their_outcome(stage: Stage) -> None:
     marked = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
     nvext = {
         "extra_fields": ["cache"],
@@ -254,7 +254,7 @@ async def test_a_worker_gets_directives_and_the_caller_what_came_of_them(stage: 
     assert counted == [1, 1, 1]
 
 
-async def test_sessions_are_named_within_their_tenant(stage: Stage) -> None:
+async def test_sessions_are_scoped_to_their_tenant(stage: Stage) -> None:
     headers = {"x-kvmesh-session-id": "s", "x-kvmesh-parent-session-id": "p"}
     work, _ = await turn(stage, CHAT, {"messages": [ASK]}, **headers)
     assert (work.session, work.parent_session) == (f"{stage.team}\x1fs", f"{stage.team}\x1fp")
@@ -262,7 +262,7 @@ async def test_sessions_are_named_within_their_tenant(stage: Stage) -> None:
     assert (work.session, work.parent_session) == ("s", "p")
 
 
-async def test_an_inferred_session_has_a_name_that_nobody_can_say(stage: Stage) -> None:
+async def test_no_caller_can_form_the_name_of_an_inferred_session(stage: Stage) -> None:
     words = {"role": "user", "content": f"Nobody has named this. {LONG}"}
     await turn(stage, CHAT, {"messages": [words]}, "root")
     more = [words, {"role": "assistant", "content": "Done."}, ASK]
@@ -273,7 +273,7 @@ async def test_an_inferred_session_has_a_name_that_nobody_can_say(stage: Stage) 
     assert work.session not in (await once(stage.a, Release)).sessions
 
 
-async def test_the_class_and_the_urgency_of_a_request_are_those_of_its_key(stage: Stage) -> None:
+async def test_the_key_sets_the_fair_class_and_bounds_the_priority(stage: Stage) -> None:
     own = {"x-tenant-id": "part", "x-kvmesh-fair-class": "premium", "x-kvmesh-priority": "9"}
     work, _ = await turn(stage, CHAT, {"messages": [ASK]}, "plain", **own)
     hints = stage.router.asked[-1].hints
@@ -299,7 +299,9 @@ ENDPOINTS = [
 
 
 @pytest.mark.parametrize(("method", "path"), ENDPOINTS)
-async def test_each_needs_a_key_with_the_scope(stage: Stage, method: str, path: str) -> None:
+async def test_every_cache_endpoint_requires_a_key_with_the_scope(
+    stage: Stage, method: str, path: str
+) -> None:
     status, answer = await stage.call(method, path, "plain")
     assert (status, answer["error"]["code"]) == (403, "scope_missing")
     status, _ = await stage.call(method, path, "nobody")
@@ -320,7 +322,7 @@ PROMPTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), PROMPTS)
-async def test_a_prefetch_is_the_prompt_of_its_request(
+async def test_a_prefetch_has_the_prompt_of_its_request(
     stage: Stage, path: str, body: dict[str, Any]
 ) -> None:
     work, _ = await turn(stage, path, body)
@@ -332,9 +334,10 @@ async def test_a_prefetch_is_the_prompt_of_its_request(
     assert (prefetch.compute, prefetch.deadline_s, prefetch.at) == (64, 5, None)
     assert (answer["instance"], answer["tokens"]) == (stage.a.instance, len(work.tokens) // 4)
     assert stage.router.asked[-1].sequence_hashes == stage.router.asked[-2].sequence_hashes
+    assert stage.router.asked[-1].salt == stage.router.asked[-2].salt == work.salt
 
 
-async def test_a_session_s_last_prompt_is_known_to_every_frontend(stage: Stage) -> None:
+async def test_every_frontend_resolves_a_session_s_last_prompt(stage: Stage) -> None:
     work, _ = await turn(stage, CHAT, {"messages": [ASK]}, **{"x-kvmesh-session-id": "far"})
     stage.a.told.clear()
     at = time.time() + 60
@@ -348,7 +351,7 @@ async def test_a_session_s_last_prompt_is_known_to_every_frontend(stage: Stage) 
     assert (status, answer["error"]["code"]) == (404, "session_not_found")
 
 
-async def test_a_prefetch_is_cancelled_by_its_tenant_alone(stage: Stage) -> None:
+async def test_only_its_tenant_cancels_a_prefetch(stage: Stage) -> None:
     _, answer = await stage.post("/v1/prefetch", {"tokens": list(range(300, 400))})
     sent = await once(stage.a, Prefetch)
     path = f"/v1/prefetch/{answer['id']}"
@@ -371,7 +374,7 @@ async def test_a_worker_s_refusal_reaches_the_caller(stage: Stage) -> None:
 async def test_a_prompt_without_a_full_block_is_refused(stage: Stage, path: str) -> None:
     status, answer = await stage.post(path, {"tokens": [300] * 15})
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-    assert "which has 16 tokens" in answer["error"]["message"]
+    assert "a block of 16 tokens" in answer["error"]["message"]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -386,7 +389,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "where"), WRONG)
-async def test_a_wrong_prompt_is_named(stage: Stage, body: dict[str, Any], where: str) -> None:
+async def test_an_invalid_prompt_is_named(stage: Stage, body: dict[str, Any], where: str) -> None:
     status, answer = await stage.post("/v1/prefetch", body)
     assert (status, answer["error"]["param"]) == (400, where)
 
@@ -394,7 +397,7 @@ async def test_a_wrong_prompt_is_named(stage: Stage, body: dict[str, Any], where
 # --- pins ---
 
 
-async def test_a_pin_is_told_to_all_holders_and_seen_by_its_tenant(stage: Stage) -> None:
+async def test_a_pin_is_sent_to_all_holders_and_listed_for_its_tenant(stage: Stage) -> None:
     work, _ = await turn(stage, CHAT, {"messages": [ASK]})
     prompt: dict[str, Any] = {"messages": [ASK]}
     status, pin = await stage.post("/v1/cache/pins", {**prompt, "ttl": "10m", "priority": 90})
@@ -417,7 +420,7 @@ async def test_a_pin_is_told_to_all_holders_and_seen_by_its_tenant(stage: Stage)
     assert (await stage.call("GET", "/v1/cache/pins"))[1]["data"] == []
 
 
-async def test_pins_are_told_to_who_joins_and_outlive_a_frontend(stage: Stage) -> None:
+async def test_pins_are_sent_to_new_instances_and_outlive_a_frontend(stage: Stage) -> None:
     await stage.post("/v1/cache/pins", {"messages": [ASK], "id": "mine"})
     stage.mesh.kill("frontend-0")
     stage.mesh.restart("frontend-0")
@@ -451,7 +454,7 @@ async def test_the_parts_of_a_tenant_share_its_pins(stage: Stage) -> None:
     assert (status, answer["error"]["code"]) == (429, "too_many_pins")
     _, seen = await stage.call("GET", "/v1/cache/pins", "b")
     assert seen["data"] == []
-    for head in await store.of(tenants.tag("team-b", "one"), time.time()):
+    for head in await store.list_tenant(tenants.tag("team-b", "one"), time.time()):
         await store.delete(
             msgspec.structs.replace(pin, id=head.id, tenant=tenants.tag("team-b", "one"))
         )
@@ -459,7 +462,7 @@ async def test_the_parts_of_a_tenant_share_its_pins(stage: Stage) -> None:
     assert (await stage.call("DELETE", "/v1/cache/pins", "b", messages=[ASK]))[0] == 200
 
 
-async def test_a_pin_needs_a_block(stage: Stage) -> None:
+async def test_a_pin_requires_a_full_block(stage: Stage) -> None:
     status, answer = await stage.post("/v1/cache/pins", {"tokens": [1, 2]})
     assert (status, "16 tokens" in answer["error"]["message"]) == (400, True)
     assert (await stage.post("/v1/cache/pins", {"tokens": [1] * 20, "ttl": "9d"}))[0] == 400
@@ -480,7 +483,7 @@ async def test_a_tenant_clears_its_own_blocks(stage: Stage) -> None:
     assert await once(stage.a, Clear) == Clear(salts[1], [0], MODEL, stage.team)
 
 
-async def test_tiers_are_cleared_where_they_are(stage: Stage) -> None:
+async def test_tiers_are_cleared_on_the_instances_that_have_them(stage: Stage) -> None:
     _, answer = await stage.post("/v1/cache/clear", {"tiers": [1]})
     assert [entry["role"] for entry in answer["instances"]] == ["kvbm"]
     _, answer = await stage.post("/v1/cache/clear", {"tiers": [1, 2]})
@@ -488,19 +491,19 @@ async def test_tiers_are_cleared_where_they_are(stage: Stage) -> None:
     assert not stage.a.told
 
 
-async def test_a_mistyped_limit_clears_nothing(stage: Stage) -> None:
+async def test_a_mistyped_field_clears_nothing(stage: Stage) -> None:
     status, answer = await stage.post("/v1/cache/clear", {"tier": [1]})
     assert status == 400
     assert "`tier`" in answer["error"]["message"]
     assert not stage.a.told
 
 
-async def test_everyone_s_blocks_need_the_admin_scope(stage: Stage) -> None:
+async def test_clearing_all_tenants_requires_the_admin_scope(stage: Stage) -> None:
     assert (await stage.post("/v1/cache/clear", {"all_tenants": True}))[0] == 403
     assert (await stage.post("/v1/cache/clear", {"all_tenants": True}, "root"))[0] == 200
     assert await once(stage.a, Clear) == Clear(None, [], MODEL)
     log = (stage.mesh.folder / "frontend-0.log").read_text()
-    assert f"the key root: cleared 7 blocks of {MODEL} of all tenants, tiers: all, at 3" in log
+    assert f"key root cleared 7 blocks of {MODEL}, tenant: all, tiers: all, on 3 instances" in log
     body = {"model": "tuned", "all_tenants": True}
     assert (await stage.post("/v1/cache/clear", body, "root"))[0] == 400
     assert (await stage.post("/v1/cache/clear", {"model": "none"}))[0] == 404
@@ -536,7 +539,7 @@ async def test_a_final_turn_releases_its_session(stage: Stage) -> None:
 # --- speculative prefill ---
 
 
-async def test_a_hinted_turn_is_computed_ahead_and_what_it_found_is_counted(stage: Stage) -> None:
+async def test_a_hinted_turn_is_prefilled_speculatively_and_its_use_counted(stage: Stage) -> None:
     hint = {"agent_hints": {"speculative_prefill": True}}
     said = "It is a long answer about files. " * 8
     thought = f"<think>\n{LONG}\n</think>\n\n{said}"
@@ -561,8 +564,8 @@ async def test_a_hinted_turn_is_computed_ahead_and_what_it_found_is_counted(stag
     )
 
 
-async def test_what_is_computed_ahead_counts_against_the_key(stage: Stage) -> None:
-    """The turn itself leaves room for another; with what is computed ahead there is none."""
+async def test_speculative_prefill_counts_against_the_key(stage: Stage) -> None:
+    """The limit admits a second turn, but not with the speculative prefill of the first."""
     hint = {"agent_hints": {"speculative_prefill": True}}
     messages = [ASK, {"role": "assistant", "content": "Yes?"}, ASK]
     thought = f"<think>\nHm.\n</think>\n\n{LONG * 2}"

@@ -1,4 +1,4 @@
-"""API keys over a whole mesh: made on the command line, and held to by all frontends together."""
+"""API keys over a whole mesh: created on the command line, their limits shared by frontends."""
 
 import asyncio
 import signal
@@ -47,7 +47,7 @@ class Stage:
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
     async def key(self, name: str, *options: str) -> dict[str, str]:
-        """The headers of a new key, once both frontends know it."""
+        """The headers of a new key, once both frontends have loaded it."""
         made = await asyncio.to_thread(self.keys, "add", name, *options)
         assert made.returncode == 0, made.stderr
         return await self.known(made.stdout.strip())
@@ -60,7 +60,7 @@ class Stage:
 
 
 async def eventually_status(client: Client, headers: dict[str, str], status: int) -> None:
-    """Model lists are not counted where only tokens or concurrency are limited."""
+    """Wait for a status of /v1/models; it counts only against limits of requests per minute."""
 
     async def asked() -> bool:
         async with client.session.get(client.url + "/v1/models", headers=headers) as answer:
@@ -133,7 +133,7 @@ async def eventually_counted(client: Client, headers: dict[str, str], status: in
             await asyncio.sleep(0.05)
 
 
-async def test_sequences_at_once_count_over_all_frontends(stage: Stage) -> None:
+async def test_concurrency_counts_over_all_frontends(stage: Stage) -> None:
     key = await stage.key("few", "--concurrency", "2")
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "n": 2}
     before = len(stage.worker.works)
@@ -148,7 +148,7 @@ async def test_sequences_at_once_count_over_all_frontends(stage: Stage) -> None:
     assert (status, answer["error"]["code"]) == (403, "concurrency_exceeded")
 
 
-async def test_the_share_of_a_dead_frontend_lapses(stage: Stage) -> None:
+async def test_the_use_of_a_dead_frontend_stops_counting(stage: Stage) -> None:
     key = await stage.key("one", "--concurrency", "1")
     port = free_port()
     stage.mesh.start("frontend", "mortal", KVMESH_FRONTEND_PORT=str(port))
@@ -198,7 +198,9 @@ async def test_a_key_is_listed_rotated_and_revoked(stage: Stage) -> None:
         (("list", "x"), "no name"),
     ],
 )
-async def test_a_wrong_key_is_refused(stage: Stage, arguments: tuple[str, ...], fault: str) -> None:
+async def test_an_invalid_key_is_refused(
+    stage: Stage, arguments: tuple[str, ...], fault: str
+) -> None:
     done = await asyncio.to_thread(stage.keys, *arguments)
     assert done.returncode == 2
     assert fault in done.stderr
@@ -252,7 +254,7 @@ async def test_limits_hold_on_every_endpoint(stage: Stage, method: str, path: st
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json"])
-async def test_strangers_learn_nothing_of_the_mesh(stage: Stage, path: str) -> None:
+async def test_callers_without_a_key_see_nothing_of_the_mesh(stage: Stage, path: str) -> None:
     plain, admin = (
         await stage.key(f"p{path[1]}"),
         await stage.key(f"a{path[1]}", "--scopes", "admin"),
@@ -267,7 +269,7 @@ async def test_strangers_learn_nothing_of_the_mesh(stage: Stage, path: str) -> N
     assert await status(admin) == 200
 
 
-async def test_a_stopping_frontend_serves_on_for_a_while(stage: Stage) -> None:
+async def test_a_stopping_frontend_serves_during_its_linger_time(stage: Stage) -> None:
     key = await stage.key("late")
     port = free_port()
     env = {"KVMESH_FRONTEND_PORT": str(port), "KVMESH_FRONTEND_LINGER_S": "3"}

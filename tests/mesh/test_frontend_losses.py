@@ -1,4 +1,4 @@
-"""The frontend and workers that freeze, or that a request kills: who is blamed, who is left out."""
+"""Lost and frozen workers: migration of requests, suspects, and workers left out."""
 
 import asyncio
 import secrets
@@ -83,7 +83,7 @@ async def answer(worker: ScriptedWorker, number: int = 0) -> None:
     await worker.send(work, Chunk(work.request, work.generated, [300], finish="stop"))
 
 
-async def test_a_request_that_hangs_two_workers_is_given_to_no_third(
+async def test_a_request_that_hangs_two_workers_is_offered_to_no_third(
     stage: Stage, workers: list[ScriptedWorker]
 ) -> None:
     a, b, c = workers
@@ -95,11 +95,11 @@ async def test_a_request_that_hangs_two_workers_is_given_to_no_third(
         assert response.headers["X-Should-Retry"] == "false"
         error = (await response.json())["error"]
     assert error["code"] == "engine_lost"
-    assert "two workers" in error["message"]
+    assert "Two workers" in error["message"]
     assert [len(worker.works) for worker in (a, b, c)] == [1, 1, 0]
 
 
-async def test_a_request_that_crashes_two_engines_is_given_to_no_third(
+async def test_a_request_that_crashes_two_engines_is_offered_to_no_third(
     stage: Stage, workers: list[ScriptedWorker]
 ) -> None:
     a, b, c = workers
@@ -115,7 +115,7 @@ async def test_a_request_that_crashes_two_engines_is_given_to_no_third(
     assert not c.works
 
 
-async def test_frozen_workers_are_passed_over_and_nobody_is_blamed(
+async def test_frozen_workers_are_passed_over_and_no_request_is_blamed(
     stage: Stage, workers: list[ScriptedWorker]
 ) -> None:
     a, b, c = workers
@@ -126,7 +126,7 @@ async def test_frozen_workers_are_passed_over_and_nobody_is_blamed(
     assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 4
 
 
-async def test_a_frozen_worker_is_offered_nothing_until_it_answers(
+async def test_a_frozen_worker_is_offered_no_work_until_it_replies(
     stage: Stage, workers: list[ScriptedWorker]
 ) -> None:
     a, b, _ = workers
@@ -152,7 +152,7 @@ async def test_a_frozen_worker_is_offered_nothing_until_it_answers(
     await eventually(is_offered, what="the worker is offered work again")
 
 
-async def test_what_a_lost_worker_says_later_is_dropped(
+async def test_late_tokens_of_a_lost_worker_are_dropped(
     stage: Stage, workers: list[ScriptedWorker]
 ) -> None:
     a, b, _ = workers
@@ -164,6 +164,84 @@ async def test_what_a_lost_worker_says_later_is_dropped(
     await b.send(new, Chunk(new.request, 1, [303]))
     await a.send(old, Chunk(old.request, 2, [301], finish="stop"))
     await b.send(new, Chunk(new.request, 2, [304], finish="stop"))
-    deltas = [chunk["choices"][0]["delta"] for chunk in await events(response) if chunk != "[DONE]"]
-    text = "".join(delta.get("content") or "" for delta in deltas)
-    assert text == TOKENIZER.decode([300, 303, 304], skip_special_tokens=False)
+    assert texts(await events(response)) == {0: decoded(300, 303, 304)}
+
+
+async def test_a_migrated_stream_has_the_content_of_one_that_stayed(
+    stage: Stage, workers: list[ScriptedWorker]
+) -> None:
+    a, b, _ = workers
+    sent = body(stream=True, seed=7, logprobs=True, stream_options={"include_usage": True})
+    known: list[dict[int, float]] = [{token: -0.5} for token in (300, 301, 302)]
+
+    async def streamed(migrates: bool, number: int) -> tuple[Any, ...]:
+        response = await stage.client.stream(CHAT, sent)
+        worker, work = a, await a.work(number)
+        first = Chunk(work.request, 0, [300], cached=[0], logprobs=known[:1])
+        await a.send(work, first)
+        if migrates:
+            await a.send(work, Chunk(work.request, 1, [], finish="abort"))
+            worker, work = b, await b.work()
+            assert work.sampling.seed == 7
+        rest = Chunk(work.request, 1, [301, 302], finish="stop", cached=[32], logprobs=known[1:])
+        await worker.send(work, rest)
+        chunks = await events(response)
+        assert chunks[-1] == "[DONE]"
+        choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"]]
+        logprobs = [
+            entry for c in choices for entry in (c["logprobs"] or {"content": []})["content"]
+        ]
+        ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        return texts(chunks), logprobs, ends, chunks[-2]["usage"]
+
+    stayed = await streamed(False, 0)
+    assert stayed == await streamed(True, 1)
+    assert stayed[0] == {0: decoded(300, 301, 302)}
+    assert stayed[3]["completion_tokens"] == 3
+
+
+async def test_of_two_choices_only_the_one_on_the_lost_worker_migrates(
+    stage: Stage, workers: list[ScriptedWorker]
+) -> None:
+    a, b, c = workers
+    response = await stage.client.stream(CHAT, body(stream=True, n=2))
+    one, other = await a.work(), await a.work(1)
+    await a.send(one, Chunk(one.request, 0, [300]))
+    await a.send(other, Chunk(other.request, 0, [310], finish="abort", error="the engine died"))
+    moved = await b.work()
+    assert moved.request.startswith(other.request)
+    await b.send(moved, Chunk(moved.request, 1, [311], finish="stop"))
+    await a.send(one, Chunk(one.request, 1, [301], finish="stop"))
+    choices = texts(await events(response))
+    index = int(other.request.rpartition("-")[2] == "1")
+    assert choices == {1 - index: decoded(300, 301), index: decoded(310, 311)}
+    assert (len(a.works), len(b.works), len(c.works)) == (2, 1, 0)
+
+
+async def test_a_client_that_leaves_after_a_migration_frees_the_second_worker(
+    stage: Stage, workers: list[ScriptedWorker]
+) -> None:
+    a, b, _ = workers
+    response = await stage.client.stream(CHAT, body(stream=True))
+    work = await a.work()
+    await a.send(work, Chunk(work.request, 0, [300], finish="abort"))
+    moved = await b.work()
+    await b.send(moved, Chunk(moved.request, 1, [301]))
+    await response.content.readany()
+    response.close()
+    await eventually(lambda: b.cancelled == [moved.request])
+    assert a.cancelled == [work.request]
+
+
+def decoded(*tokens: int) -> str:
+    return TOKENIZER.decode(list(tokens), skip_special_tokens=False)
+
+
+def texts(chunks: list[Any]) -> dict[int, str]:
+    """The text of each choice of a stream."""
+    found: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"] if chunk != "[DONE]" else ():
+            text = choice["delta"].get("content") or ""
+            found[choice["index"]] = found.get(choice["index"], "") + text
+    return found

@@ -1,4 +1,4 @@
-"""What frontends keep on the bus: stored responses and API keys."""
+"""Data of frontends on the bus: stored responses, API keys, the tenants' secret."""
 
 import asyncio
 import hashlib
@@ -15,6 +15,7 @@ from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import JetStreamError
 from kvmesh.bus.messages import SessionPrompt
 from kvmesh.bus.shared_secret import SecretUnusable
 from kvmesh.frontend.apis.base import StoredTurn
@@ -45,7 +46,7 @@ async def test_a_conversation_comes_back_in_order(store: ResponseStore) -> None:
     assert msgspec.json.decode(history[0].input[0])["content"] == "one"
 
 
-async def test_a_large_turn_is_kept_in_parts(store: ResponseStore) -> None:
+async def test_a_large_turn_is_stored_in_parts(store: ResponseStore) -> None:
     text = "".join(hashlib.sha256(bytes([n % 256, n // 256])).hexdigest() for n in range(40_000))
     await store.put(turn("large", text))
     kept = await store.get("resp_large", "")
@@ -63,7 +64,7 @@ async def test_a_response_belongs_to_its_tenant(store: ResponseStore) -> None:
 
 
 @pytest.mark.parametrize("name", ["resp_gone", "x", "resp_a.1", "resp_>", "", "resp_" + "a" * 300])
-async def test_what_is_not_there_is_not_found(store: ResponseStore, name: str) -> None:
+async def test_an_unknown_response_is_not_found(store: ResponseStore, name: str) -> None:
     with pytest.raises(ResponseNotFound):
         await store.get(name, "")
 
@@ -77,7 +78,7 @@ async def test_a_deleted_turn_breaks_the_conversation(store: ResponseStore) -> N
     assert error.value.response_id == "resp_a"
 
 
-async def test_a_tenant_s_own_oldest_turns_go_first(bus: Bus) -> None:
+async def test_a_tenant_s_oldest_turns_are_purged_beyond_its_quota(bus: Bus) -> None:
     store = ResponseStore(bus, 60.0, 1 << 20, tenant_share=0.1)
     noise = [hashlib.sha256(bytes([n])).hexdigest() * 400 for n in range(10)]
     await store.put(turn("theirs", tenant="other"))
@@ -98,13 +99,13 @@ async def test_a_full_bucket_takes_new_turns(bus: Bus) -> None:
     assert (await store.get("resp_n11", "t11")).id == "resp_n11"
 
 
-async def test_a_turn_that_is_too_large_is_said_not_to_be_stored(store: ResponseStore) -> None:
+async def test_storing_a_turn_that_is_too_large_fails(store: ResponseStore) -> None:
     assert not await store.put(turn("large", "x" * MAX_TURN))
     with pytest.raises(ResponseNotFound):
         await store.get("resp_large", "")
 
 
-async def test_a_history_is_read_up_to_a_size(store: ResponseStore) -> None:
+async def test_the_size_of_a_history_is_bounded(store: ResponseStore) -> None:
     previous = None
     for number in range(5):
         assert await store.put(turn(f"n{number}", "x" * (4 << 20), previous))
@@ -116,12 +117,12 @@ async def test_a_history_is_read_up_to_a_size(store: ResponseStore) -> None:
 
 
 def shuffled(text: str, seed: int = 0) -> str:
-    """As long, and nearly incompressible."""
+    """A text of this length that is nearly incompressible."""
     rng = random.Random(f"{text[:100]}{seed}")
     return "".join(rng.choices("0123456789abcdefghijklmnopqrstuvwxyz", k=len(text)))
 
 
-async def test_a_bad_entry_of_the_bucket_leaves_the_other_keys(
+async def test_an_invalid_entry_of_the_bucket_does_not_affect_other_keys(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Authenticator(bus, None, use_bucket=True, local=True, tenants=TenantNamespaces())
@@ -144,7 +145,7 @@ def key(secret: str, name: str) -> Key:
     return Key(name=name, sha256=hashlib.sha256(secret.encode()).hexdigest())
 
 
-async def test_keys_of_the_bucket_are_taken_up_and_dropped_live(bus: Bus) -> None:
+async def test_keys_of_the_bucket_are_added_and_removed_live(bus: Bus) -> None:
     gate = Authenticator(bus, None, use_bucket=True, local=True, tenants=TenantNamespaces())
     await gate.open()
     running = asyncio.create_task(gate.run())
@@ -159,7 +160,7 @@ async def test_keys_of_the_bucket_are_taken_up_and_dropped_live(bus: Bus) -> Non
     running.cancel()
 
 
-async def test_a_broken_file_leaves_the_keys_as_they_were(bus: Bus, tmp_path: Path) -> None:
+async def test_an_invalid_file_does_not_change_the_keys(bus: Bus, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(f'[[key]]\nname = "a"\nsha256 = "{key("one", "a").sha256}"\n')
     gate = Authenticator(bus, file, use_bucket=False, local=True, tenants=TenantNamespaces())
@@ -180,21 +181,21 @@ def knows(gate: Authenticator, secret: str) -> bool:
     return True
 
 
-async def test_without_keys_only_this_machine_may_touch_caches(bus: Bus) -> None:
+async def test_without_keys_only_local_callers_may_use_the_cache_endpoints(bus: Bus) -> None:
     assert (
-        Authenticator(bus, None, use_bucket=False, local=True, tenants=TenantNamespaces()).permit(
-            {}, "cache"
-        )
+        Authenticator(
+            bus, None, use_bucket=False, local=True, tenants=TenantNamespaces()
+        ).require_scope({}, "cache")
         is None
     )
     with pytest.raises(ApiError) as error:
-        Authenticator(bus, None, use_bucket=False, local=False, tenants=TenantNamespaces()).permit(
-            {}, "cache"
-        )
+        Authenticator(
+            bus, None, use_bucket=False, local=False, tenants=TenantNamespaces()
+        ).require_scope({}, "cache")
     assert error.value.kind == "permission"
 
 
-async def test_the_first_frontend_makes_a_secret_that_all_share(bus: Bus) -> None:
+async def test_the_first_frontend_creates_the_secret_that_all_share(bus: Bus) -> None:
     made = await asyncio.gather(*(tenant_secret(bus, None) for _ in range(8)))
     assert len(set(made)) == 1
     assert len(made[0]) == 32
@@ -202,7 +203,7 @@ async def test_the_first_frontend_makes_a_secret_that_all_share(bus: Bus) -> Non
 
 
 @pytest.mark.parametrize("wrong", ["", "ab", "x" * 64])
-async def test_a_wrong_secret_is_named_and_nothing_takes_its_place(bus: Bus, wrong: str) -> None:
+async def test_an_invalid_secret_is_named_and_not_replaced(bus: Bus, wrong: str) -> None:
     with pytest.raises(SecretUnusable, match=r"frontend\.tenant_secret must be 64") as error:
         await tenant_secret(bus, wrong)
     assert error.value.configured
@@ -213,24 +214,24 @@ async def test_a_wrong_secret_is_named_and_nothing_takes_its_place(bus: Bus, wro
 
 
 async def bucket_of_an_earlier_release(bus: Bus) -> KeyValue:
-    """One for secrets whose entries may be replaced."""
-    return await bus.js.create_key_value(bucket=bus.subjects.secrets_bucket)
+    """A bucket of secrets whose entries may be replaced."""
+    return await bus.js.context.create_key_value(bucket=bus.subjects.secrets_bucket)
 
 
-async def test_a_secret_that_an_earlier_release_keeps_stays_the_mesh_s(bus: Bus) -> None:
+async def test_a_secret_of_an_earlier_release_stays_valid(bus: Bus) -> None:
     bucket = await bucket_of_an_earlier_release(bus)
     await bucket.put(bus.subjects.tenants_key, b"s" * 32)
     assert await tenant_secret(bus, None) == b"s" * 32
 
 
-async def test_a_secret_that_was_made_is_never_replaced(bus: Bus) -> None:
+async def test_an_existing_secret_is_never_replaced(bus: Bus) -> None:
     secret = await tenant_secret(bus, None)
     name = bus.subjects.tenants_key
-    bucket = await bus.js.key_value(bus.subjects.secrets_bucket)
+    bucket = await bus.js.context.key_value(bus.subjects.secrets_bucket)
     for attempt in (bucket.put(name, b"x" * 32), bucket.delete(name), bucket.purge(name)):
         with pytest.raises(APIError):
             await attempt
-    with pytest.raises(APIError):
+    with pytest.raises(JetStreamError):
         await bus.js.purge_stream(f"KV_{bus.subjects.secrets_bucket}")
     assert await tenant_secret(bus, None) == secret
 
@@ -257,12 +258,12 @@ async def test_sessions_of_a_tenant_do_not_displace_those_of_another(bus: Bus) -
     tenants = TenantNamespaces(bytes(32))
     mine = [scoped(tenants.tag("team-a"), "s1"), "of nobody"]
     for name in mine:
-        sessions.remember("m", name, last)
+        sessions.store("m", name, last)
     flood = [scoped(tenants.tag("evil", f"part{n}"), f"s{n}") for n in range(100)]
     for name in flood:
-        sessions.remember("m", name, last)
+        sessions.store("m", name, last)
     for name in (*mine, flood[-1], flood[-10]):
         assert await sessions.find("m", name) == last
     assert await sessions.find("m", flood[0]) is None
-    sessions.remember("m", mine[0], SessionPrompt(bytes(96_000), None))
+    sessions.store("m", mine[0], SessionPrompt(bytes(96_000), None))
     assert await sessions.find("m", mine[1]) == last

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest_asyncio
 from support.events import MODEL, Publisher, swallow
 from support.indexing import Replicas, ask, told
@@ -33,7 +34,7 @@ async def test_a_stored_prompt_is_found_and_a_removed_one_is_not(
     await worker.close()
 
 
-async def test_nobody_answers_before_history_is_read_or_after_the_end(
+async def test_no_replica_answers_before_history_is_read_or_after_its_end(
     bus: Bus, replicas: Replicas
 ) -> None:
     async def silent() -> bool:
@@ -80,7 +81,7 @@ async def test_a_dead_worker_leaves_the_index(
     await told(bus, [1], {})
 
 
-async def test_a_restarted_worker_replaces_its_former_self(
+async def test_a_restarted_worker_replaces_its_former_instance(
     bus: Bus, limits: StreamLimits, replicas: Replicas
 ) -> None:
     await replicas.start()
@@ -98,7 +99,7 @@ async def test_a_restarted_worker_replaces_its_former_self(
     await second.close()
 
 
-async def test_workers_long_gone_are_not_in_the_answers_of_a_new_replica(
+async def test_a_new_replica_does_not_report_departed_workers(
     bus: Bus, limits: StreamLimits, replicas: Replicas
 ) -> None:
     gone = Publisher(bus, limits, "gone", "gone-1")
@@ -122,11 +123,13 @@ async def test_malformed_messages_and_queries_do_not_stop_the_service(
         reply = await bus.client.request(bus.subjects.index(MODEL), junk, timeout=PATIENCE_S)
         assert reply.data
     query = OverlapQuery([b"odd"])
-    reply_ = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, PATIENCE_S)
+    reply_ = await bus.request(
+        bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), PATIENCE_S
+    )
     assert reply_ == OverlapReply([], [])
     await worker.store(1)
     await told(bus, [1], {"w-1": 1})
-    measures = replica.indexer.measures()
+    measures = replica.indexer.telemetry.read()
     assert measures["malformed"] == 3
     assert measures["bad_queries"] == 4
     await worker.close()

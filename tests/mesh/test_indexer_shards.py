@@ -1,4 +1,4 @@
-"""A divided index on a real bus: whichever part is asked, the answer is whole."""
+"""A divided index on a real bus: every shard's replica gives whole replies."""
 
 import asyncio
 import time
@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Literal
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
@@ -22,6 +23,8 @@ from kvmesh.index.interface import Buffer, PrefixIndex
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import IndexerSettings as Settings
 
+OVERLAP_REPLY = msgspec.msgpack.Decoder(OverlapReply)
+
 PROMPTS = [(i, i + 1, i + 2) for i in range(1, 40, 3)]
 
 
@@ -32,7 +35,7 @@ async def replicas(options: BusOptions, limits: StreamLimits, bus: Bus) -> Async
 
 
 @pytest.mark.parametrize("by", ["root", "namespace"])
-async def test_shards_together_know_what_one_index_would(
+async def test_shards_together_equal_one_index(
     bus: Bus, limits: StreamLimits, replicas: Replicas, by: Literal["root", "namespace"]
 ) -> None:
     worker = Publisher(bus, limits, "w", "w-1")
@@ -44,16 +47,16 @@ async def test_shards_together_know_what_one_index_would(
     ]
     query = OverlapQuery([prompt(blocks) for blocks in PROMPTS] + [b""])
     for _ in range(10):  # whoever the server picks
-        reply = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, PATIENCE_S)
+        reply = await bus.request(bus.subjects.index(MODEL), query, OVERLAP_REPLY, PATIENCE_S)
         assert [depths(reply, i) for i in range(len(PROMPTS))] == [{"w-1": 3}] * len(PROMPTS)
         assert reply.rows[-1] == b""
-    held = [part.indexer.holdings.index.stats().blocks for part in parts]
+    held = [part.indexer.states.index.stats().blocks for part in parts]
     assert sum(held) == 3 * len(PROMPTS)
     assert max(held) < sum(held) or by == "namespace"
     await worker.close()
 
 
-async def test_prompts_of_a_missing_shard_count_zero(
+async def test_prompts_of_a_missing_shard_have_no_overlaps(
     bus: Bus, limits: StreamLimits, replicas: Replicas
 ) -> None:
     worker = Publisher(bus, limits, "w", "w-1")
@@ -64,7 +67,7 @@ async def test_prompts_of_a_missing_shard_count_zero(
     found = [bool(await ask(bus, *blocks)) for blocks in PROMPTS]
     assert True in found
     assert False in found
-    assert part.indexer.desk.shard_errors == found.count(False)
+    assert part.indexer.queries.counts.shard_errors == found.count(False)
     await replicas.start(Settings(shards=2, shard=0, shard_by="root"))
     for blocks in PROMPTS:
         await told(bus, list(blocks), {"w-1": 3})
@@ -92,23 +95,23 @@ async def test_a_silent_replica_of_a_shard_costs_no_overlaps(
             Settings(shards=2, shard=0, shard_by="root", shard_timeout_s=2.0)
         )
         both = {each.indexer._service.instance for each in (silent, other)}
-        known = asked.indexer.desk._replicas
+        known = asked.indexer.queries._replicas
         await eventually(lambda: all(name in known["root-1of2"] for name in both))
         proxy.hold()
         subject = bus.subjects.index_at(asked.indexer._service.instance)
         for blocks in PROMPTS * 2:
             query = OverlapQuery([prompt(blocks)])
-            reply = await bus.request(subject, query, OverlapReply, PATIENCE_S)
+            reply = await bus.request(subject, query, OVERLAP_REPLY, PATIENCE_S)
             assert depths(reply) == {"w-1": 3}
         assert not known["root-1of2"].trusts(silent.indexer._service.instance)
-        assert asked.indexer.desk.shard_errors == 0
+        assert asked.indexer.queries.counts.shard_errors == 0
         proxy.release()
         await eventually(lambda: known["root-1of2"].trusts(silent.indexer._service.instance))
     await asyncio.to_thread(proxy.stop)
     await worker.close()
 
 
-async def test_a_shard_that_does_not_exist_is_a_clear_error(replicas: Replicas) -> None:
+async def test_an_invalid_shard_is_refused_at_start(replicas: Replicas) -> None:
     with pytest.raises(StartError, match="shard 2 of 2"):
         await replicas.start(Settings(shards=2, shard=2))
 
@@ -136,8 +139,8 @@ async def test_a_lagging_replica_withdraws_and_comes_back(
     worker = Publisher(bus, limits, "w", "w-1")
     await worker.open()
     replica = await replicas.start(Settings(lag_limit_s=0.5))
-    slow = SlowIndex(replica.indexer.holdings.index)
-    replica.indexer.holdings.index = slow  # type: ignore[assignment]
+    slow = SlowIndex(replica.indexer.states.index)
+    replica.indexer.states.index = slow  # type: ignore[assignment]
     await worker.store(1)
     await told(bus, [1], {"w-1": 1})
     slow.seconds = 0.01
@@ -145,7 +148,7 @@ async def test_a_lagging_replica_withdraws_and_comes_back(
     async def publish() -> None:
         for i in range(2, 400):
             await worker.store(i)
-        await bus.client.flush()
+        await bus.flush()
 
     await asyncio.gather(publish(), eventually(lambda: not replica.indexer.ready))
     slow.seconds = 0.0

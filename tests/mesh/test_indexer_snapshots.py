@@ -39,7 +39,7 @@ async def fill(worker: Publisher, start: int, count: int = 10) -> None:
     """Store prompts of two blocks: (start, start + 1), (start + 1, start + 2), …"""
     for first in range(start, start + count):
         await worker.store(first, first + 1)
-    await worker.bus.client.flush()
+    await worker.bus.flush()
 
 
 async def covered(bus: Bus) -> list[int]:
@@ -62,7 +62,7 @@ async def generations(bus: Bus, worker: Publisher, count: int, start: int = 1) -
         await eventually(newer)
 
 
-async def test_a_replica_restores_what_the_stream_no_longer_has(
+async def test_a_replica_restores_blocks_purged_from_the_stream(
     bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     first = await replicas.start(OFTEN)
@@ -74,7 +74,7 @@ async def test_a_replica_restores_what_the_stream_no_longer_has(
     second = await replicas.start(Settings())
     assert await ask(bus, 1, 2) == {"w-1": 2}
     assert await ask(bus, 103, 104) == {"w-1": 2}
-    assert second.indexer.feed.messages < 20
+    assert second.indexer.feed.counts.messages < 20
     assert worker.dumps == 0
 
 
@@ -82,12 +82,12 @@ async def purged(bus: Bus) -> bool:
     return await first_seq(bus) > 1
 
 
-async def test_the_stream_keeps_what_the_snapshot_before_the_newest_needs(
+async def test_the_stream_retains_the_messages_after_the_previous_snapshot(
     bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     replica = await replicas.start(OFTEN)
     await generations(bus, worker, 3)
-    await eventually(lambda: replica.indexer.keeper.written == 3)
+    await eventually(lambda: replica.indexer.snapshotter.counts.snapshots == 3)
     newest, before, _ = await covered(bus)
     await eventually(lambda: purged(bus))
     assert await first_seq(bus) == before
@@ -108,7 +108,7 @@ async def test_an_unusable_newest_snapshot_is_skipped(
     await first.stop()
     await overwrite_newest(bus, harm, version)
     second = await replicas.start(Settings())
-    assert second.indexer.measures()["snapshots_skipped"] == 1
+    assert second.indexer.telemetry.read()["snapshots_skipped"] == 1
     assert sum("skipped snapshot whole" in line for line in caplog.messages) == 1
     assert await ask(bus, 1, 2) == {"w-1": 2}
     assert await ask(bus, 30, 31) == {"w-1": 2}
@@ -125,16 +125,16 @@ async def test_a_snapshot_whose_chunks_are_gone_is_skipped(
     bucket = bus.subjects.index_bucket
     await bus.js.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.C.{slot.nuid}")
     second = await replicas.start(Settings())
-    assert second.indexer.keeper.skipped == 1
+    assert second.indexer.snapshotter.counts.snapshots_skipped == 1
     assert await ask(bus, 20, 21) == {"w-1": 2}
 
 
-async def test_chunks_without_an_object_are_swept_away(
+async def test_chunks_without_an_object_are_purged(
     bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     bucket = bus.subjects.index_bucket
     orphan = f"$O.{bucket}.C.lost"
-    await bus.js.publish(orphan, b"half a snapshot")
+    await bus.js.context.publish(orphan, b"half a snapshot")
     await replicas.start(OFTEN)
     await generations(bus, worker, 3)
 
@@ -151,7 +151,7 @@ async def test_only_one_of_several_replicas_writes(
     several = [await replicas.start(OFTEN) for _ in range(3)]
 
     def writers() -> list[Replica]:
-        return [r for r in several if r.indexer.keeper.written]
+        return [r for r in several if r.indexer.snapshotter.counts.snapshots]
 
     await generations(bus, worker, 2)
     await eventually(writers)
@@ -161,7 +161,7 @@ async def test_only_one_of_several_replicas_writes(
     await eventually(lambda: len(writers()) == 2)
 
 
-async def test_a_hole_in_the_stream_is_filled_by_dumps_even_of_idle_workers(
+async def test_a_stream_gap_is_repaired_by_dumps_even_of_idle_workers(
     bus: Bus, limits: StreamLimits, worker: Publisher, replicas: Replicas
 ) -> None:
     idle = Publisher(bus, limits, "idle", "idle-1")
@@ -177,11 +177,11 @@ async def test_a_hole_in_the_stream_is_filled_by_dumps_even_of_idle_workers(
     replica = await replicas.start(Settings())
     await told(bus, [1, 2], {"w-1": 2, "idle-1": 2})
     assert (idle.dumps, worker.dumps) == (1, 1)
-    assert replica.indexer.feed.holes == 1
+    assert replica.indexer.feed.counts.stream_gaps == 1
     await idle.close()
 
 
-async def test_reset_states_starts_empty_and_learns_from_the_living(
+async def test_reset_states_starts_empty_and_requests_dumps(
     bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     first = await replicas.start(OFTEN)
@@ -189,7 +189,7 @@ async def test_reset_states_starts_empty_and_learns_from_the_living(
     await first.stop()
     second = await replicas.start(Settings(reset_states=True))
     assert await covered(bus) == []
-    assert second.indexer.keeper.covered == 0
+    assert second.indexer.snapshotter.covered == 0
     await told(bus, [1, 2], {"w-1": 2})
     assert worker.dumps == 1
 
@@ -200,10 +200,10 @@ async def test_a_deleted_stream_does_not_revive_its_snapshot(
     first = await replicas.start(OFTEN)
     await generations(bus, worker, 1)
     await first.stop()
-    await bus.js.delete_stream(bus.subjects.kv_stream)
+    await bus.js.context.delete_stream(bus.subjects.kv_stream)
     await ensure_streams(bus, limits)
     second = await replicas.start(Settings())
-    assert second.indexer.keeper.skipped == 1
+    assert second.indexer.snapshotter.counts.snapshots_skipped == 1
     await worker.store(500, 501)
     await told(bus, [500, 501], {"w-1": 2})
     assert await ask(bus, 1, 2) == {"w-1": 2}
@@ -218,7 +218,7 @@ async def rewind(server: NatsServer, bus: Bus, limits: StreamLimits, copy: Path)
         await fill(Publisher(other, limits, "x", "x-1"), 700, 30)
         await other.close()
     await asyncio.to_thread(server.start)
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
     await ensure_streams(bus, limits)
 
 
@@ -245,14 +245,14 @@ async def test_a_snapshot_of_messages_that_were_rewound_is_dropped_for_one_befor
     await first.stop()
     await rewind(nats_server, bus, limits, tmp_path / "copy")
     second = await replicas.start(Settings())
-    assert second.indexer.keeper.skipped == 1
+    assert second.indexer.snapshotter.counts.snapshots_skipped == 1
     assert await covered(bus) == [sound]
     await worker.store(500, 501)
     for start in (1, 101, 500):
         await told(bus, [start, start + 1], {"w-1": 2})
 
 
-async def test_a_leader_forgets_what_its_snapshots_covered_of_a_rewound_stream(
+async def test_a_leader_drops_its_snapshots_of_a_rewound_stream(
     nats_server: NatsServer,
     bus: Bus,
     limits: StreamLimits,
@@ -277,7 +277,7 @@ async def test_a_leader_forgets_what_its_snapshots_covered_of_a_rewound_stream(
     await told(bus, [500, 501], {"w-1": 2})
 
 
-async def test_a_replica_that_hears_nothing_does_not_pass_for_current(
+async def test_a_replica_without_messages_is_not_ready(
     nats_server: NatsServer, bus: Bus, worker: Publisher, replicas: Replicas
 ) -> None:
     replica = await replicas.start()

@@ -14,14 +14,21 @@ from support.kvbm import SALT, SIZE, Names, TestWorker, find_kvbm, layout, token
 from support.kvbm_node import ALL_TO_DISK, DISK_BYTES, HOST_BYTES, Node
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder
-from kvmesh.bus.kvbm import Await, Commit, Detach, Done, Fetched, Finish, Incomplete, Offer
 from kvmesh.bus.messages import (
+    Await,
     Clear,
+    Commit,
     ControlReply,
+    Detach,
+    Done,
+    Fetched,
+    Finish,
+    Incomplete,
     Instance,
+    KvLayout,
+    Offer,
     OverlapQuery,
     OverlapReply,
     Pin,
@@ -56,7 +63,9 @@ async def test_a_prompt_may_be_sent_as_a_delta(node: Node) -> None:
     assert (await one.get(names, **names.after(80, of=80))).tiers == [1] * 80
     empty = Offer(other.id, 70, b"", b"", b"", SALT)
     offer = msgspec.structs.replace(empty, **names.after(70, of=70))
-    reply = await node.bus.request(node.bus.subjects.kvbm(card.instance), offer, Incomplete, 10)
+    reply = await node.bus.request(
+        node.bus.subjects.kvbm(card.instance), offer, msgspec.msgpack.Decoder(Incomplete), 10
+    )
     assert reply == Incomplete()
     assert (await other.get(names)).tiers == [1] * 80
 
@@ -135,7 +144,9 @@ async def overlap(bus: Bus, names: Names) -> dict[str, tuple[int, ...]]:
     """Overlap of each instance with a prompt, by tier; empty until the index answers."""
     query = OverlapQuery([names.sequence])
     try:
-        reply = await bus.request(bus.subjects.index("m"), query, OverlapReply, PATIENCE_S)
+        reply = await bus.request(
+            bus.subjects.index("m"), query, msgspec.msgpack.Decoder(OverlapReply), PATIENCE_S
+        )
     except NoResponder:
         return {"": ()}
     rows = struct.iter_unpack("<5I", reply.rows[0])

@@ -9,8 +9,7 @@ from support.kvbm import tokens
 from support.kvbm_node import ALL_TO_DISK, DISK_BYTES, HOST_BYTES, Node
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.kvbm import Await, Declined, Done, Finish
-from kvmesh.bus.messages import Clear
+from kvmesh.bus.messages import Await, Clear, Declined, Done, Finish
 from kvmesh.kvbm.core.blocks.journal_record import BlockWritten
 from kvmesh.kvbm.tiers.disk_journal import records_in
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 from nats.aio.msg import Msg
@@ -18,10 +19,9 @@ from support.redis import RedisServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.blocks.digests import KEY_BYTES, fingerprint
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder
-from kvmesh.bus.messages import Clear, ControlReply, OverlapQuery, OverlapReply
+from kvmesh.bus.messages import Clear, ControlReply, KvLayout, OverlapQuery, OverlapReply
 from kvmesh.bus.streams import StreamLimits
 
 
@@ -81,7 +81,9 @@ class Nodes:
 
     async def clear(self, worker: TestWorker, *tiers: int) -> None:
         subject = self.bus.subjects.ctl(worker.card.instance)
-        await self.bus.request(subject, Clear(tiers=list(tiers)), ControlReply, PATIENCE_S)
+        await self.bus.request(
+            subject, Clear(tiers=list(tiers)), msgspec.msgpack.Decoder(ControlReply), PATIENCE_S
+        )
 
     def metric(self, node: str, sample: str) -> float:
         address = f"http://127.0.0.1:{self.ports[node]}/metrics"
@@ -102,7 +104,9 @@ class Nodes:
 
         async def known() -> bool:
             try:
-                reply = await self.bus.request(subject, query, OverlapReply, PATIENCE_S)
+                reply = await self.bus.request(
+                    subject, query, msgspec.msgpack.Decoder(OverlapReply), PATIENCE_S
+                )
             except NoResponder:
                 return False
             rows = struct.iter_unpack("<5I", reply.rows[0])

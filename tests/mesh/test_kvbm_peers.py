@@ -9,8 +9,8 @@ import pytest_asyncio
 from support.kvbm import layout
 from support.wait import eventually
 
-from kvmesh.bus.client import Bus, Respond
-from kvmesh.bus.kvbm import Lend, Lent
+from kvmesh.bus.client import Bus, Reply
+from kvmesh.bus.messages import Lend, Lent
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
@@ -61,8 +61,8 @@ async def node(bus: Bus, limits: StreamLimits, arena: Arena) -> AsyncIterator[Re
 async def test_a_move_ends_whatever_the_peer_replies(
     bus: Bus, node: ReadingNode, lent: Lent
 ) -> None:
-    async def lend(_: Lend, respond: Respond) -> None:
-        await respond(lent)
+    async def lend(_: Lend, reply: Reply) -> None:
+        reply(lent)
 
     decoder = msgspec.msgpack.Decoder(Lend)
     serving = await bus.serve(bus.subjects.kvbm("liar"), decoder, lend)

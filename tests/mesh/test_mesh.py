@@ -121,9 +121,9 @@ async def test_leaving_stops_the_engine(mesh: Mesh, client: AsyncOpenAI) -> None
     )
     async for _ in chunks:
         break
-    await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") == 1)
+    await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 1)
     await chunks.close()
-    await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") == 0)
+    await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
 
 
 async def test_the_bus_shows_a_request(mesh: Mesh, client: AsyncOpenAI) -> None:
@@ -145,7 +145,7 @@ async def test_the_bus_shows_a_request(mesh: Mesh, client: AsyncOpenAI) -> None:
     await bus.subscribe(names.kv_all, msgspec.msgpack.Decoder(KvBatch), on_kv)
     await bus.subscribe(names.route_all, msgspec.msgpack.Decoder(RouteEvent), on_route)
     await bus.subscribe(names.seq_all, msgspec.msgpack.Decoder(SeqBatch), on_sequence)
-    await bus.client.flush()
+    await bus.flush()
     await stream(client, "Something that nobody asked before. " * 20, 8)
     await eventually(lambda: stored and any(isinstance(e, Outcome) for e in routed))
     decision = next(event for event in routed if isinstance(event, Decision))
@@ -172,7 +172,7 @@ async def test_a_prompt_is_prefetched_before_anybody_asks(mesh: Mesh) -> None:
         prompts.extend((batch.instance, len(event.engine) // 8) for event in stored)
 
     await bus.subscribe(bus.subjects.kv_all, msgspec.msgpack.Decoder(KvBatch), on_kv)
-    await bus.client.flush()
+    await bus.flush()
     later = "What will be asked only later. " * 40
     body = {"model": MODEL, "messages": [{"role": "user", "content": later}], "compute": 160}
     url = f"{mesh.url}/v1/prefetch"
@@ -247,7 +247,7 @@ async def test_an_oversize_body_is_refused(nats_server: NatsServer, mesh: Mesh) 
 
 async def test_nothing_is_left_over(mesh: Mesh, tmp_path: Path) -> None:
     await eventually(lambda: mesh.metric("kvmesh_frontend_active_requests") == 0)
-    await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") == 0)
+    await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
 
 
 @pytest.mark.parametrize("role", ["frontend", "router", "indexer", "kvbm", "worker"])

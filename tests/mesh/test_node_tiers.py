@@ -79,11 +79,11 @@ async def test_gaps_are_healed_by_a_dump_and_snapshots_survive(
     assert kvbm.dumps > asked
     for block in range(100, 112):
         await kvbm.store(block)
-    await eventually(lambda: first.indexer.keeper.written)
+    await eventually(lambda: first.indexer.snapshotter.counts.snapshots)
     asked = kvbm.dumps
     await first.stop()
     second = await replicas.start(Settings())
-    assert second.indexer.keeper.covered > 0
+    assert second.indexer.snapshotter.covered > 0
     await told(bus, [1, 2, 3, 4, 5], {"a-1": 2, "ka-1": 5})
     assert kvbm.dumps == asked
     async with running_router(options, predicted_ttl_s=0.0):

@@ -1,4 +1,4 @@
-"""KV events against a server that forgets what it acknowledged, or takes smaller messages."""
+"""KV events with a server that loses acknowledged messages, or lowers its size limit."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -59,13 +59,13 @@ class Numbers:
         self.seen.append((batch.first, len(batch.events)))
 
 
-async def test_a_loss_after_the_acknowledgement_shows_though_nothing_more_happens(
+async def test_a_loss_after_the_acknowledgement_shows_without_further_events(
     nats_server: NatsServer, bus: Bus, engine: Engine, tmp_path: Path
 ) -> None:
     engine.store(1)
     await eventually(lambda: engine.publisher.published == 1)
     await asyncio.to_thread(nats_server.keep, tmp_path / "copy")
-    await eventually(lambda: bus.client.is_connected)
+    await eventually(lambda: bus.connected)
     engine.store(2)
     await eventually(lambda: engine.publisher.published == 2)
     await asyncio.to_thread(nats_server.put_back, tmp_path / "copy")
@@ -79,14 +79,14 @@ async def test_a_loss_after_the_acknowledgement_shows_though_nothing_more_happen
     await numbers.reader.close()
 
 
-async def test_a_server_that_takes_less_than_before_gets_a_dump_in_smaller_parts(
+async def test_a_lower_size_limit_leads_to_a_dump_in_smaller_parts(
     nats_server: NatsServer, bus: Bus, desk: Desk, engine: Engine
 ) -> None:
     desk.contents.tolerant = True  # of the ids of what was too large
     engine.store(1, 10_000)
     await eventually(lambda: len(desk.contents.held.get(RANK, ())) == 10_000)
     nats_server.kill()
-    await eventually(lambda: not bus.client.is_connected)
+    await eventually(lambda: not bus.connected)
     engine.store(20_001, 10_000)  # one batch of 160 KB that the server would not take
     nats_server.max_payload = "64KB"
     try:
@@ -98,13 +98,13 @@ async def test_a_server_that_takes_less_than_before_gets_a_dump_in_smaller_parts
         await asyncio.to_thread(nats_server.restart)
 
 
-async def test_a_connection_that_the_server_ends_for_good_is_told(
+async def test_a_connection_closed_permanently_is_reported(
     nats_server: NatsServer, bus: Bus
 ) -> None:
     lost = asyncio.Event()
     bus.on_lost.append(lost.set)
     nats_server.kill()
-    await eventually(lambda: not bus.client.is_connected)
+    await eventually(lambda: not bus.connected)
     await bus.client.publish(bus.subjects.out("f"), bytes(100_000))  # too large for what comes
     nats_server.max_payload = "64KB"
     try:

@@ -125,7 +125,7 @@ async def test_without_an_indexer_requests_are_served_and_its_absence_is_named(m
     mesh.start("router", "router-0")
     await first_200(mesh)
     await ask_all(mesh)
-    words = "no indexer answers for kvmesh-demo"
+    words = "no reply from an indexer for kvmesh-demo"
     await eventually(lambda: words in router(mesh, "/health"))
     assert 'kvmesh_warnings{kind="no_index"} 1.0' in router(mesh, "/metrics")
     await start(mesh, "indexer")

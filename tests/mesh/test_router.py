@@ -19,7 +19,7 @@ from support.routers import (
 from support.routing import request, sequence
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.client import Bus, BusOptions, Respond
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.messages import (
     Decision,
     Hints,
@@ -54,7 +54,7 @@ def sequences(bus: Bus) -> Tail[SeqBatch]:
     return Tail(bus, bus.subjects.seq_stream, bus.subjects.seq("m"), SEQUENCES)
 
 
-async def test_a_request_goes_where_its_prefix_is(
+async def test_a_request_is_placed_on_the_rank_with_its_prefix(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     await scripted_index(bus, {"b": (6,)})
@@ -74,7 +74,7 @@ async def test_a_request_goes_where_its_prefix_is(
         assert (add.request, add.instance, add.overlap) == ("1", "b", 6)
 
 
-async def test_load_of_earlier_requests_is_seen_by_another_replica(
+async def test_another_replica_counts_the_load_of_earlier_requests(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     await scripted_index(bus, {})
@@ -88,15 +88,15 @@ async def test_load_of_earlier_requests_is_seen_by_another_replica(
         ):  # r1 is gone: this one replays the stream
             assert (await placed(bus, request("3", TEN))).instance == "b"
             subject = bus.subjects.seq("m")
-            await bus.publish(subject, SeqBatch("f", [SeqFree("1"), SeqFree("2")]))
+            bus.post(subject, SeqBatch("f", [SeqFree("1"), SeqFree("2")]))
             reply = await placed(bus, request("4", TEN, explain=True))
             assert reply.instance == "a"
 
 
-async def test_an_index_outage_is_noted_and_does_not_stop_routing(
+async def test_an_index_outage_is_logged_and_does_not_stop_routing(
     bus: Bus, options: BusOptions, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def never(_: OverlapQuery, __: Respond) -> None:
+    async def never(_: OverlapQuery, __: Reply) -> None:
         return
 
     decoder = msgspec.msgpack.Decoder(OverlapQuery)
@@ -121,14 +121,14 @@ async def test_an_index_outage_is_noted_and_does_not_stop_routing(
         await eventually(overlaps_again)
 
 
-async def test_an_index_that_answers_now_and_then_is_told_of_once(
+async def test_an_intermittent_index_is_logged_once(
     bus: Bus, options: BusOptions, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     answered = count()
 
-    async def at_times(query: OverlapQuery, respond: Respond) -> None:
+    async def at_times(query: OverlapQuery, reply: Reply) -> None:
         if next(answered) % 2:
-            await respond(OverlapReply([], [b""] * len(query.prompts)))
+            reply(OverlapReply([], [b""] * len(query.prompts)))
 
     decoder = msgspec.msgpack.Decoder(OverlapQuery)
     await bus.serve(bus.subjects.index("m"), decoder, at_times, queue="index")
@@ -146,10 +146,10 @@ async def test_an_index_that_answers_now_and_then_is_told_of_once(
 async def test_requests_do_not_wait_for_each_others_index_queries(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
-    held: list[Respond] = []
+    held: list[Reply] = []
 
-    async def hold(_: OverlapQuery, respond: Respond) -> None:
-        held.append(respond)
+    async def hold(_: OverlapQuery, reply: Reply) -> None:
+        held.append(reply)
 
     decoder = msgspec.msgpack.Decoder(OverlapQuery)
     await bus.serve(bus.subjects.index("m"), decoder, hold, queue="index")
@@ -162,7 +162,7 @@ async def test_requests_do_not_wait_for_each_others_index_queries(
         await asyncio.gather(*asked)
 
 
-async def test_refusals_say_why(bus: Bus, options: BusOptions, limits: StreamLimits) -> None:
+async def test_refusals_have_a_reason(bus: Bus, options: BusOptions, limits: StreamLimits) -> None:
     async with running_router(options):
         async with running_workers(bus, limits, "a"):
             await placed(bus, request("1", TEN))
@@ -181,7 +181,7 @@ async def test_refusals_say_why(bus: Bus, options: BusOptions, limits: StreamLim
         await eventually(left)
 
 
-async def test_reported_load_steers_away(
+async def test_a_loaded_rank_gets_fewer_requests(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     await scripted_index(bus, {})
@@ -192,7 +192,7 @@ async def test_reported_load_steers_away(
     )  # fmt: skip
     async with running_workers(bus, limits, "a", "b"), running_router(options):
         await placed(bus, request("0", TEN))
-        await bus.publish(bus.subjects.load("a"), load)
+        bus.post(bus.subjects.load("a"), load)
 
         async def seen() -> bool:
             reply = await placed(bus, request("1", TEN, explain=True))
@@ -204,21 +204,21 @@ async def test_reported_load_steers_away(
 
 
 class Fragile(Policy):
-    """Fails wherever it is asked or told."""
+    """Fails in every method."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         raise RuntimeError("choose")
 
-    def placed(self, decision: Decision, now: float) -> None:
+    def on_placed(self, decision: Decision, now: float) -> None:
         raise RuntimeError("placed")
 
-    def freed(self, request: str, now: float) -> None:
+    def on_freed(self, request: str, now: float) -> None:
         raise RuntimeError("freed")
 
     def admits(self, request: RouteRequest, now: float) -> bool:
         raise RuntimeError("admits")
 
-    def shift(self, request: RouteRequest) -> float:
+    def queue_boost_s(self, request: RouteRequest) -> float:
         raise RuntimeError("shift")
 
     def state(self) -> bytes | None:
@@ -228,7 +228,7 @@ class Fragile(Policy):
         raise RuntimeError("tick")
 
 
-async def test_a_policy_that_fails_in_every_way_stops_nothing_and_is_told_once_for_each(
+async def test_each_kind_of_policy_failure_is_logged_once(
     bus: Bus, options: BusOptions, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     def told() -> list[str]:
@@ -240,7 +240,7 @@ async def test_a_policy_that_fails_in_every_way_stops_nothing_and_is_told_once_f
     ):
         for name in ("1", "2", "3"):
             assert isinstance(await ask(bus, request(name, TEN)), Routed)
-            await bus.publish(bus.subjects.seq("m"), SeqBatch("f", [SeqFree(name)]))
+            bus.post(bus.subjects.seq("m"), SeqBatch("f", [SeqFree(name)]))
         await caught_up(bus, [running])
         await eventually(lambda: {"tick", "state"} <= set(told()))
     assert told() == ["admits", "choose", "freed", "placed", "shift", "state", "tick"]
@@ -257,12 +257,12 @@ async def test_every_policy_serves(
             assert (await placed(bus, message)).instance in "ab"
 
 
-async def test_without_events_the_index_is_not_asked(
+async def test_without_kv_events_the_index_is_not_queried(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     async with running_workers(bus, limits, "a", "b"), running_router(options, kv_events=False):
         home = (await placed(bus, request("1", TEN))).instance
-        await bus.publish(bus.subjects.seq("m"), SeqBatch("f", [SeqFree("1")]))
+        bus.post(bus.subjects.seq("m"), SeqBatch("f", [SeqFree("1")]))
 
         async def known() -> bool:
             reply = await placed(bus, request("2", TEN, explain=True))

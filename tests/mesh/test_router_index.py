@@ -1,4 +1,4 @@
-"""A router among indexers of which one is silent or late: prompts are placed by what is cached."""
+"""A router among indexers of which one is silent or late: placements still use overlaps."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,7 +38,7 @@ class Indexer:
 @asynccontextmanager
 async def indexer(bus: Bus, limits: StreamLimits, name: str) -> AsyncIterator[Indexer]:
     made = Indexer(name)
-    await bus.handle(bus.subjects.index_at(name), QUERIES, made.answer)
+    await bus.serve(bus.subjects.index_at(name), QUERIES, made.answer)
     card = Instance(
         instance=name,
         role=Role.INDEXER,
@@ -89,7 +89,7 @@ async def test_a_silent_indexer_costs_no_overlaps_and_is_left_out(
     assert two[0].prompts == before
 
 
-async def test_an_indexer_that_answers_again_is_asked_again(bus: Bus, two: list[Indexer]) -> None:
+async def test_an_indexer_that_answers_again_is_queried_again(bus: Bus, two: list[Indexer]) -> None:
     two[0].silent = True
     for _ in range(4):
         await _overlap(bus)

@@ -79,8 +79,8 @@ async def serve(bus: Bus, name: str, hints: Hints, first_token: int) -> float:
     async for _ in generate(bus, routed.instance, work, 60.0):
         if not ttft:
             ttft = time.monotonic() - started
-            await bus.publish(subject, SeqBatch("f", [SeqPrefilled(name)]))
-    await bus.publish(subject, SeqBatch("f", [SeqFree(name)]))
+            bus.post(subject, SeqBatch("f", [SeqPrefilled(name)]))
+    bus.post(subject, SeqBatch("f", [SeqFree(name)]))
     return ttft
 
 
@@ -113,7 +113,7 @@ async def ready(bus: Bus, mesh: Mesh) -> None:
         reply = await ask(bus, message, model=MODEL)
         if isinstance(reply, Routed):
             seen.add(reply.instance)
-        await bus.publish(bus.subjects.seq(MODEL), SeqBatch("f", [SeqFree(name)]))
+        bus.post(bus.subjects.seq(MODEL), SeqBatch("f", [SeqFree(name)]))
         if len(seen) == 2:
             return
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Several routers behave like one, and losing one loses nothing that lasts."""
+"""Several routers act as one; losing one loses no lasting state."""
 
 import asyncio
 import time
@@ -106,7 +106,7 @@ async def all_serve(bus: Bus, routes: Tail[Decision], routers: list[RunningRoute
 async def freed(bus: Bus, routers: list[RunningRouter], *requests: str) -> None:
     """Free these, and wait until all routers know it."""
     batch = SeqBatch("f", [SeqFree(request) for request in requests])
-    await bus.js.publish(bus.subjects.seq("m"), encode(batch))
+    await bus.js.context.publish(bus.subjects.seq("m"), encode(batch))
     await caught_up(bus, routers)
 
 
@@ -144,7 +144,7 @@ async def test_a_killed_router_loses_no_accounting(
         await second.stop()
 
 
-async def test_what_nobody_frees_is_given_up_in_time(
+async def test_a_request_that_is_never_freed_is_given_up(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     await scripted_index(bus, {})
@@ -237,7 +237,7 @@ async def test_waiting_requests_leave_in_one_order_over_all_routers(
         for turn in range(16):
             await eventually(lambda n=turn: len(routes.seen) == probes + 1 + n)  # type: ignore[misc]
             done = SeqPrefilled(routes.seen[-1].request)
-            await bus.publish(subject, SeqBatch("f", [done]))
+            bus.post(subject, SeqBatch("f", [done]))
         await asyncio.gather(*asked)
         order = [d.request for d in routes.seen[probes:]]
         assert order == ["first", *(f"p{n}" for n in reversed(range(15)))]
@@ -266,16 +266,16 @@ def taught(name: str) -> RouterCore:
         request="1", instance="a", time=0.0, cached_tokens=0, output_tokens=10,
         ttft_s=0.2, total_s=0.9, finish="stop",
     )  # fmt: skip
-    core.follow(outcome, 1.0)
+    core.apply_route_event(outcome, 1.0)
     return core
 
 
 def evidence(core: RouterCore) -> float:
-    assert isinstance(core.policy, Thompson)
-    return core.policy.evidence
+    assert isinstance(core.policies.default, Thompson)
+    return core.policies.default.evidence
 
 
-async def test_what_is_learned_survives_a_restart_and_reaches_a_replica(bus: Bus) -> None:
+async def test_policy_state_survives_a_restart_and_reaches_a_replica(bus: Bus) -> None:
     def sharing(name: str, core: RouterCore) -> "asyncio.Task[None]":
         return asyncio.create_task(PolicyState(bus, name, core).run())
 
@@ -286,13 +286,13 @@ async def test_what_is_learned_survives_a_restart_and_reaches_a_replica(bus: Bus
     restarted = bandit("r1")
     tasks.append(sharing("r1", restarted))
     await eventually(lambda: evidence(restarted) == 1)
-    assert restarted.learned() == first.learned()
+    assert restarted.policies.state() == first.policies.state()
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
 
 
-async def test_a_router_whose_clock_is_set_tells_the_new_time(
+async def test_a_router_whose_clock_is_set_publishes_the_new_time(
     bus: Bus, options: BusOptions, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_workers(bus, limits, "a"), running_router(options) as running:

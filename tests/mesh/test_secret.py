@@ -48,18 +48,18 @@ async def test_it_is_tried_on_until_the_bucket_is_there(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = asyncio.create_task(shared_secret(bus, "later", "name", SIZE))
-    await eventually(lambda: "trying on" in caplog.text)
-    await bus.js.create_key_value(bucket="later")
+    await eventually(lambda: "retrying" in caplog.text)
+    await bus.js.context.create_key_value(bucket="later")
     assert len(await waiting) == SIZE
-    assert caplog.text.count("trying on") == 1
-    await bus.js.delete_key_value("later")
+    assert caplog.text.count("retrying") == 1
+    await bus.js.context.delete_key_value("later")
 
 
 async def test_it_is_there_once_a_server_that_does_not_answer_is_back(
     buses: list[Bus], nats_server: NatsServer
 ) -> None:
     nats_server.kill()
-    await eventually(lambda: not any(bus.client.is_connected for bus in buses))
+    await eventually(lambda: not any(bus.connected for bus in buses))
     making = [of_block_managers(bus) for bus in buses]
     await asyncio.to_thread(nats_server.start)
     assert len(set(await asyncio.gather(*making))) == 1

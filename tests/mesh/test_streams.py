@@ -1,4 +1,4 @@
-"""Streams are made once and changed by a command; a server that is set too small is told so."""
+"""Creation and limits of streams; errors that name an unsuitable setting of the server."""
 
 import asyncio
 import re
@@ -42,7 +42,7 @@ async def kv_bytes(bus: Bus) -> int:
     return (await bus.js.stream_info(bus.subjects.kv_stream)).config.max_bytes or 0
 
 
-async def test_streams_are_kept_where_the_docs_say(bus: Bus) -> None:
+async def test_streams_are_stored_as_documented(bus: Bus) -> None:
     documented: dict[str, StorageType] = {}
     for line in DEPLOYMENT.read_text().splitlines():
         what, _, rest = line.removeprefix("| ").partition(" | ")
@@ -74,9 +74,9 @@ async def test_no_process_changes_streams_by_starting(
     await eventually(lambda: "ready" in mesh.logs())
     mesh.stop()
     assert (await bus.js.stream_info(bus.subjects.kv_stream)).config == before
-    wanted = f"has max_bytes {limits.kv_bytes}, streams.kv_bytes says 1048576"
+    wanted = f"has max_bytes {limits.kv_bytes}, streams.kv_bytes is 1048576"
     assert f"{bus.subjects.kv_stream} {wanted}; `kvmesh streams apply`" in mesh.logs()
-    assert f"{bus.subjects.seq_stream} has num_replicas 1, nats.replicas says 3" in mesh.logs()
+    assert f"{bus.subjects.seq_stream} has num_replicas 1, nats.replicas is 3" in mesh.logs()
 
 
 async def test_lease_repair_changes_no_streams(bus: Bus, limits: StreamLimits) -> None:
@@ -119,7 +119,7 @@ async def test_buckets_of_other_meshes_are_left_alone(
     }
 
 
-async def test_buckets_are_read_from_their_leader_which_is_never_behind(bus: Bus) -> None:
+async def test_buckets_are_read_from_their_leader(bus: Bus) -> None:
     infos = await mesh_streams(bus)
     buckets = [info.config for info in infos if (info.config.name or "").startswith("KV_")]
     assert len(buckets) == 3
@@ -147,7 +147,7 @@ def configured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsS
     ],
     indirect=["configured"],
 )
-async def test_a_server_that_is_set_too_small_is_one_line_that_names_the_setting(
+async def test_an_unsuitable_server_is_one_line_that_names_the_setting(
     configured: NatsServer, complaint: str
 ) -> None:
     status, output = await kvmesh("worker", "--nats", configured.url)
@@ -157,7 +157,9 @@ async def test_a_server_that_is_set_too_small_is_one_line_that_names_the_setting
 
 
 @pytest.mark.parametrize("configured", [{}], indirect=True)
-async def test_more_copies_than_servers_are_refused_by_name(configured: NatsServer) -> None:
+async def test_more_replicas_than_servers_are_an_error_that_names_the_setting(
+    configured: NatsServer,
+) -> None:
     bus = await Bus.connect(BusOptions(url=configured.url, replicas=3), "test")
     await check_server(bus)
     with pytest.raises(ServerUnfit, match=r"nats\.replicas"):
@@ -172,23 +174,23 @@ AUTHORIZED = {"settings": "authorization { user: mesh, password: right }"}
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (BusOptions(user="mesh", password="wrong"), r"refuses nats\.user and nats\.password"),
-        (BusOptions(token="wrong"), r"refuses nats\.token"),
-        (BusOptions(), "asks for a user and password"),
+        (BusOptions(user="mesh", password="wrong"), r"rejects nats\.user and nats\.password"),
+        (BusOptions(token="wrong"), r"rejects nats\.token"),
+        (BusOptions(), "requires a user and password"),
     ],
 )
-async def test_refused_credentials_fail_at_once_and_are_named(
+async def test_rejected_credentials_fail_at_once_and_are_named(
     configured: NatsServer, options: BusOptions, complaint: str
 ) -> None:
     with pytest.raises(BusUnavailable, match=complaint):
         await Bus.connect(replace(options, url=configured.url), "test", timeout=None)
 
 
-async def test_a_service_waits_for_the_server_and_says_so(tmp_path: Path) -> None:
+async def test_a_service_waits_for_the_server_and_logs_it(tmp_path: Path) -> None:
     server = NatsServer(tmp_path / "nats")
     mesh = Mesh(server.url, tmp_path)
     mesh.start("router", "router-0")
-    await eventually(lambda: "no NATS server yet, trying on: " in mesh.logs())
+    await eventually(lambda: "no NATS server yet, retrying: " in mesh.logs())
     assert mesh.processes["router-0"].poll() is None
     server.start()
     bus = await Bus.connect(mesh.options, "test")

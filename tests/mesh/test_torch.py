@@ -142,7 +142,7 @@ async def begun(up: Up) -> float:
     seen: list[float] = []
 
     def steady() -> bool:
-        seen.append(metric(up, "kvmesh_worker_requests"))
+        seen.append(metric(up, "kvmesh_mesh_worker_requests"))
         return len(seen) > 40 and len(set(seen[-40:])) == 1
 
     await eventually(steady)
@@ -153,9 +153,9 @@ async def rested(up: Up, requests: float) -> None:
     """Wait until the workers have begun so many requests and none is left."""
     await eventually(
         lambda: (
-            metric(up, "kvmesh_worker_requests") >= requests
-            and metric(up, "kvmesh_worker_running_requests") == 0
-            and metric(up, "kvmesh_worker_waiting_requests") == 0
+            metric(up, "kvmesh_mesh_worker_requests") >= requests
+            and metric(up, "kvmesh_mesh_worker_running_requests") == 0
+            and metric(up, "kvmesh_mesh_worker_waiting_requests") == 0
         ),
         timeout=60,
     )

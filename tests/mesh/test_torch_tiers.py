@@ -18,8 +18,7 @@ from support.torch_tiers import SALT, Answer, Host, make_work
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import Await, Computed, Corrupt, Fetch, Offer
-from kvmesh.bus.messages import Prefetch
+from kvmesh.bus.messages import Await, Computed, Corrupt, Fetch, Offer, Prefetch
 from kvmesh.bus.streams import StreamLimits
 
 Start = Callable[..., Awaitable[Host]]

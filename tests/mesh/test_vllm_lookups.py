@@ -13,9 +13,8 @@ from support.wait import eventually
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.digests import chain_digests, root_digest, split_digests
-from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import Finish
+from kvmesh.bus.messages import Finish, KvLayout, LayerLayout
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings

@@ -36,7 +36,9 @@ from kvmesh.settings.schema import MockSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, create_engine
 
 
-async def test_the_card_says_what_is_served(bus: Bus, crew: Crew, limits: StreamLimits) -> None:
+async def test_the_card_describes_the_served_model(
+    bus: Bus, crew: Crew, limits: StreamLimits
+) -> None:
     worker = WorkerSettings(adapters=["sql"], labels=["zone=a"])
     started = await crew.start(FAST, worker)
     directory = Directory(bus, limits)
@@ -74,10 +76,10 @@ async def test_tokens_come_in_order_and_again_on_request(desk: Desk, crew: Crew)
     assert not (await desk.control("w-1", Resend("b", 0))).ok
 
 
-async def test_a_prompt_may_be_sent_as_what_it_adds(desk: Desk, crew: Crew) -> None:
+async def test_a_prompt_may_be_sent_as_a_delta(desk: Desk, crew: Crew) -> None:
     await crew.start(replace(FAST, blocks=1024))
-    assert not (await desk.offer("w-1", work("short", prompt(40)))).kept
-    assert (await desk.offer("w-1", work("a", prompt(5000)))).kept
+    assert not (await desk.offer("w-1", work("short", prompt(40)))).stored
+    assert (await desk.offer("w-1", work("a", prompt(5000)))).stored
     whole = await _answer(desk, work("b", prompt(5100)))
     rest = work("c", prompt(5100)[4 * 4900 :], base="a", shared=4900)
     assert await _answer(desk, rest) == whole
@@ -110,7 +112,7 @@ async def test_a_migrated_request_continues_its_answer(desk: Desk, crew: Crew) -
     assert rest == whole[8:]
 
 
-async def test_the_stream_tells_the_true_contents_under_eviction(desk: Desk, crew: Crew) -> None:
+async def test_the_stream_matches_the_cache_under_eviction(desk: Desk, crew: Crew) -> None:
     started = await crew.start(FAST)
     for i in range(60):
         item = work(f"r{i}", prompt(200, first=i % 23), 10)
@@ -156,7 +158,9 @@ async def test_bad_work_is_refused_with_its_reason(
 
 async def test_malformed_work_and_commands_are_answered(bus: Bus, desk: Desk, crew: Crew) -> None:
     await crew.start(FAST)
-    reply = await bus.request(bus.subjects.work("w-1"), {"request": 3}, WorkReply, PATIENCE_S)
+    reply = await bus.request(
+        bus.subjects.work("w-1"), {"request": 3}, msgspec.msgpack.Decoder(WorkReply), PATIENCE_S
+    )
     assert reply.status == "invalid"
     assert not (await desk.control("w-1", {"type": "nonsense"})).ok
     assert not (await desk.control("w-1", {"type": "ping"})).ok
@@ -183,7 +187,7 @@ async def test_cancel_stops_the_engine_and_frees_its_blocks(desk: Desk, crew: Cr
     assert not (await desk.control("w-1", Cancel("a"))).ok
 
 
-async def test_load_tells_what_is_going_on(desk: Desk, crew: Crew) -> None:
+async def test_load_reports_running_and_waiting_requests(desk: Desk, crew: Crew) -> None:
     await crew.start(SLOW)
     await desk.offer("w-1", work("a", prompt(40), 200))
     await eventually(lambda: any(load.running == 1 for load in desk.loads))
@@ -214,7 +218,7 @@ async def test_a_drained_worker_finishes_its_work_and_takes_no_more(desk: Desk, 
         await eventually(gone)
 
 
-async def test_what_outlasts_the_drain_is_given_back(desk: Desk, crew: Crew) -> None:
+async def test_requests_that_outlast_the_drain_are_handed_back(desk: Desk, crew: Crew) -> None:
     started = await crew.start(SLOW)
     await desk.offer("w-1", work("a", prompt(40), 3000))
     await eventually(lambda: desk.chunks.get("a"))
@@ -243,7 +247,7 @@ async def test_no_event_is_lost_while_the_server_is_away(
     await desk.offer("w-1", work("during", prompt(100, first=3), 2000))
     await eventually(lambda: desk.chunks.get("during"))
     nats_server.restart()
-    await eventually(lambda: started.bus.client.is_connected and desk.bus.client.is_connected)
+    await eventually(lambda: started.bus.connected and desk.bus.connected)
     await eventually(lambda: not started.node.load()[0].running)
     (load,) = started.node.load()
     held = desk.contents.held["w-1", 0]

@@ -5,6 +5,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support.mesh import Mesh, stream_env
@@ -55,14 +56,16 @@ async def held(bus: Bus, prompts: list[bytes]) -> list[int]:
     """How many leading blocks of each the index knows of."""
     query = OverlapQuery([block_hashes(tokens, 16, SALT)[1] for tokens in prompts])
     try:
-        reply = await bus.request(bus.subjects.index(MODEL), query, OverlapReply, 10)
+        reply = await bus.request(
+            bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), 10
+        )
     except BusError as error:
         raise AssertionError(f"no answer: {error}") from error
     rows = [memoryview(row).cast("I").tolist() for row in reply.rows]
     return [sum(row[1:5]) for row in rows]
 
 
-async def test_what_ran_in_a_worker_that_was_frozen_is_aborted_and_the_index_is_right_again(
+async def test_a_thawed_worker_aborts_its_requests_and_the_index_recovers(
     bus: Bus, desk: Desk, mesh: Mesh, directory: Directory
 ) -> None:
     mesh.start("indexer", "i")

@@ -15,7 +15,7 @@ def blocks(tokens: bytes) -> list[int]:
     return list(array("Q", block_hashes(tokens, 16, SALT)[1]))
 
 
-async def test_release_removes_only_what_the_session_had_for_itself(desk: Desk, crew: Crew) -> None:
+async def test_release_removes_only_unshared_blocks_of_the_session(desk: Desk, crew: Crew) -> None:
     await crew.start(FAST)
     shared = prompt(64)
     one, two = shared + prompt(64, first=900), shared + prompt(32, first=2000)

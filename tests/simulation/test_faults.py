@@ -36,13 +36,13 @@ def test_an_event_that_is_not_sent_again_is_seen(monkeypatch: pytest.MonkeyPatch
             await self._bus.store(self._subject, payload, ACK_TIMEOUT_S)
         return True
 
-    monkeypatch.setattr(KvPublisher, "_offer", offer)
+    monkeypatch.setattr(KvPublisher, "_store", offer)
     monkeypatch.setitem(faults.RATES, "loss", 0.05)
     assert any("are not on the stream" in text for text in broken({"loss"}))
 
 
 def test_a_message_that_is_not_read_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StreamReader, "_forget", lambda self, fault: None)
+    monkeypatch.setattr(StreamReader, "_start_over", lambda self, fault: None)
     assert any("has not read message" in text for text in broken({"rewind", "recreate"}))
 
 
@@ -70,7 +70,7 @@ def test_a_request_that_is_not_freed_is_seen(monkeypatch: pytest.MonkeyPatch) ->
             tell(self, model, event)
 
     monkeypatch.setattr(SequenceEventPublisher, "event", event)
-    assert any("without news" in text for text in broken(set()))
+    assert any("without events" in text for text in broken(set()))
 
 
 def broken(only: set[str], most: int = 6) -> list[str]:

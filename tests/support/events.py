@@ -6,9 +6,8 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
-from nats.aio.subscription import Subscription
 
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.messages import (
     Capacity,
@@ -156,13 +155,13 @@ class Publisher:
             await self._asked.unsubscribe()
             self._asked = None
 
-    async def _on_dump(self, message: Dump, respond: Respond) -> None:
+    async def _on_dump(self, message: Dump, reply: Reply) -> None:
         if message.rank == self.rank:
             self.dumps += 1
             await self.publish(self.contents.dump())
         else:
             await self.send(self._batch(message.rank, 0, [Cleared()]))
-        await respond(ControlReply(True))
+        reply(ControlReply(True))
 
     async def store(self, *blocks: int) -> None:
         """Store one whole prompt."""
@@ -182,7 +181,7 @@ class Publisher:
 
     async def deliver(self, batch: KvBatch) -> None:
         """Publish a batch to the stream without waiting for the acknowledgement."""
-        await self.bus.publish(self.bus.subjects.kv(MODEL, self.name), batch)
+        self.bus.post(self.bus.subjects.kv(MODEL, self.name), batch)
 
 
 class Kvbm(Publisher):

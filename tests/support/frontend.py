@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.messages import (
     Cancel,
@@ -56,10 +56,10 @@ class ScriptedRouter:
         self.overlap = [0, 0, 0, 0]
         self.asked: list[RouteRequest] = []
 
-    async def answer(self, request: RouteRequest, respond: Respond) -> None:
+    async def answer(self, request: RouteRequest, reply: Reply) -> None:
         self.asked.append(request)
         if not self.parks:
-            await respond(self.choose(request))
+            reply(self.choose(request))
 
     def choose(self, request: RouteRequest) -> RouteReply:
         if self.refusal is not None:
@@ -105,16 +105,16 @@ class ScriptedWorker:
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
 
-    async def _work(self, work: Work, respond: Respond) -> None:
+    async def _work(self, work: Work, reply: Reply) -> None:
         self.frozen = self.frozen or self.hangs
         status = "incomplete" if work.base else self.status
         if not self.frozen:
-            await respond(WorkReply(status=status, kept=self.keeps))
+            reply(WorkReply(status=status, stored=self.keeps))
         async with self._arrived:
             self.works.append(work)
             self._arrived.notify_all()
 
-    async def _control(self, control: Control, respond: Respond) -> None:
+    async def _control(self, control: Control, reply: Reply) -> None:
         if self.frozen:
             return
         if isinstance(control, Cancel):
@@ -122,11 +122,11 @@ class ScriptedWorker:
         if isinstance(control, Resend):
             self.resends.append(control)
         self.told.append(control)
-        await respond(ControlReply(ok=self.knows, blocks=self.blocks))
+        reply(ControlReply(ok=self.knows, blocks=self.blocks))
 
-    async def _ping(self, _: Ping, respond: Respond) -> None:
+    async def _ping(self, _: Ping, reply: Reply) -> None:
         if not self.frozen:
-            await respond(ControlReply(ok=True))
+            reply(ControlReply(ok=True))
 
     async def work(self, number: int = 0) -> Work:
         """The `number`-th work that arrives here."""
@@ -136,7 +136,7 @@ class ScriptedWorker:
 
     async def send(self, work: Work, *chunks: Chunk) -> None:
         subject = self.bus.subjects.out(work.frontend)
-        await self.bus.publish(subject, StepOutput(self.instance, list(chunks)))
+        self.bus.post(subject, StepOutput(self.instance, list(chunks)))
 
 
 @asynccontextmanager

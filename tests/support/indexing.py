@@ -4,7 +4,7 @@ import asyncio
 import struct
 from contextlib import AsyncExitStack
 
-from nats.js.api import ObjectMeta
+import msgspec
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError
@@ -56,7 +56,11 @@ class Replicas:
 async def ask(bus: Bus, *blocks: int) -> dict[str, int]:
     """Number of leading blocks of a prompt that each instance holds, according to the mesh."""
     query = OverlapQuery([prompt(list(blocks))])
-    return depths(await bus.request(bus.subjects.index(MODEL), query, OverlapReply, 10))
+    return depths(
+        await bus.request(
+            bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), 10
+        )
+    )
 
 
 async def told(bus: Bus, blocks: list[int], expected: dict[str, int]) -> None:
@@ -82,5 +86,4 @@ async def overwrite_newest(bus: Bus, harm: bytes | None = None, version: int = 1
     else:
         data[len(data) // 2 : len(data) // 2 + len(harm)] = harm
     bucket = await bus.js.object_store(bus.subjects.index_bucket)
-    meta = ObjectMeta(name=slot.name, headers={"covered": str(slot.covered)})
-    await bucket.put(slot.name, bytes(data), meta)
+    await bucket.put(slot.name, bytes(data), {"covered": str(slot.covered)})

@@ -19,10 +19,9 @@ import msgspec
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.digests import chain_digests, root_digest
-from kvmesh.blocks.layout import KvLayout, LayerLayout
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.discovery import Directory
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Attached,
     Await,
@@ -34,16 +33,20 @@ from kvmesh.bus.kvbm import (
     Fetch,
     Fetched,
     Finish,
+    Instance,
     KvbmReply,
+    KvLayout,
+    LayerLayout,
     Offer,
+    Role,
     Wanted,
 )
-from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.hashing import block_hashes
 from support.wait import eventually
 
 T = TypeVar("T")
+_replies: "msgspec.msgpack.Decoder[KvbmReply]" = msgspec.msgpack.Decoder(KvbmReply)
 SIZE = 4
 SALT = 5
 
@@ -137,8 +140,7 @@ class TestWorker:
 
     async def ask(self, message: object, reply: type[T], timeout: float = 10.0) -> T:
         subject = self.bus.subjects.kvbm(self.card.instance)
-        either: type[KvbmReply] = KvbmReply  # type: ignore[assignment]
-        answer = await self.bus.request(subject, message, either, timeout)
+        answer = await self.bus.request(subject, message, _replies, timeout)
         assert isinstance(answer, reply), answer
         return answer
 

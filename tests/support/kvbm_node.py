@@ -3,14 +3,17 @@
 import asyncio
 import urllib.request
 
-from kvmesh.blocks.layout import KvLayout
+import msgspec
+
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import ControlReply, Dump, Instance
+from kvmesh.bus.messages import ControlReply, Dump, Instance, KvLayout
 from kvmesh.bus.streams import StreamLimits
 from support.kvbm import TestWorker, find_kvbm, layout
 from support.mesh import Mesh
 from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
+
+CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
 
 HOST_BYTES = 4 << 20
 DISK_BYTES = 64 << 20
@@ -54,12 +57,12 @@ class Node:
     async def dump(self, rank: int) -> ControlReply:
         assert self.card is not None
         subject = self.bus.subjects.dump(self.card.instance)
-        return await self.bus.request(subject, Dump(rank), ControlReply, PATIENCE_S)
+        return await self.bus.request(subject, Dump(rank), CONTROL_REPLY, PATIENCE_S)
 
     async def control(self, command: object) -> ControlReply:
         assert self.card is not None
         subject = self.bus.subjects.ctl(self.card.instance)
-        return await self.bus.request(subject, command, ControlReply, PATIENCE_S)
+        return await self.bus.request(subject, command, CONTROL_REPLY, PATIENCE_S)
 
     def metric(self, name: str, labels: str = "") -> float:
         with urllib.request.urlopen(

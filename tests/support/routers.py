@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvmesh.bus.client import Bus, BusOptions, Respond
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.discovery import Lease
 from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
@@ -26,6 +26,8 @@ from kvmesh.settings.schema import RouterSettings, Settings, StreamSettings
 from support.routing import overlaps, worker
 from support.wait import PATIENCE_S, eventually
 
+ROUTE_REPLY: "msgspec.msgpack.Decoder[RouteReply]" = msgspec.msgpack.Decoder(RouteReply)
+
 QUERIES = msgspec.msgpack.Decoder(OverlapQuery)
 T = TypeVar("T")
 
@@ -40,18 +42,18 @@ class RunningRouter:
 
     @property
     def read(self) -> int:
-        """Stream sequence of the last message about active requests that it has read."""
+        """Stream sequence of the last active-sequence message read."""
         return self.router._sequences.last_seq
 
     async def stop(self) -> None:
-        """Stop as on SIGTERM; raises the router's error."""
+        """Stop as on SIGTERM; raises the error of a failed router."""
         self.service.stopping.set()
         await self.task
         await self.service.close()
         assert not self.service.failed
 
     async def kill(self) -> None:
-        """Stop as on SIGKILL: close the connection first and withdraw nothing."""
+        """Stop as on SIGKILL: the connection closes, no lease is withdrawn."""
         await self.service.bus.client.close()
         self.task.cancel()
         await asyncio.wait([self.task])
@@ -65,7 +67,7 @@ async def start_router(options: BusOptions, name: str = "r", **router: Any) -> R
 
 
 async def caught_up(bus: Bus, routers: list[RunningRouter]) -> None:
-    """Wait until all have read the present end of the stream of active requests."""
+    """Wait until all routers have read the active-sequence stream to its present end."""
     last = (await bus.js.stream_info(bus.subjects.seq_stream)).state.last_seq
     await eventually(lambda: all(router.read >= last for router in routers))
 
@@ -85,7 +87,7 @@ async def running_router(
 async def running_workers(
     bus: Bus, limits: StreamLimits, *names: str, **changes: Any
 ) -> AsyncIterator[list[Lease]]:
-    """Worker cards on the mesh; no process accepts work."""
+    """Worker cards on the mesh, without workers."""
     leases = [Lease(bus, worker(name, **changes), limits) for name in names]
     for lease in leases:
         await lease.open()
@@ -100,8 +102,8 @@ async def scripted_index(bus: Bus, held: dict[str, tuple[int, ...]]) -> None:
     """Serve an index that returns the same overlaps for every prompt."""
     answer = overlaps(held)
 
-    async def find(query: OverlapQuery, respond: Respond) -> None:
-        await respond(OverlapReply(answer.ranks, [answer.rows] * len(query.prompts)))
+    async def find(query: OverlapQuery, reply: Reply) -> None:
+        reply(OverlapReply(answer.ranks, [answer.rows] * len(query.prompts)))
 
     await bus.serve(bus.subjects.index("m"), QUERIES, find, queue="index")
 
@@ -109,12 +111,12 @@ async def scripted_index(bus: Bus, held: dict[str, tuple[int, ...]]) -> None:
 async def ask(
     bus: Bus, message: RouteRequest, timeout: float = 5.0, model: str = "m"
 ) -> Routed | Refused:
-    """The reply of a router; retries while none serves or if one dies."""
+    """The reply of a router; retries while none serves, or after one died with the request."""
     subject = bus.subjects.router(model)
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while True:
         try:
-            return await bus.request(subject, message, RouteReply, timeout)  # type: ignore[arg-type]
+            return await bus.request(subject, message, ROUTE_REPLY, timeout)
         except (NoResponder, RequestTimeout):
             if asyncio.get_running_loop().time() > deadline:
                 raise
@@ -122,14 +124,14 @@ async def ask(
 
 
 async def placed(bus: Bus, message: RouteRequest) -> Routed:
-    """The placement of a request that must get one."""
+    """The placement of a request that must not be refused."""
     reply = await ask(bus, message)
     assert isinstance(reply, Routed), reply
     return reply
 
 
 class Tail(Generic[T]):
-    """Everything on a stream so far, decoded."""
+    """All messages of a stream so far, decoded."""
 
     def __init__(self, bus: Bus, stream: str, subject: str, decoder: Any) -> None:
         self.seen: list[T] = []

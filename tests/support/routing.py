@@ -13,6 +13,7 @@ from kvmesh.bus.messages import (
     RankKey,
     Role,
     RouteRequest,
+    SeqWait,
 )
 from kvmesh.router.scoring.overlaps import Overlaps
 
@@ -47,7 +48,7 @@ def worker(name: str, **changes: Any) -> Instance:
 
 
 def sequence(*blocks: int) -> bytes:
-    """Packed sequence hashes; as in real ones, each hash covers all blocks before it."""
+    """Packed sequence hashes; like real ones, a hash covers all blocks before it."""
     chained, packed = 0, []
     for block in blocks:
         chained = hash((chained, block)) & (2**64 - 1)
@@ -68,14 +69,23 @@ def request(name: str, blocks: bytes, tokens: int | None = None, **changes: Any)
     return RouteRequest(**(fields | changes))
 
 
+def entry(name: str, **changes: Any) -> SeqWait:
+    """A queue entry of router "r", with some fields set."""
+    fields: dict[str, Any] = {
+        "request": name, "router": "r", "lane": "", "tier": 0, "fair_class": "", "key": 0.0,
+        "cost": 100, "arrived": 0.0, "deadline": 60.0,
+    }  # fmt: skip
+    return SeqWait(**(fields | changes))
+
+
 def overlaps(held: Mapping[str, tuple[int, ...]], rank: int = 0) -> Overlaps:
-    """The index's reply if `held[instance]` blocks are in tiers 1, 2, … of its rank."""
+    """The index's reply when `held[instance]` blocks are in tiers 1, 2, … of its rank."""
     ranks = [RankKey(instance, rank) for instance in held]
     rows = b"".join(
-        struct.pack("<5I", place, *[*blocks, 0, 0, 0, 0][:4])
-        for place, blocks in enumerate(held.values())
+        struct.pack("<5I", number, *[*blocks, 0, 0, 0, 0][:4])
+        for number, blocks in enumerate(held.values())
     )
     return Overlaps(ranks, rows)
 
 
-__all__ = ["BLOCK", "Hints", "Placement", "overlaps", "request", "sequence", "worker"]
+__all__ = ["BLOCK", "Hints", "Placement", "entry", "overlaps", "request", "sequence", "worker"]

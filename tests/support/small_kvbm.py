@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from nats.aio.subscription import Subscription
 
 from kvmesh.blocks.digests import split_digests
-from kvmesh.blocks.prompt_delta import KnownPrompts, Names
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.discovery import Lease
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Attached,
     Await,
@@ -32,14 +30,17 @@ from kvmesh.bus.kvbm import (
     Fetched,
     Finish,
     Incomplete,
+    Instance,
     KvbmRequest,
     Lend,
+    NodeStore,
     Offer,
     Prepare,
+    Role,
     Wanted,
 )
-from kvmesh.bus.messages import Instance, NodeStore, Role
 from kvmesh.bus.streams import StreamLimits
+from kvmesh.prompt_delta.blocks import BlockHashes, BlockPromptCache
 
 KEY = bytes(range(32))
 Requests = msgspec.msgpack.Decoder[KvbmRequest]
@@ -62,7 +63,7 @@ class SmallKvbm:
     blocks: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     keeps: int = 1 << 16
     attached: dict[int, Attach] = field(default_factory=dict)
-    prompts: dict[int, KnownPrompts] = field(default_factory=dict)
+    prompts: dict[int, BlockPromptCache] = field(default_factory=dict)
     tickets: dict[int, list[bytes]] = field(default_factory=dict)
     served: dict[int, int] = field(default_factory=dict)
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
@@ -117,10 +118,10 @@ class SmallKvbm:
                 return True
         return False
 
-    async def _serve(self, request: KvbmRequest, respond: Respond) -> None:
+    async def _serve(self, request: KvbmRequest, reply: Reply) -> None:
         self.asked.append(request)
         if type(request) not in self.silent:
-            await respond(self._answer(request))
+            reply(self._answer(request))
 
     def _answer(self, request: KvbmRequest) -> object:
         if isinstance(request, Attach):
@@ -128,7 +129,7 @@ class SmallKvbm:
                 return self.declines
             number = next(self.numbers)
             self.attached[number] = request
-            self.prompts[number] = KnownPrompts(self.keeps)
+            self.prompts[number] = BlockPromptCache(self.keeps)
             return Attached(number, self.arena.name, 1 << 22, KEY, self.keeps)
         if isinstance(request, Lend | Prepare):
             return Declined("invalid", "nothing is lent here")
@@ -155,11 +156,11 @@ class SmallKvbm:
 
     def _describe(self, request: Offer | Fetch) -> object:
         prompts = self.prompts[request.attachment]
-        rest = Names(request.digests, request.sequence_hashes, request.local)
+        rest = BlockHashes(request.digests, request.sequence_hashes, request.local)
         whole = prompts.complete(request.base, request.shared, rest)
         if whole is None:
             return Incomplete()
-        prompts.keep(whole, request.base)
+        prompts.store(whole, request.base)
         digests = split_digests(whole.digests)
         if isinstance(request, Offer):
             return self._offer(request, digests)

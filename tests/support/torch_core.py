@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from msgspec.structs import replace
 
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
+from kvmesh.bus.messages import Cleared, KvEvent, KvLayout, Removed, Sampling, Work
 from kvmesh.hashing import block_hashes
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.retention import RetentionOptions

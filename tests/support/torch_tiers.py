@@ -4,11 +4,10 @@ from array import array
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvmesh.blocks.attachment import ArenaUser, Tenant
-from kvmesh.blocks.kvbm_client import StoreClient
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
+from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import KvEvent, Sampling, Work
+from kvmesh.bus.messages import KvEvent, KvLayout, Sampling, Work
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import TorchSettings
@@ -66,9 +65,9 @@ class Host:
     def __init__(
         self, bus: Bus, limits: StreamLimits, name: str, blocks: int = 256, node: str = "here"
     ) -> None:
-        def connect(layout: KvLayout, user: ArenaUser) -> StoreClient:
-            tenant = Tenant(node=node, instance=name, model="tiny", layout=layout)
-            self.client = StoreClient(bus, limits, tenant, user)
+        def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
+            tenant = WorkerIdentity(node=node, instance=name, model="tiny", layout=layout)
+            self.client = KvbmClient(bus, limits, tenant, user)
             return self.client
 
         settings = Settings(torch=TorchSettings(blocks=blocks, threads=1, pass_tokens=32))

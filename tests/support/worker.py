@@ -29,6 +29,8 @@ from kvmesh.worker.engine import EngineContext, EngineError, create_engine
 from kvmesh.worker.node import WorkerNode
 from support.wait import PATIENCE_S, eventually
 
+CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
+
 FAST = MockSettings(blocks=256, speedup=50.0)
 SLOW = MockSettings(blocks=256, speedup=1.0)
 SALT = 11
@@ -112,15 +114,20 @@ class Desk:
         await self.reader.open()
 
     async def offer(self, instance: str, item: Work, timeout: float = PATIENCE_S) -> WorkReply:
-        return await self.bus.request(self.bus.subjects.work(instance), item, WorkReply, timeout)
+        return await self.bus.request(
+            self.bus.subjects.work(instance), item, msgspec.msgpack.Decoder(WorkReply), timeout
+        )
 
     async def dump(self, instance: str, rank: int) -> ControlReply:
         subject = self.bus.subjects.dump(instance)
-        return await self.bus.request(subject, Dump(rank), ControlReply, PATIENCE_S)
+        return await self.bus.request(subject, Dump(rank), CONTROL_REPLY, PATIENCE_S)
 
     async def control(self, instance: str, command: object) -> ControlReply:
         return await self.bus.request(
-            self.bus.subjects.ctl(instance), command, ControlReply, PATIENCE_S
+            self.bus.subjects.ctl(instance),
+            command,
+            CONTROL_REPLY,
+            PATIENCE_S,
         )
 
     def finish(self, name: str) -> str | None:

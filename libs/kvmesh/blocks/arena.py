@@ -1,4 +1,4 @@
-"""The memory that the workers of a node share with its kvbm, as a worker sees it."""
+"""A worker's view of the shared memory of its node's kvbm, and the lock that shows it is alive."""
 
 import fcntl
 import mmap
@@ -11,9 +11,9 @@ WORKER_LOCKS = "worker-*.lock"
 
 
 class ArenaView:
-    """A mapping of `size` bytes of the file at `path`; raises ArenaUnusable.
+    """Maps `size` bytes of the file at `path`; raises ArenaUnusable.
 
-    The mapping outlives the file: who has views of it may go on when its owner has gone.
+    The mapping outlives the file: views stay valid after the kvbm has ended.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -22,13 +22,13 @@ class ArenaView:
         self._map = _map(path, size)
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Writable bytes of the arena, not copied; ValueError if they are not within it."""
+        """Return writable bytes of the arena without a copy; ValueError if out of range."""
         if not 0 <= offset <= offset + size <= self.size:
             raise ValueError(f"{size} bytes at {offset} are not within {self.size}")
         return memoryview(self._map)[offset : offset + size]
 
     def close(self) -> None:
-        """Unmap, or have the last view that somebody still holds do so when it goes."""
+        """Unmap now, or when the last remaining view is deleted."""
         try:
             self._map.close()
         except BufferError:
@@ -36,9 +36,9 @@ class ArenaView:
 
 
 class LivenessLock:
-    """An exclusive lock on a file, held until `close` or the death of this process.
+    """Holds an exclusive lock on a file until `close` or the end of this process.
 
-    Raises LockTaken, or OSError if the file cannot be made.
+    Raises LockTaken, or OSError if the file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class LivenessLock:
             raise LockTaken(path) from None
 
     def close(self) -> None:
-        """Remove the file and let go of it."""
+        """Remove the file and release the lock."""
         self.path.unlink(missing_ok=True)
         os.close(self._file)
 

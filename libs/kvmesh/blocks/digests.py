@@ -1,8 +1,8 @@
-"""Names of blocks in tiers that are shared: 128-bit keyed digests of all that their KV depends on.
+"""Block digests: 128-bit keyed digests of everything that a block's KV depends on.
 
-The 64-bit hashes of the index only guide; whoever can choose tokens can make two prompts collide in
-them. Under a digest that needs the mesh's key this cannot be done, and by accident it does not
-happen: with 2⁴⁰ blocks the chance is below 2⁻⁴⁸.
+Digests identify blocks in shared tiers. The 64-bit hashes of the index do not suffice: a caller who
+chooses tokens can make two prompts collide. Colliding digests cannot be found without the mesh's
+key, and the chance of an accidental collision among 2⁴⁰ blocks is below 2⁻⁴⁸.
 """
 
 from array import array
@@ -10,28 +10,28 @@ from hashlib import blake2b
 
 import msgspec
 
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import KvLayout
+from kvmesh.hashing import DIGEST_BYTES, TOKEN_BYTES
 
-DIGEST_BYTES = 16
 KEY_BYTES = 32
 FINGERPRINT_BYTES = 4
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 def fingerprint(key: bytes) -> str:
-    """Tells keys apart: 8 hexadecimal digits, of which nothing else follows (docs/kvbm.md)."""
+    """Return 8 hexadecimal digits that identify a key and reveal nothing of it (docs/kvbm.md)."""
     return blake2b(digest_size=FINGERPRINT_BYTES, key=key, person=b"fingerprint").hexdigest()
 
 
 def root_digest(key: bytes, model: str, adapter: str, tenant: str, layout: KvLayout) -> bytes:
-    """What precedes the first block of every prompt in one namespace. `key` has KEY_BYTES."""
+    """Return the digest that precedes the first block of a namespace. `key` has KEY_BYTES."""
     described = _encode((model, adapter, tenant, layout))
     return blake2b(described, digest_size=DIGEST_BYTES, key=key).digest()
 
 
 def chain_digests(key: bytes, previous: bytes, tokens: bytes, block_size: int) -> bytes:
-    """Packed digests of the full blocks of `tokens` (packed uint32), each over all before it."""
-    step = 4 * block_size
+    """Return packed digests of the full blocks of `tokens` (packed uint32), each chained."""
+    step = TOKEN_BYTES * block_size
     digests = bytearray()
     for end in range(step, len(tokens) + 1, step):
         block = blake2b(previous, digest_size=DIGEST_BYTES, key=key)
@@ -42,7 +42,7 @@ def chain_digests(key: bytes, previous: bytes, tokens: bytes, block_size: int) -
 
 
 class DigestChain:
-    """The digests of one growing prompt, each computed once for as long as the key stays."""
+    """Digests of one growing prompt, each computed once per key."""
 
     def __init__(self, model: str, adapter: str, tenant: str, layout: KvLayout) -> None:
         self._names = (model, adapter, tenant)
@@ -52,7 +52,7 @@ class DigestChain:
         self._digests = bytearray()
 
     def upto(self, key: bytes, tokens: "array[int]", blocks: int) -> bytes:
-        """Packed digests of the first `blocks` blocks of `tokens` (uint32)."""
+        """Return packed digests of the first `blocks` blocks of `tokens` (uint32)."""
         if key != self._key:
             self._key = key
             self._previous = root_digest(key, *self._names, self._layout)
@@ -67,5 +67,5 @@ class DigestChain:
 
 
 def split_digests(packed: bytes) -> list[bytes]:
-    """The digests one by one."""
+    """Split packed digests."""
     return [packed[i : i + DIGEST_BYTES] for i in range(0, len(packed), DIGEST_BYTES)]

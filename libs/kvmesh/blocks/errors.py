@@ -1,14 +1,14 @@
-"""What can go wrong with blocks in shared memory, each with the data that a caller needs."""
+"""Errors of blocks in shared memory."""
 
 from pathlib import Path
 
 
 class BlocksError(Exception):
-    """Base of every error of this package."""
+    """Base of the errors of this package."""
 
 
 class ArenaUnusable(BlocksError):
-    """The arena file cannot be mapped as it was described."""
+    """The arena file cannot be mapped with the announced size."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"cannot map the arena {path}: {reason}")

@@ -1,44 +1,72 @@
-"""What a worker asks of the kvbm of its node. Without one, everything answers "nothing" at once.
+"""Client of the node's kvbm for one worker. Without a kvbm every call returns nothing at once.
 
-Tickets are never left behind: whoever stops half-way, for whatever reason, has the rest of the
-exchange done for him in the background.
+Tickets never leak: when a caller is cancelled or fails, the client completes the exchange in the
+background.
 """
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from kvmesh.blocks.arena import ArenaView
-from kvmesh.blocks.attachment import REQUEST_S, ArenaUser, Attacher, Attachment, Tenant
-from kvmesh.blocks.digests import DIGEST_BYTES
+from kvmesh.blocks.attachment import (
+    REQUEST_S,
+    ArenaUser,
+    Attacher,
+    Attachment,
+    Replies,
+    WorkerIdentity,
+)
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Await,
     Commit,
     Computed,
     Corrupt,
+    Declined,
     Done,
     Fetch,
     Fetched,
     Finish,
     Incomplete,
     Offer,
+    Retain,
     Wanted,
 )
-from kvmesh.bus.messages import Retain
 from kvmesh.bus.streams import StreamLimits
+from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
+from kvmesh.runtime.background import BackgroundTasks
 
 T = TypeVar("T")
 AWAIT_S = 0.5
 
 
+class _Replies(NamedTuple, Generic[T]):
+    """Decoders of the replies to a whole prompt, and to one that the kvbm has to complete."""
+
+    full: Replies[T]
+    short: Replies[T | Incomplete]
+
+
+_done: Replies[Done] = Replies(msgspec.msgpack.Decoder(Done | Declined))
+_fetched: _Replies[Fetched] = _Replies(
+    Replies(msgspec.msgpack.Decoder(Fetched | Declined)),
+    Replies(msgspec.msgpack.Decoder(Fetched | Incomplete | Declined)),
+)
+_wanted: _Replies[Wanted] = _Replies(
+    Replies(msgspec.msgpack.Decoder(Wanted | Declined)),
+    Replies(msgspec.msgpack.Decoder(Wanted | Incomplete | Declined)),
+)
+
+
 class KvbmPrompt(Struct, frozen=True, kw_only=True):
-    """The full blocks of a prompt, from its root on: one digest and two hashes each, packed.
+    """The full blocks of a prompt from its root: one digest and two hashes each, packed.
 
     `salt` seeds the hashes; `retention` is in tokens of the prompt.
     """
@@ -54,20 +82,20 @@ class KvbmPrompt(Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> int:
-        return len(self.sequence_hashes) // 8
+        return len(self.sequence_hashes) // HASH_BYTES
 
 
 class TierSpeeds(Struct, frozen=True, kw_only=True):
-    """What an engine has measured, per second; 0 if it does not know."""
+    """Measured speeds of an engine: tokens computed and bytes loaded per second; 0 if unknown."""
 
     compute_tps: float = 0.0
     load_bps: float = 0.0
 
 
 class FetchedPart(Struct, frozen=True, kw_only=True):
-    """Blocks `first` … of a prompt, in the arena until the iterator that gave it is closed.
+    """Blocks of a prompt from index `first` on, in the arena until the iterator is closed.
 
-    `tiers` says where each was, `retention` what they inherit.
+    `tiers` are the tiers that the blocks came from; `retention` is what they inherit.
     """
 
     attachment: Attachment
@@ -84,9 +112,9 @@ class FetchedPart(Struct, frozen=True, kw_only=True):
 
 
 class PendingWrite:
-    """Blocks of a prompt that are wanted at these offsets of the arena.
+    """Blocks of a prompt that the kvbm wants at these offsets of the arena.
 
-    `checksums` is to have one for each of the leading blocks that have been written.
+    The caller sets `checksums`, one for each leading block that it has written.
     """
 
     def __init__(self, arena: ArenaView, wanted: Wanted) -> None:
@@ -96,15 +124,15 @@ class PendingWrite:
         self.checksums = array("Q")
 
 
-class StoreClient:
-    """One worker's way to the tiers below its engine."""
+class KvbmClient:
+    """Loads and stores blocks of one worker's engine in the tiers of its node's kvbm."""
 
     def __init__(
-        self, bus: Bus, limits: StreamLimits, tenant: Tenant, user: ArenaUser | None = None
+        self, bus: Bus, limits: StreamLimits, worker: WorkerIdentity, user: ArenaUser | None = None
     ) -> None:
-        self.tenant = tenant
-        self._attacher = Attacher(bus, limits, tenant, user)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.worker = worker
+        self._attacher = Attacher(bus, limits, worker, user)
+        self._tasks = BackgroundTasks()
 
     @property
     def key(self) -> bytes | None:
@@ -114,19 +142,17 @@ class StoreClient:
 
     @property
     def attachments(self) -> int:
-        """How often this worker has attached."""
+        """Number of attachments so far."""
         return self._attacher.attached
 
     async def open(self) -> None:
-        """Begin to look for the kvbm; does not wait for it."""
+        """Start to look for the kvbm; does not wait for it."""
         await self._attacher.open()
 
     async def close(self) -> None:
-        """Give everything back and leave."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=REQUEST_S)
-        for task in self._tasks:
-            task.cancel()
+        """Return all tickets and detach."""
+        await self._tasks.wait(REQUEST_S)
+        self._tasks.cancel()
         await self._attacher.close()
 
     async def load(
@@ -138,11 +164,11 @@ class StoreClient:
         deadline_s: float,
         computes: bool = True,
     ) -> AsyncGenerator[FetchedPart, None]:
-        """The blocks after the `held` leading ones, as they reach the arena.
+        """Yield the blocks after the `held` leading ones as they reach the arena.
 
-        Waits up to `wait_s` for what others compute, and ends after `deadline_s` at the latest.
-        What nobody has counts as computed by this worker until `computed`, if it `computes` that.
-        Close the iterator to give the blocks back.
+        Waits up to `wait_s` for blocks that other workers are computing, and at most `deadline_s`
+        in all. With `computes`, this worker is recorded as computing the missing blocks until
+        `report_computed`. Close the iterator to return the blocks.
         """
         attachment = self._attacher.current
         if attachment is None:
@@ -150,7 +176,7 @@ class StoreClient:
         ends = asyncio.get_running_loop().time() + deadline_s
         with attachment.in_use():
             fetch = _fetch(attachment, prompt, held, speeds, wait_s, computes)
-            fetched = await self._ticket(attachment, fetch, Fetched, REQUEST_S)
+            fetched = await self._request_ticket(attachment, fetch, _fetched, REQUEST_S)
             ticket, first = (fetched.ticket, held) if fetched is not None else (0, 0)
             try:
                 while fetched is not None:
@@ -160,16 +186,16 @@ class StoreClient:
                     if not fetched.pending or asyncio.get_running_loop().time() > ends:
                         break
                     further = Await(attachment.id, ticket, AWAIT_S)
-                    fetched = await self._ask(attachment, further, Fetched, REQUEST_S)
+                    fetched = await self._request(attachment, further, _fetched.full, REQUEST_S)
             finally:
                 if ticket:
-                    self._later(attachment, Finish(attachment.id, ticket))
+                    self._post(attachment, Finish(attachment.id, ticket))
 
     @asynccontextmanager
     async def writing(self, prompt: KvbmPrompt, first: int) -> AsyncIterator["PendingWrite | None"]:
-        """What the kvbm wants of the blocks from `first` on, if anything.
+        """Offer the blocks from `first` on; yields those that the kvbm wants, None if none.
 
-        Ends with a commit of the blocks whose `checksums` have been filled in.
+        On exit commits the blocks whose `checksums` the caller has set.
         """
         attachment = self._attacher.current
         if attachment is None:
@@ -177,7 +203,7 @@ class StoreClient:
             return
         with attachment.in_use():
             offer = _offer(attachment, prompt, first)
-            wanted = await self._ticket(attachment, offer, Wanted, REQUEST_S)
+            wanted = await self._request_ticket(attachment, offer, _wanted, REQUEST_S)
             if wanted is None or not wanted.ticket:
                 yield None
                 return
@@ -186,66 +212,61 @@ class StoreClient:
                 yield writing
             finally:
                 checksums = writing.checksums.tobytes()
-                self._later(attachment, Commit(attachment.id, wanted.ticket, checksums))
+                self._post(attachment, Commit(attachment.id, wanted.ticket, checksums))
 
-    def corrupt(self, part: FetchedPart, digests: bytes) -> None:
-        """Tell of blocks whose content was not what it should be."""
-        self._later(part.attachment, Corrupt(part.attachment.id, part.ticket, digests))
+    def report_corrupt(self, part: FetchedPart, digests: bytes) -> None:
+        """Report blocks with wrong content."""
+        self._post(part.attachment, Corrupt(part.attachment.id, part.ticket, digests))
 
-    def computed(self, request: str) -> None:
-        """Tell that a request computes nothing more."""
+    def report_computed(self, request: str) -> None:
+        """Report that a request computes no more blocks."""
         attachment = self._attacher.current
         if attachment is not None:
-            self._later(attachment, Computed(attachment.id, request))
+            self._post(attachment, Computed(attachment.id, request))
 
-    async def _ask(
-        self, attachment: Attachment, message: object, reply: type[T], timeout: float
+    async def _request(
+        self, attachment: Attachment, message: object, replies: Replies[T], timeout: float
     ) -> T | None:
         with attachment.in_use():
-            return await self._attacher.ask(attachment, message, reply, timeout)
+            return await self._attacher.request(attachment, message, replies, timeout)
 
-    async def _describe(
-        self, attachment: Attachment, message: Offer | Fetch, reply: type[T], timeout: float
+    async def _send_prompt(
+        self, attachment: Attachment, message: Offer | Fetch, replies: _Replies[T], timeout: float
     ) -> T | None:
-        """Ask about a prompt with what the kvbm does not know of it, or with all of it."""
+        """Send a prompt as a delta; send it whole if the kvbm has evicted the base."""
         prompts = attachment.prompts
         short = prompts.shorten(message)
-        either: type[T | Incomplete] = reply | Incomplete  # type: ignore[assignment]
-        answer = await self._ask(attachment, short, either, timeout)
+        answer = await self._request(attachment, short, replies.short, timeout)
         if isinstance(answer, Incomplete):
             prompts.forget(short.base)
             short = message
-            answer = await self._ask(attachment, message, reply, timeout)
+            answer = await self._request(attachment, message, replies.full, timeout)
         if answer is not None:
-            prompts.sent(message.digests, short.base)
+            prompts.store(message.digests, short.base)
         return answer
 
-    async def _ticket(
-        self, attachment: Attachment, message: Offer | Fetch, reply: type[T], timeout: float
+    async def _request_ticket(
+        self, attachment: Attachment, message: Offer | Fetch, replies: _Replies[T], timeout: float
     ) -> T | None:
-        """What comes of it; a ticket whose asker is cancelled meanwhile is given back."""
-        asking = self._spawn(self._describe(attachment, message, reply, timeout))
+        """Send a prompt; if the caller is cancelled meanwhile, return the ticket."""
+        work = self._send_prompt(attachment, message, replies, timeout)
+        sending = self._tasks.start(work, awaited=True)
         try:
-            return await asyncio.shield(asking)
+            return await asyncio.shield(sending)
         except asyncio.CancelledError:
-            asking.add_done_callback(partial(self._give_up, attachment))
+            sending.add_done_callback(partial(self._return_ticket, attachment))
             raise
 
-    def _give_up(self, attachment: Attachment, asking: "asyncio.Task[object]") -> None:
-        answer = None if asking.cancelled() else asking.result()
+    def _return_ticket(self, attachment: Attachment, sending: "asyncio.Task[object]") -> None:
+        answer = None if sending.cancelled() else sending.result()
         if isinstance(answer, Fetched) and answer.ticket:
-            self._later(attachment, Finish(attachment.id, answer.ticket))
+            self._post(attachment, Finish(attachment.id, answer.ticket))
         elif isinstance(answer, Wanted) and answer.ticket:
-            self._later(attachment, Commit(attachment.id, answer.ticket, b""))
+            self._post(attachment, Commit(attachment.id, answer.ticket, b""))
 
-    def _later(self, attachment: Attachment, message: object) -> None:
-        self._spawn(self._ask(attachment, message, Done, REQUEST_S))
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _post(self, attachment: Attachment, message: object) -> None:
+        work = self._request(attachment, message, _done, REQUEST_S)
+        self._tasks.start(work)
 
 
 def _fetch(
@@ -301,5 +322,5 @@ def _part(attachment: Attachment, ticket: int, first: int, fetched: Fetched) -> 
 
 
 def digest_of(prompt: KvbmPrompt, block: int) -> bytes:
-    """The digest of one block of a prompt."""
+    """Return the digest of one block of a prompt."""
     return prompt.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]

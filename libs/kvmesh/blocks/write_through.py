@@ -1,6 +1,6 @@
-"""Write-through of full blocks, off the critical path: bounded, in batches, never in the way.
+"""Write-through of full blocks to the kvbm, bounded, batched and off the critical path.
 
-What does not fit into the queue is skipped and counted: it can be computed again.
+Blocks that do not fit into the queue are skipped and counted: they can be computed again.
 """
 
 import asyncio
@@ -9,8 +9,9 @@ from array import array
 from collections import OrderedDict
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvmesh.blocks.kvbm_client import KvbmPrompt, PendingWrite, StoreClient
+from kvmesh.blocks.kvbm_client import KvbmClient, KvbmPrompt, PendingWrite
 from kvmesh.bus.errors import cause
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -18,22 +19,22 @@ Held = TypeVar("Held", contravariant=True)
 
 
 class BlockSource(Protocol[Held]):
-    """The engine that blocks are copied from; `item` is its own name for blocks of a request."""
+    """The engine that blocks are copied from; `item` is the engine's handle for blocks."""
 
     def hold(self, item: Held, key: bytes) -> KvbmPrompt | None:
-        """Keep the blocks where they are and describe them, digests under `key`; None: gone."""
+        """Hold the blocks and describe them, digests under `key`; None if they are gone."""
         ...
 
     async def copy(self, item: Held, writing: PendingWrite) -> "array[int]":
-        """Copy what is wanted into the arena; checksums of as many leading blocks as were."""
+        """Copy the wanted blocks into the arena; return checksums of the copied leading ones."""
         ...
 
     def release(self, item: Held) -> None:
-        """The blocks of an item that was held may go."""
+        """Release the blocks of a held item."""
         ...
 
     def drop(self, item: Held) -> None:
-        """An item will not be held, as there is nobody to write it to."""
+        """Discard an item that will not be held, because there is no kvbm."""
         ...
 
 
@@ -44,46 +45,43 @@ class _Waiting(NamedTuple, Generic[Item]):
 
 
 class WriteThrough(Generic[Item]):
-    """At most `limit` blocks wait, and `lanes` requests are written at a time.
+    """Queues at most `limit` blocks and writes `lanes` requests at a time.
 
     `written` and `skipped` count blocks.
     """
 
     def __init__(
-        self, client: StoreClient, source: BlockSource[Item], limit: int, lanes: int = 2
+        self, client: KvbmClient, source: BlockSource[Item], limit: int, lanes: int = 2
     ) -> None:
         self._client = client
         self._source = source
         self._limit = limit
         self._lanes = lanes
         self._queue: OrderedDict[str, _Waiting[Item]] = OrderedDict()
-        self._under_way: set[str] = set()
+        self._writing: set[str] = set()
         self._ending: set[str] = set()
         self._blocks = 0
         self._wake = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks()
         self.written = 0
         self.skipped = 0
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was put has been dealt with."""
-        return not self._queue and not self._under_way
+        """True if the queue is empty and no write is running."""
+        return not self._queue and not self._writing
 
     def start(self) -> None:
-        names = [f"write-through {lane}" for lane in range(self._lanes)]
-        self._tasks = [asyncio.create_task(self._run(), name=name) for name in names]
+        for lane in range(self._lanes):
+            self._tasks.start(self._run(), f"write-through {lane}")
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
 
     def put(self, request: str, item: Item, first: int, end: int) -> bool:
-        """Queue blocks `first` to `end` of a request; `item` stands for all up to `end`.
+        """Queue blocks `first` to `end` (exclusive) of a request; `item` covers all up to `end`.
 
-        False if they are skipped: put them again with the next ones.
+        Returns False if they are skipped: pass them again with the next ones.
         """
         if self._client.key is None:
             return False
@@ -100,26 +98,26 @@ class WriteThrough(Generic[Item]):
         return True
 
     def end(self, request: str) -> None:
-        """The request computes nothing more: say so once its blocks are written."""
-        if request in self._queue or request in self._under_way:
+        """Report that the request computes no more blocks, once its blocks are written."""
+        if request in self._queue or request in self._writing:
             self._ending.add(request)
         else:
-            self._client.computed(request)
+            self._client.report_computed(request)
 
     async def _run(self) -> None:
         while True:
-            request = next((r for r in self._queue if r not in self._under_way), None)
+            request = next((r for r in self._queue if r not in self._writing), None)
             if request is None:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             waiting = self._queue.pop(request)
             self._blocks -= waiting.blocks
-            self._under_way.add(request)
+            self._writing.add(request)
             try:
                 await self._write(waiting)
             finally:
-                self._under_way.discard(request)
+                self._writing.discard(request)
                 self._on_written(request)
 
     def _on_written(self, request: str) -> None:
@@ -127,7 +125,7 @@ class WriteThrough(Generic[Item]):
             self._wake.set()
         elif request in self._ending:
             self._ending.discard(request)
-            self._client.computed(request)
+            self._client.report_computed(request)
 
     def _hold(self, item: Item) -> KvbmPrompt | None:
         key = self._client.key
@@ -146,7 +144,7 @@ class WriteThrough(Generic[Item]):
                 await self._copy(prompt, waiting)
             finally:
                 self._source.release(waiting.item)
-        except Exception as error:  # of any engine: its blocks can be computed again
+        except Exception as error:  # any engine error: the blocks can be computed again
             log.error("cannot write blocks through: %s", cause(error))
 
     async def _copy(self, prompt: KvbmPrompt, waiting: _Waiting[Item]) -> None:

@@ -1,51 +1,53 @@
-"""All that a bucket holds at one moment, and buckets that make room for what is new."""
+"""Key-value buckets: reading a whole one, and creating those of the frontends."""
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from nats.js.api import DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
-from nats.js.errors import APIError
 from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import Conflict
+from kvmesh.bus.jetstream import Bucket
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.bus.streams import STREAM_EXISTS
+from kvmesh.bus.translation import bus_errors
 
 TIMEOUT_S = 10.0
-OPERATION = "KV-Operation"  # of a message that deletes a key
+OPERATION = "KV-Operation"  # header of a message that deletes a key
 SIZE = "Nats-Msg-Size"
 
 
 async def read_bucket(bus: Bus, bucket: str, keys: str = ">") -> dict[str, bytes]:
-    """The values of all keys that match; raises the server's errors, or TimeoutError."""
+    """The values of all keys that match `keys`; raises BusError."""
     found: dict[str, bytes] = {}
 
-    def take(key: str, message: StreamMessage) -> None:
+    def add(key: str, message: StreamMessage) -> None:
         if message.data:  # a deleted key has none
             found[key] = message.data
 
-    await _read(bus, bucket, keys, take, headers_only=False)
+    await _read(bus, bucket, keys, add, headers_only=False)
     return found
 
 
 async def read_headers(bus: Bus, bucket: str, keys: str = ">") -> dict[str, dict[str, str]]:
-    """The headers of all keys that match, without reading values, those of the oldest value first.
+    """The headers of all keys that match, oldest value first; values are not read.
 
     Raises as `read_bucket` does.
     """
     found: dict[str, dict[str, str]] = {}
 
-    def take(key: str, message: StreamMessage) -> None:
+    def add(key: str, message: StreamMessage) -> None:
         headers = message.headers or {}
         if OPERATION not in headers:
             found[key] = headers
 
-    await _read(bus, bucket, keys, take, headers_only=True)
+    await _read(bus, bucket, keys, add, headers_only=True)
     return found
 
 
 async def bucket_sizes(bus: Bus, bucket: str, keys: str = ">") -> dict[str, int]:
-    """The sizes in bytes of the keys that match, the oldest value first; errors as above."""
+    """The sizes in bytes of the values whose keys match, oldest first; raises BusError."""
     headers = await read_headers(bus, bucket, keys)
     return {key: int(value[SIZE]) for key, value in headers.items() if SIZE in value}
 
@@ -54,35 +56,36 @@ async def _read(
     bus: Bus,
     bucket: str,
     keys: str,
-    take: Callable[[str, StreamMessage], None],
+    handler: Callable[[str, StreamMessage], None],
     headers_only: bool,
 ) -> None:
-    """The client library's own watch can call itself complete before its first entry arrives."""
+    """Read all entries. nats-py's own watch can report completion before its first entry."""
     prefix = f"$KV.{bucket}."
     start = Start(last_per_subject=True, headers_only=headers_only)
 
     def found(message: StreamMessage) -> None:
-        take(message.subject.removeprefix(prefix), message)
+        handler(message.subject.removeprefix(prefix), message)
 
     reader = StreamReader(bus, f"KV_{bucket}", f"{prefix}{keys}", found, start)
     await reader.open()
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            await reader.caught_up.wait()
+        with bus_errors():
+            async with asyncio.timeout(TIMEOUT_S):
+                await reader.caught_up.wait()
     finally:
         await reader.close()
 
 
-async def keys_bucket(bus: Bus) -> KeyValue:
-    """The bucket of API keys, made if it is missing."""
+async def keys_bucket(bus: Bus) -> Bucket:
+    """The bucket of API keys, created if missing."""
     config = KeyValueConfig(bucket=bus.subjects.keys_bucket, replicas=bus.options.replicas)
     return await bus.js.create_key_value(config)
 
 
-async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> KeyValue:
-    """A bucket that drops its oldest values where it is full; one that is there stays as it is.
+async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> Bucket:
+    """A bucket, created if missing, that drops its oldest values when it is full.
 
-    The client library makes only buckets that refuse new values then.
+    nats-py creates only buckets that refuse new values then.
     """
     name, prefix = f"KV_{bucket}", f"$KV.{bucket}."
     stream = StreamConfig(
@@ -97,10 +100,37 @@ async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -
         num_replicas=bus.options.replicas,
         storage=StorageType.FILE,
     )
-    try:
+    with suppress(Conflict):
         await bus.js.add_stream(stream)
-    except APIError as error:
-        if error.err_code != STREAM_EXISTS:
-            raise
-    # where an older release made it, it allows direct reads, which users of the server do not have
-    return KeyValue(bucket, name, prefix, bus.js, direct=False)
+    # an older release's bucket allows direct reads, which the server's users are not permitted
+    return Bucket(KeyValue(bucket, name, prefix, bus.js.context, direct=False))
+
+
+async def expiring_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> Bucket:
+    """A bucket on disk, created if missing, that refuses new values when it is full."""
+    return await bus.js.create_key_value(
+        KeyValueConfig(
+            bucket=bucket,
+            ttl=ttl_s,
+            max_bytes=max_bytes,
+            storage=StorageType.FILE,
+            replicas=bus.options.replicas,
+        )
+    )
+
+
+async def make_write_once_bucket(bus: Bus, bucket: str) -> None:
+    """Create, if missing, a bucket whose entries cannot be replaced or deleted."""
+    stream = StreamConfig(
+        name=f"KV_{bucket}",
+        subjects=[f"$KV.{bucket}.>"],
+        deny_delete=True,
+        deny_purge=True,
+        discard=DiscardPolicy.NEW,
+        discard_new_per_subject=True,
+        max_msgs_per_subject=1,
+        num_replicas=bus.options.replicas,
+        storage=StorageType.FILE,
+    )
+    with suppress(Conflict):
+        await bus.js.add_stream(stream)

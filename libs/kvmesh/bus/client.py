@@ -1,54 +1,51 @@
-"""The connection of one process to NATS: typed publish, request and subscribe.
+"""The connection of one process to NATS and its verbs: post, store, request, subscribe, serve.
 
-Hot paths use callbacks: async iterators cost four times the CPU in nats-py, and a coroutine
-function is called from a task of its subscription, a plain one at once by whoever reads.
+Handlers are callbacks: async iterators cost four times the CPU in nats-py. The reader itself calls
+a plain function; a coroutine function runs in a task of its subscription, one call after another.
 """
 
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import nats
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
+from nats.aio.subscription import Subscription as NatsSubscription
 from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError, NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js.client import JetStreamContext
 from nats.js.errors import APIError
-from nats.js.kv import KeyValue
 from nkeys import NkeysError
 
-from kvmesh.bus.direct_client import DirectClient, PermissionDenied
+from kvmesh.bus.direct_client import DirectClient
 from kvmesh.bus.errors import (
     BusUnavailable,
+    MalformedReply,
     MessageTooLarge,
-    NoResponder,
-    NotPermitted,
     RequestTimeout,
     cause,
 )
 from kvmesh.bus.first_connection import BROKEN, FirstConnection
+from kvmesh.bus.jetstream import Bucket, JetStream
 from kvmesh.bus.messages import encode
 from kvmesh.bus.outbox import Outbox
 from kvmesh.bus.subjects import Subjects
 from kvmesh.bus.tls import tls_context
+from kvmesh.bus.translation import bus_errors, to_bus_error
 
 log = logging.getLogger(__name__)
-# asyncio says so of every TLS connection that ends, and there is nothing to do about it
+# asyncio logs this for every TLS connection that ends, and no action would help
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has" not in str(record.msg))
 T = TypeVar("T")
-Respond = Callable[[object], Awaitable[None]]
 Reply = Callable[[object], None]
 
 
 class _Ack(msgspec.Struct):
-    """What JetStream answers to a message for a stream, as far as it matters."""
+    """The part of JetStream's acknowledgement that matters."""
 
     error: dict[str, Any] | None = None
 
@@ -56,11 +53,48 @@ class _Ack(msgspec.Struct):
 _ack_decoder = msgspec.json.Decoder(_Ack)
 
 
+class RawMessage(Protocol):
+    """A message that is not decoded; `headers["Status"]` is "503" if no process listens."""
+
+    @property
+    def subject(self) -> str: ...
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def reply(self) -> str: ...
+    @property
+    def headers(self) -> dict[str, str] | None: ...
+
+
+class Subscription:
+    """A subscription, until `unsubscribe` or `drain`."""
+
+    __slots__ = ("_subscription",)
+
+    def __init__(self, subscription: NatsSubscription) -> None:
+        self._subscription = subscription
+
+    @property
+    def pending_messages(self) -> int:
+        """Messages that have arrived and wait for a handler that is a coroutine function."""
+        return self._subscription.pending_msgs
+
+    async def unsubscribe(self) -> None:
+        """End at once."""
+        with bus_errors():
+            await self._subscription.unsubscribe()
+
+    async def drain(self) -> None:
+        """End once every message that has arrived is handled."""
+        with bus_errors():
+            await self._subscription.drain()  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True)
 class BusOptions:
-    """Where and as whom to connect. `url` may list several servers, separated by commas.
+    """Server addresses, credentials and TLS. `url` may list several servers, separated by commas.
 
-    With an authority in `tls_ca`, or a certificate, every server must offer TLS.
+    With `tls_ca` or a certificate, every server must offer TLS.
     """
 
     url: str = field(default="nats://127.0.0.1:4222", repr=False)
@@ -78,20 +112,21 @@ class BusOptions:
 
 
 class Bus:
-    """An open connection. Reconnects for ever; what needs replay lives in JetStream.
+    """An open connection that reconnects until closed; it raises only BusError.
 
-    What a server objects to (credentials, too large a message) ends it for good: `on_lost` calls.
+    A server that rejects the credentials, or a message as too large, ends the connection for good:
+    `on_lost` runs. A broken connection loses the replies under way: callers that wait for one send
+    their requests again when `on_reconnect` runs. JetStream holds whatever needs replay.
 
-    Answers that were under way when the connection broke are lost: whoever waits long for one
-    asks again when `on_reconnect` calls.
+    `client` is nats-py's client: other packages use the methods of this class.
     """
 
     def __init__(self, client: DirectClient, options: BusOptions) -> None:
         self.client = client
         self.options = options
         self.subjects = Subjects(options.namespace)
-        self.js: JetStreamContext = client.jetstream(timeout=10)
-        self.buckets: dict[str, KeyValue] = {}
+        self.js = JetStream(client.jetstream(timeout=10))
+        self.buckets: dict[str, Bucket] = {}
         self.connected_at = asyncio.get_running_loop().time()
         self.on_reconnect: list[Callable[[], None]] = []
         self.on_lost: list[Callable[[], None]] = []
@@ -102,24 +137,24 @@ class Bus:
     async def connect(
         cls, options: BusOptions, name: str, timeout: float | None = 10.0, once: bool = False
     ) -> "Bus":
-        """Connect or raise BusUnavailable naming the address and cause.
+        """Connect or raise BusUnavailable, which names the address and the cause.
 
-        Credentials that a server refuses are final. Otherwise tries for `timeout` seconds, with
-        None for ever, or with `once` until every server has failed.
+        Rejected credentials end the attempt. Otherwise it lasts `timeout` seconds (None: until
+        cancelled), or with `once` until every server has failed.
         """
         client = DirectClient()
         bus = cls(client, options)
         servers = [url.strip() for url in options.url.split(",")]
-        joining = FirstConnection(len(servers) if once else None)
+        first = FirstConnection(len(servers) if once else None)
         try:
             security = _security(options)
             attempt = asyncio.create_task(
-                _connect_patiently(client, servers, bus, name, joining, security)
+                _connect_with_retries(client, servers, bus, name, first, security)
             )
-            await joining.result(attempt, timeout)
+            await first.result(attempt, timeout)
         except (TimeoutError, OSError, ValueError, NkeysError, NatsError) as error:
             client.abandon()
-            reason = joining.reason(error, _credentials(options))
+            reason = first.reason(error, _credentials(options))
             raise BusUnavailable(options.url, reason) from error
         return bus
 
@@ -130,33 +165,82 @@ class Bus:
             return 0.0
         return asyncio.get_running_loop().time() - self.connected_at
 
-    async def publish(self, subject: str, message: object) -> None:
-        """Send without waiting; during an outage messages are kept in a bounded buffer."""
-        await self.client.publish(subject, encode(message))
+    @property
+    def connected(self) -> bool:
+        return self.client.is_connected
 
-    async def request(self, subject: str, message: object, reply: type[T], timeout: float) -> T:
-        """One answer within `timeout` seconds, else NoResponder or RequestTimeout.
+    @property
+    def max_payload(self) -> int:
+        """The largest message that the server accepts, in bytes."""
+        return self.client.max_payload
 
-        Raises MessageTooLarge for a message that the server would not take.
+    @property
+    def server(self) -> str:
+        """Host and port of the server of this connection, or of the last one."""
+        return self.client.server
+
+    @property
+    def server_version(self) -> str:
+        version = self.client.connected_server_version
+        return f"{version.major}.{version.minor}.{version.patch}"
+
+    def new_inbox(self) -> str:
+        """An unguessable subject for replies."""
+        return self.client.new_inbox()
+
+    def post(self, subject: str, message: object, reply: str = "") -> None:
+        """Send from plain code, in the order of the calls; failures are logged.
+
+        During an outage messages wait in a bounded buffer. With a subject `reply`, replies go
+        there, and MessageTooLarge is raised for a message that exceeds the server's limit.
+        """
+        data = encode(message)
+        if reply and len(data) > self.client.max_payload:
+            raise MessageTooLarge(subject, len(data))
+        self._posts.send(subject, data, reply)
+
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        timeout: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Publish encoded `data` into a stream; return once the server has stored it."""
+        extra = dict(headers) if headers is not None else None
+        with bus_errors(subject, len(data)):
+            answer = await self.client.request(subject, data, timeout=timeout, headers=extra)
+        try:
+            error = _ack_decoder.decode(answer.data).error
+        except msgspec.MsgspecError as malformed:
+            raise MalformedReply(subject, malformed) from malformed
+        if error is not None:
+            with bus_errors(subject):
+                APIError.from_error(error)
+
+    async def request(
+        self,
+        subject: str,
+        message: object,
+        decoder: "msgspec.msgpack.Decoder[T]",
+        timeout: float,
+    ) -> T:
+        """Send a request and return its one reply.
+
+        Raises NoResponder, RequestTimeout after `timeout` seconds, MessageTooLarge, NotPermitted,
+        MalformedReply or NotConnected.
         """
         data = encode(message)
         try:
             answer = await self.client.request(subject, data, timeout=timeout)
-        except MaxPayloadError:
-            raise MessageTooLarge(subject, len(data)) from None
-        except NoRespondersError:
-            raise NoResponder(subject) from None
-        except PermissionDenied:
-            raise NotPermitted(subject) from None
         except NatsTimeoutError:
             raise RequestTimeout(subject, timeout) from None
-        return msgspec.msgpack.decode(answer.data, type=reply)
-
-    async def store(self, subject: str, data: bytes, timeout: float) -> None:
-        """Publish into a stream; returns once it is there, or raises the server's NatsError."""
-        answer = await self.client.request(subject, data, timeout=timeout)
-        if (error := _ack_decoder.decode(answer.data).error) is not None:
-            APIError.from_error(error)
+        except (NatsError, OSError) as error:
+            raise to_bus_error(error, subject, len(data)) from None
+        try:
+            return decoder.decode(answer.data)
+        except msgspec.MsgspecError as error:
+            raise MalformedReply(subject, error) from error
 
     async def subscribe(
         self,
@@ -164,7 +248,7 @@ class Bus:
         decoder: "msgspec.msgpack.Decoder[T]",
         handler: Callable[[T], Awaitable[None] | None],
     ) -> Subscription:
-        """Call `handler` with each message, in order. Undecodable ones are logged and dropped."""
+        """Call `handler` with each message, in order. Malformed ones are logged and dropped."""
 
         def decode(msg: Msg) -> T | None:
             try:
@@ -184,30 +268,16 @@ class Bus:
                     await handled
 
         if inspect.iscoroutinefunction(handler):
-            return await self.client.subscribe(subject, cb=in_task)
-        return await self.client.subscribe_direct(subject, at_once)
+            return await self._subscribe_in_task(subject, in_task)
+        return await self._subscribe_directly(subject, at_once)
+
+    async def subscribe_raw(
+        self, subject: str, handler: Callable[[RawMessage], None]
+    ) -> Subscription:
+        """Have the reader call `handler` with each message as it is."""
+        return await self._subscribe_directly(subject, handler)
 
     async def serve(
-        self,
-        subject: str,
-        decoder: "msgspec.msgpack.Decoder[T]",
-        handler: Callable[[T, Respond], Awaitable[None]],
-        queue: str = "",
-        on_malformed: Callable[[str], object] | None = None,
-    ) -> Subscription:
-        """Answer requests. `handler` must return soon: it may respond later, from a task."""
-
-        async def receive(msg: Msg) -> None:
-            async def respond(answer: object) -> None:
-                if msg.reply:
-                    await self.client.publish(msg.reply, encode(answer))
-
-            if (message := self._understood(msg, decoder, on_malformed)) is not None:
-                await handler(message, respond)
-
-        return await self.client.subscribe(subject, queue=queue, cb=receive)
-
-    async def handle(
         self,
         subject: str,
         decoder: "msgspec.msgpack.Decoder[T]",
@@ -215,78 +285,85 @@ class Bus:
         queue: str = "",
         on_malformed: Callable[[str], object] | None = None,
     ) -> Subscription:
-        """Have `handler` called by the reader itself; it may reply then or later, once."""
+        """Call `handler` with each request and a function that replies, now or later, once.
 
-        def receive(msg: Msg) -> None:
+        `on_malformed` gets the reason why a request cannot be decoded and returns the reply.
+        Among the processes that share a `queue`, one handles each request. The reader waits for a
+        plain handler; for a coroutine function the next request of this subscription does.
+        """
+
+        def decode(msg: Msg) -> tuple[T, Reply] | None:
+            try:
+                message = decoder.decode(msg.data)
+            except msgspec.MsgspecError as error:
+                log.warning("refused a malformed request on %s: %s", msg.subject, error)
+                if on_malformed is not None and msg.reply:
+                    self.post(msg.reply, on_malformed(str(error)))
+                return None
+
             def reply(answer: object) -> None:
                 if msg.reply:
                     self.post(msg.reply, answer)
 
-            if (message := self._understood(msg, decoder, on_malformed)) is not None:
-                handler(message, reply)
+            return message, reply
 
-        return await self.client.subscribe_direct(subject, receive, queue)
+        def at_once(msg: Msg) -> None:
+            if (request := decode(msg)) is not None:
+                handler(*request)
 
-    def _understood(
-        self,
-        msg: Msg,
-        decoder: "msgspec.msgpack.Decoder[T]",
-        on_malformed: Callable[[str], object] | None,
-    ) -> T | None:
-        try:
-            return decoder.decode(msg.data)
-        except msgspec.MsgspecError as error:
-            log.warning("refused a malformed request on %s: %s", msg.subject, error)
-            if on_malformed is not None and msg.reply:
-                self.post(msg.reply, on_malformed(str(error)))
-            return None
+        async def in_task(msg: Msg) -> None:
+            if (request := decode(msg)) is not None:
+                handled = handler(*request)
+                if inspect.isawaitable(handled):
+                    await handled
 
-    async def answer(
-        self,
-        subject: str,
-        decoder: "msgspec.msgpack.Decoder[T]",
-        answer: Callable[[T], object],
-        on_malformed: Callable[[str], object],
-        queue: str = "",
+        if inspect.iscoroutinefunction(handler):
+            return await self._subscribe_in_task(subject, in_task, queue)
+        return await self._subscribe_directly(subject, at_once, queue)
+
+    async def _subscribe_directly(
+        self, subject: str, receive: Callable[[Msg], None], queue: str = ""
     ) -> Subscription:
-        """Answer each request at once with what `answer` returns, which must not take long."""
+        with bus_errors(subject):
+            return Subscription(await self.client.subscribe_direct(subject, receive, queue))
 
-        def handler(message: T, reply: Reply) -> None:
-            reply(answer(message))
+    async def _subscribe_in_task(
+        self, subject: str, receive: Callable[[Msg], Awaitable[None]], queue: str = ""
+    ) -> Subscription:
+        with bus_errors(subject):
+            return Subscription(await self.client.subscribe(subject, queue=queue, cb=receive))
 
-        return await self.handle(subject, decoder, handler, queue, on_malformed)
-
-    def post(self, subject: str, message: object, reply: str = "") -> None:
-        """Send from plain code, in the order of the calls; failures are logged.
-
-        What the connection does not take at once waits for it, as with `publish`. Answers go to
-        the subject `reply`.
-        """
-        self._posts.send(subject, encode(message), reply)
-
-    def ask(self, subject: str, message: object, reply: str) -> None:
-        """`post` a question; raises MessageTooLarge for one that the server would not take."""
-        data = encode(message)
-        if len(data) > self.client.max_payload:
-            raise MessageTooLarge(subject, len(data))
-        self._posts.send(subject, data, reply)
+    async def flush(self) -> None:
+        """Return once the server has received everything posted before."""
+        with bus_errors():
+            await self._posts.drained()
+            await self.client.flush()
 
     async def close(self) -> None:
-        """Flush what was published and disconnect."""
+        """Flush what was posted and disconnect."""
         self.closing = True
         if self.client.is_closed:
             return
         try:
             async with asyncio.timeout(2):
-                await self._posts.sent()
+                await self._posts.drained()
                 await self.client.flush()
         except (TimeoutError, NatsError) as error:
             log.warning("closing without a flush: %s", cause(error))
         await self.client.close()
 
 
+def returning(answer: Callable[[T], object]) -> Callable[[T, Reply], None]:
+    """A handler for `Bus.serve` that replies with what `answer` returns."""
+
+    def handler(message: T, reply: Reply) -> None:
+        reply(answer(message))
+
+    return handler
+
+
 def _credentials(options: BusOptions) -> str:
-    """The settings by which the server knows who this is; empty if there are none."""
+    """The name of the setting that authenticates this process; empty if there is none."""
     settings = {
         "nats.nkey_seed": options.nkey_seed,
         "nats.credentials": options.credentials,
@@ -298,9 +375,9 @@ def _credentials(options: BusOptions) -> str:
 
 
 def _security(options: BusOptions) -> dict[str, Any]:
-    """The client's arguments that say who this is and whom it trusts.
+    """The client's arguments for authentication and TLS.
 
-    Raises OSError or ValueError for files that cannot be used.
+    Raises OSError or ValueError for unusable files.
     """
     return {
         "user": options.user,
@@ -313,17 +390,17 @@ def _security(options: BusOptions) -> dict[str, Any]:
     }
 
 
-async def _connect_patiently(
+async def _connect_with_retries(
     client: DirectClient,
     servers: list[str],
     bus: Bus,
     name: str,
-    joining: FirstConnection,
+    first: FirstConnection,
     security: dict[str, Any],
 ) -> None:
     while True:
         try:
-            await _connect(client, servers, bus, name, joining, security)
+            await _connect(client, servers, bus, name, first, security)
         except (OSError, nats.errors.NoServersError):
             await asyncio.sleep(0.2)
         else:
@@ -335,7 +412,7 @@ async def _connect(
     servers: list[str],
     bus: Bus,
     name: str,
-    joining: FirstConnection,
+    first: FirstConnection,
     security: dict[str, Any],
 ) -> None:
     last_error = broken_by = ""
@@ -343,7 +420,7 @@ async def _connect(
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
         text = cause(error)
-        if joining.failed(error) or client.denied(text):
+        if first.failed(error) or client.fail_denied(text):
             return
         if isinstance(error, BROKEN):
             broken_by = text
@@ -354,20 +431,22 @@ async def _connect(
     async def on_reconnect() -> None:
         nonlocal last_error, broken_by
         last_error = broken_by = ""
-        client.made()
+        client.on_connected()
         bus.connected_at = asyncio.get_running_loop().time()
         log.info("reconnected to %s", client.server)
         for callback in bus.on_reconnect:
             callback()
 
     async def on_disconnect() -> None:
-        client.broken()
+        client.on_disconnected()
         if not client.is_closed:
             log.warning("lost the connection to NATS, reconnecting: %s", broken_by or "no answer")
 
     async def on_closed() -> None:
         if not bus.closing:
-            log.error("NATS ended the connection for good: %s", client.last_error or "no reason")
+            log.error(
+                "NATS closed the connection permanently: %s", client.last_error or "no reason"
+            )
             for callback in bus.on_lost:
                 callback()
 
@@ -379,11 +458,11 @@ async def _connect(
         reconnected_cb=on_reconnect,
         disconnected_cb=on_disconnect,
         max_reconnect_attempts=-1,
-        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # slept on as it is
+        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # nats-py sleeps for this many seconds
         connect_timeout=2,
         ping_interval=10,
         pending_size=64 * 1024 * 1024,
         **security,
     )
-    client.made()
+    client.on_connected()
     bus.connected_at = asyncio.get_running_loop().time()

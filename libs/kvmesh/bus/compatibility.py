@@ -1,8 +1,8 @@
-"""The choice of the workers that may serve one model together, by their cards.
+"""Selection of the workers that may serve one model together, by their cards.
 
-A prompt is tokenized once, hashed once and then computed by whichever worker is chosen, so all of
-them must agree on `FACTS`. What the oldest lease says counts; whoever differs is left out. Everyone
-who sees the same cards leaves out the same workers.
+A prompt is tokenized and hashed once and may be computed by any of the model's workers, so all of
+them must agree on `FACTS`. The oldest lease decides; workers that differ are left out. Processes
+that see the same cards leave out the same workers.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ SHOWN = 3
 
 
 class CardProfile:
-    """The statements of some fitting workers, and the workers that make each."""
+    """The facts that some compatible workers state, each with the names of those workers."""
 
     def __init__(self, cards: Iterable[Instance] = ()) -> None:
         self._stated: dict[str, tuple[object, list[str]]] = {}
@@ -38,12 +38,12 @@ class CardProfile:
                 self._stated.setdefault(_key(fact, card), (value, []))[1].append(card.name)
 
     def differs(self, card: Instance) -> str:
-        """The reason why a worker does not fit, in one line with both sides; empty if it does.
+        """The reason why a worker is incompatible, in one line with both values; empty if it fits.
 
-        A fact that a card does not state (it is empty or 0) fits any.
+        A fact that a card does not state (empty or 0) matches every value.
         """
         model = card.model
-        for fact, words in FACTS.items():
+        for fact, label in FACTS.items():
             value = getattr(model, fact)
             stated, names = self._stated.get(_key(fact, card), (value, []))
             if value and value != stated and model is not None:
@@ -51,15 +51,15 @@ class CardProfile:
                 more = len(names) - SHOWN
                 others += f" and {more} more" if more > 0 else ""
                 return (
-                    f"{card.name}: {words} {value} differs from {stated} of {others} ({model.name})"
+                    f"{card.name}: {label} {value} differs from {stated} of {others} ({model.name})"
                 )
         return ""
 
 
 class Compatibility:
-    """The workers of one model; `misfits` maps instances that are left out to the reason.
+    """The workers of one model; `misfits` maps incompatible instances to the reason.
 
-    Those that are draining are not judged, nor do others have to fit them.
+    Draining workers are not checked, nor are others checked against them.
     """
 
     def __init__(self) -> None:
@@ -68,16 +68,16 @@ class Compatibility:
         self.misfits: dict[str, str] = {}
 
     def join(self, card: Instance) -> None:
-        """Take in the card of a worker, or a change to it."""
-        self._forget(card.instance)
+        """Add the card of a worker, or replace it."""
+        self._remove(card.instance)
         self._cards[card.instance] = card
         self._kinds[_kind(card)] += 1
-        self._judge()
+        self._compare()
 
     def leave(self, instance: str) -> None:
-        """Forget a worker, if it is known."""
-        if self._forget(instance):
-            self._judge()
+        """Remove a worker, if it is known."""
+        if self._remove(instance):
+            self._compare()
 
     @property
     def cards(self) -> list[Instance]:
@@ -85,11 +85,11 @@ class Compatibility:
 
     @property
     def fitting(self) -> list[Instance]:
-        """The workers that are not left out, the oldest first."""
+        """The compatible workers, oldest first."""
         fitting = [card for card in self._cards.values() if card.instance not in self.misfits]
         return sorted(fitting, key=_age)
 
-    def _forget(self, instance: str) -> bool:
+    def _remove(self, instance: str) -> bool:
         card = self._cards.pop(instance, None)
         if card is None:
             return False
@@ -99,9 +99,9 @@ class Compatibility:
             del self._kinds[kind]
         return True
 
-    def _judge(self) -> None:
+    def _compare(self) -> None:
         self.misfits = {}
-        if len(self._kinds) < 2:  # as nearly always, and there may be thousands
+        if len(self._kinds) < 2:  # nearly always, and there may be thousands of cards
             return
         profile = CardProfile()
         for card in sorted(self._cards.values(), key=_age):
@@ -115,7 +115,7 @@ class Compatibility:
 
 
 def misfits(cards: Iterable[Instance]) -> dict[str, str]:
-    """The workers of all models that are left out, by instance, each with the reason."""
+    """The incompatible workers of all models: instance to reason."""
     models: dict[str, Compatibility] = {}
     for card in cards:
         if card.model is not None:
@@ -124,7 +124,7 @@ def misfits(cards: Iterable[Instance]) -> dict[str, str]:
 
 
 def namesakes(card: Instance, cards: Iterable[Instance]) -> list[str]:
-    """Other live instances with the name of this one, which is to be that of one process."""
+    """Other live instances with the name of this one; names must be unique."""
     return sorted(
         other.instance
         for other in cards
@@ -135,7 +135,7 @@ def namesakes(card: Instance, cards: Iterable[Instance]) -> list[str]:
 
 
 def _key(fact: str, card: Instance) -> str:
-    """Engines of different kinds share no KV: each kind has a layout of its own."""
+    """Engines of different kinds share no KV, so `kv_layout` is compared within a kind."""
     return f"{fact} of {card.engine}" if fact == "kv_layout" else fact
 
 

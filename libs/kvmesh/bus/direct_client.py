@@ -1,11 +1,10 @@
-"""nats-py's client with fewer switches of task on the way of a message.
+"""nats-py's client with fewer task switches per message.
 
-nats-py wakes a flusher task to publish, a task of its subscription for every message, and has a
-`wait_for` around every request. Here what one turn of the event loop publishes is written by a
-callback, a message may be handed to a plain function as its bytes arrive, and a request is a
-future with a timer. This is the only module that touches nats-py's private parts; where it finds
-them otherwise than expected, or a connection is not in its plain connected state, nats-py's own
-way is taken.
+nats-py wakes a flusher task to publish and a subscription's task for every message, and wraps each
+request in `wait_for`. Here one callback writes everything that one iteration of the event loop
+publishes, a plain function receives a message as its bytes arrive, and a request is a future with
+a timer. No other module touches nats-py's private parts. If these differ from what is expected, or
+the connection is not plainly connected, nats-py's own path runs.
 """
 
 import asyncio
@@ -27,47 +26,51 @@ from nats.protocol.parser import AWAITING_CONTROL_LINE
 from kvmesh.bus.protocol_parser import MessageParser
 
 log = logging.getLogger(__name__)
-Handle = Callable[[Msg], None]
-MOST_BUFFERED = 256 << 10
-STORED = b"$JS.ACK."  # begins the reply subject of whatever a stream's consumer delivers
-LATE_S = 0.1  # by which a timer is late only in a process that was stopped or stalled
-LARGE = 32 << 10  # such a payload is not copied together with others
+Handler = Callable[[Msg], None]
+MAX_BUFFERED = 256 << 10
+CONSUMER_REPLY = b"$JS.ACK."  # prefix of the reply subject of a consumer's deliveries
+LATE_S = 0.1  # a timer is this late only if the process was stopped or stalled
+LARGE = 32 << 10  # payloads from this size on are not copied into a joined buffer
 SEPARATORS = frozenset(" \t\r\n")
 DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
 
 
 class PermissionDenied(NatsError):
-    """The server refused a request: whoever connected may not publish on that subject."""
+    """The server does not permit this process to publish on `subject`."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(f"nats: permissions violation for publish to {subject}")
+        self.subject = subject
 
 
 class DirectClient(Client):
-    """A `Client` whose owner calls `made` and `broken` as its connection comes and goes."""
+    """A `Client` whose owner calls `on_connected` and `on_disconnected`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._writer: asyncio.WriteTransport | None = None
         self._flush_planned = False
-        self._handles: dict[int, Handle] = {}
+        self._handlers: dict[int, Handler] = {}
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
-        self._asked: dict[str, str] = {}  # subjects of what waits, by the subject of the answer
+        self._requested: dict[str, str] = {}  # subjects of pending requests, by reply subject
         self._inbox = ""
-        self._complaints: set[asyncio.Task[None]] = set()
-        self._astray: set[int] = set()  # subscriptions of which it was said
+        self._error_tasks: set[asyncio.Task[None]] = set()
+        self._strays_logged: set[int] = set()  # subscription ids
 
     async def _connect_to_server(self, s: Srv) -> None:
         self.abandon()
         await super()._connect_to_server(s)
 
     def abandon(self) -> None:
-        """Close the connection of an attempt that failed later: nats-py would leave it open."""
+        """Close the connection of a failed attempt; nats-py would leave it open."""
         if self._transport:
             self._transport.close()  # type: ignore[no-untyped-call]
             bare = getattr(self._transport, "_bare_io_writer", None)
-            if bare is not None:  # under TLS, closing would wait for the server to agree
+            if bare is not None:  # under TLS, closing waits for the server's reply
                 bare.transport.abort()
 
-    def made(self) -> None:
-        """The connection is up and its subscriptions are known to the server."""
+    def on_connected(self) -> None:
+        """The connection is up and the server knows its subscriptions."""
         stream = getattr(self._transport, "_io_writer", None)
         self._writer = getattr(stream, "transport", None)
         reader = getattr(self._transport, "_io_reader", None)
@@ -75,33 +78,33 @@ class DirectClient(Client):
             self._read_directly(reader)
 
     def _read_directly(self, reader: Any) -> None:
-        """Take messages before the stream reader does, whenever nats-py has none under way."""
-        arrivals, parser, feed = MessageParser(self._arrived), self._ps, reader.feed_data
+        """Parse messages ahead of the stream reader while nats-py's parser is between messages."""
+        messages, parser, feed = MessageParser(self._on_message), self._ps, reader.feed_data
 
         def feed_data(data: bytes) -> None:
             at_rest = parser.state == AWAITING_CONTROL_LINE and not parser.buf
-            if arrivals.waits or (at_rest and not reader._buffer):
-                data = arrivals.take(data)
+            if messages.has_partial or (at_rest and not reader._buffer):
+                data = messages.feed(data)
             if data:
                 feed(data)
 
         reader.feed_data = feed_data
 
-    def broken(self) -> None:
+    def on_disconnected(self) -> None:
         """The connection is gone."""
         self._writer = None
 
     def try_publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
-        """Send with all else that this turn of the loop sends, or return False: then `publish`."""
+        """Send with the rest of this iteration of the loop; False if the caller must `publish`."""
         writer = self._writer
         if (
             writer is None
             or not self.is_connected
-            or self._pending_data_size > MOST_BUFFERED
+            or self._pending_data_size > MAX_BUFFERED
             or len(payload) > self._max_payload
             or not subject
             or not SEPARATORS.isdisjoint(subject)
-            or writer.get_write_buffer_size() > MOST_BUFFERED
+            or writer.get_write_buffer_size() > MAX_BUFFERED
         ):
             return False
         self.stats["out_msgs"] += 1
@@ -118,7 +121,7 @@ class DirectClient(Client):
         return True
 
     def _flush_directly(self) -> None:
-        """What waits while there is no connection is sent by nats-py when there is one again."""
+        """Write the pending messages; nats-py sends those of an outage after it reconnects."""
         self._flush_planned = False
         writer = self._writer
         if writer is None or not self.is_connected or writer.is_closing() or not self._pending:
@@ -140,18 +143,20 @@ class DirectClient(Client):
         if headers is not None or not self.try_publish(subject, payload, reply):
             await super().publish(subject, payload, reply, headers)
 
-    async def subscribe_direct(self, subject: str, handle: Handle, queue: str = "") -> Subscription:
-        """Have `handle` called by the reader itself; what it raises goes to the error callback."""
+    async def subscribe_direct(
+        self, subject: str, handler: Handler, queue: str = ""
+    ) -> Subscription:
+        """Have the reader call `handler`; its exceptions go to the error callback."""
 
         async def receive(msg: Msg) -> None:
-            handle(msg)
+            handler(msg)
 
         subscription = await self.subscribe(subject, queue=queue, cb=receive)
-        self._handles[subscription._id] = handle
+        self._handlers[subscription._id] = handler
         return subscription
 
     def new_inbox(self) -> str:
-        """A subject that nobody guesses, from others of this process neither: nats-py counts."""
+        """An unguessable subject; nats-py's own are consecutive numbers."""
         return f"{self._inbox_prefix.decode()}.{_unguessable()}"
 
     async def request(
@@ -169,23 +174,25 @@ class DirectClient(Client):
         token = f"{self._inbox}.{_unguessable()}"
         future: asyncio.Future[Msg] = loop.create_future()
         self._waiting[token] = future
-        self._asked[token] = subject
+        self._requested[token] = subject
         timer = loop.call_later(timeout, _expire, future, loop.time() + timeout)
         try:
             await self.publish(subject, payload, token, headers)
             return await future
         finally:
             timer.cancel()
-            del self._waiting[token], self._asked[token]
+            del self._waiting[token], self._requested[token]
 
-    def denied(self, text: str) -> bool:
-        """Fail the requests that a server's error says it refused; False if there are none."""
-        found = DENIED.search(text)  # in small letters, as nats-py has made it
+    def fail_denied(self, text: str) -> bool:
+        """Fail the requests that a server's error names as denied; False if there are none."""
+        found = DENIED.search(text)  # nats-py has lowercased it
         subject = found[1].casefold() if found else None
-        refused = [token for token, asked in self._asked.items() if asked.casefold() == subject]
+        refused = [
+            token for token, requested in self._requested.items() if requested.casefold() == subject
+        ]
         for token in refused:
             if not self._waiting[token].done():
-                self._waiting[token].set_exception(PermissionDenied(text))
+                self._waiting[token].set_exception(PermissionDenied(self._requested[token]))
         return bool(refused)
 
     @property
@@ -195,13 +202,11 @@ class DirectClient(Client):
         return f"{url.hostname}:{url.port}" if url else "no server"
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """Refuse a server that would have the rest sent in the clear where TLS was asked for."""
+        """Refuse a server without TLS where TLS was configured."""
         assert self._current_server is not None
         wanted = "tls" in self.options or self._current_server.uri.scheme == "tls"
         if initial_connection and wanted and not info.get("tls_required"):
-            raise NatsError(
-                "the server does not ask for TLS, which nats.url or nats.tls_ca demands"
-            )
+            raise NatsError("the server does not offer TLS, which nats.url or nats.tls_ca demands")
         await super()._process_info(info, initial_connection)
 
     def _land(self, msg: Msg) -> None:
@@ -213,56 +218,56 @@ class DirectClient(Client):
         else:
             future.set_result(msg)
 
-    def _arrived(self, sid: int, subject: bytes, reply: bytes, data: bytes) -> bool:
-        handle = self._handles.get(sid)
-        if handle is None:
+    def _on_message(self, sid: int, subject: bytes, reply: bytes, data: bytes) -> bool:
+        handler = self._handlers.get(sid)
+        if handler is None:
             return False
-        if reply.startswith(STORED) and self._strays(sid):
+        if reply.startswith(CONSUMER_REPLY) and self._is_stray(sid):
             return True
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
         try:
-            handle(Msg(self, subject.decode(), reply.decode(), data))
+            handler(Msg(self, subject.decode(), reply.decode(), data))
         except Exception as error:
-            complaint = asyncio.ensure_future(self._error_cb(error))
-            self._complaints.add(complaint)
-            complaint.add_done_callback(self._complaints.discard)
+            task = asyncio.ensure_future(self._error_cb(error))
+            self._error_tasks.add(task)
+            task.add_done_callback(self._error_tasks.discard)
         return True
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
-        if reply.startswith(STORED) and self._strays(sid):
+        if reply.startswith(CONSUMER_REPLY) and self._is_stray(sid):
             return
-        handle = self._handles.get(sid)
-        if handle is None:
+        handler = self._handlers.get(sid)
+        if handler is None:
             await super()._process_msg(sid, subject, reply, data, headers)
             return
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
         try:
             known = await self._process_headers(headers) if headers else None
-            handle(Msg(self, subject.decode(), reply.decode(), data, known))
+            handler(Msg(self, subject.decode(), reply.decode(), data, known))
         except Exception as error:
             await self._error_cb(error)
 
-    def _strays(self, sid: int) -> bool:
-        """Whether what a consumer delivers went elsewhere than into an inbox: then it is dropped.
+    def _is_stray(self, sid: int) -> bool:
+        """True if a consumer delivered to a subscription other than an inbox: drop the message.
 
-        The server lets whoever may read a stream have it delivered to any subject.
+        The server lets every reader of a stream choose any subject for the delivery.
         """
         subscription = self._subs.get(sid)
         if subscription is None or subscription.subject.startswith(self._inbox_prefix.decode()):
             return False
-        if sid not in self._astray:
-            self._astray.add(sid)
+        if sid not in self._strays_logged:
+            self._strays_logged.add(sid)
             subject = subscription.subject
-            log.warning("drop what a stream's consumer is told to deliver to %s", subject)
+            log.warning("dropping deliveries of a stream's consumer to %s", subject)
         return True
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
-        self._handles.pop(sid, None)
-        self._astray.discard(sid)
+        self._handlers.pop(sid, None)
+        self._strays_logged.discard(sid)
         super()._remove_sub(sid, max_msgs)
 
 
@@ -271,8 +276,8 @@ def _unguessable() -> str:
 
 
 def _expire(future: "asyncio.Future[Msg]", due: float) -> None:
-    """End a wait. If this process did not run when it should have ended, the answer may have come
-    meanwhile and still be to be read: uvloop runs timers first."""
+    """Time out a request, later if this process did not run when the timer was due: the reply may
+    have arrived but not been read, since uvloop runs timers first."""
     loop = future.get_loop()
     if future.done():
         return

@@ -1,10 +1,10 @@
-"""What can go wrong on the bus, each with the data that a caller needs."""
+"""The errors of the bus. Every operation on the bus raises these and no others."""
 
 from kvmesh.settings.redaction import redacted
 
 
 def cause(error: BaseException) -> str:
-    """What an error says; of one that says nothing, as many timeouts do, what it is."""
+    """The text of an error; "timed out" or its class name if it has none, as many timeouts."""
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
@@ -21,41 +21,85 @@ class BusUnavailable(BusError):
 
 
 class ServerUnfit(BusError):
-    """The NATS server cannot serve a mesh as it is configured; the message names its setting."""
+    """The NATS server's configuration does not suit a mesh; the message names the setting."""
+
+
+class NotConnected(BusError):
+    """The connection is closed, or it broke during the operation."""
+
+
+class BusTimeout(BusError):
+    """No reply in time."""
+
+
+class RequestTimeout(BusTimeout):
+    """A process listens on `subject` but did not reply within `timeout` seconds."""
+
+    def __init__(self, subject: str, timeout: float) -> None:
+        super().__init__(f"no reply on {subject} within {timeout:g} s")
+        self.subject = subject
+        self.timeout = timeout
 
 
 class NoResponder(BusError):
-    """Nobody listens on `subject`: the process is gone, or none has started yet."""
+    """No process listens on `subject`: it is gone, or none has started yet."""
 
     def __init__(self, subject: str) -> None:
-        super().__init__(f"nobody answers on {subject}")
+        super().__init__(f"no process listens on {subject}")
         self.subject = subject
 
 
 class NotPermitted(BusError):
-    """The server does not let this process publish on `subject`."""
+    """The server does not permit this process to publish on `subject`."""
 
     def __init__(self, subject: str) -> None:
         super().__init__(f"the NATS server does not permit this process to publish on {subject}")
         self.subject = subject
 
 
-class RequestTimeout(BusError):
-    """Somebody listens on `subject` but did not answer within `timeout` seconds."""
-
-    def __init__(self, subject: str, timeout: float) -> None:
-        super().__init__(f"no answer on {subject} within {timeout:g} s")
-        self.subject = subject
-        self.timeout = timeout
-
-
 class MessageTooLarge(BusError):
-    """A message of `size` bytes is more than the server takes."""
+    """A message of `size` bytes exceeds the server's `max_payload`."""
 
     def __init__(self, subject: str, size: int) -> None:
-        super().__init__(f"a message of {size} bytes on {subject} is more than the server takes")
+        super().__init__(f"a message of {size} bytes on {subject} exceeds the server's limit")
         self.subject = subject
         self.size = size
+
+
+class MalformedReply(BusError):
+    """A reply on `subject` cannot be decoded."""
+
+    def __init__(self, subject: str, reason: BaseException) -> None:
+        super().__init__(f"malformed reply on {subject}: {cause(reason)}")
+        self.subject = subject
+
+
+class JetStreamError(BusError):
+    """JetStream refused an operation. `code` is like HTTP's, `err_code` JetStream's own.
+
+    Error codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
+    """
+
+    def __init__(self, reason: str, code: int | None = None, err_code: int | None = None) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.err_code = err_code
+
+
+class JetStreamUnavailable(JetStreamError):
+    """JetStream is missing or not ready: a cluster elects a leader, for example (500, 503)."""
+
+
+class NotFound(JetStreamError):
+    """No such stream, bucket, key, object or message; deleted ones included."""
+
+
+class Conflict(JetStreamError):
+    """A key has another revision, or a stream exists with another configuration."""
+
+
+class ObjectUnreadable(BusError):
+    """The description or the content of a stored object is damaged."""
 
 
 class ModelFilesError(BusError):

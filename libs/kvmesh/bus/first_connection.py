@@ -1,4 +1,4 @@
-"""The first connection to NATS: for how long it is tried, and what is said of it meanwhile."""
+"""The first connection to NATS: retries, their end, and the reason of a failure."""
 
 import asyncio
 import logging
@@ -8,14 +8,14 @@ from nats.errors import UnexpectedEOF
 from kvmesh.bus.errors import cause
 
 log = logging.getLogger(__name__)
-BROKEN = (OSError, UnexpectedEOF)  # what a server that goes away, or is not back yet, looks like
+BROKEN = (OSError, UnexpectedEOF)  # a server that stops, or has not restarted yet
 REFUSED = "authorization violation"
 WARN_S = 1.0
 FIRST = asyncio.FIRST_COMPLETED
 
 
 class FirstConnection:
-    """Watches the attempts to reach a server, of which there are at most so many, or no end."""
+    """Watches the attempts to reach a server: at most `attempts`, or unlimited with None."""
 
     def __init__(self, attempts: int | None) -> None:
         self._left = attempts
@@ -25,7 +25,7 @@ class FirstConnection:
         self._over = False
 
     def failed(self, error: Exception) -> bool:
-        """One attempt did; returns whether it was the last. Once it is over, none matters."""
+        """Record a failed attempt; returns whether it ends the retries."""
         if self._over:
             return False
         if self._ended.done():
@@ -48,22 +48,22 @@ class FirstConnection:
                 done, _ = await asyncio.wait(either, timeout=patience, return_when=FIRST)
                 if not done:
                     reason = cause(self._last or TimeoutError())
-                    log.warning("no NATS server yet, trying on: %s", reason)
+                    log.warning("no NATS server yet, retrying: %s", reason)
                     done, _ = await asyncio.wait(either, return_when=FIRST)
                 await done.pop()
         finally:
             self._over = True
             if not self._ended.cancel():
-                self._ended.exception()  # else it would be reported as never looked at
+                self._ended.exception()  # otherwise asyncio reports it as never retrieved
             await _cancel(attempt)
 
     def reason(self, error: Exception, credentials: str) -> Exception:
-        """The failure in words; `credentials` are the settings that a server may refuse."""
+        """The reason of the failure; `credentials` names the settings that a server may reject."""
         if not self._refused:
             return self._last or error
         if not credentials:
-            return PermissionError("it asks for a user and password, a token or credentials")
-        return PermissionError(f"it refuses {credentials}")
+            return PermissionError("it requires a user and password, a token or credentials")
+        return PermissionError(f"it rejects {credentials}")
 
 
 async def _cancel(task: "asyncio.Task[None]") -> None:

@@ -1,18 +1,18 @@
-"""Messages that come again and again are logged once. Pure."""
+"""Limits repeated log messages to one each. Pure."""
 
-MOST_TOLD = 64  # whoever sends more kinds of nonsense fills neither log nor memory
+MAX_KEYS = 64  # bounds log and memory against a sender of ever-different nonsense
 
 
 class LogOnce:
-    """Remembers the first `most` things that were to be said."""
+    """Remembers the first `limit` keys."""
 
-    def __init__(self, most: int = MOST_TOLD) -> None:
-        self._most = most
-        self._told: set[tuple[str, ...]] = set()
+    def __init__(self, limit: int = MAX_KEYS) -> None:
+        self._limit = limit
+        self._logged: set[tuple[str, ...]] = set()
 
-    def first(self, *thing: str) -> bool:
-        """Whether this is to be said: it has not been yet, and there is room to remember it."""
-        if thing in self._told or len(self._told) >= self._most:
+    def first(self, *key: str) -> bool:
+        """True for a new key while fewer than `limit` are remembered."""
+        if key in self._logged or len(self._logged) >= self._limit:
             return False
-        self._told.add(thing)
+        self._logged.add(key)
         return True

@@ -1,4 +1,4 @@
-"""Model files on the bus: a worker publishes what a frontend needs to speak its model's dialect.
+"""Model files on the bus: workers publish what frontends need for the model's dialect.
 
 One object per model: a zstd-compressed tar of the tokenizer, chat template and configuration
 files (never weights), named by the SHA-256 of its content, so that publishing is idempotent.
@@ -11,11 +11,9 @@ import tarfile
 from pathlib import Path
 
 import zstandard
-from nats.errors import Error as NatsError
-from nats.js.errors import NotFoundError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import ModelFilesError
+from kvmesh.bus.errors import BusError, ModelFilesError, NotFound
 
 FILES = (
     "config.json",
@@ -50,7 +48,7 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """File name to content; raises ModelFilesError on anything but a plain archive of ours."""
+    """File name to content; raises ModelFilesError for anything but an archive made by `pack`."""
     try:
         tar_bytes = zstandard.ZstdDecompressor().decompress(archive, max_output_size=MAX_BYTES)
         with tarfile.open(fileobj=io.BytesIO(tar_bytes)) as tar:
@@ -67,25 +65,25 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 async def publish_model(bus: Bus, folder: Path) -> str:
-    """Store the files of `folder` unless they are there already; returns their digest."""
+    """Store the files of `folder` unless they are stored already; returns their digest."""
     archive = await asyncio.to_thread(pack, folder)
     digest = hashlib.sha256(archive).hexdigest()
     store = await bus.js.object_store(bus.subjects.model_bucket)
     try:
         await store.get_info(digest)
-    except NotFoundError:
+    except NotFound:
         await store.put(digest, archive)
     return digest
 
 
 async def fetch_model(bus: Bus, digest: str) -> dict[str, bytes]:
-    """The files that `publish_model` stored; raises ModelFilesError if they cannot be had."""
+    """The files that `publish_model` stored; raises ModelFilesError if they cannot be read."""
     try:
         store = await bus.js.object_store(bus.subjects.model_bucket)
         archive = (await store.get(digest)).data or b""
-    except NotFoundError as error:
+    except NotFound as error:
         raise ModelFilesError(f"no model files with digest {digest}") from error
-    except NatsError as error:
+    except BusError as error:
         raise ModelFilesError(f"cannot read model files {digest}: {error}") from error
     if hashlib.sha256(archive).hexdigest() != digest:
         raise ModelFilesError(f"model files {digest} are damaged")

@@ -1,4 +1,4 @@
-"""Messages sent from plain code, in the order in which they were posted."""
+"""Sends messages from plain code, in the order in which they were posted."""
 
 import asyncio
 import logging
@@ -10,13 +10,14 @@ from kvmesh.bus.direct_client import DirectClient
 from kvmesh.bus.errors import cause
 
 log = logging.getLogger(__name__)
-MOST_UNSENT = 65_536
+MAX_UNSENT = 65_536
 
 
 class Outbox:
-    """What the connection does not take at once waits for it.
+    """A queue of at most MAX_UNSENT messages in front of the connection.
 
-    A series of failures is logged once.
+    Messages wait here only while the connection's buffer is full or the connection is down. A
+    series of failures is logged once.
     """
 
     def __init__(self, client: DirectClient) -> None:
@@ -29,15 +30,15 @@ class Outbox:
         if not self._unsent and self._client.try_publish(subject, data, reply):
             self._failing = False
             return
-        if len(self._unsent) >= MOST_UNSENT:
-            self._failed(subject, "too many messages wait to be sent")
+        if len(self._unsent) >= MAX_UNSENT:
+            self._failed(subject, f"{MAX_UNSENT} messages are waiting")
             return
         self._unsent.append((subject, data, reply))
         if self._sending is None:
             self._sending = asyncio.create_task(self._send(), name="posts")
 
-    async def sent(self) -> None:
-        """Return once nothing waits."""
+    async def drained(self) -> None:
+        """Return once the queue is empty."""
         if self._sending is not None:
             await asyncio.wait([self._sending])
 

@@ -1,4 +1,4 @@
-"""The choice among processes of a role: those that answer take turns, silent ones sit out.
+"""Round-robin choice among the processes of a role, without those suspected of being down.
 
 Pure. Times are those of the caller's clock, in seconds.
 """
@@ -10,27 +10,27 @@ PROBE_S = 0.25
 
 
 class Peer:
-    """One process, as whoever asks it knows it."""
+    """The state of one process: trusted or suspected, and the last times of a reply and a probe."""
 
-    __slots__ = ("heard", "probed", "suspected")
+    __slots__ = ("probed_at", "replied_at", "suspected")
 
     def __init__(self) -> None:
         self.suspected = False
-        self.heard = 0.0
-        self.probed = 0.0
+        self.replied_at = 0.0
+        self.probed_at = 0.0
 
 
 class Peers:
     """Processes by instance, trusted or suspected.
 
-    One is suspected once it has left something unanswered, and trusted again when it answers a
-    probe within `limit` seconds: one that answers, but late, is no use.
+    A process becomes suspected when it misses a reply, and trusted again when it replies to a probe
+    within `limit` seconds; a late reply does not count.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._known: dict[str, Peer] = {}
-        self._turns: deque[str] = deque()
+        self._order: deque[str] = deque()
 
     def __contains__(self, instance: str) -> bool:
         return instance in self._known
@@ -42,55 +42,55 @@ class Peers:
     def joined(self, instance: str) -> None:
         if instance not in self._known:
             self._known[instance] = Peer()
-            self._turns.append(instance)
+            self._order.append(instance)
 
     def left(self, instance: str) -> None:
         if self._known.pop(instance, None) is not None:
-            self._turns.remove(instance)
+            self._order.remove(instance)
 
-    def choose(self, but: Collection[str] = ()) -> str | None:
-        """The next in turn, a suspected one only if there is no other; None if all are `but`."""
-        self._turns.rotate(-1)
-        left = [instance for instance in self._turns if instance not in but]
+    def choose(self, excluded: Collection[str] = ()) -> str | None:
+        """The next process; a suspected one only if no other is left; None if all are excluded."""
+        self._order.rotate(-1)
+        left = [instance for instance in self._order if instance not in excluded]
         return next(filter(self.trusts, left), left[0] if left else None)
 
     def trusts(self, instance: str) -> bool:
         peer = self._known.get(instance)
         return peer is not None and not peer.suspected
 
-    def trusts_any(self, but: Collection[str] = ()) -> bool:
-        """Whether there is a trusted one besides these."""
-        return any(self.trusts(each) for each in self._turns if each not in but)
+    def trusts_any(self, excluded: Collection[str] = ()) -> bool:
+        """True if a process is trusted and not excluded."""
+        return any(self.trusts(each) for each in self._order if each not in excluded)
 
     def suspect(self, instance: str) -> bool:
-        """It has not answered in time. True if it was trusted until now."""
+        """Record a missed reply. True if the process was trusted until now."""
         peer = self._known.get(instance)
         if peer is None or peer.suspected:
             return False
         peer.suspected = True
         return True
 
-    def heard(self, instance: str, now: float, took: float) -> bool:
-        """It has answered after `took` seconds. True if it was suspected until now."""
+    def replied(self, instance: str, now: float, took: float) -> bool:
+        """Record a reply after `took` seconds. True if the process was suspected until now."""
         peer = self._known.get(instance)
         if peer is None or took > self._limit:
             return False
-        peer.heard = now
+        peer.replied_at = now
         suspected, peer.suspected = peer.suspected, False
         return suspected
 
     def silent(self, instance: str, now: float) -> bool:
-        """Whether nothing was heard of it for longer than the limit."""
+        """True if its last reply is older than the limit."""
         peer = self._known.get(instance)
-        return peer is None or now - peer.heard > self._limit
+        return peer is None or now - peer.replied_at > self._limit
 
     def to_probe(self, now: float, busy: Collection[str] = ()) -> list[str]:
-        """Those to be asked for a sign of life now: the suspected ones, and the `busy`."""
+        """The processes to probe now: suspected ones and those in `busy`."""
         due = [
             instance
             for instance, peer in self._known.items()
-            if (peer.suspected or instance in busy) and now - peer.probed >= PROBE_S
+            if (peer.suspected or instance in busy) and now - peer.probed_at >= PROBE_S
         ]
         for instance in due:
-            self._known[instance].probed = now
+            self._known[instance].probed_at = now
         return due

@@ -1,7 +1,7 @@
-"""The permissions of each role on the bus: the subjects that its processes use, and no others.
+"""The permissions of each role on the bus: exactly the subjects that its processes use.
 
-`kvmesh secure` writes it into a NATS server's configuration. A subject, stream or bucket without
-an owner here is out of reach for everybody under such a server; a test finds it.
+`kvmesh secure` writes them into a NATS server's configuration. Under such a server no process can
+use a subject, stream or bucket that has no owner here; a test finds those.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,12 +10,12 @@ from enum import StrEnum
 
 from kvmesh.bus.subjects import Subjects, token
 
-ANY = "%"  # stands for any token where a subject is built, and is none that a name may have
+ANY = "%"  # wildcard token of a subject; no name may contain it
 API = "$JS.API"
 
 
 class User(StrEnum):
-    """The roles that have credentials: the services, and three that people and tools use."""
+    """The roles that have credentials: the services, and three for people and tools."""
 
     FRONTEND = "frontend"
     ROUTER = "router"
@@ -36,17 +36,17 @@ class Permissions:
 
 
 def inbox_prefix(user: str) -> str:
-    """The prefix of the subjects for answers to one user: nobody else may listen there."""
+    """The prefix of one user's reply subjects, to which no other user may subscribe."""
     return f"_INBOX.{token(user)}"
 
 
 def permissions(subjects: Subjects, role: User, user: str, name: str = ANY) -> Permissions:
-    """Those of a user in a role. Its processes must be called `name`, unless that is ANY."""
+    """The permissions of a user in a role; its processes are called `name` unless that is ANY."""
     publish, subscribe = _TABLE[role](subjects, name)
-    looks = (f"{API}.STREAM.INFO.{stream}" for stream in _awaited(subjects))
-    answers = () if role in _SILENT else _INBOXES
+    looks = (f"{API}.STREAM.INFO.{stream}" for stream in _startup_streams(subjects))
+    answers = () if role in _NO_SERVERS else _INBOXES
     return Permissions(
-        tuple(sorted({_pattern(s) for s in (*publish, *looks, *answers, *_ASKED)})),
+        tuple(sorted({_pattern(s) for s in (*publish, *looks, *answers, *_LIBRARY)})),
         tuple(sorted({*map(_pattern, subscribe), f"{inbox_prefix(user)}.>"})),
     )
 
@@ -56,12 +56,12 @@ def _pattern(subject: str) -> str:
 
 
 Grant = tuple[Iterable[str], Iterable[str]]
-_ASKED = (f"{API}.INFO", f"{API}.STREAM.NAMES")  # by the client library; no message comes of it
+_LIBRARY = (f"{API}.INFO", f"{API}.STREAM.NAMES")  # nats-py requests these; they reveal no message
 _EACH = f"{ANY}-{ANY}"  # any instance
-_SILENT = (User.PLANNER, User.OPERATOR, User.OBSERVER)  # they are asked nothing
-# Answers go there, and nowhere else. `allow_responses` of NATS permits any subject that a request
-# names for its answer, so that a user who asks itself may publish anywhere. Inboxes are random:
-# nobody finds one that it was not given.
+_NO_SERVERS = (User.PLANNER, User.OPERATOR, User.OBSERVER)  # they serve no requests
+# Replies go to these only. `allow_responses` of NATS permits any subject that a request names for
+# its reply, so a user that sends a request to itself could publish anywhere. Inboxes are random: a
+# user cannot guess another's.
 _INBOXES = ("_INBOX.>",)
 
 
@@ -73,11 +73,11 @@ def _frontend(s: Subjects, name: str) -> Grant:
             *(s.router(ANY), s.router_at(ANY, _EACH), s.work(_EACH), s.ctl(_EACH), s.ping(_EACH)),
             *(s.sessions, s.limits, s.seq(ANY), s.route(ANY)),
             *_lease(s, User.FRONTEND, name),
-            *_lease(s, User.WORKER, ANY),  # of those found dead
+            *_lease(s, User.WORKER, ANY),  # to delete leases of dead workers
             *(entry for bucket in stores for entry in _write(bucket)),
             *_reads(_kv(s.instances_bucket), _kv(s.keys_bucket), _objects(s.model_bucket)),
             *_reads(*map(_kv, stores)),
-            *_makes(*_streams(s)),
+            *_creates(*_streams(s)),
         ],
         [s.out(own), s.load_all, s.sessions, s.limits],
     )
@@ -175,12 +175,12 @@ _TABLE: dict[User, Callable[[Subjects, str], Grant]] = {
 
 
 def _events(s: Subjects) -> list[str]:
-    """The subjects of all that passes, without tokens and prompts."""
+    """The subjects of all events and loads, which contain no tokens and prompts."""
     return [s.kv_all, s.route_all, s.seq_all, s.load_all]
 
 
-def _awaited(s: Subjects) -> list[str]:
-    """The streams that each process makes sure of as it starts."""
+def _startup_streams(s: Subjects) -> list[str]:
+    """The streams that each process ensures at its start."""
     buckets = (s.instances_bucket, s.router_bucket, s.kvbm_bucket)
     objects = (s.index_bucket, s.model_bucket)
     streams = (s.kv_stream, s.route_stream, s.seq_stream)
@@ -188,9 +188,9 @@ def _awaited(s: Subjects) -> list[str]:
 
 
 def _streams(s: Subjects) -> list[str]:
-    """Every stream of a mesh, those of its buckets included."""
-    kept = (s.keys_bucket, s.pins_bucket, s.responses_bucket, s.secrets_bucket)
-    return [*_awaited(s), *map(_kv, kept)]
+    """Every stream of a mesh, including those of its buckets."""
+    stores = (s.keys_bucket, s.pins_bucket, s.responses_bucket, s.secrets_bucket)
+    return [*_startup_streams(s), *map(_kv, stores)]
 
 
 def _kv(bucket: str) -> str:
@@ -210,20 +210,20 @@ def _write(bucket: str) -> list[str]:
 
 
 def _write_objects(bucket: str) -> list[str]:
-    """Chunks and descriptions; replacing an object purges its chunks."""
+    """Writing chunks and descriptions; replacing an object purges its chunks."""
     return [f"$O.{bucket}.>", f"{API}.STREAM.PURGE.{_objects(bucket)}"]
 
 
 def _reads(*streams: str, deletes: bool = True) -> list[str]:
-    """Reading from streams; with `deletes`, dropping a consumer instead of letting it lapse.
+    """Reading from streams; with `deletes`, deleting a consumer instead of letting it expire.
 
-    Consumers have random names: only who may list them could drop those of others.
+    Consumers have random names: only a user that may list them could delete those of others.
     """
     return [subject for stream in streams for subject in _read(stream, deletes)]
 
 
 def _read(stream: str, deletes: bool) -> list[str]:
-    """Not directly: that delivers what is stored, as it is, to whatever subject one names."""
+    """Without direct reads, which deliver stored messages unchanged to any named subject."""
     calls = (
         *(f"STREAM.INFO.{stream}", f"STREAM.MSG.GET.{stream}"),
         *(f"CONSUMER.CREATE.{stream}", f"CONSUMER.CREATE.{stream}.>"),
@@ -232,6 +232,6 @@ def _read(stream: str, deletes: bool) -> list[str]:
     return [*(f"{API}.{call}" for call in calls), f"$JS.FC.{stream}.>"]
 
 
-def _makes(*streams: str) -> list[str]:
-    """Making a stream that is not there; changing and deleting one is an operator's."""
+def _creates(*streams: str) -> list[str]:
+    """Creating a missing stream; only operators change and delete streams."""
     return [f"{API}.STREAM.{call}.{stream}" for stream in streams for call in ("CREATE", "INFO")]

@@ -1,30 +1,31 @@
-"""A question on a subject of its own that finds out if a process is there and its loop runs.
+"""Liveness probe of a process: its event loop replies on a subject of its own.
 
-It is no command, so that others than those who command may ask.
+A ping is not a control command, so roles without permission for commands may send it.
 """
 
 import msgspec
-from nats.aio.subscription import Subscription
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, Subscription, returning
 from kvmesh.bus.messages import ControlReply, Ping
 
 _pings = msgspec.msgpack.Decoder(Ping)
+_replies = msgspec.msgpack.Decoder(ControlReply)
 
 
 async def ping(bus: Bus, instance: str, timeout: float) -> None:
-    """Return once it has answered, within `timeout` seconds; else NoResponder or RequestTimeout."""
-    await bus.request(bus.subjects.ping(instance), Ping(), ControlReply, timeout)
+    """Return once `instance` replies; raises NoResponder, or RequestTimeout after `timeout` s."""
+    await bus.request(bus.subjects.ping(instance), Ping(), _replies, timeout)
 
 
 async def answer_pings(bus: Bus, instance: str) -> Subscription:
-    """Answer from the event loop of this process, whatever else it does."""
-    return await bus.answer(bus.subjects.ping(instance), _pings, _here, _not_understood)
+    """Reply to pings from this process's event loop, whatever else runs."""
+    subject = bus.subjects.ping(instance)
+    return await bus.serve(subject, _pings, returning(_alive), on_malformed=_malformed)
 
 
-def _here(_: Ping) -> ControlReply:
+def _alive(_: Ping) -> ControlReply:
     return ControlReply(True)
 
 
-def _not_understood(reason: str) -> ControlReply:
+def _malformed(reason: str) -> ControlReply:
     return ControlReply(False, reason)

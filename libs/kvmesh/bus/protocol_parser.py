@@ -1,4 +1,4 @@
-"""What a NATS server sends, cut into messages as it arrives (client protocol, `MSG`). Pure.
+"""Parser of the NATS client protocol's `MSG`, fed with bytes as they arrive. Pure.
 
 Source: https://docs.nats.io/reference/reference-protocols/nats-protocol
 """
@@ -7,30 +7,30 @@ from collections.abc import Callable
 
 MSG = b"MSG "
 END = b"\r\n"
-Known = Callable[[int, bytes, bytes, bytes], bool]
+Handler = Callable[[int, bytes, bytes, bytes], bool]
 
 
 class MessageParser:
-    """Takes the messages at the front of what arrives, as long as `known` takes each of them.
+    """Hands leading messages to `handler` until it declines one.
 
-    `known` is called with subscription id, subject, reply subject and payload. It returns False
-    for a subscription that is another's; that message and all behind it are left to the other.
+    `handler` gets subscription id, subject, reply subject and payload. It returns False for a
+    subscription of nats-py's own parser, which then gets that message and everything after it.
     """
 
-    def __init__(self, known: Known) -> None:
-        self._known = known
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
         self._held: list[bytes] = []
         self._missing = 0
 
     @property
-    def waits(self) -> bool:
-        """Whether a message has begun whose end is still to come."""
+    def has_partial(self) -> bool:
+        """True while an incomplete message is buffered."""
         return bool(self._held)
 
-    def take(self, data: bytes) -> bytes:
-        """What is left of `data`, for the other; what only begins a message is kept until it ends.
+    def feed(self, data: bytes) -> bytes:
+        """Parse `data`; return the rest, for nats-py's parser.
 
-        Such a message is given whole to whoever it is for, when the rest has arrived.
+        An incomplete message is buffered until its end arrives, then delivered or returned whole.
         """
         if self._held:
             self._held.append(data)
@@ -47,7 +47,7 @@ class MessageParser:
             if self._missing > 0:
                 self._held.append(data[start:])
                 return b""
-            if not self._known(int(sid), subject, reply[0] if reply else b"", data[body:end]):
+            if not self._handler(int(sid), subject, reply[0] if reply else b"", data[body:end]):
                 break
             start = end + len(END)
         return data[start:] if start else data

@@ -1,12 +1,12 @@
-"""KV events on their way to the stream: gathered, numbered, in order, without a silent hole.
+"""Publisher of KV events: batched, numbered, in order, without an undetectable gap.
 
-One batch is in flight at a time and is sent again until the server has it, so the order on the
-stream is the order of the events; meanwhile new ones gather into the next batch. A batch whose
-acknowledgement was lost appears twice in a row. When more gathers than memory should hold, a
-rank's backlog is dropped and the engine is asked for all that it holds instead.
+One batch is in flight at a time and is sent again until the server has stored it, so the stream
+has the order of the events; new events collect in the next batch meanwhile. A batch whose
+acknowledgement was lost appears twice in a row. If a rank's backlog exceeds its limit, it is
+dropped and the engine dumps its contents instead.
 
-An acknowledged batch may still be lost with the server that kept it. So every rank's next number is
-told after a reconnect, in a batch of no events: readers that miss some before it see the gap.
+An acknowledged batch may still be lost with the server that stored it. So after a reconnect every
+rank's next event id is published in a batch without events, which reveals the gap to readers.
 """
 
 import asyncio
@@ -16,26 +16,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
 from msgspec.structs import replace
-from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, MessageTooLarge, cause
 from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Removed, Stored, encode
+from kvmesh.hashing import HASH_BYTES
 
 log = logging.getLogger(__name__)
 ACK_TIMEOUT_S = 2.0
 RETRY_S = 0.1
-BLOCK_BYTES = 16  # of a stored block: two hashes
+BLOCK_BYTES = 16  # two hashes of a stored block
 MAX_EVENT_BLOCKS = 16384
 MAX_BATCH_BYTES = 512 << 10
 MAX_BACKLOG_BYTES = 64 << 20
 
 
 class KvPublisher:
-    """Publishes the events of one worker's ranks; `dump` asks the engine for a rank's contents."""
+    """Publishes the events of a worker's ranks; `dump(rank)` has the engine add its contents."""
 
     def __init__(
         self,
@@ -56,8 +54,8 @@ class KvPublisher:
         self._max_backlog = max_backlog
         self._backlogs: dict[int, Backlog] = {}
         self._wake = asyncio.Event()
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._drained = asyncio.Event()
+        self._drained.set()
         self._task: asyncio.Task[None] | None = None
         self._reconnected = False
         self.published = 0
@@ -69,33 +67,33 @@ class KvPublisher:
         self._task = asyncio.create_task(self._run(), name="kv events")
 
     def add(self, rank: int, events: Iterable[KvEvent]) -> None:
-        """Queue events behind those before."""
+        """Queue events of a rank."""
         backlog = self._backlog(rank)
         if backlog.overflowed:
             return
-        backlog.extend(events, min(MAX_EVENT_BLOCKS, self._most_bytes // BLOCK_BYTES))
+        backlog.extend(events, min(MAX_EVENT_BLOCKS, self._max_batch_bytes // BLOCK_BYTES))
         if backlog.bytes > backlog.limit:
-            log.warning("too many unsent KV events of rank %d: a full dump replaces them", rank)
+            log.warning("too many unsent KV events of rank %d: dropped in favour of a dump", rank)
             backlog.overflow()
             self.overflows += 1
-        self._empty.clear()
+        self._drained.clear()
         self._wake.set()
 
     def skip(self, rank: int, count: int) -> None:
-        """Leave a hole of `count` event ids: readers distrust the rank and ask for a dump."""
+        """Leave a gap of `count` event ids, so that indexers request a dump of the rank."""
         self._backlog(rank).next_id += count
 
     async def close(self, timeout: float = 2.0) -> None:
-        """Send what is left, for at most `timeout` seconds."""
+        """Send the backlog, for at most `timeout` seconds."""
         task, self._task = self._task, None
         if task is None:
             return
         self._bus.on_reconnect.remove(self._on_reconnect)
         try:
             async with asyncio.timeout(timeout):
-                await self._empty.wait()
+                await self._drained.wait()
         except TimeoutError:
-            log.warning("leaving with unsent KV events")
+            log.warning("closing with unsent KV events")
         task.cancel()
         await asyncio.wait([task])
 
@@ -106,16 +104,16 @@ class KvPublisher:
         return backlog
 
     @property
-    def _most_bytes(self) -> int:
-        """Of a batch: well below what the server takes."""
-        return min(MAX_BATCH_BYTES, self._bus.client.max_payload // 2)
+    def _max_batch_bytes(self) -> int:
+        """Size limit of a batch, well below the server's limit."""
+        return min(MAX_BATCH_BYTES, self._bus.max_payload // 2)
 
     def _on_reconnect(self) -> None:
         self._reconnected = True
         self._wake.set()
 
-    def _start_anew(self, rank: int, backlog: "Backlog") -> None:
-        """Queue a dump, which may be larger than a backlog: its size is that of the cache."""
+    def _queue_dump(self, rank: int, backlog: "Backlog") -> None:
+        """Queue a dump. Its size is that of the cache and may exceed the limit of a backlog."""
         backlog.overflowed = False
         backlog.limit = math.inf
         self._dump(rank)
@@ -129,13 +127,13 @@ class KvPublisher:
             reconnected, self._reconnected = self._reconnected, False
             for rank, backlog in list(self._backlogs.items()):
                 if backlog.overflowed:
-                    self._start_anew(rank, backlog)
+                    self._queue_dump(rank, backlog)
                 if reconnected and backlog.next_id:
                     await self._send(rank, backlog, [])
-                while events := backlog.take(self._most_bytes):
+                while events := backlog.pop(self._max_batch_bytes):
                     await self._send(rank, backlog, events)
             if not self._wake.is_set():
-                self._empty.set()
+                self._drained.set()
 
     async def _send(self, rank: int, backlog: "Backlog", events: list[KvEvent]) -> None:
         batch = KvBatch(self._worker, self._instance, rank, backlog.next_id, time.time(), events)
@@ -143,27 +141,27 @@ class KvPublisher:
         payload = encode(batch)
         failing = False
         try:
-            while not await self._offer(payload, quiet=failing):
+            while not await self._store(payload, quiet=failing):
                 failing = True
                 await asyncio.sleep(RETRY_S)
-        except MaxPayloadError:
-            most = self._bus.client.max_payload
-            log.warning("NATS takes %d bytes now: a dump of rank %d in smaller parts", most, rank)
+        except MessageTooLarge:
+            limit = self._bus.max_payload
+            log.warning("NATS accepts only %d bytes now: dumping rank %d anew", limit, rank)
             backlog.overflow()
             self._wake.set()
             return
         self.published += len(events)
         self.published_by_rank[rank] += len(events)
 
-    async def _offer(self, payload: bytes, quiet: bool) -> bool:
-        """Whether the server has it; raises MaxPayloadError if it never will."""
-        if not self._bus.client.is_connected:
+    async def _store(self, payload: bytes, quiet: bool) -> bool:
+        """Try to store a batch; returns success, raises MessageTooLarge if a retry cannot help."""
+        if not self._bus.connected:
             return False
         try:
             await self._bus.store(self._subject, payload, ACK_TIMEOUT_S)
-        except MaxPayloadError:
+        except MessageTooLarge:
             raise
-        except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+        except BusError as error:
             if not quiet:
                 log.warning("cannot publish KV events, retrying: %s", cause(error))
             return False
@@ -171,9 +169,9 @@ class KvPublisher:
 
 
 class Backlog:
-    """Unsent events of one rank, in order, and the id of the next one to be sent.
+    """Unsent events of one rank, in order, and the id of the next event to be sent.
 
-    `bytes` is about their size; whoever adds to it keeps it within `limit`.
+    `bytes` estimates their size; the caller keeps it within `limit`.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -183,10 +181,10 @@ class Backlog:
         self.overflowed = False
         self._events: list[KvEvent] = []
 
-    def extend(self, events: Iterable[KvEvent], most_blocks: int = MAX_EVENT_BLOCKS) -> None:
-        """Queue events, each in parts of at most so many blocks."""
+    def extend(self, events: Iterable[KvEvent], max_blocks: int = MAX_EVENT_BLOCKS) -> None:
+        """Queue events, split into parts of at most `max_blocks` blocks."""
         for event in events:
-            for part in _parts(event, most_blocks):
+            for part in _parts(event, max_blocks):
                 self._events.append(part)
                 self.bytes += _size(part)
 
@@ -195,8 +193,8 @@ class Backlog:
         self._events = []
         self.bytes = 0
 
-    def take(self, limit: int) -> list[KvEvent]:
-        """The next events of about `limit` bytes together, at least one if there is any."""
+    def pop(self, limit: int) -> list[KvEvent]:
+        """Remove and return the next events, about `limit` bytes in all, at least one if any."""
         size = count = 0
         for event in self._events:
             size += _size(event)
@@ -204,18 +202,18 @@ class Backlog:
                 size -= _size(event)
                 break
             count += 1
-        taken, self._events = self._events[:count], self._events[count:]
+        popped, self._events = self._events[:count], self._events[count:]
         self.bytes -= size
-        return taken
+        return popped
 
 
 def _parts(event: KvEvent, blocks: int) -> Iterator[KvEvent]:
     """The same in events of at most so many blocks, so that a message holds any."""
-    if isinstance(event, Cleared) or len(event.engine) <= 8 * blocks:
+    if isinstance(event, Cleared) or len(event.engine) <= HASH_BYTES * blocks:
         yield event
         return
-    for start in range(0, len(event.engine), 8 * blocks):
-        part = slice(start, start + 8 * blocks)
+    for start in range(0, len(event.engine), HASH_BYTES * blocks):
+        part = slice(start, start + HASH_BYTES * blocks)
         if isinstance(event, Removed):
             yield Removed(event.tier, event.engine[part])
         elif not start:

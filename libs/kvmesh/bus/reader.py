@@ -1,9 +1,9 @@
 """Ordered, gap-checked reading of a stream that survives reconnects and lost consumers.
 
-Built on an ephemeral push consumer (JetStream ADR-17, ordered consumers): every delivery carries
-the consumer's own sequence, so a hole means a lost message, and idle heartbeats tell when the
-consumer itself has vanished. In both cases a new consumer starts after the last message seen, if
-that message is still the one that the stream has under its number.
+Built on an ephemeral push consumer (JetStream ADR-17, ordered consumers). Every delivery carries
+the consumer's own sequence, so a gap means a lost message; missing heartbeats mean that the
+consumer is gone. In both cases a new consumer starts after the last message read, if the stream
+still has that message under that sequence.
 """
 
 import asyncio
@@ -17,32 +17,28 @@ from time import monotonic
 from typing import NamedTuple
 
 from msgspec import Raw
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamInfo
-from nats.js.errors import NotFoundError
 
 from kvmesh.bus.backoff import Backoff
-from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
-from kvmesh.bus.stream_identity import is_another
+from kvmesh.bus.client import Bus, RawMessage, Subscription
+from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.stream_identity import is_rewound
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 SILENCE_S = 3 * HEARTBEAT_S
-ATTEMPTS = 3  # to attach to a stream that is made anew again and again
-SETTLED_S = 10.0  # a consumer that lasts this long ends a series of attempts
-FIRST_DELAY_S, MOST_DELAY_S = 0.5, 30.0
+ATTEMPTS = 3  # at attaching to a stream that is recreated meanwhile
+SETTLED_S = 10.0  # a consumer that lives this long ends a series of attempts
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 DELETE_S = 1.0
 OFFLINE_S = 0.1
-MOST_LEFT = 4
-TURN_S = 0.002
+MAX_CONSUMERS = 4
+BATCH_S = 0.002
 _NOTHING = Raw()
 
 
 class StreamMessage(NamedTuple):
-    """One message: stream sequence, messages still behind it, headers if it has any.
+    """One message: its stream sequence, the messages pending behind it, and its headers.
 
     `time` is when the server stored it, in Unix seconds.
     """
@@ -59,8 +55,8 @@ class StreamMessage(NamedTuple):
 class Start:
     """The start of a reader: after a sequence, at a time, at each subject's last message, or now.
 
-    `stored` is when the message `after` was stored, if it must still be that message. With
-    `headers_only` messages come without their data.
+    `stored` is the time at which the message `after` was stored; another time means a rewound
+    stream. With `headers_only` messages come without their data.
     """
 
     after: int | None = None
@@ -71,11 +67,11 @@ class Start:
     headers_only: bool = False
 
     def consumer_fields(self) -> ConsumerConfig:
-        fields = self._place()
+        fields = self._deliver_policy()
         fields.headers_only = self.headers_only or None
         return fields
 
-    def _place(self) -> ConsumerConfig:
+    def _deliver_policy(self) -> ConsumerConfig:
         if self.after is not None:
             policy = DeliverPolicy.BY_START_SEQUENCE
             return ConsumerConfig(deliver_policy=policy, opt_start_seq=self.after + 1)
@@ -91,11 +87,10 @@ class Start:
 
 
 class StreamReader:
-    """Feeds every message of `stream` that matches `subject` to `handler`, in order, once.
+    """Passes every message of `stream` that matches `subject` to `handler`, in order, once.
 
-    `handler` is synchronous and must not raise. `on_recreated` is called when the stream turns
-    out to be another one (made anew, or rewound behind what was read): what was read no longer
-    counts.
+    `handler` is synchronous and must not raise. `on_recreated` runs when the stream was recreated,
+    or rewound behind the last message read: what was read is void.
     """
 
     def __init__(
@@ -115,62 +110,62 @@ class StreamReader:
         self._on_recreated = on_recreated
         self._created: object = None
         self._subscription: Subscription | None = None
-        self._consumers: deque[str] = deque(maxlen=MOST_LEFT)  # the last is in use
+        self._consumers: deque[str] = deque(maxlen=MAX_CONSUMERS)  # the last one is in use
         self._consumer_seq = 0
-        self._backoff = Backoff(FIRST_DELAY_S, MOST_DELAY_S)
+        self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         self._connected_at = bus.connected_at  # when the series of delays began
-        self._heard = 0.0
-        self._attached = 0.0
+        self._last_message_at = 0.0
+        self._attached_at = 0.0
         self._loop = asyncio.get_running_loop()
-        self._arrived: deque[Msg] = deque()  # the server's flow control bounds it
-        self._turn_planned = False
-        self._held = False
-        self._attaching = False  # until it is known to be the stream that was read before
+        self._arrived: deque[RawMessage] = deque()  # bounded by the server's flow control
+        self._batch_scheduled = False
+        self._paused = False
+        self._attaching = False  # until the stream is known to be the one read before
         self._stale = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.last_seq = start.after or 0
-        self._stored = start.stored  # of the message `last_seq`
+        self._stored = start.stored  # storage time of the message `last_seq`
         self.pending = 0
         self.caught_up = asyncio.Event()
 
     async def open(self) -> None:
-        """Create the consumer; raises the server's error if the stream cannot be read."""
+        """Create the consumer; raises BusError if the stream cannot be read."""
         await self._attach()
         self._task = asyncio.create_task(self._watch(), name=f"reader {self._stream}")
 
-    def hold(self) -> None:
-        """Handle nothing more until `go_on`: the server sends on only until it is not answered."""
-        self._held = True
+    def pause(self) -> None:
+        """Handle nothing until `resume`; the server's flow control then stops deliveries."""
+        self._paused = True
 
-    def go_on(self) -> None:
-        """End what `hold` began."""
-        self._held = False
-        self._plan_turn()
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self._paused = False
+        self._schedule_batch()
 
     @property
     def silent_for(self) -> float:
-        """Seconds for which the server should have been heard of and was not; 0 in order."""
-        silence = self._loop.time() - self._heard
+        """Seconds without the messages or heartbeats that are due; 0 if none is overdue."""
+        silence = self._loop.time() - self._last_message_at
         return silence if silence > SILENCE_S else 0.0
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-            self._task = None  # its traceback holds this reader, and so what the handler keeps
+            self._task = None  # its traceback refers to this reader, and so to the handler's data
         await self._detach()
         await self._delete_consumers()
 
     async def _delete_consumers(self) -> None:
-        """Leave none behind: the server's own notice that nobody listens may come late or never."""
-        while self._consumers and self._bus.client.is_connected:
+        """Delete the consumers: the server may notice late or never that they lack a listener."""
+        while self._consumers and self._bus.connected:
             try:
                 async with asyncio.timeout(DELETE_S):
                     await self._bus.js.delete_consumer(self._stream, self._consumers[0])
-            except NotFoundError:
+            except NotFound:
                 pass
-            except (NatsError, OSError, TimeoutError) as error:
-                log.debug("consumer %s is left for now: %s", self._consumers[0], cause(error))
+            except (BusError, TimeoutError) as error:
+                log.debug("consumer %s not deleted yet: %s", self._consumers[0], cause(error))
                 return
             self._consumers.popleft()
 
@@ -179,50 +174,50 @@ class StreamReader:
         info = await self._bus.js.stream_info(self._stream)
         await self._check(info)
         for _ in range(ATTEMPTS):
-            await self._make_consumer()
+            await self._create_consumer()
             info = await self._bus.js.stream_info(self._stream)
-            if not await self._check(info):  # the stream was the same when the consumer was made
+            if not await self._check(info):  # the stream was the same when the consumer was created
                 self._attaching = False
-                self._plan_turn()
+                self._schedule_batch()
                 return
         self._stale.set()
 
     async def _check(self, info: StreamInfo) -> bool:
-        """Forget what was read of a stream that is another one by now; whether that was so."""
+        """Start over if the stream was recreated or rewound; returns whether it was."""
         fault = await self._fault(info)
         if fault:
-            self._forget(fault)
+            self._start_over(fault)
         self._created = info.created
         return bool(fault)
 
-    async def _make_consumer(self) -> None:
+    async def _create_consumer(self) -> None:
         await self._detach()
         await self._delete_consumers()
-        self._attached = self._loop.time()
-        inbox = self._bus.client.new_inbox()
+        self._attached_at = self._loop.time()
+        inbox = self._bus.new_inbox()
         self._consumer_seq = 0
         self._stale.clear()
-        self._subscription = await self._bus.client.subscribe_direct(inbox, self._receive)
+        self._subscription = await self._bus.subscribe_raw(inbox, self._receive)
         name = secrets.token_hex(8)
-        self._consumers.append(name)  # before it is made: the answer may be lost
+        self._consumers.append(name)  # before it is created: the reply may be lost
         consumer = await self._bus.js.add_consumer(self._stream, self._config(name, inbox))
-        self._heard = self._loop.time()
+        self._last_message_at = self._loop.time()
         self.pending = consumer.num_pending or 0
         if not self.pending:
             self.caught_up.set()
 
     async def _fault(self, info: StreamInfo) -> str:
-        """The reason why what was read is not the beginning of the stream; empty if it is."""
+        """The reason why the messages read are no prefix of the stream; empty if they are."""
         if self._created is not None and info.created != self._created:
-            return "was made anew"
+            return "was recreated"
         if info.state.last_seq < self.last_seq:
-            return "lost messages that were read"
+            return "lost messages that had been read"
         if self._start.last_per_subject or self._stored is None:
             return ""
-        rewound = await is_another(self._bus, self._stream, self.last_seq, self._stored)
-        return "has other messages under numbers that were read" if rewound else ""
+        rewound = await is_rewound(self._bus, self._stream, self.last_seq, self._stored)
+        return "was rewound and reuses sequences that had been read" if rewound else ""
 
-    def _forget(self, fault: str) -> None:
+    def _start_over(self, fault: str) -> None:
         log.warning("stream %s %s; reading it from its start", self._stream, fault)
         self._start = replace(self._start, after=None if self._start.after is None else 0)
         self.last_seq = 0
@@ -254,35 +249,35 @@ class StreamReader:
             return
         try:
             await self._subscription.unsubscribe()
-        except NatsError as error:
+        except BusError as error:
             log.debug("unsubscribing from %s: %s", self._stream, error)
         self._subscription = None
         self._arrived.clear()
 
-    def _receive(self, msg: Msg) -> None:
-        self._heard = self._loop.time()
+    def _receive(self, msg: RawMessage) -> None:
+        self._last_message_at = self._loop.time()
         self._arrived.append(msg)
-        if not self._turn_planned:
-            self._plan_turn()
+        if not self._batch_scheduled:
+            self._schedule_batch()
 
-    def _plan_turn(self) -> None:
-        if self._arrived and not (self._held or self._attaching or self._turn_planned):
-            self._turn_planned = True
-            self._loop.call_soon(self._turn)
+    def _schedule_batch(self) -> None:
+        if self._arrived and not (self._paused or self._attaching or self._batch_scheduled):
+            self._batch_scheduled = True
+            self._loop.call_soon(self._handle_batch)
 
-    def _turn(self) -> None:
-        """Handle what has arrived; what takes longer than a turn lets others run first."""
-        ends = monotonic() + TURN_S
+    def _handle_batch(self) -> None:
+        """Handle what has arrived, for at most BATCH_S before other callbacks run."""
+        ends = monotonic() + BATCH_S
         try:
-            while self._arrived and not (self._held or self._attaching):
-                self._take(self._arrived.popleft())
+            while self._arrived and not (self._paused or self._attaching):
+                self._handle(self._arrived.popleft())
                 if monotonic() > ends:
                     break
         finally:
-            self._turn_planned = False
-            self._plan_turn()
+            self._batch_scheduled = False
+            self._schedule_batch()
 
-    def _take(self, msg: Msg) -> None:
+    def _handle(self, msg: RawMessage) -> None:
         headers = msg.headers
         if headers is not None and headers.get("Status") == "100":
             self._on_status(msg, headers)
@@ -290,7 +285,9 @@ class StreamReader:
         if self._stale.is_set():
             return
         fields = msg.reply.split(".")
-        at = 5 if len(fields) == 9 else 7  # ADR-15: domain and account hash come before the stream
+        at = (
+            5 if len(fields) == 9 else 7
+        )  # ADR-15: a domain and an account hash may precede the stream
         seq, consumer_seq, pending = int(fields[at]), int(fields[at + 1]), int(fields[at + 3])
         if consumer_seq != self._consumer_seq + 1:
             self._stale.set()
@@ -304,7 +301,7 @@ class StreamReader:
         if not pending:
             self.caught_up.set()
 
-    def _on_status(self, msg: Msg, headers: dict[str, str]) -> None:
+    def _on_status(self, msg: RawMessage, headers: dict[str, str]) -> None:
         if msg.reply:
             self._bus.post(msg.reply, _NOTHING)
         elif "Nats-Consumer-Stalled" in headers:
@@ -314,26 +311,26 @@ class StreamReader:
             self._stale.set()
 
     async def _watch(self) -> None:
-        """Attach again whenever that is needed: at once after a good while, else after a delay."""
+        """Attach again after a loss: at once if the consumer lived long, else after a delay."""
         failing = False
         while True:
             if not await self._lost():
                 continue
-            if self._loop.time() - self._attached > SETTLED_S and not failing:
+            if self._loop.time() - self._attached_at > SETTLED_S and not failing:
                 self._backoff.reset()
             else:
-                await self._pause()
+                await self._wait()
             try:
                 await self._attach()
                 failing = False
-            except (NatsError, OSError, TimeoutError) as error:
+            except BusError as error:
                 if not failing:
                     log.warning("cannot read %s, retrying: %s", self._stream, cause(error))
                 failing = True
                 self._stale.set()
 
-    async def _pause(self) -> None:
-        """Wait for the next delay; a new connection ends it, and begins with short ones again."""
+    async def _wait(self) -> None:
+        """Wait for the next delay; a new connection restarts the series of delays."""
         self._renew_delays()
         ends = self._loop.time() + self._backoff.delay()
         while (left := ends - self._loop.time()) > 0:
@@ -342,7 +339,7 @@ class StreamReader:
                 ends = self._loop.time() + self._backoff.delay()
 
     def _renew_delays(self) -> bool:
-        """Whether the connection is a new one since this was last asked."""
+        """Reset the delays if the connection is new since the last call; returns whether it is."""
         if self._bus.connected_at <= self._connected_at:
             return False
         self._connected_at = self._bus.connected_at
@@ -350,15 +347,15 @@ class StreamReader:
         return True
 
     async def _lost(self) -> bool:
-        """Whether the consumer is gone or useless, after at most a moment; False while offline."""
+        """Wait up to HEARTBEAT_S; whether the consumer is gone or useless. False while offline."""
         try:
             async with asyncio.timeout(HEARTBEAT_S):
                 await self._stale.wait()
         except TimeoutError:
-            reconnected = self._bus.connected_at > self._attached
+            reconnected = self._bus.connected_at > self._attached_at
             if not (self.silent_for or reconnected):
                 return False
-        if self._bus.client.is_connected:
+        if self._bus.connected:
             return True
         await asyncio.sleep(OFFLINE_S)
         return False

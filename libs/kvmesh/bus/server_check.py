@@ -1,4 +1,4 @@
-"""The demands on a NATS server's configuration, checked before it fails somewhere deep.
+"""Checks a NATS server's configuration when a process starts.
 
 Error codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
 """
@@ -6,13 +6,11 @@ Error codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nats.js.errors import APIError, ServiceUnavailableError
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import ServerUnfit
+from kvmesh.bus.errors import JetStreamError, JetStreamUnavailable, ServerUnfit
 
-LEAST_PAYLOAD = 1 << 20
-GOOD_PAYLOAD = "8MB"
+MIN_PAYLOAD = 1 << 20
+RECOMMENDED_PAYLOAD = "8MB"
 JETSTREAM = "jetstream { store_dir: … }"
 NOT_FOR_ACCOUNT = 10039
 FILES_FULL, MEMORY_FULL, RESOURCES = 10047, 10028, 10023
@@ -20,18 +18,18 @@ NO_CLUSTER = 10074
 
 
 async def check_server(bus: Bus) -> None:
-    """Raise ServerUnfit if the server's settings are too small; else nats-py's errors."""
-    size = bus.client.max_payload
-    if size < LEAST_PAYLOAD:
+    """Raise ServerUnfit for unsuitable server settings, another BusError for other failures."""
+    size = bus.max_payload
+    if size < MIN_PAYLOAD:
         raise ServerUnfit(
-            f"the NATS server takes messages of {size} bytes at most: set max_payload in its"
-            f" configuration to {GOOD_PAYLOAD}, or at least 1MB"
+            f"the NATS server accepts messages of at most {size} bytes: set max_payload in its"
+            f" configuration to {RECOMMENDED_PAYLOAD}, or at least 1MB"
         )
     try:
         await bus.js.account_info()
-    except APIError as error:
-        unnamed = isinstance(error, ServiceUnavailableError) and error.err_code is None
-        if unnamed:  # nobody listens on JetStream's subjects
+    except JetStreamError as error:
+        absent = isinstance(error, JetStreamUnavailable) and error.code == 503
+        if absent and error.err_code is None:  # no process listens on JetStream's subjects
             raise ServerUnfit(
                 f"the NATS server runs without JetStream: add {JETSTREAM} to its configuration"
             ) from error
@@ -44,24 +42,24 @@ async def check_server(bus: Bus) -> None:
 
 
 @contextmanager
-def explained(stream: str, size: float) -> Iterator[None]:
-    """Turn the refusal of a stream of `size` bytes into a ServerUnfit that names the setting."""
+def explained_refusal(stream: str, size: float) -> Iterator[None]:
+    """Turn a refusal of a stream of `size` bytes into a ServerUnfit that names the setting."""
     try:
         yield
-    except APIError as error:
+    except JetStreamError as error:
         reason = _reason(error.err_code, size)
         if reason is None:
             raise
-        raise ServerUnfit(f"the NATS server cannot keep {stream}: {reason}") from error
+        raise ServerUnfit(f"the NATS server cannot store {stream}: {reason}") from error
 
 
 def _reason(code: int | None, size: float) -> str | None:
-    wanted = f"{size / (1 << 20):.0f} MiB are wanted"
+    needed = f"needs {size / (1 << 20):.0f} MiB"
     lower = "or lower the *_bytes of [streams]"
     if code == MEMORY_FULL:
-        return f"{wanted}; raise max_memory_store in its configuration, {lower}"
+        return f"{needed}; raise max_memory_store in its configuration, {lower}"
     if code in (FILES_FULL, RESOURCES):
-        return f"{wanted}; raise max_file_store in its configuration, {lower}"
+        return f"{needed}; raise max_file_store in its configuration, {lower}"
     if code == NO_CLUSTER:
-        return "it is not one of as many servers in a cluster as nats.replicas says"
+        return "its cluster has fewer servers than nats.replicas"
     return None

@@ -1,4 +1,4 @@
-"""Secrets that processes of a mesh share: configured, or made once by whoever needs them first."""
+"""Secrets shared by the processes of a mesh: configured, or created by the first to need them."""
 
 import asyncio
 import logging
@@ -6,39 +6,23 @@ import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from nats.errors import Error as NatsError
-from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js.errors import (
-    KeyWrongLastSequenceError,
-    NoStreamResponseError,
-    NotFoundError,
-    ServerError,
-    ServiceUnavailableError,
-)
-
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.errors import BusError, BusTimeout, Conflict, JetStreamUnavailable, NotFound, cause
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 30.0  # a cluster elects a leader in a few seconds; a request waits 10 s for an answer
 FIRST_DELAY_S = 0.1
-MOST_DELAY_S = 2.0
-# A cluster says these while it elects leaders. It refuses to make a key whose first value is on its
-# way, which nobody can read yet: then the key is not found.
-_PASSING = (
-    NatsTimeoutError,
-    NoStreamResponseError,
-    NotFoundError,
-    ServerError,
-    ServiceUnavailableError,
-)
+MAX_DELAY_S = 2.0
+# A cluster raises these while it elects leaders. NotFound: it refuses to create a key whose first
+# value is being stored, and which cannot be read yet.
+_TRANSIENT = (BusTimeout, JetStreamUnavailable, NotFound)
 
 
 class SecretUnusable(BusError):
-    """The configured or stored secret is not one, or it cannot be read.
+    """The configured or stored secret is invalid or unreadable.
 
-    `configured`: it is the setting that is at fault.
+    `configured`: the setting is at fault.
     """
 
     def __init__(self, reason: str, configured: bool = False) -> None:
@@ -47,7 +31,7 @@ class SecretUnusable(BusError):
 
 
 def parse_secret(text: str, size: int, setting: str) -> bytes:
-    """`size` bytes as they are configured: hexadecimal. Raises SecretUnusable."""
+    """Decode a configured secret of `size` bytes in hexadecimal; raises SecretUnusable."""
     try:
         secret = bytes.fromhex(text)
     except ValueError:
@@ -58,7 +42,7 @@ def parse_secret(text: str, size: int, setting: str) -> bytes:
 
 
 async def _nothing() -> None:
-    """Where a bucket is there already."""
+    """For buckets that exist already."""
 
 
 async def shared_secret(
@@ -69,42 +53,42 @@ async def shared_secret(
     make_bucket: Callable[[], Awaitable[None]] = _nothing,
     patience_s: float = PATIENCE_S,
 ) -> bytes:
-    """The `size` bytes under `name`; whoever comes first makes them.
+    """The `size` bytes under `name`, created at random if missing.
 
-    Tries for `patience_s` seconds while JetStream is not ready. Raises SecretUnusable.
+    Retries for `patience_s` seconds while JetStream is not ready. Raises SecretUnusable.
     """
-    backoff, reason = Backoff(FIRST_DELAY_S, MOST_DELAY_S), ""
+    backoff, reason = Backoff(FIRST_DELAY_S, MAX_DELAY_S), ""
     mine = secrets.token_bytes(size)
     try:
         async with asyncio.timeout(patience_s):
             while True:
                 try:
                     await make_bucket()
-                    value = await _made(bus, bucket, name, mine)
+                    value = await _create_or_get(bus, bucket, name, mine)
                     break
-                except _PASSING as error:
+                except _TRANSIENT as error:
                     if not reason:
                         log.warning(
-                            "cannot read the secret %s yet, trying on: %s", name, cause(error)
+                            "cannot read the secret %s yet, retrying: %s", name, cause(error)
                         )
                     reason = cause(error)
                 await asyncio.sleep(backoff.delay())
     except TimeoutError as error:
         why = f"not within {patience_s:g} s: {reason or 'JetStream does not answer'}"
         raise _unusable(bucket, name, f"cannot be read {why}") from error
-    except NatsError as error:
+    except BusError as error:
         raise _unusable(bucket, name, f"cannot be read: {cause(error)}") from error
     if len(value) != size:
         raise _unusable(bucket, name, f"has {len(value)} bytes, not {size}")
     return value
 
 
-async def _made(bus: Bus, bucket: str, name: str, value: bytes) -> bytes:
-    """What is under `name`: `value` if nothing was."""
-    kept = await bus.js.key_value(bucket)
-    with suppress(KeyWrongLastSequenceError):  # somebody else was first, or we, and did not hear so
-        await kept.create(name, value)
-    return (await kept.get(name)).value or b""
+async def _create_or_get(bus: Bus, bucket: str, name: str, value: bytes) -> bytes:
+    """Store `value` under `name` unless a value exists; returns the stored one."""
+    stored = await bus.js.key_value(bucket)
+    with suppress(Conflict):  # another process was first, or this one and the reply was lost
+        await stored.create(name, value)
+    return (await stored.get(name)).value or b""
 
 
 def _unusable(bucket: str, name: str, reason: str) -> SecretUnusable:

@@ -1,24 +1,24 @@
-"""Telling a stream from one that was rewound: its numbers used again for other messages.
+"""Detection of a rewound stream, which reuses sequence numbers for other messages.
 
-A server that loses what it had not yet written to disk, or gets an older store directory back,
-goes on counting from there. Neither the stream's creation time nor its last number tells: the time
-at which the message of a known number was stored does.
+A server that loses unwritten messages, or is restored from an older store directory, continues
+counting from there. The stream's creation time and last sequence do not reveal it; the time at
+which the message of a known sequence was stored does.
 """
 
-from nats.js.errors import NotFoundError
-
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import NotFound
 
-SAME_S = 1e-4  # the two ways to learn when a message was stored differ in their last digits
+SAME_S = 1e-4  # the two sources of a storage time differ in their last digits
 
 
-async def is_another(bus: Bus, stream: str, seq: int, stored: float) -> bool:
-    """Whether number `seq` is now a message that was not stored at `stored`; False if it is none.
+async def is_rewound(bus: Bus, stream: str, seq: int, stored: float) -> bool:
+    """True if the message of sequence `seq` was stored at another time than `stored`.
 
-    The stream's leader is asked: a replica that answers in its place may be behind.
+    False if there is no such message. The request goes to the stream's leader: a replica that
+    replies in its place may lag.
     """
     try:
         found = await bus.js.get_msg(stream, seq=seq)
-    except NotFoundError:
+    except NotFound:
         return False
     return found.time is None or abs(found.time.timestamp() - stored) > SAME_S

@@ -1,7 +1,7 @@
-"""The JetStream streams and buckets of a mesh: their limits, and how they come to exist.
+"""The JetStream streams and buckets of a mesh: creation and limits.
 
-Whoever comes first makes them. Afterwards no process changes them by starting, however it is set:
-`apply` does, when a command asks for it. Why each is kept as it is: docs/adr/0021.
+The first process creates them. Later processes do not change them, whatever their settings; only
+`apply`, run by a command, does. Reasons for each configuration: docs/adr/0021.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nats.errors import Error as NatsError
 from nats.js.api import (
     DiscardPolicy,
     KeyValueConfig,
@@ -20,21 +19,19 @@ from nats.js.api import (
     StreamConfig,
     StreamInfo,
 )
-from nats.js.errors import APIError, NotFoundError
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.direct_client import PermissionDenied
-from kvmesh.bus.server_check import explained
+from kvmesh.bus.errors import BusError, Conflict, NotFound, NotPermitted
+from kvmesh.bus.server_check import explained_refusal
 
-STREAM_EXISTS = 10058  # JetStream API error "stream name already in use" (other configuration)
 MEMORY = StorageType.MEMORY
-# Records carry ids of their own by which readers know repeats, and no `Nats-Msg-Id`: JetStream has
-# nothing to remember in this window, which cannot be none.
+# Records have ids of their own, by which readers detect repeats, and no `Nats-Msg-Id`: JetStream
+# remembers nothing in this window, which cannot be zero.
 UNUSED_WINDOW_S = 1.0
 
 
-class NotThere(NatsError):
-    """A stream is missing that this process may not make."""
+class StreamMissing(BusError):
+    """A stream is missing that this process is not permitted to create."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class StreamLimits:
 
 
 class Difference(NamedTuple):
-    """A stream has another limit than the settings of this process say; `setting` names that."""
+    """A stream's limit that differs from this process's setting, which `setting` names."""
 
     stream: str
     limit: str
@@ -61,16 +58,16 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         has, wanted = f"{self.has:.15g}", f"{self.wanted:.15g}"
-        return f"{self.stream} has {self.limit} {has}, {self.setting} says {wanted}"
+        return f"{self.stream} has {self.limit} {has}, {self.setting} is {wanted}"
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """A stream as this process would make it: its limits, each with the setting that says so."""
+class _StreamSpec:
+    """A stream as this process would create it: its limits, each with the name of its setting."""
 
     name: str
     limits: dict[str, tuple[float, str]]
-    make: Callable[[], Awaitable[object]]
+    create: Callable[[], Awaitable[object]]
 
     def differences(self, has: StreamConfig) -> list[Difference]:
         return [
@@ -81,64 +78,64 @@ class _Wanted:
 
 
 async def ensure_streams(bus: Bus, limits: StreamLimits | None = None) -> list[Difference]:
-    """Create what is missing; safe to call from every process.
+    """Create missing streams and buckets; safe to call from every process.
 
-    Returns where what exists differs from `limits`. Raises ServerUnfit if the server has no room.
+    Returns the differences of existing ones from `limits`. Raises ServerUnfit if the server lacks
+    space.
     """
     found: list[Difference] = []
-    for wanted in _wanted(bus, limits or StreamLimits()):
+    for wanted in _specs(bus, limits or StreamLimits()):
         found += wanted.differences(await _ensure(bus, wanted))
     return found
 
 
 async def differences(bus: Bus, limits: StreamLimits) -> list[Difference]:
-    """The differences of the mesh's streams and buckets, as far as they exist, from `limits`."""
-    wanted = {each.name: each for each in _wanted(bus, limits)}
+    """The differences of the mesh's existing streams and buckets from `limits`."""
+    wanted = {each.name: each for each in _specs(bus, limits)}
     found: list[Difference] = []
     for info in await mesh_streams(bus):
         name = info.config.name or ""
-        each = wanted.get(name) or _Wanted(name, _replicas(bus), _nothing)
+        each = wanted.get(name) or _StreamSpec(name, _replicas(bus), _nothing)
         found += each.differences(info.config)
     return found
 
 
 async def apply(bus: Bus, changes: list[Difference]) -> None:
-    """Change the limits of streams; what no longer fits is dropped, the oldest first."""
+    """Change the limits of streams; the server drops the oldest messages beyond them."""
     for name in dict.fromkeys(change.stream for change in changes):
         config = (await bus.js.stream_info(name)).config
         new = {change.limit: change.wanted for change in changes if change.stream == name}
         if config.duplicate_window > (age := new.get("max_age", 0)) > 0:
             new["duplicate_window"] = age  # it may not be longer
-        with explained(name, new.get("max_bytes", 0)):
+        with explained_refusal(name, new.get("max_bytes", 0)):
             await bus.js.update_stream(config.evolve(**new))
 
 
 async def mesh_streams(bus: Bus) -> list[StreamInfo]:
-    """Every stream of this mesh, those of its buckets included, by name."""
+    """Every stream of this mesh, including those of its buckets, sorted by name."""
     infos = [info for info in await bus.js.streams_info() if bus.subjects.owns(info.config.name)]
     return sorted(infos, key=lambda info: info.config.name or "")
 
 
-async def _ensure(bus: Bus, wanted: _Wanted) -> StreamConfig:
+async def _ensure(bus: Bus, wanted: _StreamSpec) -> StreamConfig:
     try:
         return (await bus.js.stream_info(wanted.name)).config
-    except NotFoundError:
+    except NotFound:
         pass
     size, _ = wanted.limits.get("max_bytes", (0, ""))
     try:
-        with explained(wanted.name, size):
-            await wanted.make()
-    except PermissionDenied:
-        raise NotThere(
-            f"stream {wanted.name} is missing, and only frontends and operators may make it"
+        with explained_refusal(wanted.name, size):
+            await wanted.create()
+    except NotPermitted:
+        raise StreamMissing(
+            f"stream {wanted.name} is missing, and only frontends and operators may create it"
         ) from None
-    except APIError as error:
-        if error.err_code != STREAM_EXISTS:  # else somebody else was first
-            raise
+    except Conflict:
+        pass  # another process was first
     return (await bus.js.stream_info(wanted.name)).config
 
 
-def _wanted(bus: Bus, limits: StreamLimits) -> list[_Wanted]:
+def _specs(bus: Bus, limits: StreamLimits) -> list[_StreamSpec]:
     return [*_streams(bus, limits), _instances(bus, limits), *_buckets(bus)]
 
 
@@ -146,7 +143,7 @@ def _replicas(bus: Bus) -> dict[str, tuple[float, str]]:
     return {"num_replicas": (bus.options.replicas, "nats.replicas")}
 
 
-def _streams(bus: Bus, limits: StreamLimits) -> list[_Wanted]:
+def _streams(bus: Bus, limits: StreamLimits) -> list[_StreamSpec]:
     names, file = bus.subjects, StorageType.FILE
     kinds = [
         ("kv", names.kv_stream, names.kv_all, limits.kv_bytes, limits.kv_age_s, file),
@@ -158,7 +155,7 @@ def _streams(bus: Bus, limits: StreamLimits) -> list[_Wanted]:
             limits.route_age_s,
             file,
         ),
-        # what runs now: worthless once the server that kept it is gone
+        # active sequences: worthless once the server that held them is gone
         ("seq", names.seq_stream, names.seq_all, limits.seq_bytes, limits.seq_age_s, MEMORY),
     ]
     return [_stream(bus, *kind) for kind in kinds]
@@ -166,7 +163,7 @@ def _streams(bus: Bus, limits: StreamLimits) -> list[_Wanted]:
 
 def _stream(
     bus: Bus, kind: str, name: str, subject: str, size: int, age: float, storage: StorageType
-) -> _Wanted:
+) -> _StreamSpec:
     config = StreamConfig(
         name=name,
         subjects=[subject],
@@ -183,10 +180,10 @@ def _stream(
         "max_bytes": (size, f"streams.{kind}_bytes"),
         "max_age": (age, f"streams.{kind}_age_s"),
     }
-    return _Wanted(name, {**limits, **_replicas(bus)}, lambda: bus.js.add_stream(config))
+    return _StreamSpec(name, {**limits, **_replicas(bus)}, lambda: bus.js.add_stream(config))
 
 
-def _instances(bus: Bus, limits: StreamLimits) -> _Wanted:
+def _instances(bus: Bus, limits: StreamLimits) -> _StreamSpec:
     bucket = bus.subjects.instances_bucket
     config = KeyValueConfig(
         bucket=bucket,
@@ -196,20 +193,20 @@ def _instances(bus: Bus, limits: StreamLimits) -> _Wanted:
         replicas=bus.options.replicas,
         limit_marker_ttl=max(limits.lease_s, 1.0),
     )
-    # its TTL is no limit to be changed: processes read it when they connect
-    return _Wanted(f"KV_{bucket}", _replicas(bus), lambda: bus.js.create_key_value(config))
+    # its TTL is not among the limits: processes read it from the bucket when they connect
+    return _StreamSpec(f"KV_{bucket}", _replicas(bus), lambda: bus.js.create_key_value(config))
 
 
-def _buckets(bus: Bus) -> list[_Wanted]:
+def _buckets(bus: Bus) -> list[_StreamSpec]:
     names, replicas, js = bus.subjects, bus.options.replicas, bus.js
 
-    def values(name: str) -> _Wanted:
+    def values(name: str) -> _StreamSpec:
         config = KeyValueConfig(bucket=name, replicas=replicas)
-        return _Wanted(f"KV_{name}", _replicas(bus), lambda: js.create_key_value(config))
+        return _StreamSpec(f"KV_{name}", _replicas(bus), lambda: js.create_key_value(config))
 
-    def objects(name: str) -> _Wanted:
+    def objects(name: str) -> _StreamSpec:
         config = ObjectStoreConfig(bucket=name, replicas=replicas)
-        return _Wanted(
+        return _StreamSpec(
             f"OBJ_{name}", _replicas(bus), lambda: js.create_object_store(name, config=config)
         )
 
@@ -222,14 +219,14 @@ def _buckets(bus: Bus) -> list[_Wanted]:
 
 
 async def _nothing() -> None:
-    """In place of making what another package makes."""
+    """Creation of a stream that another package creates."""
 
 
 async def purge_states(bus: Bus) -> None:
-    """Empty the streams and delete the index snapshots; what does not exist yet stays so."""
+    """Empty the streams and delete the index snapshots, as far as they exist."""
     subjects = bus.subjects
     for stream in (subjects.kv_stream, subjects.route_stream, subjects.seq_stream):
-        with contextlib.suppress(NotFoundError):
+        with contextlib.suppress(NotFound):
             await bus.js.purge_stream(stream)
-    with contextlib.suppress(NotFoundError):
+    with contextlib.suppress(NotFound):
         await bus.js.delete_object_store(subjects.index_bucket)

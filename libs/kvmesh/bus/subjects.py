@@ -1,4 +1,4 @@
-"""Every subject, stream, bucket and consumer name of the mesh, built in this one place."""
+"""Every subject, stream, bucket and key of the mesh."""
 
 import re
 from dataclasses import dataclass
@@ -6,9 +6,8 @@ from functools import lru_cache
 
 ROOT = "kvm"  # the first token of every subject
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
-PLACED = frozenset(
-    ("work", "out", "ctl", "dump", "ping", "kvbm", "load")
-)  # they end with an instance
+# kinds of subjects that end with an instance
+INSTANCE_KINDS = frozenset(("work", "out", "ctl", "dump", "ping", "kvbm", "load"))
 _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 
 
@@ -24,19 +23,19 @@ def untoken(subject_token: str) -> str:
 
 
 @lru_cache(4096)
-def place(instance: str) -> tuple[str, ...]:
-    """An instance id as subject tokens: the name of its process, then this life of it.
+def instance_tokens(instance: str) -> tuple[str, ...]:
+    """An instance id as subject tokens: the process's name, then the suffix of this instance.
 
-    A server's permissions go by whole tokens: so may one process be told from others.
+    A server's permissions match whole tokens, so they can single out one process.
     """
-    name, _, life = instance.rpartition("-")
-    return (token(name), token(life)) if name and life else (token(instance),)
+    name, _, suffix = instance.rpartition("-")
+    return (token(name), token(suffix)) if name and suffix else (token(instance),)
 
 
 def name_of(instance: str) -> str:
-    """The name of the process that an instance id is a life of; itself if it names no life."""
-    name, _, life = instance.rpartition("-")
-    return name if name and life else instance
+    """The name of an instance's process; the id itself if it has no suffix."""
+    name, _, suffix = instance.rpartition("-")
+    return name if name and suffix else instance
 
 
 def _unescape(run: str) -> str:
@@ -67,10 +66,10 @@ class Subjects:
         return f"kvm-{self.namespace}-seq"
 
     def owns(self, stream: str | None) -> bool:
-        """Whether a stream is this mesh's, or holds one of its buckets."""
+        """True if a stream belongs to this mesh, directly or as one of its buckets."""
         name = (stream or "").removeprefix("KV_").removeprefix("OBJ_")
         kind = name.removeprefix(f"kvm-{self.namespace}-")
-        return kind != name and "-" not in kind  # another mesh's name may begin with this one's
+        return kind != name and "-" not in kind  # another namespace may have this one as its prefix
 
     def kv(self, model: str, worker: str) -> str:
         return self._of("kv", token(model), token(worker))
@@ -117,12 +116,12 @@ class Subjects:
 
     @property
     def secrets_bucket(self) -> str:
-        """The bucket of secrets that frontends alone may read."""
+        """The bucket of secrets that only frontends may read."""
         return f"kvm-{self.namespace}-secrets"
 
     @property
     def tenants_key(self) -> str:
-        """Key, in the secrets bucket, of the secret under which tenants are told apart."""
+        """Key, in the secrets bucket, of the secret that salts tenants' names."""
         return "tenants"
 
     @property
@@ -139,19 +138,19 @@ class Subjects:
 
     @property
     def identity_key(self) -> str:
-        """Key, in the kvbm bucket, of the secret under which blocks are named in shared tiers."""
+        """Key, in the kvbm bucket, of the secret that keys block digests in shared tiers."""
         return "identity"
 
     def lease_key(self, role: str, instance: str) -> str:
         """Key of a process's lease in the instances bucket."""
-        return ".".join((role, *place(instance)))
+        return ".".join((role, *instance_tokens(instance)))
 
     def busy_key(self, model: str) -> str:
         """Key of a model's busy thresholds in the router bucket."""
         return f"busy.{token(model)}"
 
     def bandit_key(self, model: str, router: str) -> str:
-        """Key of what one router has learned about a model, in the router bucket."""
+        """Key, in the router bucket, of one router's policy state for a model."""
         return f"bandit.{token(model)}.{token(router)}"
 
     # request/reply in queue groups
@@ -164,15 +163,15 @@ class Subjects:
         return self._of("index", "*")
 
     def index_at(self, instance: str) -> str:
-        """One indexer, whatever the model."""
-        return self._of("indexer", *place(instance))
+        """Queries to one indexer, for every model."""
+        return self._of("indexer", *instance_tokens(instance))
 
     def index_part_at(self, instance: str) -> str:
-        """One indexer, about its own shard alone."""
-        return self._of("indexer", *place(instance), "part")
+        """Queries to one indexer about its own shard only."""
+        return self._of("indexer", *instance_tokens(instance), "part")
 
     def index_shard(self, model: str, shard: str) -> str:
-        """One shard of a divided index; `shard` names the division as well as the part."""
+        """One shard of a sharded index; `shard` names the shard count as well as the shard."""
         return self._of("index", token(model), token(shard))
 
     def index_shard_all(self, shard: str) -> str:
@@ -182,52 +181,52 @@ class Subjects:
         return self._of("router", token(model))
 
     def router_at(self, model: str, instance: str) -> str:
-        """One router, which says at once that it has the question."""
-        return self._of("router", token(model), *place(instance))
+        """Requests to one router, which acknowledges at once."""
+        return self._of("router", token(model), *instance_tokens(instance))
 
     @property
     def sessions(self) -> str:
-        """What frontends ask one another about sessions."""
+        """Session queries between frontends."""
         return self._of("sessions")
 
     @property
     def limits(self) -> str:
-        """Frontends tell one another here how much of their limits API keys have used."""
+        """Use of API keys' limits, published between frontends."""
         return self._of("limits")
 
     # one process each
 
     def work(self, instance: str) -> str:
-        return self._of("work", *place(instance))
+        return self._of("work", *instance_tokens(instance))
 
     def out(self, frontend: str) -> str:
-        return self._of("out", *place(frontend))
+        return self._of("out", *instance_tokens(frontend))
 
     def ctl(self, instance: str) -> str:
-        return self._of("ctl", *place(instance))
+        return self._of("ctl", *instance_tokens(instance))
 
     def dump(self, instance: str) -> str:
-        """What do you hold? No command, since indexers ask it and command nothing."""
-        return self._of("dump", *place(instance))
+        """Requests for a dump. Not a control command: indexers may send no commands."""
+        return self._of("dump", *instance_tokens(instance))
 
     def kvbm(self, instance: str) -> str:
-        """What the workers of a node ask of its kvbm."""
-        return self._of("kvbm", *place(instance))
+        """Requests of a node's workers to its kvbm."""
+        return self._of("kvbm", *instance_tokens(instance))
 
     def computing(self, model: str) -> str:
-        """What the kvbms of all nodes tell each other that their workers compute."""
+        """Compute claims, published between the kvbms of all nodes."""
         return self._of("computing", token(model))
 
     def computing_before(self, instance: str) -> str:
-        """What the others tell one kvbm of what began before it could hear of it."""
-        return self._of("computing", "before", *place(instance))
+        """Compute claims older than one kvbm's subscription, sent to that kvbm."""
+        return self._of("computing", "before", *instance_tokens(instance))
 
     def ping(self, instance: str) -> str:
-        """Are you there? No command, so that others than those who command may ask."""
-        return self._of("ping", *place(instance))
+        """Pings. Not a control command: roles without commands may send it."""
+        return self._of("ping", *instance_tokens(instance))
 
     def load(self, instance: str) -> str:
-        return self._of("load", *place(instance))
+        return self._of("load", *instance_tokens(instance))
 
     @property
     def load_all(self) -> str:
@@ -238,11 +237,11 @@ class Subjects:
         return self._of(">")
 
     def expand(self, pattern: str) -> str:
-        """A user's short pattern (`kv.>`, `route.*`) within this namespace; full ones unchanged."""
+        """A short pattern (`kv.>`, `route.*`) within this namespace; full patterns unchanged."""
         return pattern if pattern.startswith("kvm.") else self._of(pattern)
 
     def parse(self, subject: str) -> tuple[str, tuple[str, ...]]:
         """The kind of a subject of this mesh (`kv`, `route`, …) and the names after it."""
         kind, *names = subject.split(".")[2:]
         found = tuple(untoken(name) for name in names)
-        return kind, ("-".join(found),) if kind in PLACED else found
+        return kind, ("-".join(found),) if kind in INSTANCE_KINDS else found

@@ -1,4 +1,4 @@
-"""The TLS context of a connection to NATS: the authority it trusts and the certificate it shows."""
+"""TLS context of the connection to NATS: trusted authority and own certificate."""
 
 import ssl
 from pathlib import Path
@@ -13,7 +13,7 @@ def tls_context(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSL
         return None
     for file in (ca, cert, key):
         if file is not None and not file.is_file():
-            raise FileNotFoundError(f"there is no file {file}")
+            raise FileNotFoundError(f"no such file: {file}")
     try:
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:

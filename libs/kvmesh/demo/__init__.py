@@ -1,4 +1,4 @@
-"""The model folder that ships with the mesh: a real tokenizer and chat template, no weights."""
+"""The demo model folder: a real tokenizer and chat template, without weights."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ NAME = "kvmesh-demo"
 
 
 def model_dir() -> Path:
-    """A Hugging Face model folder for the mock engine; `kvmesh.demo.train` made it."""
+    """Return the Hugging Face model folder for the mock engine, made by `kvmesh.demo.train`."""
     return Path(__file__).parent / NAME

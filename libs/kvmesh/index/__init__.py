@@ -3,17 +3,21 @@ from kvmesh.index.interface import (
     MAX_RANKS,
     TIERS,
     Buffer,
+    IndexRow,
     IndexStats,
     OverlapSegment,
     PrefixIndex,
+    unpack_rows,
 )
 
 __all__ = [
     "MAX_RANKS",
     "TIERS",
     "Buffer",
+    "IndexRow",
     "IndexStats",
     "OverlapSegment",
     "PrefixIndex",
     "create_index",
+    "unpack_rows",
 ]

@@ -1,4 +1,4 @@
-"""Which prefix index the services use."""
+"""Constructor of the prefix index that services use."""
 
 from kvmesh._native import NativePrefixIndex
 from kvmesh.index.interface import PrefixIndex

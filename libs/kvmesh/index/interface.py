@@ -1,17 +1,20 @@
-"""What a prefix index must do; `reference` is the plain statement, `kvmesh._native` the fast one.
+"""Interface of a prefix index; `kvmesh._native` implements it, `reference` specifies it.
 
-Vocabulary: a *rank* is one data-parallel rank of one worker instance, named by a small integer
-that the caller assigns and may reuse after `clear`; a *tier* is 0 (engine), 1 (host), 2 (disk) or
-3 (remote). Hash arrays are buffers of little-endian unsigned 64-bit integers, so they pass from
-the wire to the core as they are. Bad arguments raise ValueError and change nothing.
+A *rank* is one data-parallel rank of one worker instance, identified by a small integer that the
+caller assigns and may reuse after `clear`. A *tier* is 0 (engine), 1 (host), 2 (disk) or 3
+(remote). Hash arrays are buffers of little-endian unsigned 64-bit integers, so they pass from the
+wire to the core unchanged. Invalid arguments raise ValueError and change nothing.
 """
 
+from collections.abc import Iterator
+from struct import Struct
 from typing import NamedTuple, Protocol, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 TIERS = 4
 MAX_RANKS = 1 << 20
+ROW = Struct(f"<{1 + TIERS}I")  # packed form of IndexRow
 
 
 class IndexStats(NamedTuple):
@@ -22,11 +25,33 @@ class IndexStats(NamedTuple):
     bytes: int
 
 
-class OverlapSegment(NamedTuple):
-    """A chain of blocks that one rank holds in one tier, as `dump` gives it.
+class IndexRow(NamedTuple):
+    """Blocks of one rank per tier, as `find` and `ranks` return them in packed form.
 
-    `previous` is the salt where the chain starts a prompt (`root`), else the sequence hash of the
-    block before, which the rank may no longer hold.
+    In an `OverlapReply`, `rank` is the index into its ranks.
+    """
+
+    rank: int
+    engine: int
+    host: int
+    disk: int
+    remote: int
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        return self[1:]
+
+
+def unpack_rows(rows: Buffer) -> Iterator[IndexRow]:
+    """Yield packed rows; raises struct.error unless they are whole."""
+    return map(IndexRow._make, ROW.iter_unpack(rows))
+
+
+class OverlapSegment(NamedTuple):
+    """A chain of blocks that one rank holds in one tier, as returned by `dump`.
+
+    `previous` is the salt if the chain starts a prompt (`root`), else the sequence hash of the
+    preceding block, which the rank may no longer hold.
     """
 
     tier: int
@@ -39,12 +64,12 @@ class OverlapSegment(NamedTuple):
 class PrefixIndex(Protocol):
     """Longest-prefix match over the blocks that ranks hold.
 
-    A block has two identities: the engine's opaque hash, unique within one (rank, tier) and used
-    only to name parents and removals; and the mesh's sequence hash, which the index derives by
-    chaining local hashes from the parent's sequence hash (from `salt` where there is no parent).
+    A block has two hashes: the engine's opaque hash, unique within one (rank, tier) and used only
+    to identify parents and removed blocks; and the mesh's sequence hash, which the index derives by
+    chaining local hashes from the parent's sequence hash (from `salt` if there is no parent).
 
-    Thread-safety: `find` and `find_batch` never wait for a writer and release the GIL; calls that
-    change one rank must come in order, calls for different ranks may run in parallel.
+    Thread safety: `find` and `find_batch` never wait for a writer and release the GIL; calls that
+    change one rank must be in order, calls for different ranks may run in parallel.
     """
 
     def store(
@@ -52,16 +77,16 @@ class PrefixIndex(Protocol):
     ) -> bool:
         """Add consecutive blocks after `parent` (an engine hash). Storing a held block is a no-op.
 
-        `parent` is sought in `tier`, then in the rank's other tiers from the engine downwards.
-        Returns False, and changes nothing, when the rank holds it nowhere: the caller has missed
-        an event. `salt` counts only where `parent` is None.
+        `parent` is looked up in `tier`, then in the rank's other tiers from the engine downwards.
+        Returns False and changes nothing if the rank does not hold it: the caller has missed an
+        event. `salt` is used only if `parent` is None.
         """
         ...
 
     def attach(self, rank: int, tier: int, previous: int, engine: Buffer, local: Buffer) -> None:
         """Add consecutive blocks after the block with sequence hash `previous`, held or not.
 
-        This is how a dumped `OverlapSegment` that is not a root returns.
+        Restores a dumped `OverlapSegment` that is not a root.
         """
         ...
 
@@ -70,31 +95,31 @@ class PrefixIndex(Protocol):
         ...
 
     def clear(self, rank: int, tier: int | None = None) -> int:
-        """Drop all that a rank holds, in one tier or in all; returns how many blocks that was."""
+        """Drop all blocks of a rank, in one tier or in all; returns their number."""
         ...
 
     def find(self, sequence: Buffer) -> bytes:
-        """Match one prompt given as its sequence hashes, first block first.
+        """Match one prompt, given by its sequence hashes, first block first.
 
-        Returns rows of five little-endian uint32, in no particular order: rank, then for each
-        tier the number of leading blocks that it adds beyond the tiers before it. With U(t) the
-        union of what the rank holds in tiers 0..t, tiers 0..t together add the length of the
-        longest prefix within U(t). Ranks that match nothing are left out.
+        Returns packed `IndexRow`s in no particular order: the rank, then for each tier the number
+        of leading blocks that it adds to the tiers before it. With U(t) the union of the rank's
+        blocks in tiers 0..t, tiers 0..t together add the length of the longest prefix within U(t).
+        Ranks without a match are left out.
         """
         ...
 
     def find_batch(self, sequences: list[Buffer]) -> list[bytes]:
-        """`find` for each prompt in one crossing."""
+        """Match several prompts in one call of the native core."""
         ...
 
     def dump(self, rank: int) -> list[OverlapSegment]:
-        """Return all that a rank holds; storing (roots) or attaching the segments restores it."""
+        """Return all blocks of a rank; storing (roots) or attaching the segments restores them."""
         ...
 
     def ranks(self) -> bytes:
-        """Return rows of five little-endian uint32: rank, then blocks held in each tier.
+        """Return packed `IndexRow`s: the rank, then the number of its blocks in each tier.
 
-        Ranks that hold nothing are left out.
+        Ranks without blocks are left out.
         """
         ...
 

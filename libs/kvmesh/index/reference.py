@@ -1,14 +1,21 @@
-"""The prefix index in plain Python: the statement that the native core is tested against."""
+"""Prefix index in plain Python: the reference that the native core is tested against."""
 
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from struct import iter_unpack, pack
+from struct import iter_unpack
 from typing import NamedTuple
 
 from kvmesh.hashing import sequence_hashes
-from kvmesh.index.interface import MAX_RANKS, TIERS, Buffer, IndexStats, OverlapSegment
+from kvmesh.index.interface import (
+    MAX_RANKS,
+    ROW,
+    TIERS,
+    Buffer,
+    IndexStats,
+    OverlapSegment,
+)
 
 
 class _Block(NamedTuple):
@@ -19,7 +26,7 @@ class _Block(NamedTuple):
 
 
 class ReferencePrefixIndex:
-    """A dictionary of engine hash to block for each (rank, tier)."""
+    """Maps engine hashes to blocks, per (rank, tier)."""
 
     def __init__(self) -> None:
         self._held: defaultdict[tuple[int, int], dict[int, _Block]] = defaultdict(dict)
@@ -66,7 +73,7 @@ class ReferencePrefixIndex:
     def find(self, sequence: Buffer) -> bytes:
         prompt = _hashes(sequence)
         rows = ((rank, *self._depths(rank, prompt)) for rank in {rank for rank, _ in self._held})
-        return b"".join(pack("<5I", *row) for row in rows if any(row[1:]))
+        return b"".join(ROW.pack(*row) for row in rows if any(row[1:]))
 
     def _depths(self, rank: int, prompt: list[int]) -> Iterator[int]:
         union: set[int] = set()
@@ -97,7 +104,7 @@ class ReferencePrefixIndex:
     def ranks(self) -> bytes:
         ranks = sorted({rank for (rank, _), held in self._held.items() if held})
         counts = ((rank, *(len(self._held[rank, tier]) for tier in range(TIERS))) for rank in ranks)
-        return b"".join(pack("<5I", *row) for row in counts)
+        return b"".join(ROW.pack(*row) for row in counts)
 
     def stats(self) -> IndexStats:
         held = [blocks for blocks in self._held.values() if blocks]

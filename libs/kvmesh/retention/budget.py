@@ -1,8 +1,7 @@
-"""Promises of one tier: granted within a budget per tenant, and accounted for until they end.
+"""Retention budget of one tier: grants claims within a bound per tenant and accounts for them.
 
-A promise is soft: it orders eviction and never prevents it. The owner of the blocks holds a
-`BlockRetention` for those on which there are claims, and says their `size` in every
-call, in the budget's unit.
+A claim is soft: it orders eviction and never prevents it. The owner of the blocks holds a
+`BlockRetention` for claimed blocks and passes their `size` in every call, in the budget's unit.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +9,9 @@ from math import inf
 
 from kvmesh.bus.messages import Retain
 from kvmesh.retention.claims import (
-    MOST_LEVEL,
-    PLAIN,
-    PLAIN_LEVEL,
+    DEFAULT_LEVEL,
+    MAX_LEVEL,
+    UNCLAIMED,
     BlockRetention,
     EvictionRank,
     RetentionClaim,
@@ -20,145 +19,145 @@ from kvmesh.retention.claims import (
 )
 from kvmesh.retention.outcomes import Directive, DirectiveOutcome, Outcomes
 
-FORGET_S = 3600.0
+UNLIMITED_TTL_S = 3600.0
 
 
 def directives(retention: Sequence[Retain], tenant: str) -> list[Directive]:
-    """One for each explicit entry, in the order in which wishes count them."""
+    """Return one directive per explicit entry, in the order of `RetentionWish.directive`."""
     return [Directive(tenant, r.priority, r.ttl_s) for r in retention if r.explicit]
 
 
 class RetentionBudget:
-    """At most `most` of each tenant's blocks are kept beyond their turn because it asked so.
+    """Bounds the blocks retained at each tenant's request to `max_size`.
 
-    What is to be kept without an end is, until nobody has used it for `forget_s` seconds: else it
-    would fill the budget for good.
+    Wishes without a deadline end `unlimited_ttl_s` seconds after the last use of the blocks;
+    otherwise they would occupy the budget for good.
     """
 
     def __init__(
         self,
-        most: int,
-        tell: Callable[[Directive, DirectiveOutcome], None] | None = None,
-        forget_s: float = FORGET_S,
+        max_size: int,
+        on_outcome: Callable[[Directive, DirectiveOutcome], None] | None = None,
+        unlimited_ttl_s: float = UNLIMITED_TTL_S,
     ) -> None:
-        self.most = most
-        self._forget_s = forget_s
-        self.outcomes = Outcomes(tell)
+        self.max_size = max_size
+        self._unlimited_ttl_s = unlimited_ttl_s
+        self.outcomes = Outcomes(on_outcome)
         self.charged: dict[str, int] = {}
 
-    def grantable(self, keep: BlockRetention, size: int, wish: RetentionWish) -> int:
-        """How much of `size` the tenant's budget has room for."""
-        if keep.charged or not wish.keeps:
+    def grantable(self, retention: BlockRetention, size: int, wish: RetentionWish) -> int:
+        """Return how much of `size` the tenant's budget can grant."""
+        if retention.charged or not wish.needs_budget:
             return size
-        return max(0, min(size, self.most - self.charged.get(keep.tenant, 0)))
+        return max(0, min(size, self.max_size - self.charged.get(retention.tenant, 0)))
 
     def claim(
         self,
-        keep: BlockRetention,
+        retention: BlockRetention,
         size: int,
         wish: RetentionWish,
         now: float,
         directive: Directive | None = None,
-        alone: bool = True,
+        exclusive: bool = True,
     ) -> bool:
-        """Grant a wish on a use at `now`; False if the budget has no room for it.
+        """Grant a wish on a use at `now`; False if it exceeds the budget.
 
-        `alone`: only the session that asks uses the blocks, so that its last word counts. What
-        others use as well keeps what they asked for.
+        `exclusive`: only the requesting session uses the blocks, so its wish replaces earlier ones.
+        On shared blocks the claims of other sessions remain.
         """
-        self.lapse(keep, size, now)
+        self.expire(retention, size, now)
         if directive is not None:
-            directive.asked += size
-        if self.grantable(keep, size, wish) < size:
-            keep.renew(now)
+            directive.requested_blocks += size
+        if self.grantable(retention, size, wish) < size:
+            retention.renew(now)
             return False
         if directive is not None:
-            directive.blocks += size
-        self._set(keep, wish, now, directive, alone)
-        self._settle(keep, size)
+            directive.granted_blocks += size
+        self._set_claim(retention, wish, now, directive, exclusive)
+        self._update_charge(retention, size)
         return True
 
-    def touch(self, keep: BlockRetention, size: int, now: float) -> None:
-        """Blocks were used at `now` by somebody who asks nothing for them."""
-        self.lapse(keep, size, now)
-        keep.lift()
-        keep.renew(now)
-        self._settle(keep, size)
+    def touch(self, retention: BlockRetention, size: int, now: float) -> None:
+        """Record a use at `now` by a request without a wish for these blocks."""
+        self.expire(retention, size, now)
+        retention.drop_low_claims()
+        retention.renew(now)
+        self._update_charge(retention, size)
 
-    def lapse(self, keep: BlockRetention, size: int, now: float) -> EvictionRank:
-        """Drop claims whose time is over; where the blocks stand then."""
-        for claim in keep.lapse(now):
+    def expire(self, retention: BlockRetention, size: int, now: float) -> EvictionRank:
+        """Drop expired claims; return the eviction rank of the blocks after that."""
+        for claim in retention.expire(now):
             if claim.directive is not None:
-                self.outcomes.ended(claim.directive, DirectiveOutcome.EXPIRED)
-        self._settle(keep, size)
-        return keep.standing(now) if keep else PLAIN
+                self.outcomes.record_end(claim.directive, DirectiveOutcome.EXPIRED)
+        self._update_charge(retention, size)
+        return retention.eviction_rank(now) if retention else UNCLAIMED
 
     def pin(
         self,
-        keep: BlockRetention,
+        retention: BlockRetention,
         size: int,
         pin: str,
         priority: int,
         deadline: float,
         directive: Directive,
     ) -> bool:
-        """Grant a pin until `deadline`, whoever else asks what; False if there is no room."""
-        wish = RetentionWish(min(max(priority, PLAIN_LEVEL), MOST_LEVEL), deadline)
-        directive.asked += size
-        if self.grantable(keep, size, wish) < size:
+        """Grant a pin until `deadline`, independent of claims; False if it exceeds the budget."""
+        wish = RetentionWish(min(max(priority, DEFAULT_LEVEL), MAX_LEVEL), deadline)
+        directive.requested_blocks += size
+        if self.grantable(retention, size, wish) < size:
             return False
-        directive.blocks += size
-        keep.pins[pin] = RetentionClaim(wish, deadline, inf, directive)
-        self._settle(keep, size)
+        directive.granted_blocks += size
+        retention.pins[pin] = RetentionClaim(wish, deadline, inf, directive)
+        self._update_charge(retention, size)
         return True
 
-    def unpin(self, keep: BlockRetention, size: int, pin: str) -> None:
-        """Forget a pin."""
-        keep.pins.pop(pin, None)
-        self._settle(keep, size)
+    def unpin(self, retention: BlockRetention, size: int, pin: str) -> None:
+        """Remove a pin."""
+        retention.pins.pop(pin, None)
+        self._update_charge(retention, size)
 
-    def evicted(self, keep: BlockRetention, size: int, now: float) -> None:
-        """So much of the blocks was given up for something else."""
-        for claim in keep.all:
-            if claim.directive is not None and claim.wish.keeps and claim.deadline > now:
-                self.outcomes.ended(claim.directive, DirectiveOutcome.EVICTED)
-        self.freed(keep, size)
+    def on_evicted(self, retention: BlockRetention, size: int, now: float) -> None:
+        """Account for `size` of the blocks, evicted to make space for other blocks."""
+        for claim in retention.all_claims:
+            if claim.directive is not None and claim.wish.needs_budget and claim.deadline > now:
+                self.outcomes.record_end(claim.directive, DirectiveOutcome.EVICTED)
+        self.on_dropped(retention, size)
 
-    def freed(self, keep: BlockRetention, size: int) -> None:
-        """So much of the blocks is gone because nobody wants it any more."""
-        if keep.charged:
-            self._charge(keep.tenant, -size)
+    def on_dropped(self, retention: BlockRetention, size: int) -> None:
+        """Account for `size` of the blocks, dropped because no session needs them any more."""
+        if retention.charged:
+            self._charge(retention.tenant, -size)
 
-    def _set(
+    def _set_claim(
         self,
-        keep: BlockRetention,
+        retention: BlockRetention,
         wish: RetentionWish,
         now: float,
         directive: Directive | None,
-        alone: bool,
+        exclusive: bool,
     ) -> None:
-        if directive is None and any(claim.directive is not None for claim in keep.claims):
-            keep.renew(now)  # a default does not revise what somebody asked for
+        if directive is None and any(c.directive is not None for c in retention.claims):
+            retention.renew(now)  # a default does not override an explicit directive
             return
-        if alone:
-            keep.claims = ()
-        elif wish.level >= PLAIN_LEVEL:
-            keep.lift()
-        elif not keep.claims:
-            return  # others use them and have asked for nothing
-        keep.renew(now)
-        if not wish.plain:
-            ttl_s = self._forget_s if wish.ttl_s is None else wish.ttl_s
-            keep.add(RetentionClaim(wish, now + ttl_s, ttl_s, directive))
+        if exclusive:
+            retention.claims = ()
+        elif wish.level >= DEFAULT_LEVEL:
+            retention.drop_low_claims()
+        elif not retention.claims:
+            return  # other sessions use the blocks at the default level
+        retention.renew(now)
+        if not wish.is_default:
+            ttl_s = self._unlimited_ttl_s if wish.ttl_s is None else wish.ttl_s
+            retention.add(RetentionClaim(wish, now + ttl_s, ttl_s, directive))
 
-    def _settle(self, keep: BlockRetention, size: int) -> None:
-        if keep.charged != keep.keeps:
-            keep.charged = keep.keeps
-            self._charge(keep.tenant, size if keep.charged else -size)
+    def _update_charge(self, retention: BlockRetention, size: int) -> None:
+        if retention.charged != retention.needs_budget:
+            retention.charged = retention.needs_budget
+            self._charge(retention.tenant, size if retention.charged else -size)
 
     def _charge(self, tenant: str, size: int) -> None:
-        left = self.charged.get(tenant, 0) + size
-        if left:
-            self.charged[tenant] = left
+        charged = self.charged.get(tenant, 0) + size
+        if charged:
+            self.charged[tenant] = charged
         else:
             self.charged.pop(tenant, None)

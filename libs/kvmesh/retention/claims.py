@@ -1,16 +1,16 @@
-"""What is asked for a block, and where it stands in the order of eviction because of that."""
+"""Retention claims on blocks, and the eviction rank that follows from them."""
 
 from typing import NamedTuple
 
 from kvmesh.retention.outcomes import Directive
 
-PLAIN_LEVEL = 35
-MOST_LEVEL = 100
+DEFAULT_LEVEL = 35
+MAX_LEVEL = 100
 THINKING_LEVEL = -1
 
 
 class EvictionRank(NamedTuple):
-    """A place in the order of eviction: what compares lower goes first. It holds until `until`.
+    """Position in the eviction order, valid until `until`: the lowest is evicted first.
 
     Levels are the priorities 0 to 100 of TensorRT-LLM's retention, and -1. Times are seconds on
     the caller's clock, above 0.
@@ -20,32 +20,35 @@ class EvictionRank(NamedTuple):
     until: float
 
 
-PLAIN = EvictionRank(PLAIN_LEVEL, 0.0)
+UNCLAIMED = EvictionRank(DEFAULT_LEVEL, 0.0)
 
 
 class RetentionWish(NamedTuple):
-    """What a caller or a default asks for some blocks; `ttl_s` counts from each use.
+    """Retention requested for some blocks, by a caller or by a default.
 
-    `directive` is the place among the explicit directives of the request, None for a default.
+    `ttl_s` counts from each use; None sets no deadline. `directive` is the index among the explicit
+    directives of the request, None for a default.
     """
 
-    level: int = PLAIN_LEVEL
+    level: int = DEFAULT_LEVEL
     ttl_s: float | None = None
     directive: int | None = None
 
     @property
-    def plain(self) -> bool:
-        """Whether it asks for nothing: the same as no wish."""
-        return self.level == PLAIN_LEVEL and self.ttl_s is None
+    def is_default(self) -> bool:
+        """True if the wish has no effect: blocks without a wish are treated the same."""
+        return self.level == DEFAULT_LEVEL and self.ttl_s is None
 
     @property
-    def keeps(self) -> bool:
-        """Whether it asks for more than others get, which a budget bounds."""
-        return self.level > PLAIN_LEVEL or (self.level == PLAIN_LEVEL and self.ttl_s is not None)
+    def needs_budget(self) -> bool:
+        """True if the blocks are retained longer than unclaimed ones; a budget bounds these."""
+        return self.level > DEFAULT_LEVEL or (
+            self.level == DEFAULT_LEVEL and self.ttl_s is not None
+        )
 
 
 class RetentionClaim(NamedTuple):
-    """A wish that was granted until `deadline`, which each use moves to `ttl_s` after it."""
+    """A wish granted until `deadline`; each use of the block moves that to `ttl_s` later."""
 
     wish: RetentionWish
     deadline: float
@@ -53,19 +56,19 @@ class RetentionClaim(NamedTuple):
     directive: Directive | None = None
 
     @property
-    def standing(self) -> EvictionRank:
+    def eviction_rank(self) -> EvictionRank:
         return EvictionRank(self.wish.level, self.deadline)
 
     def renewed(self, now: float) -> "RetentionClaim":
-        """The claim as of a use at `now`."""
+        """Return the claim after a use at `now`."""
         return self._replace(deadline=now + self.ttl_s)
 
 
 class BlockRetention:
-    """The claims on one block, or on several that have the same. A tenant's blocks are its own.
+    """Claims and pins on one block, or on several blocks with equal claims, of one tenant.
 
-    `claims` are by what was asked, best first: each later one has a later deadline. `pins` are by
-    id. `charged`: counts against the tenant's budget.
+    `claims` are sorted by level, highest first; each later one has a later deadline. `pins` are
+    keyed by pin id. `charged` is true while the blocks count against the tenant's budget.
     """
 
     __slots__ = ("charged", "claims", "pins", "tenant")
@@ -80,42 +83,44 @@ class BlockRetention:
         return bool(self.claims or self.pins)
 
     def copy(self) -> "BlockRetention":
-        """The same for a part of the blocks."""
+        """Return a copy, for some of the blocks."""
         other = BlockRetention(self.tenant)
         other.claims, other.pins, other.charged = self.claims, dict(self.pins), self.charged
         return other
 
     @property
-    def all(self) -> tuple[RetentionClaim, ...]:
+    def all_claims(self) -> tuple[RetentionClaim, ...]:
+        """Claims and pins."""
         return (*self.claims, *self.pins.values())
 
     @property
-    def keeps(self) -> bool:
-        """Whether any claim asks for more than others get."""
-        return any(claim.wish.keeps for claim in self.all)
+    def needs_budget(self) -> bool:
+        return any(claim.wish.needs_budget for claim in self.all_claims)
 
-    def standing(self, now: float) -> EvictionRank:
-        """Where the claims that still hold put the block."""
-        return max((c.standing for c in self.all if c.deadline > now), default=PLAIN)
+    def eviction_rank(self, now: float) -> EvictionRank:
+        """Return the highest rank of the claims that are valid at `now`."""
+        return max(
+            (c.eviction_rank for c in self.all_claims if c.deadline > now), default=UNCLAIMED
+        )
 
     def add(self, claim: RetentionClaim) -> None:
-        """One more wish for blocks that several use: whatever asks for most counts at any time."""
+        """Add a claim on shared blocks: at any time the highest valid claim counts."""
         if any(_covers(known, claim) for known in self.claims):
             return
         rest = [known for known in self.claims if not _covers(claim, known)]
-        self.claims = tuple(sorted([*rest, claim], key=lambda c: c.standing, reverse=True))
+        self.claims = tuple(sorted([*rest, claim], key=lambda c: c.eviction_rank, reverse=True))
 
-    def lift(self) -> None:
-        """Somebody uses the block who does not think little of it."""
-        self.claims = tuple(c for c in self.claims if c.wish.level >= PLAIN_LEVEL)
+    def drop_low_claims(self) -> None:
+        """Drop claims below the default level: the block has a user with a normal priority."""
+        self.claims = tuple(c for c in self.claims if c.wish.level >= DEFAULT_LEVEL)
 
     def renew(self, now: float) -> None:
-        """The block was used at `now`: times to live start again."""
+        """Restart all times to live: the block was used at `now`."""
         self.claims = tuple(claim.renewed(now) for claim in self.claims)
 
-    def lapse(self, now: float) -> list[RetentionClaim]:
-        """Drop what is past its deadline; returns it."""
-        gone = [claim for claim in self.all if claim.deadline <= now]
+    def expire(self, now: float) -> list[RetentionClaim]:
+        """Drop the claims and pins whose deadline has passed, and return them."""
+        gone = [claim for claim in self.all_claims if claim.deadline <= now]
         if gone:
             self.claims = tuple(c for c in self.claims if c.deadline > now)
             self.pins = {pin: c for pin, c in self.pins.items() if c.deadline > now}

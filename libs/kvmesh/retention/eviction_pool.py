@@ -1,11 +1,10 @@
-"""What nobody uses, in the order in which it is given up for something else.
+"""Eviction pool: unused blocks in the order in which they are evicted.
 
-Two structures: what nothing was asked for is in a list by recency, O(1) per operation; the rest in
-a priority queue, O(log n). Both hold keys of any kind: blocks, or runs of them.
+Unclaimed keys are in a list by recency, O(1) per operation; claimed keys are in a priority queue,
+O(log n). A key is a block or a run of blocks.
 
-What others hang on (a block that has held blocks behind it) is not given up before those, whatever
-it is worth by itself. So claims need not agree along a prefix, and may be raised and lowered at
-any time.
+A key with dependents (a block whose next block is held) is evicted after them, whatever its own
+rank. Claims therefore need not agree along a prefix, and may be raised and lowered at any time.
 """
 
 import heapq
@@ -15,7 +14,7 @@ from itertools import count
 from math import inf
 from typing import Generic, TypeAlias, TypeVar
 
-from kvmesh.retention.claims import PLAIN, EvictionRank
+from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 
 K = TypeVar("K", bound=Hashable)
 Entry: TypeAlias = tuple[int, float, int, K]
@@ -25,119 +24,121 @@ SLACK = 64
 class EvictionPool(Generic[K]):
     """Keys by (level, remaining time, recency), lowest first.
 
-    `carries` says whether something that is held hangs on a key: the owner then calls `uncover` as
-    soon as nothing does. `renew` gives the standing of a key whose last one is past.
+    `has_dependents(key)` tells whether blocks depend on a key; the owner calls `unblock` once none
+    do. `rerank(key, now)` returns the new rank of a key whose rank has expired.
     """
 
     def __init__(
-        self, carries: Callable[[K], bool], renew: Callable[[K, float], EvictionRank]
+        self,
+        has_dependents: Callable[[K], bool],
+        rerank: Callable[[K, float], EvictionRank],
     ) -> None:
-        self._carries = carries
-        self._renew = renew
+        self._has_dependents = has_dependents
+        self._rerank = rerank
         self._stamps = count()
-        self._plain: OrderedDict[K, int] = OrderedDict()
+        self._unclaimed: OrderedDict[K, int] = OrderedDict()
         self._entries: dict[K, Entry[K]] = {}
         self._heap: list[Entry[K]] = []
-        self._ends: list[tuple[float, Entry[K]]] = []
-        self._covered: set[K] = set()
+        self._expiries: list[tuple[float, Entry[K]]] = []
+        self._blocked: set[K] = set()
 
     def __len__(self) -> int:
-        return len(self._plain) + len(self._entries)
+        return len(self._unclaimed) + len(self._entries)
 
     def __contains__(self, key: K) -> bool:
-        return key in self._plain or key in self._entries
+        return key in self._unclaimed or key in self._entries
 
-    def add(self, key: K, standing: EvictionRank = PLAIN) -> None:
-        """Insert a key that is not here, as the most recently used."""
+    def add(self, key: K, rank: EvictionRank = UNCLAIMED) -> None:
+        """Add a new key as the most recently used."""
         stamp = next(self._stamps)
-        if standing == PLAIN:
-            self._plain[key] = stamp
+        if rank == UNCLAIMED:
+            self._unclaimed[key] = stamp
         else:
-            self._file(key, standing, stamp)
+            self._push(key, rank, stamp)
 
     def discard(self, key: K) -> None:
-        """Take out a key if it is here."""
-        if self._plain.pop(key, None) is None and self._entries.pop(key, None) is not None:
-            self._covered.discard(key)
+        """Remove a key if present."""
+        if self._unclaimed.pop(key, None) is None and self._entries.pop(key, None) is not None:
+            self._blocked.discard(key)
 
     def touch(self, keys: Iterable[K]) -> None:
-        """Those of these keys that are here are the most recently used now, in this order.
+        """Make the present ones of these keys the most recently used, in this order.
 
-        Nothing may be asked for them: whatever they were inserted with, they are plain now.
+        Only for keys without claims: their rank becomes UNCLAIMED.
         """
-        plain, stamps = self._plain, self._stamps
+        unclaimed, stamps = self._unclaimed, self._stamps
         for key in keys:
-            if key in plain:
-                plain[key] = next(stamps)
-                plain.move_to_end(key)
+            if key in unclaimed:
+                unclaimed[key] = next(stamps)
+                unclaimed.move_to_end(key)
             elif key in self._entries:
                 self.discard(key)
-                plain[key] = next(stamps)
+                unclaimed[key] = next(stamps)
 
-    def standing(self, key: K) -> EvictionRank:
-        """What a key was inserted with, or set to since; KeyError."""
-        return PLAIN if key in self._plain else EvictionRank(*self._entries[key][:2])
+    def eviction_rank(self, key: K) -> EvictionRank:
+        """Return the rank given by `add` or `update`; KeyError if the key is absent."""
+        return UNCLAIMED if key in self._unclaimed else EvictionRank(*self._entries[key][:2])
 
-    def set(self, key: K, standing: EvictionRank) -> None:
-        """Something else is asked for a key, which stays as recent as it was; KeyError."""
-        if key in self._plain:
-            if standing != PLAIN:
-                self._file(key, standing, self._plain.pop(key))
+    def update(self, key: K, rank: EvictionRank) -> None:
+        """Change the rank of a key and leave its recency; KeyError if the key is absent."""
+        if key in self._unclaimed:
+            if rank != UNCLAIMED:
+                self._push(key, rank, self._unclaimed.pop(key))
         else:
-            self._file(key, standing, self._entries[key][2])
+            self._push(key, rank, self._entries[key][2])
 
-    def first(self, now: float) -> K:
-        """The key to give up first; IndexError if there is none."""
+    def next_victim(self, now: float) -> K:
+        """Return the key to evict first; IndexError if the pool is empty."""
         self.expire(now)
         while True:
             entry = self._lowest()
             key = entry[3]
-            if not self._carries(key):
+            if not self._has_dependents(key):
                 return key
-            self._plain.pop(key, None)
+            self._unclaimed.pop(key, None)
             self._entries[key] = entry
-            self._covered.add(key)
+            self._blocked.add(key)
 
-    def uncover(self, key: K) -> None:
-        """Nothing hangs on a key any more; it may be one that is not here."""
-        if key in self._covered:
-            self._covered.remove(key)
+    def unblock(self, key: K) -> None:
+        """Make a key evictable: it has no dependents any more. The key may be absent."""
+        if key in self._blocked:
+            self._blocked.remove(key)
             heapq.heappush(self._heap, self._entries[key])
 
     def expire(self, now: float) -> None:
-        """Renew the standings that have ended by `now`."""
-        while self._ends and self._ends[0][0] <= now:
-            _, entry = heapq.heappop(self._ends)
+        """Rerank the keys whose rank has expired by `now`."""
+        while self._expiries and self._expiries[0][0] <= now:
+            _, entry = heapq.heappop(self._expiries)
             key = entry[3]
             if self._entries.get(key) == entry:
-                self._file(key, self._renew(key, now), entry[2])
+                self._push(key, self._rerank(key, now), entry[2])
 
-    def _file(self, key: K, standing: EvictionRank, stamp: int) -> None:
-        entry = (standing.level, standing.until, stamp, key)
+    def _push(self, key: K, rank: EvictionRank, stamp: int) -> None:
+        entry = (rank.level, rank.until, stamp, key)
         self._entries[key] = entry
-        if key not in self._covered:
+        if key not in self._blocked:
             heapq.heappush(self._heap, entry)
-        if 0 < standing.until < inf:
-            heapq.heappush(self._ends, (standing.until, entry))
-        if len(self._heap) + len(self._ends) > 4 * len(self._entries) + SLACK:
+        if 0 < rank.until < inf:
+            heapq.heappush(self._expiries, (rank.until, entry))
+        if len(self._heap) + len(self._expiries) > 4 * len(self._entries) + SLACK:
             self._compact()
 
     def _lowest(self) -> Entry[K]:
-        """The lowest entry that is not covered; IndexError if there is none."""
+        """Return the lowest entry that is not blocked; IndexError if there is none."""
         while self._heap and not self._is_valid(self._heap[0]):
             heapq.heappop(self._heap)
-        if not self._plain:
+        if not self._unclaimed:
             return self._heap[0]
-        key = next(iter(self._plain))
-        entry = (*PLAIN, self._plain[key], key)
+        key = next(iter(self._unclaimed))
+        entry = (*UNCLAIMED, self._unclaimed[key], key)
         return min(entry, self._heap[0]) if self._heap else entry
 
     def _is_valid(self, entry: Entry[K]) -> bool:
         key = entry[3]
-        return self._entries.get(key) == entry and key not in self._covered
+        return self._entries.get(key) == entry and key not in self._blocked
 
     def _compact(self) -> None:
         self._heap = [entry for entry in self._heap if self._is_valid(entry)]
-        self._ends = [end for end in self._ends if self._entries.get(end[1][3]) == end[1]]
+        self._expiries = [end for end in self._expiries if self._entries.get(end[1][3]) == end[1]]
         heapq.heapify(self._heap)
-        heapq.heapify(self._ends)
+        heapq.heapify(self._expiries)

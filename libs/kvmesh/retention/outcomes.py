@@ -1,4 +1,4 @@
-"""What came of each directive: counted, and told to whoever listens."""
+"""Outcomes of explicit retention directives."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class DirectiveOutcome(StrEnum):
-    """A directive is honoured or clipped when it is given, and ends in at most one other way."""
+    """A directive is honoured or clipped when granted; later it may expire or be evicted, once."""
 
     HONOURED = "honoured"
     CLIPPED = "clipped"
@@ -15,42 +15,47 @@ class DirectiveOutcome(StrEnum):
 
 
 class Directive:
-    """One explicit wish of one request or pin. `blocks` were granted of the `asked` ones."""
+    """One explicit retention directive of a request, or one pin; counts its blocks."""
 
-    __slots__ = ("asked", "blocks", "ended", "priority", "tenant", "ttl_s")
+    __slots__ = ("ended", "granted_blocks", "priority", "requested_blocks", "tenant", "ttl_s")
 
     def __init__(self, tenant: str, priority: int, ttl_s: float | None) -> None:
         self.tenant = tenant
         self.priority = priority
         self.ttl_s = ttl_s
-        self.asked = 0
-        self.blocks = 0
+        self.requested_blocks = 0
+        self.granted_blocks = 0
         self.ended = False
 
     @property
-    def granted(self) -> DirectiveOutcome:
-        return DirectiveOutcome.CLIPPED if self.blocks < self.asked else DirectiveOutcome.HONOURED
+    def grant_outcome(self) -> DirectiveOutcome:
+        """CLIPPED if the budget refused some of the blocks, else HONOURED."""
+        if self.granted_blocks < self.requested_blocks:
+            return DirectiveOutcome.CLIPPED
+        return DirectiveOutcome.HONOURED
 
 
 class Outcomes:
-    """Counts since the start. `tell` is called once for each outcome of a directive."""
+    """Counts outcomes since the start; calls `on_outcome` for each."""
 
-    def __init__(self, tell: Callable[[Directive, DirectiveOutcome], None] | None = None) -> None:
+    def __init__(
+        self, on_outcome: Callable[[Directive, DirectiveOutcome], None] | None = None
+    ) -> None:
         self.counts: Counter[DirectiveOutcome] = Counter(dict.fromkeys(DirectiveOutcome, 0))
-        self._tell = tell
+        self._on_outcome = on_outcome
 
-    def granted(self, directive: Directive) -> DirectiveOutcome:
-        """All of its blocks that exist now have been asked for."""
-        self._note(directive, directive.granted)
-        return directive.granted
+    def record_grant(self, directive: Directive) -> DirectiveOutcome:
+        """Record the grant of a directive whose existing blocks have all been claimed."""
+        self._record(directive, directive.grant_outcome)
+        return directive.grant_outcome
 
-    def ended(self, directive: Directive, outcome: DirectiveOutcome) -> None:
-        """The first of its blocks has expired or was evicted early."""
+    def record_end(self, directive: Directive, outcome: DirectiveOutcome) -> None:
+        """Record that a block of the directive expired or was evicted; only the first counts."""
         if not directive.ended:
             directive.ended = True
-            self._note(directive, outcome)
+            self._record(directive, outcome)
 
-    def _note(self, directive: Directive, outcome: DirectiveOutcome) -> None:
+    def _record(self, directive: Directive, outcome: DirectiveOutcome) -> None:
         self.counts[outcome] += 1
-        if self._tell is not None:
-            self._tell(directive, outcome)
+        if self._on_outcome is not None:
+            self._on_outcome(directive, outcome)

@@ -1,8 +1,8 @@
-"""Which blocks the newest prompts of each session are, so that it can be said what only it uses.
+"""Blocks of the latest prompts of each session, to find the blocks that only one session uses.
 
-A hash of a block names all blocks before it, so two prompts have in common exactly what is before
-the first place where they differ. Nothing is counted per block: a request costs one entry, and who
-else uses a block is found when it is asked.
+A block's hash covers all blocks before it, so two prompts share exactly the blocks before the first
+index at which they differ. No state is held per block: a request costs one entry, and the users of
+a block are searched when needed.
 """
 
 from bisect import bisect_left
@@ -11,18 +11,18 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-BRANCHES = 8
+MAX_BRANCHES = 8
 
 
 class PromptTail(NamedTuple, Generic[K]):
-    """What comes after the first `kept` blocks of a prompt that nobody will extend."""
+    """The blocks of a superseded prompt from index `start` on, which no live session uses."""
 
     prompt: Sequence[K]
-    kept: int
+    start: int
 
 
 class _Prompt(Generic[K]):
-    """One prompt of a session, from the root on; `blocks` may grow as tokens are generated."""
+    """One prompt of a session, from its first block on; `blocks` may grow during generation."""
 
     __slots__ = ("blocks", "counted", "session")
 
@@ -33,26 +33,29 @@ class _Prompt(Generic[K]):
 
 
 class _Session(Generic[K]):
-    """Prompts that are continued, last used last; `left` are first blocks of what was not."""
+    """The live prompts of a session, most recently used last.
 
-    __slots__ = ("branching", "left", "prompts", "used")
+    `abandoned` are (index, block) of the first blocks that its prompts did not continue.
+    """
+
+    __slots__ = ("abandoned", "branching", "prompts", "used")
 
     def __init__(self) -> None:
         self.prompts: list[_Prompt[K]] = []
-        self.left: list[tuple[int, K]] = []
+        self.abandoned: list[tuple[int, K]] = []
         self.branching = False
         self.used = 0.0
 
 
-class SessionBook(Generic[K]):
-    """At most `blocks` block names and as many sessions; idle after `idle_s` seconds is forgotten.
+class SessionBlocks(Generic[K]):
+    """At most `max_blocks` block hashes and as many sessions.
 
-    Who is forgotten shares nothing any more: its blocks are as any that were once used.
+    A session idle for `idle_s` seconds is forgotten: its blocks become ordinary unused ones.
     """
 
-    def __init__(self, idle_s: float, blocks: int) -> None:
+    def __init__(self, idle_s: float, max_blocks: int) -> None:
         self._idle_s = idle_s
-        self._most = blocks
+        self._max_blocks = max_blocks
         self._counted = 0
         self._sessions: OrderedDict[str, _Session[K]] = OrderedDict()
         self._by_root: dict[K, dict[_Prompt[K], None]] = {}
@@ -64,11 +67,11 @@ class SessionBook(Generic[K]):
         return session in self._sessions
 
     def record(self, session: str, prompt: Sequence[K], now: float) -> list[PromptTail[K]]:
-        """A prompt of a session begins; returns tails of its earlier ones that this one leaves.
+        """Record a new prompt of a session; return the tails of earlier prompts it supersedes.
 
-        What the new prompt contains as a whole it replaces; what begins like it and then differs is
-        left (compaction, edited history, thinking that was dropped). But a session that comes back
-        to what it seemed to have left holds several conversations: from then on it leaves nothing.
+        The new prompt replaces those it extends, and supersedes those with which it shares only a
+        prefix (compaction, edited history, dropped thinking). A session that returns to a
+        superseded prompt holds several conversations: from then on it supersedes nothing.
         """
         entry = self._sessions.get(session)
         if entry is None:
@@ -79,54 +82,61 @@ class SessionBook(Generic[K]):
         self._forget_idle(now)
         if not prompt:
             return []
-        if entry.left and not entry.branching:
+        if entry.abandoned and not entry.branching:
             entry.branching = any(
-                place < len(prompt) and prompt[place] == block for place, block in entry.left
+                index < len(prompt) and prompt[index] == block for index, block in entry.abandoned
             )
-        left = self._replace(entry, prompt) if entry.prompts else ()
+        superseded = self._replace(entry, prompt) if entry.prompts else ()
         self._add(entry, _Prompt(session, prompt))
-        return [PromptTail(old.blocks, max(at, self.shared(old.blocks))) for old, at in left]
+        return [
+            PromptTail(old.blocks, max(start, self.shared_blocks(old.blocks)))
+            for old, start in superseded
+        ]
 
-    def shared(self, prompt: Sequence[K], but: str | None = None) -> int:
-        """How many leading blocks of a prompt live sessions other than `but` use."""
+    def shared_blocks(self, prompt: Sequence[K], except_session: str | None = None) -> int:
+        """Count the leading blocks of a prompt that live sessions but `except_session` use."""
         found = 0
         for other in self._by_root.get(prompt[0], ()) if prompt else ():
             theirs = other.blocks
-            if other.session == but or found >= min(len(prompt), len(theirs)):
+            if other.session == except_session or found >= min(len(prompt), len(theirs)):
                 continue
             if theirs[found] == prompt[found]:
-                found = common(prompt, theirs)
+                found = common_prefix(prompt, theirs)
         return found
 
     def release(self, sessions: Iterable[str]) -> list[PromptTail[K]]:
-        """Forget sessions; returns the tails that no other session uses. Unknown ones are fine."""
+        """Forget sessions; return the tails that no other session uses. Ignores unknown ones."""
         gone: list[_Prompt[K]] = []
         for session in sessions:
             entry = self._sessions.pop(session, None)
             for prompt in entry.prompts if entry is not None else ():
                 self._remove(prompt)
                 gone.append(prompt)
-        return [PromptTail(prompt.blocks, self.shared(prompt.blocks)) for prompt in gone]
+        return [PromptTail(prompt.blocks, self.shared_blocks(prompt.blocks)) for prompt in gone]
 
     def _replace(self, entry: _Session[K], new: Sequence[K]) -> list[tuple[_Prompt[K], int]]:
-        """Take out the prompts that `new` continues or leaves; returns the latter."""
-        left: list[tuple[_Prompt[K], int]] = []
+        """Remove the prompts that `new` extends or supersedes.
+
+        Returns the superseded ones with the index of the first block that differs.
+        """
+        superseded: list[tuple[_Prompt[K], int]] = []
         for old in list(entry.prompts):
-            at = common(old.blocks, new)
-            if at == 0 or at == len(new) < len(old.blocks):
+            shared = common_prefix(old.blocks, new)
+            if shared == 0 or shared == len(new) < len(old.blocks):
                 continue
-            leaves = at < len(old.blocks)
-            if leaves and entry.branching:
+            differs = shared < len(old.blocks)
+            if differs and entry.branching:
                 continue
             entry.prompts.remove(old)
             self._remove(old)
-            if leaves:
-                left.append((old, at))
-                entry.left = [*entry.left[1 - BRANCHES :], (at, old.blocks[at])]
-        return left
+            if differs:
+                superseded.append((old, shared))
+                first = (shared, old.blocks[shared])
+                entry.abandoned = [*entry.abandoned[1 - MAX_BRANCHES :], first]
+        return superseded
 
     def _add(self, entry: _Session[K], prompt: _Prompt[K]) -> None:
-        if len(entry.prompts) == BRANCHES:
+        if len(entry.prompts) == MAX_BRANCHES:
             self._remove(entry.prompts.pop(0))
         entry.prompts.append(prompt)
         self._by_root.setdefault(prompt.blocks[0], {})[prompt] = None
@@ -140,10 +150,10 @@ class SessionBook(Generic[K]):
         self._counted -= prompt.counted
 
     def _forget_idle(self, now: float) -> None:
-        """The newest session stays, whatever its size."""
+        """Forget idle sessions, and the oldest beyond the bound; never the newest session."""
         while len(self._sessions) > 1:
             session, entry = next(iter(self._sessions.items()))
-            full = self._counted > self._most or len(self._sessions) > self._most
+            full = self._counted > self._max_blocks or len(self._sessions) > self._max_blocks
             if not full and now - entry.used <= self._idle_s:
                 return
             del self._sessions[session]
@@ -151,7 +161,7 @@ class SessionBook(Generic[K]):
                 self._remove(prompt)
 
 
-def common(one: Sequence[K], other: Sequence[K]) -> int:
-    """How many leading blocks two prompts have in common: O(log n), see the module."""
+def common_prefix(one: Sequence[K], other: Sequence[K]) -> int:
+    """Count the leading blocks that two prompts share: O(log n), see the module."""
     most = min(len(one), len(other))
-    return bisect_left(range(most), True, key=lambda place: one[place] != other[place])
+    return bisect_left(range(most), True, key=lambda index: one[index] != other[index])

@@ -1,4 +1,4 @@
-"""From what is asked for tokens to what is asked for blocks."""
+"""Retention of blocks from retention of tokens."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -7,18 +7,18 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvmesh.bus.messages import Retain
-from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, THINKING_LEVEL, RetentionWish
+from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, THINKING_LEVEL, RetentionWish
 
 KINDS = ("system", "conversation", "tool", "thinking", "decode")
 FIRST = "first"
 DEFAULTS: Mapping[str, RetentionWish] = MappingProxyType(
     {"thinking": RetentionWish(THINKING_LEVEL)}
 )
-PLAIN_WISH = RetentionWish()
+NO_WISH = RetentionWish()
 
 
 class RetentionSegment(NamedTuple):
-    """Blocks `first` to `end` (None: all that follow) of a sequence, and what is asked for them."""
+    """A wish for blocks `first` to `end` (exclusive; None: all that follow) of a sequence."""
 
     first: int
     end: int | None
@@ -26,7 +26,7 @@ class RetentionSegment(NamedTuple):
 
 
 class RetentionError(ValueError):
-    """A default that cannot be understood; `text` is as it was given."""
+    """Malformed retention default `text`."""
 
     def __init__(self, text: str) -> None:
         kinds = ", ".join(KINDS)
@@ -38,7 +38,10 @@ class RetentionError(ValueError):
 
 
 def parse_defaults(texts: Sequence[str]) -> dict[str, RetentionWish]:
-    """`DEFAULTS` with changes such as "tool=20" or "system=60/300"; raises RetentionError."""
+    """Return `DEFAULTS` changed by entries such as "tool=20" or "system=60/300".
+
+    Raises RetentionError.
+    """
     table = dict(DEFAULTS)
     for text in texts:
         kind, _, value = text.partition("=")
@@ -51,7 +54,7 @@ def parse_defaults(texts: Sequence[str]) -> dict[str, RetentionWish]:
             raise RetentionError(text) from error
         if (
             kind not in KINDS
-            or not THINKING_LEVEL <= wish.level <= MOST_LEVEL
+            or not THINKING_LEVEL <= wish.level <= MAX_LEVEL
             or (wish.ttl_s or 0) < 0
         ):
             raise RetentionError(text)
@@ -66,104 +69,104 @@ def segments(
     block_size: int,
     defaults: Mapping[str, RetentionWish] = DEFAULTS,
 ) -> list[RetentionSegment]:
-    """What a request asks for its blocks; those for which nothing is asked are left out.
+    """Return a request's wishes for its blocks, without blocks at the default.
 
-    `retention` speaks of the prompt of `tokens` tokens, later entries win; `decode` of what is
-    generated behind it. A block takes the highest wish of its tokens: it is kept or lost as a
-    whole, and half of it is no use to whoever asked for that half. Wishes count explicit entries
-    from 0, the decode's comes last.
+    `retention` is for the prompt of `tokens` tokens, where later entries win; `decode` is for the
+    generated tokens. A block gets the highest wish of its tokens, because it is evicted as a whole.
+    `RetentionWish.directive` counts explicit entries from 0; that of `decode` is last.
     """
-    wishes = _wishes(retention, decode, defaults)
-    if all(map(_says_nothing, wishes)):
+    wishes = _parse_wishes(retention, decode, defaults)
+    if all(map(_has_no_effect, wishes)):
         return []
     spans = [(max(0, r.start), tokens if r.end is None else r.end) for r in retention]
-    painted = _paint([(a, min(b, tokens)) for a, b in spans], wishes, tokens)
-    painted.append((tokens, None, wishes[-1]))
-    return list(_joined(_blocks(painted, block_size)))
+    ranges = _divide([(a, min(b, tokens)) for a, b in spans], wishes, tokens)
+    ranges.append((tokens, None, wishes[-1]))
+    return list(_merged(_to_blocks(ranges, block_size)))
 
 
-def with_prefix(asked: list[RetentionSegment]) -> list[RetentionSegment]:
-    """The same with all that comes before what is kept, which is of no use without it.
+def with_prefix(requested: list[RetentionSegment]) -> list[RetentionSegment]:
+    """Extend retention to all preceding blocks, without which retained blocks are useless.
 
-    It is kept as dearly and counts against the budget, so that a budget cannot be had for less.
+    The preceding blocks get the same rank and are charged to the budget, so that a tenant cannot
+    retain more than it is charged for.
     """
     found: list[RetentionSegment] = []
     best: RetentionWish | None = None
     after = 0
-    for segment in reversed(asked):
+    for segment in reversed(requested):
         if best is not None and segment.end is not None and segment.end < after:
             found.append(RetentionSegment(segment.end, after, best))
         wish = segment.wish if best is None else _at_least(segment.wish, best)
         found.append(segment._replace(wish=wish))
-        best = wish if wish.keeps else best
+        best = wish if wish.needs_budget else best
         after = segment.first
     if best is not None and after:
         found.append(RetentionSegment(0, after, best))
-    return list(_joined(reversed(found)))
+    return list(_merged(reversed(found)))
 
 
 def _at_least(wish: RetentionWish, other: RetentionWish) -> RetentionWish:
-    """The higher one, in the name of the first if that has one."""
-    if _worth(wish) >= _worth(other):
+    """Return the higher wish, with the directive of `wish` if it has one."""
+    if _sort_key(wish) >= _sort_key(other):
         return wish
     return other if wish.directive is None else other._replace(directive=wish.directive)
 
 
-def _says_nothing(wish: RetentionWish) -> bool:
-    """An explicit wish for the default revises an earlier one."""
-    return wish.plain and wish.directive is None
+def _has_no_effect(wish: RetentionWish) -> bool:
+    """True if the wish has no effect; an explicit default overrides an earlier wish."""
+    return wish.is_default and wish.directive is None
 
 
-def _wishes(
+def _parse_wishes(
     retention: Sequence[Retain], decode: Retain | None, defaults: Mapping[str, RetentionWish]
 ) -> list[RetentionWish]:
-    """One for each entry, and one for what is generated."""
+    """Return one wish per entry, then one for the generated tokens."""
     wishes: list[RetentionWish] = []
     explicit = 0
     for retain in (*retention, decode or Retain(0, None, kind="decode")):
         if retain.explicit:
             wishes.append(
-                RetentionWish(min(MOST_LEVEL, max(0, retain.priority)), retain.ttl_s, explicit)
+                RetentionWish(min(MAX_LEVEL, max(0, retain.priority)), retain.ttl_s, explicit)
             )
             explicit += 1
         else:
-            wishes.append(defaults.get(retain.kind, PLAIN_WISH))
+            wishes.append(defaults.get(retain.kind, NO_WISH))
     return wishes
 
 
-def _paint(
+def _divide(
     spans: list[tuple[int, int]], wishes: list[RetentionWish], tokens: int
 ) -> list[tuple[int, int | None, RetentionWish]]:
-    """The tokens of the prompt in stretches, each with the wish of the last span over it."""
-    starts = sorted((start, place) for place, (start, end) in enumerate(spans) if start < end)
+    """Divide the prompt's tokens into ranges; each has the wish of the last span that covers it."""
+    starts = sorted((start, index) for index, (start, end) in enumerate(spans) if start < end)
     edges = sorted({0, tokens, *(edge for span in spans for edge in span if edge < tokens)})
-    over: list[int] = []
-    painted: list[tuple[int, int | None, RetentionWish]] = []
+    open_spans: list[int] = []  # heap of negated indices: the last one counts
+    ranges: list[tuple[int, int | None, RetentionWish]] = []
     at = 0
     for start, end in pairwise(edges):
         while at < len(starts) and starts[at][0] <= start:
-            heapq.heappush(over, -starts[at][1])
+            heapq.heappush(open_spans, -starts[at][1])
             at += 1
-        while over and spans[-over[0]][1] <= start:
-            heapq.heappop(over)
-        painted.append((start, end, wishes[-over[0]] if over else PLAIN_WISH))
-    return painted
+        while open_spans and spans[-open_spans[0]][1] <= start:
+            heapq.heappop(open_spans)
+        ranges.append((start, end, wishes[-open_spans[0]] if open_spans else NO_WISH))
+    return ranges
 
 
-def _blocks(
-    painted: list[tuple[int, int | None, RetentionWish]], size: int
+def _to_blocks(
+    ranges: list[tuple[int, int | None, RetentionWish]], size: int
 ) -> Iterator[RetentionSegment]:
-    """Whole blocks: those that lie in one stretch, and one for each where stretches meet."""
+    """Yield the blocks within each range, and one segment per block that spans several ranges."""
     at = 0
-    mixed: RetentionWish | None = None
-    for _, end, wish in painted:
-        if mixed is not None:
-            mixed = max(mixed, wish, key=_worth)
+    boundary: RetentionWish | None = None
+    for _, end, wish in ranges:
+        if boundary is not None:
+            boundary = max(boundary, wish, key=_sort_key)
             if end is not None and end < (at + 1) * size:
                 continue
-            yield RetentionSegment(at, at + 1, mixed)
+            yield RetentionSegment(at, at + 1, boundary)
             at += 1
-            mixed = None
+            boundary = None
         if end is None:
             yield RetentionSegment(at, None, wish)
             return
@@ -171,25 +174,25 @@ def _blocks(
             yield RetentionSegment(at, end // size, wish)
             at = end // size
         if end % size:
-            mixed = wish
+            boundary = wish
 
 
-def _worth(wish: RetentionWish) -> tuple[int, float]:
-    """As in `Standing`: among equals, plain ones go before those that are kept for a while."""
-    if wish.level != PLAIN_LEVEL:
+def _sort_key(wish: RetentionWish) -> tuple[int, float]:
+    """Order wishes as `EvictionRank` does: at the default level a wish without a TTL is lowest."""
+    if wish.level != DEFAULT_LEVEL:
         return wish.level, float("inf") if wish.ttl_s is None else wish.ttl_s
     return wish.level, wish.ttl_s or 0.0
 
 
-def _joined(blocks: Iterable[RetentionSegment]) -> Iterator[RetentionSegment]:
-    """As few segments as possible, without those that ask for nothing."""
+def _merged(blocks: Iterable[RetentionSegment]) -> Iterator[RetentionSegment]:
+    """Merge adjacent segments with equal wishes; leave out those without effect."""
     last: RetentionSegment | None = None
     for segment in blocks:
         if last is not None and last.wish == segment.wish:
             last = last._replace(end=segment.end)
             continue
-        if last is not None and not _says_nothing(last.wish):
+        if last is not None and not _has_no_effect(last.wish):
             yield last
         last = segment
-    if last is not None and not _says_nothing(last.wish):
+    if last is not None and not _has_no_effect(last.wish):
         yield last

@@ -1,1 +1,1 @@
-"""What every service process shares: its life cycle, logs, tasks and metrics endpoint."""
+"""Common parts of the service processes: life cycle, logs, tasks, warnings, metrics endpoint."""

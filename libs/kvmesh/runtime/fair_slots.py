@@ -1,4 +1,4 @@
-"""A few slots for slow work, taken in turns by those who need one."""
+"""Slots for slow work, granted round-robin among owners."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items in the order in which they are due: owners by turns, each one's oldest first. Pure."""
+    """A queue that serves owners round-robin, and each owner's items in order. Pure."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
@@ -22,7 +22,7 @@ class FairQueue(Generic[T]):
         self._waiting.setdefault(owner, deque()).append(item)
 
     def next(self) -> T:
-        """Whoever has had a turn waits for all others that wait."""
+        """Remove and return the next item; its owner then follows all other waiting owners."""
         owner, items = self._waiting.popitem(last=False)
         item = items.popleft()
         if items:
@@ -31,30 +31,30 @@ class FairQueue(Generic[T]):
 
 
 class FairSlots:
-    """At most `count` have one at a time; callers bound how many wait."""
+    """At most `count` slots are held at a time; callers bound the number of waiters."""
 
     def __init__(self, count: int) -> None:
         self._free = count
-        self._turns: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._waiters: FairQueue[asyncio.Future[None]] = FairQueue()
 
-    async def take(self, owner: str) -> None:
-        """Wait for a slot; whoever has one must `free` it."""
+    async def acquire(self, owner: str) -> None:
+        """Wait for a slot; the caller must `release` it."""
         if self._free:
             self._free -= 1
             return
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns.add(owner, mine)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(owner, granted)
         try:
-            await mine
+            await granted
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():
-                self.free()
+            if granted.done() and not granted.cancelled():
+                self.release()
             raise
 
-    def free(self) -> None:
-        """Pass a slot on."""
-        while self._turns:
-            following = self._turns.next()
+    def release(self) -> None:
+        """Return a slot, or pass it to the next waiter."""
+        while self._waiters:
+            following = self._waiters.next()
             if not following.done():
                 following.set_result(None)
                 return
@@ -62,9 +62,9 @@ class FairSlots:
 
     @asynccontextmanager
     async def held(self, owner: str) -> AsyncIterator[None]:
-        """Have a slot."""
-        await self.take(owner)
+        """Hold a slot within the context."""
+        await self.acquire(owner)
         try:
             yield
         finally:
-            self.free()
+            self.release()

@@ -1,4 +1,4 @@
-"""Log lines of a service: text for people, JSON for collectors, always to standard error."""
+"""Log formats of a service on standard error: text, or JSON for collectors."""
 
 import json
 import logging
@@ -8,14 +8,21 @@ from typing import Any
 
 from kvmesh.settings.schema import LogSettings
 
-_UNSEEN = {n: f"\\x{n:02x}" for n in (*range(0x20), *range(0x7F, 0xA0))}
-_IN_LINE = {**_UNSEEN, 0x09: "\\t", 0x0A: "\\n", 0x0D: "\\r", 0x2028: "\\u2028", 0x2029: "\\u2029"}
-_IN_TRACE = {n: text for n, text in _IN_LINE.items() if n != 0x0A}
+_CONTROLS = {n: f"\\x{n:02x}" for n in (*range(0x20), *range(0x7F, 0xA0))}
+_LINE_ESCAPES = {
+    **_CONTROLS,
+    0x09: "\\t",
+    0x0A: "\\n",
+    0x0D: "\\r",
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+}
+_TRACE_ESCAPES = {n: text for n, text in _LINE_ESCAPES.items() if n != 0x0A}
 
 
 def printable(text: str) -> str:
-    """`text` on one line, its control characters as escapes: a terminal obeys none of them."""
-    return text.translate(_IN_LINE)
+    """`text` on one line with control characters escaped, so that terminals do not obey them."""
+    return text.translate(_LINE_ESCAPES)
 
 
 class TextFormatter(logging.Formatter):
@@ -29,7 +36,7 @@ class TextFormatter(logging.Formatter):
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = printable(record.getMessage())
         if record.exc_info:
-            text = f"{text}\n{self.formatException(record.exc_info).translate(_IN_TRACE)}"
+            text = f"{text}\n{self.formatException(record.exc_info).translate(_TRACE_ESCAPES)}"
         return f"{clock}.{record.msecs:03.0f} {record.levelname[0]} {self._service}  {text}"
 
 
@@ -54,10 +61,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(options: LogSettings, service: str) -> None:
-    """Send this process's log to standard error in the configured form."""
+    """Send this process's log to standard error in the configured format."""
     handler = logging.StreamHandler(sys.stderr)
-    form = JsonFormatter if options.format == "json" else TextFormatter
-    handler.setFormatter(form(service))
+    formatter = JsonFormatter if options.format == "json" else TextFormatter
+    handler.setFormatter(formatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(options.level.upper())

@@ -1,4 +1,4 @@
-"""The life of one service process: connect, hold a lease, run until told to stop, leave."""
+"""Life cycle of a service process: connect, prepare the streams, run until stopped, close."""
 
 import asyncio
 import faulthandler
@@ -13,11 +13,10 @@ from importlib.metadata import version
 from typing import Any
 
 import uvloop
-from nats.errors import Error as NatsError
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
 from kvmesh.bus.server_check import check_server
 from kvmesh.bus.streams import StreamLimits, ensure_streams
 from kvmesh.runtime import logs
@@ -28,22 +27,22 @@ from kvmesh.settings.schema import NatsSettings, Settings, StreamSettings
 log = logging.getLogger(__name__)
 DEFAULT_URL = "nats://127.0.0.1:4222"
 VERSION = version("kvmesh")
-FIRST_DELAY_S, MOST_DELAY_S = 0.5, 10.0
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
 
 
 class StartError(Exception):
-    """A service cannot start; the message says why and what to do, without a traceback.
+    """A service cannot start; the message names the reason and the remedy.
 
-    With `hopeless`, starting it again the same way does not help.
+    `permanent`: a restart with the same settings fails again.
     """
 
-    def __init__(self, message: str, hopeless: bool = False) -> None:
+    def __init__(self, message: str, permanent: bool = False) -> None:
         super().__init__(message)
-        self.hopeless = hopeless
+        self.permanent = permanent
 
 
 class Service:
-    """What a service's main coroutine gets: the bus, the settings, its identity and its tasks."""
+    """The context of a service's main coroutine: bus, settings, identity, tasks."""
 
     def __init__(self, bus: Bus, settings: Settings, name: str) -> None:
         self.bus = bus
@@ -58,7 +57,7 @@ class Service:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Run a task for the life of the service; if it fails, the service stops with status 1."""
+        """Run a task until the service closes; if it fails, the service stops with status 1."""
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
@@ -75,8 +74,8 @@ class Service:
         self.failed = True
         self.stopping.set()
 
-    def joined(self) -> None:
-        """From now on the event loop turns, or the process ends; a start may take longer."""
+    def start_watchdog(self) -> None:
+        """From now on abort the process if its event loop hangs; a start may take longer."""
         self.spawn(watch_loop(self.settings.process.hang_timeout_s), "watchdog")
 
     async def close(self) -> None:
@@ -94,7 +93,7 @@ Main = Callable[[Service], Awaitable[None]]
 def run_service(role: str, name: str, settings: Settings, main: Main) -> int:
     """Run `main` as a process until SIGTERM or SIGINT; returns the exit status.
 
-    As with a wrong command line, that is 2 if starting it again does not help.
+    The status is 2, as for a wrong command line, if a restart would fail again.
     """
     name = name or f"{role}-{os.uname().nodename}-{os.getpid()}"
     logs.configure(settings.log, name)
@@ -105,7 +104,7 @@ def run_service(role: str, name: str, settings: Settings, main: Main) -> int:
         return uvloop.run(_run(name, settings, main))
     except StartError as error:
         log.error("%s", error)
-        return 2 if error.hopeless else 1
+        return 2 if error.permanent else 1
     except BusUnavailable as error:
         log.error("%s", error)
         return 1
@@ -129,35 +128,35 @@ async def _run(name: str, settings: Settings, main: Main) -> int:
 
 
 async def _prepare(service: Service) -> None:
-    """Return once the streams are there, however long a server or a cluster takes to be ready."""
-    backoff, failing = Backoff(FIRST_DELAY_S, MOST_DELAY_S), False
+    """Return once the streams exist; retry until the server or the cluster is ready."""
+    backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
     while not service.stopping.is_set():
         try:
             await check_server(service.bus)
             differences = await ensure_streams(service.bus, service.limits)
         except ServerUnfit as error:
             raise StartError(str(error)) from error
-        except (NatsError, TimeoutError) as error:
+        except BusError as error:
             if not failing:
-                log.warning("JetStream is not ready yet, trying on: %s", cause(error))
+                log.warning("JetStream is not ready yet, retrying: %s", cause(error))
             failing = True
             await asyncio.sleep(backoff.delay())
         else:
             for difference in differences:
-                log.warning("%s; `kvmesh streams apply` would change it", difference)
+                log.warning("%s; `kvmesh streams apply` changes it", difference)
             return
 
 
 def _on_signal(service: Service) -> None:
     if service.stopping.is_set():
-        log.warning("stopped at once by a second signal")
+        log.warning("second signal: stopping immediately")
         sys.stderr.flush()
         os._exit(130)
     service.stopping.set()
 
 
 def bus_options(nats: NatsSettings) -> BusOptions:
-    """The bus options that the settings ask for."""
+    """The bus options of the settings."""
     return BusOptions(
         url=nats.url or DEFAULT_URL,
         namespace=nats.namespace,
@@ -175,7 +174,7 @@ def bus_options(nats: NatsSettings) -> BusOptions:
 
 
 def stream_limits(streams: StreamSettings) -> StreamLimits:
-    """The stream limits that the settings ask for."""
+    """The stream limits of the settings."""
     return StreamLimits(
         kv_bytes=streams.kv_bytes,
         kv_age_s=streams.kv_age_s,

@@ -1,4 +1,4 @@
-"""A small HTTP endpoint for services that have no API of their own: /metrics, /health, /live."""
+"""HTTP endpoint of services without an API of their own: /metrics, /health, /live."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def render_metrics(_: web.Request) -> web.Response:
 
 
 class MetricsSettings(Protocol):
-    """A service's settings of the port for its metrics."""
+    """The settings of a service's metrics endpoint."""
 
     @property
     def metrics_host(self) -> str: ...
@@ -26,17 +26,17 @@ class MetricsSettings(Protocol):
     def metrics_port(self) -> int: ...
 
 
-def told(health: dict[str, object], warnings: Warnings) -> dict[str, object]:
-    """The body of /health with the warnings, if there are any."""
+def with_warnings(health: dict[str, object], warnings: Warnings) -> dict[str, object]:
+    """The body of /health, extended by the current warnings."""
     return {**health, "warnings": warnings.texts} if warnings.texts else health
 
 
 async def serve_metrics(
     settings: MetricsSettings, ready: Callable[[], bool], warnings: Warnings
 ) -> web.AppRunner | None:
-    """Listen as the settings say, unless the port is 0; `/health` is 503 until `ready()`.
+    """Listen on the configured address, unless the port is 0; `/health` is 503 until `ready()`.
 
-    Raises StartError if the port cannot be had.
+    Raises StartError if the port is unavailable.
     """
     host, port = settings.metrics_host, settings.metrics_port
     if not port:
@@ -48,7 +48,7 @@ async def serve_metrics(
     async def health(_: web.Request) -> web.Response:
         ok = ready()
         body: dict[str, object] = {"status": "ok" if ok else "starting"}
-        return web.json_response(told(body, warnings), status=200 if ok else 503)
+        return web.json_response(with_warnings(body, warnings), status=200 if ok else 503)
 
     async def live(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

@@ -1,7 +1,7 @@
-"""Warnings: a process sees something wrong on the mesh, and goes on serving.
+"""Warnings about faults on the mesh that a process notices while it continues to serve.
 
-Each warning is told in the log when it begins and ends, and is on /health, in the metric
-`kvmesh_warnings` and on the process's card, from where `kvmesh status` takes it.
+Each warning is logged when it begins and ends. Current ones are in /health, in the metric
+`kvmesh_warnings` and on the process's card, where `kvmesh status` reads them.
 """
 
 import asyncio
@@ -9,27 +9,27 @@ import logging
 from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
 from prometheus_client import Gauge
 
 from kvmesh.bus.discovery import Lease
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, cause
 
 log = logging.getLogger(__name__)
-TELL_S = 1.0
-SHOWN = 16
-_gauge = Gauge("kvmesh_warnings", "Things that this process sees to be wrong, by kind", ["kind"])
+PUBLISH_S = 1.0
+MAX_SHOWN = 16
+_gauge = Gauge(
+    "kvmesh_warnings", "Faults on the mesh that this process currently sees, by kind", ["kind"]
+)
 
 
 class Warnings:
-    """Warnings by kind and by what they are about."""
+    """Current warnings by kind and subject."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, str]] = {}
 
     def update(self, kind: str, found: Mapping[str, str]) -> None:
-        """All that is wrong of this kind now: whatever it is about → one line."""
+        """Replace all warnings of a kind; `found` maps a subject to one line of text."""
         before = self._found.get(kind, {})
         for about, text in found.items():
             if about not in before:
@@ -42,30 +42,30 @@ class Warnings:
 
     @property
     def texts(self) -> list[str]:
-        """One line each; of many only the first."""
+        """One line per warning, at most MAX_SHOWN and a line that counts the rest."""
         lines = [text for _, found in sorted(self._found.items()) for text in found.values()]
-        if len(lines) > SHOWN:
-            lines[SHOWN:] = [f"and {len(lines) - SHOWN} more warnings: see the log"]
+        if len(lines) > MAX_SHOWN:
+            lines[MAX_SHOWN:] = [f"and {len(lines) - MAX_SHOWN} more warnings: see the log"]
         return lines
 
 
-async def keep_told(lease: Callable[[], Lease | None], warnings: Warnings) -> None:
-    """Keep the warnings on a card current, for ever."""
+async def publish_warnings(lease: Callable[[], Lease | None], warnings: Warnings) -> None:
+    """Keep the warnings on a card current until cancelled."""
     while True:
-        await asyncio.sleep(TELL_S)
+        await asyncio.sleep(PUBLISH_S)
         held = lease()
         if held is None or held.card.warnings == warnings.texts:
             continue
         try:
             await held.update(replace(held.card, warnings=warnings.texts))
-        except (NatsError, APIError, OSError, TimeoutError) as error:
+        except BusError as error:
             log.debug("the card will change with the next renewal: %s", cause(error))
 
 
 class Streak:
-    """Says that something holds once it was seen `on` times in a row, until it was not `off` times.
+    """A condition that holds after `on` positive observations in a row, until `off` negative ones.
 
-    Looks are counted instead of time: a process that was stopped for a while has looked only once.
+    It counts observations instead of time: a process that was stopped has made only one.
     """
 
     def __init__(self, on: int, off: int) -> None:
@@ -74,8 +74,8 @@ class Streak:
         self._length = 0
         self.holds = False
 
-    def look(self, seen: bool) -> bool:
-        """Take one look; returns whether it holds."""
+    def observe(self, seen: bool) -> bool:
+        """Add an observation; returns whether the condition holds."""
         self._length = 0 if seen is self.holds else self._length + 1
         if self._length >= (self._off if self.holds else self._on):
             self.holds = not self.holds

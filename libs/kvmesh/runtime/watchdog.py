@@ -1,23 +1,23 @@
-"""A process whose event loop hangs ends, so that whoever supervises it starts another."""
+"""Watchdog that aborts a process whose event loop hangs, so that its supervisor restarts it."""
 
 import asyncio
 
 from kvmesh._native import Watchdog
 
-LOOKS = 10
+CHECKS = 10
 
 
-async def watch_loop(patience_s: float) -> None:
-    """Until cancelled: abort the process when this loop has not turned for about `patience_s`.
+async def watch_loop(timeout_s: float) -> None:
+    """Until cancelled, abort the process if this loop does not run for about `timeout_s`.
 
-    The stacks of all threads go to standard error. A process that was stopped, with SIGSTOP or as
-    its machine slept, is not taken for one that hangs.
+    The stacks of all threads go to standard error. A process stopped by SIGSTOP or by a sleeping
+    machine does not count as hanging.
     """
-    step = patience_s / LOOKS
-    dog = Watchdog(step, LOOKS)
+    step = timeout_s / CHECKS
+    watchdog = Watchdog(step, CHECKS)
     try:
         while True:
-            dog.tick()
+            watchdog.tick()
             await asyncio.sleep(step / 2)
     finally:
-        dog.stop()
+        watchdog.stop()

@@ -1,4 +1,4 @@
-"""Settings from defaults, a TOML file, the environment and the command line, later ones winning."""
+"""Settings from defaults, a TOML file, the environment and the command line; the last counts."""
 
 import difflib
 import logging
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 PREFIX = "KVMESH_"
 CONFIG = "KVMESH_CONFIG"
 WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
-Place: TypeAlias = tuple[str, str]
+OptionKey: TypeAlias = tuple[str, str]
 
 
 class SettingsError(Exception):
-    """A bad key or value; `where` names it as the user wrote it."""
+    """Invalid key or value; `where` names it as the user wrote it."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -40,7 +40,7 @@ class SettingsError(Exception):
 
 
 class Flag(NamedTuple):
-    """A command-line flag as it was given: its name with the dashes, and its text."""
+    """A command-line flag as given: its name with the dashes, and its text."""
 
     name: str
     text: str
@@ -61,12 +61,12 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def secret(self) -> bool:
-        """Whether its value is for nobody's eyes; then it can be read from a file as well."""
+        """True if its value must not be printed; a secret can also be read from a file."""
         return _marked(self.hint, "secret")
 
     @property
     def file_key(self) -> str:
-        """For a secret: the key of the path of a file that holds it."""
+        """The key for the path of a file that holds the secret."""
         return f"{self.key}_file"
 
     @property
@@ -74,7 +74,7 @@ class Option(msgspec.Struct, frozen=True):
         return f"{self.env}_FILE"
 
     def shown(self, value: Any) -> Any:
-        """The form in which a value of this option may be printed."""
+        """Return the printable form of a value of this option."""
         if value is None or value == self.default:
             return value
         if self.secret:
@@ -83,17 +83,17 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def type(self) -> Any:
-        """The type without its annotations and without None."""
+        """The type without annotations and without None."""
         return _base(self.hint)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that a closed set allows; empty for other types."""
+        """The values of a closed set; empty for other types."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
 
 def options() -> Iterator[Option]:
-    """Every option of the schema, section by section."""
+    """Yield all options of the schema, section by section."""
     for section in msgspec.structs.fields(Settings):
         cls: type[Section] = section.type
         hints = get_type_hints(cls, include_extras=True)
@@ -126,8 +126,8 @@ def _base(hint: Any) -> Any:
     return hint
 
 
-def load(file: Path | None, env: Mapping[str, str], flags: Mapping[Place, Flag]) -> Settings:
-    """Resolve every option; without `file`, the one that KVMESH_CONFIG in `env` names is read.
+def load(file: Path | None, env: Mapping[str, str], flags: Mapping[OptionKey, Flag]) -> Settings:
+    """Resolve all options; without `file`, read the one that KVMESH_CONFIG in `env` names.
 
     Raises SettingsError naming the file and key, the variable, or the flag at fault.
     """
@@ -145,15 +145,15 @@ def load(file: Path | None, env: Mapping[str, str], flags: Mapping[Place, Flag])
 
 
 def variables() -> list[str]:
-    """The name of every environment variable that is a setting."""
+    """Return the names of all environment variables of settings."""
     names = [(o.env, o.file_env) if o.secret else (o.env,) for o in options()]
     return [name for of_option in names for name in of_option]
 
 
 def _texts(
-    option: Option, env: Mapping[str, str], flags: Mapping[Place, Flag]
+    option: Option, env: Mapping[str, str], flags: Mapping[OptionKey, Flag]
 ) -> Iterator[tuple[str, str, bool]]:
-    """The values that environment and flags give: the place, the text, and if that names a file."""
+    """Yield values from environment and flags: source, text, and if the text names a file."""
     if option.secret and option.file_env in env and env[option.file_env]:
         if env.get(option.env):
             raise SettingsError(option.file_env, f"{option.env} is given as well; choose one")
@@ -167,7 +167,7 @@ def _texts(
 
 
 def _secret(path: object, where: str) -> str:
-    """The secret in a file, without the white space around it."""
+    """Return the secret in a file, stripped."""
     if not isinstance(path, str):
         raise SettingsError(where, f"expected a path, got `{type(path).__name__}`")
     try:
@@ -182,7 +182,7 @@ def _secret(path: object, where: str) -> str:
 
 
 def to_env(settings: Settings) -> dict[str, str]:
-    """The environment that makes another process load the same settings; defaults are left out."""
+    """Return the environment with which a process loads the same settings, without defaults."""
     env: dict[str, str] = {}
     for option in options():
         value = getattr(getattr(settings, option.section), option.key)
@@ -192,7 +192,9 @@ def to_env(settings: Settings) -> dict[str, str]:
     return env
 
 
-def _read(file: Path | None, known: Mapping[Place, Option]) -> Iterator[tuple[Place, object]]:
+def _read(
+    file: Path | None, known: Mapping[OptionKey, Option]
+) -> Iterator[tuple[OptionKey, object]]:
     if file is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Settings that others must not read, in a form that may be shown."""
+"""Redaction of secrets in printed settings."""
 
 import re
 
@@ -9,7 +9,7 @@ _PARAMETER = re.compile(r"([?&](?:user(?:name)?|password|token)=)[^&]*", re.IGNO
 
 
 def redacted(url: str) -> str:
-    """`url`, or several separated by commas, without the users, passwords and tokens in them."""
+    """Return a URL, or several separated by commas, without users, passwords and tokens."""
     if "://" in url:
         url = _USER_INFO.sub(f"://{HIDDEN}@", url)
     else:

@@ -1,4 +1,4 @@
-"""Block bytes from one process's memory into another's, over NIXL or TCP."""
+"""Transfer of block bytes between the memories of two processes, over NIXL or TCP."""
 
 from kvmesh.transfer.errors import TransferError
 from kvmesh.transfer.grants import Grant, Region

@@ -1,8 +1,8 @@
 """One connection between a reader and an owner: small messages, and bytes without copies.
 
-A read is: `Want`, `TransferReply`; the bytes, if they come this way; `Got`, `TransferReply`. The
-second answer says whether the grant has been good all the time, which the reader of memory that
-is not copied by its owner cannot know otherwise.
+A read is: `Want`, `TransferReply`; the bytes, unless they are read directly; `Got`,
+`TransferReply`. The second reply tells whether the grant was valid for the whole read, which a
+direct reader cannot know otherwise.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from msgspec import Struct
 
 from kvmesh.transfer.errors import Code
 
-MOST_MESSAGE = 4 << 20
-STRANGER_MESSAGE = 64 << 10  # of somebody who has not shown a token yet
+MAX_MESSAGE = 4 << 20
+MAX_UNAUTHENTICATED = 64 << 10  # of a peer that has not shown a token yet
 _LENGTH = 4
 _encode = msgspec.msgpack.Encoder().encode
 M = TypeVar("M")
 
 
 class Descriptor(Struct, frozen=True, array_like=True):
-    """Where a grant is, as its reader needs it."""
+    """Address and token of a grant, for its reader."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class Descriptor(Struct, frozen=True, array_like=True):
 
 
 class Want(Struct, frozen=True, array_like=True):
-    """These ranges (packed offsets and lengths) of a grant; `direct`: read without its owner."""
+    """Request to read ranges (packed offsets and lengths) of a grant; `direct`: through NIXL."""
 
     token: bytes
     ranges: bytes
@@ -44,13 +44,13 @@ class Want(Struct, frozen=True, array_like=True):
 
 
 class Got(Struct, frozen=True, array_like=True):
-    """The bytes are there; is all well? `final` gives the grant back."""
+    """The bytes have arrived; asks for the final reply. `final` returns the grant."""
 
     final: bool
 
 
 class TransferReply(Struct, frozen=True, array_like=True):
-    """No, with a `code`, or yes; then `agent` knows the region at `base` by `metadata`."""
+    """Refusal with a `code`, or success; for direct readers with NIXL agent, base and metadata."""
 
     code: Code | None = None
     detail: str = ""
@@ -60,17 +60,17 @@ class TransferReply(Struct, frozen=True, array_like=True):
 
 
 class Closed(Exception):
-    """The other side has closed the connection, or says what cannot be understood."""
+    """The peer closed the connection or sent a malformed message."""
 
 
 class Silent(Closed):
-    """Nothing has come from the other side in time."""
+    """The peer sent nothing in time."""
 
 
 class Channel:
-    """A non-blocking socket on this event loop.
+    """Messages and bytes over a non-blocking socket on this event loop.
 
-    It is `Silent` if nothing comes for `quiet_s` seconds while something is waited for.
+    Raises Silent if nothing arrives for `quiet_s` seconds while receiving.
     """
 
     def __init__(self, sock: socket.socket, quiet_s: float | None = None) -> None:
@@ -82,7 +82,7 @@ class Channel:
 
     @classmethod
     async def connect(cls, host: str, port: int, quiet_s: float | None = None) -> "Channel":
-        """Raises OSError if nobody listens there, or answers in time."""
+        """Connect; raises OSError, also if the peer does not accept in time."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
@@ -100,16 +100,18 @@ class Channel:
         body = _encode(message)
         await self.send_bytes(memoryview(len(body).to_bytes(_LENGTH, "big") + body))
 
-    async def receive(self, kind: type[M], knows: Callable[[bytes], bool] = lambda _: True) -> M:
-        """The next message. What is large is read to its end if `knows` the token that it has."""
+    async def receive(
+        self, kind: type[M], is_known_token: Callable[[bytes], bool] = lambda _: True
+    ) -> M:
+        """Receive a message; a large one is read only if its token is known."""
         size = int.from_bytes(await self._exactly(_LENGTH), "big")
-        if size > MOST_MESSAGE:
+        if size > MAX_MESSAGE:
             raise Closed(f"a message of {size} bytes")
-        body = await self._exactly(min(size, STRANGER_MESSAGE))
-        if size > STRANGER_MESSAGE:
-            if not knows(_token(bytes(body))):
-                raise Closed(f"a message of {size} bytes from a stranger")
-            body += await self._exactly(size - STRANGER_MESSAGE)
+        body = await self._exactly(min(size, MAX_UNAUTHENTICATED))
+        if size > MAX_UNAUTHENTICATED:
+            if not is_known_token(_token(bytes(body))):
+                raise Closed(f"a message of {size} bytes without a known token")
+            body += await self._exactly(size - MAX_UNAUTHENTICATED)
         try:
             return msgspec.msgpack.decode(body, type=kind)
         except msgspec.MsgspecError as error:
@@ -121,15 +123,15 @@ class Channel:
         except OSError as error:
             raise Closed(error.strerror or str(error)) from error
 
-    async def receive_into(self, place: memoryview) -> None:
-        """Fill `place`."""
+    async def receive_into(self, target: memoryview) -> None:
+        """Fill `target`."""
         done = 0
-        while done < len(place):
+        while done < len(target):
             try:
                 async with asyncio.timeout(self._quiet_s):
-                    count = await self._loop.sock_recv_into(self._sock, place[done:])
+                    count = await self._loop.sock_recv_into(self._sock, target[done:])
             except TimeoutError:
-                raise Silent("nothing came in time") from None
+                raise Silent("nothing received in time") from None
             except OSError as error:
                 raise Closed(error.strerror or str(error)) from error
             if not count:
@@ -137,10 +139,10 @@ class Channel:
             done += count
 
     def cut(self) -> None:
-        """Not one more byte leaves or comes, also of what is being sent."""
+        """Stop sending and receiving at once, also in the middle of a message."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it is closed already
+        except OSError:  # already closed
             return
 
     def close(self) -> None:
@@ -153,7 +155,7 @@ class Channel:
 
 
 def _token(head: bytes) -> bytes:
-    """The first field of a `Want` of which this is the beginning: an array, a short binary."""
+    """Return the token of a `Want` from its first bytes: an array that starts with a binary."""
     if len(head) < 3 or head[0] & 0xF0 != 0x90 or head[1] != 0xC4:
         return b""
     return bytes(head[3 : 3 + head[2]])

@@ -1,4 +1,4 @@
-"""What can go wrong when block bytes move between processes."""
+"""Errors of block transfers."""
 
 from typing import Literal, TypeAlias
 
@@ -8,12 +8,12 @@ Code: TypeAlias = Literal[
 
 
 class TransferError(Exception):
-    """Bytes were not moved; what the destination holds now means nothing.
+    """The transfer failed; the content of the destination is undefined.
 
-    `code`: "unavailable" (this process cannot transfer that way), "unreachable" (nobody listens at
-    `peer`), "busy", "refused" (a range that was not granted), "revoked" (no such grant any more),
-    "lost" (the connection broke), "timeout", "failed" (the transport says why). Unless `settled`,
-    bytes may still arrive in the destination: it must not be used for anything else.
+    `code`: "unavailable" (this process does not have the transport), "unreachable" (no reply at
+    `peer`), "busy", "refused" (a range was not granted), "revoked" (the grant has ended), "lost"
+    (the connection broke), "timeout", "failed" (an error of the transport). Unless `settled`, bytes
+    may still arrive in the destination, which must not be reused.
     """
 
     def __init__(self, code: Code, peer: str, detail: str, settled: bool = True) -> None:

@@ -1,8 +1,7 @@
-"""Memory that others may read, and for how long.
+"""Grants: permissions for other processes to read ranges of a memory region for some time.
 
-A grant names ranges of a region. It ends when its reader gives it back, when it is revoked, or by
-its deadline; from then on no byte of them leaves, and what has left is taken for good by nobody
-who has not yet been told so.
+A grant ends when its reader returns it, when it is revoked, or at its deadline. After that no byte
+of its ranges is sent, and a reader that has not received the final reply discards its bytes.
 """
 
 import asyncio
@@ -17,14 +16,14 @@ from kvmesh.transfer.memory_ranges import Allowed, Range, check_range
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-TOKEN_BYTES = 16
+GRANT_TOKEN_BYTES = 16
 Ending: TypeAlias = Literal["read", "revoked", "expired"]
 
 
 class Grant:
-    """Leave to read some ranges; `descriptor` tells another process where, and the token.
+    """Permission to read some ranges; `descriptor` holds the address and the token for the reader.
 
-    `on_end` is called once, when the memory is its owner's alone again.
+    `on_end` is called once, when no other process reads the memory any more.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Grant:
         self._timer = loop.call_at(self.deadline, self.end, "expired")
 
     def revoke(self) -> None:
-        """Take it back now; does nothing if it has ended."""
+        """End the grant now; does nothing if it has ended."""
         self.end("revoked")
 
     def end(self, ending: Ending) -> None:
@@ -68,7 +67,7 @@ class Grant:
 
 
 class Grants:
-    """The grants of a process, by their tokens."""
+    """The grants of a process, by token."""
 
     def __init__(self, describe: Callable[[bytes], bytes]) -> None:
         self._describe = describe
@@ -83,7 +82,7 @@ class Grants:
     def add(
         self, region: "Region", allowed: Allowed, on_end: Callable[[Ending], None] | None
     ) -> Grant:
-        token = secrets.token_bytes(TOKEN_BYTES)
+        token = secrets.token_bytes(GRANT_TOKEN_BYTES)
 
         def forget() -> None:
             del self._by_token[token]
@@ -98,9 +97,9 @@ class Grants:
 
 
 class Region:
-    """Memory that can be read from and into; its address stays the same until it is closed.
+    """Memory to be lent or read into, at a fixed address until it is closed.
 
-    `metadata` is what a direct reader has to know of it, if there can be one.
+    `metadata` is the NIXL metadata for direct readers, empty without NIXL.
     """
 
     def __init__(
@@ -120,9 +119,9 @@ class Region:
         seconds: float,
         on_end: Callable[[Ending], None] | None = None,
     ) -> Grant:
-        """Let whoever has the descriptor read these (offset, length) for that many seconds.
+        """Let holders of the descriptor read these (offset, length) ranges for `seconds`.
 
-        Raises ValueError for what is not in the region.
+        Raises ValueError for a range outside the region.
         """
         allowed = Allowed((Range(*pair) for pair in ranges), len(self.view))
         grant = self._grants.add(self, allowed, on_end)
@@ -130,7 +129,7 @@ class Region:
         return grant
 
     def part(self, offset: int, length: int) -> memoryview:
-        """Some of the memory; raises ValueError for what is not in it."""
+        """Return a part of the memory; raises ValueError if it is out of range."""
         check_range(offset, length, len(self.view))
         return self.view[offset : offset + length]
 
@@ -139,7 +138,7 @@ class Region:
         ctypes.memset(self.address + offset, 0, length)
 
     def close(self) -> None:
-        """Revoke all grants and let go of the memory. Reads into it must have ended."""
+        """Revoke all grants and release the memory. Reads into it must have ended."""
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             self._grants.revoke_all(self)

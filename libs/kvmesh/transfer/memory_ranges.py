@@ -1,4 +1,4 @@
-"""Parts of a memory region: which are allowed, which belong together."""
+"""Ranges of a memory region: bounds checks, merging, batching and packing."""
 
 import struct
 from bisect import bisect_right
@@ -14,7 +14,7 @@ class Range(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """`length` bytes at `remote` of the other region, wanted at `local` of one's own."""
+    """`length` bytes at `remote` of the owner's region, to be copied to `local` of the reader's."""
 
     remote: int
     local: int
@@ -22,13 +22,13 @@ class Piece(NamedTuple):
 
 
 def check_range(offset: int, length: int, size: int) -> None:
-    """Raise ValueError unless the range is in a region of `size` bytes and not empty."""
+    """Raise ValueError unless the range is not empty and within a region of `size` bytes."""
     if offset < 0 or length <= 0 or offset + length > size:
         raise ValueError(f"{length} bytes at {offset} are not in a region of {size}")
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same in as few pieces as possible, by their place in the other region."""
+    """Merge adjacent pieces; returns them by their offset in the owner's region."""
     joined: list[Piece] = []
     for piece in sorted(pieces):
         last = joined[-1] if joined else None
@@ -40,14 +40,14 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
-    """The same in pieces of at most `most` bytes."""
+    """Split pieces into pieces of at most `most` bytes."""
     for remote, local, length in pieces:
         for done in range(0, length, most):
             yield Piece(remote + done, local + done, min(most, length - done))
 
 
 def batches(pieces: Iterable[Piece], most_bytes: int, most: int) -> Iterator[list[Piece]]:
-    """Runs of about `most_bytes` bytes and at most `most` pieces."""
+    """Yield batches of about `most_bytes` bytes and at most `most` pieces."""
     batch: list[Piece] = []
     size = 0
     for piece in cut(pieces, most_bytes):
@@ -61,7 +61,7 @@ def batches(pieces: Iterable[Piece], most_bytes: int, most: int) -> Iterator[lis
 
 
 class Allowed:
-    """The ranges of a grant; raises ValueError for one outside of a region of `size` bytes."""
+    """The ranges of a grant; raises ValueError for a range outside a region of `size` bytes."""
 
     def __init__(self, ranges: Iterable[Range], size: int) -> None:
         self._starts: list[int] = []
@@ -75,22 +75,22 @@ class Allowed:
                 self._ends.append(offset + length)
 
     def refused(self, ranges: Iterable[Range]) -> Range | None:
-        """The first of `ranges` that is not wholly allowed."""
+        """Return the first of `ranges` that is not wholly allowed, or None."""
         for wanted in ranges:
-            place = bisect_right(self._starts, wanted.offset) - 1
-            if place < 0 or wanted.length <= 0 or sum(wanted) > self._ends[place]:
+            index = bisect_right(self._starts, wanted.offset) - 1
+            if index < 0 or wanted.length <= 0 or sum(wanted) > self._ends[index]:
                 return wanted
         return None
 
 
 def pack(pieces: Iterable[Piece]) -> bytes:
-    """Remote offsets and lengths, as pairs of little-endian uint64."""
+    """Pack remote offsets and lengths as pairs of little-endian uint64."""
     numbers = [number for piece in pieces for number in (piece.remote, piece.length)]
     return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def unpack(packed: bytes) -> list[Range]:
-    """What `pack` packed; raises ValueError if that cannot be."""
+    """Reverse `pack`; raises ValueError if `packed` is malformed."""
     if len(packed) % 16:
         raise ValueError(f"{len(packed)} bytes are not pairs of 64-bit numbers")
     return [Range(*pair) for pair in struct.iter_unpack("<QQ", packed)]

@@ -1,7 +1,7 @@
-"""Reading another process's memory through NIXL: RDMA, or on one machine a copy by the kernel.
+"""Reads of another process's memory through NIXL: RDMA, or a copy by the kernel on one machine.
 
-What lies on one machine is copied while a transfer is posted, with Python's lock held; so reads are
-posted in batches, and everybody else has a turn in between.
+On one machine NIXL copies while a transfer is posted and holds the GIL. Reads are therefore posted
+in batches, between which the event loop runs.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ BATCH_BYTES = 16 << 20
 BATCH_PIECES = 4096
 POLL_S = 0.0005
 SETTLE_S = 5.0
-MOST_KNOWN = 256  # other processes: of workers nobody tells when they are gone
+MAX_PEERS = 256  # the end of a worker is not reported here, so old peers are dropped
 
 
-class _Known(NamedTuple):
-    """The address of another process, and the metadata of those of its regions that were read."""
+class _Peer(NamedTuple):
+    """Address of another process, and the metadata of its regions read so far."""
 
-    peer: str
+    address: str
     metadata: set[bytes]
 
 
 class NixlAgent:
-    """This process to NIXL."""
+    """The NIXL agent of this process."""
 
     def __init__(self) -> None:
         """Raises TransferError if NIXL is not installed or does not start."""
@@ -45,9 +45,8 @@ class NixlAgent:
         except Exception as error:  # NIXL's errors have no base of their own
             raise TransferError("unavailable", "", f"NIXL does not start: {error}") from error
         self._registered: dict[Region, Any] = {}
-        self._known: OrderedDict[str, _Known] = (
-            OrderedDict()
-        )  # by agent, those read last at the end
+        # by agent, least recently read first
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
 
     def register(self, region: Region) -> None:
         """Make a region readable; sets its metadata. Raises TransferError."""
@@ -55,7 +54,7 @@ class NixlAgent:
         try:
             handle = agent.register_memory([(region.address, len(region.view), 0, "")], MEMORY)
             region.metadata = agent.get_partial_agent_metadata(handle, True, [BACKEND])
-        except Exception as error:  # too much to be locked, for example
+        except Exception as error:  # the limit of locked memory, for example
             reason = f"NIXL does not register {len(region.view)} bytes: {error}"
             raise TransferError("unavailable", "", reason) from error
         self._registered[region] = handle
@@ -66,13 +65,13 @@ class NixlAgent:
     async def read(
         self, peer: str, owner: TransferReply, into: Region, pieces: Iterable[Piece]
     ) -> None:
-        """Fetch pieces of the memory that `owner` describes. Returns or raises when all rests.
+        """Read pieces of the memory that `owner` describes; returns when no transfer is running.
 
         Raises TransferError.
         """
         transfers: list[Any] = []
         try:
-            self._meet(peer, owner)
+            self._add_peer(peer, owner)
             for batch in batches(pieces, BATCH_BYTES, BATCH_PIECES):
                 transfers.append(self._post(owner, into, batch))
                 await asyncio.sleep(0)
@@ -87,33 +86,33 @@ class NixlAgent:
             await self._settle(peer, transfers)
         if not good:
             self._forget(owner.agent)
-            raise TransferError("failed", peer, "NIXL gave the transfer up")
+            raise TransferError("failed", peer, "NIXL aborted the transfer")
 
     def forget(self, peer: str) -> None:
-        """The process at this address is gone, and what NIXL knows of it is of no use."""
-        for agent in [agent for agent, known in self._known.items() if known.peer == peer]:
+        """Drop the NIXL state of the process at this address, which has ended."""
+        for agent in [agent for agent, known in self._peers.items() if known.address == peer]:
             self._forget(agent)
 
-    def _meet(self, peer: str, owner: TransferReply) -> None:
-        known = self._known.get(owner.agent)
+    def _add_peer(self, peer: str, owner: TransferReply) -> None:
+        known = self._peers.get(owner.agent)
         if known is None:
-            self.forget(peer)  # another process had this address before
-            known = self._known[owner.agent] = _Known(peer, set())
+            self.forget(peer)  # an earlier process at this address
+            known = self._peers[owner.agent] = _Peer(peer, set())
         if owner.metadata not in known.metadata:
             self._agent.add_remote_agent(owner.metadata)
             known.metadata.add(owner.metadata)
-        self._known.move_to_end(owner.agent)
-        while len(self._known) > MOST_KNOWN:
-            self._forget(next(iter(self._known)))
+        self._peers.move_to_end(owner.agent)
+        while len(self._peers) > MAX_PEERS:
+            self._forget(next(iter(self._peers)))
 
     def _forget(self, agent: str) -> None:
-        known = self._known.pop(agent, None)
+        known = self._peers.pop(agent, None)
         if known is None or not known.metadata:
             return
         try:
             self._agent.remove_remote_agent(agent)
-        except Exception as error:  # NIXL may have noticed by itself
-            log.debug("NIXL does not forget %s: %s", known.peer, error)
+        except Exception as error:  # NIXL may have dropped it before
+            log.debug("NIXL does not forget %s: %s", known.address, error)
 
     def _post(self, owner: TransferReply, into: Region, batch: list[Piece]) -> Any:
         here = [(into.address + piece.local, piece.length, 0) for piece in batch]
@@ -129,18 +128,18 @@ class NixlAgent:
         return handle
 
     async def _settle(self, peer: str, transfers: list[Any]) -> None:
-        """Release what is over; raises TransferError if some of it does not come to an end."""
+        """Release finished transfers; raises TransferError if one does not end."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SETTLE_S
         for transfer in transfers:
-            while self._moves(transfer):
+            while self._is_running(transfer):
                 if loop.time() > deadline:
-                    detail = f"NIXL has not let go of the memory after {SETTLE_S:g} s"
+                    detail = f"NIXL still uses the memory after {SETTLE_S:g} s"
                     raise TransferError("timeout", peer, detail, settled=False)
                 await asyncio.sleep(POLL_S)
             self._agent.release_xfer_handle(transfer)
 
-    def _moves(self, transfer: Any) -> bool:
+    def _is_running(self, transfer: Any) -> bool:
         try:
             return bool(self._agent.check_xfer_state(transfer) == "PROC")
         except Exception as error:  # such as a peer that has gone
@@ -150,5 +149,5 @@ class NixlAgent:
 
 def _make(name: str) -> Any:
     api = importlib.import_module("nixl._api")
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells of every start
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs every start
     return api.nixl_agent(name, api.nixl_agent_config(backends=[BACKEND]))

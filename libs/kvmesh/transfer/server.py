@@ -1,4 +1,4 @@
-"""The owner's side: who may read what, and the bytes for those who cannot reach them directly."""
+"""The owner's side of transfers: checks grants, and sends bytes to readers without NIXL."""
 
 import asyncio
 import logging
@@ -6,32 +6,33 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from kvmesh.bus.errors import cause
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.transfer.channel import Channel, Closed, Got, TransferReply, Want
 from kvmesh.transfer.grants import Grant, Grants
 from kvmesh.transfer.memory_ranges import Range, unpack
 
 log = logging.getLogger(__name__)
-WORD_S = 10.0
+MESSAGE_S = 10.0
 STALL_S = 30.0
 REFUSAL_S = 1.0
-MOST_REFUSALS = 16  # at once; whoever comes beyond is not even told why
+MAX_REFUSALS = 16  # at once; further connections are closed without a reply
 GOOD = TransferReply()
-REVOKED = TransferReply("revoked", "there is no such grant, or no more")
+REVOKED = TransferReply("revoked", "the grant is unknown or has ended")
 BUSY = TransferReply("busy", "too many readers")
 
 
 class TransferServer:
-    """Serves up to `most` readers at once, which count from when they connect.
+    """Serves up to `max_readers` connected readers at once.
 
-    `agent` names what direct readers read from.
+    `agent` is the name of the NIXL agent for direct readers.
     """
 
-    def __init__(self, grants: Grants, most: int, agent: str) -> None:
+    def __init__(self, grants: Grants, max_readers: int, agent: str) -> None:
         self._grants = grants
-        self._most = most
+        self._max_readers = max_readers
         self._agent = agent
         self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._serving = 0
         self._loop = asyncio.get_running_loop()
 
@@ -39,17 +40,14 @@ class TransferServer:
         """Listen; returns the port. Raises OSError."""
         found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
-        self._listener = socket.create_server(address[:2], family=family, backlog=self._most)
+        self._listener = socket.create_server(address[:2], family=family, backlog=self._max_readers)
         self._listener.setblocking(False)
-        self._start(self._accept(self._listener))
+        self._tasks.start(self._accept(self._listener), "block server")
         own: int = self._listener.getsockname()[1]
         return own
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -59,38 +57,33 @@ class TransferServer:
                 sock, _ = await self._loop.sock_accept(listener)
                 channel = Channel(sock)
             except OSError as error:
-                log.warning("cannot take a reader of KV blocks: %s", error)
+                log.warning("cannot accept a reader of KV blocks: %s", error)
                 await asyncio.sleep(1.0)
                 continue
-            if self._serving < self._most + MOST_REFUSALS:
+            if self._serving < self._max_readers + MAX_REFUSALS:
                 self._serving += 1
-                talk = self._refuse if self._serving > self._most else self._talk
-                self._start(self._serve(channel, talk))
+                handle = self._refuse if self._serving > self._max_readers else self._serve_reader
+                self._tasks.start(self._serve(channel, handle), "block reader")
             else:
                 channel.close()
 
-    def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task = self._loop.create_task(work, name="block reader")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _serve(self, channel: Channel, talk: Callable[[Channel], Awaitable[None]]) -> None:
+    async def _serve(self, channel: Channel, handle: Callable[[Channel], Awaitable[None]]) -> None:
         try:
-            await talk(channel)
+            await handle(channel)
         except (Closed, TimeoutError) as error:
-            log.debug("a reader of KV blocks has gone: %s", cause(error))
+            log.debug("a reader of KV blocks has disconnected: %s", cause(error))
         finally:
             self._serving -= 1
             channel.close()
 
     async def _refuse(self, channel: Channel) -> None:
-        """Hear it out: an answer to somebody who still talks may be lost."""
+        """Receive the request before the refusal: a reset connection could lose the reply."""
         async with asyncio.timeout(REFUSAL_S):
             await channel.receive(Want, lambda _: False)
             await channel.send(BUSY)
 
-    async def _talk(self, channel: Channel) -> None:
-        async with asyncio.timeout(WORD_S):
+    async def _serve_reader(self, channel: Channel) -> None:
+        async with asyncio.timeout(MESSAGE_S):
             want = await channel.receive(Want, lambda token: self._grants.find(token) is not None)
             grant, ranges, answer = self._check(want)
             await channel.send(answer)
@@ -98,7 +91,7 @@ class TransferServer:
             return
         if not want.direct:
             await self._send(channel, grant, ranges)
-        async with asyncio.timeout_at(grant.deadline + WORD_S):
+        async with asyncio.timeout_at(grant.deadline + MESSAGE_S):
             got = await channel.receive(Got)
         good = grant.ended is None
         if good and got.final:
@@ -124,7 +117,7 @@ class TransferServer:
         return grant, ranges, known
 
     async def _send(self, channel: Channel, grant: Grant, ranges: list[Range]) -> None:
-        """The bytes; once the grant ends, its channel is cut in the middle of them."""
+        """Send the bytes; the end of the grant cuts the channel at once."""
         grant.readers.add(channel)
         try:
             for offset, length in ranges:

@@ -1,4 +1,4 @@
-"""Block bytes from one process's memory into another's."""
+"""Transport: lends memory regions to other processes and reads from theirs."""
 
 import asyncio
 import logging
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WILDCARDS = ("0.0.0.0", "::")
-MOST_READS = 8  # of one owner at once
-QUIET_S = 1.0  # owners answer, and send, at once: one that does not is frozen
-Way: TypeAlias = Literal["nixl", "tcp"]
+MAX_READS = 8  # of one owner at once
+QUIET_S = 1.0  # owners reply and send at once: one that does not is frozen
+Via: TypeAlias = Literal["nixl", "tcp"]
 
 
 class Transport:
     """Lends regions of memory to other processes and reads from theirs.
 
-    Every process answers over TCP who may read what. The bytes go directly from memory to memory
-    where both sides have NIXL, else over the same connection. A direct reader is trusted to keep
-    to what was granted to it; over TCP nothing else leaves.
+    The owner checks grants over TCP. The bytes go directly from memory to memory if both sides have
+    NIXL, else over the same connection. A direct reader is trusted to read only the granted ranges;
+    over TCP the owner enforces them.
     """
 
     def __init__(self, options: TransferSettings, agent: NixlAgent | None) -> None:
@@ -45,9 +45,9 @@ class Transport:
 
     @classmethod
     async def open(cls, options: TransferSettings) -> "Transport":
-        """Listen. Raises TransferError if that, or the transport asked for, is not possible."""
+        """Listen. Raises TransferError if that fails or the requested transport is unavailable."""
         if options.host in WILDCARDS and not options.advertise:
-            reason = "others need an address: set transfer.advertise"
+            reason = "other processes need an address: set transfer.advertise"
             raise TransferError("unavailable", options.host, reason)
         transport = cls(options, await asyncio.to_thread(_agent, options.via))
         try:
@@ -59,13 +59,13 @@ class Transport:
 
     @property
     def direct(self) -> bool:
-        """Whether memory is read through NIXL where the other side has it too."""
+        """True if this side has NIXL."""
         return self._agent is not None
 
     def register(self, memory: "WriteableBuffer") -> Region:
-        """Memory to be lent or to be read into; it must stay until the region is closed.
+        """Register memory to lend or to read into; it must stay until the region is closed.
 
-        Raises TransferError if NIXL cannot have it.
+        Raises TransferError if NIXL cannot register it.
         """
         region = Region(memory, self._grants, self._release)
         if self._agent is not None:
@@ -80,50 +80,50 @@ class Transport:
         pieces: Iterable[tuple[int, int, int]],
         timeout: float,
         final: bool = True,
-    ) -> Way:
-        """Copy (remote offset, local offset, length) pieces of what a grant allows.
+    ) -> Via:
+        """Copy (remote offset, local offset, length) pieces of a grant into a region.
 
-        `final` gives the grant back. Returns the way the bytes have taken. Raises TransferError,
-        also if the owner falls silent while this waits for its turn, and ValueError for a place
-        outside of `into`.
+        `final` returns the grant. Returns the transport used. Raises TransferError, also if the
+        owner stops replying while this read waits for its turn, and ValueError for a range outside
+        `into`.
         """
         wanted = merged(Piece(*piece) for piece in pieces)
         for piece in wanted:
             into.part(piece.local, piece.length)
-        job = _Job(_decoded(descriptor), into, wanted, final)
+        job = _ReadJob(_decoded(descriptor), into, wanted, final)
         owner = self._owners.setdefault(job.peer, _Owner())
-        fell_silent = owner.fell_silent
+        silences = owner.silences
         try:
             async with asyncio.timeout(timeout), owner.turns:
-                if owner.fell_silent != fell_silent:
-                    raise TransferError("unreachable", job.peer, "it has just fallen silent")
-                return await self._noting(owner, job)
+                if owner.silences != silences:
+                    raise TransferError("unreachable", job.peer, "it has just stopped replying")
+                return await self._read_noting_silence(owner, job)
         except Closed as error:
             raise TransferError("lost", job.peer, str(error)) from error
         except TimeoutError as error:
             raise TransferError("timeout", job.peer, f"not done in {timeout:g} s") from error
 
     def forget(self, descriptor: bytes) -> None:
-        """The process whose grant this is, or was, is gone. Raises TransferError if it is none."""
+        """Drop the state of the grant's owner, which has ended; TransferError if malformed."""
         if self._agent is not None:
             self._agent.forget(_decoded(descriptor).address)
 
     async def close(self) -> None:
-        """Revoke every grant, stop listening, let go of all memory."""
+        """Revoke all grants, stop listening and release all memory."""
         await self._server.close()
         for region in list(self._regions):
             region.close()
 
-    async def _noting(self, owner: "_Owner", job: "_Job") -> Way:
-        """Read; whoever waits for a turn hears that there is no answer."""
+    async def _read_noting_silence(self, owner: "_Owner", job: "_ReadJob") -> Via:
+        """Read; if the owner does not reply, let the waiting reads fail."""
         try:
             return await self._read(job)
         except (Silent, TransferError) as error:
             if isinstance(error, Silent) or error.code == "unreachable":
-                owner.fell_silent += 1
+                owner.silences += 1
             raise
 
-    async def _read(self, job: "_Job") -> Way:
+    async def _read(self, job: "_ReadJob") -> Via:
         agent = self._agent if job.owner.nixl else None
         if agent is None and self._options.via == "nixl":
             raise TransferError("unavailable", job.peer, "it does not offer NIXL")
@@ -146,15 +146,15 @@ class Transport:
 
 
 class _Owner:
-    """Turns to read from one process, and how often it has not answered."""
+    """Concurrency limit of reads from one process, and the number of missing replies."""
 
     def __init__(self) -> None:
-        self.turns = asyncio.Semaphore(MOST_READS)
-        self.fell_silent = 0
+        self.turns = asyncio.Semaphore(MAX_READS)
+        self.silences = 0
 
 
-class _Job(NamedTuple):
-    """What is to be read from whom."""
+class _ReadJob(NamedTuple):
+    """One read of a grant."""
 
     owner: Descriptor
     into: Region
@@ -166,13 +166,13 @@ class _Job(NamedTuple):
         return self.owner.address
 
 
-async def _fetch(agent: NixlAgent | None, job: _Job) -> Way:
+async def _fetch(agent: NixlAgent | None, job: _ReadJob) -> Via:
     channel = await _connect(job)
     try:
         await channel.send(Want(job.owner.token, pack(job.pieces), direct=agent is not None))
-        answer = _checked(job, await channel.receive(TransferReply))
+        reply = _checked(job, await channel.receive(TransferReply))
         if agent is not None:
-            await agent.read(job.peer, answer, job.into, job.pieces)
+            await agent.read(job.peer, reply, job.into, job.pieces)
         else:
             for piece in job.pieces:
                 await channel.receive_into(job.into.part(piece.local, piece.length))
@@ -187,7 +187,7 @@ async def _fetch(agent: NixlAgent | None, job: _Job) -> Way:
     return "tcp" if agent is None else "nixl"
 
 
-async def _connect(job: _Job) -> Channel:
+async def _connect(job: _ReadJob) -> Channel:
     try:
         return await Channel.connect(job.owner.host, job.owner.port, QUIET_S)
     except OSError as error:
@@ -211,10 +211,10 @@ def _decoded(descriptor: bytes) -> Descriptor:
     try:
         return msgspec.msgpack.decode(descriptor, type=Descriptor)
     except msgspec.MsgspecError as error:
-        raise TransferError("refused", "", f"not a descriptor of a grant: {error}") from error
+        raise TransferError("refused", "", f"malformed descriptor of a grant: {error}") from error
 
 
-def _checked(job: _Job, answer: TransferReply) -> TransferReply:
-    if answer.code:
-        raise TransferError(answer.code, job.peer, answer.detail)
-    return answer
+def _checked(job: _ReadJob, reply: TransferReply) -> TransferReply:
+    if reply.code:
+        raise TransferError(reply.code, job.peer, reply.detail)
+    return reply

@@ -103,7 +103,7 @@ class Caller:
             return self._message(f"{self.name}-{number}.{attempts}", blocks, left, arrived, form)
 
         try:
-            answer = await self._asking.ask(MODEL, compose, DEADLINE_S)
+            answer = await self._asking.request(MODEL, compose, DEADLINE_S)
             request = f"{self.name}-{number}.{attempts}"
             if isinstance(answer, Routed):
                 self.placed += 1

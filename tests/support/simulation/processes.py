@@ -7,8 +7,6 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import cast
 
-from nats.errors import Error as NatsError
-
 from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.direct_client import DirectClient
 from kvmesh.bus.discovery import Lease
@@ -29,7 +27,7 @@ log = logging.getLogger("kvmesh.simulation")
 BLOCK = 16
 STEP_TOKENS = 64  # small, so that few requests make a queue
 BACKLOG_BYTES = 8 << 10  # small, so that an outage overflows it
-OUTAGES = (NatsError, BusError, OSError, TimeoutError)  # what a process may end of
+OUTAGES = (BusError, OSError, TimeoutError)  # what a process may end of
 SETTINGS = Settings(
     router=RouterSettings(
         seed=1, sequence_ttl_s=12.0, rescore_s=2.0, starvation_s=5.0, queue_quantum=128
@@ -138,7 +136,7 @@ class WorkerProcess(Process):
             self.bus, subject, self.name, self.node, 0.005, self._dump, BACKLOG_BYTES
         )
         self.publisher.start()
-        await self.bus.handle(self.bus.subjects.dump(self.node), DUMPS, self._on_dump)
+        await self.bus.serve(self.bus.subjects.dump(self.node), DUMPS, self._on_dump)
         lease = Lease(self.bus, self._card(), self.service.limits)
         await lease.open()
         self.ready = True

@@ -10,12 +10,13 @@ import msgspec
 
 from kvmesh.bus.messages import KvBatch, OverlapQuery, SeqWait
 from kvmesh.bus.subjects import Subjects
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.indexer.queries.reply import answer
 from kvmesh.indexer.service import IndexerService
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.placement.queue import PlacementQueue
-from kvmesh.router.state.active_sequences import Active
-from kvmesh.router.state.prefix_tree import HASH, PrefixNode
+from kvmesh.router.state.active_sequences import ActiveRequest
+from kvmesh.router.state.prefix_tree import PrefixNode
 from support.events import MODEL, depths, prompt
 from support.simulation.callers import prompts
 from support.simulation.jetstream import JetStream, Stream
@@ -74,7 +75,7 @@ def wrong(world: "World") -> list[str]:
 
 def _untrue(indexer: IndexerService, workers: list[WorkerProcess]) -> list[str]:
     """Stored means findable, and nothing else is found."""
-    holdings = indexer.holdings
+    holdings = indexer.states
     found = [f"does not know {holdings.unknown} ranks"] if holdings.unknown else []
     for blocks in prompts():
         truth = {w.node: w.contents.depth(blocks) for w in workers}
@@ -109,7 +110,7 @@ def _holes(stream: Stream) -> list[str]:
 
 def _unsettled(model: ModelRouter) -> list[str]:
     """Nothing runs, so nothing may be booked and nobody may wait."""
-    table, waiting = model.core.table, model.dispatcher.waiting
+    table, waiting = model.core.table, model.queue.waiting
     found = [f"has {waiting} requests waiting"] if waiting else []
     if len(model.core.active):
         found.append(f"books {len(model.core.active)} active requests")
@@ -144,14 +145,14 @@ def _near(booked: float, summed: float) -> bool:
 def _books(model: ModelRouter) -> Iterator[tuple[int, Booked, Booked]]:
     """For each slot, requests, prefill tokens and blocks: as the table has them, and summed."""
     table, active = model.core.table, model.core.active
-    running = defaultdict[int, list[Active]](list)
+    running = defaultdict[int, list[ActiveRequest]](list)
     for each in active._active.values():
         running[each.slot].append(each)
     for slot, there in running.items():
-        nodes = {id(node): node for each in there for node in _upwards(each.end)}
-        shared = sum(len(node.label) // HASH for node in nodes.values())
-        blocks = shared + sum(each.tail + each.growth for each in there)
-        summed = len(there), sum(each.prefill for each in there), blocks
+        nodes = {id(node): node for each in there for node in _upwards(each.prefix_end)}
+        shared = sum(len(node.label) // HASH_BYTES for node in nodes.values())
+        blocks = shared + sum(each.partial_blocks + each.output_blocks for each in there)
+        summed = len(there), sum(each.prefill_tokens for each in there), blocks
         columns = (table.requests, table.prefill_tokens, table.active_blocks)
         requests, prefill, held = (float(column[slot]) for column in columns)
         yield slot, (requests, prefill, held), summed
@@ -171,7 +172,7 @@ def disagreement(world: "World") -> list[str]:
         for p in world.alive(RouterProcess)
         if p.router is not None and p.router._sequences.last_seq == last
     ]
-    dispatchers = [m.dispatcher for m in models if m is not None]
+    dispatchers = [m.queue for m in models if m is not None]
     if len(dispatchers) < 2:
         return []
     first, *others = dispatchers

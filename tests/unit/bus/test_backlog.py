@@ -20,7 +20,7 @@ def test_a_backlog_is_taken_in_order_and_in_bounded_batches() -> None:
     events: list[KvEvent] = [removed(n) for n in (1, 100, 1, 1, 500, 1)]
     backlog.extend(events)
     batches = []
-    while batch := backlog.take(1000):
+    while batch := backlog.pop(1000):
         batches.append(batch)
     assert [event for batch in batches for event in batch] == events
     assert [len(batch) for batch in batches] == [4, 1, 1]
@@ -31,7 +31,7 @@ def test_a_huge_event_is_told_in_parts_that_follow_each_other() -> None:
     hashes = array("Q", range(1, 2 * MAX_EVENT_BLOCKS + 6)).tobytes()
     backlog = Backlog()
     backlog.extend([Stored(1, None, hashes, hashes, 7), Removed(1, hashes)])
-    events = backlog.take(1 << 30)
+    events = backlog.pop(1 << 30)
     stored = [event for event in events if isinstance(event, Stored)]
     assert [len(event.engine) // 8 for event in stored] == [MAX_EVENT_BLOCKS] * 2 + [5]
     assert [event.parent for event in stored] == [None, MAX_EVENT_BLOCKS, 2 * MAX_EVENT_BLOCKS]
@@ -46,6 +46,6 @@ def test_an_overflowed_backlog_is_empty_until_it_starts_anew() -> None:
     backlog = Backlog()
     backlog.extend([removed(10)])
     backlog.overflow()
-    assert (backlog.take(1000), backlog.bytes) == ([], 0)
+    assert (backlog.pop(1000), backlog.bytes) == ([], 0)
     backlog.extend([Cleared()])
-    assert backlog.take(1000) == [Cleared()]
+    assert backlog.pop(1000) == [Cleared()]

@@ -1,11 +1,11 @@
-"""Delays between attempts: bounded, growing, random, short again after a while of peace."""
+"""Delays between attempts grow up to a limit, are random, and start again after a reset."""
 
 import random
 
 from kvmesh.bus.backoff import Backoff
 
 
-def test_ceilings_double_up_to_the_most_and_start_over() -> None:
+def test_ceilings_double_up_to_the_limit_and_restart() -> None:
     ceilings: list[float] = []
 
     def highest(low: float, high: float) -> float:
@@ -20,7 +20,7 @@ def test_ceilings_double_up_to_the_most_and_start_over() -> None:
     assert ceilings == [*delays, 0.5]
 
 
-def test_delays_of_many_are_spread_over_the_whole_range() -> None:
+def test_delays_are_spread_over_the_whole_range() -> None:
     rng = random.Random(1)
     firsts = [Backoff(1.0, 30.0, rng.uniform).delay() for _ in range(1000)]
     assert min(firsts) < 0.05

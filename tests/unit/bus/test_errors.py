@@ -1,4 +1,4 @@
-"""What is said of an error."""
+"""The text of errors."""
 
 import pytest
 from nats.errors import ConnectionClosedError
@@ -8,9 +8,9 @@ from kvmesh.bus.errors import BusUnavailable, NoResponder, cause
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "text"),
     [
-        (NoResponder("x"), "nobody answers on x"),
+        (NoResponder("x"), "no process listens on x"),
         (TimeoutError(), "timed out"),
         (NatsTimeoutError(), "nats: timeout"),
         (ConnectionClosedError(), "nats: connection closed"),
@@ -18,6 +18,6 @@ from kvmesh.bus.errors import BusUnavailable, NoResponder, cause
         (ConnectionResetError(104, "Connection reset by peer"), "Connection reset by peer"),
     ],
 )
-def test_every_cause_is_said(error: Exception, said: str) -> None:
-    assert said in cause(error)
-    assert said in str(BusUnavailable("nats://here", error))
+def test_every_error_has_a_text(error: Exception, text: str) -> None:
+    assert text in cause(error)
+    assert text in str(BusUnavailable("nats://here", error))

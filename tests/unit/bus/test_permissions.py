@@ -50,7 +50,7 @@ def listeners(subject: str) -> set[User]:
     return {r for r in User if any(matches(p, subject) for p in granted(r).subscribe)}
 
 
-def test_every_subject_has_senders_and_listeners() -> None:
+def test_every_subject_has_publishers_and_subscribers() -> None:
     plain = {n: s for n, s in NAMES.items() if not n.endswith(("_stream", "_bucket", "_key"))}
     orphans = {
         name
@@ -60,15 +60,15 @@ def test_every_subject_has_senders_and_listeners() -> None:
     assert orphans == set()
 
 
-def test_every_stream_has_a_reader_and_a_maker() -> None:
+def test_every_stream_has_a_reader_and_a_creator() -> None:
     streams = {n: s for n, s in NAMES.items() if n.endswith("_stream")}
     for name, stream in streams.items():
         assert publishers(f"$JS.API.CONSUMER.CREATE.{stream}") - {User.OPERATOR}, name
-        makers = {User.FRONTEND, User.OPERATOR}
-        assert publishers(f"$JS.API.STREAM.CREATE.{stream}") == makers, name
+        creators = {User.FRONTEND, User.OPERATOR}
+        assert publishers(f"$JS.API.STREAM.CREATE.{stream}") == creators, name
 
 
-def test_every_bucket_has_a_reader_a_writer_and_a_maker() -> None:
+def test_every_bucket_has_a_reader_a_writer_and_a_creator() -> None:
     buckets = {n: b for n, b in NAMES.items() if n.endswith("_bucket")}
     for name, bucket in buckets.items():
         objects = bucket in (SUBJECTS.index_bucket, SUBJECTS.model_bucket)
@@ -77,8 +77,8 @@ def test_every_bucket_has_a_reader_a_writer_and_a_maker() -> None:
         assert publishers(entry), name
         assert publishers(f"$JS.API.CONSUMER.CREATE.{stream}.x.{entry}") - {User.OPERATOR}, name
         assert publishers(f"$JS.API.DIRECT.GET.{stream}.{entry}") == {User.OPERATOR}, name
-        makers = {User.FRONTEND, User.OPERATOR}
-        assert publishers(f"$JS.API.STREAM.CREATE.{stream}") == makers, name
+        creators = {User.FRONTEND, User.OPERATOR}
+        assert publishers(f"$JS.API.STREAM.CREATE.{stream}") == creators, name
 
 
 @pytest.mark.parametrize("role", User)
@@ -90,19 +90,19 @@ def test_only_an_operator_changes_or_deletes_streams(role: User) -> None:
 
 
 @pytest.mark.parametrize("role", User)
-def test_nobody_listens_to_the_answers_of_others(role: User) -> None:
+def test_no_user_subscribes_to_the_replies_of_others(role: User) -> None:
     for other in {*User} - {role}:
         assert role not in listeners(f"{inbox_prefix(other)}.x.1")
     assert role in listeners(f"{inbox_prefix(role)}.x.1")
 
 
 @pytest.mark.parametrize("role", User)
-def test_who_is_asked_may_answer_and_nobody_else(role: User) -> None:
+def test_only_roles_that_serve_requests_may_reply(role: User) -> None:
     asked = role not in (User.PLANNER, User.OPERATOR, User.OBSERVER)
     assert (role in publishers(f"{inbox_prefix(User.FRONTEND)}.x.1")) == asked
 
 
-def test_the_inboxes_of_two_users_in_one_role_are_apart() -> None:
+def test_two_users_of_one_role_have_separate_inboxes() -> None:
     one = permissions(SUBJECTS, User.WORKER, "worker.a", "a").subscribe
     all_workers = permissions(SUBJECTS, User.WORKER, "worker").subscribe
     for patterns in (one, all_workers):

@@ -6,9 +6,8 @@ import struct
 import msgspec
 import pytest
 
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus import kvbm as k
 from kvmesh.bus import messages as m
+from kvmesh.bus.messages import KvLayout
 from kvmesh.cli.messages.decoding import Undecodable, decode, plain
 from kvmesh.cli.messages.one_line import summarise
 from kvmesh.cli.messages.tailing import Form
@@ -193,10 +192,10 @@ def test_json_can_encode_every_message() -> None:
 
 def test_what_workers_ask_their_kvbm() -> None:
     hashes = struct.pack("<3Q", 0xAB << 56, 2, 0xCD << 56)
-    offer = k.Offer(1, 1, bytes(48), hashes, hashes, 5)
-    fetch = k.Fetch(1, "q1", 2, bytes(48), hashes, hashes, 5, 0.0, 0.0, 1.5)
+    offer = m.Offer(1, 1, bytes(48), hashes, hashes, 5)
+    fetch = m.Fetch(1, "q1", 2, bytes(48), hashes, hashes, 5, 0.0, 0.0, 1.5)
     lines = [
-        summarise(decode("kvbm", m.encode(ask))) for ask in (offer, fetch, k.Lend(bytes(32), 8192))
+        summarise(decode("kvbm", m.encode(ask))) for ask in (offer, fetch, m.Lend(bytes(32), 8192))
     ]
     assert lines == [
         "offer blocks 1 to 3 [00000000…cd000000]",
@@ -207,8 +206,8 @@ def test_what_workers_ask_their_kvbm() -> None:
 
 def test_what_kvbms_tell_each_other() -> None:
     layout = KvLayout(weights="", dtype="uint8", item_bytes=1, block_size=4, layers=[])
-    prepare = k.Prepare("m", layout, bytes(48), 0.0, 0.0, 0.25)
-    claims = [k.Computing("kv-1", 7, digests, 30.0) for digests in (bytes(32), b"")]
+    prepare = m.Prepare("m", layout, bytes(48), 0.0, 0.0, 0.25)
+    claims = [m.ClaimAnnouncement("kv-1", 7, digests, 30.0) for digests in (bytes(32), b"")]
     assert summarise(decode("kvbm", m.encode(prepare))) == "prepare 3 blocks of m"
     assert [summarise(decode("computing", m.encode(claim))) for claim in claims] == [
         "kv-1 #7 computes a prompt, known by 2 digests",

@@ -2,11 +2,11 @@
 
 from kvmesh.cli.supervisor.plan import frontend_ports, service_specs
 from kvmesh.settings import Flag, Settings, load
-from kvmesh.settings.load import Place
+from kvmesh.settings.load import OptionKey
 
 
 def settings(**flags: str) -> Settings:
-    places: dict[Place, Flag] = {}
+    places: dict[OptionKey, Flag] = {}
     for name, text in flags.items():
         section, key = name.split("__")
         places[section, key] = Flag(name, text)

@@ -26,14 +26,14 @@ from kvmesh.cli.supervisor.process import Supervised
 from kvmesh.cli.supervisor.resources import claim
 from kvmesh.cli.supervisor.table import describe, render
 from kvmesh.settings import Flag, Settings, load
-from kvmesh.settings.load import Place
+from kvmesh.settings.load import OptionKey
 from kvmesh.settings.schema import StreamSettings
 
 ROOT = Path(__file__).parents[3]
 
 
 def settings(folder: Path, **flags: str) -> Settings:
-    places: dict[Place, Flag] = {("up", "state_dir"): Flag("", str(folder))}
+    places: dict[OptionKey, Flag] = {("up", "state_dir"): Flag("", str(folder))}
     for name, text in {"up__nats_port": "0", "frontend__port": "0", **flags}.items():
         section, key = name.split("__")
         places[section, key] = Flag(name, text)

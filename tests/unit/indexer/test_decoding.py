@@ -1,4 +1,4 @@
-"""Messages of the KV stream that are not what they should be."""
+"""Decoding of valid and malformed messages of the KV stream."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def batch(*events: object, **changes: object) -> bytes:
     return msgspec.msgpack.encode([*fields.values(), events])
 
 
-def test_a_good_batch_is_taken_as_it_is() -> None:
+def test_a_valid_batch_is_decoded() -> None:
     events: list[KvEvent] = [GOOD, Removed(1, bytes(8)), Cleared(None)]
     data = encode(KvBatch("w", "w-1", 2, 4, 1.5, events))
     assert decode(SOURCE, data) == (SOURCE, "w-1", 2, 4, 1.5, events)
@@ -52,7 +52,7 @@ def test_the_source_is_read_from_the_subject() -> None:
         encode(KvBatch("w", "w-1", 0, 0, 0.0, [GOOD]))[:-3],
     ],
 )
-def test_a_message_that_is_no_batch_of_its_source_is_refused(data: bytes) -> None:
+def test_a_message_that_is_not_a_batch_of_its_source_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedBatch):
         decode(SOURCE, data)
 
@@ -76,7 +76,7 @@ def test_a_message_that_is_no_batch_of_its_source_is_refused(data: bytes) -> Non
         ([], False),
     ],
 )
-def test_an_unreadable_event_leaves_its_neighbours_alone(event: object, unknown_tag: bool) -> None:
+def test_an_unreadable_event_leaves_the_others(event: object, unknown_tag: bool) -> None:
     events = decode(SOURCE, batch(GOOD, event, GOOD)).events
     assert [events[0], events[2]] == [GOOD, GOOD]
     bad = events[1]

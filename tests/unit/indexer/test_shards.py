@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvmesh.bus.messages import OverlapQuery, OverlapReply, RankKey
 from kvmesh.hashing import sequence_hashes
 from kvmesh.indexer.queries.reply import merge
-from kvmesh.indexer.queries.shards import Shard
+from kvmesh.indexer.shards import Shard
 
 By = Literal["namespace", "root"]
 hashes = st.integers(0, (1 << 64) - 1)
@@ -21,7 +21,7 @@ def pack(*values: int) -> bytes:
 
 
 @given(division=divisions, salt=hashes, local=st.lists(hashes, min_size=1, max_size=4))
-def test_a_prompt_is_stored_in_one_shard_and_sought_there(
+def test_a_prompt_is_stored_and_looked_up_in_one_shard(
     division: tuple[By, int], salt: int, local: list[int]
 ) -> None:
     by, count = division
@@ -35,7 +35,7 @@ def test_a_prompt_is_stored_in_one_shard_and_sought_there(
             assert asked.keys() == {owners[0]}
 
 
-def test_a_query_of_many_prompts_is_taken_apart() -> None:
+def test_a_query_of_many_prompts_is_split() -> None:
     prompts = [pack(4, 1), pack(5), b"", pack(6)]
     assert Shard(0, 2, "root").owners(OverlapQuery(prompts)) == {0: [0, 3], 1: [1]}
     with pytest.raises(ValueError, match="64-bit"):
@@ -54,7 +54,7 @@ def row(*values: int) -> bytes:
     return b"".join(value.to_bytes(4, "little") for value in values)
 
 
-def test_replies_of_shards_are_put_together() -> None:
+def test_replies_of_shards_are_merged() -> None:
     a, b, c = RankKey("a", 0), RankKey("b", 0), RankKey("c", 0)
     first = OverlapReply([a, b], [row(1, 2, 0, 0, 0), row(0, 1, 0, 0, 0)], 0.1)
     second = OverlapReply([c, b], [row(0, 9, 0, 0, 0) + row(1, 3, 0, 0, 0)], 0.4)

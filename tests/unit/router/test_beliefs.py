@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from kvmesh.bus.messages import Load
-from kvmesh.frontend.generation.cache_expectations import ENOUGH, CacheExpectations
-from kvmesh.indexer.shortfall import OFF_LOOKS, ON_LOOKS, Shortfall
-from kvmesh.runtime.warnings import SHOWN, Streak, Warnings
+from kvmesh.frontend.generation.cache_expectations import MIN_REQUESTS, CacheExpectations
+from kvmesh.runtime.warnings import MAX_SHOWN, Streak, Warnings
 from kvmesh.worker.health.event_silence import SILENT_BLOCKS, SILENT_REQUESTS, EventSilence
 
 SIZE = 16
@@ -22,7 +21,7 @@ def load(instance: str = "w-1", **fields: Any) -> Load:
 def test_a_streak_holds_from_so_many_looks_until_so_many() -> None:
     streak = Streak(3, 2)
     seen = [True, True, False, True, True, True, False, True, False, False, True]
-    assert [streak.look(s) for s in seen] == [False] * 5 + [True] * 4 + [False] * 2
+    assert [streak.observe(s) for s in seen] == [False] * 5 + [True] * 4 + [False] * 2
 
 
 def test_a_warning_is_logged_when_it_begins_and_when_it_ends(
@@ -39,8 +38,8 @@ def test_a_warning_is_logged_when_it_begins_and_when_it_ends(
 
 def test_of_many_warnings_only_the_first_are_shown() -> None:
     warnings = Warnings()
-    warnings.update("odd", {str(n): f"{n} is odd" for n in range(SHOWN + 5)})
-    assert len(warnings.texts) == SHOWN + 1
+    warnings.update("odd", {str(n): f"{n} is odd" for n in range(MAX_SHOWN + 5)})
+    assert len(warnings.texts) == MAX_SHOWN + 1
     assert warnings.texts[-1] == "and 5 more warnings: see the log"
 
 
@@ -95,46 +94,28 @@ def test_aborted_prompts_shorter_than_a_block_are_no_blocks() -> None:
     assert silence.check([told], {}) == {}
 
 
-def test_an_index_that_knows_less_than_half_for_a_while_is_short() -> None:
-    shortfall = Shortfall()
-    shortfall.take(load(cached_blocks=1000))
-    looks = [shortfall.look({("w-1", 0): 400}) for _ in range(ON_LOOKS)]
-    assert [bool(found) for found in looks] == [False] * (ON_LOOKS - 1) + [True]
-    assert "rank 0 of w-1" in looks[-1]["w-1 0"]
-    looks = [shortfall.look({("w-1", 0): 600}) for _ in range(OFF_LOOKS)]
-    assert [bool(found) for found in looks] == [True] * (OFF_LOOKS - 1) + [False]
-
-
-def test_what_is_on_its_way_or_of_a_worker_that_left_is_not_short() -> None:
-    shortfall = Shortfall()
-    shortfall.take(load(cached_blocks=100))
-    shortfall.take(load("w-2", cached_blocks=1000))
-    shortfall.forget("w-2")
-    assert not any(shortfall.look({}) for _ in range(2 * ON_LOOKS))
-
-
 def test_a_worker_that_finds_less_than_half_of_what_is_expected_is_named() -> None:
     expectations = CacheExpectations()
-    for _ in range(ENOUGH - 1):
-        expectations.note("worker-0-ab", 1000, 100)
-        expectations.note("worker-1-cd", 1000, 990)
-        expectations.note("worker-2-ef", 0, 0)
+    for _ in range(MIN_REQUESTS - 1):
+        expectations.add("worker-0-ab", 1000, 100)
+        expectations.add("worker-1-cd", 1000, 990)
+        expectations.add("worker-2-ef", 0, 0)
     assert expectations.wrong() == {}
-    expectations.note("worker-0-ab", 1000, 100)
-    expectations.note("worker-1-cd", 1000, 5000)
+    expectations.add("worker-0-ab", 1000, 100)
+    expectations.add("worker-1-cd", 1000, 5000)
     found = expectations.wrong()
     assert list(found) == ["worker-0-ab"]
     assert found["worker-0-ab"].startswith("worker-0 finds less than half of the cached tokens")
     for _ in range(100):
-        expectations.note("worker-0-ab", 1000, 1000)
+        expectations.add("worker-0-ab", 1000, 1000)
     assert expectations.wrong() == {}
 
 
 def test_a_worker_that_has_gone_is_named_no_more() -> None:
     expectations = CacheExpectations()
-    for _ in range(ENOUGH):
-        expectations.note("worker-0-ab", 1000, 0)
-    expectations.keep({"worker-0-ab"})
+    for _ in range(MIN_REQUESTS):
+        expectations.add("worker-0-ab", 1000, 0)
+    expectations.retain({"worker-0-ab"})
     assert expectations.wrong()
-    expectations.keep({"worker-0-cd"})
+    expectations.retain({"worker-0-cd"})
     assert expectations.wrong() == {}

@@ -1,13 +1,11 @@
-"""A bad configuration is refused with its key and the reason; a good one means what it says."""
+"""Invalid settings are refused with their key and the reason."""
 
 from typing import Any
 
 import pytest
-from support.routing import sequence
 
 from kvmesh.router.config import check_settings, cost_model, fair_weights
 from kvmesh.router.errors import RouterConfigError
-from kvmesh.router.scoring.overlaps import OverlapWatch
 from kvmesh.settings import SettingsError, load
 from kvmesh.settings.schema import RouterSettings
 
@@ -31,7 +29,7 @@ from kvmesh.settings.schema import RouterSettings
         ({"fair_weights": ["gold=much"]}, "fair_weights"),
     ],
 )  # fmt: skip
-def test_nonsense_is_refused_by_name(settings: dict[str, Any], key: str) -> None:
+def test_invalid_settings_are_refused_with_their_key(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(RouterConfigError) as caught:
         check_settings(RouterSettings(**settings))
     assert caught.value.key == key
@@ -64,25 +62,3 @@ def test_the_defaults_are_those_of_the_documented_cost() -> None:
 def test_fair_weights_may_hold_equal_signs_in_names() -> None:
     settings = RouterSettings(fair_weights=["team=a=2.5", "free=1"])
     assert fair_weights(settings) == {"team=a": 2.5, "free": 1.0}
-
-
-def test_an_index_that_finds_nothing_is_broken_until_it_finds_something() -> None:
-    watch = OverlapWatch(settle=10.0, enough=3)
-    prompt = sequence(1, 2)
-    broken = []
-    for now in (0, 5, 11, 12, 13, 14):
-        watch.look(prompt, False, float(now))
-        broken.append(watch.broken)
-    assert broken == [False, False, False, False, True, True]
-    watch.look(prompt, True, 15.0)
-    for now in (16, 17, 18):
-        assert not watch.broken
-        watch.look(prompt, False, float(now))
-    assert watch.broken
-
-
-def test_new_prompts_are_no_reason_to_worry() -> None:
-    watch = OverlapWatch(settle=10.0, enough=3)
-    for n in range(100):
-        watch.look(sequence(n), False, float(n))
-    assert not watch.broken

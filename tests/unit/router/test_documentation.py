@@ -1,4 +1,4 @@
-"""What docs/routing.md shows works as shown."""
+"""The examples of docs/routing.md work as shown."""
 
 import importlib
 import re
@@ -50,7 +50,7 @@ def test_the_example_policy_sticks_and_spills_over(policies: str) -> None:
     for number in range(6):
         core.apply(SeqFree(str(number)), 1.0)
     assert turn("6").chosen.instance == spilled.chosen.instance
-    assert not core.faults
+    assert not core.policies.failures
 
 
 def test_the_example_of_the_library_compiles() -> None:

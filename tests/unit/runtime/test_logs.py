@@ -1,4 +1,4 @@
-"""Log lines: what somebody else chose is shown, and obeyed by no terminal."""
+"""Log lines escape control characters in foreign text."""
 
 import json
 import logging
@@ -25,17 +25,17 @@ def test_a_text_line_stays_one_line_without_control_characters() -> None:
     assert line.endswith(r"\x1b[2Jone\r\ntwo\x07\x9b31m\u2028")
 
 
-def test_a_traceback_keeps_its_lines_and_nothing_else() -> None:
+def test_a_traceback_keeps_its_line_breaks_only() -> None:
     text = TextFormatter("router").format(record("failed", raising=HOSTILE))
     assert text.count("\n") > 2
     assert text.replace("\n", "").isprintable()
 
 
-def test_other_letters_are_left_alone() -> None:
+def test_printable_unicode_is_unchanged() -> None:
     assert TextFormatter("router").format(record("Größe 漢字 …")).endswith("Größe 漢字 …")
 
 
-def test_a_json_line_says_the_same() -> None:
+def test_a_json_line_has_the_same_message() -> None:
     line = JsonFormatter("router").format(record(HOSTILE))
     assert line.isprintable()
     assert json.loads(line)["message"] == HOSTILE

@@ -1,4 +1,4 @@
-"""A process whose event loop hangs ends, whatever it hangs in; one that was stopped does not."""
+"""The watchdog ends a process whose event loop hangs, but not one that was stopped."""
 
 import signal
 import subprocess
@@ -45,16 +45,16 @@ def start(what: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("what", ["sleep", "backtrack"])
-def test_a_loop_that_hangs_ends_its_process_and_shows_where(what: str) -> None:
+def test_a_hanging_loop_aborts_its_process_and_prints_the_stack(what: str) -> None:
     _, errors = start(what).communicate(timeout=PATIENCE_S)
     assert "the event loop hangs" in errors
     assert f"in {what}" in errors
 
 
-def test_a_process_that_was_stopped_goes_on() -> None:
+def test_a_stopped_process_continues() -> None:
     process = start("nothing")
     process.send_signal(signal.SIGSTOP)
-    time.sleep(3 * PATIENCE)  # which is what is tested
+    time.sleep(3 * PATIENCE)  # the tested pause
     process.send_signal(signal.SIGCONT)
     output, errors = process.communicate("\n", timeout=PATIENCE_S)
     assert (output, process.returncode) == ("whole\n", 0), errors

@@ -15,7 +15,7 @@ from kvmesh.settings import (
     redacted,
     to_env,
 )
-from kvmesh.settings.load import Place
+from kvmesh.settings.load import OptionKey
 
 
 def write(folder: Path, text: str) -> Path:
@@ -108,7 +108,7 @@ def test_a_bad_file_is_named_with_the_key(tmp_path: Path, content: str, said: st
 
 
 def test_a_bad_flag_is_named_as_it_was_written() -> None:
-    place: Place = ("frontend", "port")
+    place: OptionKey = ("frontend", "port")
     with pytest.raises(SettingsError, match=r"^--port: .*65535.*'70000'"):
         load(None, {}, {place: Flag("--port", "70000")})
 

@@ -1,4 +1,4 @@
-"""What is bounded stays within its bound, whatever comes in whatever order."""
+"""Bounded structures stay within their bounds for any input."""
 
 import asyncio
 from array import array
@@ -20,10 +20,10 @@ SLOTS = 4
 
 
 @given(st.lists(st.tuples(st.booleans(), IDS, TENANTS, st.integers(1, 50)), max_size=60))
-def test_a_table_of_pins_holds_at_most_so_many_and_tells_which_it_ends(
+def test_a_pin_table_is_bounded_and_returns_the_pins_it_replaces(
     steps: list[tuple[bool, str, str, int]],
 ) -> None:
-    table: PinTable[int] = PinTable(most=SLOTS)
+    table: PinTable[int] = PinTable(max_pins=SLOTS)
     live: set[str] = set()
     for adds, name, tenant, deadline in steps:
         if adds:
@@ -92,7 +92,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(st.one_of(EVENTS, st.integers(1, 2000)), max_size=60))
-def test_a_backlog_counts_what_it_holds_and_gives_all_of_it_in_order(
+def test_a_backlog_counts_its_blocks_and_returns_them_in_order(
     steps: list[KvEvent | int],
 ) -> None:
     backlog = Backlog(1 << 20)
@@ -100,13 +100,13 @@ def test_a_backlog_counts_what_it_holds_and_gives_all_of_it_in_order(
     taken: list[KvEvent] = []
     for step in steps:
         if isinstance(step, int):
-            taken += backlog.take(step)
+            taken += backlog.pop(step)
         else:
             backlog.extend([step])
             put.append(step)
         assert (backlog.bytes == 0) == (len(taken) == len(put))
         assert backlog.bytes >= 0
-    while some := backlog.take(500):
+    while some := backlog.pop(500):
         taken += some
     assert taken == put
     assert backlog.bytes == 0

@@ -11,7 +11,7 @@ import pytest
 from kvmesh.worker.scratch import PREFIX, ScratchFolder
 
 
-def test_what_a_killed_worker_has_left_goes_with_the_next(
+def test_the_next_worker_removes_folders_of_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

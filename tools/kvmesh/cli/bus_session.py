@@ -4,12 +4,8 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 
-from nats.errors import Error as NatsError
-from nats.js.errors import NotFoundError
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.direct_client import PermissionDenied
-from kvmesh.bus.errors import BusError, BusUnavailable, cause
+from kvmesh.bus.errors import BusError, BusUnavailable, NotFound, NotPermitted, cause
 from kvmesh.cli.local import known
 from kvmesh.runtime import logs
 from kvmesh.runtime.service import bus_options
@@ -24,14 +20,14 @@ def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[in
     settings = known(settings)
     try:
         return asyncio.run(_run(name, settings, main))
-    except NotFoundError:
+    except NotFound:
         url = redacted(bus_options(settings.nats).url)
         reason = f"no mesh named {settings.nats.namespace} at {url}"
     except BusUnavailable as error:
         reason = f"{error} (--nats or KVMESH_NATS_URL says where it is)"
-    except PermissionDenied as error:
+    except NotPermitted as error:
         reason = f"{cause(error)}: run it with the environment of a user that may, as an operator"
-    except (BusError, NatsError, TimeoutError) as error:
+    except (BusError, TimeoutError) as error:
         reason = cause(error)
     print(f"kvmesh {name}: {reason}", file=sys.stderr)
     return 1

@@ -13,6 +13,7 @@ from rich.text import Text
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Candidate, Decision, Outcome, RouteEvent
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.hashing import HASH_BYTES
 
 QUIET_S = 10.0
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
@@ -61,7 +62,7 @@ def show(events: Iterable[RouteEvent], console: Console) -> None:
 def render_decision(decision: Decision) -> RenderableType:
     """Where the request went, when, and what each candidate would have cost."""
     chosen = decision.chosen
-    blocks = len(decision.sequence_hashes) // 8
+    blocks = len(decision.sequence_hashes) // HASH_BYTES
     lines = [
         f"{decision.request}: {decision.tokens:,} tokens of {decision.model}, {blocks} full blocks",
         f"  to {chosen.worker} rank {chosen.rank} ({chosen.instance}) by {decision.policy}"

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
-from kvmesh.settings import CONFIG, Flag, Option, Place, options
+from kvmesh.settings import CONFIG, Flag, Option, OptionKey, options
 
 ALIASES = {
     ("nats", "url"): "--nats",
@@ -64,9 +64,9 @@ class _Extend(_Record):
         super().__call__(parser, namespace, joined, option_string)
 
 
-def given(namespace: argparse.Namespace) -> dict[Place, Flag]:
+def given(namespace: argparse.Namespace) -> dict[OptionKey, Flag]:
     """The settings flags of a command line, by section and key."""
-    flags: dict[Place, Flag] = vars(namespace).setdefault("settings_flags", {})
+    flags: dict[OptionKey, Flag] = vars(namespace).setdefault("settings_flags", {})
     return flags
 
 
@@ -74,7 +74,7 @@ def add_flags(
     parser: argparse.ArgumentParser,
     own: str,
     sections: Iterable[str],
-    without: Container[Place] = (),
+    without: Container[OptionKey] = (),
 ) -> None:
     """Add --config and a flag per option: bare for section `own`, `--section-key` for others.
 

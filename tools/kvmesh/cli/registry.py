@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
-from kvmesh.settings import Place, Settings, options
+from kvmesh.settings import OptionKey, Settings, options
 
 BUS = ("nats", "log")
 SERVICE = ("nats", "streams", "log", "process")
 ENGINES = ("mock", "torch", "vllm", "remote", "sglang", "trtllm")
 # What the simulator has no use for, and the policy, for which it has a flag of its own.
-NOT_SIMULATED: frozenset[Place] = frozenset(
+NOT_SIMULATED: frozenset[OptionKey] = frozenset(
     [
         *(("router", key) for key in ("policy", "name", "index_timeout_s")),
         *(("router", key) for key in ("metrics_port", "metrics_host")),
@@ -49,7 +49,7 @@ class Command:
     module: str
     own: str = ""
     sections: tuple[str, ...] = ()
-    without: frozenset[Place] = frozenset()
+    without: frozenset[OptionKey] = frozenset()
 
     def load(self) -> Implementation:
         return cast(Implementation, import_module(self.module))

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from random import Random
 
 from kvmesh.bus.messages import Instance, KvEvent, RankKey, Removed
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.index import create_index
 from kvmesh.indexer.decoding import Events
 from kvmesh.indexer.rank_state import RankStates
 from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.simulator.fleet import SimulatedWorker
 from kvmesh.simulator.options import Network
-from kvmesh.simulator.prompts import HASH
 from kvmesh.simulator.virtual_clock import VirtualClock
 
 NOBODY = RankKey("", 0)
@@ -54,7 +54,7 @@ class Index:
         worker.event_id += len(events)
         for event in events:
             if isinstance(event, Removed):
-                worker.record.evicted_blocks += len(event.engine) // HASH
+                worker.record.evicted_blocks += len(event.engine) // HASH_BYTES
         network = self._network
         if network.event_loss and self._losses.random() < network.event_loss:
             return
@@ -73,7 +73,7 @@ class Index:
             self.holdings.apply(under_way.popleft()[1])
         if not self._network.event_loss:
             return
-        for key in self.holdings.due(now, self._network.dump):
+        for key in self.holdings.due_dumps(now, self._network.dump):
             worker = self._workers.get(key.instance)
             if worker is not None:
                 self.publish(worker, worker.core.dump())

@@ -18,13 +18,14 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     SeqProgress,
 )
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.simulator.attempt import Attempt, target
 from kvmesh.simulator.cache_accounting import CacheAccounting
 from kvmesh.simulator.fleet import MODEL, SimulatedWorker, make_card
 from kvmesh.simulator.index import Index
 from kvmesh.simulator.options import Fault, SimulationOptions, WorkerOptions
-from kvmesh.simulator.prompts import HASH, SimulatedPrompts
+from kvmesh.simulator.prompts import SimulatedPrompts
 from kvmesh.simulator.records import Records, WorkerRecord, WorkerSpan
 from kvmesh.simulator.routers import Routers
 from kvmesh.simulator.virtual_clock import Action, VirtualClock
@@ -217,7 +218,7 @@ class Simulation:
         return RouteRequest(
             request=flight.attempt,
             model=MODEL,
-            sequence_hashes=flight.hashes.sequence_hashes[: tokens // size * HASH],
+            sequence_hashes=flight.hashes.sequence_hashes[: tokens // size * HASH_BYTES],
             tokens=tokens,
             max_tokens=round_.output_tokens - flight.generated,
             deadline_s=self.options.deadline_s,

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvmesh.hashing import salt, sequence_hashes
+from kvmesh.hashing import HASH_BYTES, salt, sequence_hashes
 from kvmesh.workload.model import Round, Workload
-
-HASH = 8
 
 
 @dataclass(slots=True)
@@ -35,10 +33,10 @@ class SimulatedPrompts:
 
     def _local(self, round_: Round) -> bytes:
         size, total = self._size, round_.input_tokens + round_.output_tokens
-        if len(self._places) < total // size * HASH:
-            self._places = bytes(total // size * HASH)
+        if len(self._places) < total // size * HASH_BYTES:
+            self._places = bytes(total // size * HASH_BYTES)
         parts = [
-            sequence_hashes(self._places[: (end // size - start // size) * HASH], branch)
+            sequence_hashes(self._places[: (end // size - start // size) * HASH_BYTES], branch)
             for branch, start, end in self._workload.tree.back(round_.answer, total)
         ]
         return b"".join(reversed(parts))

@@ -66,7 +66,7 @@ class Routers:
     def report(self, loads: list[Load]) -> None:
         now = self._agenda.now
         for replica in self.replicas:
-            report = replica.core.report
+            report = replica.core.apply_load
             for load in loads:
                 report(load, now)
 
@@ -89,7 +89,7 @@ class Routers:
 
     def follow(self, event: RouteEvent) -> None:
         for replica in self.replicas:
-            replica.core.follow(event, self._agenda.now)
+            replica.core.apply_route_event(event, self._agenda.now)
 
     @property
     def waiting(self) -> int:
@@ -105,7 +105,7 @@ class Routers:
     def _pump(self) -> None:
         for replica in self.replicas:
             if replica.dispatcher.waiting:
-                self._carry_out(replica, replica.dispatcher.pump(self._agenda.now))
+                self._carry_out(replica, replica.dispatcher.place_ready(self._agenda.now))
 
     def _carry_out(self, origin: Replica, steps: QueueActions) -> None:
         if steps.events:
@@ -126,7 +126,7 @@ class Routers:
         for event in events:
             replica.dispatcher.apply(event, self._agenda.now)
         if replica.dispatcher.waiting:
-            self._carry_out(replica, replica.dispatcher.pump(self._agenda.now))
+            self._carry_out(replica, replica.dispatcher.place_ready(self._agenda.now))
 
     def _tick(self) -> None:
         now = self._agenda.now
@@ -135,10 +135,10 @@ class Routers:
             if not dispatcher.waiting:
                 continue
             self._carry_out(replica, dispatcher.expire(now))
-            for ticket in dispatcher.stale(now):
+            for ticket in dispatcher.due_for_rescore(now):
                 fresh = self._overlaps(ticket.request)
                 self._carry_out(replica, dispatcher.rescore(ticket, fresh, now))
-            self._carry_out(replica, dispatcher.pump(now))
+            self._carry_out(replica, dispatcher.place_ready(now))
         self._agenda.after(TICK_S, self._tick)
 
     def _sweep(self) -> None:

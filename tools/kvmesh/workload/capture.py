@@ -13,6 +13,7 @@ from msgspec import Struct
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Decision, Outcome, RouteEvent
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.workload.analysis.sharing import link_answers
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.mooncake import TreeBuilder
@@ -72,7 +73,7 @@ def fitting_block_size(taken: list[CapturedRound]) -> int:
     """
     low, high = 1, 1 << 16
     for each in taken:
-        count, tokens = len(each.decision.sequence_hashes) // 8, each.decision.tokens
+        count, tokens = len(each.decision.sequence_hashes) // HASH_BYTES, each.decision.tokens
         low = max(low, tokens // (count + 1) + 1)
         if count:
             high = min(high, tokens // count)

@@ -1,4 +1,4 @@
-"""One frontend process with settings from the environment: a sibling that `processes` starts."""
+"""Runs one frontend process with settings from the environment; `prefork` starts it."""
 
 import os
 import sys

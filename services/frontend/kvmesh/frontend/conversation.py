@@ -1,7 +1,7 @@
-"""The one internal form of a request and of an answer, whichever API they came or leave by.
+"""Internal form of requests and answers, common to all APIs.
 
 Content is a list of typed blocks in generation order, so that interleaved thinking and tool
-calls survive a round trip through any surface.
+calls survive a round trip through any API.
 """
 
 from itertools import groupby
@@ -13,7 +13,7 @@ from kvmesh.bus.messages import Guided, Hints, Placement, Retain, Sampling
 
 
 class CacheControl(Struct, frozen=True):
-    """Keep the prompt up to this point cached for `ttl_s` seconds."""
+    """Cache the prompt up to this point for `ttl_s` seconds."""
 
     ttl_s: float
 
@@ -24,14 +24,14 @@ class Text(Struct, frozen=True):
 
 
 class Thinking(Struct, frozen=True):
-    """A reasoning span; `signature` is opaque and goes back to the client as it came."""
+    """A reasoning span; the opaque `signature` is returned to the client unchanged."""
 
     text: str
     signature: str = ""
 
 
 class Image(Struct, frozen=True):
-    """A reference to an image: an http(s) or data URL."""
+    """An image by its http(s) or data URL."""
 
     url: str
     cache: CacheControl | None = None
@@ -49,7 +49,7 @@ class ToolCall(Struct, frozen=True):
 
 
 class ToolResult(Struct, frozen=True):
-    """`references` names deferred tools that this result makes known."""
+    """`references` names deferred tools that are available from this result on."""
 
     call_id: str
     content: "list[Text | Image]"
@@ -59,7 +59,7 @@ class ToolResult(Struct, frozen=True):
 
 
 class ToolNotice(Struct, frozen=True):
-    """The tool called `name` can be used from here on, or no longer."""
+    """Marks the point from which the tool is available, or with `removed` no longer."""
 
     name: str
     removed: bool = False
@@ -76,7 +76,7 @@ class Message(Struct, frozen=True):
 class Tool(Struct, frozen=True):
     """`parameters` is a JSON schema. A deferred tool is rendered only where it is referenced.
 
-    `grammar`, of a custom tool, is in Lark's syntax, or with `regex` a regular expression.
+    `grammar` of a custom tool is a Lark grammar, or with `regex` a regular expression.
     """
 
     name: str
@@ -92,20 +92,22 @@ class Tool(Struct, frozen=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    """`named` requires the tool called `name`."""
+    """Mode "named" requires the tool `name`."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
 
 
 class GenerateRequest(Struct, kw_only=True):
-    """One request, ready for the chat template. `prompts` replaces `messages` for completions:
+    """One request of any API, before the chat template.
 
-    each prompt is text or token ids. `sampling.max_tokens` of 0 means "as much as fits".
-    `retention` and `decode` are what the caller asked for tokens of the prompt and the answer,
-    `keep_s` how long to keep the whole prompt; `speculative`: compute ahead what comes after it.
-    `size` is that of the body in bytes; requests of one `owner` wait for each other where work is
-    shared out.
+    - `prompts`: texts or token ids, used instead of `messages` (completions).
+    - `sampling.max_tokens` of 0: as many as fit the context.
+    - `retention`, `decode`: requested retention of ranges of the prompt, and of the output.
+    - `prompt_ttl_s`: requested retention time of the whole prompt.
+    - `speculative`: prefill the predicted next prompt once this request ends.
+    - `cache_salt`: name of the tenant as the caller gives it; its tag after authorization.
+    - `owner`: fair queues for threads alternate between owners.
     """
 
     id: str
@@ -129,31 +131,31 @@ class GenerateRequest(Struct, kw_only=True):
     cache_salt: str = ""
     retention: list[Retain] = []
     decode: Retain | None = None
-    keep_s: float | None = None
+    prompt_ttl_s: float | None = None
     speculative: bool = False
     adapter: str | None = None
     extra_fields: frozenset[str] = frozenset()
     ignored: list[str] = []
-    size: int = 0
+    body_bytes: int = 0
     owner: str = ""
 
     @property
     def turn(self) -> int:
-        """How many answers come before this one: runs of assistant messages."""
+        """Number of earlier turns: runs of assistant messages."""
         runs = groupby(message.role for message in self.messages)
         return sum(role == "assistant" for role, _ in runs)
 
     @property
-    def steers(self) -> bool:
-        """Whether it tells the router how to choose, or whom."""
-        place = self.placement
-        named = place.instance is not None or place.rank is not None
-        return bool(named or place.exclude or place.allow or self.policy or self.overrides)
+    def steers_routing(self) -> bool:
+        """True if the request constrains the router's choice or changes its policy."""
+        wanted = self.placement
+        named = wanted.instance is not None or wanted.rank is not None
+        return bool(named or wanted.exclude or wanted.allow or self.policy or self.overrides)
 
-    def keep(self, ttl_s: float | None) -> None:
-        """Keep the whole prompt for at least this long, if it is said how long."""
+    def retain_prompt(self, ttl_s: float | None) -> None:
+        """Request retention of the whole prompt for at least `ttl_s` seconds, if any."""
         if ttl_s is not None:
-            self.keep_s = max(ttl_s, self.keep_s or 0.0)
+            self.prompt_ttl_s = max(ttl_s, self.prompt_ttl_s or 0.0)
 
 
 # --- the answer, as a stream of events ---------------------------------------------------------
@@ -168,7 +170,7 @@ class ThinkingDelta(Struct, frozen=True):
 
 
 class ToolCallStart(Struct, frozen=True):
-    """The name of the next tool call is known; argument deltas follow until ToolCallEnd."""
+    """Start of a tool call; argument deltas follow until ToolCallEnd."""
 
     id: str
     name: str

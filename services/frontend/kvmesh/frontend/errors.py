@@ -1,4 +1,4 @@
-"""What can go wrong with a request, before any API gives it its own shape."""
+"""Errors of requests, independent of the API that reports them."""
 
 from typing import Literal
 
@@ -30,10 +30,10 @@ STATUS: dict[Kind, int] = {
 
 
 class ApiError(Exception):
-    """Base of every error that reaches a client. `param` names the field at fault.
+    """Base of every error that reaches a client; `param` names the invalid field.
 
-    `retry_after` is in seconds and set only where trying again may help; with `fatal` clients are
-    told not to, though the status may be one at which they usually do.
+    `retry_after` is in seconds and set only if a retry may succeed. `fatal` asks clients not to
+    retry even if the status suggests it.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class ApiError(Exception):
 
 
 class InvalidRequest(ApiError):
-    """The body or a header is wrong; the same request will fail again."""
+    """Invalid body or header; a retry fails again."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__("invalid_request", message, param=param, code=code)
 
 
 class ModelNotFound(ApiError):
-    """No worker serves `model`, and none has lately."""
+    """No worker serves `model` or has served it since this frontend started."""
 
     def __init__(self, model: str) -> None:
         super().__init__(
@@ -76,15 +76,15 @@ class ModelNotFound(ApiError):
 
 
 class ContextExceeded(ApiError):
-    """The prompt alone (`max_tokens` is None), or prompt plus output, do not fit the context."""
+    """The prompt (`max_tokens` is None), or prompt plus output, exceeds the context length."""
 
     def __init__(self, prompt_tokens: int, max_tokens: int | None, context: int) -> None:
-        asked = f"{prompt_tokens} tokens in the prompt"
+        requested = f"{prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
-            asked += f" and {max_tokens} for the completion"
+            requested += f" and {max_tokens} for the completion"
         super().__init__(
             "invalid_request",
-            f"This model's maximum context length is {context} tokens, but there are {asked}.",
+            f"This model's maximum context length is {context} tokens, but there are {requested}.",
             code="context_length_exceeded",
         )
         self.prompt_tokens = prompt_tokens
@@ -93,26 +93,26 @@ class ContextExceeded(ApiError):
 
 
 class Overloaded(ApiError):
-    """Everything that could serve this is at its limit."""
+    """Everything that could serve the request is at its limit."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__("overloaded", message, code="overloaded", retry_after=retry_after)
 
 
 class Unavailable(ApiError):
-    """Nothing can serve this now: no worker, no router, or no bus."""
+    """Nothing can serve the request now: no worker, no router, or no bus."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__("unavailable", message, code="unavailable", retry_after=retry_after)
 
 
-class Culprit(ApiError):
-    """Two engines were lost over this request: no third one is given it."""
+class PoisonRequest(ApiError):
+    """Two engines were lost while they ran the request; a third is not tried."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
             "internal",
-            f"The request was given to two workers, and both stopped answering: {reason}.",
+            f"Two workers stopped responding while they ran the request: {reason}.",
             code="engine_lost",
             fatal=True,
         )

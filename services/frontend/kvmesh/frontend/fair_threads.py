@@ -1,4 +1,4 @@
-"""A few threads for slow pure work, taken in turns by those whose requests need it."""
+"""A small thread pool for slow pure work, shared fairly among owners of requests."""
 
 import asyncio
 from collections.abc import Callable, Generator
@@ -13,9 +13,9 @@ Steps = Generator[None, None, T]
 
 
 class FairThreads:
-    """Runs generators step by step; between two steps those of other owners have their turns.
+    """Runs functions, and generators step by step so that other owners' work can interleave.
 
-    At most one step of each request waits here, so requests bound the queue.
+    At most one step of each request waits here, so the number of requests bounds the queue.
     """
 
     def __init__(self, count: int = THREADS) -> None:
@@ -23,14 +23,14 @@ class FairThreads:
         self._slots = FairSlots(count)
 
     async def call(self, owner: str, function: Callable[[], T]) -> T:
-        """Call `function` when it is the owner's turn; returns its result."""
-        await self._slots.take(owner)
+        """Call `function` in a thread when it is the owner's turn."""
+        await self._slots.acquire(owner)
         work = asyncio.get_running_loop().run_in_executor(self._pool, function)
         work.add_done_callback(self._done)
         return await work
 
-    async def finish(self, owner: str, steps: "Steps[T]", at_once: bool) -> T:
-        """Run `steps` to their result; with `at_once` they begin here, up to the first yield."""
+    async def run_steps(self, owner: str, steps: "Steps[T]", at_once: bool) -> T:
+        """Run `steps` to their result; with `at_once` the first step runs in the event loop."""
         if at_once:
             try:
                 next(steps)
@@ -42,12 +42,12 @@ class FairThreads:
 
     def _done(self, work: "asyncio.Future[T]") -> None:
         if not work.cancelled():
-            work.exception()  # whoever waited for it may be gone
-        self._slots.free()
+            work.exception()  # retrieved here because the waiter may be cancelled
+        self._slots.release()
 
 
 def _step(steps: "Steps[T]") -> tuple[T] | None:
-    """The result once there is one."""
+    """Run one step; the result in a tuple once the generator has ended."""
     try:
         next(steps)
     except StopIteration as end:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the frontend, and the latest load of every worker."""
+"""Prometheus metrics of the frontend, and the latest load of every worker rank."""
 
 from collections.abc import Iterable
 
@@ -26,49 +26,55 @@ duration = Histogram(
 )
 prompt_tokens = Counter("kvmesh_frontend_prompt_tokens", "Tokens of prompts", ["model"])
 cached_tokens = Counter(
-    "kvmesh_frontend_cached_tokens", "Prompt tokens that no engine had to compute", ["model"]
+    "kvmesh_frontend_cached_tokens", "Prompt tokens read from a cache", ["model"]
 )
 output_tokens = Counter("kvmesh_frontend_output_tokens", "Tokens generated", ["model"])
 migrations = Counter(
-    "kvmesh_frontend_migrations", "Requests moved off a lost worker, tokens included", ["model"]
+    "kvmesh_frontend_migrations", "Sequences continued on another worker after a loss", ["model"]
 )
 reroutes = Counter(
-    "kvmesh_frontend_reroutes", "Placements that a worker did not take", ["model", "reason"]
+    "kvmesh_frontend_reroutes",
+    "Dispatches that a worker refused or did not accept",
+    ["model", "reason"],
 )
-asked_again = Counter(
-    "kvmesh_frontend_router_moves",
-    "Questions moved off a router that was silent or gone",
+route_retries = Counter(
+    "kvmesh_frontend_route_retries",
+    "Routing requests sent again because a router did not reply or has left",
     ["model"],
 )
-silent_routers = Counter(
-    "kvmesh_frontend_silent_routers", "Times that a router did not answer and was left out"
+router_timeouts = Counter(
+    "kvmesh_frontend_router_timeouts", "Times that a router did not reply and was suspended"
 )
-culprits = Counter(
-    "kvmesh_frontend_culprits", "Requests over which two engines were lost, and no third one"
+poison_requests = Counter(
+    "kvmesh_frontend_poison_requests", "Requests failed because two engines were lost serving them"
 )
 prefills = Counter(
     "kvmesh_frontend_prefills",
-    "Prompts given to prefill workers; what was not done was computed where it went on",
+    "Prompts dispatched to prefill workers; failed ones are computed by the decode worker",
     ["model", "result"],
 )
-rejections = Counter("kvmesh_frontend_rejections", "Requests refused", ["reason"])
-cancellations = Counter("kvmesh_frontend_cancellations", "Requests that a client left", ["model"])
-resends = Counter("kvmesh_frontend_resends", "Times that lost tokens were asked for again")
-unstored = Counter("kvmesh_frontend_unstored_responses", "Responses that could not be stored")
-directives = Counter(
+rejections = Counter("kvmesh_frontend_rejections", "Requests answered with an error", ["reason"])
+cancellations = Counter(
+    "kvmesh_frontend_cancellations", "Requests cancelled by their client", ["model"]
+)
+resends = Counter("kvmesh_frontend_resends", "Requests to workers to resend lost tokens")
+unstored_responses = Counter(
+    "kvmesh_frontend_unstored_responses", "Responses that could not be stored"
+)
+retention_directives = Counter(
     "kvmesh_frontend_retention_directives",
-    "What came of the directives of requests when they began",
+    "Retention directives by outcome at the start of their request",
     ["model", "outcome"],
 )
-speculative = Counter(
+speculative_tokens = Counter(
     "kvmesh_frontend_speculative_tokens",
-    "Tokens asked to be computed ahead of a turn, which then found them or did not",
+    "Tokens of speculative prefills, by whether the next turn used them",
     ["model", "result"],
 )
 
 
 class FrontendModelMetrics:
-    """The metrics of one model, their labels resolved once."""
+    """The metrics of one model, with resolved labels."""
 
     def __init__(self, model: str) -> None:
         self.ttft = ttft.labels(model)
@@ -80,25 +86,29 @@ class FrontendModelMetrics:
 
 
 LOAD_GAUGES = {
-    "running": "kvmesh_worker_running_requests",
-    "waiting": "kvmesh_worker_waiting_requests",
-    "active_blocks": "kvmesh_worker_active_blocks",
-    "cached_blocks": "kvmesh_worker_cached_blocks",
-    "total_blocks": "kvmesh_worker_total_blocks",
-    "prefill_tokens": "kvmesh_worker_prefill_tokens",
-    "step_s": "kvmesh_worker_step_seconds",
-    "requests": "kvmesh_worker_requests",
-    "steps": "kvmesh_worker_steps",
-    "prompt_tokens": "kvmesh_worker_prompt_tokens",
-    "cached_tokens": "kvmesh_worker_cached_tokens",
-    "output_tokens": "kvmesh_worker_output_tokens",
-    "preemptions": "kvmesh_worker_preemptions",
-    "aborted": "kvmesh_worker_aborted_requests",
+    "running": "kvmesh_mesh_worker_running_requests",
+    "waiting": "kvmesh_mesh_worker_waiting_requests",
+    "active_blocks": "kvmesh_mesh_worker_active_blocks",
+    "cached_blocks": "kvmesh_mesh_worker_cached_blocks",
+    "total_blocks": "kvmesh_mesh_worker_total_blocks",
+    "prefill_tokens": "kvmesh_mesh_worker_prefill_tokens",
+    "step_s": "kvmesh_mesh_worker_step_seconds",
+    "requests": "kvmesh_mesh_worker_requests",
+    "steps": "kvmesh_mesh_worker_steps",
+    "prompt_tokens": "kvmesh_mesh_worker_prompt_tokens",
+    "cached_tokens": "kvmesh_mesh_worker_cached_tokens",
+    "output_tokens": "kvmesh_mesh_worker_output_tokens",
+    "preemptions": "kvmesh_mesh_worker_preemptions",
+    "aborted": "kvmesh_mesh_worker_aborted_requests",
 }
 
 
-class Loads(Collector):
-    """The newest `Load` of every live rank, exported as gauges labelled by worker and rank."""
+class WorkerLoads(Collector):
+    """The newest `Load` of every live rank, as gauges `kvmesh_mesh_worker_*`.
+
+    Workers export the same figures as `kvmesh_worker_*`; the names differ so that a sum over all
+    scraped processes counts each figure once.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[tuple[str, int], Load] = {}
@@ -120,7 +130,7 @@ class Loads(Collector):
         labels = ["worker", "instance", "rank"]
         for field, name in LOAD_GAUGES.items():
             family = GaugeMetricFamily(
-                name, f"`{field}` as its worker last stated it", labels=labels
+                name, f"`{field}` of the rank's last load report", labels=labels
             )
             for (instance, rank), load in self._latest.items():
                 worker = self._names[instance]

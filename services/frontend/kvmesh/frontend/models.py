@@ -1,4 +1,4 @@
-"""The models that the mesh serves, as this frontend knows them from the workers' cards."""
+"""Registry of the served models, built from the cards of workers."""
 
 import asyncio
 import gc
@@ -31,9 +31,9 @@ Spawn = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
 
 
 class Dialect:
-    """How one model reads and writes, made from its files (slow: call off the loop).
+    """Tokenizer, chat template and output grammar of one model, made from its files.
 
-    Raises DialectError if the card names a parser that there is not.
+    Slow to create: do it in a thread. Raises DialectError if the card names an unknown parser.
     """
 
     def __init__(self, card: ModelCard, files: dict[str, bytes]) -> None:
@@ -55,7 +55,7 @@ class Dialect:
         )
 
     def _hidden(self) -> frozenset[int]:
-        """Ids that never show: special tokens, unless the output parser reads them."""
+        """Ids without text: special tokens, except those that the output parser needs."""
         added = self.tokenizer.get_added_tokens_decoder()
         special = {i for i, t in added.items() if t.special} | self.end_ids
         shown = {i for i, t in added.items() if self.grammar.uses(t.content)}
@@ -71,7 +71,7 @@ class _TokenizerConfig(msgspec.Struct):
 
 
 def end_token_ids(files: dict[str, bytes], tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that end a turn, from every file that names some."""
+    """Ids of end-of-turn tokens, from all files that name some."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if name in files:
@@ -88,7 +88,7 @@ def end_token_ids(files: dict[str, bytes], tokenizer: Tokenizer) -> frozenset[in
 
 @dataclass
 class ServedModel:
-    """One model name. It stays known while no worker lives, so that clients see 503, not 404."""
+    """One served model. It stays registered without workers, so that clients get 503, not 404."""
 
     card: ModelCard
     dialect: Dialect
@@ -105,12 +105,12 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """Follows the cards of workers, and loads each model once per card."""
+    """Follows the cards of workers and loads the dialect of each distinct model card once."""
 
     def __init__(self, bus: Bus, spawn: Spawn) -> None:
         self._bus = bus
         self._spawn = spawn
-        self._fitting: dict[str, Compatibility] = {}
+        self._compatible: dict[str, Compatibility] = {}
         self._dialects: dict[bytes, Dialect] = {}
         self._unusable: set[bytes] = set()
         self._loading: dict[bytes, asyncio.Task[Any]] = {}
@@ -119,50 +119,50 @@ class ModelRegistry:
 
     @property
     def models(self) -> list[ServedModel]:
-        """Those that a live worker serves."""
+        """Models with at least one live worker."""
         return [model for model in self._models.values() if model.workers]
 
-    async def settle(self, timeout: float) -> None:
-        """Return once the models known by now are loaded or given up, or after `timeout` s."""
+    async def wait_loaded(self, timeout: float) -> None:
+        """Wait until the models known now are loaded or unusable, at most `timeout` seconds."""
         if self._loading:
             await asyncio.wait(self._loading.values(), timeout=timeout)
 
     def resolve(self, name: str) -> tuple[ServedModel, str | None]:
-        """The model and adapter called `name`; ModelNotFound, or Unavailable while it loads."""
+        """Model and adapter of this name; raises ModelNotFound, or Unavailable while it loads."""
         model = self._models.get(name)
         if model is not None:
             return model, None
         base = self._adapters.get(name)
         if base is not None and base in self._models:
             return self._models[base], name
-        if name in self._fitting and self._fitting[name].cards:
-            raise Unavailable(f"The model `{name}` is still being loaded.")
+        if name in self._compatible and self._compatible[name].cards:
+            raise Unavailable(f"The model `{name}` is still loading.")
         raise ModelNotFound(name)
 
     def joined(self, card: Instance) -> None:
         if card.role is Role.WORKER and card.model is not None:
-            self._fitting.setdefault(card.model.name, Compatibility()).join(card)
-            self._settle(card.model.name)
+            self._compatible.setdefault(card.model.name, Compatibility()).join(card)
+            self._update(card.model.name)
 
     def left(self, card: Instance) -> None:
-        if card.model is not None and card.model.name in self._fitting:
-            self._fitting[card.model.name].leave(card.instance)
-            self._settle(card.model.name)
-            self._forget()
+        if card.model is not None and card.model.name in self._compatible:
+            self._compatible[card.model.name].leave(card.instance)
+            self._update(card.model.name)
+            self._drop_unused()
 
-    def _forget(self) -> None:
-        """Drop dialects of cards that nobody has any more; a model's last one stays with it."""
-        cards = (card for fitting in self._fitting.values() for card in fitting.fitting)
+    def _drop_unused(self) -> None:
+        """Drop dialects that neither a live worker's card nor a registered model uses."""
+        cards = (card for group in self._compatible.values() for card in group.fitting)
         used = {_key(card.model) for card in cards if card.model is not None}
         used.update(_key(model.card) for model in self._models.values())
         for key in self._dialects.keys() - used:
             del self._dialects[key]
 
-    def _settle(self, name: str) -> None:
-        """Serve with all workers that fit each other; what the newest of them says is told."""
+    def _update(self, name: str) -> None:
+        """Serve the model by its compatible workers, with the card of the newest one."""
         workers: set[str] = set()
         newest: ModelCard | None = None
-        for card in self._fitting[name].fitting:
+        for card in self._compatible[name].fitting:
             if card.model is None or not self._has_dialect(card.model):
                 continue
             newest = card.model
@@ -175,7 +175,7 @@ class ModelRegistry:
             self._models[name].workers = workers
 
     def _has_dialect(self, model: ModelCard) -> bool:
-        """Whether the dialect of a card is there; if not, it is loaded, once."""
+        """True if the dialect of a card is loaded; otherwise loading starts."""
         key = _key(model)
         if key not in self._dialects and key not in self._loading and key not in self._unusable:
             self._loading[key] = self._spawn(self._load(model), f"load model {model.name}")
@@ -190,15 +190,14 @@ class ModelRegistry:
 
     async def _load(self, model: ModelCard) -> None:
         key = _key(model)
-        fitting = self._fitting[model.name]
-        while any(card.model and _key(card.model) == key for card in fitting.cards):
+        group = self._compatible[model.name]
+        while any(card.model and _key(card.model) == key for card in group.cards):
             try:
                 files = await fetch_model(self._bus, model.files)
                 self._dialects[key] = await asyncio.to_thread(Dialect, model, files)
-                # a vocabulary lives as long as the process: the collector need not walk it
-                gc.freeze()
+                gc.freeze()  # vocabularies are long-lived: exclude them from collections
                 break
-            except (BusError, TimeoutError) as error:
+            except BusError as error:
                 log.warning("cannot fetch the files of %s, retrying: %s", model.name, error)
                 await asyncio.sleep(RETRY_S)
             except DialectError as error:
@@ -207,11 +206,11 @@ class ModelRegistry:
                 break
             except Exception:
                 # tokenizers raises plain Exception on a bad file; the model stays unknown
-                log.exception("the files of %s are unusable", model.name)
+                log.exception("cannot use the files of %s", model.name)
                 self._unusable.add(key)
                 break
         self._loading.pop(key, None)
-        self._settle(model.name)
+        self._update(model.name)
 
 
 def _key(card: ModelCard) -> bytes:

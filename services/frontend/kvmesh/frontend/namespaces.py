@@ -1,7 +1,7 @@
-"""Whose names are whose: what tenants call alike is kept apart on the wire.
+"""Tenant namespaces: tags and salts that separate tenants' caches, sessions and stored responses.
 
-A tenant's name is chosen by people, and part of it by callers. On the wire stands a tag instead: a
-keyed hash of it with 128 bits, which nobody who lacks the key can foresee or collide with.
+People choose tenants' names, and callers choose parts of them. Messages carry a tag instead: a
+128-bit keyed hash of the name, which nobody without the mesh's secret can predict or collide with.
 """
 
 import re
@@ -21,25 +21,25 @@ _NAME = re.compile(rf"[!-~]{{1,{MAX_NAME}}}")
 
 
 def scoped(tenant: str, name: str) -> str:
-    """A name within a tenant, given by its tag; nobody outside of it can form the same one."""
+    """A name within the tenant of this tag; no other tenant can form the same one."""
     name = name.replace(SEPARATOR, "")
     return f"{tenant}{SEPARATOR}{name}" if tenant else name
 
 
 def inferred(tenant: str, name: str) -> str:
-    """A name within a tenant that no caller can say, not even one of the tenant's own."""
+    """A name within a tenant that no caller can form, not even one of the tenant."""
     return f"{tenant}{SEPARATOR}{SEPARATOR}{name}"
 
 
-def check_name(name: str, what: str) -> None:
-    """Raise InvalidRequest unless a caller may call a tenant or a class so."""
+def check_name(name: str, param: str) -> None:
+    """Raises InvalidRequest unless `name` is valid for a tenant or a fair class."""
     if not _NAME.fullmatch(name):
-        reason = f"`{what}` must be 1 to {MAX_NAME} visible ASCII characters."
-        raise InvalidRequest(reason, what)
+        reason = f"`{param}` must be 1 to {MAX_NAME} visible ASCII characters."
+        raise InvalidRequest(reason, param)
 
 
 def scope_sessions(hints: Hints, tenant: str) -> Hints:
-    """The sessions of a request, within its tenant."""
+    """The hints with session names scoped to the tenant."""
     session, parent = hints.session, hints.parent_session
     if session is None and parent is None:
         return hints
@@ -51,22 +51,21 @@ def scope_sessions(hints: Hints, tenant: str) -> Hints:
 
 
 class TenantNamespaces:
-    """Derives tags and salts from the mesh's secret; without one it derives none."""
+    """Derives tags and salts from the mesh's secret; raises RuntimeError while it is not set."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret
 
-    def unlock(self, secret: bytes) -> None:
-        """Take the mesh's secret."""
+    def set_secret(self, secret: bytes) -> None:
         self._secret = secret
 
     def tag(self, owner: str, part: str = "") -> str:
-        """The tag of a tenant, or of a part of it that a caller names; empty for nobody."""
+        """The tag of a tenant, or of the part of it that a caller names; empty without a tenant."""
         whole = self._hash(b"owner", owner) if owner else ""
         return f"{whole}/{self._hash(b'part', owner, part)}" if part else whole
 
     def salt(self, model: str, adapter: str, tenant: str) -> int:
-        """The salt that precedes the first block of a tenant's prompts; `tenant` is its tag."""
+        """The salt of a tenant's prompts; `tenant` is its tag, empty without a tenant."""
         return salt(model, adapter, tenant, self._key if tenant else b"")
 
     def _hash(self, kind: bytes, *fields: str) -> str:
@@ -77,5 +76,5 @@ class TenantNamespaces:
     @property
     def _key(self) -> bytes:
         if len(self._secret) < KEY_BYTES:
-            raise RuntimeError("the secret of the tenants has not been read")
+            raise RuntimeError("the tenants' secret is not set")
         return self._secret

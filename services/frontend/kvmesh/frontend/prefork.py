@@ -1,6 +1,6 @@
-"""Several frontend processes on one port: the first one starts the others and keeps them up.
+"""Several frontend processes on one port: the first starts the others and restarts them.
 
-The kernel spreads connections over all that listen with SO_REUSEPORT.
+The kernel spreads connections over all processes that listen with SO_REUSEPORT.
 """
 
 import asyncio
@@ -16,25 +16,25 @@ from kvmesh.settings import Settings, to_env, variables
 log = logging.getLogger(__name__)
 PARENT = "KVMESH_PARENT_PID"
 RESTART_S = 1.0
-STOP_S = 15.0  # beyond what a sibling may take to drain
+STOP_S = 15.0  # beyond the time in which a child may drain
 WATCH_S = 1.0
 
 
-def check(settings: Settings) -> None:
-    """Raises StartError where several processes cannot share a port."""
+def check_settings(settings: Settings) -> None:
+    """Raises StartError for settings with which processes cannot share a port."""
     if settings.frontend.processes > 1 and settings.frontend.port == 0:
-        raise StartError("frontend.processes needs a fixed frontend.port", hopeless=True)
+        raise StartError("frontend.processes needs a fixed frontend.port", permanent=True)
 
 
-async def keep(service: Service) -> None:
-    """Run all siblings of this process until it stops."""
+async def supervise(service: Service) -> None:
+    """Run the other processes until this one stops."""
     count = service.settings.frontend.processes
     async with asyncio.TaskGroup() as group:
         for number in range(1, count):
-            group.create_task(_keep_one(service, number))
+            group.create_task(_supervise_one(service, number))
 
 
-async def _keep_one(service: Service, number: int) -> None:
+async def _supervise_one(service: Service, number: int) -> None:
     env = _environment(service, number)
     while not service.stopping.is_set():
         process = await asyncio.create_subprocess_exec(
@@ -79,10 +79,10 @@ def _environment(service: Service, number: int) -> dict[str, str]:
 
 
 async def follow_parent(service: Service) -> None:
-    """Stop when the process that started this one is gone; nothing to do in the first one."""
+    """Stop this process once its parent has ended; returns at once in the first process."""
     parent = os.environ.get(PARENT)
     while parent is not None and os.getppid() == int(parent):
         await asyncio.sleep(WATCH_S)
     if parent is not None:
-        log.warning("the first frontend process is gone: stopping")
+        log.warning("stopping: the first frontend process has ended")
         service.stopping.set()

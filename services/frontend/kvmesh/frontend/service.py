@@ -1,4 +1,4 @@
-"""The frontend process: HTTP on one side, the mesh on the other."""
+"""The frontend process: an HTTP server and a client of the mesh."""
 
 import asyncio
 import logging
@@ -6,14 +6,14 @@ import sys
 import time
 
 from aiohttp import web
-from nats.aio.subscription import Subscription
 from prometheus_client import REGISTRY
 
+from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery import Directory, Lease, routable
 from kvmesh.bus.engine_loads import follow_loads
-from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.shared_secret import SecretUnusable
-from kvmesh.frontend import prefork as siblings
+from kvmesh.frontend import prefork
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
@@ -22,7 +22,8 @@ from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
-from kvmesh.frontend.generation.active_request import RequestRuntime
+from kvmesh.frontend.dispatch.work_client import WorkClient
+from kvmesh.frontend.generation.active_request import RequestRunner
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.http.cache.api import CacheApi
 from kvmesh.frontend.http.generate import Dependencies
@@ -30,99 +31,96 @@ from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
 from kvmesh.frontend.http.server import Runner
 from kvmesh.frontend.http.sse import StreamSupervisor
-from kvmesh.frontend.metrics import Loads
+from kvmesh.frontend.metrics import WorkerLoads
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.runtime.warnings import keep_told
+from kvmesh.runtime.warnings import publish_warnings
 from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
-LOOK_S = 1.0
-GRACE_S = 3.0  # for last words, once `drain_timeout_s` is over
-LOADING_S = 10.0  # a model that takes longer is loaded while requests for others are served
-SWITCH_S = 0.001  # how long a thread that tokenizes may keep the event loop waiting
+CHECK_S = 1.0
+GRACE_S = 3.0  # for final error frames, after `drain_timeout_s`
+LOADING_S = 10.0  # a model that takes longer loads while requests for others are served
+SWITCH_S = 0.001  # the longest time that a tokenizing thread delays the event loop
 MAX_HEADER = 64 << 10  # harnesses put JSON into headers
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class FrontendService:
-    """Wires the parts of one frontend together."""
+    """Builds and connects the parts of one frontend."""
 
     def __init__(self, service: Service) -> None:
         settings = service.settings.frontend
         self._service = service
         self._settings = settings
         self.registry = ModelRegistry(service.bus, service.spawn)
-        self.loads = Loads()
+        self.loads = WorkerLoads()
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
-        self.inbox = TokenInbox(settings.frame_interval_s, lambda s: self.monitor.hole(s))
-        self.tracker = SequenceEventPublisher(service.bus, service.instance)
-        self.asking = RouteClient(service.bus, self.tracker)
-        self.dispatcher = Dispatcher(
-            service.bus,
-            service.instance,
-            self.inbox,
-            self.tracker,
-            self.directory,
-            self.asking,
-            settings,
-        )
-        self.expectations = CacheExpectations()
+        self.inbox = TokenInbox(settings.frame_interval_s)
+        self.events = SequenceEventPublisher(service.bus, service.instance)
+        self.routes = RouteClient(service.bus, self.events)
+        workers = WorkClient(service.bus, self.inbox, self.directory)
         self._tokens: Subscription | None = None
         self.monitor = LivenessMonitor(
-            service.bus,
-            self.dispatcher.offers,
-            self.tracker,
-            settings.stall_timeout_s,
-            self._backlog,
+            service.bus, workers, self.events, settings.stall_timeout_s, self._backlog
         )
+        self.dispatcher = Dispatcher(
+            service.instance, workers, self.monitor, self.routes, self.events, settings
+        )
+        self.expectations = CacheExpectations()
         local = settings.host in LOOPBACK
         self._tenants = TenantNamespaces()
-        self.gate = Authenticator(
+        self.authenticator = Authenticator(
             service.bus, settings.keys_file, settings.keys_bucket, local, self._tenants
         )
-        self.shared_use = SharedLimits(service.bus, service.instance, self.gate.accounts)
-        self.keeper = StreamSupervisor(settings.keepalive_s, settings.slow_reader_s)
-        self.preparer = Preprocessor(settings.prepare_cache_bytes, self._tenants)
-        self.keeping = CacheApi(
+        self.shared_limits = SharedLimits(
+            service.bus, service.instance, self.authenticator.accounts
+        )
+        self.stream_supervisor = StreamSupervisor(settings.keepalive_s, settings.slow_reader_s)
+        self.preprocessor = Preprocessor(settings.prepare_cache_bytes, self._tenants)
+        self.cache_api = CacheApi(
             service,
             self.registry,
-            self.preparer,
+            self.preprocessor,
             self.directory,
-            self.asking,
-            self.tracker,
-            self.gate,
+            self.routes,
+            self.events,
+            self.authenticator,
             self._tenants,
         )
 
+    def _receive(self, output: StepOutput) -> None:
+        for stream in self.inbox.receive(output):
+            self.monitor.on_gap(stream)
+
     def _backlog(self) -> int:
-        return self._tokens.pending_msgs if self._tokens is not None else 0
+        return self._tokens.pending_messages if self._tokens is not None else 0
 
     def _joined(self, card: Instance) -> None:
         self.registry.joined(card)
         self.loads.joined(card)
-        self.keeping.joined(card)
-        self.asking.joined(card)
+        self.cache_api.joined(card)
+        self.routes.joined(card)
 
     def _left(self, card: Instance) -> None:
         self.registry.left(card)
         self.loads.left(card)
-        self.keeping.left(card)
-        self.asking.left(card)
+        self.cache_api.left(card)
+        self.routes.left(card)
         if card.role is Role.WORKER:
             self.monitor.worker_left(card)
         if card.role is Role.FRONTEND:
-            self.gate.accounts.forget(card.instance)
+            self.authenticator.accounts.remove_frontend(card.instance)
 
     def missing(self) -> list[str]:
-        """The things that this frontend lacks to serve requests, or that it is about to leave."""
+        """Reasons why this frontend is not ready: roles that the mesh lacks, "nats", "stopping"."""
         if self._service.stopping.is_set():
             return ["stopping"]
         bus = self._service.bus
-        if not bus.client.is_connected:
+        if not bus.connected:
             return ["nats"]
         roles = {card.role for card in self.directory.instances if routable(card)}
         missing = [role.value for role in (Role.ROUTER, Role.WORKER) if role not in roles]
@@ -135,55 +133,50 @@ class FrontendService:
         subjects = service.bus.subjects
         try:
             configured = self._settings.tenant_secret
-            self._tenants.unlock(await tenant_secret(service.bus, configured))
+            self._tenants.set_secret(await tenant_secret(service.bus, configured))
         except SecretUnusable as error:
-            raise StartError(str(error), hopeless=error.configured) from error
+            raise StartError(str(error), permanent=error.configured) from error
         self._tokens = await service.bus.subscribe(
-            subjects.out(service.instance), step_decoder, self.inbox.receive
+            subjects.out(service.instance), step_decoder, self._receive
         )
         await follow_loads(service.bus, self.loads.receive)
         try:
-            await self.gate.open()
+            await self.authenticator.open()
         except KeysError as error:
-            raise StartError(str(error), hopeless=True) from error
-        await self.asking.open()
-        if self.gate.closed:
-            await self.shared_use.open()
-            service.spawn(self.shared_use.run(), "shared use")
+            raise StartError(str(error), permanent=True) from error
+        await self.routes.open()
+        if self.authenticator.requires_keys:
+            await self.shared_limits.open()
+            service.spawn(self.shared_limits.run(), "shared limits")
         await self.directory.open()
-        await self.keeping.open(self.directory.instances)
-        service.spawn(self.gate.run(), "keys")
-        service.spawn(self.tracker.run(), "tracker")
-        service.spawn(self.asking.run(), "questions")
+        await self.cache_api.open(self.directory.instances)
+        service.spawn(self.authenticator.run(), "keys")
+        service.spawn(self.events.run(), "sequence events")
+        service.spawn(self.routes.run(), "route queries")
         service.spawn(self.monitor.run(), "monitor")
-        service.spawn(self.keeper.run(), "streams")
-        service.spawn(self._look(), "expectations")
+        service.spawn(self.stream_supervisor.run(), "streams")
+        service.spawn(self._check_expectations(), "expectations")
 
-    async def _look(self) -> None:
+    async def _check_expectations(self) -> None:
         while True:
-            self.expectations.keep({card.instance for card in self.directory.instances})
+            self.expectations.retain({card.instance for card in self.directory.instances})
             self._service.warnings.update("missed_hits", self.expectations.wrong())
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     async def drain(self, _: web.Application) -> None:
-        """Let what runs end; after the port was closed, and before connections are."""
-        await self.monitor.drain(self._settings.drain_timeout_s)
-        self.asking.stop()
+        """Wait for running requests, after the port is closed and before connections are."""
+        await self.dispatcher.drain(self._settings.drain_timeout_s)
+        self.routes.stop()
 
     async def close(self) -> None:
-        await self.keeping.close()
-        await self.tracker.flush()
+        await self.cache_api.close()
+        self.events.flush()
         await self.directory.close()
 
     def application(self) -> web.Application:
         settings = self._settings
-        engine = RequestRuntime(
-            self.dispatcher,
-            self.inbox,
-            self.monitor,
-            self.tracker,
-            settings.route_timeout_s,
-            self.expectations,
+        runner = RequestRunner(
+            self.dispatcher, self.events, settings.route_timeout_s, self.expectations
         )
         responses = ResponseStore(
             self._service.bus,
@@ -194,27 +187,27 @@ class FrontendService:
         parts = Dependencies(
             settings,
             self.registry,
-            self.preparer,
-            engine,
-            self.keeper,
+            self.preprocessor,
+            runner,
+            self.stream_supervisor,
             responses,
-            self.gate,
-            self.keeping.turns,
+            self.authenticator,
+            self.cache_api.session_hooks,
         )
-        app = application(parts, self, self.keeping.routes, self._service.warnings)
+        app = application(parts, self, self.cache_api.routes, self._service.warnings)
         app.on_shutdown.append(self.drain)
         return app
 
 
 async def main(service: Service) -> None:
-    """Serve until the service stops, then finish what is being answered."""
+    """Serve until the service stops, then finish the running requests."""
     sys.setswitchinterval(SWITCH_S)
-    siblings.check(service.settings)
+    prefork.check_settings(service.settings)
     frontend = FrontendService(service)
     settings = service.settings.frontend
-    _check_openness(settings, frontend.gate.closed)
+    _check_openness(settings, frontend.authenticator.requires_keys)
     await frontend.open()
-    await frontend.registry.settle(LOADING_S)
+    await frontend.registry.wait_loaded(LOADING_S)
     REGISTRY.register(frontend.loads)
     runner = Runner(
         frontend.application(),
@@ -237,11 +230,11 @@ async def main(service: Service) -> None:
     )
     lease = Lease(service.bus, card, service.limits)
     await lease.open()
-    service.joined()
+    service.start_watchdog()
     log.info("listening on %s", endpoint)
-    others = asyncio.create_task(siblings.keep(service), name="siblings")
-    service.spawn(siblings.follow_parent(service), "parent")
-    service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
+    others = asyncio.create_task(prefork.supervise(service), name="prefork")
+    service.spawn(prefork.follow_parent(service), "parent")
+    service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
     metrics = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:
         await service.stopping.wait()
@@ -271,7 +264,7 @@ async def _listen(runner: Runner, service: Service) -> str:
 
 
 def _check_openness(settings: FrontendSettings, keys: bool) -> None:
-    """Without keys anyone who reaches the port may use it: on loopback only, unless told."""
+    """Refuse to serve other machines without keys unless `allow_anonymous` is set."""
     if keys:
         return
     if settings.host in LOOPBACK:
@@ -282,5 +275,5 @@ def _check_openness(settings: FrontendSettings, keys: bool) -> None:
         raise StartError(
             f"refusing to serve everyone on {settings.host}: configure frontend.keys_file or"
             " frontend.keys_bucket, or set frontend.allow_anonymous",
-            hopeless=True,
+            permanent=True,
         )

@@ -1,7 +1,7 @@
-"""From a message of the KV stream to a batch of events that the index can trust.
+"""Decodes and validates messages of the KV stream.
 
-A whole batch that cannot be read is refused; a single unreadable event within one is replaced by
-`BAD`, so that its id still counts and the events around it are not lost.
+An unreadable batch is refused. A single unreadable event is replaced by `Bad`, so that its id
+still counts and the events around it are applied.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import msgspec
 
 from kvmesh.bus.messages import KvBatch, KvEvent, Removed, Stored
 from kvmesh.bus.subjects import name_of, untoken
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.index.interface import TIERS
 
 MAX_RANKS = 4096
@@ -19,11 +20,11 @@ MAX_EVENT_ID = 1 << 62
 
 
 class MalformedBatch(Exception):
-    """A message that is not a KvBatch of the worker whose subject it came on."""
+    """A message that is not a KvBatch of its subject's worker."""
 
 
 class Bad:
-    """Stands for an event that could not be read. `unknown_tag`: of a kind that we do not know."""
+    """Placeholder of an unreadable event. `unknown_tag`: its kind is unknown to this version."""
 
     __slots__ = ("reason", "unknown_tag")
 
@@ -33,7 +34,7 @@ class Bad:
 
 
 class EventSource(NamedTuple):
-    """Who publishes on one subject of the KV stream."""
+    """The publisher of one subject of the KV stream."""
 
     model: str
     worker: str
@@ -66,13 +67,13 @@ _TAGS: Final = ("stored", "removed", "cleared")
 
 
 def source_of(subject: str) -> EventSource:
-    """`kvm.<ns>.kv.<model>.<worker>` taken apart."""
+    """The source that a subject `kvm.<ns>.kv.<model>.<worker>` names."""
     model, worker = subject.split(".")[-2:]
     return EventSource(untoken(model), untoken(worker))
 
 
 def decode(source: EventSource, data: bytes) -> Events:
-    """Read one message; raises Malformed if the envelope is unusable."""
+    """Decode one message; raises MalformedBatch if its envelope is unusable."""
     try:
         batch = _batch.decode(data)
         events: Sequence[KvEvent | Bad] = batch.events
@@ -117,9 +118,9 @@ def _fault(event: KvEvent) -> str:
     if event.tier is not None and not 0 <= event.tier < TIERS:
         return f"tier {event.tier}"
     if isinstance(event, Stored):
-        if len(event.engine) % 8 or len(event.engine) != len(event.local):
+        if len(event.engine) % HASH_BYTES or len(event.engine) != len(event.local):
             return f"{len(event.engine)} bytes of engine and {len(event.local)} of local hashes"
-    elif isinstance(event, Removed) and len(event.engine) % 8:
+    elif isinstance(event, Removed) and len(event.engine) % HASH_BYTES:
         return f"{len(event.engine)} bytes of engine hashes"
     return ""
 

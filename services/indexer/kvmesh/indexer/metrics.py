@@ -1,4 +1,4 @@
-"""The indexer's metrics, read from its state when scraped: the event path counts plain integers."""
+"""The indexer's metrics, read at each scrape: the event path counts in plain integers."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,43 +14,43 @@ QUERY_S = Histogram(
 
 COUNTERS = {
     "messages": "Messages read from the KV stream",
-    "batches": "Batches in them that could be read",
+    "batches": "Readable batches among them",
     "stored_blocks": "Blocks in applied store events",
     "removed_blocks": "Blocks that applied remove events dropped",
     "cleared": "Applied clear events",
-    "duplicates": "Events skipped because they had been applied",
-    "stale": "Batches of instances that had been replaced or had lapsed",
-    "gaps": "Times that a rank's state became unknown",
-    "orphans": "Store events whose parent block was not held",
-    "bad_events": "Events that could not be read",
-    "malformed": "Messages that could not be read",
-    "holes": "Times that part of the KV stream was gone before it was read",
-    "dump_requests": "Dumps that workers were asked for",
+    "duplicates": "Events skipped: already applied",
+    "stale": "Batches skipped: their instance was replaced or its lease lapsed",
+    "gaps": "Times a rank's state became unknown",
+    "orphans": "Store events without a known parent block",
+    "bad_events": "Unreadable events",
+    "malformed": "Unreadable messages",
+    "stream_gaps": "Times messages of the KV stream were gone before they were read",
+    "dump_requests": "Dumps requested from workers",
     "queries": "Overlap queries answered",
     "prompts": "Prompts in those queries",
-    "bad_queries": "Overlap queries that could not be read or answered",
-    "shard_errors": "Queries that another shard did not answer",
+    "bad_queries": "Overlap queries that were unreadable or refused",
+    "shard_errors": "Queries another shard did not answer",
     "snapshots": "Snapshots written",
-    "snapshot_failures": "Snapshots that could not be written",
-    "snapshots_skipped": "Stored snapshots that could not be used",
+    "snapshot_failures": "Failed snapshots",
+    "snapshots_skipped": "Unusable stored snapshots",
 }
 GAUGES = {
     "blocks": "Distinct blocks in the index",
     "entries": "Entries (rank, tier, block) in the index",
     "memory_bytes": "Memory of the index",
-    "ranks": "Ranks that hold or held something",
-    "unknown_ranks": "Ranks that count zero until their dump arrives",
-    "pending": "Messages of the KV stream not yet read",
-    "lag_seconds": "Age of the newest applied message while more are waiting",
+    "ranks": "Ranks in the index",
+    "unknown_ranks": "Ranks without overlaps until their dump arrives",
+    "pending": "Unread messages of the KV stream",
+    "lag_seconds": "Age of the newest applied message while more wait",
     "ready": "1 while this replica answers queries",
     "applied_seq": "Stream sequence of the newest applied message",
-    "snapshot_seq": "Stream sequence that the newest snapshot covers",
+    "snapshot_seq": "Stream sequence covered by the newest snapshot",
     "snapshot_bytes": "Size of the newest snapshot",
 }
 
 
 class StateCollector(Collector):
-    """Exports the mapping that `read` returns at each scrape; its keys are those above."""
+    """Exports the mapping that `read` returns; its keys are those of COUNTERS and GAUGES."""
 
     def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
         self._read = read

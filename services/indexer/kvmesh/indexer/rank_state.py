@@ -1,10 +1,10 @@
-"""What every rank holds, kept from numbered events: the pure core of the indexer.
+"""State of every rank, built from numbered KV events: the pure core of the indexer.
 
 The state of a rank is *known* while its events were seen without a gap from id 0, or from a
-`Cleared` of all tiers, which begins every full dump. While it is not known the rank counts zero
+`Cleared` of all tiers, which begins every full dump. An unknown rank has no blocks in the index
 and waits for a dump. Events are numbered per (instance, rank), so duplicates are recognised by id
-wherever they come from: the publisher, a re-read of the stream, or a snapshot that is newer than
-the stream position it covers.
+whatever their origin: the publisher, a replay of the stream, or a snapshot that is newer than the
+stream sequence it covers.
 """
 
 import heapq
@@ -13,36 +13,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Cleared, Instance, KvEvent, RankKey, Removed, Stored
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.index.interface import PrefixIndex
 from kvmesh.indexer.decoding import Bad, Events, EventSource
 from kvmesh.indexer.incarnations import Incarnations, rank_count, source_of_card
-from kvmesh.indexer.queries.shards import Shard
+from kvmesh.indexer.shards import Shard
 
-SLACK = 2
-SPARE_BLOCKS = 4096
+EXCESS_FACTOR = 2
+EXCESS_BLOCKS = 4096
 MIN_INTERVAL_S = 1.0
 MAX_INTERVAL_S = 5.0
-MASK = (1 << 64) - 1
-WHOLE = Shard()
-NOBODY = RankKey("", 0)
+_UINT64 = (1 << 64) - 1
+WHOLE_INDEX = Shard()
+NO_RANK = RankKey("", 0)
 
 
 @dataclass(slots=True)
 class RankState:
-    """One rank: its number in the index, the next event id, and when to ask for a dump."""
+    """One rank: its slot in the index, the next event id, and the times of its dump requests."""
 
     key: RankKey
     slot: int
-    next: int = 0
+    next_event: int = 0
     known: bool = True
-    asks: int = 0
-    ask_at: float | None = None
-    asked_at: float = -1e9
+    dump_requests: int = 0
+    next_request: float | None = None
+    last_request: float = -1e9
 
 
 @dataclass(slots=True)
 class Holder:
-    """One instance of a worker or kvbm and its ranks."""
+    """One instance of a worker or kvbm and its ranks; `orphaned_at`: first seen without a lease."""
 
     source: EventSource
     instance: str
@@ -52,7 +53,7 @@ class Holder:
 
 @dataclass(slots=True)
 class EventCounts:
-    """Totals since the start, in the units of the metrics that export them."""
+    """Totals since the start, by metric name."""
 
     batches: int = 0
     stored_blocks: int = 0
@@ -63,36 +64,37 @@ class EventCounts:
     gaps: int = 0
     orphans: int = 0
     bad_events: int = 0
+    dump_requests: int = 0
 
 
 class RankStates:
-    """Applies events to an index and keeps the table of ranks. Not thread-safe."""
+    """Applies events to an index and maintains the table of ranks. Not thread-safe."""
 
-    def __init__(self, index: PrefixIndex, shard: Shard = WHOLE) -> None:
+    def __init__(self, index: PrefixIndex, shard: Shard = WHOLE_INDEX) -> None:
         self.index = index
         self.shard = shard
         self.counts = EventCounts()
-        self.lives = Incarnations()
+        self.incarnations = Incarnations()
         self.keys: list[RankKey] = []
         self._ranks: list[RankState | None] = []
         self._free: list[int] = []
         self._holders: dict[str, Holder] = {}
         self._current: dict[EventSource, str] = {}
-        self._lost: dict[int, RankState] = {}
+        self._unknown: dict[int, RankState] = {}
         self._reconciled = False
 
-    # --- lives
+    # --- leases and incarnations
 
     def joined(self, card: Instance) -> None:
-        """A lease appeared or changed. One that had lapsed is in doubt until it dumps.
+        """Add or update a lease. An instance whose lease had lapsed is unknown until its dump.
 
-        So is one that appears after `reconcile`, and of which history told nothing: it may have
-        lapsed before this index began.
+        So is an instance that appears after `reconcile` without events on the stream: its lease
+        may have lapsed before this index started.
         """
         source = source_of_card(card)
-        if source is None or not self.lives.add(source, card):
+        if source is None or not self.incarnations.add(source, card):
             return
-        newest = self.lives.newest(source)
+        newest = self.incarnations.newest(source)
         if newest is None or newest.instance != card.instance:
             self._drop(card.instance)
             return
@@ -100,22 +102,22 @@ class RankStates:
         if current is not None and current != card.instance:
             self._drop(current)
         self._rename(card.instance, source)
-        self._revive(card)
+        self._restore(card)
         if self._reconciled:
-            self._doubt(card, unheard=True)
+            self._mark_ranks_unknown(card, only_absent=True)
 
     def left(self, card: Instance) -> None:
-        """A lease ended: its blocks are gone for us."""
+        """Remove a lease and drop the instance's blocks."""
         source = source_of_card(card)
-        if source is None or not self.lives.remove(source, card):
+        if source is None or not self.incarnations.remove(source, card):
             return
         self._drop(card.instance)
-        newest = self.lives.newest(source)
+        newest = self.incarnations.newest(source)
         if newest is not None:
-            self._revive(newest)
+            self._restore(newest)
 
     def _rename(self, instance: str, source: EventSource) -> None:
-        """What is known of an instance, perhaps from its events alone, is that of `source`."""
+        """Move an instance's state, perhaps built from events alone, to `source`."""
         holder = self._holders.get(instance)
         if holder is not None and holder.source != source:
             if self._current.get(holder.source) == instance:
@@ -123,70 +125,70 @@ class RankStates:
             holder.source = source
             self._current[source] = instance
 
-    def _revive(self, card: Instance) -> None:
-        """An instance that was ignored counts again: some of its events were missed."""
-        if self.lives.is_gone(card.instance):
-            self.lives.recall(card.instance)
-            self._doubt(card)
+    def _restore(self, card: Instance) -> None:
+        """Stop ignoring an instance; its ranks are unknown, as some of its events were skipped."""
+        if self.incarnations.is_ignored(card.instance):
+            self.incarnations.stop_ignoring(card.instance)
+            self._mark_ranks_unknown(card)
 
     def reconcile(self) -> None:
-        """Drop every instance without a lease; for the moment when history has been read.
+        """Drop every instance without a lease; call once the stream's history has been read.
 
-        A rank of which it tells nothing is in doubt: an idle worker's events may have been on a
-        stream that is gone.
+        A rank without events in it becomes unknown: an idle worker's events may have been on an
+        earlier stream.
         """
-        for instance in [i for i in self._holders if i not in self.lives]:
+        for instance in [i for i in self._holders if i not in self.incarnations]:
             self._drop(instance)
-        for card in self.lives.cards:
-            self._doubt(card, unheard=True)
+        for card in self.incarnations.cards:
+            self._mark_ranks_unknown(card, only_absent=True)
         self._reconciled = True
 
     def sweep(self, now: float, grace: float) -> None:
-        """Drop instances that have published for `grace` seconds without holding a lease."""
+        """Drop instances that have had no lease for `grace` seconds."""
         for holder in list(self._holders.values()):
-            if holder.instance in self.lives:
+            if holder.instance in self.incarnations:
                 holder.orphaned_at = None
             elif holder.orphaned_at is None:
                 holder.orphaned_at = now
             elif now - holder.orphaned_at > grace:
                 self._drop(holder.instance)
 
-    def doubt_all(self) -> None:
-        """Part of the stream was never seen: no rank is known any more."""
+    def mark_all_unknown(self) -> None:
+        """Mark every rank unknown: a part of the stream was lost."""
         for holder in self._holders.values():
             for rank in holder.ranks.values():
-                self._lose(rank)
-        for card in self.lives.cards:
-            self._doubt(card)
+                self._mark_unknown(rank)
+        for card in self.incarnations.cards:
+            self._mark_ranks_unknown(card)
 
     # --- events
 
     def apply(self, batch: Events) -> None:
-        """Apply what is new in a batch; a gap before it makes the rank unknown."""
+        """Apply a batch's new events; a gap before it makes the rank unknown."""
         self.counts.batches += 1
         holder = self._holder(batch.source, batch.instance)
         if holder is None:
             self.counts.stale += 1
             return
         rank = holder.ranks.get(batch.rank) or self._add_rank(holder, batch.rank)
-        events = self._unseen(rank, batch.first, batch.events)
+        events = self._new_events(rank, batch.first, batch.events)
         for event in events:
-            if not rank.known and _starts_dump(event):
-                self._find(rank)
+            if not rank.known and _begins_dump(event):
+                self._mark_known(rank)
             if rank.known:
                 self._apply_event(rank, event)
 
-    def _unseen(
+    def _new_events(
         self, rank: RankState, first: int, events: Sequence[KvEvent | Bad]
     ) -> Sequence[KvEvent | Bad]:
-        seen = rank.next - first
+        seen = rank.next_event - first
         if seen > 0:
             self.counts.duplicates += min(seen, len(events))
         elif seen < 0 and rank.known:
-            self._lose(rank)
-        elif first == 0 and rank.next == 0:
-            self._find(rank)
-        rank.next = max(rank.next, first + len(events))
+            self._mark_unknown(rank)
+        elif first == 0 and rank.next_event == 0:
+            self._mark_known(rank)
+        rank.next_event = max(rank.next_event, first + len(events))
         return events[seen:] if seen > 0 else events
 
     def _apply_event(self, rank: RankState, event: KvEvent | Bad) -> None:
@@ -201,63 +203,64 @@ class RankStates:
             self._skip(rank, event)
 
     def _store(self, rank: RankState, event: Stored) -> None:
-        parent = None if event.parent is None else event.parent & MASK
-        salt = event.salt & MASK
+        parent = None if event.parent is None else event.parent & _UINT64
+        salt = event.salt & _UINT64
         if event.previous is not None:
-            self._attach(rank, event, event.previous & MASK)
+            self._attach(rank, event, event.previous & _UINT64)
         elif parent is None and not self.shard.owns_root(salt, event.local):
             return
         elif self.index.store(rank.slot, event.tier, parent, event.engine, event.local, salt):
-            self.counts.stored_blocks += len(event.engine) // 8
-        elif self.shard.whole:  # elsewhere it continues a prompt of another shard
+            self.counts.stored_blocks += len(event.engine) // HASH_BYTES
+        elif self.shard.whole:  # a part cannot tell orphans from blocks of another part
             self.counts.orphans += 1
 
     def _attach(self, rank: RankState, event: Stored, previous: int) -> None:
-        """Every shard keeps these: which prompt they belong to cannot be told."""
+        """Attach blocks in every shard: the event does not identify their prompt."""
         self.index.attach(rank.slot, event.tier, previous, event.engine, event.local)
-        self.counts.stored_blocks += len(event.engine) // 8
+        self.counts.stored_blocks += len(event.engine) // HASH_BYTES
 
     def _skip(self, rank: RankState, bad: Bad) -> None:
         self.counts.bad_events += 1
         if not bad.unknown_tag:
-            self._lose(rank)
+            self._mark_unknown(rank)
 
     # --- repair
 
     @property
     def unknown(self) -> int:
-        """How many ranks wait for a dump."""
-        return len(self._lost)
+        """Number of ranks that wait for a dump."""
+        return len(self._unknown)
 
-    def due(self, now: float, delay: float) -> list[RankKey]:
-        """Ranks to ask for a dump now: first `delay` seconds after the loss, then ever rarer."""
-        asked = []
-        for rank in self._lost.values():
-            if rank.key.instance not in self.lives:
+    def due_dumps(self, now: float, delay: float) -> list[RankKey]:
+        """Ranks to request a dump of now: `delay` seconds after the loss, then with backoff."""
+        due = []
+        for rank in self._unknown.values():
+            if rank.key.instance not in self.incarnations:
                 continue
-            if rank.ask_at is None:
-                rank.ask_at = max(now + delay, rank.asked_at + MIN_INTERVAL_S)
-            if rank.ask_at > now:
+            if rank.next_request is None:
+                rank.next_request = max(now + delay, rank.last_request + MIN_INTERVAL_S)
+            if rank.next_request > now:
                 continue
-            if rank.asks:
-                rank.next = -1  # the last answer was lost, or the ids we saw were nonsense
-            rank.asks += 1
-            rank.asked_at = now
-            rank.ask_at = now + min(MAX_INTERVAL_S, MIN_INTERVAL_S * 2 ** (rank.asks - 1))
-            asked.append(rank.key)
-        return asked
+            if rank.dump_requests:
+                rank.next_event = -1  # the last dump was lost, or the ids seen were wrong
+            rank.dump_requests += 1
+            rank.last_request = now
+            backoff = MIN_INTERVAL_S * 2 ** (rank.dump_requests - 1)
+            rank.next_request = now + min(MAX_INTERVAL_S, backoff)
+            due.append(rank.key)
+        return due
 
-    def curb(self) -> list[RankKey]:
-        """Lose the ranks that tell of far more blocks than their card says: their events lie.
+    def mark_excessive_unknown(self) -> list[RankKey]:
+        """Mark ranks unknown whose events report far more blocks than their card; returns them.
 
-        This is what bounds the index: blocks that events told of are never dropped otherwise.
+        This bounds the index, which never drops event-fed blocks otherwise.
         """
         excessive = []
         for slot, *tiers in struct.iter_unpack("<5I", self.index.ranks()):
             rank = self._ranks[slot]
-            if rank is not None and sum(tiers) > self._most_blocks(rank):
+            if rank is not None and sum(tiers) > self._max_blocks(rank):
                 excessive.append(rank.key)
-                self._lose(rank)
+                self._mark_unknown(rank)
         return excessive
 
     def blocks_by_rank(self) -> dict[tuple[str, int], int]:
@@ -269,34 +272,34 @@ class RankStates:
                 counted[rank.key.instance, rank.key.rank] = int(first)
         return counted
 
-    def _most_blocks(self, rank: RankState) -> float:
-        card = self.lives.card(rank.key.instance)
-        blocks = _most_blocks(card) if card is not None else None
-        return SLACK * blocks + SPARE_BLOCKS if blocks is not None else float("inf")
+    def _max_blocks(self, rank: RankState) -> float:
+        card = self.incarnations.card(rank.key.instance)
+        blocks = _max_blocks(card) if card is not None else None
+        return EXCESS_FACTOR * blocks + EXCESS_BLOCKS if blocks is not None else float("inf")
 
-    def _lose(self, rank: RankState) -> None:
+    def _mark_unknown(self, rank: RankState) -> None:
         if rank.known:
             self.counts.gaps += 1
             rank.known = False
-            rank.asks = 0
-            rank.ask_at = None
+            rank.dump_requests = 0
+            rank.next_request = None
             self.index.clear(rank.slot)
-            self._lost[rank.slot] = rank
+            self._unknown[rank.slot] = rank
 
-    def _find(self, rank: RankState) -> None:
+    def _mark_known(self, rank: RankState) -> None:
         rank.known = True
-        self._lost.pop(rank.slot, None)
+        self._unknown.pop(rank.slot, None)
 
-    def _doubt(self, card: Instance, unheard: bool = False) -> None:
-        """Ask for dumps of its ranks, or of those alone that no event has told of."""
+    def _mark_ranks_unknown(self, card: Instance, only_absent: bool = False) -> None:
+        """Mark an instance's ranks unknown; with `only_absent`, only those without any event."""
         source = source_of_card(card)
         holder = self._holder(source, card.instance) if source else None
         if holder is None:
             return
         for number in range(rank_count(card)):
             rank = holder.ranks.get(number)
-            if rank is None or not unheard:
-                self._lose(rank or self._add_rank(holder, number))
+            if rank is None or not only_absent:
+                self._mark_unknown(rank or self._add_rank(holder, number))
 
     # --- the table
 
@@ -304,8 +307,8 @@ class RankStates:
     def ranks(self) -> int:
         return len(self.keys) - len(self._free)
 
-    def numbers(self) -> list[tuple[str, int]]:
-        """Every (instance, rank) there is now."""
+    def rank_numbers(self) -> list[tuple[str, int]]:
+        """Every (instance, rank) of the table."""
         return [(name, n) for name, holder in self._holders.items() for n in holder.ranks]
 
     def rank(self, instance: str, number: int) -> RankState | None:
@@ -319,37 +322,37 @@ class RankStates:
     def adopt(
         self, source: EventSource, instance: str, number: int, next_id: int, known: bool
     ) -> int:
-        """Take over a rank as it was captured; returns its number in the index.
+        """Add a rank from a snapshot; returns its slot in the index.
 
-        Raises ValueError if the rank is there already or its instance no longer counts.
+        Raises ValueError if the rank exists or its instance is ignored.
         """
         holder = self._holder(source, instance)
         if holder is None or number in holder.ranks:
             raise ValueError(f"rank {number} of {instance} cannot be adopted")
         rank = self._add_rank(holder, number)
-        rank.next = next_id
+        rank.next_event = next_id
         if not known:
-            self._lose(rank)
+            self._mark_unknown(rank)
         return rank.slot
 
     def reset(self) -> None:
-        """Back to empty, lives apart."""
+        """Drop every rank; leases stay."""
         for instance in list(self._holders):
             self._drop(instance)
-        self.lives.forget_gone()
+        self.incarnations.forget_ignored()
 
     def _holder(self, source: EventSource, instance: str) -> Holder | None:
-        """The instance's entry, made if need be; None for one that was replaced."""
+        """The instance's entry, created if absent; None if a newer instance replaced it."""
         holder = self._holders.get(instance)
         if holder is not None:
             return holder
-        if self.lives.is_gone(instance):
+        if self.incarnations.is_ignored(instance):
             return None
-        card = self.lives.card(instance)
+        card = self.incarnations.card(instance)
         source = (source_of_card(card) if card else None) or source
-        newest = self.lives.newest(source)
+        newest = self.incarnations.newest(source)
         if newest is not None and newest.instance != instance:
-            self.lives.dismiss(instance)  # until its lease, if there is one, is seen
+            self.incarnations.ignore(instance)  # until its own lease appears
             return None
         current = self._current.get(source)
         if current is not None:
@@ -359,7 +362,7 @@ class RankStates:
         return holder
 
     def _drop(self, instance: str) -> None:
-        self.lives.dismiss(instance)
+        self.incarnations.ignore(instance)
         holder = self._holders.pop(instance, None)
         if holder is None:
             return
@@ -367,15 +370,15 @@ class RankStates:
             del self._current[holder.source]
         for rank in holder.ranks.values():
             self.index.clear(rank.slot)
-            self.keys[rank.slot] = NOBODY
+            self.keys[rank.slot] = NO_RANK
             self._ranks[rank.slot] = None
-            self._lost.pop(rank.slot, None)
+            self._unknown.pop(rank.slot, None)
             heapq.heappush(self._free, rank.slot)
 
     def _add_rank(self, holder: Holder, number: int) -> RankState:
         if not self._free:
             heapq.heappush(self._free, len(self.keys))
-            self.keys.append(NOBODY)
+            self.keys.append(NO_RANK)
             self._ranks.append(None)
         slot = heapq.heappop(self._free)
         rank = RankState(RankKey(holder.instance, number), slot)
@@ -384,12 +387,12 @@ class RankStates:
         return rank
 
 
-def _most_blocks(card: Instance) -> int | None:
-    """How many blocks each rank of a holder can have; None if its card does not say."""
+def _max_blocks(card: Instance) -> int | None:
+    """Most blocks of one rank by its card, all tiers together; None if the card lacks it."""
     if card.store is not None:
         return sum(card.store.tier_blocks) if card.store.tier_blocks else None
     return card.capacity.blocks + sum(card.capacity.tier_blocks) if card.capacity else None
 
 
-def _starts_dump(event: KvEvent | Bad) -> bool:
+def _begins_dump(event: KvEvent | Bad) -> bool:
     return isinstance(event, Cleared) and event.tier is None

@@ -1,10 +1,10 @@
-"""Whether a replica may answer: a pure rule over its lag."""
+"""Readiness of a replica: a pure rule over its lag."""
 
 
 class IndexerReadiness:
-    """Ready once caught up; not while the lag has exceeded `limit` seconds twice in a row.
+    """Ready once caught up; not ready after the lag exceeded `limit` seconds twice in a row.
 
-    It comes back at half the limit, so that a replica at the edge does not flap.
+    It becomes ready again at half the limit, so that a replica at the edge does not flap.
     """
 
     def __init__(self, limit: float) -> None:
@@ -13,7 +13,7 @@ class IndexerReadiness:
         self.ready = False
 
     def update(self, lag: float) -> bool:
-        """Take one sample, a fraction of a second after the last; returns whether to answer."""
+        """Apply one sample, a fraction of a second after the last; returns whether it is ready."""
         self._exceeded = self._exceeded + 1 if lag > self._limit else 0
         if self._exceeded >= 2:
             self.ready = False

@@ -1,14 +1,11 @@
-"""The indexer process: follows the KV events, answers overlap queries, repairs what was missed."""
+"""The indexer process: follows KV events, answers overlap queries, requests dumps after gaps."""
 
 import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
 
 import msgspec
-from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery import READY, STATE, Directory, Lease
@@ -19,52 +16,54 @@ from kvmesh.index import create_index
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.metrics import StateCollector
 from kvmesh.indexer.queries.query_server import SHARD, QueryServer
-from kvmesh.indexer.queries.shards import Shard
-from kvmesh.indexer.rank_state import WHOLE, RankStates
+from kvmesh.indexer.rank_state import WHOLE_INDEX, RankStates
 from kvmesh.indexer.readiness import IndexerReadiness
+from kvmesh.indexer.shards import Shard
 from kvmesh.indexer.shortfall import Shortfall
 from kvmesh.indexer.snapshots.snapshotter import Snapshotter, SnapshotThresholds
+from kvmesh.indexer.telemetry import IndexerTelemetry
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.runtime.warnings import keep_told
+from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
+_replies = msgspec.msgpack.Decoder(ControlReply)
 TICK_S = 0.05
 SWEEP_S = 1.0
-CURB_S = 10.0
+CAPACITY_CHECK_S = 10.0
 DUMP_TIMEOUT_S = 1.0
-MAX_ASKING = 64
+MAX_DUMP_REQUESTS = 64
 
 
 class IndexerService:
-    """One replica. Ready, and in the queue group, only while its state is current."""
+    """One replica; it is ready and in the queue group only while its state is current."""
 
     def __init__(self, service: Service) -> None:
         settings = service.settings.indexer
         self._service = service
         self._bus = service.bus
         self.shard = _shard(service)
-        self.holdings = RankStates(create_index(), self.shard)
-        self.feed = Feed(service.bus, self.holdings)
-        self.desk = QueryServer(
-            service.bus, self.holdings, self.feed, settings.shard_timeout_s, service.instance
+        self.states = RankStates(create_index(), self.shard)
+        self.feed = Feed(service.bus, self.states)
+        self.queries = QueryServer(
+            service.bus, self.states, self.feed, settings.shard_timeout_s, service.instance
         )
         thresholds = SnapshotThresholds.of(settings, service.limits)
-        self.keeper = Snapshotter(service.bus, self.holdings, self.feed, thresholds)
+        self.snapshotter = Snapshotter(service.bus, self.states, self.feed, thresholds)
         self.readiness = IndexerReadiness(settings.lag_limit_s)
-        self.dump_requests = 0
+        self.telemetry = IndexerTelemetry(self.states, self.feed, self.queries, self.snapshotter)
         self.shortfall = Shortfall()
         self._directory = Directory(service.bus, service.limits, self._joined, self._left)
         self._lease = Lease(service.bus, self._card("catching up"), service.limits)
-        self._asking = asyncio.Semaphore(MAX_ASKING)
+        self._dump_slots = asyncio.Semaphore(MAX_DUMP_REQUESTS)
 
     def _joined(self, card: Instance) -> None:
-        self.holdings.joined(card)
-        self.desk.joined(card)
+        self.states.joined(card)
+        self.queries.joined(card)
 
     def _left(self, card: Instance) -> None:
-        self.holdings.left(card)
-        self.desk.left(card)
+        self.states.left(card)
+        self.queries.left(card)
         self.shortfall.forget(card.instance)
 
     def _card(self, state: str) -> Instance:
@@ -80,71 +79,71 @@ class IndexerService:
 
     @property
     def ready(self) -> bool:
-        return self.desk.is_open
+        return self.queries.is_open
 
     async def run(self) -> None:
-        """Serve until the service is told to stop. Raises BusUnavailable if it cannot begin."""
+        """Serve until the service is stopped; raises BusUnavailable if the start fails."""
         stopping = self._service.stopping
         try:
-            await self._begin()
-        except (NatsError, OSError, TimeoutError) as error:
+            await self._start()
+        except (BusError, OSError, TimeoutError) as error:
             raise BusUnavailable(self._bus.options.url, error) from error
         if not stopping.is_set():
-            self._service.joined()
-            self._service.spawn(self._follow(), "readiness")
+            self._service.start_watchdog()
+            self._service.spawn(self._update_readiness(), "readiness")
             self._service.spawn(self._repair(), "repair")
-            telling = keep_told(lambda: self._lease, self._service.warnings)
-            self._service.spawn(telling, "warnings")
-            self._service.spawn(self.keeper.run(self._leads), "snapshots")
+            warnings = publish_warnings(lambda: self._lease, self._service.warnings)
+            self._service.spawn(warnings, "warnings")
+            self._service.spawn(self.snapshotter.run(self._is_leader), "snapshots")
             await stopping.wait()
-        await self.desk.close()
+        await self.queries.close()
         await self.feed.close()
         await self._directory.close()
         await self._lease.close()
 
-    async def _begin(self) -> None:
-        """From a snapshot and the stream to the present."""
+    async def _start(self) -> None:
+        """Restore the newest snapshot and replay the stream from there."""
         await self._lease.open()
         if self._service.settings.indexer.reset_states:
-            await self.keeper.reset()
-        covered, stored = await self.keeper.restore()
+            await self.snapshotter.reset()
+        covered, stored = await self.snapshotter.restore()
         await self._directory.open()
         await self.feed.open(covered, stored)
-        if self.shard == WHOLE:  # no other replica knows how much a part of the index should hold
+        if self.shard == WHOLE_INDEX:  # a shard cannot know its share of a rank's blocks
             await follow_loads(self._bus, self._on_load)
         await self.feed.catch_up(self._service.stopping)
-        self.holdings.reconcile()
+        self.states.reconcile()
 
     def _on_load(self, load: Load) -> None:
-        if load.instance in self.holdings.lives:
-            self.shortfall.take(load)
+        if load.instance in self.states.incarnations:
+            self.shortfall.record(load)
 
     # --- readiness
 
-    async def _follow(self) -> None:
+    async def _update_readiness(self) -> None:
         """Join the queue group while current; leave it while lagging."""
         while not self._service.stopping.is_set():
             ready = self.readiness.update(self.feed.lag)
-            if ready and not self.desk.is_open:
-                await self.desk.open()
-                await self._tell(READY)
-                blocks = self.holdings.index.stats().blocks
-                log.info("ready: %d blocks, %d ranks", blocks, self.holdings.ranks)
-            elif self.desk.is_open and not ready:
-                await self.desk.close()
-                await self._tell("lagging")
-                log.warning("%.1f s behind the KV stream: not answering", self.feed.lag)
+            if ready and not self.queries.is_open:
+                await self.queries.open()
+                await self._publish_state(READY)
+                blocks = self.states.index.stats().blocks
+                log.info("ready: %d blocks, %d ranks", blocks, self.states.ranks)
+            elif self.queries.is_open and not ready:
+                await self.queries.close()
+                await self._publish_state("lagging")
+                log.warning("not ready: %.1f s behind the KV stream", self.feed.lag)
             await asyncio.sleep(TICK_S * 5)
 
-    async def _tell(self, state: str) -> None:
+    async def _publish_state(self, state: str) -> None:
         labels = {**self._lease.card.labels, STATE: state}
         try:
             await self._lease.update(msgspec.structs.replace(self._lease.card, labels=labels))
-        except (NatsError, OSError, TimeoutError) as error:
-            log.debug("the card will change with the next renewal: %s", error)
+        except BusError as error:
+            log.debug("card not updated, the next renewal does it: %s", error)
 
-    def _leads(self) -> bool:
-        """The longest-serving ready replica of a shard writes its snapshots."""
+    def _is_leader(self) -> bool:
+        """True if this replica writes the shard's snapshots: the oldest ready one does."""
         peers = [
             (card.started, card.instance)
             for card in self._directory.instances
@@ -157,75 +156,42 @@ class IndexerService:
     # --- repair
 
     async def _repair(self) -> None:
-        """Ask for dumps and forget the dead, for as long as the service lives."""
-        delay = random.uniform(0, 4 * TICK_S)  # apart from other replicas: one dump serves all
-        swept = curbed = 0.0
+        """Request dumps, drop dead instances and check the ranks' sizes, until cancelled."""
+        delay = random.uniform(0, 4 * TICK_S)  # not all replicas at once: one dump serves all
+        swept = checked = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             now = asyncio.get_running_loop().time()
-            for key in self.holdings.due(now, delay):
-                self._service.spawn(self._ask(key), "dump")
-            self.desk.probe(now)
+            for key in self.states.due_dumps(now, delay):
+                self._service.spawn(self._request_dump(key), "dump")
+            self.queries.probe(now)
             if now > swept + SWEEP_S:
                 swept = now
-                self.holdings.sweep(now, self._directory.lease_s)
+                self.states.sweep(now, self._directory.lease_s)
                 if self.ready:
-                    short = self.shortfall.look(self.holdings.blocks_by_rank())
+                    short = self.shortfall.check(self.states.blocks_by_rank())
                     self._service.warnings.update("index_short", short)
-            if now > curbed + CURB_S:
-                curbed = now
-                self._curb()
+            if now > checked + CAPACITY_CHECK_S:
+                checked = now
+                self._check_capacity()
 
-    def _curb(self) -> None:
-        for key in self.holdings.curb():
-            log.error("rank %d of %s tells of more blocks than it has", key.rank, key.instance)
+    def _check_capacity(self) -> None:
+        for key in self.states.mark_excessive_unknown():
+            log.error("rank %d of %s reports more blocks than its capacity", key.rank, key.instance)
 
-    async def _ask(self, key: RankKey) -> None:
+    async def _request_dump(self, key: RankKey) -> None:
         subject = self._bus.subjects.dump(key.instance)
-        async with self._asking:
-            self.dump_requests += 1
+        async with self._dump_slots:
+            self.states.counts.dump_requests += 1
             try:
-                reply = await self._bus.request(
-                    subject, Dump(key.rank), ControlReply, DUMP_TIMEOUT_S
-                )
-            except (BusError, NatsError, OSError, msgspec.MsgspecError) as error:
-                log.warning("rank %d of %s did not dump: %s", key.rank, key.instance, error)
+                reply = await self._bus.request(subject, Dump(key.rank), _replies, DUMP_TIMEOUT_S)
+            except BusError as error:
+                log.warning("no dump of rank %d of %s: %s", key.rank, key.instance, error)
                 return
         if reply.ok:
-            log.info("asked rank %d of %s for a dump", key.rank, key.instance)
+            log.info("requested a dump of rank %d of %s", key.rank, key.instance)
         else:
-            log.warning("rank %d of %s will not dump: %s", key.rank, key.instance, reply.reason)
-
-    # --- metrics
-
-    def measures(self) -> Mapping[str, float]:
-        """Every figure that `metrics` names."""
-        stats = self.holdings.index.stats()
-        return {
-            **asdict(self.holdings.counts),
-            "messages": self.feed.messages,
-            "malformed": self.feed.malformed,
-            "holes": self.feed.holes,
-            "dump_requests": self.dump_requests,
-            "queries": self.desk.queries,
-            "prompts": self.desk.prompts,
-            "bad_queries": self.desk.bad,
-            "shard_errors": self.desk.shard_errors,
-            "snapshots": self.keeper.written,
-            "snapshot_failures": self.keeper.failed,
-            "snapshots_skipped": self.keeper.skipped,
-            "snapshot_bytes": self.keeper.size,
-            "snapshot_seq": self.keeper.covered,
-            "applied_seq": self.feed.applied,
-            "pending": self.feed.pending,
-            "lag_seconds": self.feed.lag,
-            "blocks": stats.blocks,
-            "entries": stats.entries,
-            "memory_bytes": stats.bytes,
-            "ranks": self.holdings.ranks,
-            "unknown_ranks": self.holdings.unknown,
-            "ready": float(self.ready),
-        }
+            log.warning("rank %d of %s refuses a dump: %s", key.rank, key.instance, reply.reason)
 
 
 def _shard(service: Service) -> Shard:
@@ -233,13 +199,13 @@ def _shard(service: Service) -> Shard:
     try:
         return Shard(settings.shard, settings.shards, settings.shard_by)
     except ValueError as error:
-        raise StartError(f"indexer: {error}", hopeless=True) from error
+        raise StartError(f"indexer: {error}", permanent=True) from error
 
 
 async def main(service: Service) -> None:
-    """Run an indexer until the service is told to stop."""
+    """Run an indexer until the service is stopped."""
     indexer = IndexerService(service)
-    collector = StateCollector(indexer.measures)
+    collector = StateCollector(indexer.telemetry.read)
     REGISTRY.register(collector)
     metrics = None
     try:

@@ -4,9 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from nats.aio.subscription import Subscription
-
 from kvmesh.blocks.digests import fingerprint
+from kvmesh.bus.client import Subscription, returning
 from kvmesh.bus.messages import ControlReply, Instance
 from kvmesh.kvbm import control_server as control
 from kvmesh.kvbm.core.blocks.block import REMOTE
@@ -124,11 +123,17 @@ class KvbmNode:
         subjects, instance = self._bus.subjects, self._service.instance
         await self.worker_server.open(subjects.kvbm(instance))
         self._subscriptions = [
-            await self._bus.answer(
-                subjects.ctl(instance), control.decoder, self._control.obey, _not_understood
+            await self._bus.serve(
+                subjects.ctl(instance),
+                control.decoder,
+                returning(self._control.obey),
+                on_malformed=_not_understood,
             ),
-            await self._bus.answer(
-                subjects.dump(instance), control.dumps, self._control.dump, _not_understood
+            await self._bus.serve(
+                subjects.dump(instance),
+                control.dumps,
+                returning(self._control.dump),
+                on_malformed=_not_understood,
             ),
         ]
         await self._sources.open()
@@ -216,7 +221,7 @@ class KvbmNode:
         while True:
             await self._replies_due.wait()
             self._replies_due.clear()
-            await self.worker_server.send_due()
+            self.worker_server.send_due()
 
     async def _reclaim(self) -> None:
         while True:

@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable
 
 from msgspec.structs import replace
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
 
 from kvmesh.bus.discovery import Lease
+from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Instance, KvEvent, NodeStore, Role
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.kvbm.core.blocks.block import TIERS
@@ -94,7 +93,7 @@ class Presence:
         card = replace(self._lease.card, store=self._card().store)
         try:
             await self._lease.update(card)
-        except (NatsError, APIError, OSError, TimeoutError) as error:
+        except BusError as error:
             log.debug("the next renewal updates the card: %s", error)
 
     def _card(self) -> Instance:

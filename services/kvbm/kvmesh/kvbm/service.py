@@ -1,11 +1,10 @@
 """The kvbm process: block manager of one node, from start to shutdown."""
 
-from nats.errors import Error as NatsError
 from prometheus_client import REGISTRY
 
 from kvmesh.blocks.digests import KEY_BYTES
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusUnavailable
+from kvmesh.bus.errors import BusError, BusUnavailable
 from kvmesh.bus.shared_secret import SecretUnusable, parse_secret, shared_secret
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK
 from kvmesh.kvbm.core.blocks.store import RemoteTierConfig
@@ -51,11 +50,11 @@ async def main(service: Service) -> None:
         key = await _key(service.bus, settings.key)
         storage = await Storage.open(settings, service.bus.options.namespace)
     except SecretUnusable as error:
-        raise StartError(f"kvbm: {error}", hopeless=error.configured) from error
+        raise StartError(f"kvbm: {error}", permanent=error.configured) from error
     except InUse as error:
         raise StartError(f"kvbm: {error}") from error
     except (KvbmError, RemoteError, RetentionError) as error:
-        raise StartError(f"kvbm: {error}", hopeless=True) from error
+        raise StartError(f"kvbm: {error}", permanent=True) from error
     try:
         await _serve(service, KvbmNode(service, manager, storage, key))
     finally:
@@ -76,12 +75,12 @@ async def _serve(service: Service, node: KvbmNode) -> None:
     metrics = await serve_metrics(settings, lambda: node.ready, service.warnings)
     try:
         await node.open()
-        service.joined()
+        service.start_watchdog()
         await service.stopping.wait()
         await node.close()
     except KvbmError as error:
-        raise StartError(f"kvbm: {error}", hopeless=True) from error
-    except (NatsError, OSError, TimeoutError) as error:
+        raise StartError(f"kvbm: {error}", permanent=True) from error
+    except (BusError, OSError, TimeoutError) as error:
         raise BusUnavailable(service.bus.options.url, error) from error
     finally:
         await node.close_tiers()

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Bus, Respond
-from kvmesh.bus.errors import cause
-from kvmesh.bus.kvbm import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
+from kvmesh.bus.client import Bus, Reply, Subscription
+from kvmesh.bus.messages import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
 from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.errors import TooSmall
@@ -52,7 +49,7 @@ class WorkerServer:
         self._settle = settle
         self._lender = lender
         self._clock = clock
-        self._parked: dict[int, Respond] = {}
+        self._parked: dict[int, Reply] = {}
         self._logged_spaces: set[Space] = set()
         self._logged_layouts: set[tuple[str, ...]] = set()
         self._subscription: Subscription | None = None
@@ -68,14 +65,14 @@ class WorkerServer:
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
-    async def send_due(self) -> None:
+    def send_due(self) -> None:
         """Send the replies to parked requests that are due or whose tickets have ended."""
         replies: dict[int, object] = {**self._manager.drain_replies(self._clock())}
         ended = self._parked.keys() - self._manager.onboarding.tickets.keys() - replies.keys()
         for ticket, reply in (replies | dict.fromkeys(ended, ENDED)).items():
-            respond = self._parked.pop(ticket, None)
-            if respond is not None:
-                await _send(respond, reply)
+            send = self._parked.pop(ticket, None)
+            if send is not None:
+                send(reply)
 
     def reclaim(self) -> None:
         """Detach workers whose locks are free, and reclaim their tickets."""
@@ -88,7 +85,7 @@ class WorkerServer:
                 log.warning("%s %s; %d tickets reclaimed", worker.instance, state, tickets)
         self._settle()
 
-    async def _receive(self, request: KvbmRequest, respond: Respond) -> None:
+    def _receive(self, request: KvbmRequest, send: Reply) -> None:
         self.requests += 1
         now = self._clock()
         if isinstance(request, Attach):
@@ -99,16 +96,16 @@ class WorkerServer:
             reply = self._manager.answer(request, now)
         self._settle()
         if isinstance(reply, ParkedFetch):
-            await self._park(reply.ticket, respond)
+            self._park(reply.ticket, send)
         else:
-            await _send(respond, reply)
-        await self.send_due()
+            send(reply)
+        self.send_due()
 
-    async def _park(self, ticket: int, respond: Respond) -> None:
+    def _park(self, ticket: int, reply: Reply) -> None:
         replaced = self._parked.get(ticket)
-        self._parked[ticket] = respond
+        self._parked[ticket] = reply
         if replaced is not None:
-            await _send(replaced, REPLACED)
+            replaced(REPLACED)
 
     def _attach(self, request: Attach) -> Attached | Declined:
         if Path(request.lock).name != request.lock or not self._directory.is_held(request.lock):
@@ -121,7 +118,7 @@ class WorkerServer:
         self._warn_about_layout(worker)
         log.info("%s attached", worker.instance)
         return Attached(
-            worker.number, self._arena.name, self._arena.size, self._key, worker.prompts.most
+            worker.number, self._arena.name, self._arena.size, self._key, worker.prompts.max_blocks
         )
 
     def _warn_about_layout(self, worker: AttachedWorker) -> None:
@@ -142,10 +139,3 @@ class WorkerServer:
     def _on_malformed(self, reason: str) -> Declined:
         self.malformed += 1
         return Declined("invalid", reason)
-
-
-async def _send(respond: Respond, reply: object) -> None:
-    try:
-        await respond(reply)
-    except NatsError as error:
-        log.warning("cannot answer a worker: %s", cause(error))

@@ -1,4 +1,4 @@
-"""What the schema cannot say about the router's settings: finite numbers and their relations."""
+"""Checks of the router's settings beyond the schema, and the objects they describe."""
 
 import math
 
@@ -10,7 +10,7 @@ from kvmesh.settings.schema import RouterSettings
 
 
 def check_settings(settings: RouterSettings) -> None:
-    """Raise ConfigError naming the key and the reason, unless the settings make sense."""
+    """Raise RouterConfigError naming the key and the reason if the settings are invalid."""
     for key in settings.__struct_fields__:
         _finite(key, getattr(settings, key))
     if settings.program_pause_target > settings.program_pause:
@@ -34,9 +34,9 @@ def _finite(key: str, value: object) -> None:
             raise RouterConfigError(key, f"{number} is not a finite number of at least 0")
 
 
-def cost_model(settings: RouterSettings, worth: list[float] | None = None) -> CostModel:
-    """The cost model that the settings describe, with other credits if given."""
-    first, second, third, fourth = worth or settings.overlap_credits
+def cost_model(settings: RouterSettings, overlap_credits: list[float] | None = None) -> CostModel:
+    """The cost model of the settings, with other credits if given."""
+    first, second, third, fourth = overlap_credits or settings.overlap_credits
     return CostModel(
         credits=(first, second, third, fourth),
         prefill_weight=settings.prefill_weight,
@@ -47,7 +47,7 @@ def cost_model(settings: RouterSettings, worth: list[float] | None = None) -> Co
 
 
 def thresholds(settings: RouterSettings) -> Thresholds:
-    """The busy thresholds that hold until someone sets others."""
+    """The busy thresholds of the settings, which hold until `kvmesh busy` sets others."""
     return Thresholds(
         blocks=settings.busy_blocks,
         blocks_share=settings.busy_blocks_share,
@@ -56,7 +56,7 @@ def thresholds(settings: RouterSettings) -> Thresholds:
 
 
 def fair_weights(settings: RouterSettings) -> dict[str, float]:
-    """Weight per fair class; a class that is not named has weight 1."""
+    """Weight by fair class; an unlisted class has weight 1."""
     weights = {}
     for entry in settings.fair_weights:
         name, _, text = entry.rpartition("=")

@@ -1,12 +1,12 @@
-"""The router in one's own process: the same decisions, called from Python instead of over the bus.
+"""Embedded router: placements called from Python in the caller's own process.
 
-    async with Router.connect("kvmesh-demo") as router:
+    async with EmbeddedRouter.connect("kvmesh-demo") as router:
         worker, rank, overlap = await router.best_worker(token_ids, "request-1")
         …
         await router.free("request-1")
 
-It follows the mesh as a replica does, so what it places counts for the other routers and theirs
-for it. It answers no one else.
+It follows the mesh as a replica does: its placements count for the other routers, and theirs for
+it. It serves no requests of other processes.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from time import monotonic
 from typing import NamedTuple
 
 import msgspec
-from nats.js.errors import NotFoundError
 
 from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import (
     Hints,
     Placement,
@@ -43,7 +43,7 @@ from kvmesh.settings.schema import RouterSettings, Settings
 
 
 class EmbeddedWorker(NamedTuple):
-    """Where to run: worker instance, data-parallel rank, blocks of the prompt held there."""
+    """A placement: worker instance, data-parallel rank, blocks of the prompt held there."""
 
     instance: str
     dp_rank: int
@@ -51,7 +51,7 @@ class EmbeddedWorker(NamedTuple):
 
 
 class PotentialLoad(NamedTuple):
-    """What a rank would carry if a prompt came to it too."""
+    """Load of a rank if a prompt were placed there."""
 
     instance: str
     dp_rank: int
@@ -64,9 +64,9 @@ class EmbeddedRouter:
     """Placements for one model. Token ids are those of the model's tokenizer.
 
     `overrides` may set overlap_credit, prefill_weight, request_weight, credit_decay and
-    temperature for one call. `adapter` and `tenant` keep prompts apart. Frontends
-    salt those of their tenants with a secret, so these are others; who lets callers choose one must
-    do likewise.
+    temperature for one call. Prompts of different `adapter` and `tenant` share no cache. Frontends
+    salt their tenants with a secret, so their caches are separate; a program that lets callers name
+    a tenant must do likewise.
     """
 
     def __init__(self, service: Service, router: ModelRouter) -> None:
@@ -89,7 +89,7 @@ class EmbeddedRouter:
         """
         settings = settings or RouterSettings()
         check_settings(settings)
-        name = f"router-library-{secrets.token_hex(4)}"
+        name = f"router-embedded-{secrets.token_hex(4)}"
         bus = await Bus.connect(options or BusOptions(), name, timeout)
         service = Service(bus, Settings(router=settings), name)
         mesh = RouterService(service, serves=False)
@@ -114,10 +114,10 @@ class EmbeddedRouter:
         tenant: str = "",
         timeout: float = 60.0,
     ) -> EmbeddedWorker:
-        """The worker for a prompt, after a wait in the queue if all are full.
+        """Place a prompt, after a wait in the queue if all ranks are full.
 
-        With `update` and a `request_id` the prompt counts as running there until `free`.
-        Raises RouteError if there is no placement.
+        With `update` and a `request_id` it counts as running there until `free`.
+        Raises RouteError if it is refused.
         """
         request = RouteRequest(
             request=request_id or f"unnamed-{secrets.token_hex(8)}",
@@ -135,14 +135,14 @@ class EmbeddedRouter:
         if update and request_id is not None:
             routed = await self._place(request)
             return EmbeddedWorker(routed.instance, routed.rank, sum(routed.overlap))
-        answer = await self._router.overlaps(request.sequence_hashes, request.salt)
-        chosen = self._router.core.decide(request, answer.overlaps, monotonic()).chosen
+        result = await self._router.overlaps(request.sequence_hashes, request.salt)
+        chosen = self._router.core.decide(request, result.overlaps, monotonic()).chosen
         return EmbeddedWorker(chosen.instance, chosen.rank, sum(chosen.overlap))
 
     async def potential_loads(
         self, token_ids: Sequence[int], *, adapter: str | None = None, tenant: str = ""
     ) -> list[PotentialLoad]:
-        """What each eligible rank would carry with this prompt."""
+        """The load of each eligible rank with this prompt."""
         request = RouteRequest(
             request="",
             model=self._router.model,
@@ -153,19 +153,19 @@ class EmbeddedRouter:
             deadline_s=1.0,
             adapter=adapter,
         )
-        answer = await self._router.overlaps(request.sequence_hashes, request.salt)
-        view = self._router.core.view(request, answer.overlaps, monotonic())
-        new = view.prompt - view.overlap.sum(1)
-        tokens = (view.prefill + new) * self._router.core.table.block_size
+        result = await self._router.overlaps(request.sequence_hashes, request.salt)
+        candidates = self._router.core.candidates(request, result.overlaps, monotonic())
+        new = candidates.prompt - candidates.overlap.sum(1)
+        tokens = (candidates.prefill + new) * self._router.core.table.block_size
         return [
             PotentialLoad(
-                view.rank(at).instance,
-                view.rank(at).rank,
+                candidates.rank(at).instance,
+                candidates.rank(at).rank,
                 float(tokens[at]),
-                float(view.decode[at]),
-                int(view.requests[at]),
+                float(candidates.decode[at]),
+                int(candidates.requests[at]),
             )
-            for at in range(len(view))
+            for at in range(len(candidates))
         ]
 
     async def generate(
@@ -180,10 +180,10 @@ class EmbeddedRouter:
         tenant: str = "",
         timeout: float = 60.0,
     ) -> AsyncIterator[list[int]]:
-        """Place the prompt, run it there and yield its tokens as they come.
+        """Place the prompt, run it there and yield its tokens as they arrive.
 
-        Raises RouteError without a placement, GenerationError if the worker fails, and stops the
-        engine if the caller stops iterating.
+        Stops the engine if the caller stops iterating. Raises RouteError if the prompt is refused,
+        GenerationError if the worker fails.
         """
         request_id = f"{self._service.name}-{secrets.token_hex(8)}"
         worker = await self.best_worker(
@@ -214,18 +214,18 @@ class EmbeddedRouter:
             await self.free(request_id)
 
     async def mark_prefilled(self, request_id: str) -> None:
-        """The first token of a placed prompt is out: it no longer counts as prefill."""
-        await self._tell(SeqPrefilled(request_id))
+        """Record a placed prompt's first token: it no longer counts as prefill."""
+        await self._publish(SeqPrefilled(request_id))
 
     async def free(self, request_id: str) -> None:
-        """A placed prompt has ended, or is not wanted any more; unknown ones do no harm."""
-        await self._tell(SeqFree(request_id))
+        """Free a placed or waiting prompt; unknown ids are ignored."""
+        await self._publish(SeqFree(request_id))
 
-    async def _tell(self, event: SeqEvent) -> None:
+    async def _publish(self, event: SeqEvent) -> None:
         self._router.apply(event)
-        self._router.eased()
+        self._router.schedule_placement()
         batch = SeqBatch(self._service.instance, [event])
-        await self._service.bus.publish(self._seq_subject, batch)
+        self._service.bus.post(self._seq_subject, batch)
 
     async def _place(self, request: RouteRequest) -> Routed:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -255,14 +255,14 @@ class EmbeddedRouter:
 
 
 async def _join(mesh: RouterService, service: Service, timeout: float) -> None:
-    """Wait for the mesh's streams: their limits are for its services to set."""
+    """Wait for the mesh's streams, which its services create with their limits."""
     deadline = monotonic() + timeout
     while True:
         try:
             await service.bus.js.stream_info(service.bus.subjects.seq_stream)
             await service.bus.js.stream_info(f"KV_{service.bus.subjects.router_bucket}")
             break
-        except NotFoundError:
+        except NotFound:
             if monotonic() > deadline:
                 raise NoWorkers(f"no mesh named {service.bus.options.namespace}") from None
             await asyncio.sleep(0.1)

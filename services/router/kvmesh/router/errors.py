@@ -1,14 +1,14 @@
-"""What the router refuses, and why."""
+"""Errors of the router, and the refusals they carry."""
 
 from kvmesh.bus.messages import Refused
 
 
 class RouterError(Exception):
-    """Base of every error of this package."""
+    """Base of the errors of this package."""
 
 
 class RouterConfigError(RouterError):
-    """A setting of the router is wrong; `key` names it."""
+    """An invalid setting of the router; `key` names it."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"[router] {key}: {reason}")
@@ -17,7 +17,7 @@ class RouterConfigError(RouterError):
 
 
 class RouteError(RouterError):
-    """A request gets no placement; `refusal` is the answer to its sender."""
+    """A request gets no placement; `refusal` is the reply to its sender."""
 
     def __init__(self, refusal: Refused) -> None:
         super().__init__(refusal.reason)
@@ -25,21 +25,21 @@ class RouteError(RouterError):
 
 
 class InvalidRouteRequest(RouteError):
-    """The request itself is wrong: sending it again is no use."""
+    """The request is invalid: sending it again does not help."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(Refused(code="invalid", reason=reason))
 
 
 class RouterOverloaded(RouteError):
-    """Every worker is busy and no more may wait; `retry_after` is in seconds."""
+    """Every worker is busy and the queue is full; `retry_after` is in seconds."""
 
     def __init__(self, reason: str, retry_after: float) -> None:
         super().__init__(Refused(code="overloaded", reason=reason, retry_after_s=retry_after))
 
 
 class NoWorkers(RouteError):
-    """No worker may take the request, now; `unmet` as `Refused` has it."""
+    """No worker may run the request at present; `unmet` is that of `Refused`."""
 
     def __init__(self, reason: str, unmet: bool = False) -> None:
         super().__init__(Refused(code="no_workers", reason=reason, unmet=unmet))

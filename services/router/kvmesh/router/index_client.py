@@ -1,7 +1,7 @@
-"""Asking the index for overlaps: no task per question, and those that arrive together share one.
+"""Client of the index: batches overlap lookups into queries, without a task per lookup.
 
-Indexers are asked by instance, in turn. One that does not answer in time is left out until it
-answers a probe, and what it was asked another one is asked once.
+Indexers are queried by instance, in turn. One that does not reply in time is left out until it
+answers a probe, and its lookups are sent to another one once.
 """
 
 import asyncio
@@ -12,23 +12,22 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from nats.aio.msg import Msg
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import OverlapQuery, RankKey
 from kvmesh.bus.peer_choice import Peers
 from kvmesh.router.scoring.overlaps import Overlaps
 
 log = logging.getLogger(__name__)
-MOST_PROMPTS = 64
-MOST_FLIGHTS = 4
-STEADY_S = 5.0  # without a failure, after which an outage is over: one of several indexers may hang
+MAX_PROMPTS = 64
+MAX_IN_FLIGHT = 4
+STEADY_S = 5.0  # without a failure until an outage is over: one of several indexers may hang
 ROW = 20  # five uint32
 
 
 class _Reply(msgspec.Struct, array_like=True):
-    """An OverlapReply whose ranks, much the same each time, are decoded only when they differ."""
+    """An OverlapReply with undecoded ranks: they rarely change, and are decoded only then."""
 
     ranks: msgspec.Raw
     rows: list[bytes]
@@ -38,19 +37,19 @@ _replies = msgspec.msgpack.Decoder(_Reply)
 _ranks = msgspec.msgpack.Decoder(list[RankKey])
 
 
-class OverlapAnswer(NamedTuple):
-    """Overlaps, or None and why not; `seconds` is how long the query took."""
+class OverlapResult(NamedTuple):
+    """Overlaps, or None and the failure; `seconds` is the duration of the query."""
 
     overlaps: Overlaps | None
     seconds: float
     failure: str | None = None
 
 
-Done = Callable[[OverlapAnswer], None]
+Done = Callable[[OverlapResult], None]
 
 
-class OverlapQuestion(NamedTuple):
-    """A prompt, given as its packed sequence hashes, and who wants to know."""
+class OverlapLookup(NamedTuple):
+    """A prompt's packed sequence hashes, its salt if known, and the callback of the result."""
 
     sequence_hashes: bytes
     salt: int | None
@@ -58,17 +57,17 @@ class OverlapQuestion(NamedTuple):
 
 
 class QueryInFlight(NamedTuple):
-    """One query on its way to `indexer`, or to whoever is free. `tried` have not answered it."""
+    """One query to `indexer`, or to the queue group if None; `tried` did not reply to it."""
 
     started: float
-    questions: list[OverlapQuestion]
+    lookups: list[OverlapLookup]
     timer: asyncio.TimerHandle
     indexer: str | None
     tried: tuple[str, ...]
 
 
 class IndexClient:
-    """One model's index, over the bus. Failures are answers; an outage is logged once."""
+    """One model's index, over the bus. Failures are results; an outage is logged once."""
 
     def __init__(self, bus: Bus, model: str, timeout: float) -> None:
         self._bus = bus
@@ -76,167 +75,167 @@ class IndexClient:
         self._subject = bus.subjects.index(model)
         self._model = model
         self._timeout = timeout
-        self._inbox = bus.client.new_inbox()
-        self._queued: list[OverlapQuestion] = []
-        self._flights: dict[str, QueryInFlight] = {}
+        self._inbox = bus.new_inbox()
+        self._queued: list[OverlapLookup] = []
+        self._in_flight: dict[str, QueryInFlight] = {}
         self._sent = 0
         self._failing = False
         self._outage = False
         self._failed = 0.0
-        self._known: tuple[bytes, list[RankKey]] = (b"", [])
+        self._ranks_cache: tuple[bytes, list[RankKey]] = (b"", [])
         self._probes: dict[str, tuple[str, float]] = {}
         self.indexers = Peers(timeout)
 
     @property
-    def away(self) -> bool:
-        """Whether questions have been left unanswered lately, and none was answered well since."""
+    def outage(self) -> bool:
+        """True if queries failed lately and replies have not been steady since."""
         return self._outage
 
     async def open(self) -> None:
-        """Hear answers; to be called before the first question."""
-        await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._receive)
+        """Subscribe to replies; call before the first lookup."""
+        await self._bus.subscribe_raw(f"{self._inbox}.*", self._on_reply)
 
-    def ask(self, question: OverlapQuestion) -> None:
-        """Have `question.done` called with the overlaps, perhaps before this returns."""
-        if self._failing and self._flights:  # one at a time tries, the others need not wait
-            question.done(OverlapAnswer(None, 0.0, "index unavailable"))
+    def query(self, lookup: OverlapLookup) -> None:
+        """Look up overlaps; `lookup.done` gets the result, possibly before this returns."""
+        if self._failing and self._in_flight:  # while failing, one query at a time is tried
+            lookup.done(OverlapResult(None, 0.0, "index unavailable"))
             return
-        self._queued.append(question)
-        if len(self._flights) < MOST_FLIGHTS:
-            self._send()
+        self._queued.append(lookup)
+        if len(self._in_flight) < MAX_IN_FLIGHT:
+            self._flush()
 
-    async def find(self, sequence: bytes, salt: int | None = None) -> OverlapAnswer:
+    async def overlaps(self, sequence_hashes: bytes, salt: int | None = None) -> OverlapResult:
         """The overlaps of a prompt."""
-        future: asyncio.Future[OverlapAnswer] = self._loop.create_future()
+        future: asyncio.Future[OverlapResult] = self._loop.create_future()
 
-        def done(answer: OverlapAnswer) -> None:
+        def done(result: OverlapResult) -> None:
             if not future.done():
-                future.set_result(answer)
+                future.set_result(result)
 
-        self.ask(OverlapQuestion(sequence, salt, done))
+        self.query(OverlapLookup(sequence_hashes, salt, done))
         return await future
 
-    def _send(self) -> None:
-        questions = self._queued[:MOST_PROMPTS]
-        del self._queued[:MOST_PROMPTS]
-        if not questions:
+    def _flush(self) -> None:
+        lookups = self._queued[:MAX_PROMPTS]
+        del self._queued[:MAX_PROMPTS]
+        if not lookups:
             return
-        self._take_off(questions, monotonic())
+        self._send_query(lookups, monotonic())
 
-    def _take_off(
-        self, questions: list[OverlapQuestion], started: float, tried: tuple[str, ...] = ()
+    def _send_query(
+        self, lookups: list[OverlapLookup], started: float, tried: tuple[str, ...] = ()
     ) -> None:
         indexer = self.indexers.choose(tried)
-        token = self._name()
-        timer = self._loop.call_later(self._timeout, self._late, token)
-        self._flights[token] = QueryInFlight(started, questions, timer, indexer, tried)
-        salts = {question.salt for question in questions}
+        token = self._next_token()
+        timer = self._loop.call_later(self._timeout, self._on_timeout, token)
+        self._in_flight[token] = QueryInFlight(started, lookups, timer, indexer, tried)
+        salts = {lookup.salt for lookup in lookups}
         query = OverlapQuery(
-            [question.sequence_hashes for question in questions],
+            [lookup.sequence_hashes for lookup in lookups],
             salts.pop() if len(salts) == 1 else None,
         )
         subject = self._subject if indexer is None else self._bus.subjects.index_at(indexer)
         try:
-            self._bus.ask(subject, query, f"{self._inbox}.{token}")
+            self._bus.post(subject, query, f"{self._inbox}.{token}")
         except MessageTooLarge as error:
-            self._land(token, None, str(error))
+            self._complete(token, None, str(error))
 
-    def _name(self) -> str:
+    def _next_token(self) -> str:
         self._sent += 1
         return str(self._sent)
 
     def probe(self, now: float) -> None:
-        """Ask the indexers that are left out for a sign of life; call some times a second.
+        """Probe the indexers that are left out; call several times a second.
 
-        While questions fail all are asked: who has no more questions must still see the end of it.
+        During an outage all are probed, so that a router without lookups sees its end.
         """
         for token in [token for token, (_, sent) in self._probes.items() if sent < now - 60.0]:
             del self._probes[token]
-        doubted = self.indexers.instances if self._outage else ()
-        for indexer in self.indexers.to_probe(now, doubted):
-            token = self._name()
+        extra = self.indexers.instances if self._outage else ()
+        for indexer in self.indexers.to_probe(now, extra):
+            token = self._next_token()
             self._probes[token] = indexer, now
             subject = self._bus.subjects.index_at(indexer)
             self._bus.post(subject, OverlapQuery([]), f"{self._inbox}.{token}")
 
-    def _receive(self, msg: Msg) -> None:
+    def _on_reply(self, msg: RawMessage) -> None:
         token = msg.subject.rpartition(".")[2]
-        silent = msg.headers is not None and msg.headers.get("Status") == "503"
+        no_responder = msg.headers is not None and msg.headers.get("Status") == "503"
         if token in self._probes:
             indexer, sent = self._probes.pop(token)
-            if not silent:
-                self._probed(indexer, sent, msg.data)
+            if not no_responder:
+                self._on_probe(indexer, sent, msg.data)
             return
-        if token not in self._flights:
+        if token not in self._in_flight:
             return
-        if silent:
-            self._unanswered(token)
+        if no_responder:
+            self._on_no_responder(token)
             return
         try:
             reply = _replies.decode(msg.data)
             ranks = self._ranks_of(reply.ranks)
-            _check(reply, len(ranks), len(self._flights[token].questions))
+            _check(reply, len(ranks), len(self._in_flight[token].lookups))
         except msgspec.MsgspecError as error:
-            self._land(token, None, f"unreadable answer: {error}")
+            self._complete(token, None, f"unreadable reply: {error}")
             return
-        self._land(token, [Overlaps(ranks, rows) for rows in reply.rows])
+        self._complete(token, [Overlaps(ranks, rows) for rows in reply.rows])
 
-    def _probed(self, indexer: str, sent: float, data: bytes) -> None:
+    def _on_probe(self, indexer: str, sent: float, data: bytes) -> None:
         try:
             _replies.decode(data)
-        except msgspec.MsgspecError:  # that of a question is logged
+        except msgspec.MsgspecError:  # logged for lookups only
             return
-        if self.indexers.heard(indexer, monotonic(), monotonic() - sent):
+        if self.indexers.replied(indexer, monotonic(), monotonic() - sent):
             log.info("indexer %s answers again", indexer)
         if self.indexers.trusts(indexer):
-            self._note("")
+            self._log_outage("")
 
     def _ranks_of(self, raw: msgspec.Raw) -> list[RankKey]:
         packed = bytes(raw)
-        if packed != self._known[0]:
-            self._known = (packed, _ranks.decode(packed))
-        return self._known[1]
+        if packed != self._ranks_cache[0]:
+            self._ranks_cache = (packed, _ranks.decode(packed))
+        return self._ranks_cache[1]
 
-    def _late(self, token: str) -> None:
-        """The time for an answer is over: ask another indexer, if it is the first time."""
-        flight = self._flights.get(token)
-        if flight is None:
+    def _on_timeout(self, token: str) -> None:
+        """Query another indexer once; then fail the lookups."""
+        query = self._in_flight.get(token)
+        if query is None:
             return
-        if flight.indexer is not None:
-            if self.indexers.suspect(flight.indexer):
-                log.warning("indexer %s does not answer: others are asked", flight.indexer)
-            if not flight.tried and self.indexers.trusts_any():
-                del self._flights[token]
-                self._take_off(flight.questions, flight.started, (flight.indexer,))
+        if query.indexer is not None:
+            if self.indexers.suspect(query.indexer):
+                log.warning("indexer %s does not answer: querying others", query.indexer)
+            if not query.tried and self.indexers.trusts_any():
+                del self._in_flight[token]
+                self._send_query(query.lookups, query.started, (query.indexer,))
                 return
-        where = flight.indexer or self._subject
-        self._land(token, None, f"no answer of {where} within {self._timeout:g} s")
+        where = query.indexer or self._subject
+        self._complete(token, None, f"no reply of {where} within {self._timeout:g} s")
 
-    def _unanswered(self, token: str) -> None:
-        """Nobody listens there: ask the next one, and in the end whoever is in the group."""
-        flight = self._flights[token]
-        if flight.indexer is None:
-            self._land(token, None, f"nobody answers on {self._subject}")
+    def _on_no_responder(self, token: str) -> None:
+        """Query the next indexer, and the queue group when none is left."""
+        query = self._in_flight[token]
+        if query.indexer is None:
+            self._complete(token, None, f"no responder on {self._subject}")
             return
-        del self._flights[token]
-        flight.timer.cancel()
-        self._take_off(flight.questions, flight.started, (*flight.tried, flight.indexer))
+        del self._in_flight[token]
+        query.timer.cancel()
+        self._send_query(query.lookups, query.started, (*query.tried, query.indexer))
 
-    def _land(self, token: str, found: list[Overlaps] | None, failure: str = "") -> None:
-        flight = self._flights.pop(token, None)
-        if flight is None:
+    def _complete(self, token: str, found: list[Overlaps] | None, failure: str = "") -> None:
+        query = self._in_flight.pop(token, None)
+        if query is None:
             return
-        flight.timer.cancel()
-        self._note(failure)
-        seconds = monotonic() - flight.started
-        for at, question in enumerate(flight.questions):
+        query.timer.cancel()
+        self._log_outage(failure)
+        seconds = monotonic() - query.started
+        for at, lookup in enumerate(query.lookups):
             if found is None:
-                question.done(OverlapAnswer(None, seconds, f"index unavailable: {failure}"))
+                lookup.done(OverlapResult(None, seconds, f"index unavailable: {failure}"))
             else:
-                question.done(OverlapAnswer(found[at], seconds))
-        self._send()
+                lookup.done(OverlapResult(found[at], seconds))
+        self._flush()
 
-    def _note(self, failure: str) -> None:
+    def _log_outage(self, failure: str) -> None:
         now = monotonic()
         self._failing = bool(failure)
         if failure:
@@ -250,7 +249,7 @@ class IndexClient:
 
 def _check(reply: _Reply, ranks: int, prompts: int) -> None:
     if len(reply.rows) != prompts:
-        raise msgspec.ValidationError(f"{len(reply.rows)} answers to {prompts} prompts")
+        raise msgspec.ValidationError(f"{len(reply.rows)} replies to {prompts} prompts")
     for rows in reply.rows:
         if len(rows) % ROW:
             raise msgspec.ValidationError(f"rows of {len(rows)} bytes")

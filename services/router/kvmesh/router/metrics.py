@@ -1,11 +1,11 @@
-"""What a router process counts, under `kvmesh_router_`."""
+"""Metrics of a router process, prefixed `kvmesh_router_`."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from kvmesh.bus.messages import Decision
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.state.prefix_tree import HASH
 
 _FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0)
 _SLOW = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -13,8 +13,8 @@ _PREFIX = "kvmesh_router"
 
 decisions = Counter(f"{_PREFIX}_decisions", "Requests placed", ["model", "policy"])
 refusals = Counter(f"{_PREFIX}_refusals", "Requests refused", ["model", "code"])
-faults = Gauge(
-    f"{_PREFIX}_policy_faults", "Failed calls; failed choices are made by kv", ["model", "policy"]
+failures = Gauge(
+    f"{_PREFIX}_policy_failures", "Failed calls; kv makes failed choices", ["model", "policy"]
 )
 core_seconds = Histogram(
     f"{_PREFIX}_core_seconds", "Time of one decision in the core", ["model"], buckets=_FAST
@@ -25,10 +25,10 @@ index_seconds = Histogram(
 wait_seconds = Histogram(
     f"{_PREFIX}_queue_wait_seconds", "Time in the queue", ["model"], buckets=_SLOW
 )
-index_failures = Counter(f"{_PREFIX}_index_failures", "Index queries without an answer", ["model"])
+index_failures = Counter(f"{_PREFIX}_index_failures", "Index queries without a reply", ["model"])
 prompt_blocks = Counter(f"{_PREFIX}_prompt_blocks", "Blocks of placed prompts", ["model"])
 overlap_blocks = Counter(
-    f"{_PREFIX}_overlap_blocks", "Of them, held by the chosen worker", ["model"]
+    f"{_PREFIX}_overlap_blocks", "Blocks of placed prompts held by the chosen rank", ["model"]
 )
 missed_blocks = Counter(
     f"{_PREFIX}_missed_overlap_blocks",
@@ -37,21 +37,25 @@ missed_blocks = Counter(
 )
 lost = Counter(f"{_PREFIX}_lost_sequences", "Active requests given up as lost", ["model"])
 ranks = Gauge(f"{_PREFIX}_ranks", "Known data-parallel ranks", ["model"])
-left_out = Gauge(
-    f"{_PREFIX}_left_out_workers", "Workers that do not fit the others of their model", ["model"]
+incompatible = Gauge(
+    f"{_PREFIX}_incompatible_workers",
+    "Workers left out as incompatible with others of their model",
+    ["model"],
 )
 slowness = Gauge(
     f"{_PREFIX}_slowness",
-    "How long a rank takes for the same work, beside the others, if it is far from them",
+    "Time of a rank for the same work relative to the others, if an outlier",
     ["model", "worker", "rank"],
 )
 active_requests = Gauge(f"{_PREFIX}_active_requests", "Tracked active requests", ["model"])
-queued = Gauge(f"{_PREFIX}_queue_requests", "Requests waiting, of all replicas", ["model"])
-queued_tokens = Gauge(f"{_PREFIX}_queue_tokens", "Their uncached tokens", ["model"])
+queued = Gauge(f"{_PREFIX}_queue_requests", "Waiting requests of all replicas", ["model"])
+queued_tokens = Gauge(
+    f"{_PREFIX}_queue_tokens", "Uncached tokens of the waiting requests", ["model"]
+)
 
 
 class RouterModelMetrics:
-    """The series of one model, bound once: looking labels up costs more than counting."""
+    """The series of one model, bound once: a label lookup costs more than counting."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -66,7 +70,7 @@ class RouterModelMetrics:
         self._by_policy: dict[str, Counter] = {}
         self._slow: set[tuple[str, str, str]] = set()
 
-    def placed(self, decision: Decision) -> None:
+    def observe_placement(self, decision: Decision) -> None:
         """Count one placement."""
         counter = self._by_policy.get(decision.policy)
         if counter is None:
@@ -74,32 +78,32 @@ class RouterModelMetrics:
                 self._model, decision.policy
             )
         counter.inc()
-        held = sum(decision.chosen.overlap)
+        cached = sum(decision.chosen.overlap)
         self._wait.observe(decision.wait_s)
-        self._prompt.inc(len(decision.sequence_hashes) // HASH)
-        self._overlap.inc(held)
-        best = max((sum(c.overlap) for c in decision.candidates), default=held)
-        self._missed.inc(max(best - held, 0))
+        self._prompt.inc(len(decision.sequence_hashes) // HASH_BYTES)
+        self._overlap.inc(cached)
+        best = max((sum(c.overlap) for c in decision.candidates), default=cached)
+        self._missed.inc(max(best - cached, 0))
 
-    def sizes(self, dispatcher: PlacementQueue) -> None:
-        """Set what is a level, not a count."""
-        core = dispatcher.core
+    def set_levels(self, queue: PlacementQueue) -> None:
+        """Set the gauges."""
+        core = queue.core
         ranks.labels(self._model).set(len(core.table.slot_of))
-        left_out.labels(self._model).set(len(core.table.misfits))
+        incompatible.labels(self._model).set(len(core.table.incompatible))
         active_requests.labels(self._model).set(len(core.active))
-        queued.labels(self._model).set(dispatcher.waiting)
-        queued_tokens.labels(self._model).set(dispatcher.waiting_tokens)
+        queued.labels(self._model).set(queue.waiting)
+        queued_tokens.labels(self._model).set(queue.waiting_tokens)
         self._slowness(core)
-        for policy, count in core.faults.items():
-            faults.labels(self._model, policy).set(count)
+        for policy, count in core.policies.failures.items():
+            failures.labels(self._model, policy).set(count)
 
     def _slowness(self, core: RouterCore) -> None:
-        told = {}
-        for slot, value in core.speeds.told.items():
+        outliers = {}
+        for slot, value in core.speeds.outliers.items():
             _, worker, rank = core.table.ranks[slot]
-            told[self._model, worker, str(rank)] = value
-        for labels in self._slow - told.keys():
+            outliers[self._model, worker, str(rank)] = value
+        for labels in self._slow - outliers.keys():
             slowness.remove(*labels)
-        for labels, value in told.items():
+        for labels, value in outliers.items():
             slowness.labels(*labels).set(value)
-        self._slow = set(told)
+        self._slow = set(outliers)

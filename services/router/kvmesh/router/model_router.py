@@ -1,4 +1,4 @@
-"""One model on the bus: route requests in, placements out."""
+"""Routing of one model on the bus: receives route requests, replies with placements."""
 
 import asyncio
 import logging
@@ -9,11 +9,9 @@ from random import Random
 from time import monotonic
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Reply
-from kvmesh.bus.errors import cause
+from kvmesh.bus.client import Reply, Subscription
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     Decision,
     Parked,
@@ -26,7 +24,7 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.router import metrics
-from kvmesh.router.index_client import IndexClient, OverlapAnswer, OverlapQuestion
+from kvmesh.router.index_client import IndexClient, OverlapLookup, OverlapResult
 from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
@@ -37,16 +35,17 @@ from kvmesh.runtime.service import Service
 log = logging.getLogger(__name__)
 # The clock is time.monotonic: under uvloop, loop.time has a resolution of 1 ms.
 QUEUE_GROUP = "router"
-LEAVE_S = 1.0  # for questions that are on their way, to be told so
+LEAVE_S = 1.0  # for refusing the requests in flight
 MOVED = Refused(code="unavailable", reason="this router is stopping", moved=True)
 _requests = msgspec.msgpack.Decoder(RouteRequest)
 
 
 @dataclass(slots=True, eq=False)
 class RouteCall(Ticket):
-    """A ticket with the way to answer it; `acks` if the sender is to know that it waits.
+    """A ticket with its reply.
 
-    One that is not `wanted` any more is forgotten.
+    `acks`: the sender gets a `Parked` while the request waits. `wanted` is unset when the request
+    is freed or handed back.
     """
 
     reply: Reply | None = None
@@ -55,7 +54,7 @@ class RouteCall(Ticket):
 
 
 class ModelRouter:
-    """One model's dispatcher with its subjects."""
+    """The core, queue and index client of one model, with its subjects."""
 
     def __init__(self, service: Service, model: str) -> None:
         settings = service.settings.router
@@ -64,39 +63,39 @@ class ModelRouter:
         self._loop = asyncio.get_running_loop()
         self.model = model
         self.core = RouterCore(model, service.instance, settings, Random(settings.seed), _epoch())
-        self.dispatcher = PlacementQueue(self.core, service.instance)
+        self.queue = PlacementQueue(self.core, service.instance)
         self.index = IndexClient(service.bus, model, settings.index_timeout_s)
-        self._asks_index = settings.kv_events
+        self._uses_index = settings.kv_events
         self._route_subject = service.bus.subjects.route(model)
         self._seq_subject = service.bus.subjects.seq(model)
         self._metrics = metrics.RouterModelMetrics(model)
-        self._pump_planned = False
+        self._placement_scheduled = False
         self._serving = False
         self._leaving = False
         self._calls: dict[str, RouteCall] = {}
         self._subscriptions: list[Subscription] = []
 
     async def serve(self) -> None:
-        """Answer route requests of this model, from now on."""
+        """Serve route requests of this model."""
         if self._serving or self._leaving:
             return
         self._serving = True
-        if type(self.core.policy).state is not Policy.state:
-            learned = PolicyState(self._bus, self._service.name, self.core)
-            self._service.spawn(learned.run(), "learned state")
+        if type(self.core.policies.default).state is not Policy.state:
+            shared = PolicyState(self._bus, self._service.name, self.core)
+            self._service.spawn(shared.run(), "policy state")
         await self.index.open()
-        subjects, handle = self._bus.subjects, self._bus.handle
+        subjects, serve = self._bus.subjects, self._bus.serve
         own = subjects.router_at(self.model, self._service.instance)
         self._subscriptions = [
-            await handle(own, _requests, self._accept_own, on_malformed=_malformed),
-            await handle(
+            await serve(own, _requests, self._accept_own, on_malformed=_malformed),
+            await serve(
                 subjects.router(self.model), _requests, self._accept, QUEUE_GROUP, _malformed
             ),
         ]
         log.info("routing %s by %s", self.model, self.core.settings.policy)
 
     async def leave(self) -> None:
-        """Take no more requests, and give those that wait here back to who asked for them."""
+        """Accept no more requests, and hand the waiting ones back to their senders."""
         self._leaving = True
         calls, self._calls = self._calls, {}
         for call in calls.values():
@@ -106,11 +105,11 @@ class ModelRouter:
         try:
             async with asyncio.timeout(LEAVE_S):
                 for subscription in self._subscriptions:
-                    await subscription.drain()  # type: ignore[no-untyped-call]
-        except (NatsError, TimeoutError) as error:
-            log.warning("this router leaves before NATS knows: %s", cause(error))
+                    await subscription.drain()
+        except (BusError, TimeoutError) as error:
+            log.warning("subscriptions not drained: %s", cause(error))
         if calls:
-            log.info("gave back %d waiting requests of %s", len(calls), self.model)
+            log.info("handed back %d waiting requests of %s", len(calls), self.model)
 
     def _accept_own(self, request: RouteRequest, reply: Reply) -> None:
         self._accept(request, reply, acks=True)
@@ -120,56 +119,58 @@ class ModelRouter:
             reply(MOVED)
             return
         known = self._calls.get(request.request)
-        if known is not None:  # its sender does not know whether the question has arrived
+        if known is not None:  # a resend: the sender does not know whether the request arrived
             known.reply, known.acks = reply, acks
             self._acknowledge(known)
             return
         call = RouteCall(request, monotonic(), reply=reply, acks=acks)
         if request.arrived is not None:
-            call.place = min(request.arrived - self.core.epoch, call.arrived)
+            call.queued_since = min(request.arrived - self.core.epoch, call.arrived)
         self._calls[request.request] = call
         self.route(call)
 
     def route(self, call: RouteCall) -> None:
-        """Ask the index, then place the call, let it wait or refuse it."""
+        """Query the index, then place, queue or refuse the request."""
         request = call.request
-        if self._asks_index and request.sequence_hashes:
-            self.index.ask(
-                OverlapQuestion(request.sequence_hashes, request.salt, partial(self._scored, call))
+        if self._uses_index and request.sequence_hashes:
+            self.index.query(
+                OverlapLookup(
+                    request.sequence_hashes, request.salt, partial(self._on_overlaps, call)
+                )
             )
         else:
-            self._scored(call, OverlapAnswer(None, 0.0))
+            self._on_overlaps(call, OverlapResult(None, 0.0))
 
-    async def overlaps(self, sequence: bytes, salt: int | None) -> OverlapAnswer:
-        """What the index says about a prompt."""
-        if not self._asks_index or not sequence:
-            return OverlapAnswer(None, 0.0)
-        answer = await self.index.find(sequence, salt)
-        self._count(answer)
-        return answer
+    async def overlaps(self, sequence_hashes: bytes, salt: int | None) -> OverlapResult:
+        """The overlaps of a prompt, from the index."""
+        if not self._uses_index or not sequence_hashes:
+            return OverlapResult(None, 0.0)
+        result = await self.index.overlaps(sequence_hashes, salt)
+        self._count(result)
+        return result
 
-    def _scored(self, call: RouteCall, answer: OverlapAnswer) -> None:
-        self._count(answer)
+    def _on_overlaps(self, call: RouteCall, result: OverlapResult) -> None:
+        self._count(result)
         if not call.wanted:
             return
-        call.overlaps, call.index_s, call.note = answer
+        call.overlaps, call.index_s, call.note = result
         now = monotonic()
-        steps = self.dispatcher.submit(call, now)
+        actions = self.queue.submit(call, now)
         self._metrics.core_seconds.observe(monotonic() - now)
-        self._carry_out(steps)
+        self._execute(actions)
         if call.result is None and call.acks:
-            self._loop.call_soon(self._acknowledge, call)  # once its place is known to all
+            self._loop.call_soon(self._acknowledge, call)  # after the queue entry is published
 
     def _acknowledge(self, call: RouteCall) -> None:
-        """Say that it waits here, if it does."""
-        waits = call.wanted and call.result is None and call.scored > 0
+        """Reply `Parked` if the request waits here."""
+        waits = call.wanted and call.result is None and call.scored_at > 0
         if waits and call.acks and call.reply is not None:
-            arrived = call.place + self.core.epoch
+            arrived = call.queued_since + self.core.epoch
             call.reply(Parked(router=self._service.instance, arrived=arrived))
 
-    def _count(self, answer: OverlapAnswer) -> None:
-        self._metrics.index_seconds.observe(answer.seconds)
-        if answer.failure is not None:
+    def _count(self, result: OverlapResult) -> None:
+        self._metrics.index_seconds.observe(result.seconds)
+        if result.failure is not None:
             self._metrics.index_failures.inc()
 
     def apply(self, event: SeqEvent) -> None:
@@ -178,25 +179,25 @@ class ModelRouter:
             unwanted = self._calls.pop(event.request, None)
             if unwanted is not None:
                 unwanted.wanted = False
-        self.dispatcher.apply(event, monotonic())
+        self.queue.apply(event, monotonic())
 
-    def eased(self) -> None:
-        """Load may have fallen: see soon whether somebody can go."""
-        if self.dispatcher.waiting and not self._pump_planned:
-            self._pump_planned = True
-            self._loop.call_soon(self._pump)
+    def schedule_placement(self) -> None:
+        """Place ready requests in the next loop iteration; call when load may have fallen."""
+        if self.queue.waiting and not self._placement_scheduled:
+            self._placement_scheduled = True
+            self._loop.call_soon(self._place_ready)
 
-    def _pump(self) -> None:
-        self._pump_planned = False
+    def _place_ready(self) -> None:
+        self._placement_scheduled = False
         if not self._leaving:
-            self._carry_out(self.dispatcher.pump(monotonic()))
+            self._execute(self.queue.place_ready(monotonic()))
 
-    def _carry_out(self, steps: QueueActions) -> None:
-        """Answer; all else is done once the answers are on their way."""
-        for ticket in steps.done:
+    def _execute(self, actions: QueueActions) -> None:
+        """Reply at once; publish and record after the replies are sent."""
+        for ticket in actions.done:
             self._answer(ticket)
-        if steps.events or steps.done:
-            self._loop.call_soon(self._tell, steps)
+        if actions.events or actions.done:
+            self._loop.call_soon(self._publish, actions)
 
     def _answer(self, ticket: Ticket) -> None:
         self._calls.pop(ticket.request.request, None)
@@ -205,47 +206,47 @@ class ModelRouter:
             request = ticket.request
             ticket.reply(_routed(result, request) if isinstance(result, Decision) else result)
 
-    def _tell(self, steps: QueueActions) -> None:
-        if steps.events:
-            self._bus.post(self._seq_subject, SeqBatch(self._service.instance, steps.events))
-        for ticket in steps.done:
+    def _publish(self, actions: QueueActions) -> None:
+        if actions.events:
+            self._bus.post(self._seq_subject, SeqBatch(self._service.instance, actions.events))
+        for ticket in actions.done:
             self._record(ticket.result)
 
     def _record(self, result: Decision | Refused | None) -> None:
         if isinstance(result, Decision):
-            self._metrics.placed(result)
+            self._metrics.observe_placement(result)
             self._bus.post(self._route_subject, result)
         elif result is not None:
             metrics.refusals.labels(self.model, result.code).inc()
 
     def tick(self, now: float) -> None:
-        """House-keeping, some times a second."""
+        """Housekeeping, several times a second."""
         self.index.probe(now)
         if self._leaving:
             return
-        self._carry_out(self.dispatcher.expire(now))
-        for ticket in self.dispatcher.stale(now) if self._asks_index else []:
-            ticket.scored = now
+        self._execute(self.queue.expire(now))
+        for ticket in self.queue.due_for_rescore(now) if self._uses_index else []:
+            ticket.scored_at = now
             request = ticket.request
-            done = partial(self._rescored, ticket)
-            self.index.ask(OverlapQuestion(request.sequence_hashes, request.salt, done))
-        self.eased()
+            done = partial(self._on_rescore, ticket)
+            self.index.query(OverlapLookup(request.sequence_hashes, request.salt, done))
+        self.schedule_placement()
 
-    def _rescored(self, ticket: Ticket, answer: OverlapAnswer) -> None:
-        """Take what the index says now of one that has waited for long."""
-        self._count(answer)
-        overlaps = ticket.overlaps if answer.failure else answer.overlaps
-        self._carry_out(self.dispatcher.rescore(ticket, overlaps, monotonic()))
+    def _on_rescore(self, ticket: Ticket, result: OverlapResult) -> None:
+        """Update a waiting ticket with fresh overlaps."""
+        self._count(result)
+        overlaps = ticket.overlaps if result.failure else result.overlaps
+        self._execute(self.queue.rescore(ticket, overlaps, monotonic()))
 
     def sweep(self, routers: set[str], now: float) -> None:
-        """Forget what is out of date, once a second; the clock may have been set."""
+        """Drop expired state, once a second; update the epoch, as the clock may have been set."""
         self.core.epoch = _epoch()
         lost = self.core.expire(now)
         if lost:
             self._metrics.lost.inc(len(lost))
-            log.warning("gave up %d requests without news, such as %s", len(lost), lost[0])
-        self.dispatcher.keep(routers, now)
-        self._metrics.sizes(self.dispatcher)
+            log.warning("gave up %d requests without events, such as %s", len(lost), lost[0])
+        self.queue.retain_routers(routers, now)
+        self._metrics.set_levels(self.queue)
 
 
 def _epoch() -> float:

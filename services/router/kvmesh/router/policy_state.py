@@ -1,15 +1,12 @@
-"""What a policy has learned, shared between replicas and over restarts through a KV bucket."""
+"""Learned state of a policy, shared between replicas and over restarts through a KV bucket."""
 
 import asyncio
 import contextlib
 import logging
 import time
 
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.placement.router import RouterCore
@@ -20,9 +17,9 @@ FRESH_S = 24 * 3600.0
 
 
 class PolicyState:
-    """Publishes the state of one model's policy when it has changed; takes that of the others.
+    """Publishes the state of one model's policy when it changes; merges that of other routers.
 
-    Keys carry the router's name, which stays over restarts.
+    Keys hold the router's name, which is stable over restarts.
     """
 
     def __init__(self, bus: Bus, name: str, core: RouterCore) -> None:
@@ -43,10 +40,10 @@ class PolicyState:
         )
 
     async def run(self) -> None:
-        """Restore, then share, until cancelled."""
+        """Restore the own state, then publish changes until cancelled."""
         await self._reader.open()
         try:
-            with contextlib.suppress(TimeoutError):  # then what is there is merged as it comes
+            with contextlib.suppress(TimeoutError):  # stored states are then merged as they arrive
                 async with asyncio.timeout(5):
                     await self._reader.caught_up.wait()
             while True:
@@ -56,16 +53,16 @@ class PolicyState:
             await self._reader.close()
 
     async def _publish(self) -> None:
-        state = self._core.learned()
+        state = self._core.policies.state()
         if state is None or state == self._last:
             return
         try:
             bucket = await self._bus.js.key_value(self._bus.subjects.router_bucket)
             await bucket.put(self._key, state)
             self._last, self._failing = state, False
-        except (NatsError, APIError, OSError, TimeoutError) as error:
+        except BusError as error:
             if not self._failing:
-                log.warning("cannot share what was learned, retrying: %s", cause(error))
+                log.warning("cannot publish the policy's state, retrying: %s", cause(error))
             self._failing = True
 
     def _on_state(self, message: StreamMessage) -> None:
@@ -76,6 +73,6 @@ class PolicyState:
         if time.time() - message.time > FRESH_S:
             return
         try:
-            self._core.merge(router, message.data, own)
+            self._core.policies.merge(router, message.data, own)
         except ValueError as error:
-            log.warning("ignored what %s has learned: %s", router, error)
+            log.warning("ignored the policy state of %s: %s", router, error)

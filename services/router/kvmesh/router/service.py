@@ -1,4 +1,4 @@
-"""The router on the bus: facts in, decisions out. All choices are the core's."""
+"""The router process: passes the mesh's cards, loads and streams to the routers of its models."""
 
 import asyncio
 import logging
@@ -30,14 +30,14 @@ from kvmesh.router.policies.registry import make_policy
 from kvmesh.router.state.sequence_decoding import sequence_events
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.runtime.warnings import keep_told
+from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 SWEEP_S = 1.0
-_NO_INDEX = "no indexer answers for %s: its requests are placed without overlaps"
+_NO_INDEX = "no reply from an indexer for %s: its requests are placed without overlaps"
 _NOTHING_FOUND = (
-    "the index finds nothing for prompts of %s that begin like earlier ones: KV events are lost,"
+    "the index has no overlaps for prompts of %s that begin like earlier ones: KV events are lost,"
     " disabled, or hashed with another block size or salt"
 )
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
@@ -45,7 +45,7 @@ _thresholds = msgspec.msgpack.Decoder(Thresholds)
 
 
 class RouterService:
-    """All models of one router process; with `serves` false it only knows, for use as a library."""
+    """The models of one router process; with `serves` false it answers no requests (embedded)."""
 
     def __init__(self, service: Service, serves: bool = True) -> None:
         self._service = service
@@ -76,10 +76,10 @@ class RouterService:
 
     def _route_reader(self) -> StreamReader | None:
         settings, bus = self._service.settings.router, self._service.bus
-        follows = make_policy(settings.policy, settings).follows
-        if not follows:
+        history_s = make_policy(settings.policy, settings).history_s
+        if not history_s:
             return None
-        since = datetime.now(UTC) - timedelta(seconds=follows)
+        since = datetime.now(UTC) - timedelta(seconds=history_s)
         subjects = bus.subjects
         return StreamReader(
             bus, subjects.route_stream, subjects.route_all, self._on_route, Start(time=since)
@@ -90,7 +90,7 @@ class RouterService:
         return [r for r in (self._busy, self._sequences, self._routes) if r is not None]
 
     async def run(self) -> None:
-        """Be a process of the mesh until the service is told to stop."""
+        """Run as a process of the mesh until the service is stopped."""
         service = self._service
         settings = service.settings.router
         runner = await serve_metrics(settings, lambda: self.ready, service.warnings)
@@ -107,8 +107,8 @@ class RouterService:
         try:
             await self.open()
             await lease.update(replace(card, labels={STATE: READY}))
-            service.spawn(keep_told(lambda: lease, service.warnings), "warnings")
-            service.joined()
+            service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
+            service.start_watchdog()
             await service.stopping.wait()
             for router in self._models.values():
                 await router.leave()
@@ -119,7 +119,7 @@ class RouterService:
                 await runner.cleanup()
 
     async def open(self) -> None:
-        """Learn who is there and what is running, then serve."""
+        """Read the cards and replay the streams, then serve."""
         await self._directory.open()
         for reader in self._readers:
             await reader.open()
@@ -139,7 +139,7 @@ class RouterService:
         await self._directory.close()
 
     async def model(self, name: str, timeout: float) -> ModelRouter:
-        """The router of a model, once it has a worker, for use here; raises TimeoutError."""
+        """The router of a model once it has a worker; raises TimeoutError after `timeout` s."""
         async with asyncio.timeout(timeout):
             while name not in self._model_of.values():
                 self._joined_model.clear()
@@ -154,7 +154,7 @@ class RouterService:
                 for reader in self._readers:
                     await reader.caught_up.wait()
         except TimeoutError:
-            log.warning("serving before the streams are replayed: it takes too long")
+            log.warning("serving before the streams are replayed: the replay takes too long")
 
     async def _tick(self) -> None:
         swept = monotonic()
@@ -171,17 +171,19 @@ class RouterService:
                 self._warn()
 
     def _warn(self) -> None:
-        """Tell what is wrong with the workers, of all models."""
+        """Update the warnings about workers and indexers of all models."""
         cores = [router.core for router in self._models.values()]
-        left_out = {i: text for core in cores for i, text in core.table.misfits.items()}
-        texts = {i: f"{text}; it gets no requests" for i, text in left_out.items()}
+        incompatible = {i: text for core in cores for i, text in core.table.incompatible.items()}
+        texts = {i: f"{text}; it gets no requests" for i, text in incompatible.items()}
         self._service.warnings.update("misfit", texts)
         slow = {key: text for core in cores for key, text in _slow_ranks(core).items()}
         self._service.warnings.update("slow_worker", slow)
-        broken = {core.model: _NOTHING_FOUND % core.model for core in cores if core.watch.broken}
+        broken = {
+            core.model: _NOTHING_FOUND % core.model for core in cores if core.overlap_watch.broken
+        }
         self._service.warnings.update("empty_index", broken)
-        away = {name: _NO_INDEX % name for name, r in self._models.items() if r.index.away}
-        self._service.warnings.update("no_index", away)
+        outages = {m: _NO_INDEX % m for m, r in self._models.items() if r.index.outage}
+        self._service.warnings.update("no_index", outages)
 
     def _router(self, model: str) -> ModelRouter:
         router = self._models.get(model)
@@ -207,7 +209,7 @@ class RouterService:
             self._worker_joined(card, card.model)
 
     def _indexer_joined(self, card: Instance) -> None:
-        """Its card says whether it answers, and comes again when that changes."""
+        """Add an indexer if its card says it is ready; its card changes with that."""
         if card.labels.get(STATE) != READY:
             self._indexer_left(card.instance)
             return
@@ -224,7 +226,7 @@ class RouterService:
         self._model_of[card.instance] = model.name
         router = self._router(model.name)
         router.core.join(card)
-        router.eased()
+        router.schedule_placement()
         self._joined_model.set()
         if self.ready and self._serves:
             self._service.spawn(router.serve(), "serve")
@@ -238,7 +240,7 @@ class RouterService:
         model = self._model_of.pop(card.instance, None)
         if model is not None:
             self._models[model].core.leave(card.instance)
-            self._models[model].eased()
+            self._models[model].schedule_placement()
 
     def _on_sequences(self, message: StreamMessage) -> None:
         try:
@@ -249,7 +251,7 @@ class RouterService:
         router = self._router(_model(message))
         for event in events:
             router.apply(event)
-        router.eased()
+        router.schedule_placement()
 
     def _on_route(self, message: StreamMessage) -> None:
         try:
@@ -257,7 +259,7 @@ class RouterService:
         except msgspec.MsgspecError as error:
             log.warning("ignored a malformed decision at %d: %s", message.seq, error)
             return
-        self._router(_model(message)).core.follow(event, monotonic())
+        self._router(_model(message)).core.apply_route_event(event, monotonic())
 
     def _on_thresholds(self, message: StreamMessage) -> None:
         model = untoken(message.subject.removeprefix(self._busy_prefix))
@@ -270,19 +272,19 @@ class RouterService:
         self._limits[model] = limits
         if model in self._models:
             self._models[model].core.limits = limits
-        told = (f"{name} {value:g}" for name, value in msgspec.to_builtins(limits).items())
-        log.info("busy thresholds of %s: %s", model, ", ".join(told) or "none")
+        texts = (f"{name} {value:g}" for name, value in msgspec.to_builtins(limits).items())
+        log.info("busy thresholds of %s: %s", model, ", ".join(texts) or "none")
 
     def _on_load(self, load: Load) -> None:
         model = self._model_of.get(load.instance)
         if model is not None:
-            self._models[model].core.report(load, monotonic())
-            self._models[model].eased()
+            self._models[model].core.apply_load(load, monotonic())
+            self._models[model].schedule_placement()
 
 
 def _slow_ranks(core: RouterCore) -> dict[str, str]:
     found = {}
-    for slot, slowness in core.speeds.told.items():
+    for slot, slowness in core.speeds.outliers.items():
         instance, worker, rank = core.table.ranks[slot]
         if slowness > 1:
             found[f"{instance} {rank}"] = (
@@ -301,5 +303,5 @@ async def main(service: Service) -> None:
     try:
         check_settings(service.settings.router)
     except RouterConfigError as error:
-        raise StartError(str(error), hopeless=True) from error
+        raise StartError(str(error), permanent=True) from error
     await RouterService(service).run()

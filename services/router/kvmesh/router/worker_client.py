@@ -1,4 +1,4 @@
-"""Running one prompt on one worker and reading its tokens, for callers without a frontend."""
+"""Client of one worker for one prompt, without a frontend's migration and prompt deltas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -10,14 +10,15 @@ from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import Cancel, Chunk, Resend, Sampling, StepOutput, Work, WorkReply
 from kvmesh.router.errors import RouterError
 
-OFFER_TIMEOUT_S = 5.0
+OFFER_TIMEOUT_S = 5.0  # longer than a frontend's: no other worker is tried
 RESEND_S = 1.0
-MOST_CHUNKS = 4096
+MAX_CHUNKS = 4096
+_replies = msgspec.msgpack.Decoder(WorkReply)
 _steps = msgspec.msgpack.Decoder(StepOutput)
 
 
 class GenerationError(RouterError):
-    """A worker did not take the prompt, or failed with it; `instance` is the worker's."""
+    """The worker `instance` refused the prompt, failed, or fell silent."""
 
     def __init__(self, instance: str, reason: str) -> None:
         super().__init__(f"{instance}: {reason}")
@@ -26,12 +27,12 @@ class GenerationError(RouterError):
 
 
 def new_work(request: str, frontend: str, token_ids: Sequence[int], sampling: Sampling) -> Work:
-    """The message for a worker; tokens will come to the out subject of `frontend`."""
+    """The message for a worker, which sends its tokens to the out subject of `frontend`."""
     return Work(request=request, frontend=frontend, tokens=pack(token_ids), sampling=sampling)
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32; raises ValueError on what is none."""
+    """Token ids as little-endian uint32; raises ValueError for one out of range."""
     try:
         return b"".join(token.to_bytes(4, "little") for token in token_ids)
     except OverflowError as error:
@@ -43,14 +44,14 @@ async def generate(bus: Bus, instance: str, work: Work, silence: float) -> Async
 
     Raises GenerationError if the worker refuses, fails, or is silent for `silence` seconds.
     """
-    chunks: asyncio.Queue[Chunk] = asyncio.Queue(MOST_CHUNKS)
+    chunks: asyncio.Queue[Chunk] = asyncio.Queue(MAX_CHUNKS)
 
-    async def take(step: StepOutput) -> None:
+    async def receive(step: StepOutput) -> None:
         for chunk in step.chunks:
-            if chunk.request == work.request and not chunks.full():  # a hole is asked for again
+            if chunk.request == work.request and not chunks.full():  # a gap is requested again
                 chunks.put_nowait(chunk)
 
-    subscription = await bus.subscribe(bus.subjects.out(work.frontend), _steps, take)
+    subscription = await bus.subscribe(bus.subjects.out(work.frontend), _steps, receive)
     finished = False
     try:
         await _offer(bus, instance, work)
@@ -60,13 +61,13 @@ async def generate(bus: Bus, instance: str, work: Work, silence: float) -> Async
     finally:
         await subscription.unsubscribe()
         if not finished:
-            await bus.publish(bus.subjects.ctl(instance), Cancel(work.request))
+            bus.post(bus.subjects.ctl(instance), Cancel(work.request))
 
 
 async def _offer(bus: Bus, instance: str, work: Work) -> None:
     try:
         subject = bus.subjects.work(instance)
-        reply = await bus.request(subject, work, WorkReply, OFFER_TIMEOUT_S)
+        reply = await bus.request(subject, work, _replies, OFFER_TIMEOUT_S)
     except (NoResponder, RequestTimeout) as error:
         raise GenerationError(instance, str(error)) from error
     if reply.status != "accepted":
@@ -76,24 +77,24 @@ async def _offer(bus: Bus, instance: str, work: Work) -> None:
 async def _in_order(
     bus: Bus, instance: str, request: str, chunks: "asyncio.Queue[Chunk]", silence: float
 ) -> AsyncIterator[list[int]]:
-    """Chunks by offset: what came twice is cut off, a hole is asked for again."""
-    seen, quiet = 0, 0.0
+    """Yield new tokens by offset: drop repeated ones and request missing ones."""
+    received, silent_s = 0, 0.0
     while True:
         try:
             async with asyncio.timeout(RESEND_S):
                 chunk = await chunks.get()
         except TimeoutError:
-            quiet += RESEND_S
-            if quiet >= silence:
+            silent_s += RESEND_S
+            if silent_s >= silence:
                 raise GenerationError(instance, f"silent for {silence:g} s") from None
-            await bus.publish(bus.subjects.ctl(instance), Resend(request, seen))
+            bus.post(bus.subjects.ctl(instance), Resend(request, received))
             continue
-        if chunk.offset > seen:
-            await bus.publish(bus.subjects.ctl(instance), Resend(request, seen))
+        if chunk.offset > received:
+            bus.post(bus.subjects.ctl(instance), Resend(request, received))
             continue
-        quiet = 0.0
-        fresh = chunk.tokens[seen - chunk.offset :]
-        seen += len(fresh)
+        silent_s = 0.0
+        fresh = chunk.tokens[received - chunk.offset :]
+        received += len(fresh)
         if fresh:
             yield fresh
         if chunk.error is not None:

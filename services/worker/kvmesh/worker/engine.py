@@ -17,9 +17,8 @@ from typing import Any, Protocol, TypeAlias
 from msgspec import Struct
 
 from kvmesh.blocks.attachment import ArenaUser
-from kvmesh.blocks.kvbm_client import StoreClient
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import Capacity, KvEvent, Load, Work
+from kvmesh.blocks.kvbm_client import KvbmClient
+from kvmesh.bus.messages import Capacity, KvEvent, KvLayout, Load, Work
 from kvmesh.settings.schema import Settings
 
 
@@ -147,7 +146,7 @@ class Engine(Protocol):
         ...
 
 
-StoreFactory: TypeAlias = Callable[[KvLayout, ArenaUser], StoreClient]
+StoreFactory: TypeAlias = Callable[[KvLayout, ArenaUser], KvbmClient]
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, Subscription, returning
 from kvmesh.bus.discovery import Lease
+from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import (
     Chunk,
     Control,
@@ -28,7 +27,8 @@ from kvmesh.bus.model_files import publish_model
 from kvmesh.bus.ping import answer_pings
 from kvmesh.bus.publisher import KvPublisher
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.runtime.warnings import Warnings, keep_told
+from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.runtime.warnings import Warnings, publish_warnings
 from kvmesh.settings.schema import Settings
 from kvmesh.worker.capabilities import Retaining, TierCounts, Tiered
 from kvmesh.worker.control import ControlHandler
@@ -94,7 +94,7 @@ class WorkerNode:
         self._orphans = OrphanedRequests(
             bus, limits, instance, lambda: self._requests.frontends, self._requests.abandon
         )
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks()
         self._subscriptions: list[Subscription] = []
         self._publisher: KvPublisher | None = None
         self._lease: Lease | None = None
@@ -105,7 +105,7 @@ class WorkerNode:
 
     @property
     def ready(self) -> bool:
-        """Whether routers send requests here."""
+        """True if routers send requests here."""
         return self._joined and not self.draining and not self._membership.incompatible
 
     @property
@@ -142,11 +142,9 @@ class WorkerNode:
         await self._lease.open()
         await self._membership.recheck(card)
         self._joined = True
-        self._tasks += [
-            asyncio.create_task(self._membership.run(lambda: self._lease), name="membership"),
-            asyncio.create_task(keep_told(lambda: self._lease, self._warnings), name="warnings"),
-            asyncio.create_task(self._watch_events(card.name, info.block_size), name="silence"),
-        ]
+        self._tasks.start(self._membership.run(lambda: self._lease), "membership")
+        self._tasks.start(publish_warnings(lambda: self._lease, self._warnings), "warnings")
+        self._tasks.start(self._watch_events(card.name, info.block_size), "silence")
         log.info("serving %s on %s as %s", _model_of(card), info.name, self.instance)
 
     async def drain(self, timeout: float) -> None:
@@ -173,10 +171,7 @@ class WorkerNode:
         await self._engine.close()
         if self._publisher is not None:
             await self._publisher.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
 
     # joining and leaving
 
@@ -200,10 +195,8 @@ class WorkerNode:
             self._engine.dump,
         )
         self._publisher.start()
-        self._tasks = [
-            asyncio.create_task(self._loads.run(), name="load"),
-            asyncio.create_task(self._watch_engine(), name="watchdog"),
-        ]
+        self._tasks.start(self._loads.run(), "load")
+        self._tasks.start(self._watch_engine(), "watchdog")
 
     def _on_lapsed(self) -> None:
         """Abort requests after the lease has lapsed: frontends have migrated them, or soon will."""
@@ -214,7 +207,7 @@ class WorkerNode:
         while self._subscriptions:
             try:
                 await self._subscriptions.pop().unsubscribe()
-            except NatsError as error:
+            except BusError as error:
                 log.warning("could not unsubscribe: %s", error)
 
     # the engine's sink
@@ -245,14 +238,26 @@ class WorkerNode:
     # the worker's subjects
 
     async def _listen(self) -> None:
-        subjects, answer = self._bus.subjects, self._bus.answer
-        control = self._control.execute
+        subjects, serve = self._bus.subjects, self._bus.serve
         self._subscriptions = [
-            await answer(
-                subjects.work(self.instance), _work_decoder, self._accept, admission.invalid
+            await serve(
+                subjects.work(self.instance),
+                _work_decoder,
+                returning(self._accept),
+                on_malformed=admission.invalid,
             ),
-            await answer(subjects.ctl(self.instance), _control_decoder, control, _malformed),
-            await answer(subjects.dump(self.instance), _dump_decoder, self._dump, _malformed),
+            await serve(
+                subjects.ctl(self.instance),
+                _control_decoder,
+                returning(self._control.execute),
+                on_malformed=_malformed,
+            ),
+            await serve(
+                subjects.dump(self.instance),
+                _dump_decoder,
+                returning(self._dump),
+                on_malformed=_malformed,
+            ),
             await answer_pings(self._bus, self.instance),
         ]
 

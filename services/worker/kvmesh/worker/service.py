@@ -7,10 +7,10 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-from kvmesh.blocks.attachment import ArenaUser, Tenant
-from kvmesh.blocks.kvbm_client import StoreClient
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
+from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.errors import ModelFilesError
+from kvmesh.bus.messages import KvLayout
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import WorkerSettings
@@ -41,10 +41,10 @@ async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
         if folder is None:
             folder = await asyncio.to_thread(default_model, worker.engine, cleanup)
     except EngineError as error:
-        raise StartError(str(error), hopeless=True) from error
+        raise StartError(str(error), permanent=True) from error
     if not (folder / "tokenizer.json").is_file():
         reason = f"{folder} is not a Hugging Face model folder: it has no tokenizer.json"
-        raise StartError(reason, hopeless=True)
+        raise StartError(reason, permanent=True)
     return folder
 
 
@@ -60,7 +60,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
     try:
         engine = create_engine(EngineContext(settings, folder, _store_factory(service, folder)))
     except EngineError as error:
-        raise StartError(str(error), hopeless=True) from error
+        raise StartError(str(error), permanent=True) from error
     try:
         node = WorkerNode(
             service.bus,
@@ -75,21 +75,21 @@ async def _serve_model(service: Service, folder: Path) -> None:
         )
         await _serve(service, node)
     except (EngineError, ModelFilesError) as error:
-        raise StartError(str(error), hopeless=isinstance(error, EngineConfigError)) from error
+        raise StartError(str(error), permanent=isinstance(error, EngineConfigError)) from error
 
 
 def _store_factory(service: Service, folder: Path) -> StoreFactory:
     """Return a factory of clients of the block manager on this worker's node."""
     worker = service.settings.worker
 
-    def connect(layout: KvLayout, user: ArenaUser) -> StoreClient:
-        tenant = Tenant(
+    def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
+        tenant = WorkerIdentity(
             node=node_name(worker),
             instance=service.instance,
             model=worker.served_name or folder.name,
             layout=layout,
         )
-        return StoreClient(service.bus, service.limits, tenant, user)
+        return KvbmClient(service.bus, service.limits, tenant, user)
 
     return connect
 
@@ -106,7 +106,7 @@ async def _serve(service: Service, node: WorkerNode) -> None:
     http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
         await node.start()
-        service.joined()
+        service.start_watchdog()
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)
     finally:

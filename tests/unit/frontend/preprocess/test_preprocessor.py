@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.stamp import STAMP
 
 from kvmesh.bus.messages import ModelCard
 from kvmesh.demo import model_dir
@@ -41,11 +42,11 @@ def card(context: int) -> ModelCard:
 
 def chat(**fields: Any) -> Any:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
-    return Chat().parse(msgspec.json.encode(body), {}).request
+    return Chat().parse(msgspec.json.encode(body), {}, STAMP).request
 
 
 def prompt(text: str) -> Any:
-    return Tokenize().parse(msgspec.json.encode({"model": "m", "prompt": text}), {})
+    return Tokenize().parse(msgspec.json.encode({"model": "m", "prompt": text}), {}, STAMP)
 
 
 def make_preprocessor() -> Preprocessor:

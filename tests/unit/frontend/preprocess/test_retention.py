@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.stamp import STAMP
 from unit.frontend.dialects.recorded import TEMPLATES
 
 from kvmesh.bus.messages import ModelCard, Retain, Sampling
@@ -54,9 +55,9 @@ def served(template: bytes | None = None) -> ServedModel:
 DEMO = served()
 
 
-def prepared(surface: Api, model: ServedModel = DEMO, **body: Any) -> tuple[PromptTokens, Any]:
+def prepared(api: Api, model: ServedModel = DEMO, **body: Any) -> tuple[PromptTokens, Any]:
     """(prompt, request) of a body."""
-    call = surface.parse(json.dumps({"model": "m", **body}).encode(), {})
+    call = api.parse(json.dumps({"model": "m", **body}).encode(), {}, STAMP)
     made = asyncio.run(Preprocessor(1 << 20, TenantNamespaces()).prepare(call.request, model, None))
     return made.prompts[0], made.request
 
@@ -176,8 +177,8 @@ def test_marks_are_found_under_every_template(name: str) -> None:
 SPAN = {"start": 16, "end": 64, "priority": 90, "duration_s": 30}
 
 
-@pytest.mark.parametrize("surface", [Chat(), Completions(), Messages(), Responses()])
-def test_nvext_takes_token_ranges_on_every_endpoint(surface: Api) -> None:
+@pytest.mark.parametrize("api", [Chat(), Completions(), Messages(), Responses()])
+def test_nvext_takes_token_ranges_on_every_endpoint(api: Api) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "chat": {"messages": [{"role": "user", "content": LONG}]},
         "completions": {"prompt": LONG},
@@ -186,14 +187,14 @@ def test_nvext_takes_token_ranges_on_every_endpoint(surface: Api) -> None:
     }
     plan = {"ranges": [SPAN, {"start": 64}], "decode": {"priority": 5}}
     nvext = {"retention": plan, "cache_control": {"ttl": "1h"}}
-    prompt, request = prepared(surface, **bodies[surface.name], nvext=nvext)
+    prompt, request = prepared(api, **bodies[api.name], nvext=nvext)
     assert explicit(prompt) == [
         Retain(0, None, 75, 3600.0, explicit=True),
         Retain(16, 64, 90, 30.0, explicit=True),
         Retain(64, None, 35, None, explicit=True),
     ]
     assert request.decode == Retain(0, None, 5, None, "decode", True)
-    as_list, _ = prepared(surface, **bodies[surface.name], nvext={"retention": [SPAN]})
+    as_list, _ = prepared(api, **bodies[api.name], nvext={"retention": [SPAN]})
     assert explicit(as_list) == [Retain(16, 64, 90, 30.0, explicit=True)]
 
 
@@ -209,8 +210,8 @@ WORDS = [
 @pytest.mark.parametrize(("fields", "ttl"), WORDS)
 def test_openai_s_fields_retain_the_whole_prompt(fields: dict[str, Any], ttl: float | None) -> None:
     surfaces: list[tuple[Api, str]] = [(Responses(), "input"), (Completions(), "prompt")]
-    for surface, name in surfaces:
-        made, _ = prepared(surface, **{name: LONG, **fields})
+    for api, name in surfaces:
+        made, _ = prepared(api, **{name: LONG, **fields})
         assert [entry.ttl_s for entry in explicit(made)] == [ttl] * (ttl is not None)
 
 
@@ -232,10 +233,10 @@ WRONG: list[tuple[Api, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("surface", "fields", "where"), WRONG)
-def test_an_invalid_directive_is_named(surface: Api, fields: dict[str, Any], where: str) -> None:
+@pytest.mark.parametrize(("api", "fields", "where"), WRONG)
+def test_an_invalid_directive_is_named(api: Api, fields: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidRequest) as error:
-        prepared(surface, messages=[{"role": "user", "content": "hi"}], max_tokens=1, **fields)
+        prepared(api, messages=[{"role": "user", "content": "hi"}], max_tokens=1, **fields)
     assert (error.value.param or "").startswith(where)
 
 

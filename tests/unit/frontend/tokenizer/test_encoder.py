@@ -57,7 +57,7 @@ def test_the_memo_evicts_the_least_recently_used() -> None:
     memo.put(1, "fourth", b"4")
     assert memo.get(1, "second") is None
     assert memo.get(1, "first") == b"1"
-    assert memo.bytes <= 1000
+    assert memo.size <= 1000
 
 
 def test_tenants_do_not_share_segments() -> None:
@@ -69,7 +69,7 @@ def test_tenants_do_not_share_segments() -> None:
 def test_an_entry_larger_than_the_memo_is_not_stored() -> None:
     memo = SegmentMemo(limit=1000)
     memo.put(1, "x" * 5000, b"1")
-    assert memo.bytes == 0
+    assert memo.size == 0
     assert memo.get(1, "x" * 5000) is None
 
 

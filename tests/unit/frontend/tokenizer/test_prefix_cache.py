@@ -58,7 +58,7 @@ def test_memory_is_bounded_and_the_oldest_entry_is_evicted() -> None:
     text = "<|im_start|>user\nHello<|im_end|>\n" * 100
     for key in ((1, 1), (1, 2), (2, 1)):
         encoded(cache, text, key)
-    assert 0 < cache.bytes <= 20_000
+    assert 0 < cache.size <= 20_000
     assert not encoded(cache, text, (1, 1))[1]
     assert encoded(cache, text, (2, 1))[1]
 
@@ -66,4 +66,4 @@ def test_memory_is_bounded_and_the_oldest_entry_is_evicted() -> None:
 def test_an_entry_larger_than_the_limit_is_not_stored() -> None:
     cache = PrefixTokenCache(1000)
     encoded(cache, "<|im_start|>user\nHello<|im_end|>\n" * 100)
-    assert cache.bytes == 0
+    assert cache.size == 0

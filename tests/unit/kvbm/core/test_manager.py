@@ -9,10 +9,11 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvmesh.blocks.layout import KvLayout, LayerLayout
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Await,
+    Clear,
+    Cleared,
     Commit,
     Computed,
     Corrupt,
@@ -21,11 +22,16 @@ from kvmesh.bus.kvbm import (
     Fetch,
     Fetched,
     Finish,
+    KvEvent,
+    KvLayout,
+    LayerLayout,
     Offer,
+    Pin,
     Prepare,
+    Removed,
+    Retain,
     Wanted,
 )
-from kvmesh.bus.messages import Clear, Cleared, KvEvent, Pin, Removed, Retain
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, CopyState
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, RemoteTierConfig
 from kvmesh.kvbm.core.config import KvbmConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.wait import eventually
 
-from kvmesh.blocks.layout import KvLayout, LayerLayout
+from kvmesh.bus.messages import KvLayout, LayerLayout
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, Block, Copy, Space
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.tiers.arena import Arena

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.blocks.layout import KvLayout, LayerLayout
+from kvmesh.bus.messages import KvLayout, LayerLayout
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, Block, Space
 from kvmesh.kvbm.core.blocks.journal_record import BlockWritten
 from kvmesh.kvbm.core.config import KvbmConfig

@@ -1,4 +1,4 @@
-"""KV events of vLLM and SGLang: decoding, books, and a subscriber that misses nothing."""
+"""KV events of vLLM and SGLang: decoding, ledger, and a subscriber without losses."""
 
 from array import array
 from collections.abc import AsyncIterator
@@ -176,7 +176,7 @@ def test_a_second_copy_outlives_the_removal_of_the_first() -> None:
     assert books.apply([gone]) == []
 
 
-def test_an_engine_that_tells_a_block_twice_holds_it_once() -> None:
+def test_a_block_stored_twice_is_held_once() -> None:
     books = ledger(counted=False)
     books.apply([stored(list(range(8))), stored(list(range(8)))])
     assert len(books.apply([BlocksRemoved(stored(list(range(8))).hashes)])) == 1
@@ -191,7 +191,7 @@ def test_blocks_after_an_unknown_parent_or_of_another_size_are_strays() -> None:
     assert books.dropped_blocks == 5
 
 
-def test_tiers_are_kept_apart() -> None:
+def test_tiers_are_separate() -> None:
     books = ledger()
     root = stored(list(range(8)))
     host = BlocksStored(root.hashes, None, root.tokens, SIZE, tier=1)
@@ -221,7 +221,7 @@ def test_only_a_tenant_is_tagged() -> None:
     assert salts.cache_salt(work([1], salt_=0xAB)) == "00000000000000ab"
 
 
-def test_a_tag_keeps_tenants_apart_whose_salts_are_equal() -> None:
+def test_cache_salts_differ_for_tenants_with_equal_salts() -> None:
     salts = PromptSalts("m", SIZE)
     tags = {salts.cache_salt(work([1], salt_, tenant)) for tenant in "ab" for salt_ in (SALT, 0xAB)}
     assert len(tags) == 4
@@ -259,7 +259,7 @@ PROMPTS = [[first, *range(7 + 4 * first)] for first in range(5)]
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["store", "evict", "clear"]), st.integers(0, 99))))
-def test_events_replayed_are_what_the_engine_holds(actions: list[tuple[str, int]]) -> None:
+def test_replayed_events_match_the_cache(actions: list[tuple[str, int]]) -> None:
     """Against an engine that holds copies, evicts anything, and tells all of it."""
     books, told = ledger(), list[KvEvent]()
     copies: list[tuple[int, int]] = []  # (engine hash, its parent)
@@ -332,7 +332,7 @@ async def test_messages_arrive_in_order(
     await eventually(lambda: depth(sink.told, tokens) == 10)
 
 
-async def test_what_came_before_the_subscription_is_asked_for(
+async def test_messages_before_the_subscription_are_replayed(
     publisher: ZmqPublisher, sink: Sink
 ) -> None:
     tokens = list(range(12))
@@ -369,7 +369,7 @@ async def test_a_lost_last_message_is_found_when_all_is_quiet(
     assert not any(isinstance(event, Cleared) for event in sink.told)
 
 
-async def test_what_nobody_can_repeat_ends_in_all_that_is_known(
+async def test_messages_lost_for_good_cause_a_dump(
     feed: EventFeed, publisher: ZmqPublisher, sink: Sink
 ) -> None:
     tokens = list(range(8))
@@ -391,7 +391,7 @@ async def test_a_malformed_message_is_a_lost_one(
     await eventually(lambda: depth(sink.told, list(range(8))) == 2)
 
 
-async def test_an_engine_that_begins_anew_holds_nothing(
+async def test_a_restarted_engine_has_an_empty_cache(
     feed: EventFeed, publisher: ZmqPublisher, sink: Sink
 ) -> None:
     for first in range(3):
@@ -403,7 +403,7 @@ async def test_an_engine_that_begins_anew_holds_nothing(
     assert depth(sink.told, list(range(90, 98))) == 2
 
 
-def test_tenants_that_share_a_first_block_are_told_apart_by_who_waits() -> None:
+def test_tenants_with_the_same_first_block_get_salts_in_order_of_waiting() -> None:
     salts = PromptSalts("m", SIZE)
     books = CacheLedger(SIZE, salts.root_salt)
     tokens = list(range(8))

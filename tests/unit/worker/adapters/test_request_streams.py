@@ -1,4 +1,4 @@
-"""What engines that answer with streams tell of them."""
+"""Output and load of engines that return a stream per request."""
 
 from collections.abc import AsyncIterator
 
@@ -23,7 +23,7 @@ async def answered(*outputs: StreamOutput) -> AsyncIterator[StreamOutput]:
         (16, [0, 32], [0, 0, 16]),  # some of what was loaded was computed again
     ],
 )
-async def test_cached_tokens_are_told_by_tier_with_the_first_token(
+async def test_cached_tokens_come_by_tier_with_the_first_token(
     cached: int | None, below: list[int], told: list[int]
 ) -> None:
     sink = Recorder()

@@ -1,11 +1,11 @@
-"""What an engine measures of itself."""
+"""Measured throughput of an engine."""
 
 import pytest
 
 from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
 
 
-def test_a_speed_follows_what_is_measured() -> None:
+def test_throughput_follows_the_measurements() -> None:
     speed = Throughput()
     assert speed.value == 0.0
     speed.record(100, 2.0)

@@ -1,4 +1,4 @@
-"""Work whose constraint is compiled first: begun, refused, too slow, aborted."""
+"""Work whose constraint is compiled first: submitted, refused, too slow, aborted."""
 
 import asyncio
 
@@ -50,7 +50,7 @@ class Bench:
         return ""
 
 
-async def test_only_what_is_not_compiled_yet_waits() -> None:
+async def test_only_uncompiled_constraints_wait() -> None:
     assert isinstance(Engine(), Compiling)
     compiler = Bench(Engine()).compiler
     assert compiler.must_compile(WORK)
@@ -72,7 +72,7 @@ async def test_it_begins_once_it_is_compiled_and_its_frontend_hears_so() -> None
     assert bench.told == [OutputDelta("r", [])]
 
 
-async def test_what_cannot_be_followed_is_the_caller_s_fault() -> None:
+async def test_an_invalid_constraint_is_the_caller_s_fault() -> None:
     engine = Engine("it is malformed")
     bench = Bench(engine)
     bench.compiler.start(WORK)
@@ -84,7 +84,7 @@ async def test_what_cannot_be_followed_is_the_caller_s_fault() -> None:
     ]
 
 
-async def test_what_could_not_be_tried_is_given_back() -> None:
+async def test_work_with_an_untried_constraint_is_handed_back() -> None:
     engine = Engine(fault=EngineError("nothing answers"))
     bench = Bench(engine)
     bench.compiler.start(WORK)
@@ -94,7 +94,7 @@ async def test_what_could_not_be_tried_is_given_back() -> None:
     assert bench.told == [OutputDelta("r", [], finish="abort", error="nothing answers")]
 
 
-async def test_what_is_aborted_never_begins() -> None:
+async def test_aborted_work_never_begins() -> None:
     engine = Engine()
     bench = Bench(engine)
     bench.compiler.start(WORK)
@@ -139,7 +139,7 @@ class Slow(Engine):
             raise Rejected("it takes too long") from None
 
 
-async def test_slow_constraints_of_one_owner_use_up_nobody_else_s_time() -> None:
+async def test_slow_constraints_of_one_owner_do_not_delay_others() -> None:
     engine = Slow(most_s=0.05)
     bench = Bench(engine)
     for number in range(8):
@@ -154,7 +154,7 @@ async def test_slow_constraints_of_one_owner_use_up_nobody_else_s_time() -> None
     assert not [delta for delta in bench.told if delta.request == "m" and delta.error]
 
 
-async def test_what_another_request_has_compiled_meanwhile_begins_at_once() -> None:
+async def test_work_begins_once_another_request_has_compiled_its_constraint() -> None:
     engine = Slow()
     bench = Bench(engine)
     for number in range(2 * CONCURRENCY):

@@ -1,4 +1,4 @@
-"""Constraints tried in forks of another process, whatever these do."""
+"""Constraints tried in forks of a child process, including forks that crash or hang."""
 
 import asyncio
 import os
@@ -74,7 +74,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     stage.trials.close()
 
 
-async def test_what_passes_has_a_size_and_what_does_not_a_reason(stage: Stage) -> None:
+async def test_a_verdict_has_a_size_or_a_reason(stage: Stage) -> None:
     assert 0 < await stage.judge("fine") < 16 << 20
     assert await stage.judge(f"hold {64 << 20}") > 32 << 20
     with pytest.raises(Rejected, match="no such thing"):
@@ -82,7 +82,7 @@ async def test_what_passes_has_a_size_and_what_does_not_a_reason(stage: Stage) -
 
 
 @pytest.mark.parametrize("value", ["die", "leave", f"hold {3 << 30}"])
-async def test_what_takes_too_much_ends_its_fork_only(stage: Stage, value: str) -> None:
+async def test_an_expensive_constraint_ends_only_its_fork(stage: Stage, value: str) -> None:
     await stage.judge("fine")
     pid = stage.pid
     with pytest.raises(Rejected, match="too much time, memory or stack"):
@@ -123,7 +123,7 @@ async def test_a_process_that_does_not_get_ready_is_replaced(
     assert await stage.judge("fine")
 
 
-async def test_a_trial_that_nobody_waits_for_is_stopped_and_others_go_on(stage: Stage) -> None:
+async def test_a_cancelled_trial_is_stopped_and_others_continue(stage: Stage) -> None:
     task, pid = await stage.turning()
     assert await stage.judge("fine")
     task.cancel()
@@ -131,14 +131,14 @@ async def test_a_trial_that_nobody_waits_for_is_stopped_and_others_go_on(stage: 
     assert await stage.judge("fine")
 
 
-async def test_what_a_fork_prints_is_no_verdict(
+async def test_output_of_a_fork_is_not_taken_for_a_verdict(
     stage: Stage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert await stage.judge("print")
     assert "x" not in "".join(capfd.readouterr())
 
 
-async def test_a_process_that_ends_is_started_again_and_what_it_tried_is_tried_there(
+async def test_a_process_that_ends_is_replaced_and_its_trials_repeated(
     stage: Stage,
 ) -> None:
     task, fork = await stage.turning()
@@ -176,7 +176,7 @@ async def test_a_frozen_process_does_not_outlive_its_worker(stage: Stage) -> Non
         await stage.judge("fine")
 
 
-async def test_a_process_goes_on_starting_while_those_who_wait_give_up(stage: Stage) -> None:
+async def test_a_cancelled_caller_does_not_stop_the_start(stage: Stage) -> None:
     slow = stage.folder / "slow"
     slow.touch()
     with pytest.raises(TimeoutError):
@@ -189,7 +189,7 @@ async def test_a_process_goes_on_starting_while_those_who_wait_give_up(stage: St
     assert stage.pid == pid
 
 
-async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
+async def test_a_process_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     trials = TrialClient(60.0, sys.executable, "-c", "raise SystemExit(3)")
     with pytest.raises(EngineError, match="has ended"):
         await trials.try_constraint(Guided(kind="regex", value="fine"))

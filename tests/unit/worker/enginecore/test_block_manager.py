@@ -1,4 +1,4 @@
-"""The block manager: capacity, references, and events that tell the truth."""
+"""The block manager: capacity, references, and correct events."""
 
 from array import array
 
@@ -170,7 +170,7 @@ def store(manager: BlockManager, *local: int) -> "array[int]":
     return blocks
 
 
-def test_only_a_new_store_is_told_and_shared_blocks_are_counted_once() -> None:
+def test_only_new_blocks_are_published_and_shared_ones_counted_once() -> None:
     manager = BlockManager(8)
     first = store(manager, 1, 2, 3)
     (event,) = manager.take_events()

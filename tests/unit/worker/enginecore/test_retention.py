@@ -1,4 +1,4 @@
-"""Claims, pins and sessions on runs: random requests against rules that look at every block."""
+"""Claims, pins and sessions on runs: random requests against a model with one entry per block."""
 
 from array import array
 from collections import Counter
@@ -40,7 +40,7 @@ def hashes(local: list[int]) -> "array[int]":
     return packed(list(array("Q", sequence_hashes(packed(local).tobytes()))))
 
 
-class KeepingMachine(RuleBasedStateMachine):
+class RetentionMachine(RuleBasedStateMachine):
     """Requests of one-token blocks begin, end and are forgotten while time passes."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class KeepingMachine(RuleBasedStateMachine):
         for run in self.keeping_runs:
             assert run.retention is not None
             assert run.retention
-            assert run.retention.charged == run.retention.keeps
+            assert run.retention.charged == run.retention.needs_budget
             charged[run.retention.tenant] += len(run) * run.retention.charged
         assert +charged == Counter(self.manager.retention.budget.charged)
         assert all(size <= CAPACITY // 2 for size in charged.values())
@@ -204,11 +204,11 @@ class KeepingMachine(RuleBasedStateMachine):
         assert all(run in self.manager.retention.evictable for run in idle)
 
 
-TestKeeping = KeepingMachine.TestCase
-TestKeeping.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestRetention = RetentionMachine.TestCase
+TestRetention.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_what_comes_from_another_tier_is_kept_as_it_was_there() -> None:
+def test_claims_of_another_tier_are_inherited() -> None:
     manager = BlockManager(8, RetentionOptions())
     blocks = hashes([1, 2, 3, 4])
     assert manager.allocate(4)
@@ -238,7 +238,7 @@ def put(manager: BlockManager, local: list[int], tenant: str, priority: int = 0)
     return blocks
 
 
-def test_urgent_requests_of_a_tenant_keep_no_more_than_its_budget() -> None:
+def test_urgent_requests_of_a_tenant_stay_within_its_budget() -> None:
     manager = BlockManager(CAPACITY, RetentionOptions(budget=0.5))
     for prompt in range(1, 7):
         put(manager, [100 * prompt, 1, 2, 3], f"evil/{prompt}", priority=65)

@@ -131,7 +131,7 @@ async def test_tokens_stream_and_end(run: Run) -> None:
     assert run.sink.finish("a") == "length"
 
 
-async def test_output_of_another_worker_is_continued(run: Run) -> None:
+async def test_a_migrated_answer_is_continued(run: Run) -> None:
     tokens = continuation(unpack(prompt(40)), 12)
     longer = prompt(40) + array("I", tokens[:5]).tobytes()
     await run.run(work("a", longer, generated=5))

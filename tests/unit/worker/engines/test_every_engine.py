@@ -1,4 +1,4 @@
-"""The engines that run anywhere: what all must do, and what only the mock does."""
+"""Contract of the engines that run anywhere, and abilities of the mock alone."""
 
 import time
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ class TestEveryEngine(EngineSuite):
     """Engines that need an environment of their own are in tests/engines."""
 
 
-async def test_clear_drops_what_is_unused_only(started: Started) -> None:
+async def test_clear_drops_unused_blocks_only(started: Started) -> None:
     started.submit("a", prompt(100), max_tokens=1)
     await started.ended("a")
     started.submit("b", prompt(50, first=5), max_tokens=200)
@@ -94,7 +94,7 @@ async def test_prefetches_of_one_owner_give_way_to_those_of_others(started: Star
         started.engine.abort(f"greedy{number}")
 
 
-async def test_a_prefetch_computes_as_much_as_it_may_and_nobody_hears_of_it(
+async def test_a_prefetch_computes_a_bounded_number_of_tokens_without_output(
     started: Started,
 ) -> None:
     tokens = prompt(200)

@@ -1,4 +1,4 @@
-"""Retention, release and pins: what every engine that keeps blocks as asked must do."""
+"""Retention, release and pins: the contract of every engine with `Retaining`."""
 
 from array import array
 from collections.abc import AsyncIterator
@@ -47,7 +47,7 @@ def joined(*parts: bytes) -> bytes:
     return b"".join(parts)
 
 
-async def test_what_is_kept_outlives_what_came_later(started: Started) -> None:
+async def test_retained_blocks_outlive_later_ones(started: Started) -> None:
     kept, plain = prompt(80), prompt(80, first=500)
     retain = Retain(0, None, 90, explicit=True)
     assert await say(started, "kept", kept, retention=[retain]) == ["honoured"]
@@ -57,7 +57,7 @@ async def test_what_is_kept_outlives_what_came_later(started: Started) -> None:
     assert counts(started) == {"honoured": 1, "clipped": 0, "expired": 0, "evicted": 0}
 
 
-async def test_a_range_is_kept_and_the_rest_is_not(started: Started) -> None:
+async def test_only_the_range_of_a_directive_is_retained(started: Started) -> None:
     tokens = prompt(160)
     ranges = [Retain(0, None, 0, explicit=True), Retain(0, 64, 90, explicit=True)]
     assert await say(started, "a", tokens, retention=ranges) == ["honoured", "honoured"]
@@ -99,7 +99,7 @@ async def test_urgent_requests_leave_others_room_to_be_cached(started: Started) 
     assert started.engine.retention()[0].charged_blocks == TENANT_BLOCKS
 
 
-async def test_what_came_of_the_answer_s_directive_is_told_at_its_end(started: Started) -> None:
+async def test_the_outcome_of_the_answer_s_directive_comes_at_its_end(started: Started) -> None:
     decode = Retain(0, None, 90, kind="decode", explicit=True)
     plain = Retain(0, None, 90, kind="decode")
     started.submit("short", prompt(32), max_tokens=65, decode=decode)
@@ -118,7 +118,7 @@ async def test_what_came_of_the_answer_s_directive_is_told_at_its_end(started: S
     assert (counts(started)["honoured"], counts(started)["clipped"]) == (1, 1)
 
 
-async def test_what_is_said_later_counts(started: Started) -> None:
+async def test_the_latest_directive_counts(started: Started) -> None:
     tokens = prompt(80)
     await say(started, "a", tokens, session="s", retention=[Retain(0, None, 90, explicit=True)])
     await say(started, "b", tokens, session="s", retention=[Retain(0, None, 35, explicit=True)])
@@ -150,7 +150,7 @@ async def test_release_drops_the_private_tail_only(started: Started) -> None:
     assert started.sink.cached("b2") == 96
 
 
-async def test_what_a_running_request_shares_is_not_dropped(started: Started) -> None:
+async def test_blocks_of_a_running_request_are_not_dropped(started: Started) -> None:
     tokens = prompt(128)
     await say(started, "a", tokens, session="A")
     started.submit("runs", joined(prompt(96), prompt(16, first=9)), max_tokens=300)
@@ -170,7 +170,7 @@ async def test_a_new_prompt_leaves_the_old_tail(started: Started) -> None:
     assert (held(started, old), held(started, compacted)) == (3, 5)
 
 
-async def test_a_pin_is_a_preference_until_it_is_taken_back(started: Started) -> None:
+async def test_a_pin_is_a_preference_until_it_is_removed(started: Started) -> None:
     tokens = prompt(96)
     await say(started, "a", tokens)
     pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)[:5]).tobytes(), ttl_s=60.0)

@@ -23,7 +23,7 @@ def work(count: int = 10, **fields: object) -> Work:
     return replace(base, **fields)
 
 
-def test_transcripts_number_tokens_and_sort_them_by_frontend() -> None:
+def test_output_is_numbered_and_grouped_by_frontend() -> None:
     kept = OutputBuffer()
     kept.start(work())
     kept.start(work(request="b", frontend="g", generated=4))
@@ -39,7 +39,7 @@ def test_transcripts_number_tokens_and_sort_them_by_frontend() -> None:
     assert kept.live_count == 0
 
 
-def test_transcripts_give_again_what_is_asked_for() -> None:
+def test_output_is_resent_from_an_offset() -> None:
     kept = OutputBuffer()
     kept.start(work(generated=4))
     kept.add(
@@ -54,7 +54,7 @@ def test_transcripts_give_again_what_is_asked_for() -> None:
     assert kept.output_from("b", 0) is None
 
 
-def test_what_an_engine_does_not_tell_is_told_for_it() -> None:
+def test_default_outcomes_apply_if_the_engine_reports_none() -> None:
     kept = OutputBuffer()
     kept.start(work(), ["unsupported"], "unsupported")
     kept.start(work(request="b"), ["unsupported"], "unsupported")
@@ -68,7 +68,7 @@ def test_what_an_engine_does_not_tell_is_told_for_it() -> None:
     assert [chunk.decode for chunk in again] == ["unsupported", "clipped"]
 
 
-def test_ended_transcripts_are_kept_for_a_while() -> None:
+def test_output_of_ended_requests_is_retained_for_a_while() -> None:
     kept = OutputBuffer(retain_s=5)
     kept.start(work())
     kept.add([OutputDelta("a", [1], finish="stop")], 100.0)

@@ -4,10 +4,10 @@ import argparse
 import sys
 
 import msgspec
-from nats.js.errors import KeyNotFoundError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
+from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import Thresholds, encode
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import did_you_mean
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             await bucket.put(key, encode(wanted))
         try:
             held = msgspec.msgpack.decode((await bucket.get(key)).value or b"", type=Thresholds)
-        except KeyNotFoundError:
+        except NotFound:
             print(f"{arguments.model}: as the routers are configured")
             return 0
         print(f"{arguments.model}: {_text(held)}")

@@ -5,11 +5,11 @@ import sys
 import time
 
 import msgspec
-from nats.js.errors import KeyDeletedError, KeyNotFoundError, KeyWrongLastSequenceError
-from nats.js.kv import KeyValue
 
 from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import Conflict, NotFound
+from kvmesh.bus.jetstream import Bucket, Entry
 from kvmesh.bus.subjects import token
 from kvmesh.cli import keyring
 from kvmesh.cli.bus_session import run_on_bus
@@ -90,14 +90,14 @@ def _check(arguments: argparse.Namespace, given: dict[str, str]) -> None:
         raise KeyringError("--grace is for rotate")
 
 
-async def _add(bucket: KeyValue, key: Key) -> None:
+async def _add(bucket: Bucket, key: Key) -> None:
     try:
         await bucket.create(token(key.name), msgspec.json.encode(key))
-    except KeyWrongLastSequenceError:
+    except Conflict:
         raise Refusal(f"there is a key {key.name}; rotate gives it a new secret") from None
 
 
-async def _rotate(bucket: KeyValue, name: str, secret: str, until: float) -> Key:
+async def _rotate(bucket: Bucket, name: str, secret: str, until: float) -> Key:
     entry = await _entry(bucket, name)
     try:
         held = msgspec.json.decode(entry.value or b"", type=Key)
@@ -106,21 +106,21 @@ async def _rotate(bucket: KeyValue, name: str, secret: str, until: float) -> Key
     key = keyring.rotated(held, secret, until)
     try:
         await bucket.update(token(name), msgspec.json.encode(key), last=entry.revision)
-    except KeyWrongLastSequenceError:
+    except Conflict:
         raise Refusal(f"somebody else has just changed the key {name}") from None
     return key
 
 
-async def _revoke(bucket: KeyValue, name: str) -> None:
+async def _revoke(bucket: Bucket, name: str) -> None:
     await _entry(bucket, name)
     await bucket.delete(token(name))
     print(f"revoked {name}")
 
 
-async def _entry(bucket: KeyValue, name: str) -> KeyValue.Entry:
+async def _entry(bucket: Bucket, name: str) -> Entry:
     try:
         return await bucket.get(token(name))
-    except (KeyNotFoundError, KeyDeletedError):
+    except NotFound:
         raise Refusal(f"there is no key {name}") from None
 
 

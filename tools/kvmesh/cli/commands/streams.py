@@ -16,9 +16,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    from nats.js.errors import NotFoundError
-
     from kvmesh.bus.client import Bus
+    from kvmesh.bus.errors import NotFound
     from kvmesh.bus.streams import apply, differences, mesh_streams
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.status.view import show_limits
@@ -27,7 +26,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     async def main(bus: Bus) -> int:
         infos = await mesh_streams(bus)
         if not infos:
-            raise NotFoundError
+            raise NotFound("no streams")
         changes = await differences(bus, stream_limits(settings.streams))
         if arguments.action == "list":
             show_limits(infos)

@@ -6,12 +6,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvmesh.bus.kvbm import Computing, KvbmRequest
 from kvmesh.bus.messages import (
+    ClaimAnnouncement,
     Control,
     Dump,
     Instance,
     KvBatch,
+    KvbmRequest,
     LimitUse,
     Load,
     OverlapQuery,
@@ -41,7 +42,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "dump": msgspec.msgpack.Decoder(Dump),
     "ping": msgspec.msgpack.Decoder(Ping),
     "kvbm": msgspec.msgpack.Decoder(KvbmRequest),
-    "computing": msgspec.msgpack.Decoder(Computing),
+    "computing": msgspec.msgpack.Decoder(ClaimAnnouncement),
     "sessions": msgspec.msgpack.Decoder(SessionQuery),
     "limits": msgspec.msgpack.Decoder(LimitUse),
     "load": msgspec.msgpack.Decoder(Load),

@@ -35,10 +35,10 @@ class MergedReader:
     async def open(self) -> None:
         """Begin; raises the server's error if a stream cannot be read."""
         for source in self._sources:
-            source.reader.hold()
+            source.reader.pause()
             await source.reader.open()
         for source in self._sources:
-            source.reader.go_on()
+            source.reader.resume()
             self._watching.append(asyncio.create_task(self._watch(source), name="present"))
 
     async def caught_up(self) -> None:
@@ -58,7 +58,7 @@ class MergedReader:
     def _take(self, source: "_Source", message: StreamMessage) -> None:
         source.waiting.append(message)
         if len(source.waiting) >= MOST_WAITING:
-            source.reader.hold()
+            source.reader.pause()
         self._hand_on()
 
     def _hand_on(self) -> None:
@@ -68,7 +68,7 @@ class MergedReader:
                 break
             self._handler(first.waiting.popleft())
             if not first.waiting:
-                first.reader.go_on()
+                first.reader.resume()
 
 
 class _Source:

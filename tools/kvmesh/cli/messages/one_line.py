@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from kvmesh.bus import kvbm as k
 from kvmesh.bus import messages as m
 from kvmesh.cli.messages.decoding import Undecodable, hashes, hexadecimal, plain
+from kvmesh.hashing import HASH_BYTES, TOKEN_BYTES
 
 SHOWN = 4
 WIDTH = 160
@@ -56,7 +56,7 @@ def _kv_batch(batch: m.KvBatch) -> str:
 def _kv_event(event: m.KvEvent) -> str:
     if isinstance(event, m.Cleared):
         return f"cleared {'everything' if event.tier is None else _tier(event.tier)}"
-    count = len(event.engine) // 8
+    count = len(event.engine) // HASH_BYTES
     if isinstance(event, m.Removed):
         return f"-{count} {_tier(event.tier)}{_span(event.engine)}"
     under = "root" if event.parent is None else _hash(event.parent)
@@ -69,7 +69,7 @@ def _decision(decision: m.Decision) -> str:
     parts = [
         f"{decision.request} → {chosen.worker}#{chosen.rank}",
         f"{decision.policy}: cost {chosen.cost:.1f}",
-        f"overlap {overlap} of {len(decision.sequence_hashes) // 8} blocks",
+        f"overlap {overlap} of {len(decision.sequence_hashes) // HASH_BYTES} blocks",
         f"{len(decision.candidates)} candidates",
         f"waited {_milliseconds(decision.wait_s)}, index {_milliseconds(decision.index_s)}",
     ]
@@ -92,7 +92,7 @@ def _seq_batch(batch: m.SeqBatch) -> str:
 
 def _seq_event(event: m.SeqEvent) -> str:
     if isinstance(event, m.SeqAdd):
-        blocks = len(event.sequence_hashes) // 8
+        blocks = len(event.sequence_hashes) // HASH_BYTES
         return f"add {event.request} on {event.instance} ({event.overlap} of {blocks} blocks held)"
     if isinstance(event, m.SeqProgress):
         return f"progress {event.request} {event.generated} tokens"
@@ -109,7 +109,7 @@ def _step(step: m.StepOutput) -> str:
 
 
 def _work(work: m.Work) -> str:
-    prompt = len(work.tokens) // 4
+    prompt = len(work.tokens) // TOKEN_BYTES
     text = (
         f"{work.request} from {work.frontend}  prompt {prompt}, at most {work.sampling.max_tokens}"
     )
@@ -130,7 +130,7 @@ def _load(load: m.Load) -> str:
 
 
 def _query(query: m.OverlapQuery) -> str:
-    blocks = sum(len(prompt) // 8 for prompt in query.prompts)
+    blocks = sum(len(prompt) // HASH_BYTES for prompt in query.prompts)
     return f"{len(query.prompts)} prompts, {blocks} blocks"
 
 
@@ -148,28 +148,28 @@ def _damaged(message: Undecodable) -> str:
     return f"undecodable, {message.size} bytes: {message.error}"
 
 
-def _offer(offer: k.Offer) -> str:
-    count = offer.shared + len(offer.sequence_hashes) // 8
-    new = offer.sequence_hashes[8 * max(0, offer.first - offer.shared) :]
+def _offer(offer: m.Offer) -> str:
+    count = offer.shared + len(offer.sequence_hashes) // HASH_BYTES
+    new = offer.sequence_hashes[HASH_BYTES * max(0, offer.first - offer.shared) :]
     return f"offer blocks {offer.first} to {count}{_span(new)}"
 
 
-def _fetch(fetch: k.Fetch) -> str:
-    count = fetch.shared + len(fetch.sequence_hashes) // 8
+def _fetch(fetch: m.Fetch) -> str:
+    count = fetch.shared + len(fetch.sequence_hashes) // HASH_BYTES
     waits = f", waits {fetch.wait_s:g} s" if fetch.wait_s else ""
     span = _span(fetch.sequence_hashes)
     return f"fetch {fetch.request} {count} blocks, {fetch.held} held{span}{waits}"
 
 
-def _lend(lend: k.Lend) -> str:
+def _lend(lend: m.Lend) -> str:
     return f"lend {len(lend.digests) // 16} blocks of {lend.block_bytes} bytes"
 
 
-def _prepare(prepare: k.Prepare) -> str:
+def _prepare(prepare: m.Prepare) -> str:
     return f"prepare {len(prepare.digests) // 16} blocks of {prepare.model}"
 
 
-def _computing(computing: k.Computing) -> str:
+def _computing(computing: m.ClaimAnnouncement) -> str:
     names = len(computing.digests) // 16
     what = f"computes a prompt, known by {names} digests" if names else "computes nothing more"
     return f"{computing.instance} #{computing.number} {what}"
@@ -186,11 +186,11 @@ _FORMS: dict[type, Callable[[Any], str]] = {
     m.OverlapQuery: _query,
     m.RouteRequest: _route_request,
     m.Instance: _instance,
-    k.Offer: _offer,
-    k.Fetch: _fetch,
-    k.Lend: _lend,
-    k.Prepare: _prepare,
-    k.Computing: _computing,
+    m.Offer: _offer,
+    m.Fetch: _fetch,
+    m.Lend: _lend,
+    m.Prepare: _prepare,
+    m.ClaimAnnouncement: _computing,
     Undecodable: _damaged,
     **dict.fromkeys((m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping), _control),
 }

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import msgspec
-from nats.aio.msg import Msg
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.reader import Start, StreamMessage
@@ -116,9 +115,9 @@ class BusTail:
         if kind in ("*", ">", *REQUESTS):
             log.warning("watching requests: senders may take this tail for a listener")
         if self._wanted.since is None:
-            await self._bus.client.subscribe(subject, cb=self._on_live)
+            await self._bus.subscribe_raw(subject, self._on_live)
         elif kind not in STREAMED:
-            await self._bus.client.subscribe(subject, cb=self._on_unstreamed)
+            await self._bus.subscribe_raw(subject, self._on_unstreamed)
 
     async def _replay(self, wanted: Sequence[str], since: datetime) -> None:
         """All streams as one; they go on with what comes."""
@@ -138,12 +137,12 @@ class BusTail:
         await self._past.open()
         await self._past.caught_up()
 
-    async def _on_live(self, msg: Msg) -> None:
+    def _on_live(self, msg: RawMessage) -> None:
         self._show(time.time(), msg.subject, msg.data)
 
-    async def _on_unstreamed(self, msg: Msg) -> None:
+    def _on_unstreamed(self, msg: RawMessage) -> None:
         if self._bus.subjects.parse(msg.subject)[0] not in STREAMED:
-            await self._on_live(msg)
+            self._on_live(msg)
 
     def _on_stored(self, message: StreamMessage) -> None:
         self._show(message.time, message.subject, message.data)

@@ -4,12 +4,12 @@ import asyncio
 import time
 
 from msgspec import Struct
-from nats.js.api import StreamInfo
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.compatibility import misfits, namesakes
 from kvmesh.bus.discovery import Directory, routable
 from kvmesh.bus.engine_loads import follow_loads
+from kvmesh.bus.jetstream import StreamInfo
 from kvmesh.bus.messages import Instance, Load, Role
 from kvmesh.bus.streams import mesh_streams
 from kvmesh.runtime.service import stream_limits
@@ -80,7 +80,7 @@ class Report(Struct, kw_only=True):
 
 
 async def gather(bus: Bus, settings: Settings) -> Report:
-    """Ask the bus; raises nats.js NotFoundError if there is no mesh of this namespace."""
+    """Ask the bus; raises NotFound if there is no mesh of this namespace."""
     loads: dict[str, dict[int, Load]] = {}
 
     def keep(load: Load) -> None:
@@ -95,10 +95,9 @@ async def gather(bus: Bus, settings: Settings) -> Report:
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
     await directory.close()
     left_out = misfits(cards)
-    version = bus.client.connected_server_version
     return Report(
-        nats=bus.client.server,
-        server=f"{version.major}.{version.minor}.{version.patch}",
+        nats=bus.server,
+        server=bus.server_version,
         namespace=bus.options.namespace,
         time=time.time(),
         instances=[

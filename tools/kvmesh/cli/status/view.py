@@ -3,14 +3,13 @@
 from itertools import combinations
 
 import msgspec
-from nats.js.api import StreamInfo
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvmesh.blocks.layout import divided
 from kvmesh.bus.discovery import STATE
-from kvmesh.bus.messages import Load, NodeStore
+from kvmesh.bus.jetstream import StreamInfo
+from kvmesh.bus.messages import Load, NodeStore, incompatible_models
 from kvmesh.cli.status.report import Bucket, Member, Report, Stream
 from kvmesh.cli.units import duration, size
 
@@ -118,7 +117,9 @@ def _divisions(members: list[Member]) -> Table:
     layouts = {m.card.instance: m.card.store.layouts for m in members if m.card.store}
     pairs = combinations(layouts.values(), 2)
     table = _table("model", "block manager", "layout of its workers")
-    for model in sorted({model for ours, theirs in pairs for model in divided(ours, theirs)}):
+    for model in sorted(
+        {model for ours, theirs in pairs for model in incompatible_models(ours, theirs)}
+    ):
         for instance, has in layouts.items():
             for layout in has.get(model, []):
                 table.add_row(model, instance, layout)

@@ -5,13 +5,12 @@ import logging
 from collections.abc import Collection
 
 import msgspec
-from nats.errors import Error as NatsError
 
 from kvmesh.bus.buckets import read_headers
 from kvmesh.bus.client import Bus
 from kvmesh.bus.compatibility import misfits
 from kvmesh.bus.discovery import Directory, routable
-from kvmesh.bus.errors import BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
 from kvmesh.bus.messages import Instance, Load
 from kvmesh.bus.server_check import check_server
 from kvmesh.bus.streams import ensure_streams, purge_states
@@ -54,7 +53,7 @@ class MeshView:
             await self._directory.open()
         except ServerUnfit as error:
             raise UpError(str(error)) from error
-        except NatsError as error:
+        except BusError as error:
             raise UpError(
                 f"cannot use JetStream at {redacted(self._bus.options.url)}: {error}"
             ) from error
@@ -80,7 +79,7 @@ class MeshView:
         """Whether there are API keys in the mesh, as far as this process may know."""
         try:
             return bool(await read_headers(self._bus, self._bus.subjects.keys_bucket))
-        except (NatsError, TimeoutError) as error:
+        except BusError as error:
             log.debug("cannot look for API keys: %s", cause(error))
             return True
 

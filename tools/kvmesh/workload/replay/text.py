@@ -1,10 +1,9 @@
 """Prompts as text: a workload's tokens spelled in words, equal prefixes in equal words."""
 
-from collections import OrderedDict
-
 import numpy as np
 
 from kvmesh.demo.corpus import words
+from kvmesh.runtime.lru import LruCache
 from kvmesh.workload.tree import TokenSegment, Tree, mix
 
 CACHE_CHARACTERS = 64 << 20
@@ -25,8 +24,7 @@ class Speller:
         self._scale = tokens_per_word
         self._overhead = overhead
         self._words = np.array([f" {word}" for word in words()], dtype=object)
-        self._cache: OrderedDict[TokenSegment, str] = OrderedDict()
-        self._held = 0
+        self._cache: LruCache[TokenSegment, str] = LruCache(CACHE_CHARACTERS, _characters)
 
     def prompt(self, branch: int, tokens: int) -> str:
         """Text of a prompt that comes to `tokens` tokens with the template's own (at least one)."""
@@ -35,17 +33,16 @@ class Speller:
 
     def _segment(self, segment: TokenSegment) -> str:
         text = self._cache.get(segment)
-        if text is not None:
-            self._cache.move_to_end(segment)
-            return text
-        text = self._spell(segment)
-        self._cache[segment] = text
-        self._held += len(text)
-        while self._held > CACHE_CHARACTERS and len(self._cache) > 1:
-            self._held -= len(self._cache.popitem(last=False)[1])
+        if text is None:
+            text = self._spell(segment)
+            self._cache.put(segment, text)
         return text
 
     def _spell(self, segment: TokenSegment) -> str:
         positions = np.arange(round(segment.start / self._scale), round(segment.end / self._scale))
         chosen = mix(segment.branch + self._offset, positions) % np.uint64(len(self._words))
         return "".join(self._words[chosen.astype(np.intp)])
+
+
+def _characters(_segment: TokenSegment, text: str) -> int:
+    return len(text)

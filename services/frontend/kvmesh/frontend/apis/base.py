@@ -1,8 +1,8 @@
-"""What an API surface is: a pure translation between its wire form and the internal one."""
+"""Interfaces of an API: pure translation between its wire form and the internal form."""
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -16,11 +16,22 @@ json_encode = msgspec.json.Encoder().encode
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
-class Usage(Struct, frozen=True):
-    """Token counts as the engine knows them. Of `prompt`, `cached` tokens were read from a cache
+class RequestStamp(NamedTuple):
+    """Identity and time of a request, made by the HTTP layer so that APIs stay pure.
 
-    and the next `stored` are in one from now on, `lasting` of them for an hour or longer because
-    the caller asked for it; `reasoning` is part of `output`.
+    `token` is a random hex string from which all ids of the answer derive; `created` is in Unix
+    seconds.
+    """
+
+    token: str
+    created: int
+
+
+class Usage(Struct, frozen=True):
+    """Token counts of the engine. Of `prompt`, `cached` tokens were read from a cache.
+
+    The next `stored` tokens are cached from now on, `stored_1h` of them for an hour or longer as
+    the caller requested. `reasoning` is part of `output`.
     """
 
     prompt: int
@@ -28,18 +39,18 @@ class Usage(Struct, frozen=True):
     stored: int
     output: int
     reasoning: int = 0
-    lasting: int = 0
+    stored_1h: int = 0
 
 
 class AnswerSummary(Struct, frozen=True):
-    """What is known at the end: counts, and what `nvext.extra_fields` asked for."""
+    """Usage, and the fields that `nvext.extra_fields` requested."""
 
     usage: Usage
     nvext: dict[str, Any] | None = None
 
 
 class Ending(Struct, frozen=True):
-    """Why one choice ended ("stop" or "length"), and the stop string if one was met."""
+    """Reason for the end of one choice ("stop" or "length"), and the stop string that ended it."""
 
     reason: str
     stop: str | None = None
@@ -55,11 +66,11 @@ class TokenLogprob(Struct, frozen=True):
 
 
 class Renderer(Protocol):
-    """The answer to one request in one API's form. Every method returns bytes ready to send.
+    """The answer to one request in an API's form. Every method returns bytes ready to send.
 
-    A streaming answer is `begin`, `started` at the first token, `events` per choice as they come,
-    `end` per choice, `done`; `failed` replaces what is left. A whole answer is `events` and `end`
-    (what they return is dropped) and then `whole`.
+    A stream is `begin`, `started` at the first token, `events` of a choice as they arrive, `end` of
+    each choice, `done`; `failed` replaces the rest. A whole answer is `events` and `end`, whose
+    results are dropped, and then `whole`.
     """
 
     def begin(self) -> bytes: ...
@@ -80,9 +91,9 @@ class Renderer(Protocol):
 
 
 class StoredTurn(Struct):
-    """One turn of a stored conversation: JSON items that came in and went out, and its response.
+    """One turn of a stored conversation: its input and output items as JSON, and its response.
 
-    `previous` is the turn before it, `tenant` whoever may read it.
+    `previous` is the id of the turn before it; only `tenant` may read it.
     """
 
     id: str
@@ -94,24 +105,26 @@ class StoredTurn(Struct):
 
 
 class ConversationThread(Protocol):
-    """A request's place in a stored conversation."""
+    """The stored conversation that a request continues, and whether to store its turn."""
 
     previous: str | None
     store: bool
 
     def extend(self, turns: list[StoredTurn]) -> None:
-        """Take in the turns before this one, oldest first."""
+        """Prepend the earlier turns, oldest first, to the request."""
         ...
 
-    def turn(self, response: bytes) -> StoredTurn: ...
+    def turn(self, response: bytes) -> StoredTurn:
+        """The turn to store; `response` is the whole answer."""
+        ...
 
-    def unstored(self) -> None:
-        """The answer is to say that it was not stored."""
+    def mark_unstored(self) -> None:
+        """Make the answer say that it was not stored."""
         ...
 
 
 class ApiCall(Struct):
-    """A parsed request with the renderer of its answer; `thread` where the API stores them."""
+    """A parsed request with the renderer of its answer; `thread` if the API stores responses."""
 
     request: GenerateRequest
     renderer: Renderer
@@ -119,9 +132,10 @@ class ApiCall(Struct):
 
 
 class Api(Protocol):
-    """One API. `keepalive` is what a stream that has nothing to say sends.
+    """One API. `keepalive` is the frame of an idle stream.
 
-    `in_order`: text, thinking and calls of an answer come back as they went out, not each by kind.
+    `in_order`: clients return the text, thinking and calls of an answer in generation order, not
+    grouped by kind.
     """
 
     @property
@@ -133,28 +147,32 @@ class Api(Protocol):
     @property
     def in_order(self) -> bool: ...
 
-    def parse(self, body: bytes, headers: Headers) -> ApiCall:
-        """Raises ApiError (InvalidRequest naming the field, mostly)."""
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
+        """Raises ApiError, mostly InvalidRequest with the field."""
         ...
 
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        """Status and body of an answer that is only an error."""
+
+class ErrorShape(Protocol):
+    """The form of an API's error responses."""
+
+    def error(self, error: ApiError, request_id: str) -> tuple[int, bytes]:
+        """Status and body."""
         ...
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    """Decode a body, or raise InvalidRequest that names the field at fault."""
+    """Decode a body; raises InvalidRequest with the invalid field."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _at_fault(str(error)) from error
+        raise _invalid(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply.") from error
 
 
-def _at_fault(text: str) -> InvalidRequest:
+def _invalid(text: str) -> InvalidRequest:
     reason, _, path = text.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     missing = _MISSING.search(reason)

@@ -1,13 +1,12 @@
-"""Bodies of the endpoints that move, keep and drop what is cached."""
+"""Bodies of the cache endpoints: prefetch, pins, clear and release."""
 
-import secrets
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
 from kvmesh.bus.messages import Sampling
-from kvmesh.frontend.apis.base import Api, Headers
+from kvmesh.frontend.apis.base import Api, Headers, RequestStamp
 from kvmesh.frontend.apis.cache_ttl import Duration, Priority, seconds
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.completions import Completions
@@ -18,12 +17,14 @@ from kvmesh.frontend.apis.responses.api import Responses
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 
-DAY = 86400.0
+MAX_PIN_TTL_S = 86400.0
 MAX_SESSIONS = 1024
+API_FIELDS = ("messages", "input", "prompt")
+PROMPT_FIELDS = ("session", "tokens", *API_FIELDS)
 
 Tokens = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(min_length=1)]
 ApiName = Literal["chat", "completions", "messages", "responses"]
-Lasting = Annotated[float, Meta(gt=0, le=DAY)]
+PinTtl = Annotated[float, Meta(gt=0, le=MAX_PIN_TTL_S)]
 APIS: dict[ApiName, Api] = {
     "chat": Chat(),
     "completions": Completions(),
@@ -33,9 +34,9 @@ APIS: dict[ApiName, Api] = {
 
 
 class PromptBody(Struct, kw_only=True):
-    """Which prompt is meant: the last one of a session, tokens, or what a request would hold.
+    """A prompt: the last one of a session, token ids, or the prompt of a generation request.
 
-    The fields of a request are those of `api`, whose other fields may be there as well.
+    Fields of a generation request are those of `api`; its other fields are allowed, too.
     """
 
     model: str
@@ -51,7 +52,7 @@ class PromptBody(Struct, kw_only=True):
 
 
 class PrefetchBody(PromptBody, kw_only=True):
-    """`at` is Unix time, `deadline` seconds after it; `compute` bounds computed tokens."""
+    """`at` is in Unix seconds, `deadline` in seconds after it; `compute` bounds computed tokens."""
 
     at: Annotated[float, Meta(ge=0)] | None = None
     deadline: Annotated[float, Meta(gt=0, le=3600)] = 60.0
@@ -59,18 +60,18 @@ class PrefetchBody(PromptBody, kw_only=True):
 
 
 class PinBody(PromptBody, kw_only=True):
-    """The same id again replaces; without one it stands for the prompt. `ttl` at most a day."""
+    """Replaces a pin of the same id, by default derived from the prompt. `ttl`: up to a day."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
-    ttl: Lasting | Duration = 3600.0
+    ttl: PinTtl | Duration = 3600.0
     priority: Priority = 100
 
     def ttl_s(self) -> float:
-        """Raises InvalidRequest beyond a day."""
-        lasting = seconds(self.ttl) if isinstance(self.ttl, str) else self.ttl
-        if lasting > DAY:
-            raise InvalidRequest("`ttl`: at most a day.", "ttl")
-        return lasting
+        """Seconds; raises InvalidRequest beyond a day."""
+        ttl_s = seconds(self.ttl) if isinstance(self.ttl, str) else self.ttl
+        if ttl_s > MAX_PIN_TTL_S:
+            raise InvalidRequest("`ttl` must be at most a day.", "ttl")
+        return ttl_s
 
 
 class UnpinBody(PromptBody, kw_only=True):
@@ -81,9 +82,9 @@ class UnpinBody(PromptBody, kw_only=True):
 
 
 class ClearBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Without `tiers` all of them; with `all_tenants` everything of the model.
+    """An empty `tiers` means all; `all_tenants` clears the whole model.
 
-    What a mistyped field would have spared must not be dropped.
+    Unknown fields are refused, so that a mistyped field does not clear more than intended.
     """
 
     model: str
@@ -92,7 +93,7 @@ class ClearBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReleaseBody(Struct, kw_only=True):
-    """Sessions whose prompts will not be extended; `successor` is what goes on instead."""
+    """Ended sessions; `successor` is the session that continues instead."""
 
     sessions: Annotated[list[Name], Meta(min_length=1, max_length=MAX_SESSIONS)]
     reason: Literal["closed", "compaction", "rewrite"] = "closed"
@@ -106,20 +107,21 @@ clear_decoder = msgspec.json.Decoder(ClearBody)
 release_decoder = msgspec.json.Decoder(ReleaseBody)
 
 
-def to_request(parsed: PromptBody, body: bytes, headers: Headers) -> GenerateRequest:
-    """The request that would have this prompt, with the same salt, tools and reasoning.
+def to_request(
+    parsed: PromptBody, body: bytes, headers: Headers, stamp: RequestStamp
+) -> GenerateRequest:
+    """A generation request of this prompt, with the same salt, tools and reasoning.
 
-    For a session it has no prompt yet. Raises InvalidRequest.
+    A session's request has no prompt yet. Raises InvalidRequest.
     """
-    given = [name for name in ("session", "tokens") if getattr(parsed, name) is not None]
-    spoken = [name for name in ("messages", "input", "prompt") if getattr(parsed, name) is not None]
-    if len(given) + len(spoken) != 1:
-        reason = "One of `session`, `tokens`, `messages`, `input` and `prompt` is needed."
-        raise InvalidRequest(reason, ["session", *given, *spoken][-1])
-    if spoken:
-        return APIS[parsed.api or _api(parsed)].parse(body, headers).request
+    given = [name for name in PROMPT_FIELDS if getattr(parsed, name) is not None]
+    if len(given) != 1:
+        names = ", ".join(f"`{name}`" for name in PROMPT_FIELDS)
+        raise InvalidRequest(f"Exactly one of {names} is required.", ["session", *given][-1])
+    if given[0] in API_FIELDS:
+        return APIS[parsed.api or _api(parsed)].parse(body, headers, stamp).request
     request = GenerateRequest(
-        id=f"cache-{secrets.token_hex(12)}",
+        id=f"cache-{stamp.token}",
         model=parsed.model,
         sampling=Sampling(max_tokens=0),
         prompts=[parsed.tokens] if parsed.tokens is not None else [],

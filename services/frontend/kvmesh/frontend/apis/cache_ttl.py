@@ -1,4 +1,4 @@
-"""How long callers want a prompt's cache kept: the words of every API for it."""
+"""Requested lifetime of a prompt's cache, in the terms of each API."""
 
 from typing import Annotated, Literal
 
@@ -11,14 +11,14 @@ from kvmesh.frontend.errors import InvalidRequest
 UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 EPHEMERAL_S = 300.0
 BREAKPOINT_S = 1800.0
-MOST = (1 << 31) - 1
+MAX_INT = (1 << 31) - 1
 MAX_RANGES = 256
 
 Duration = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,4}[smhd]$")]
 CacheRetention = Annotated[str, Meta(pattern=r"^(in[-_]memory|[1-9][0-9]{0,4}[smhd])$")]
-Place = Annotated[int, Meta(ge=0, le=MOST)]
+TokenIndex = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Priority = Annotated[int, Meta(ge=0, le=100)]
-Seconds = Annotated[float, Meta(gt=0, le=MOST)]
+Seconds = Annotated[float, Meta(gt=0, le=MAX_INT)]
 
 
 def seconds(duration: str) -> float:
@@ -27,7 +27,7 @@ def seconds(duration: str) -> float:
 
 
 class CacheMark(Struct):
-    """`cache_control` of the Messages API, on a block, a tool or the whole request."""
+    """`cache_control` of the Messages API, of a block, a tool or the whole request."""
 
     type: str = "ephemeral"
     ttl: Duration | None = None
@@ -37,47 +37,47 @@ class CacheMark(Struct):
 
 
 class CacheBreakpoint(Struct):
-    """`prompt_cache_breakpoint` of the OpenAI APIs, on a content part."""
+    """`prompt_cache_breakpoint` of the OpenAI APIs, of a content part."""
 
     ttl: Duration | None = None
 
 
-def breakpoint_at(mark: CacheBreakpoint | None) -> CacheControl | None:
+def to_cache_control(mark: CacheBreakpoint | None) -> CacheControl | None:
     if mark is None:
         return None
     return CacheControl(seconds(mark.ttl) if mark.ttl is not None else BREAKPOINT_S)
 
 
-def within(content: list[Text | Image]) -> CacheControl | None:
-    """A mark within a tool result, which is one on the whole."""
+def inner_cache_control(content: list[Text | Image]) -> CacheControl | None:
+    """The first mark inside a tool result, which applies to the whole result."""
     return next((part.cache for part in content if part.cache is not None), None)
 
 
 class CacheOptions(Struct):
-    """`prompt_cache_options` of the OpenAI APIs: "explicit" leaves it to the breakpoints."""
+    """`prompt_cache_options` of the OpenAI APIs; "explicit": only breakpoints count."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Duration | None = None
 
 
 class DecodeRange(Struct):
-    """What will be generated."""
+    """Retention of the output."""
 
     priority: Priority = 35
     duration_s: Seconds | None = None
 
 
 class TokenRange(Struct):
-    """Tokens `start` to `end` of the prompt; without an end, all that follow."""
+    """Retention of tokens `start` to `end` (exclusive) of the prompt; None: to its end."""
 
-    start: Place
-    end: Place | None = None
+    start: TokenIndex
+    end: TokenIndex | None = None
     priority: Priority = 35
     duration_s: Seconds | None = None
 
 
 class RetentionPlan(Struct):
-    """Ranges of the prompt, of which later ones win, and the answer."""
+    """Retention of ranges of the prompt, of which later ones win, and of the output."""
 
     ranges: Annotated[list[TokenRange], Meta(max_length=MAX_RANGES)] = []
     decode: DecodeRange | None = None
@@ -86,29 +86,29 @@ class RetentionPlan(Struct):
 Retention = Annotated[list[TokenRange], Meta(max_length=MAX_RANGES)] | RetentionPlan
 
 
-def plan(retention: Retention | None) -> tuple[list[Retain], Retain | None]:
-    """Directives for the prompt and for the answer; raises InvalidRequest for an empty range."""
+def to_directives(retention: Retention | None) -> tuple[list[Retain], Retain | None]:
+    """Directives for the prompt and the output; raises InvalidRequest for an empty range."""
     if retention is None:
         return [], None
     given = retention if isinstance(retention, RetentionPlan) else RetentionPlan(retention)
     decode = given.decode
-    after = None
+    output = None
     if decode is not None:
-        after = Retain(0, None, decode.priority, decode.duration_s, "decode", True)
-    return [_retain(entry, place) for place, entry in enumerate(given.ranges)], after
+        output = Retain(0, None, decode.priority, decode.duration_s, "decode", True)
+    return [_retain(entry, index) for index, entry in enumerate(given.ranges)], output
 
 
-def _retain(entry: TokenRange, place: int) -> Retain:
+def _retain(entry: TokenRange, index: int) -> Retain:
     if entry.end is not None and entry.end <= entry.start:
-        where = f"nvext.retention[{place}].end"
+        where = f"nvext.retention[{index}].end"
         raise InvalidRequest(f"`{where}` must be greater than `start`.", where)
     return Retain(entry.start, entry.end, entry.priority, entry.duration_s, explicit=True)
 
 
-def lifetime(retention: str | None, options: CacheOptions | None) -> float | None:
-    """Seconds for which the OpenAI APIs ask to keep the whole prompt; None leaves it to the mesh.
+def cache_ttl_s(retention: str | None, options: CacheOptions | None) -> float | None:
+    """Seconds of retention that an OpenAI request asks for its whole prompt; None: the default.
 
-    The shorter-lived `in_memory` is what the mesh does anyway.
+    "in_memory" is the default.
     """
     if options is not None and options.ttl is not None and options.mode != "explicit":
         return seconds(options.ttl)

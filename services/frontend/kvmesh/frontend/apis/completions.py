@@ -1,7 +1,5 @@
 """POST /v1/completions (OpenAI): text or tokens in, text out, no chat template."""
 
-import secrets
-import time
 from typing import Any
 
 import msgspec
@@ -12,15 +10,16 @@ from kvmesh.frontend.apis.base import (
     ApiCall,
     Ending,
     Headers,
+    RequestStamp,
     TokenLogprob,
     Usage,
     check_range,
     decode,
     json_encode,
 )
-from kvmesh.frontend.apis.cache_ttl import CacheOptions, CacheRetention, lifetime
+from kvmesh.frontend.apis.cache_ttl import CacheOptions, CacheRetention, cache_ttl_s
 from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, StreamOptions, guided
-from kvmesh.frontend.apis.nvext import Nvext, ignored
+from kvmesh.frontend.apis.nvext import Nvext, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
@@ -51,38 +50,38 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 
 
 class Completions:
-    """The surface."""
+    """The Completions API."""
 
     name = "completions"
     keepalive = openai.KEEPALIVE
     in_order = False
 
-    def parse(self, body: bytes, headers: Headers) -> ApiCall:
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
         parsed = decode(_decoder, body)
-        request = to_request(parsed)
+        request = to_request(parsed, f"cmpl-{stamp.token}")
         apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
-        request.keep(lifetime(parsed.prompt_cache_retention, parsed.prompt_cache_options))
+        request.retain_prompt(
+            cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
+        )
         if "ignored" in request.extra_fields:
-            request.ignored = ignored(body, CompletionBody)
+            request.ignored = ignored_fields(body, CompletionBody)
         options = parsed.stream_options
-        return ApiCall(request, CompletionAnswer(request, bool(options and options.include_usage)))
-
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        return openai.error_body(error)
+        include_usage = bool(options and options.include_usage)
+        return ApiCall(request, CompletionAnswer(request, stamp.created, include_usage))
 
 
-def to_request(body: CompletionBody) -> GenerateRequest:
-    """The internal request; raises InvalidRequest naming the field at fault."""
+def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
+    """The internal request; raises InvalidRequest with the invalid field."""
     prompts = _prompts(body.prompt)
     check_range(body.n, 1, MAX_CHOICES, "n")
     check_range(body.logprobs, 0, MAX_LOGPROBS, "logprobs")
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
-        raise InvalidRequest(f"More than {MAX_CHOICES} answers in one request.", "prompt")
+        raise InvalidRequest(f"A request may have at most {MAX_CHOICES} choices.", "prompt")
     if body.echo and not all(isinstance(prompt, str) for prompt in prompts):
-        raise InvalidRequest("`echo` needs prompts as text.", "echo")
+        raise InvalidRequest("`echo` requires text prompts.", "echo")
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return GenerateRequest(
-        id=f"cmpl-{secrets.token_hex(12)}",
+        id=request_id,
         model=body.model,
         sampling=to_sampling(body, limit, body.logprobs),
         prompts=prompts,
@@ -98,15 +97,15 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
         prompt = [prompt]
     if not prompt or not all(prompt) or any(isinstance(part, int) for part in prompt):
         raise InvalidRequest(
-            "`prompt` must be a text, a list of texts, token ids, or a list of lists of token ids,"
-            " and not empty.",
+            "`prompt` must be a non-empty string, list of strings, list of token ids, or list of"
+            " lists of token ids.",
             "prompt",
         )
     return prompt
 
 
 class CompletionChoice:
-    """What one choice has said so far, and where its next token begins."""
+    """The text of one choice so far, and the offset of its next token."""
 
     def __init__(self, index: int, echo: str) -> None:
         self.index = index
@@ -119,14 +118,14 @@ class CompletionChoice:
 class CompletionAnswer:
     """Renders chunks and the whole completion."""
 
-    def __init__(self, request: GenerateRequest, include_usage: bool) -> None:
+    def __init__(self, request: GenerateRequest, created: int, include_usage: bool) -> None:
         self._stream = request.stream
         self._include_usage = include_usage
         self._with_logprobs = request.sampling.logprobs is not None
         self._common = {
             "id": request.id,
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": created,
             "model": request.model,
         }
         self._choices = [
@@ -206,7 +205,7 @@ def _no_logprobs() -> dict[str, list[Any]]:
 
 
 def _logprobs(choice: CompletionChoice, tokens: list[TokenLogprob]) -> dict[str, list[Any]]:
-    """The older form of this API: parallel lists."""
+    """Log-probabilities as parallel lists."""
     found = _no_logprobs()
     for token in tokens:
         found["tokens"].append(token.token)

@@ -1,4 +1,4 @@
-"""`nvext`: what a harness tells the mesh beyond the API it speaks (docs/requests.md)."""
+"""`nvext`: the extension of request bodies with hints for the mesh (docs/requests.md)."""
 
 from collections.abc import Iterable, Set
 from itertools import islice
@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from kvmesh.frontend.apis.cache_ttl import CacheMark, Retention, plan
+from kvmesh.frontend.apis.cache_ttl import CacheMark, Retention, to_directives
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.namespaces import check_name
 
 EXTRA_FIELDS = ("worker_id", "timing", "cache", "routing", "stop_reason", "ignored")
-# Known, and of no effect in this version: said so in `nvext.ignored` instead of silently dropped.
+# Accepted without effect; reported in `nvext.ignored`.
 NO_EFFECT = (
     "annotations",
     "prefill_worker_id",
@@ -21,17 +21,17 @@ NO_EFFECT = (
 )
 
 
-MOST = (1 << 31) - 1
-MOST_IGNORED = 1024
-Whole = Annotated[int, Meta(ge=0, le=MOST)]
+MAX_INT = (1 << 31) - 1
+MAX_IGNORED = 1024
+NonNegative = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Name = Annotated[str, Meta(max_length=512)]
 
 
 class AgentHints(Struct):
-    priority: Annotated[int, Meta(ge=-MOST, le=MOST)] | None = None
-    strict_priority: Whole | None = None
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+    strict_priority: NonNegative | None = None
     latency_sensitivity: Annotated[float, Meta(ge=0, le=1)] | None = None
-    osl: Annotated[int, Meta(gt=0, le=MOST)] | None = None
+    osl: Annotated[int, Meta(gt=0, le=MAX_INT)] | None = None
     speculative_prefill: bool | None = None
 
 
@@ -42,7 +42,7 @@ class SessionControl(Struct):
 
 
 class RoutingConstraints(Struct):
-    """`labels` a worker must carry; `allow` and `exclude` name instances."""
+    """`labels` that a worker must have; `allow` and `exclude` list instances."""
 
     labels: Annotated[dict[Name, Name], Meta(max_length=256)] = {}
     allow: Annotated[list[Name], Meta(max_length=4096)] = []
@@ -61,8 +61,8 @@ class Nvext(Struct):
     backend_instance_id: Name | int | None = None
     prefill_worker_id: Name | int | None = None
     decode_worker_id: Name | int | None = None
-    dp_rank: Whole | None = None
-    max_thinking_tokens: Whole | None = None
+    dp_rank: NonNegative | None = None
+    max_thinking_tokens: NonNegative | None = None
     use_raw_prompt: bool | None = None
     greed_sampling: bool | None = None
     routing_constraints: RoutingConstraints | None = None
@@ -70,8 +70,8 @@ class Nvext(Struct):
     router_config_override: Annotated[dict[Name, float], Meta(max_length=256)] | None = None
 
 
-def apply(request: GenerateRequest, nvext: Nvext) -> None:
-    """Put what concerns prompt and sampling into the request; `hints` does the rest."""
+def apply_nvext(request: GenerateRequest, nvext: Nvext) -> None:
+    """Apply the fields of prompt, sampling, retention and policy; `request_hints` does the rest."""
     if nvext.cache_salt:
         check_name(nvext.cache_salt, "nvext.cache_salt")
         request.cache_salt = nvext.cache_salt
@@ -81,8 +81,8 @@ def apply(request: GenerateRequest, nvext: Nvext) -> None:
         request.prompts = [_raw(request)]
     if nvext.greed_sampling:
         request.sampling = msgspec.structs.replace(request.sampling, temperature=0.0)
-    request.retention, request.decode = plan(nvext.retention)
-    request.keep(nvext.cache_control.ttl_s() if nvext.cache_control else None)
+    request.retention, request.decode = to_directives(nvext.retention)
+    request.retain_prompt(nvext.cache_control.ttl_s() if nvext.cache_control else None)
     request.speculative = bool(nvext.agent_hints and nvext.agent_hints.speculative_prefill)
     request.policy = nvext.policy
     request.overrides = nvext.router_config_override or {}
@@ -90,24 +90,21 @@ def apply(request: GenerateRequest, nvext: Nvext) -> None:
 
 
 def _raw(request: GenerateRequest) -> str:
-    """The text of the conversation as it is, without a template."""
+    """The text of the conversation without a template."""
     blocks = [block for message in request.messages for block in message.blocks]
     return "".join(getattr(block, "text", "") for block in blocks)
 
 
-def ignored(body: bytes, known: type[Struct]) -> list[str]:
-    """Names of fields in the body that have no effect: unknown ones, and known ones so far.
-
-    Of either kind the first `MOST_IGNORED` are told.
-    """
+def ignored_fields(body: bytes, known: type[Struct]) -> list[str]:
+    """Names of fields of the body without effect, at most `MAX_IGNORED` of it and of `nvext`."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    found = _but(fields, {f.encode_name for f in msgspec.structs.fields(known)})
+    found = _unknown(fields, {f.encode_name for f in msgspec.structs.fields(known)})
     extension: dict[str, Any] = {}
     if "nvext" in fields:
         extension = msgspec.json.decode(fields["nvext"], type=dict[str, Any])
     names = {f.encode_name for f in msgspec.structs.fields(Nvext)}
-    return found + [f"nvext.{key}" for key in _but(extension, names.difference(NO_EFFECT))]
+    return found + [f"nvext.{key}" for key in _unknown(extension, names.difference(NO_EFFECT))]
 
 
-def _but(fields: Iterable[str], known: Set[str]) -> list[str]:
-    return sorted(islice((name for name in fields if name not in known), MOST_IGNORED))
+def _unknown(fields: Iterable[str], known: Set[str]) -> list[str]:
+    return sorted(islice((name for name in fields if name not in known), MAX_IGNORED))

@@ -1,4 +1,4 @@
-"""What the OpenAI-shaped APIs have in common: errors and usage."""
+"""Errors, usage and events that the OpenAI APIs share."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def status_of(error: ApiError) -> int:
-    """429 for overload: the status that OpenAI clients wait on, together with retry-after."""
+    """HTTP status; 429 for overload, since OpenAI clients honor retry-after with it."""
     return OVERLOADED if error.kind == "overloaded" else STATUS[error.kind]
 
 
@@ -38,15 +38,11 @@ def error_object(error: ApiError) -> dict[str, Any]:
     }
 
 
-def error_body(error: ApiError) -> tuple[int, bytes]:
-    return status_of(error), json_encode(error_object(error))
-
-
 class OpenAIErrorShape:
-    """The error shape alone, for endpoints without a surface of their own."""
+    """Error responses of the OpenAI APIs."""
 
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        return error_body(error)
+    def error(self, error: ApiError, request_id: str) -> tuple[int, bytes]:
+        return status_of(error), json_encode(error_object(error))
 
 
 SHAPE = OpenAIErrorShape()

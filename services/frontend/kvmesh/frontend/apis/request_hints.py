@@ -1,4 +1,4 @@
-"""Who asks and how urgent it is: from the headers of every harness, then from the body."""
+"""Hints of a request: session, tenant, priority and placement, from headers and `nvext`."""
 
 import re
 from typing import NamedTuple
@@ -7,18 +7,18 @@ import msgspec
 
 from kvmesh.bus.messages import Hints, Placement
 from kvmesh.frontend.apis.base import Headers
-from kvmesh.frontend.apis.nvext import AgentHints, Nvext, RoutingConstraints, apply
+from kvmesh.frontend.apis.nvext import AgentHints, Nvext, RoutingConstraints, apply_nvext
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.namespaces import check_name
 
-OURS = ("x-kvmesh-", "x-dynamo-")
+HEADER_PREFIXES = ("x-kvmesh-", "x-dynamo-")
 MAX_ID = 512
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 
 
 class SessionHint(NamedTuple):
-    """Identity of an agent's chain of requests, and of the one that started it."""
+    """Session of an agent's chain of requests, and the session that spawned it."""
 
     id: str | None
     parent: str | None
@@ -27,16 +27,16 @@ class SessionHint(NamedTuple):
 def apply_hints(
     request: GenerateRequest, headers: Headers, nvext: Nvext | None, cache_key: str | None
 ) -> None:
-    """Set everything that nvext and headers say; headers win over the body."""
+    """Apply `nvext` and headers to the request; headers override the body."""
     nvext = nvext or Nvext()
-    apply(request, nvext)
+    apply_nvext(request, nvext)
     tenant = headers.get("x-tenant-id")
     if tenant:
         check_name(tenant, "x-tenant-id")
         request.cache_salt = tenant
     request.hints = _hints(headers, nvext, cache_key)
     request.placement = _placement(headers, nvext)
-    request.policy = _ours(headers, "policy") or request.policy
+    request.policy = _header(headers, "policy") or request.policy
 
 
 def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
@@ -44,7 +44,7 @@ def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
     control = nvext.session_control
     session = session_of(headers)
     named = control.session_id if control else cache_key
-    fair_class = _ours(headers, "fair-class")
+    fair_class = _header(headers, "fair-class")
     if fair_class:
         check_name(fair_class, "x-kvmesh-fair-class")
     return Hints(
@@ -60,10 +60,10 @@ def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
 
 
 def session_of(headers: Headers) -> SessionHint:
-    """The session that a harness names in its own way; see docs/requests.md."""
-    own = _ours(headers, "session-id")
+    """The session in the headers of the known harnesses; see docs/requests.md."""
+    own = _header(headers, "session-id")
     if own:
-        return SessionHint(own, _ours(headers, "parent-session-id"))
+        return SessionHint(own, _header(headers, "parent-session-id"))
     claude = headers.get("x-claude-code-session-id")
     if claude:
         return _claude(claude, headers)
@@ -75,7 +75,7 @@ def session_of(headers: Headers) -> SessionHint:
 
 
 def _claude(session: str, headers: Headers) -> SessionHint:
-    """Subagents share their parent's session id and differ by agent id."""
+    """Session of Claude Code, whose subagents share the session id and differ by agent id."""
     agent = headers.get("x-claude-code-agent-id")
     if not agent:
         return SessionHint(session, None)
@@ -86,7 +86,7 @@ def _claude(session: str, headers: Headers) -> SessionHint:
 def _placement(headers: Headers, nvext: Nvext) -> Placement:
     constraints = nvext.routing_constraints or RoutingConstraints()
     wanted = nvext.backend_instance_id
-    instance = _ours(headers, "worker-instance-id") or (None if wanted is None else str(wanted))
+    instance = _header(headers, "worker-instance-id") or (None if wanted is None else str(wanted))
     rank = _int(headers, "dp-rank", -1 if nvext.dp_rank is None else nvext.dp_rank)
     return Placement(
         instance=instance,
@@ -97,8 +97,8 @@ def _placement(headers: Headers, nvext: Nvext) -> Placement:
     )
 
 
-def _ours(headers: Headers, name: str) -> str | None:
-    for prefix in OURS:
+def _header(headers: Headers, name: str) -> str | None:
+    for prefix in HEADER_PREFIXES:
         value = headers.get(prefix + name)
         if value:
             return value
@@ -106,21 +106,21 @@ def _ours(headers: Headers, name: str) -> str | None:
 
 
 def _int(headers: Headers, name: str, default: int) -> int:
-    text = _ours(headers, name)
+    text = _header(headers, name)
     if text is None:
         return default
     if not _NUMBER.fullmatch(text):
-        raise InvalidRequest(f"Header `x-kvmesh-{name}` is not a whole number.", name)
+        raise InvalidRequest(f"Header `x-kvmesh-{name}` must be an integer.", name)
     return int(text)
 
 
 def _is_final(headers: Headers) -> bool:
-    return (_ours(headers, "session-final") or "").lower() in ("1", "true", "yes")
+    return (_header(headers, "session-final") or "").lower() in ("1", "true", "yes")
 
 
 def _bounded(name: str | None) -> str | None:
     if name is not None and len(name) > MAX_ID:
-        raise InvalidRequest(f"A session id is longer than {MAX_ID} characters.")
+        raise InvalidRequest(f"Session ids must be at most {MAX_ID} characters long.")
     return name or None
 
 
@@ -128,8 +128,8 @@ class _UserId(msgspec.Struct):
     session_id: str | None = None
 
 
-def session_in(user_id: str | None) -> str | None:
-    """The session inside Claude Code's `metadata.user_id`, which is JSON text."""
+def session_in_user_id(user_id: str | None) -> str | None:
+    """The session in Claude Code's `metadata.user_id`, which is JSON."""
     if not user_id or not user_id.startswith("{"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Sampling fields as OpenAI-shaped bodies carry them, and their internal form."""
+"""Sampling fields of the OpenAI APIs, and their translation into the internal form."""
 
 from msgspec import Struct
 
@@ -7,13 +7,13 @@ from kvmesh.frontend.apis.base import check_range
 from kvmesh.frontend.errors import InvalidRequest
 
 MAX_STOPS = 64
-MAX_STOP = 4096  # characters of all of them
+MAX_STOP = 4096  # characters of all stop strings
 MAX_TOKENS = 1 << 30
 MAX_BIASED = 1024
 
 
 class SamplingBody(Struct, kw_only=True):
-    """Fields of the OpenAI API, and those of vLLM that agents use."""
+    """Fields of the OpenAI API, and of vLLM those that agents use."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -32,7 +32,7 @@ class SamplingBody(Struct, kw_only=True):
 
 
 def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
-    """`max_tokens` of None means as much as fits; raises InvalidRequest naming the field."""
+    """`max_tokens` of None: as many as fit. Raises InvalidRequest with the invalid field."""
     _check(body)
     check_range(max_tokens, 1, MAX_TOKENS, "max_tokens")
     return Sampling(
@@ -59,7 +59,7 @@ def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
     if len(stops) > MAX_STOPS:
         raise InvalidRequest(f"`{param}` has more than {MAX_STOPS} entries.", param)
     if sum(map(len, stops)) > MAX_STOP:
-        raise InvalidRequest(f"`{param}`: longer than {MAX_STOP} characters.", param)
+        raise InvalidRequest(f"`{param}` is longer than {MAX_STOP} characters.", param)
     return [text for text in stops if text]
 
 
@@ -85,7 +85,7 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
     for token, value in bias.items():
         check_range(value, -100, 100, "logit_bias")
         if not token.isdecimal() or int(token) >= 1 << 32:
-            raise InvalidRequest(f"`logit_bias`: {token!r} is not a token id.", "logit_bias")
+            raise InvalidRequest(f"`logit_bias`: {token!r} is not a valid token id.", "logit_bias")
         found[int(token)] = value
     return found
 

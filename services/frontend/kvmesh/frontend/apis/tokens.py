@@ -1,4 +1,4 @@
-"""POST /v1/tokenize and /v1/detokenize, in the form that vLLM gave them."""
+"""POST /v1/tokenize and /v1/detokenize, in vLLM's form."""
 
 from array import array
 from typing import Any
@@ -6,17 +6,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvmesh.frontend.apis import openai
-from kvmesh.frontend.apis.base import Headers, decode, json_encode
+from kvmesh.frontend.apis.base import Headers, RequestStamp, decode, json_encode
 from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage, ChatToolBody
 from kvmesh.frontend.apis.chat.body import to_request as chat_request
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.conversation import GenerateRequest
-from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.frontend.errors import InvalidRequest
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """Either `prompt`, or what a chat completion would have."""
+    """Either `prompt`, or `messages` like a chat completion."""
 
     model: str
     prompt: str | None = None
@@ -30,17 +29,17 @@ class DetokenizeBody(Struct, kw_only=True):
     tokens: list[int]
 
 
-SLICE = 1 << 14  # tokens that are written at once, which keeps all other threads waiting
+SLICE = 1 << 14  # tokens encoded at a time, since encoding holds the GIL
 _tokenize = msgspec.json.Decoder(TokenizeBody)
 _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 class Tokenize:
-    """The counting surface that also shows the tokens."""
+    """The API that returns the tokens of a prompt."""
 
     name = "tokenize"
 
-    def parse(self, body: bytes, headers: Headers) -> GenerateRequest:
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
         parsed = decode(_tokenize, body)
         if parsed.messages is not None:
             chat = ChatBody(
@@ -51,25 +50,22 @@ class Tokenize:
             )
             return chat_request(chat, "tokenize")
         if parsed.prompt is None:
-            raise InvalidRequest("One of `prompt` and `messages` is needed.", "prompt")
+            raise InvalidRequest("`prompt` or `messages` is required.", "prompt")
         sampling = to_sampling(SamplingBody(), None, None)
         return GenerateRequest(
             id="tokenize", model=parsed.model, sampling=sampling, prompts=[parsed.prompt]
         )
 
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        return openai.error_body(error)
-
     def answer(self, prompts: list[bytes], context: int) -> bytes:
         ids = array("I", prompts[0])
         head = json_encode({"count": len(ids), "max_model_len": context})
-        slices = (ids[place : place + SLICE].tolist() for place in range(0, len(ids), SLICE))
+        slices = (ids[start : start + SLICE].tolist() for start in range(0, len(ids), SLICE))
         tokens = b",".join([json_encode(part)[1:-1] for part in slices])
         return b'%s,"tokens":[%s]}' % (head[:-1], tokens)
 
 
 def parse_tokens(body: bytes) -> DetokenizeBody:
-    """Raises InvalidRequest for ids that no tokenizer has."""
+    """Raises InvalidRequest, also for ids outside of 32 bits."""
     parsed = decode(_detokenize, body)
     if any(not 0 <= token < 1 << 32 for token in parsed.tokens):
         raise InvalidRequest("`tokens`: a token id is negative or too large.", "tokens")

@@ -1,4 +1,4 @@
-"""What an answer has said so far, as parts in generation order; every API reads it in its way."""
+"""Transcript of an answer so far, as parts in generation order."""
 
 from enum import Enum
 
@@ -22,7 +22,7 @@ class PartKind(Enum):
 
 
 class TranscriptPart:
-    """One run of text or thinking, or one tool call (`start` is set; the text is arguments)."""
+    """One run of text or thinking, or one tool call with its `start` and arguments as `text`."""
 
     __slots__ = ("_pieces", "kind", "start")
 
@@ -40,7 +40,7 @@ class TranscriptPart:
 
     @property
     def block(self) -> Block | None:
-        """What it is as part of a conversation; nothing if it is empty."""
+        """The part as a block of a conversation; None for empty text or thinking."""
         text, call = self.text, self.start
         if call is not None:
             return ToolCall(call.id, call.name, text, call.namespace, call.custom)
@@ -50,13 +50,13 @@ class TranscriptPart:
 
 
 class Transcript:
-    """Parts of one choice."""
+    """The parts of one choice."""
 
     def __init__(self) -> None:
         self.parts: list[TranscriptPart] = []
 
     def add(self, event: AnswerEvent) -> tuple[TranscriptPart, str] | None:
-        """The part that an event belongs to, with the text it adds; None for the end of a call."""
+        """The event's part and the text that it adds; None for the end of a call."""
         if isinstance(event, TextDelta):
             return self._extend(PartKind.TEXT, event.text)
         if isinstance(event, ThinkingDelta):
@@ -75,15 +75,16 @@ class Transcript:
         return self.parts[-1], text
 
     def blocks(self, in_order: bool) -> list[Block]:
-        """As a client gives them back: in their order, or thinking, text and calls as APIs that
+        """Blocks as a client returns them: in generation order, or as thinking, text and calls.
 
-        have a field for each."""
+        The latter holds for APIs with one field per kind.
+        """
         if in_order:
             return [block for part in self.parts if (block := part.block) is not None]
         thinking, text = self.joined(PartKind.THINKING), self.joined(PartKind.TEXT)
-        spoken: list[Block] = [Thinking(thinking)] if thinking else []
-        spoken += [Text(text)] if text else []
-        return spoken + [block for part in self.calls if (block := part.block) is not None]
+        blocks: list[Block] = [Thinking(thinking)] if thinking else []
+        blocks += [Text(text)] if text else []
+        return blocks + [block for part in self.calls if (block := part.block) is not None]
 
     @property
     def calls(self) -> list[TranscriptPart]:

@@ -1,4 +1,4 @@
-"""Who may ask for how much: API keys, their limits, and what is left of them. Pure."""
+"""API keys, their limits, and the use that counts against them. Pure."""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,24 +12,23 @@ from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
 
 MINUTE = 60.0
-TOGETHER_S = 5.0  # frontends that began so close together have told each other all they did
-LAPSE_S = 2.0  # a frontend that is silent for so long runs nothing any more
+SAME_START_S = 5.0  # frontends started within this time received all of each other's reports
+PEER_TIMEOUT_S = 2.0  # sequences of a frontend that is silent for longer are not counted
 Limit = Annotated[int, Meta(ge=1)]
 Scope = Literal["cache", "routing", "admin"]
 Named = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One API key: `sha256` is the hash of the secret in hex. A limit of None does not limit.
+    """One API key; `sha256` is the hex digest of its secret. A limit of None is no limit.
 
-    `tenant` isolates the caches of all keys that share it; None shares them with everyone. Its
-    requests wait as one fair class, called `fair_class` or else as the tenant. `max_priority`
-    bounds what it may say of urgency, 0 unless it is given; `max_latency_sensitivity` only that
-    hint.
-    `scopes` are what it may do beyond asking models: "cache" moves and drops what is cached of its
-    tenant, "routing" steers the router, "admin" does all and touches what is cached of everyone.
-    Until `old_until` the secret before the last rotation is good, too; from `expires` on none is
-    (both Unix seconds).
+    - `tenant`: namespace of the caches, shared by all keys of the tenant; None is the public one.
+    - `fair_class`: class of its requests in the router's queue; the tenant if None.
+    - `max_priority`: upper bound of the priority hints, 0 if None. `max_latency_sensitivity` bounds
+      that hint alone.
+    - `scopes`: permissions beyond inference. "cache" controls the tenant's cache, "routing" the
+      router's choice; "admin" includes both and the caches of all tenants.
+    - `old_sha256` is valid until `old_until`, the key until `expires` (Unix seconds).
     """
 
     name: str
@@ -54,182 +53,184 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LeakyBucket:
-    """A rate with a burst of one minute's worth. What was taken is owed until it has leaked away.
+    """Rate limit with a burst of one minute's worth; the level leaks at the permitted rate.
 
-    More may be taken than there is room for: then nothing is let in until that much has leaked.
+    The level may exceed the burst: then no request is admitted until the excess has leaked.
     """
 
     def __init__(self, now: float) -> None:
-        self._owed = 0.0
+        self._level = 0.0
         self._at = now
 
-    def owed(self, per_minute: int, now: float) -> float:
-        self._owed = max(0.0, self._owed - (now - self._at) * per_minute / MINUTE)
+    def level(self, per_minute: int, now: float) -> float:
+        self._level = max(0.0, self._level - (now - self._at) * per_minute / MINUTE)
         self._at = now
-        return self._owed
+        return self._level
 
-    def wait(self, per_minute: int, now: float) -> float:
-        """Seconds until something is left; 0 if there is now."""
-        missing = 1 - (per_minute - self.owed(per_minute, now))
+    def wait_s(self, per_minute: int, now: float) -> float:
+        """Seconds until one unit is free; 0 if one is free now."""
+        missing = 1 - (per_minute - self.level(per_minute, now))
         return max(0.0, missing / (per_minute / MINUTE))
 
-    def take(self, amount: float) -> None:
-        self._owed += amount
+    def add(self, amount: float) -> None:
+        self._level += amount
 
-    def owe(self, amount: float) -> None:
-        """At least this much, as somebody else knows."""
-        self._owed = max(self._owed, amount)
+    def raise_to(self, level: float) -> None:
+        """Adopt a higher level reported by another frontend."""
+        self._level = max(self._level, level)
 
 
-class Heard(NamedTuple):
-    """The use that another frontend last told of, and when."""
+class PeerUse(NamedTuple):
+    """Last use reported by another frontend, and its arrival time."""
 
     use: KeyUse
     at: float
 
 
 class Account:
-    """One key's use so far: by this frontend, and as far as it has heard by the others.
+    """One key's use: by this frontend, and by the others as last reported.
 
-    A limit is exceeded by no more than what other frontends let in and have not told of yet.
+    A limit is exceeded at most by what other frontends have admitted but not reported yet.
     """
 
     def __init__(self, key: Key, now: float, changed: "set[Account] | None" = None) -> None:
         self.key = key
         self.running = 0
-        self._taken_requests = 0
-        self._taken_tokens = 0
+        self._used_requests = 0
+        self._used_tokens = 0
         self._requests = LeakyBucket(now)
         self._tokens = LeakyBucket(now)
-        self._others: dict[str, Heard] = {}
+        self._peers: dict[str, PeerUse] = {}
         self._changed = changed
 
     def enter(self, now: float) -> "AccountEntry":
-        """Begin a request of one sequence, or raise the limit that forbids it."""
+        """Admit a request of one sequence; raises ApiError (429) at a limit."""
         key = self.key
         self._check_concurrency(1, now)
         self._check_rate(self._requests, key.requests_per_minute, "requests", now)
         self._check_rate(self._tokens, key.tokens_per_minute, "tokens", now)
-        self._taken_requests += 1
-        self._requests.take(1)
+        self._used_requests += 1
+        self._requests.add(1)
         self.running += 1
-        self._note()
+        self._mark_changed()
         return AccountEntry(self)
 
     def _check_concurrency(self, more: int, now: float) -> None:
-        most = self.key.concurrency
-        if most is not None and self._all_running(now) + more > most:
-            raise _too_much(f"{most} sequences at once", 1.0)
+        limit = self.key.concurrency
+        if limit is not None and self._all_running(now) + more > limit:
+            raise _limit_reached(f"{limit} concurrent sequences", 1.0)
 
-    def _check_rate(self, bucket: LeakyBucket, most: int | None, unit: str, now: float) -> None:
-        if most is not None and (wait := bucket.wait(most, now)) > 0:
-            raise _too_much(f"{unit} per minute", wait)
+    def _check_rate(self, bucket: LeakyBucket, limit: int | None, unit: str, now: float) -> None:
+        if limit is not None and (wait := bucket.wait_s(limit, now)) > 0:
+            raise _limit_reached(f"{unit} per minute", wait)
 
     def _all_running(self, now: float) -> int:
-        heard = [h.use.running for h in self._others.values() if now - h.at < LAPSE_S]
-        return self.running + sum(heard)
+        reports = self._peers.values()
+        recent = [peer.use.running for peer in reports if now - peer.at < PEER_TIMEOUT_S]
+        return self.running + sum(recent)
 
-    def widen(self, more: int, now: float) -> None:
-        """A request has `more` sequences than the one it began with."""
-        most = self.key.concurrency
-        if most is not None and more >= most:
-            reason = f"The request has {more + 1} sequences; this key may have {most} at once."
+    def add_sequences(self, more: int, now: float) -> None:
+        """Count `more` sequences of an admitted request; raises ApiError (403, 429) at a limit."""
+        limit = self.key.concurrency
+        if limit is not None and more >= limit:
+            reason = f"The request has {more + 1} sequences; this key allows {limit} at a time."
             raise ApiError("permission", reason, code="concurrency_exceeded", param="n")
         self._check_concurrency(more, now)
         self.running += more
-        self._note()
+        self._mark_changed()
 
     def leave(self, sequences: int = 1) -> None:
         self.running -= sequences
-        self._note()
+        self._mark_changed()
 
-    def spend(self, tokens: int) -> None:
-        """Count tokens in or out; a request that has begun is not cut by it."""
-        self._taken_tokens += tokens
-        self._tokens.take(tokens)
-        self._note()
+    def charge_tokens(self, tokens: int) -> None:
+        """Count prompt or output tokens; a running request continues beyond the limit."""
+        self._used_tokens += tokens
+        self._tokens.add(tokens)
+        self._mark_changed()
 
-    def _note(self) -> None:
+    def _mark_changed(self) -> None:
         if self._changed is not None and self.key.limited:
             self._changed.add(self)
 
     def use(self, now: float) -> KeyUse:
-        """The use to tell other frontends: its own since it began, and all that is owed."""
+        """The report to other frontends: own totals since start, and the levels of the buckets."""
         requests, tokens = self.key.requests_per_minute, self.key.tokens_per_minute
         return KeyUse(
             key=self.key.sha256,
-            requests=self._taken_requests,
-            tokens=self._taken_tokens,
+            requests=self._used_requests,
+            tokens=self._used_tokens,
             running=self.running,
-            owed_requests=0.0 if requests is None else self._requests.owed(requests, now),
-            owed_tokens=0.0 if tokens is None else self._tokens.owed(tokens, now),
+            owed_requests=0.0 if requests is None else self._requests.level(requests, now),
+            owed_tokens=0.0 if tokens is None else self._tokens.level(tokens, now),
         )
 
     def idle(self, now: float) -> bool:
-        """Nothing is running or owed here that another frontend would have to know."""
+        """True if nothing runs and both buckets are empty, so that no report is needed."""
         use = self.use(now)
         return not (use.running or use.owed_requests or use.owed_tokens)
 
-    def hear(self, frontend: str, use: KeyUse, now: float, newer: bool) -> None:
-        """Take in another frontend's use; `newer`: it is, or began about when this one did.
+    def merge(self, frontend: str, use: KeyUse, now: float, newer: bool) -> None:
+        """Count another frontend's use; `newer`: it started after this one, or about then.
 
-        Of one that was not heard before counts what it took itself, as far as that may be owed yet;
-        of an older one all that it knows to be owed: others told it what this one has missed.
+        The first report of a newer frontend counts its own use, as far as that has not leaked; the
+        first report of an older one counts the whole level, which includes reports of third
+        frontends that this one has missed.
         """
-        before = self._others.get(frontend)
-        self.use(now)  # what has come in until now comes before what is heard
+        before = self._peers.get(frontend)
+        self.use(now)  # leak at the rates until now before adding
         if before is not None:
-            self._requests.take(max(0, use.requests - before.use.requests))
-            self._tokens.take(max(0, use.tokens - before.use.tokens))
+            self._requests.add(max(0, use.requests - before.use.requests))
+            self._tokens.add(max(0, use.tokens - before.use.tokens))
         elif newer:
-            self._requests.take(min(use.requests, use.owed_requests))
-            self._tokens.take(min(use.tokens, use.owed_tokens))
+            self._requests.add(min(use.requests, use.owed_requests))
+            self._tokens.add(min(use.tokens, use.owed_tokens))
         else:
-            self._requests.owe(use.owed_requests + self._taken_requests)
-            self._tokens.owe(use.owed_tokens + self._taken_tokens)
-        self._others[frontend] = Heard(use, now)
+            self._requests.raise_to(use.owed_requests + self._used_requests)
+            self._tokens.raise_to(use.owed_tokens + self._used_tokens)
+        self._peers[frontend] = PeerUse(use, now)
 
-    def forget(self, frontend: str) -> None:
-        """It has left."""
-        self._others.pop(frontend, None)
+    def remove_frontend(self, frontend: str) -> None:
+        """Drop the report of a frontend that has left."""
+        self._peers.pop(frontend, None)
 
-    def allow(self, model: str) -> None:
-        """Raise if the key may not use the model."""
-        if not self.allows(model):
+    def require_model(self, model: str) -> None:
+        """Raises ApiError (403) for a model that the key may not use."""
+        if not self.allows_model(model):
             reason = f"This key may not use the model `{model}`."
             raise ApiError("permission", reason, code="model_not_allowed", param="model")
 
-    def allows(self, model: str) -> bool:
+    def allows_model(self, model: str) -> bool:
         return self.key.models is None or model in self.key.models
 
-    def require(self, scope: Scope) -> None:
-        """Raise if the key may not do such things."""
+    def require_scope(self, scope: Scope) -> None:
+        """Raises ApiError (403) if the key lacks the scope."""
         if scope not in self.key.scopes and "admin" not in self.key.scopes:
             reason = f"This key lacks the scope `{scope}`."
             raise ApiError("permission", reason, code="scope_missing")
 
-    def check(self, request: GenerateRequest) -> None:
-        """Raise if the model or what it says to the router is not allowed; bound its hints."""
+    def authorize(self, request: GenerateRequest) -> None:
+        """Bound the request's hints by the key; raises ApiError (403) for model or routing."""
         key = self.key
-        self.allow(request.model)
-        if request.steers:
-            self.require("routing")
+        self.require_model(request.model)
+        if request.steers_routing:
+            self.require_scope("routing")
         hints = _capped(request.hints, key)
         request.hints = replace(hints, tenant=key.fair_class or key.tenant or "")
         request.owner = key.sha256
 
 
 class AccountEntry:
-    """A request that runs on an account; it must be left once."""
+    """An admitted request of an account; `leave` is called once."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
         self._sequences = 1
 
-    def widen(self, sequences: int, now: float) -> None:
-        """The request turned out to have so many sequences; raises the limit that forbids it."""
+    def add_sequences(self, sequences: int, now: float) -> None:
+        """Set the number of sequences once it is parsed; raises ApiError (403, 429) at a limit."""
         if sequences > self._sequences:
-            self._account.widen(sequences - self._sequences, now)
+            self._account.add_sequences(sequences - self._sequences, now)
             self._sequences = sequences
 
     def leave(self) -> None:
@@ -238,7 +239,7 @@ class AccountEntry:
 
 
 class Accounts:
-    """All keys, by the hash of their secret. `changed` are those whose use nobody was told yet."""
+    """Accounts by the hash of their secret; `changed` holds those with unreported use."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
@@ -251,11 +252,11 @@ class Accounts:
         return iter(dict.fromkeys(self._accounts.values()))
 
     def replace(self, keys: list[Key], now: float) -> None:
-        """Take a new list of keys; those that there were before keep what they have used."""
-        held = self._accounts
+        """Set the list of keys; keys that are still in it keep their use."""
+        old = self._accounts
         self._accounts = {}
         for key in keys:
-            account = held.get(key.sha256) or held.get(key.old_sha256 or "")
+            account = old.get(key.sha256) or old.get(key.old_sha256 or "")
             if account is None:
                 account = Account(key, now, self.changed)
             account.key = key
@@ -263,51 +264,48 @@ class Accounts:
             if key.old_sha256 is not None:
                 self._accounts.setdefault(key.old_sha256, account)
 
-    def find(self, secret: str | None, clock: float = 0.0) -> Account:
-        """Raises ApiError (401) for a missing, unknown or outdated key; `clock` is in Unix s."""
+    def authenticate(self, secret: str | None, clock: float = 0.0) -> Account:
+        """The account of a secret at Unix time `clock`; raises ApiError (401) if not valid."""
         if not secret:
             raise ApiError("authentication", "An API key is required.", code="invalid_api_key")
         digest = hashlib.sha256(secret.encode()).hexdigest()
         account = self._accounts.get(digest)
-        if account is None or _is_over(account.key, digest, clock):
+        if account is None or _has_expired(account.key, digest, clock):
             raise ApiError("authentication", "The API key is not valid.", code="invalid_api_key")
         return account
 
-    def hear(self, said: LimitUse, now: float, age: float) -> None:
-        """Take in what another frontend said of its use; `age` is this one's own, in seconds.
-
-        Of keys that are not known here nothing is kept.
-        """
-        newer = said.age < age + TOGETHER_S
-        for use in said.uses:
+    def receive(self, report: LimitUse, now: float, age: float) -> None:
+        """Count another frontend's use; `age` of this frontend in seconds. Ignores unknown keys."""
+        newer = report.age < age + SAME_START_S
+        for use in report.uses:
             if (account := self._accounts.get(use.key)) is not None:
-                account.hear(said.frontend, use, now, newer)
+                account.merge(report.frontend, use, now, newer)
 
-    def forget(self, frontend: str) -> None:
-        """It has left: what it let run is over."""
+    def remove_frontend(self, frontend: str) -> None:
+        """Stop counting the running sequences of a frontend that has left."""
         for account in self:
-            account.forget(frontend)
+            account.remove_frontend(frontend)
 
 
-def _is_over(key: Key, digest: str, clock: float) -> bool:
+def _has_expired(key: Key, digest: str, clock: float) -> bool:
     if key.expires is not None and clock >= key.expires:
         return True
     return digest != key.sha256 and clock >= key.old_until
 
 
-def _too_much(what: str, wait: float) -> ApiError:
-    reason = f"Rate limit reached: {what}."
+def _limit_reached(limit: str, wait: float) -> ApiError:
+    reason = f"Rate limit reached: {limit}."
     return ApiError("rate_limit", reason, code="rate_limit_exceeded", retry_after=wait)
 
 
 def _capped(hints: Hints, key: Key) -> Hints:
-    """No more urgent than the key may be; one that may have no priority is not sensitive either."""
-    most, latency = key.max_priority or 0, key.max_latency_sensitivity
+    """Bound the priority hints; latency sensitivity needs a positive `max_priority` or its own."""
+    max_priority, latency = key.max_priority or 0, key.max_latency_sensitivity
     if latency is None:
-        latency = 0.0 if most <= 0 else 1.0
+        latency = 0.0 if max_priority <= 0 else 1.0
     return replace(
         hints,
-        priority=min(hints.priority, most),
-        strict_priority=min(hints.strict_priority, max(most, 0)),
+        priority=min(hints.priority, max_priority),
+        strict_priority=min(hints.strict_priority, max(max_priority, 0)),
         latency_sensitivity=min(hints.latency_sensitivity, latency),
     )

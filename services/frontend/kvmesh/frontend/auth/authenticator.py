@@ -1,4 +1,4 @@
-"""Who is asking: finds the account of a request, and keeps the list of keys current."""
+"""Authentication and authorization of requests, by API keys of a file or a bucket."""
 
 import asyncio
 import logging
@@ -8,14 +8,12 @@ from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
 
 from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.frontend.auth.accounts import Account, Accounts, Key, Scope
-from kvmesh.frontend.auth.origin_check import foreign
+from kvmesh.frontend.auth.origin_check import cross_origin_fault
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.namespaces import TenantNamespaces, check_name
@@ -25,13 +23,13 @@ RELOAD_S = 1.0
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    """A keys file: `[[key]]` tables."""
+    """Contents of a keys file: `[[key]]` tables."""
 
     key: list[Key] = []
 
 
 class KeysError(Exception):
-    """A keys file cannot be used; `file` names it."""
+    """The keys file cannot be read or decoded."""
 
     def __init__(self, file: Path, reason: str) -> None:
         super().__init__(f"{file}: {reason}")
@@ -39,7 +37,7 @@ class KeysError(Exception):
 
 
 def read_keys(file: Path) -> list[Key]:
-    """The keys of a TOML file; raises KeysError naming the file and the fault."""
+    """The keys of a TOML file; raises KeysError."""
     try:
         return msgspec.toml.decode(file.read_bytes(), type=_File).key
     except OSError as error:
@@ -49,9 +47,9 @@ def read_keys(file: Path) -> list[Key]:
 
 
 class Authenticator:
-    """Lets everyone in when there are no keys, else only their holders.
+    """Admits everyone if no keys are configured, else holders of a key.
 
-    `local`: only this machine can reach the frontend.
+    `local`: the frontend listens on loopback only.
     """
 
     def __init__(
@@ -64,28 +62,36 @@ class Authenticator:
         self._local = local
         self.accounts = Accounts()
         self._stamp: object = None
-        self._bad: dict[str, str] = {}
+        self._invalid: dict[str, str] = {}
 
     @property
-    def closed(self) -> bool:
-        """Whether keys are asked for at all."""
+    def requires_keys(self) -> bool:
+        """True if a keys file or bucket is configured."""
         return self._file is not None or self._use_bucket
 
     def account(self, headers: Mapping[str, str]) -> Account | None:
-        """None where no keys are configured; raises ApiError (401) for a wrong or missing one.
+        """The caller's account, None without configured keys.
 
-        Every request passes here first: headers that are no text are refused too (400).
+        Raises ApiError: 401 for a missing or invalid key, 400 for headers that are not UTF-8.
         """
-        _check_text(headers)
-        return self.accounts.find(secret_of(headers), time.time()) if self.closed else None
+        _check_utf8(headers)
+        return (
+            self.accounts.authenticate(secret_of(headers), time.time())
+            if self.requires_keys
+            else None
+        )
 
     def check_origin(self, method: str, headers: Mapping[str, str]) -> None:
-        """Refuse web pages of others (403) where every caller on this machine is let in."""
-        if self._local and not self.closed and (fault := foreign(method, headers)) is not None:
+        """Raises ApiError (403) for web pages of other origins, if loopback needs no key."""
+        if (
+            self._local
+            and not self.requires_keys
+            and (fault := cross_origin_fault(method, headers)) is not None
+        ):
             raise ApiError("permission", fault, code="foreign_origin")
 
     def tenant(self, headers: Mapping[str, str]) -> str:
-        """The tag of whoever asks: the namespace of what is cached and stored for it."""
+        """The tag of the caller's tenant: the namespace of its caches and stored responses."""
         account = self.account(headers)
         own = headers.get("x-tenant-id", "")
         if own:
@@ -93,71 +99,71 @@ class Authenticator:
         return self._tag(account, own)
 
     def bind(self, request: GenerateRequest, account: Account | None) -> None:
-        """Say whose a request is, by its key, and bound what it asks for; raises ApiError (403).
+        """Set the request's owner and tenant and bound its hints; raises ApiError (403).
 
-        Until then its `cache_salt` is what the caller calls itself, from then on a tag.
+        Replaces `cache_salt`, so far the name given by the caller, with the tenant's tag.
         """
         own = request.cache_salt
         if account is not None:
-            account.check(request)
+            account.authorize(request)
         else:
-            if request.steers and not self._local:
-                raise self._lacking("routing")
-            of_class = None if request.hints.fair_class else own or None
-            request.hints = replace(request.hints, tenant=of_class)
+            if request.steers_routing and not self._local:
+                raise self._missing_scope("routing")
+            fair_class = None if request.hints.fair_class else own or None
+            request.hints = replace(request.hints, tenant=fair_class)
         request.cache_salt = self._tag(account, own)
 
     def _tag(self, account: Account | None, own: str) -> str:
-        """A caller only divides its key's tenant further; without keys it may be who it says."""
+        """Tag of the part `own` of the key's tenant; without keys, of the tenant `own`."""
         if account is None:
             return self._tenants.tag(own)
         return self._tenants.tag(account.key.tenant or "", own)
 
-    def permit(self, headers: Mapping[str, str], scope: Scope) -> Account | None:
-        """Who may do more than ask models: keys with the scope, or all where only this machine is.
+    def require_scope(self, headers: Mapping[str, str], scope: Scope) -> Account | None:
+        """The caller's account if it has the scope; without keys only local callers have it.
 
         Raises ApiError (401, 403).
         """
         account = self.account(headers)
         if account is not None:
-            account.require(scope)
+            account.require_scope(scope)
         elif not self._local:
-            raise self._lacking(scope)
+            raise self._missing_scope(scope)
         return account
 
-    def shows(self, headers: Mapping[str, str]) -> bool:
-        """Whether the caller may see the state of the mesh: everyone without keys, else admins."""
+    def is_admin(self, headers: Mapping[str, str]) -> bool:
+        """True if the caller may see the mesh's state: has the scope "admin", or no keys exist."""
         try:
             account = self.account(headers)
             if account is not None:
-                account.require("admin")
+                account.require_scope("admin")
         except ApiError:
             return False
         return True
 
     @staticmethod
-    def _lacking(scope: Scope) -> ApiError:
-        reason = f"This needs an API key with the scope `{scope}`; no keys are configured."
+    def _missing_scope(scope: Scope) -> ApiError:
+        reason = f"An API key with the scope `{scope}` is required; no keys are configured."
         return ApiError("permission", reason, code="scope_missing")
 
     async def open(self) -> None:
         """Read the keys for the first time; raises KeysError."""
-        if self.closed:
+        if self.requires_keys:
             await self._reload()
 
     async def run(self) -> None:
-        """Follow changes for ever; a bad change is logged and the keys before it stay."""
-        while self.closed:
+        """Reload changed keys until cancelled; an invalid change is logged and not applied."""
+        while self.requires_keys:
             await asyncio.sleep(RELOAD_S)
             try:
                 await self._reload()
-            except (KeysError, NatsError, APIError, TimeoutError) as error:
-                self._complain(cause(error))
+            except (KeysError, BusError) as error:
+                self._log_failure(cause(error))
 
-    def _complain(self, reason: str) -> None:
+    def _log_failure(self, reason: str) -> None:
         if self._stamp != reason:
             self._stamp = reason
-            log.error("the API keys stay as they were: %s", reason)
+            log.error("API keys not reloaded: %s", reason)
 
     async def _reload(self) -> None:
         stamp = _stamp(self._file), await self._revision()
@@ -168,7 +174,7 @@ class Authenticator:
             keys += await self._bucket_keys()
         self.accounts.replace(keys, asyncio.get_running_loop().time())
         self._stamp = stamp
-        log.info("%d API keys", len(self.accounts))
+        log.info("loaded %d API keys", len(self.accounts))
 
     async def _revision(self) -> int:
         if not self._use_bucket:
@@ -177,29 +183,29 @@ class Authenticator:
         return (await bucket.status()).stream_info.state.last_seq
 
     async def _bucket_keys(self) -> list[Key]:
-        """All keys that can be read; the others are logged once each, and let nobody in."""
+        """The valid keys of the bucket; logs each invalid entry once."""
         found = await read_bucket(self._bus, self._bus.subjects.keys_bucket)
-        keys, bad = [], {}
+        keys, invalid = [], {}
         for name, value in found.items():
             try:
                 keys.append(msgspec.json.decode(value, type=Key))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                bad[name] = str(error)
-                if self._bad.get(name) != bad[name]:
-                    log.error("the API key %s in the bucket is left out: %s", name, error)
-        self._bad = bad
+                invalid[name] = str(error)
+                if self._invalid.get(name) != invalid[name]:
+                    log.error("API key %s in the bucket is invalid: %s", name, error)
+        self._invalid = invalid
         return keys
 
 
 def secret_of(headers: Mapping[str, str]) -> str | None:
-    """The key as OpenAI's clients send it, or as Anthropic's do."""
+    """The secret in `Authorization: Bearer` (OpenAI) or `x-api-key` (Anthropic)."""
     bearer = headers.get("authorization", "")
     if bearer[:7].lower() == "bearer ":
         return bearer[7:].strip()
     return headers.get("x-api-key")
 
 
-def _check_text(headers: Mapping[str, str]) -> None:
+def _check_utf8(headers: Mapping[str, str]) -> None:
     for name, value in headers.items():
         if not value.isascii():
             try:

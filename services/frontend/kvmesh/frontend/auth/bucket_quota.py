@@ -1,4 +1,4 @@
-"""Each tenant's share of a bucket that all share."""
+"""Quota of each tenant in a bucket that all tenants share."""
 
 import asyncio
 from collections import OrderedDict
@@ -7,26 +7,24 @@ from hashlib import blake2b
 from kvmesh.bus.buckets import bucket_sizes
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import owner
+from kvmesh.runtime.lru import LruCache
 
 FRESH_S = 60.0
-MOST_OWNERS = 10_000
+MAX_OWNERS = 10_000
 
 
 def owner_of(tenant: str) -> str:
-    """The first token of the keys of a tenant: those that it divides itself into share one."""
-    return named(owner(tenant))
+    """First token of a tenant's keys; all parts of a tenant share it."""
+    return key_token(owner(tenant))
 
 
-def named(text: str) -> str:
-    """A text as one token of a key."""
+def key_token(text: str) -> str:
+    """A text as one token of a bucket key."""
     return blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-class Holding:
-    """The bytes of one owner, by entry, oldest first. Pure. An entry's keys differ in the last
-
-    token only.
-    """
+class OwnerUsage:
+    """Bytes of one owner by entry, oldest first; keys of an entry differ in the last token."""
 
     def __init__(self, sizes: dict[str, int], now: float) -> None:
         self._entries: OrderedDict[str, int] = OrderedDict()
@@ -39,10 +37,10 @@ class Holding:
         self._entries[entry] = self._entries.get(entry, 0) + size
         self.total += size
 
-    def drop(self, most: int) -> list[str]:
-        """Forget the oldest entries until no more than `most` bytes are left; which they were."""
+    def evict(self, max_bytes: int) -> list[str]:
+        """Drop the oldest entries until at most `max_bytes` are left; return the dropped ones."""
         dropped = []
-        while self.total > most and self._entries:
+        while self.total > max_bytes and self._entries:
             entry, size = self._entries.popitem(last=False)
             self.total -= size
             dropped.append(entry)
@@ -50,33 +48,31 @@ class Holding:
 
 
 class BucketQuota:
-    """Drops the oldest of an owner for what it adds.
+    """Purges an owner's oldest entries when new ones exceed its quota.
 
-    What an owner adds through other frontends is seen when its entries are read again, which
-    happens once a minute at most, and only where it has half of its share.
+    Entries written by other frontends are counted when sizes are read again: at most once a minute,
+    and only for an owner that uses half of its quota.
     """
 
-    def __init__(self, bus: Bus, bucket: str, most: int) -> None:
+    def __init__(self, bus: Bus, bucket: str, max_bytes: int) -> None:
         self._bus = bus
         self._bucket = bucket
-        self.most = most
-        self._held: OrderedDict[str, Holding] = OrderedDict()
+        self.max_bytes = max_bytes
+        self._usages: LruCache[str, OwnerUsage] = LruCache(MAX_OWNERS)
 
-    async def make_room(self, entry: str, size: int) -> None:
-        """Before an entry of so many bytes is written; raises the server's errors."""
+    async def reserve(self, entry: str, size: int) -> None:
+        """Make space for an entry of `size` bytes; raises the server's errors."""
         owner, now = entry.partition(".")[0], asyncio.get_running_loop().time()
-        held = self._held.get(owner)
-        if held is None or (held.total > self.most // 2 and now - held.read_at > FRESH_S):
+        usage = self._usages.get(owner)
+        if usage is None or (usage.total > self.max_bytes // 2 and now - usage.read_at > FRESH_S):
             sizes = await bucket_sizes(self._bus, self._bucket, f"{owner}.>")
-            held = self._held[owner] = Holding(sizes, now)
-        self._held.move_to_end(owner)
-        if len(self._held) > MOST_OWNERS:
-            self._held.popitem(last=False)
-        held.add(entry, size)
-        for old in held.drop(self.most):
+            usage = OwnerUsage(sizes, now)
+            self._usages.put(owner, usage)
+        usage.add(entry, size)
+        for old in usage.evict(self.max_bytes):
             await self.purge(old)
 
     async def purge(self, entry: str) -> None:
-        """Remove all of an entry at once."""
+        """Remove all keys of an entry."""
         stream, subject = f"KV_{self._bucket}", f"$KV.{self._bucket}.{entry}.>"
         await self._bus.js.purge_stream(stream, subject=subject)

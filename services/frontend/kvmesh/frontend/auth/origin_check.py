@@ -1,33 +1,33 @@
-"""Whether a request was made by a program of this machine, or by a web page of elsewhere. Pure."""
+"""Detects requests to a loopback frontend that web pages of other origins have caused. Pure."""
 
 from collections.abc import Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-SENDABLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
-PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+FORM_CONTENT_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 
 
-def foreign(method: str, headers: Mapping[str, str]) -> str | None:
-    """The reason why a request is not of this machine; None if nothing speaks against it."""
+def cross_origin_fault(method: str, headers: Mapping[str, str]) -> str | None:
+    """Reason to refuse a request as cross-origin or proxied; None if it may be local."""
     host = headers.get("host", "")
     if host and not is_loopback(f"//{host}"):
-        return f"Host `{host}` is not a name of this machine's loopback; configure API keys."
-    if any(name in headers for name in PROXIES):
-        return "Requests through a proxy need API keys; none are configured."
+        return f"Host `{host}` is not a loopback name; configure API keys to allow it."
+    if any(name in headers for name in PROXY_HEADERS):
+        return "Requests through a proxy require API keys; none are configured."
     origin = headers.get("origin")
     if origin is not None and not is_loopback(origin):
-        return f"Web pages of `{origin}` may not ask here without API keys."
+        return f"Requests from the origin `{origin}` require API keys; none are configured."
     if headers.get("sec-fetch-site") == "cross-site":
-        return "Web pages of other sites may not ask here without API keys."
+        return "Cross-site requests require API keys; none are configured."
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if method == "POST" and kind in SENDABLE:
-        return f"A body of type `{kind}` could be a web page's; send application/json."
+    if method == "POST" and kind in FORM_CONTENT_TYPES:
+        return f"Content type `{kind}` is not accepted without API keys; send application/json."
     return None
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a URL's host is this machine, by name or number."""
+    """True if a URL's host is a loopback name or address."""
     try:
         host = urlsplit(url).hostname or ""
         return host == "localhost" or host.endswith(".localhost") or ip_address(host).is_loopback

@@ -1,25 +1,24 @@
-"""Everyone who holds a model's blocks, and commands to all of them."""
+"""Client for control commands to the processes that hold a model's blocks."""
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
-from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Control, ControlReply, Instance, Role
 
-log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
+_replies = msgspec.msgpack.Decoder(ControlReply)
 
 
 class InstanceReply(Struct, frozen=True):
-    """What one process answered: `blocks` is how many a command concerned in its tiers."""
+    """One process's reply; `blocks` counts the blocks in its tiers that the command affected."""
 
     instance: str
     name: str
@@ -31,43 +30,41 @@ class InstanceReply(Struct, frozen=True):
 
 
 class ControlClient:
-    """Workers hold tier 0 of their model, block managers the tiers below for all of their node."""
+    """Sends commands: workers hold tier G1 of their model, kvbms the lower tiers of their node."""
 
     def __init__(self, bus: Bus, directory: Directory) -> None:
         self._bus = bus
         self._directory = directory
 
-    def of(self, models: Iterable[str]) -> list[Instance]:
+    def holders_of(self, models: Iterable[str]) -> list[Instance]:
+        """The cards of the processes that hold blocks of any of `models`."""
         wanted = set(models)
-        return [card for card in self._directory.instances if wanted & held(card)]
+        return [card for card in self._directory.instances if wanted & held_models(card)]
 
-    async def tell(self, cards: Iterable[Instance], command: Control) -> list[InstanceReply]:
-        """All answers; who does not answer in time is told of, not waited for."""
-        return list(await asyncio.gather(*(self._tell(card, command) for card in cards)))
+    async def broadcast(self, cards: Iterable[Instance], command: Control) -> list[InstanceReply]:
+        """Send a command to all; a missing reply is one with its reason."""
+        return list(await asyncio.gather(*(self._send(card, command) for card in cards)))
 
-    async def ask(self, instance: str, command: Control) -> ControlReply:
+    async def request(self, instance: str, command: Control) -> ControlReply:
+        """Send a command and return its reply, or one with the reason why there was none."""
         subject = self._bus.subjects.ctl(instance)
         try:
-            return await self._bus.request(subject, command, ControlReply, TIMEOUT_S)
-        except (BusError, NatsError) as error:
+            return await self._bus.request(subject, command, _replies, TIMEOUT_S)
+        except BusError as error:
             return ControlReply(False, cause(error))
 
-    async def publish(self, cards: Iterable[Instance], command: Control) -> None:
-        """Send without waiting for answers; a loss is logged, since it costs room at most."""
-        try:
-            for card in cards:
-                await self._bus.publish(self._bus.subjects.ctl(card.instance), command)
-        except NatsError as error:
-            log.warning("lost a %s: %s", type(command).__name__, cause(error))
+    def post(self, cards: Iterable[Instance], command: Control) -> None:
+        """Send without waiting for replies; a lost command costs capacity only, and is logged."""
+        for card in cards:
+            self._bus.post(self._bus.subjects.ctl(card.instance), command)
 
-    async def _tell(self, card: Instance, command: Control) -> InstanceReply:
-        reply = await self.ask(card.instance, command)
-        role = card.role.value
-        where = (card.instance, card.name, role, card.node)
-        return InstanceReply(*where, reply.ok, reply.blocks, reply.reason)
+    async def _send(self, card: Instance, command: Control) -> InstanceReply:
+        reply = await self.request(card.instance, command)
+        identity = (card.instance, card.name, card.role.value, card.node)
+        return InstanceReply(*identity, reply.ok, reply.blocks, reply.reason)
 
 
-def held(card: Instance) -> set[str]:
+def held_models(card: Instance) -> set[str]:
     """Models of which a process holds blocks."""
     if card.role is Role.WORKER and card.model is not None:
         return {card.model.name}
@@ -76,17 +73,17 @@ def held(card: Instance) -> set[str]:
     return set()
 
 
-def summed(told: Iterable[InstanceReply]) -> dict[str, Any]:
-    """For an answer: how many blocks in all, and what each process said to all it was told."""
+def summary(replies: Iterable[InstanceReply]) -> dict[str, Any]:
+    """JSON of a broadcast: the total of blocks, and one merged reply of each process."""
     by_instance: dict[str, InstanceReply] = {}
-    for said in told:
-        before = by_instance.get(said.instance)
-        by_instance[said.instance] = said if before is None else _both(before, said)
-    instances = [asdict(said) for said in by_instance.values()]
-    return {"blocks": sum(said["blocks"] for said in instances), "instances": instances}
+    for reply in replies:
+        before = by_instance.get(reply.instance)
+        by_instance[reply.instance] = reply if before is None else _merged(before, reply)
+    instances = [asdict(reply) for reply in by_instance.values()]
+    return {"blocks": sum(reply["blocks"] for reply in instances), "instances": instances}
 
 
-def _both(one: InstanceReply, other: InstanceReply) -> InstanceReply:
+def _merged(one: InstanceReply, other: InstanceReply) -> InstanceReply:
     return replace(
         one,
         ok=one.ok and other.ok,

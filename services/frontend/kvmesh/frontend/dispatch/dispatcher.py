@@ -1,16 +1,12 @@
-"""Getting a sequence onto a worker, and onto another one when the first is lost."""
+"""Dispatch of sequences to workers, and their migration when a worker is lost."""
 
 import asyncio
 import logging
 import time
 from array import array
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
-from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     RankKey,
@@ -24,277 +20,271 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.isolation import Isolation
+from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.remote_prefill import PrefillFailed, RemotePrefill
 from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.route_request import route_request
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.suspects import Suspects
-from kvmesh.frontend.dispatch.token_inbox import TokenInbox
+from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.dispatch.token_stream import Loss, TokenStream
 from kvmesh.frontend.dispatch.work_client import WorkClient
-from kvmesh.frontend.errors import ApiError, Culprit, InvalidRequest, Overloaded, Unavailable
-from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptTokens
+from kvmesh.frontend.errors import ApiError, InvalidRequest, Overloaded, PoisonRequest, Unavailable
+from kvmesh.frontend.preprocess.preprocessor import PromptTokens
 from kvmesh.hashing import block_hashes
 from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.1
-LEAST_S = 0.001  # a deadline that has passed is for a router to refuse
-
-
-@dataclass
-class SequenceTask:
-    """One sequence to be generated. `current` is its prompt, after a migration with what was
-    generated before; `exclude` lists instances that have refused it or were lost with it, `avoided`
-    those and the ones that did not answer when a router was last asked.
-    `prefill` is its prompt while another worker computes it, `handoff` where that one left it.
-    `arrived` is the Unix time of its place in the routers' queue, which it keeps once placed."""
-
-    prepared: PreparedRequest
-    prompt: PromptTokens
-    sequence: TokenStream
-    deadline: float
-    index: int = 0
-    exclude: list[str] = field(default_factory=list)
-    refused: bool = False
-    routed: Routed | None = None
-    extended: PromptTokens | None = None
-    avoided: list[str] = field(default_factory=list)
-    prefill: RemotePrefill | None = None
-    handoff: dict[str, Any] | None = None
-    arrived: float | None = None
-
-    @property
-    def model(self) -> str:
-        return self.prepared.model.card.name
-
-    @property
-    def sequences(self) -> list[TokenStream]:
-        """What workers are at now."""
-        return [self.sequence] if self.prefill is None else [self.sequence, self.prefill.sequence]
-
-    @property
-    def current(self) -> PromptTokens:
-        return self.extended or self.prompt
 
 
 class Dispatcher:
-    """Places sequences and follows them to their end."""
+    """Runs sequences on workers: `dispatch`, `follow` to the end, `release`."""
 
     def __init__(
         self,
-        bus: Bus,
         instance: str,
-        inbox: TokenInbox,
-        tracker: SequenceEventPublisher,
-        directory: Directory,
-        asking: RouteClient,
+        workers: WorkClient,
+        monitor: LivenessMonitor,
+        routes: RouteClient,
+        events: SequenceEventPublisher,
         settings: FrontendSettings,
     ) -> None:
-        self._bus = bus
         self._instance = instance
-        self._inbox = inbox
-        self._tracker = tracker
+        self._workers = workers
+        self._monitor = monitor
+        self._routes = routes
+        self._events = events
         self._migration_limit = settings.migration_limit
         self._route_timeout = settings.route_timeout_s
         self._restart_wait = settings.restart_wait_s
         self._prefill_timeout = settings.prefill_timeout_s
-        self.offers = WorkClient(bus, inbox, directory)
-        self._asking = asking
-        self.suspects = Suspects()
-        self._isolation = Isolation(self.suspects, lambda: self.offers.buried_at)
+        self._suspects = Suspects()
+        self._isolation = Isolation(self._suspects, lambda: workers.lost_at)
+        self._tasks: set[SequenceTask] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._loop = asyncio.get_running_loop()
 
-    async def place(self, job: SequenceTask) -> None:
-        """Return once a worker has taken the sequence; raises ApiError if none will."""
+    async def drain(self, timeout: float) -> None:
+        """Return once no sequence is in flight; after `timeout` seconds fail the remaining ones."""
         try:
-            await self._place(job)
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            for task in self._tasks:
+                task.dispatch.deadline = self._loop.time()
+                if task.stream.instance:
+                    task.stream.fail(Unavailable("The server is stopping."))
+
+    async def dispatch(self, task: SequenceTask) -> None:
+        """Return once a worker has accepted the sequence. Raises ApiError if none does."""
+        self._tasks.add(task)
+        self._idle.clear()
+        self._monitor.watch(task.model, task.stream)
+        await self._dispatch(task)
+
+    def release(self, task: SequenceTask) -> None:
+        """Free what the sequence holds in this process, in routers and in its worker."""
+        stream = task.stream
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._idle.set()
+        self._monitor.unwatch(stream)
+        self._workers.inbox.remove(stream)
+        self._suspects.forget(stream.id)
+        stream.stop("cancelled")
+        if stream.attempts:
+            self._events.event(task.model, SeqFree(stream.attempt))
+        if stream.instance and not stream.engine_done:
+            self._workers.cancel(stream)
+
+    async def _dispatch(self, task: SequenceTask) -> None:
+        try:
+            await self._try_workers(task)
         except MessageTooLarge as error:
             reason = f"The request is larger than the mesh carries ({error.size} bytes)."
             raise ApiError("too_large", reason) from error
 
-    async def _place(self, job: SequenceTask) -> None:
+    async def _try_workers(self, task: SequenceTask) -> None:
+        stream = task.stream
         while True:
-            if job.sequence.id in self.suspects:
-                await self._isolation.enter(job.sequence)
-            routed = await self._route(job)
+            if stream.id in self._suspects:
+                await self._isolation.enter(stream)
+            routed = await self._route(task)
             if routed.prefill is not None:
-                if job.handoff is None:
-                    await self._prefill(job, routed.prefill)
-                self._tracker.event(job.model, SeqFree(prefill_part(job.sequence.attempt)))
-            if await self._offer(job, routed):
+                if task.dispatch.handoff is None:
+                    await self._prefill(task, routed.prefill)
+                self._events.event(task.model, SeqFree(prefill_part(stream.attempt)))
+            if await self._offer(task, routed):
                 return
-            self._tracker.event(job.model, SeqFree(job.sequence.attempt))
+            self._events.event(task.model, SeqFree(stream.attempt))
 
-    async def _route(self, job: SequenceTask) -> Routed:
-        moving = job.extended is not None
-        patience: float | None = job.deadline if moving else None
-        job.sequence.next_attempt()
+    async def _route(self, task: SequenceTask) -> Routed:
+        state = task.dispatch
+        migrating = state.extended is not None
+        patience: float | None = state.deadline if migrating else None
+        task.stream.next_attempt()
         while True:
-            left = job.deadline - self._loop.time()
+            left = state.deadline - self._loop.time()
             if left <= 0:
                 raise ApiError("timeout", "No worker was free in time.", retry_after=1.0)
-            answer = await self._ask(job, left)
-            if isinstance(answer, Routed):
-                job.routed = answer
-                return answer
+            reply = await self._query_router(task, left)
+            if isinstance(reply, Routed):
+                state.routed = reply
+                return reply
             now = self._loop.time()
             if patience is None:
                 patience = now + self._restart_wait
-            _check(answer, job, now < patience)
+            _check(reply, task, now < patience)
             await asyncio.sleep(RETRY_S)
 
-    async def _ask(self, job: SequenceTask, left: float) -> Routed | Refused:
-        def compose(anew: bool, arrived: float | None) -> RouteRequest:
-            if anew:
-                job.sequence.next_attempt()
-            job.avoided = [*job.exclude, *self.offers.silent]
-            return _route_request(job, job.deadline - self._loop.time(), arrived)
+    async def _query_router(self, task: SequenceTask, left: float) -> Routed | Refused:
+        state = task.dispatch
 
-        arrived, job.arrived = job.arrived, job.arrived or time.time()
+        def compose(new_attempt: bool, arrived: float | None) -> RouteRequest:
+            if new_attempt:
+                task.stream.next_attempt()
+            state.avoided = [*state.exclude, *self._workers.silent]
+            return _route_request(task, state.deadline - self._loop.time(), arrived)
+
+        arrived, state.arrived = state.arrived, state.arrived or time.time()
         try:
-            return await self._asking.ask(job.model, compose, left, arrived)
+            return await self._routes.request(task.model, compose, left, arrived)
         except msgspec.MsgspecError as error:
-            raise ApiError("internal", f"unreadable answer from a router: {error}") from error
+            raise ApiError("internal", f"unreadable reply from a router: {error}") from error
 
-    async def _prefill(self, job: SequenceTask, rank: RankKey) -> None:
-        """Have the prompt computed there; if that fails, the worker that goes on computes it."""
-        prefill = job.prefill = RemotePrefill(job.sequence, self._loop.time())
-        code, work = "done", self._work(job, rank.rank)
+    async def _prefill(self, task: SequenceTask, rank: RankKey) -> None:
+        """Have a prefill worker compute the prompt; if it fails, the decode worker computes it."""
+        stream = task.stream
+        prefill = RemotePrefill(task.model, stream, self._loop.time())
+        code, work = "done", self._work(task, rank.rank)
         try:
-            job.handoff = await prefill.run(
-                self.offers, self._inbox, rank, work, self._prefill_timeout
+            task.dispatch.handoff = await prefill.run(
+                self._workers, self._monitor, rank, work, self._prefill_timeout
             )
-            job.sequence.found = prefill.sequence.cached
+            stream.prefilled(prefill.stream.cached)
         except PrefillFailed as failure:
             code = failure.code
             log.warning(
-                "the prompt of request %s was not computed by %s (%s), so it is by the next: %s",
-                *(job.sequence.id, rank.instance, code, failure),
+                "prefill worker %s did not compute the prompt of request %s (%s): %s",
+                *(rank.instance, stream.id, code, failure),
             )
-            self._blame(job.sequence, prefill.sequence, prefill.sequence.loss)
-        finally:
-            job.prefill = None
-        metrics.prefills.labels(job.model, code).inc()
+            self._blame(stream, prefill.stream, prefill.stream.loss)
+        metrics.prefills.labels(task.model, code).inc()
 
-    async def _offer(self, job: SequenceTask, routed: Routed) -> bool:
-        work = self._work(job, routed.rank)
-        sequence, instance = job.sequence, routed.instance
-        careful = sequence.id in self.suspects
-        # before it is: an engine may die of it sooner than its worker's answer is read
-        self.suspects.placed(sequence.id, instance, lambda: sequence.made_by(instance))
-        offered = await self.offers.make(sequence, instance, work, careful)
+    async def _offer(self, task: SequenceTask, routed: Routed) -> bool:
+        stream, instance, state = task.stream, routed.instance, task.dispatch
+        suspected = stream.id in self._suspects
+        # before the offer: a crashing engine may be seen before its worker's reply is read
+        self._suspects.dispatched(stream.id, instance, lambda: stream.fresh_on(instance))
+        work = self._work(task, routed.rank)
+        offered = await self._workers.offer(stream, task.consumer, instance, work, suspected)
         if offered.status == "accepted":
             return True
-        metrics.reroutes.labels(job.model, offered.status).inc()
+        metrics.reroutes.labels(task.model, offered.status).inc()
         if offered.status == "invalid":
             raise InvalidRequest(f"The engine refused the request: {offered.reason}")
-        job.refused = job.refused or offered.status in ("busy", "draining")
+        state.refused = state.refused or offered.status in ("busy", "draining")
         if offered.status == "silent":
-            self._blame(sequence, sequence, "vanished")
+            self._blame(stream, stream, "vanished")
         elif offered.status == "away":
             await asyncio.sleep(RETRY_S)
         elif offered.status != "frozen":
-            job.exclude.append(instance)
+            state.exclude.append(instance)
         return False
 
-    def _blame(self, sequence: TokenStream, part: TokenStream, loss: Loss) -> None:
-        """Raise Culprit if two engines were lost over it, the last one while it ran `part`."""
+    def _blame(self, stream: TokenStream, part: TokenStream, loss: Loss) -> None:
+        """Raise PoisonRequest if two engines were lost, the last one while it ran `part`."""
         if not loss:
             return
         failed = loss == "failed"
-        if self.suspects.lost(sequence.id, part.instance, part.fresh, failed):
-            metrics.culprits.inc()
-            reason = part.lost or "the last one did not answer when it was offered"
-            log.error("request %s is given to no further worker: %s", sequence.id, reason)
-            raise Culprit(reason)
+        if self._suspects.lost(stream.id, part.instance, part.fresh, failed):
+            metrics.poison_requests.inc()
+            reason = part.lost or "the last one did not reply to the offer"
+            log.error("request %s is offered to no further worker: %s", stream.id, reason)
+            raise PoisonRequest(reason)
 
-    def _work(self, job: SequenceTask, rank: int) -> Work:
-        request = job.prepared.request
+    def _work(self, task: SequenceTask, rank: int) -> Work:
+        request = task.prepared.request
         return Work(
-            request=job.sequence.attempt,
+            request=task.stream.attempt,
             frontend=self._instance,
-            tokens=job.current.tokens,
-            sampling=_sampling(job),
-            salt=job.prompt.salt,
-            adapter=job.prepared.adapter,
+            tokens=task.current_prompt.tokens,
+            sampling=_sampling(task),
+            salt=task.prompt.salt,
+            adapter=task.prepared.adapter,
             rank=rank,
             priority=request.hints.priority,
-            generated=len(job.sequence.tokens),
+            generated=len(task.stream.tokens),
             session=request.hints.session,
             turn=request.turn,
-            handoff=job.handoff,
+            handoff=task.dispatch.handoff,
             tenant=request.cache_salt,
             parent_session=request.hints.parent_session,
-            retention=job.prompt.retention,
+            retention=task.prompt.retention,
             decode=request.decode,
         )
 
-    async def follow(self, job: SequenceTask) -> None:
-        """Return when the sequence has ended; raises its error. Moves it off lost workers."""
-        sequence = job.sequence
-        moves = 0
+    async def follow(self, task: SequenceTask) -> None:
+        """Return when the sequence has ended; raise its error. Migrates it off lost workers."""
+        stream = task.stream
+        migrations = 0
         while True:
-            await sequence.ended.wait()
-            self._inbox.remove(sequence)
-            if sequence.finish is not None:
+            await stream.ended.wait()
+            self._workers.inbox.remove(stream)
+            if stream.finish is not None:
                 break
-            await self._leave(job)
-            self._blame(sequence, sequence, sequence.loss)
-            if moves == self._migration_limit:
-                raise Unavailable(f"The worker was lost: {sequence.lost}")
-            moves += 1
-            await self._migrate(job)
-        if sequence.error is not None:
-            raise sequence.error
+            self._end_attempt(task)
+            self._blame(stream, stream, stream.loss)
+            if migrations == self._migration_limit:
+                raise Unavailable(f"The worker was lost: {stream.lost}")
+            migrations += 1
+            await self._migrate(task)
+        if stream.error is not None:
+            raise stream.error
 
-    async def _leave(self, job: SequenceTask) -> None:
-        """The old attempt may still run somewhere: it must not hold blocks for nobody."""
-        await self.offers.cancel(job.sequence)
-        self._tracker.event(job.model, SeqFree(job.sequence.attempt))
+    def _end_attempt(self, task: SequenceTask) -> None:
+        """Free the lost attempt's blocks: it may still run."""
+        self._workers.cancel(task.stream)
+        self._events.event(task.model, SeqFree(task.stream.attempt))
 
-    async def _migrate(self, job: SequenceTask) -> None:
-        sequence = job.sequence
+    async def _migrate(self, task: SequenceTask) -> None:
+        stream, state = task.stream, task.dispatch
         log.warning(
-            "request %s moves off %s after %d tokens: %s",
-            *(sequence.id, sequence.instance, len(sequence.tokens), sequence.lost),
+            "request %s migrates off %s after %d tokens: %s",
+            *(stream.id, stream.instance, len(stream.tokens), stream.lost),
         )
-        metrics.migrations.labels(job.model).inc()
-        if len(sequence.tokens) >= job.prepared.max_tokens:
-            sequence.finish = "length"
+        metrics.migrations.labels(task.model).inc()
+        if len(stream.tokens) >= task.prepared.max_tokens:
+            stream.stop("length")
             return
-        job.extended = _extended(job.prompt, sequence.tokens, job.prepared.model.card.block_size)
-        job.exclude, job.refused = [sequence.instance], False
-        job.handoff = None
-        job.deadline = self._loop.time() + self._route_timeout
-        await self.place(job)
+        block_size = task.prepared.model.card.block_size
+        state.extended = _extended(task.prompt, stream.tokens, block_size)
+        state.exclude, state.refused = [stream.instance], False
+        state.handoff = None
+        state.deadline = self._loop.time() + self._route_timeout
+        await self._dispatch(task)
 
 
-def _route_request(job: SequenceTask, left: float, arrived: float | None) -> RouteRequest:
-    request = job.prepared.request
-    placement = request.placement
-    if job.avoided:
-        exclude = [*placement.exclude, *job.avoided]
-        placement = msgspec.structs.replace(placement, exclude=exclude)
-    return RouteRequest(
-        request=job.sequence.attempt,
-        model=job.model,
-        sequence_hashes=job.current.sequence_hashes,
-        tokens=job.current.count,
-        max_tokens=job.prepared.max_tokens,
-        deadline_s=max(left, LEAST_S),
-        adapter=job.prepared.adapter,
-        hints=request.hints,
-        placement=placement,
-        policy=request.policy,
-        overrides=request.overrides,
+def _route_request(task: SequenceTask, left: float, arrived: float | None) -> RouteRequest:
+    request = task.prepared.request
+    return route_request(
+        request,
+        task.current_prompt,
+        attempt=task.stream.attempt,
+        model=task.model,
+        adapter=task.prepared.adapter,
+        max_tokens=task.prepared.max_tokens,
+        deadline_s=left,
+        exclude=task.dispatch.avoided,
         explain="routing" in request.extra_fields,
-        salt=job.current.salt,
         arrived=arrived,
     )
 
 
-def _check(refused: Refused, job: SequenceTask, patient: bool) -> None:
-    """Raise what a refusal means to the client, unless it is worth asking again soon."""
+def _check(refused: Refused, task: SequenceTask, patient: bool) -> None:
+    """Raise the client's error for a refusal, unless a retry soon may succeed."""
     after = refused.retry_after_s
     if refused.code == "invalid":
         raise InvalidRequest(refused.reason)
@@ -302,28 +292,28 @@ def _check(refused: Refused, job: SequenceTask, patient: bool) -> None:
         raise Overloaded(refused.reason, after)
     if refused.code == "deadline":
         raise ApiError("timeout", refused.reason, retry_after=after)
-    if refused.code == "no_workers" and job.refused:
-        raise Overloaded(f"Every worker of `{job.model}` is busy.", after)
+    if refused.code == "no_workers" and task.dispatch.refused:
+        raise Overloaded(f"Every worker of `{task.model}` is busy.", after)
     if not patient and refused.code != "no_workers":
-        raise Unavailable(f"`{job.model}` cannot be served now: {refused.reason}", after)
-    if not patient or (refused.unmet and not job.avoided):
-        raise Unavailable(f"No worker serves `{job.model}` now: {refused.reason}", after)
+        raise Unavailable(f"`{task.model}` cannot be served now: {refused.reason}", after)
+    if not patient or (refused.unmet and not task.dispatch.avoided):
+        raise Unavailable(f"No worker serves `{task.model}` now: {refused.reason}", after)
 
 
 def _extended(prompt: PromptTokens, generated: list[int], block_size: int) -> PromptTokens:
     tokens = prompt.tokens + array("I", generated).tobytes()
-    _, sequence = block_hashes(tokens, block_size, prompt.salt)
+    _, sequence_hashes = block_hashes(tokens, block_size, prompt.salt)
     count = prompt.count + len(generated)
-    return PromptTokens(tokens, count, sequence, prompt.salt, prompt.retention)
+    return PromptTokens(tokens, count, sequence_hashes, prompt.salt, prompt.retention)
 
 
-def _sampling(job: SequenceTask) -> Sampling:
-    """Further choices of one prompt get further seeds, or they would all be the same."""
-    request = job.prepared.request
+def _sampling(task: SequenceTask) -> Sampling:
+    """Sampling with a seed of its own for each choice of a prompt."""
+    request = task.prepared.request
     seed = request.sampling.seed
     return msgspec.structs.replace(
         request.sampling,
-        max_tokens=job.prepared.max_tokens,
-        guided=job.prepared.guided,
-        seed=None if seed is None else seed + job.index % request.n,
+        max_tokens=task.prepared.max_tokens,
+        guided=task.prepared.guided,
+        seed=None if seed is None else seed + task.index % request.n,
     )

@@ -1,4 +1,4 @@
-"""A prompt computed by one worker, for another one to go on with its KV."""
+"""Computation of a prompt by a prefill worker, whose KV a decode worker then uses."""
 
 import asyncio
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import RankKey, Sampling, Work, prefill_part
-from kvmesh.frontend.dispatch.token_inbox import TokenInbox
-from kvmesh.frontend.dispatch.token_stream import Nobody, TokenStream
+from kvmesh.frontend.dispatch.liveness import LivenessMonitor
+from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.dispatch.work_client import WorkClient
 
 
 class PrefillFailed(Exception):
-    """The worker that goes on has to compute the prompt; `code` is for metrics."""
+    """The decode worker has to compute the prompt; `code` labels the metric."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
@@ -20,42 +20,54 @@ class PrefillFailed(Exception):
 
 
 class RemotePrefill:
-    """One prompt on one prefill worker. `sequence` is followed like any other.
+    """One prompt on one prefill worker, monitored like any other sequence.
 
-    Engines do not stop before a first token, which the worker that goes on computes again.
+    Engines do not stop before a first token; the decode worker computes that token again.
     """
 
-    def __init__(self, whole: TokenStream, now: float) -> None:
-        self.sequence = TokenStream(prefill_part(whole.attempt), Nobody(), now)
-        self.sequence.next_attempt()
-        self.sequence.tokens = list(whole.tokens)
+    def __init__(self, model: str, whole: TokenStream, now: float) -> None:
+        self._model = model
+        self.stream = TokenStream(prefill_part(whole.attempt), now, whole.tokens)
+        self.stream.next_attempt()
 
     async def run(
-        self, offers: WorkClient, inbox: TokenInbox, rank: RankKey, work: Work, timeout: float
+        self,
+        workers: WorkClient,
+        monitor: LivenessMonitor,
+        rank: RankKey,
+        work: Work,
+        timeout: float,
     ) -> dict[str, Any]:
-        """Where the KV is, as the engines understand it; raises PrefillFailed."""
-        sequence = self.sequence
-        part = _only_prompt(work, sequence.attempt, rank.rank)
+        """Return the engine's handoff: the location of the KV. Raises PrefillFailed."""
+        stream = self.stream
+        part = _prompt_only(work, stream.attempt, rank.rank)
+        monitor.watch(self._model, stream)
         try:
             async with asyncio.timeout(timeout):
-                offered = await offers.make(sequence, rank.instance, part)
+                offered = await workers.offer(stream, _ignore, rank.instance, part)
                 if offered.status != "accepted":
                     raise PrefillFailed(offered.status, offered.reason)
-                await sequence.ended.wait()
+                await stream.ended.wait()
         except TimeoutError as error:
             raise PrefillFailed("timeout", f"not done in {timeout:g} s") from error
         finally:
-            inbox.remove(sequence)
-            if sequence.instance and not sequence.engine_done:
-                await offers.cancel(sequence)
-        if sequence.finish is None:
-            raise PrefillFailed("lost", sequence.lost)
-        if sequence.handoff is None:
-            reason = sequence.error.message if sequence.error else "no KV was left"
-            raise PrefillFailed("failed", reason)
-        return sequence.handoff
+            monitor.unwatch(stream)
+            workers.inbox.remove(stream)
+            if stream.instance and not stream.engine_done:
+                workers.cancel(stream)
+        if stream.finish is None:
+            raise PrefillFailed("lost", stream.lost)
+        if stream.handoff is None:
+            raise PrefillFailed(
+                "failed", stream.error.message if stream.error else "no KV was left"
+            )
+        return stream.handoff
 
 
-def _only_prompt(work: Work, request: str, rank: int) -> Work:
+def _prompt_only(work: Work, request: str, rank: int) -> Work:
     sampling = Sampling(max_tokens=work.generated + 1, temperature=0.0, ignore_eos=True)
     return replace(work, request=request, rank=rank, sampling=sampling, prefill=True)
+
+
+def _ignore() -> None:
+    """Consumer of tokens that no client receives."""

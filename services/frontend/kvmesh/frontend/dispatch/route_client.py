@@ -1,22 +1,20 @@
-"""Asking routers for placements. Where one does not answer in time, another one is asked.
+"""Client of the routers: queries one for a placement, and another if it does not reply in time.
 
-A router answers a question at once, or says at once that it waits in its queue. What a question
-needs to be asked again, its frontend keeps: routers may freeze, restart and leave meanwhile. An
-attempt that was given up is freed, however late a router comes to place it.
+A router replies at once, with a placement or with `Parked` if the request waits in its queue. The
+frontend retains all that it needs to repeat a query, since routers may freeze, restart or leave
+meanwhile. An abandoned attempt is freed whenever a router places it.
 """
 
 import asyncio
 import itertools
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from nats.aio.msg import Msg
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     Instance,
@@ -32,71 +30,73 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.peer_choice import Peers
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.runtime.lru import LruCache
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
-ACK_S = 0.75  # for a router to say that it has a question, or to answer it
-SILENT_S = 1.0  # without a sign of life, after which what waits in a router is asked elsewhere
-MARGIN_S = 1.0  # for a router to say itself that there was no placement in time
-MOST_LATE = 16_384  # given-up attempts whose placement would still be noticed
-ANYONE = ""  # in place of an instance: the queue group of all routers
-NOBODY = Refused(code="unavailable", reason="no router is running")
+ACK_S = 0.75  # for a router to reply, with a placement or `Parked`
+SILENT_S = 1.0  # without a message from a router, after which its queries move to others
+MARGIN_S = 1.0  # beyond the deadline, for the router's own refusal
+MAX_ABANDONED = 16_384  # abandoned attempts whose late placement is still freed
+ANY_ROUTER = ""  # in place of an instance: the queue group of all routers
+NO_ROUTER = Refused(code="unavailable", reason="no router is running")
 _news: "msgspec.msgpack.Decoder[RouteNews]" = msgspec.msgpack.Decoder(RouteNews)
 Compose = Callable[[bool, float | None], RouteRequest]
 
 
 @dataclass(eq=False, slots=True)
-class RouteQuestion:
-    """A request to be placed. `compose` makes it, with a new attempt id if its first argument is
-    true; the second is when it `arrived`, as a Unix time, if it has had a place in a queue."""
+class RouteQuery:
+    """A query in progress. `compose` makes its message, with a new attempt id if its first argument
+    is true; the second is its arrival (Unix time) if it has been in a queue before. `abandoned`
+    lists attempts to free once a later one is in a queue."""
 
     model: str
     compose: Compose
     request: RouteRequest
     deadline: float
-    answer: asyncio.Future[Routed | Refused]
-    began: float
+    reply: asyncio.Future[Routed | Refused]
+    created: float
     arrived: float | None
-    router: str = ANYONE
+    router: str = ANY_ROUTER
     token: str = ""
-    asked_at: float = 0.0
+    sent_at: float = 0.0
     parked: bool = False
     declined: set[str] = field(default_factory=set)
-    given_up: list[str] = field(default_factory=list)
+    abandoned: list[str] = field(default_factory=list)
 
 
 class RouteClient:
-    """All questions of one frontend.
+    """All route queries of one frontend.
 
-    Its clock stands still while this process does not run or has no connection: what others seem
-    to have kept silent about then may be waiting to be read.
+    Its clock stops while this process does not run or has no connection: replies of that time may
+    still be unread.
     """
 
-    def __init__(self, bus: Bus, tracker: SequenceEventPublisher) -> None:
+    def __init__(self, bus: Bus, events: SequenceEventPublisher) -> None:
         self._bus = bus
-        self._tracker = tracker
+        self._events = events
         self._loop = asyncio.get_running_loop()
-        self._inbox = bus.client.new_inbox()
+        self._inbox = bus.new_inbox()
         self._names = itertools.count(1)
-        self._questions: dict[str, RouteQuestion] = {}
-        self._late: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._queries: dict[str, RouteQuery] = {}
+        self._abandoned: LruCache[str, tuple[str, str]] = LruCache(MAX_ABANDONED)
         self._pings: dict[str, tuple[str, float]] = {}
         self._clock = 0.0
         self.routers = Peers(SILENT_S)
 
     async def open(self) -> None:
-        """Hear answers; to be called before the first question."""
-        await self._bus.client.subscribe_direct(f"{self._inbox}.*", self._receive)
-        self._bus.on_reconnect.append(self._ask_again)
+        """Subscribe to replies; call it before the first query."""
+        await self._bus.subscribe_raw(f"{self._inbox}.*", self._receive)
+        self._bus.on_reconnect.append(self._repeat_all)
 
-    async def ask(
+    async def request(
         self, model: str, compose: Compose, patience: float, arrived: float | None = None
     ) -> Routed | Refused:
-        """The answer to `compose(False, arrived)`, or to what it made later.
+        """The reply to the composed message, within `patience` seconds and a margin.
 
-        Raises MessageTooLarge, or MsgspecError for an unreadable answer.
+        Raises MessageTooLarge, or MsgspecError for a malformed reply.
         """
-        question = RouteQuestion(
+        query = RouteQuery(
             model,
             compose,
             compose(False, arrived),
@@ -105,197 +105,197 @@ class RouteClient:
             time.time(),
             arrived,
         )
-        self._put(question)
+        self._send(query)
         try:
-            return await question.answer
+            return await query.reply
         finally:
-            self._give_up(question)
-            self._free(question)
+            self._abandon(query)
+            self._free_abandoned(query)
 
     def joined(self, card: Instance) -> None:
         if card.role is Role.ROUTER:
             self.routers.joined(card.instance)
 
     def left(self, card: Instance) -> None:
-        """Its lease has ended: what waits there is for others."""
+        """A lease has ended: move the queries of a router to the others."""
         if card.role is Role.ROUTER:
             self.routers.left(card.instance)
-            for question in self._asked_of(card.instance):
-                self._put_anew(question)
+            for query in self._sent_to(card.instance):
+                self._requery(query)
 
     def stop(self) -> None:
-        """Nothing is worth waiting for any more."""
-        for question in list(self._questions.values()):
-            self._expire(question, "The server is stopping.")
+        """Refuse all queries in progress, since the server stops."""
+        for query in list(self._queries.values()):
+            self._expire(query, "The server is stopping.")
 
-    # asking
+    # queries
 
-    def _put(self, question: RouteQuestion) -> None:
-        """Ask the next router, or end the question if all have declined."""
-        router = self.routers.choose(question.declined)
-        if router is None and ANYONE in question.declined:
-            self._end(question, NOBODY)
+    def _send(self, query: RouteQuery) -> None:
+        """Query the next router; refuse if all have declined."""
+        router = self.routers.choose(query.declined)
+        if router is None and ANY_ROUTER in query.declined:
+            self._end(query, NO_ROUTER)
         else:
-            self._put_to(question, ANYONE if router is None else router)
+            self._send_to(query, ANY_ROUTER if router is None else router)
 
-    def _put_to(self, question: RouteQuestion, router: str) -> None:
-        self._questions.pop(question.token, None)
-        question.token = str(next(self._names))
-        question.router, question.parked = router, False
-        question.asked_at = self._clock
-        self._questions[question.token] = question
-        subjects, model = self._bus.subjects, question.model
-        subject = subjects.router(model) if router == ANYONE else subjects.router_at(model, router)
+    def _send_to(self, query: RouteQuery, router: str) -> None:
+        self._queries.pop(query.token, None)
+        query.token = str(next(self._names))
+        query.router, query.parked = router, False
+        query.sent_at = self._clock
+        self._queries[query.token] = query
+        subjects, model = self._bus.subjects, query.model
+        subject = (
+            subjects.router(model) if router == ANY_ROUTER else subjects.router_at(model, router)
+        )
         try:
-            self._bus.ask(subject, question.request, f"{self._inbox}.{question.token}")
+            self._bus.post(subject, query.request, f"{self._inbox}.{query.token}")
         except MessageTooLarge as error:
-            self._fail(question, error)
+            self._fail(query, error)
 
-    def _put_anew(self, question: RouteQuestion) -> None:
-        """Ask another router, as another attempt: the one asked before may still place that one."""
-        self._give_up(question)
-        question.given_up.append(question.request.request)
-        question.arrived = question.arrived or question.began
-        question.request = question.compose(True, question.arrived)
-        metrics.asked_again.labels(question.model).inc()
-        self._put(question)
+    def _requery(self, query: RouteQuery) -> None:
+        """Query another router with a new attempt: the previous router may place the old one."""
+        self._abandon(query)
+        query.abandoned.append(query.request.request)
+        query.arrived = query.arrived or query.created
+        query.request = query.compose(True, query.arrived)
+        metrics.route_retries.labels(query.model).inc()
+        self._send(query)
 
-    def _give_up(self, question: RouteQuestion) -> None:
-        """Whatever comes to this question as it was asked last, comes too late."""
-        if self._questions.pop(question.token, None) is not None:
-            self._late[question.token] = question.model, question.request.request
-            while len(self._late) > MOST_LATE:
-                self._late.popitem(last=False)
+    def _abandon(self, query: RouteQuery) -> None:
+        """Forget the latest attempt's token, but remember to free the attempt if it is placed."""
+        if self._queries.pop(query.token, None) is not None:
+            self._abandoned.put(query.token, (query.model, query.request.request))
 
-    def _free(self, question: RouteQuestion) -> None:
-        """Take the attempts that were given up off the books; not before there is a later one, or
-        the request would have no place in the queue for a moment."""
-        for attempt in question.given_up:
-            self._tracker.event(question.model, SeqFree(attempt))
-        question.given_up.clear()
+    def _free_abandoned(self, query: RouteQuery) -> None:
+        """Free abandoned attempts in all routers; only once a later attempt is queued or placed, so
+        that the request never loses its position in the queue."""
+        for attempt in query.abandoned:
+            self._events.event(query.model, SeqFree(attempt))
+        query.abandoned.clear()
 
-    def _end(self, question: RouteQuestion, answer: Routed | Refused) -> None:
-        self._questions.pop(question.token, None)
-        if not question.answer.done():
-            question.answer.set_result(answer)
+    def _end(self, query: RouteQuery, reply: Routed | Refused) -> None:
+        self._queries.pop(query.token, None)
+        if not query.reply.done():
+            query.reply.set_result(reply)
 
-    def _expire(self, question: RouteQuestion, reason: str) -> None:
-        self._give_up(question)
-        self._end(question, Refused(code="deadline", reason=reason))
+    def _expire(self, query: RouteQuery, reason: str) -> None:
+        self._abandon(query)
+        self._end(query, Refused(code="deadline", reason=reason))
 
-    def _fail(self, question: RouteQuestion, error: Exception) -> None:
-        self._questions.pop(question.token, None)
-        if not question.answer.done():
-            question.answer.set_exception(error)
+    def _fail(self, query: RouteQuery, error: Exception) -> None:
+        self._queries.pop(query.token, None)
+        if not query.reply.done():
+            query.reply.set_exception(error)
 
-    def _asked_of(self, router: str) -> list[RouteQuestion]:
-        return [each for each in self._questions.values() if each.router == router]
+    def _sent_to(self, router: str) -> list[RouteQuery]:
+        return [each for each in self._queries.values() if each.router == router]
 
-    def _ask_again(self) -> None:
-        """The connection broke, and answers with it. The same attempts: routers know them."""
-        for question in list(self._questions.values()):
-            if question.router in self.routers:
-                self._put_to(question, question.router)
+    def _repeat_all(self) -> None:
+        """Replies were lost with the connection: repeat the same attempts to the same routers."""
+        for query in list(self._queries.values()):
+            if query.router in self.routers:
+                self._send_to(query, query.router)
             else:
-                self._put_anew(question)
+                self._requery(query)
 
-    # hearing
+    # replies
 
-    def _receive(self, msg: Msg) -> None:
+    def _receive(self, msg: RawMessage) -> None:
         token = msg.subject.rpartition(".")[2]
         silent = msg.headers is not None and msg.headers.get("Status") == "503"
         if token in self._pings:
-            self._ponged(token, msg, silent)
+            self._on_pong(token, msg, silent)
             return
-        question = self._questions.get(token)
-        if question is None:
+        query = self._queries.get(token)
+        if query is None:
             if not silent:
-                self._too_late(token, msg)
+                self._late_reply(token, msg)
             return
         if silent:
-            self._declined(question)
+            self._on_declined(query)
             return
         try:
             news = _news.decode(msg.data)
         except msgspec.MsgspecError as error:
-            self._fail(question, error)
+            self._fail(query, error)
             return
-        self.routers.heard(question.router, self._clock, self._clock - question.asked_at)
+        self.routers.replied(query.router, self._clock, self._clock - query.sent_at)
         if isinstance(news, Parked):
-            question.parked, question.arrived = True, news.arrived
-            self._free(question)
+            query.parked, query.arrived = True, news.arrived
+            self._free_abandoned(query)
         elif isinstance(news, Refused) and news.moved:
-            question.arrived = question.arrived or question.began
-            self._declined(question)
+            query.arrived = query.arrived or query.created
+            self._on_declined(query)
         else:
-            self._end(question, news)
+            self._end(query, news)
 
-    def _declined(self, question: RouteQuestion) -> None:
-        """That router does not have the question, and others may know it by the same name."""
-        question.declined.add(question.router)
-        question.request = question.compose(False, question.arrived)
-        self._put(question)
+    def _on_declined(self, query: RouteQuery) -> None:
+        """That router lacks the query: send the same attempt to another one."""
+        query.declined.add(query.router)
+        query.request = query.compose(False, query.arrived)
+        self._send(query)
 
-    def _too_late(self, token: str, msg: Msg) -> None:
-        """A router has come to an attempt that was given up: nothing will run there."""
-        given_up = self._late.get(token)
-        if given_up is None:
+    def _late_reply(self, token: str, msg: RawMessage) -> None:
+        """A router has replied to an abandoned attempt: free it, since it will not run."""
+        abandoned = self._abandoned.peek(token)
+        if abandoned is None:
             return
-        model, attempt = given_up
-        log.debug("a router came too late to %s", attempt)
-        self._tracker.event(model, SeqFree(attempt))
+        model, attempt = abandoned
+        log.debug("a router replied too late to %s", attempt)
+        self._events.event(model, SeqFree(attempt))
 
-    def _ponged(self, token: str, msg: Msg, silent: bool) -> None:
+    def _on_pong(self, token: str, msg: RawMessage, silent: bool) -> None:
         router, sent = self._pings.pop(token)
-        if silent or not self.routers.heard(router, self._clock, self._clock - sent):
+        if silent or not self.routers.replied(router, self._clock, self._clock - sent):
             return
-        log.info("router %s answers again", router)
-        for question in self._asked_of(router):
-            if not question.parked:  # it was lost, or would have been answered before
-                self._put_to(question, router)
+        log.info("router %s replies again", router)
+        for query in self._sent_to(router):
+            if not query.parked:  # the query was lost: the router replies to queries before pings
+                self._send_to(query, router)
 
-    # the passing of time
+    # timeouts
 
     async def run(self) -> None:
-        """Look after the questions for ever."""
-        then = self._loop.time()
+        """Check the queries periodically until cancelled."""
+        previous = self._loop.time()
         while True:
             await asyncio.sleep(TICK_S)
             now = self._loop.time()
-            if self._bus.client.is_connected:
-                self._tick(min(now - then, 2 * TICK_S))
-            then = now
+            if self._bus.connected:
+                self._tick(min(now - previous, 2 * TICK_S))
+            previous = now
 
     def _tick(self, passed: float) -> None:
         self._clock += passed
-        for question in list(self._questions.values()):
-            if self._clock > question.deadline:
-                self._expire(question, "No router has answered in time.")
-            elif self._overdue(question):
-                self._despair(question)
+        for query in list(self._queries.values()):
+            if self._clock > query.deadline:
+                self._expire(query, "No router has replied in time.")
+            elif self._is_overdue(query):
+                self._on_silence(query)
         self._ping()
 
-    def _overdue(self, question: RouteQuestion) -> bool:
-        if question.router == ANYONE:
-            return self.routers.trusts_any(question.declined)
-        if question.parked:
-            return self.routers.silent(question.router, self._clock)
-        return self._clock - question.asked_at > ACK_S
+    def _is_overdue(self, query: RouteQuery) -> bool:
+        if query.router == ANY_ROUTER:
+            return self.routers.trusts_any(query.declined)
+        if query.parked:
+            return self.routers.silent(query.router, self._clock)
+        return self._clock - query.sent_at > ACK_S
 
-    def _despair(self, question: RouteQuestion) -> None:
-        """Ask another router, if there is one to be trusted; else this one may still answer."""
-        router = question.router
+    def _on_silence(self, query: RouteQuery) -> None:
+        """Query another router if one is trusted; otherwise wait for this one."""
+        router = query.router
         if self.routers.suspect(router):
-            log.warning("router %s does not answer: others are asked", router)
-            metrics.silent_routers.inc()
-        if self.routers.trusts_any(question.declined):
-            self._put_anew(question)
+            log.warning("router %s does not reply: querying others", router)
+            metrics.router_timeouts.inc()
+        if self.routers.trusts_any(query.declined):
+            self._requery(query)
 
     def _ping(self) -> None:
         old = self._clock - 60.0
         for token in [token for token, (_, sent) in self._pings.items() if sent < old]:
             del self._pings[token]
-        busy = {question.router for question in self._questions.values() if question.parked}
+        busy = {query.router for query in self._queries.values() if query.parked}
         for router in self.routers.to_probe(self._clock, busy):
             token = str(next(self._names))
             self._pings[token] = router, self._clock

@@ -1,20 +1,16 @@
-"""What this frontend tells the mesh about its requests: active sequences, and what came true."""
+"""Publisher of sequence events and outcomes of this frontend's requests."""
 
 import asyncio
-import logging
-
-from nats.errors import Error as NatsError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Outcome, SeqBatch, SeqEvent
 
-log = logging.getLogger(__name__)
 GATHER_S = 0.003
 MAX_PENDING = 100_000
 
 
 class SequenceEventPublisher:
-    """Gathers sequence events per model over a few milliseconds and publishes them in order."""
+    """Gathers events per model for a few milliseconds and publishes them in order."""
 
     def __init__(self, bus: Bus, instance: str) -> None:
         self._bus = bus
@@ -35,22 +31,19 @@ class SequenceEventPublisher:
         self._due.set()
 
     async def run(self) -> None:
-        """Publish for ever."""
+        """Publish until cancelled."""
         while True:
             await self._due.wait()
             await asyncio.sleep(GATHER_S)
             self._due.clear()
-            await self.flush()
+            self.flush()
 
-    async def flush(self) -> None:
-        """Publish what is pending now."""
+    def flush(self) -> None:
+        """Publish pending events now."""
         pending, self._pending = self._pending, {}
         outcomes, self._outcomes = self._outcomes, []
-        try:
-            for model, events in pending.items():
-                batch = SeqBatch(source=self._instance, events=events)
-                await self._bus.publish(self._bus.subjects.seq(model), batch)
-            for model, outcome in outcomes:
-                await self._bus.publish(self._bus.subjects.route(model), outcome)
-        except NatsError as error:
-            log.warning("lost %d sequence updates: %s", len(pending) + len(outcomes), error)
+        for model, events in pending.items():
+            batch = SeqBatch(source=self._instance, events=events)
+            self._bus.post(self._bus.subjects.seq(model), batch)
+        for model, outcome in outcomes:
+            self._bus.post(self._bus.subjects.route(model), outcome)

@@ -1,63 +1,63 @@
-"""The requests that may be killing engines: bookkeeping of lost placements, without I/O.
+"""Requests that may crash engines: a ledger of the losses that count against each, without I/O.
 
-A placement counts against its request if the engine had not got far with it: an engine that says
-itself that it failed, within the request's first tokens; one that vanishes or falls silent, before
-the first. The first such loss makes a request a suspect, the second one its culprit, unless another
-suspect on that engine had got no further.
+A loss counts against a request if the engine made little progress on it: an engine that reports its
+failure, within the request's first tokens; one that vanishes or falls silent, before the first. The
+first such loss makes the request a suspect, the second its culprit, unless another suspect on that
+engine had made no more progress.
 """
 
 from collections.abc import Callable
 
-PROVEN_TOKENS = 64  # an engine that has made this many of a request does not die of it
-REMEMBERED = 256
+PROVEN_TOKENS = 64  # an engine that generated this many tokens of a request does not crash on it
+MAX_EXPLAINED = 256
 
 
 class Suspects:
-    """Requests with one loss that counts against them, and on which engine each is now."""
+    """Requests with one counted loss, and the engine that each is on now."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[str, Callable[[], int]] | None] = {}
+        self._dispatches: dict[str, tuple[str, Callable[[], int]] | None] = {}
         self._explained: dict[str, None] = {}
 
     def __contains__(self, request: str) -> bool:
-        return request in self._places
+        return request in self._dispatches
 
-    def placed(self, request: str, instance: str, tokens: Callable[[], int]) -> None:
-        """An engine is given a suspect; `tokens()` is how many it has made of it so far."""
-        if request in self._places:
-            self._places[request] = instance, tokens
+    def dispatched(self, request: str, instance: str, tokens: Callable[[], int]) -> None:
+        """If a suspect, it goes to `instance`; `tokens()` counts those generated there so far."""
+        if request in self._dispatches:
+            self._dispatches[request] = instance, tokens
 
     def lost(self, request: str, instance: str, tokens: int, reported: bool) -> bool:
-        """Note that an engine was lost after `tokens` of a request; True if it is the culprit.
+        """Record that an engine was lost after `tokens` of a request; True if it is the culprit.
 
-        `reported` says that the engine told of its failure itself.
+        `reported`: the engine has reported its failure itself.
         """
         if tokens >= (PROVEN_TOKENS if reported else 1):
             self.forget(request)
             return False
-        suspected = request in self._places
+        suspected = request in self._dispatches
         if suspected and not self._is_explained(instance, request, tokens):
             self._explain(instance)
             self.forget(request)
             return True
         if suspected or instance not in self._explained:
-            self._places[request] = None
+            self._dispatches[request] = None
         return False
 
     def forget(self, request: str) -> None:
-        """It has ended, or is cleared."""
-        self._places.pop(request, None)
+        """The request has ended or is cleared."""
+        self._dispatches.pop(request, None)
 
     def _is_explained(self, instance: str, request: str, tokens: int) -> bool:
-        """Whether somebody else may have been it."""
-        there = [
-            place[1]()
-            for other, place in self._places.items()
-            if other != request and place is not None and place[0] == instance
+        """True if another suspect may have caused the loss."""
+        progress = [
+            dispatch[1]()
+            for other, dispatch in self._dispatches.items()
+            if other != request and dispatch is not None and dispatch[0] == instance
         ]
-        return instance in self._explained or any(made <= tokens for made in there)
+        return instance in self._explained or any(made <= tokens for made in progress)
 
     def _explain(self, instance: str) -> None:
         self._explained[instance] = None
-        while len(self._explained) > REMEMBERED:
+        while len(self._explained) > MAX_EXPLAINED:
             del self._explained[next(iter(self._explained))]

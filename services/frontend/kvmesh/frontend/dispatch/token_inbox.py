@@ -1,13 +1,14 @@
-"""Where tokens arrive: one subject per frontend, one message per engine step.
+"""Delivery of tokens from the frontend's subject to their consumers; a message per engine step.
 
-Sequences that got tokens are flushed together after everything ready has been read, and no
-stream more often than once per `interval`, so that tokens ready at once share one frame. The end
-of a sequence is no flush: whoever follows the sequence takes the last tokens itself.
+Streams with new tokens are flushed together after every pending message has been read, each at
+most once per `interval`, so that tokens that arrive together share a frame. The end of a stream
+triggers no flush: the follower of the stream renders its last tokens.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -17,16 +18,28 @@ from kvmesh.frontend.errors import ApiError
 
 log = logging.getLogger(__name__)
 step_decoder = msgspec.msgpack.Decoder(StepOutput)
+Consumer: TypeAlias = Callable[[], None]  # renders new tokens on the event loop; must not block
+
+
+class FlushState:
+    """Delivery of one attempt's tokens; only the inbox changes it."""
+
+    __slots__ = ("consumer", "dirty", "flushed_at", "stream")
+
+    def __init__(self, stream: TokenStream, consumer: Consumer) -> None:
+        self.stream = stream
+        self.consumer = consumer
+        self.dirty = False
+        self.flushed_at = 0.0
 
 
 class TokenInbox:
-    """Live sequences by attempt id. `on_hole` asks a worker to send tokens again."""
+    """Live streams by attempt id."""
 
-    def __init__(self, interval: float, on_hole: Callable[[TokenStream], None]) -> None:
+    def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._on_hole = on_hole
-        self._live: dict[str, TokenStream] = {}
-        self._dirty: list[TokenStream] = []
+        self._live: dict[str, FlushState] = {}
+        self._dirty: list[FlushState] = []
         self._soon: asyncio.Handle | None = None
         self._later: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
@@ -34,36 +47,39 @@ class TokenInbox:
     def __len__(self) -> int:
         return len(self._live)
 
-    @property
-    def live(self) -> Iterable[TokenStream]:
-        return list(self._live.values())
+    def add(self, stream: TokenStream, consumer: Consumer) -> None:
+        """Receive the current attempt's tokens; call `consumer` when there are new ones."""
+        self._live[stream.attempt] = FlushState(stream, consumer)
 
-    def add(self, sequence: TokenStream) -> None:
-        self._live[sequence.attempt] = sequence
+    def remove(self, stream: TokenStream) -> None:
+        """Drop later messages of the current attempt; received tokens are still flushed."""
+        self._live.pop(stream.attempt, None)
 
-    def remove(self, sequence: TokenStream) -> None:
-        self._live.pop(sequence.attempt, None)
-
-    def receive(self, output: StepOutput) -> None:
-        """Handle one message."""
+    def receive(self, output: StepOutput) -> Sequence[TokenStream]:
+        """Handle one message; return the streams that lack an earlier one."""
         now = self._loop.time()
+        gaps: list[TokenStream] = []
         for chunk in output.chunks:
-            sequence = self._live.get(chunk.request)
-            if sequence is None or sequence.ended.is_set():
+            state = self._live.get(chunk.request)
+            if state is None:
                 continue
-            taken = sequence.take(chunk, now)
-            if taken is ChunkResult.HOLE:
-                self._on_hole(sequence)
-            elif taken is ChunkResult.NEW and not sequence.ended.is_set():
-                self.wake(sequence, now)
+            stream = state.stream
+            if stream.ended.is_set():
+                continue
+            result = stream.receive(chunk, now)
+            if result is ChunkResult.GAP:
+                gaps.append(stream)
+            elif result is ChunkResult.NEW and not stream.ended.is_set():
+                self._schedule(state, now)
+        return gaps
 
-    def wake(self, sequence: TokenStream, now: float) -> None:
-        """Have the sequence's consumer called: at once, or when its interval is over."""
-        if sequence.dirty:
+    def _schedule(self, state: FlushState, now: float) -> None:
+        """Call the consumer at once, or when its interval is over."""
+        if state.dirty:
             return
-        sequence.dirty = True
-        self._dirty.append(sequence)
-        if now - sequence.flushed_at >= self._interval:
+        state.dirty = True
+        self._dirty.append(state)
+        if now - state.flushed_at >= self._interval:
             if self._soon is None:
                 self._soon = self._loop.call_soon(self._flush)
         elif self._later is None:
@@ -77,20 +93,20 @@ class TokenInbox:
         self._soon = None
         dirty, self._dirty = self._dirty, []
         now = self._loop.time()
-        for sequence in dirty:
-            if now - sequence.flushed_at < self._interval:
-                self._dirty.append(sequence)
+        for state in dirty:
+            if now - state.flushed_at < self._interval:
+                self._dirty.append(state)
                 continue
-            sequence.flushed_at = now
-            sequence.dirty = False
-            if not sequence.ended.is_set():
-                self._call(sequence)
+            state.flushed_at = now
+            state.dirty = False
+            if not state.stream.ended.is_set():
+                self._call(state)
         if self._dirty and self._later is None:
             self._later = self._loop.call_later(self._interval, self._flush_late)
 
-    def _call(self, sequence: TokenStream) -> None:
+    def _call(self, state: FlushState) -> None:
         try:
-            sequence.consumer.ready(sequence)
+            state.consumer()
         except Exception:
-            log.exception("cannot answer request %s", sequence.id)
-            sequence.fail(ApiError("internal", "the answer could not be written"))
+            log.exception("cannot render the answer of request %s", state.stream.id)
+            state.stream.fail(ApiError("internal", "the answer could not be written"))

@@ -1,8 +1,9 @@
-"""One sequence of tokens on its way from engines to a client, over every worker it lives on."""
+"""The tokens of one sequence, from its first worker to its last."""
 
 import asyncio
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from kvmesh.bus.messages import Chunk
 from kvmesh.frontend.errors import ApiError, InvalidRequest
@@ -11,154 +12,125 @@ Loss: TypeAlias = Literal["", "failed", "vanished"]
 
 
 class ChunkResult(Enum):
-    """What a chunk was: new tokens, nothing new, or proof that an earlier chunk is missing."""
+    """Effect of a chunk: new tokens, nothing new, or an earlier chunk is missing."""
 
     NEW = "new"
     OLD = "old"
-    HOLE = "hole"
-
-
-class Consumer(Protocol):
-    """Whoever turns tokens into an answer; called from the event loop, must not block."""
-
-    def ready(self, sequence: "TokenStream") -> None:
-        """There are tokens past `sequence.taken`, or the sequence has ended."""
-        ...
-
-
-class Nobody:
-    """The consumer of tokens that are not wanted."""
-
-    def ready(self, sequence: "TokenStream") -> None:
-        return
+    GAP = "gap"
 
 
 class TokenStream:
-    """Tokens generated so far, and which attempt on which worker they come from.
+    """Tokens generated so far, and the attempt and worker that they come from.
 
-    `id` names the sequence, `attempt` its current placement; the first `inherited` tokens are of
-    earlier ones. Times are the event loop's. Where a first worker only computes the prompt, its
-    sequence ends with the `handoff`, and what it `found` in its cache is all that counts as
-    `cached` with the second one. `lost` says why its worker sends no more, and `loss` whether its
-    engine "failed", as it says itself, or "vanished". `begun` is set with the first news of the
-    current attempt.
+    Only its own methods change it. `id` names the sequence, `attempt` its current dispatch; the
+    first `inherited` tokens are from earlier attempts. Times are the event loop's. After a remote
+    prefill, `prefill_cached` caps `cached`: both are cached prompt tokens by tier. `lost` is the
+    reason why the worker sends no more; `loss` is "failed" if the engine reported an error, and
+    "vanished" if the worker disappeared or fell silent. `started` is set at the first message of
+    the current attempt, `ended` when the attempt is over.
     """
 
     __slots__ = (
         "attempt",
         "attempts",
-        "begun",
         "cached",
-        "consumer",
-        "decode",
-        "dirty",
+        "decode_outcome",
         "ended",
         "engine_done",
         "error",
         "finish",
-        "first_at",
-        "flushed_at",
-        "found",
+        "first_token_at",
         "handoff",
-        "heard_at",
         "id",
         "inherited",
         "instance",
         "logprobs",
         "loss",
         "lost",
-        "probes",
-        "reported",
-        "reported_at",
-        "resend_at",
-        "retention",
-        "taken",
+        "prefill_cached",
+        "received_at",
+        "retention_outcomes",
+        "started",
         "tokens",
     )
 
-    def __init__(self, sequence_id: str, consumer: Consumer, now: float) -> None:
+    def __init__(self, sequence_id: str, now: float, tokens: Sequence[int] = ()) -> None:
         self.id = sequence_id
-        self.consumer = consumer
         self.attempt = sequence_id
         self.attempts = 0
         self.inherited = 0
         self.instance = ""
-        self.tokens: list[int] = []
-        self.begun: asyncio.Event = asyncio.Event()
+        self.tokens: list[int] = list(tokens)
         self.logprobs: list[dict[int, float]] = []
-        self.taken = 0
         self.cached: list[int] | None = None
-        self.found: list[int] | None = None
+        self.prefill_cached: list[int] | None = None
         self.handoff: dict[str, Any] | None = None
-        self.retention: list[str] = []
-        self.decode: str | None = None
+        self.retention_outcomes: list[str] = []
+        self.decode_outcome: str | None = None
         self.finish: str | None = None
         self.error: ApiError | None = None
         self.lost = ""
         self.loss: Loss = ""
-        self.first_at: float | None = None
-        self.heard_at = now
-        self.flushed_at = 0.0
-        self.resend_at = 0.0
-        self.probes = 0
-        self.reported = 0
-        self.reported_at = now
-        self.dirty = False
+        self.first_token_at: float | None = None
+        self.received_at = now
         self.engine_done = False
+        self.started: asyncio.Event = asyncio.Event()
         self.ended: asyncio.Event = asyncio.Event()
 
     def next_attempt(self) -> None:
-        """Each placement has its own id: news of an earlier one cannot touch a later one."""
+        """Begin an attempt under a new id, so that messages of earlier ones are ignored."""
         if self.attempts:
             self.attempt = f"{self.id}.{self.attempts}"
         self.attempts += 1
         self.inherited = len(self.tokens)
 
-    def place(self, instance: str, now: float) -> None:
-        """The current attempt goes to `instance`."""
+    def dispatched(self, instance: str, now: float) -> None:
+        """The current attempt is offered to `instance`."""
         self.instance = instance
-        self.heard_at = now
-        self.probes = 0
+        self.received_at = now
         self.engine_done = False
         self.lost = ""
         self.loss = ""
-        self.begun.clear()
+        self.started.clear()
         self.ended.clear()
+
+    def prefilled(self, cached: list[int] | None) -> None:
+        """Another worker has computed the prompt and found `cached` tokens of it by tier."""
+        self.prefill_cached = cached
 
     @property
     def fresh(self) -> int:
-        """The number of tokens of the current attempt; with one its prompt is computed."""
+        """The number of tokens of the current attempt; its prompt is computed once there is one."""
         return len(self.tokens) - self.inherited
 
-    def made_by(self, instance: str) -> int:
-        """The same, if the current attempt is there."""
+    def fresh_on(self, instance: str) -> int:
+        """`fresh` if the current attempt is on `instance`, else 0."""
         return self.fresh if self.instance == instance else 0
 
-    def take(self, chunk: Chunk, now: float) -> ChunkResult:
-        """Add what is new in `chunk`. After a hole nothing is added until it is filled."""
-        self.heard_at = now
-        self.probes = 0
-        self.begun.set()
+    def receive(self, chunk: Chunk, now: float) -> ChunkResult:
+        """Add the new tokens of `chunk`; with a gap before it, add nothing."""
+        self.received_at = now
+        self.started.set()
         have = len(self.tokens)
         skip = have - chunk.offset
         if skip < 0:
-            return ChunkResult.HOLE
+            return ChunkResult.GAP
         if chunk.cached is not None and self.cached is None:
-            self.cached = min(chunk.cached, self.found or chunk.cached, key=sum)
-            self.retention = chunk.retention or []
+            self.cached = min(chunk.cached, self.prefill_cached or chunk.cached, key=sum)
+            self.retention_outcomes = chunk.retention or []
         fresh = chunk.tokens[skip:] if skip else chunk.tokens
         if not fresh and chunk.finish is None:
             return ChunkResult.OLD
-        if self.first_at is None and fresh:
-            self.first_at = now
+        if self.first_token_at is None and fresh:
+            self.first_token_at = now
         self.tokens += fresh
         if chunk.logprobs is not None:
             self.logprobs += chunk.logprobs[skip:]
         if chunk.finish is not None:
-            self._end(chunk)
+            self._finish(chunk)
         return ChunkResult.NEW
 
-    def _end(self, chunk: Chunk) -> None:
+    def _finish(self, chunk: Chunk) -> None:
         self.engine_done = True
         if chunk.finish == "abort":
             failed = chunk.error is not None
@@ -170,26 +142,26 @@ class TokenStream:
             self.error = ApiError("internal", chunk.error or "the engine failed")
         self.finish = chunk.finish
         self.handoff = chunk.handoff
-        self.decode = chunk.decode
+        self.decode_outcome = chunk.decode
         self.ended.set()
 
     def lose(self, reason: str, loss: Loss = "") -> None:
-        """Its worker will send no more; whoever follows it decides what is next."""
+        """End the attempt, whose worker sends no more; the dispatcher may make another one."""
         if self.finish is None:
             self.lost, self.loss = reason, loss
-            self.begun.set()
+            self.started.set()
             self.ended.set()
 
     def fail(self, error: ApiError) -> None:
-        """End it here, for example because its answer could not be written."""
+        """End the sequence with `error`."""
         if self.finish is None:
             self.error = error
             self.finish = "error"
-        self.begun.set()
+        self.started.set()
         self.ended.set()
 
-    def stop(self) -> None:
-        """The frontend has seen enough (a stop string)."""
+    def stop(self, finish: str) -> None:
+        """End the sequence in the frontend: "stop" (a stop string), "length" or "cancelled"."""
         if self.finish is None:
-            self.finish = "stop"
+            self.finish = finish
         self.ended.set()

@@ -1,33 +1,34 @@
-"""What a frontend says to workers about a sequence: take it, stop it, you are gone."""
+"""Client of the workers: offers and cancels work, probes silent workers, expires dead leases."""
 
 import asyncio
 import logging
 from math import inf
 from typing import NamedTuple
 
-from nats.errors import Error as NatsError
+import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory, forget_instance
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import Cancel, Work, WorkReply
 from kvmesh.bus.ping import ping
-from kvmesh.frontend.dispatch.prompt_delta import SentPromptCache
-from kvmesh.frontend.dispatch.token_inbox import TokenInbox
+from kvmesh.frontend.dispatch.token_inbox import Consumer, TokenInbox
 from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.prompt_delta.tokens import SentPromptCache
 
 log = logging.getLogger(__name__)
-ANSWER_S = 1.0  # workers answer at once, whatever their engines do
+REPLY_TIMEOUT_S = 1.0  # workers reply at once, whatever their engines do
 PROBE_S = 0.5
-REJOIN_S = 2.0  # after the own connection was made, in which others' may still be on their way
-CHECK_S = 30.0
+REJOIN_S = 2.0  # after this process has connected, while other processes may be reconnecting
+CHECK_TIMEOUT_S = 30.0
+_replies = msgspec.msgpack.Decoder(WorkReply)
 
 
 class OfferResult(NamedTuple):
-    """The result of an offer: the `WorkReply.status`, or why there was no answer.
+    """The `WorkReply.status` of an offer, or the reason why there was no reply.
 
-    "gone": nobody listens there; "silent"; "frozen": it was silent before; "away": the connection
-    of this process broke meanwhile, or just before, which explains it.
+    "gone": no process listens there; "silent": no reply in time; "frozen": the worker was silent
+    before; "away": this process's own connection broke during the offer or just before it.
     """
 
     status: str
@@ -35,98 +36,104 @@ class OfferResult(NamedTuple):
 
 
 class WorkClient:
-    """Hands sequences to workers; the tokens of those that are taken go to the inbox.
+    """Offers sequences to workers and registers accepted ones with the inbox.
 
-    A worker that has not answered is `silent` until it answers a probe: nothing is offered to it.
+    A worker that missed a reply is `silent` until it replies to a probe.
     """
 
     def __init__(self, bus: Bus, inbox: TokenInbox, directory: Directory) -> None:
         self._bus = bus
-        self._inbox = inbox
+        self.inbox = inbox
         self._directory = directory
-        self._bases = SentPromptCache()
+        self._sent_prompts = SentPromptCache()
         self._probes: dict[str, asyncio.Task[None]] = {}
-        self.buried_at = -inf  # when a worker was last found gone, on the loop's clock
+        self.lost_at = -inf  # loop time at which a worker was last found gone
         self._loop = asyncio.get_running_loop()
 
     @property
     def silent(self) -> list[str]:
-        """Workers that have not answered, and not a probe since."""
+        """Instances that missed a reply and have not replied to a probe since."""
         return list(self._probes)
 
-    async def make(
-        self, sequence: TokenStream, instance: str, work: Work, careful: bool = False
+    async def offer(
+        self,
+        stream: TokenStream,
+        consumer: Consumer,
+        instance: str,
+        work: Work,
+        probe_first: bool = False,
     ) -> OfferResult:
-        """Offer `work`, the current attempt of `sequence`. Unless taken, nothing is left of it.
+        """Offer `work`, the current attempt of `stream`, and receive its tokens if accepted.
 
-        If `careful`, to a worker that has just answered: what it does not answer silences it.
+        With `probe_first` the worker must reply to a ping before, so that it had not been frozen
+        already if it falls silent now. Raises the error of an engine that refuses the work.
         """
-        if careful and not await self._answers(instance):
+        if probe_first and not await self._replies(instance):
             self.suspect(instance)
-            return OfferResult("frozen", "it does not answer")
+            return OfferResult("frozen", "it does not reply")
         offered_at = self._loop.time()
-        sequence.place(instance, offered_at)
-        self._inbox.add(sequence)
+        stream.dispatched(instance, offered_at)
+        self.inbox.add(stream, consumer)
         try:
-            reply = await self._offer(instance, self._bases.shorten(instance, work))
+            reply = await self._send(instance, self._sent_prompts.shorten(instance, work))
             if reply.status == "incomplete":
-                self._bases.forget(instance, work)
-                reply = await self._offer(instance, work)
+                self._sent_prompts.forget(instance, work)
+                reply = await self._send(instance, work)
         except (NoResponder, RequestTimeout) as error:
-            if sequence.heard_at > offered_at:
-                return OfferResult("accepted")  # only the answer was lost: its tokens come
-            return await self._unanswered(sequence, error, offered_at)
-        if reply.kept:
-            self._bases.keep(instance, work)
+            if stream.received_at > offered_at:
+                return OfferResult("accepted")  # only the reply was lost: tokens arrive
+            return await self._unanswered(stream, error, offered_at)
+        if reply.stored:
+            self._sent_prompts.store(instance, work)
         if reply.status != "accepted":
-            self._inbox.remove(sequence)
+            self.inbox.remove(stream)
         elif reply.checking:
-            await self._begun(sequence)
+            await self._checked(stream)
         return OfferResult(reply.status, reply.reason)
 
-    async def _begun(self, sequence: TokenStream) -> None:
-        """Wait for the first news; raises what the engine refused it with.
+    async def _checked(self, stream: TokenStream) -> None:
+        """Wait for the engine's first message; raise its error if it refuses the work.
 
-        If none comes the sequence is watched like any other that falls silent.
+        Without a message in time the monitor handles the stream like any silent one.
         """
         try:
-            async with asyncio.timeout(CHECK_S):
-                await sequence.begun.wait()
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                await stream.started.wait()
         except TimeoutError:
             return
-        if sequence.error is not None and not sequence.fresh:
-            self._inbox.remove(sequence)
-            raise sequence.error
+        if stream.error is not None and not stream.fresh:
+            self.inbox.remove(stream)
+            raise stream.error
 
-    async def _offer(self, instance: str, work: Work) -> WorkReply:
+    async def _send(self, instance: str, work: Work) -> WorkReply:
         subject = self._bus.subjects.work(instance)
-        return await self._bus.request(subject, work, WorkReply, ANSWER_S)
+        return await self._bus.request(subject, work, _replies, REPLY_TIMEOUT_S)
 
     async def _unanswered(
-        self, sequence: TokenStream, error: NoResponder | RequestTimeout, offered_at: float
+        self, stream: TokenStream, error: NoResponder | RequestTimeout, offered_at: float
     ) -> OfferResult:
-        self._inbox.remove(sequence)
+        self.inbox.remove(stream)
         absent = isinstance(error, NoResponder)
         if absent and self._bus.connected_for >= REJOIN_S:
-            await self.bury(sequence.instance)
+            await self.expire_lease(stream.instance)
             return OfferResult("gone", str(error))
-        await self.cancel(sequence)
-        self.suspect(sequence.instance)
+        self.cancel(stream)
+        self.suspect(stream.instance)
         cut_off = self._bus.connected_for < self._loop.time() - offered_at
         return OfferResult("away" if absent or cut_off else "silent", str(error))
 
     def suspect(self, instance: str) -> None:
-        """It has not answered: it gets no more work until it does."""
+        """The worker missed a reply: probe it until it replies, and list it as silent."""
         if instance not in self._probes and self._is_listed(instance):
-            log.warning("worker %s does not answer: it is offered nothing until it does", instance)
+            log.warning("worker %s does not reply: no work is offered to it until then", instance)
             probe = self._loop.create_task(self._probe(instance), name="probe")
             self._probes[instance] = probe
 
     async def _probe(self, instance: str) -> None:
         try:
             while self._is_listed(instance):
-                if await self._answers(instance):
-                    log.info("worker %s answers again", instance)
+                if await self._replies(instance):
+                    log.info("worker %s replies again", instance)
                     return
                 await asyncio.sleep(PROBE_S)
         finally:
@@ -135,27 +142,27 @@ class WorkClient:
     def _is_listed(self, instance: str) -> bool:
         return any(card.instance == instance for card in self._directory.instances)
 
-    async def _answers(self, instance: str) -> bool:
+    async def _replies(self, instance: str) -> bool:
         try:
-            await ping(self._bus, instance, ANSWER_S)
-        except (BusError, NatsError, OSError):
+            await ping(self._bus, instance, REPLY_TIMEOUT_S)
+        except BusError:
             return False
         return True
 
-    async def cancel(self, sequence: TokenStream) -> None:
-        """Tell the worker that nobody wants more of this attempt."""
-        subject = self._bus.subjects.ctl(sequence.instance)
-        await self._bus.publish(subject, Cancel(sequence.attempt))
+    def cancel(self, stream: TokenStream) -> None:
+        """Ask the worker to stop the current attempt."""
+        subject = self._bus.subjects.ctl(stream.instance)
+        self._bus.post(subject, Cancel(stream.attempt))
 
-    async def bury(self, instance: str) -> None:
-        """Remove the lease of a process that no longer listens, so that everyone knows now.
+    async def expire_lease(self, instance: str) -> None:
+        """Remove the lease of a process that no longer listens, so that all see it leave now.
 
-        Not right after this process has connected: the server may have been away for all.
+        Does nothing right after this process has connected: the server may have been away for all.
         """
         if self._bus.connected_for < REJOIN_S:
             return
-        self.buried_at = self._loop.time()
+        self.lost_at = self._loop.time()
         for card in self._directory.instances:
             if card.instance == instance:
-                log.warning("worker %s is gone: nobody listens on its subjects", instance)
+                log.warning("worker %s is gone: no process listens on its subjects", instance)
                 await forget_instance(self._bus, card)

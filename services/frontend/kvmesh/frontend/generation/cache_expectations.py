@@ -1,17 +1,17 @@
-"""Whether what routers expect to be cached is what engines then find."""
+"""Comparison of the cached tokens that routers expect with those that engines find."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-MEMORY = 0.97  # what the requests before are worth after one more
-ENOUGH = 30
-WRONG = 0.5
-RIGHT = 0.7
+DECAY = 0.97  # of earlier requests, at each request
+MIN_REQUESTS = 30
+WRONG_BELOW = 0.5
+RIGHT_ABOVE = 0.7
 
 
 @dataclass
 class Record:
-    """Tokens expected and found on one worker, decayed; requests are counted as they come."""
+    """Decayed sums of tokens expected and found on one worker; `wrong` has hysteresis."""
 
     worker: str
     requests: int = 0
@@ -19,34 +19,34 @@ class Record:
     found: float = 0.0
     wrong: bool = False
 
-    def note(self, expected: int, found: int) -> None:
+    def add(self, expected: int, found: int) -> None:
         self.requests += 1
-        self.expected = self.expected * MEMORY + expected
-        self.found = self.found * MEMORY + min(found, expected)
+        self.expected = self.expected * DECAY + expected
+        self.found = self.found * DECAY + min(found, expected)
         share = self.found / self.expected
-        if self.requests >= ENOUGH:
-            self.wrong = share < (RIGHT if self.wrong else WRONG)
+        if self.requests >= MIN_REQUESTS:
+            self.wrong = share < (RIGHT_ABOVE if self.wrong else WRONG_BELOW)
 
 
 class CacheExpectations:
-    """Of each worker, over its last requests of which something was expected."""
+    """A record for each worker, of its requests with expected hits."""
 
     def __init__(self) -> None:
         self._records: dict[str, Record] = {}
 
-    def note(self, instance: str, expected: int, found: int) -> None:
-        """A request ended: prompt tokens expected in the cache of a worker, and found there."""
+    def add(self, instance: str, expected: int, found: int) -> None:
+        """A request on `instance` has ended, with cached prompt tokens expected and found there."""
         if expected > 0:
             worker = instance.rpartition("-")[0]
-            self._records.setdefault(instance, Record(worker)).note(expected, found)
+            self._records.setdefault(instance, Record(worker)).add(expected, found)
 
-    def keep(self, instances: Collection[str]) -> None:
-        """Only these are there."""
+    def retain(self, instances: Collection[str]) -> None:
+        """Drop the records of all other instances."""
         for instance in self._records.keys() - instances:
             del self._records[instance]
 
     def wrong(self) -> dict[str, str]:
-        """The workers whose engines find less than half of it, each with a line for the log."""
+        """A warning for each worker whose engine finds less than half of the expected tokens."""
         return {
             instance: (
                 f"{record.worker} finds less than half of the cached tokens that routers expect"

@@ -1,146 +1,135 @@
-"""One choice of an answer: the consumer of one sequence's tokens."""
+"""One choice of an answer, which renders the tokens of one sequence."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.frontend.apis.base import Ending, Renderer, TokenLogprob
 from kvmesh.frontend.apis.transcript import Transcript
-from kvmesh.frontend.conversation import AnswerEvent, ThinkingDelta, ToolCallEnd
+from kvmesh.frontend.conversation import AnswerEvent
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.tokenizer.detokenizer import TokenTexts
 
 
-class Owner(Protocol):
-    """The exchange that a choice belongs to, as far as a choice needs it."""
+class FrameSink(Protocol):
+    """The client's end of an answer."""
+
+    @property
+    def writable(self) -> bool:
+        """True while the response is open and its reader keeps up."""
+        ...
+
+    def write(self, frame: bytes) -> None:
+        """Send a frame without waiting."""
+        ...
+
+
+class DiscardSink:
+    """The sink of an answer that is sent as a whole: the renderer gathers it."""
+
+    @property
+    def writable(self) -> bool:
+        return True
+
+    def write(self, frame: bytes) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class AnswerContext:
+    """Shared by the choices of an answer.
+
+    `on_prefilled` is called at the first tokens of each attempt; `opening` returns the frame before
+    the first events of the answer, and b"" after that. `texts` is given if log-probabilities are
+    wanted; `transcript` gathers all events if given.
+    """
 
     renderer: Renderer
-
-    def can_send(self) -> bool: ...
-
-    def send(self, frame: bytes) -> None: ...
-
-    def prefilled(self, sequence: TokenStream) -> None:
-        """The first tokens of an attempt are there."""
-        ...
-
-    def opening(self) -> bytes:
-        """What goes before the first events of the whole answer, once."""
-        ...
+    sink: FrameSink
+    on_prefilled: Callable[[TokenStream], None]
+    opening: Callable[[], bytes]
+    texts: TokenTexts | None = None
+    transcript: Transcript | None = None
 
 
 class Choice:
-    """Turns tokens into frames when called; counts those that were thinking.
-
-    With `one_call` the answer is over at the end of its first tool call. `said` is to hold it all.
-    """
+    """Renders new tokens of `stream` into the answer's sink at each `flush`."""
 
     def __init__(
-        self,
-        owner: Owner,
-        index: int,
-        answer: OutputPipeline,
-        texts: TokenTexts | None,
-        one_call: bool,
-        said: Transcript | None = None,
+        self, index: int, stream: TokenStream, pipeline: OutputPipeline, answer: AnswerContext
     ) -> None:
-        self._said = said
-        self._one_call = one_call
-        self._over = False
-        self._owner = owner
         self._index = index
-        self._answer = answer
-        self._texts = texts
+        self._stream = stream
+        self._pipeline = pipeline
+        self._renderer = answer.renderer
+        self._sink = answer.sink
+        self._on_prefilled = answer.on_prefilled
+        self._opening = answer.opening
+        self._texts = answer.texts
+        self._transcript = answer.transcript
         self._prefilled = ""
         self._opened = False
-        self._thinking = 0.0
+        self._rendered = 0
 
-    @property
-    def reasoning_tokens(self) -> int:
-        return round(self._thinking)
-
-    @property
-    def stopped_by(self) -> str | None:
-        return self._answer.stopped_by
-
-    def ready(self, sequence: TokenStream) -> None:
-        if self._prefilled != sequence.attempt and sequence.fresh:
-            self._prefilled = sequence.attempt
-            self._owner.prefilled(sequence)
-        if self._owner.can_send():
-            frame = self._take(sequence)
+    def flush(self) -> None:
+        """Render tokens that have arrived, if the reader keeps up."""
+        stream = self._stream
+        if self._prefilled != stream.attempt and stream.fresh:
+            self._prefilled = stream.attempt
+            self._on_prefilled(stream)
+        if self._sink.writable:
+            frame = self._render_tokens()
             if frame:
-                self._owner.send(frame)
+                self._sink.write(frame)
 
-    def finish(self, sequence: TokenStream) -> bytes:
-        """The last frames, whether or not the reader keeps up."""
-        frame = self._take(sequence)
-        events = [] if self._over else self._answer.finish()
+    def finish(self) -> bytes:
+        """Return the last frames, whether or not the reader keeps up."""
+        frame = self._render_tokens()
+        events = self._pipeline.finish()
         if events:
             frame += self._render(events, [])
-        stopped = self._answer.stopped_by
-        reason = "stop" if stopped is not None else sequence.finish or "stop"
-        return frame + self._owner.renderer.end(self._index, Ending(reason, stopped))
+        stopped_by = self._pipeline.stopped_by
+        reason = "stop" if stopped_by is not None else self._stream.finish or "stop"
+        return frame + self._renderer.end(self._index, Ending(reason, stopped_by))
 
-    def _take(self, sequence: TokenStream) -> bytes:
-        start = sequence.taken
-        ids = sequence.tokens[start:]
-        if not ids or self._over:
+    def _render_tokens(self) -> bytes:
+        stream, pipeline, start = self._stream, self._pipeline, self._rendered
+        ids = stream.tokens[start:]
+        if not ids or pipeline.complete:
             return b""
-        sequence.taken = start + len(ids)
-        events = self._answer.feed(ids)
-        if self._one_call:
-            events = self._first_call(events)
-        if self._over or self._answer.stopped_by is not None:
-            sequence.stop()
-        logprobs = self._logprobs(sequence, start) if self._texts is not None else []
+        self._rendered = start + len(ids)
+        events = pipeline.feed(ids)
+        if pipeline.complete or pipeline.stopped_by is not None:
+            stream.stop("stop")
+        logprobs = self._logprobs(start) if self._texts is not None else []
         if not events and not logprobs:
             return b""
-        if type(events[0] if events else None) is ThinkingDelta:
-            self._thinking += len(ids) * _share(events)
         return self._render(events, logprobs)
 
-    def _first_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
-        """Events up to the end of the first call, with which the answer is over."""
-        for place, event in enumerate(events):
-            if type(event) is ToolCallEnd:
-                self._over = True
-                return events[: place + 1]
-        return events
-
     def _render(self, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
-        if self._said is not None:
+        if self._transcript is not None:
             for event in events:
-                self._said.add(event)
-        frame = self._owner.renderer.events(self._index, events, logprobs)
+                self._transcript.add(event)
+        frame = self._renderer.events(self._index, events, logprobs)
         if self._opened:
             return frame
         self._opened = True
-        return self._owner.opening() + frame
+        return self._opening() + frame
 
-    def _logprobs(self, sequence: TokenStream, start: int) -> list[TokenLogprob]:
-        texts = self._texts
+    def _logprobs(self, start: int) -> list[TokenLogprob]:
+        texts, stream = self._texts, self._stream
         if texts is None:
             return []
-        tokens = zip(sequence.tokens[start:], sequence.logprobs[start:], strict=False)
+        tokens = zip(stream.tokens[start:], stream.logprobs[start:], strict=False)
         return [_token(token, known, texts) for token, known in tokens]
-
-
-def _share(events: list[AnswerEvent]) -> float:
-    """How much of a batch of events is thinking, by length."""
-    thinking = sum(len(e.text) for e in events if isinstance(e, ThinkingDelta))
-    others = sum(
-        len(getattr(e, "text", "") or getattr(e, "arguments", ""))
-        for e in events
-        if not isinstance(e, ThinkingDelta)
-    )
-    return thinking / (thinking + others) if thinking else 0.0
 
 
 def _token(token: int, known: dict[int, float], texts: TokenTexts) -> TokenLogprob:
     ranked = sorted(known.items(), key=lambda item: -item[1])
     top = [_entry(other, value, texts) for other, value in ranked]
-    found = _entry(token, known.get(token, -9999.0), texts)
-    return TokenLogprob(found.token, found.logprob, found.bytes, top)
+    own = _entry(token, known.get(token, -9999.0), texts)
+    return TokenLogprob(own.token, own.logprob, own.bytes, top)
 
 
 def _entry(token: int, logprob: float, texts: TokenTexts) -> TokenLogprob:

@@ -1,4 +1,4 @@
-"""`nvext` of a response: what really happened to a request, for those who ask."""
+"""The `nvext` object of a response: worker, timing, cache and routing facts of a request."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,82 +7,81 @@ from typing import Any
 import msgspec
 
 from kvmesh.bus.messages import Candidate, Retain
-from kvmesh.frontend.dispatch.dispatcher import SequenceTask
-from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
+from kvmesh.frontend.dispatch.task import SequenceTask
+from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.preprocess.preprocessor import PromptTokens
 from kvmesh.frontend.preprocess.retention import directive_outcomes
 
 HONOURED = "honoured"
 UNKNOWN = "unknown"
 
 
-def extras(
-    prepared: PreparedRequest, jobs: list[SequenceTask], started: float, stopped: str | None
-) -> dict[str, Any]:
-    """The parts that `extra_fields` names, about the first sequence where there are several."""
-    job = jobs[0]
-    known: dict[str, Callable[[SequenceTask], Any]] = {
-        "worker_id": _worker,
-        "timing": lambda job: _timing(job, started),
-        "cache": _cache,
-        "routing": _routing,
-        "stop_reason": lambda job: stopped or job.sequence.finish,
-        "ignored": lambda job: prepared.request.ignored,
+def nvext(task: SequenceTask, started: float, stopped_by: str | None) -> dict[str, Any]:
+    """The parts that `extra_fields` names, for the first sequence of a request."""
+    request = task.prepared.request
+    parts: dict[str, Callable[[], Any]] = {
+        "worker_id": lambda: _worker(task),
+        "timing": lambda: _timing(task, started),
+        "cache": lambda: _cache(task),
+        "routing": lambda: _routing(task),
+        "stop_reason": lambda: stopped_by or task.stream.finish,
+        "ignored": lambda: request.ignored,
     }
-    return {
-        name: tell(job) for name, tell in known.items() if name in prepared.request.extra_fields
-    }
+    return {name: make() for name, make in parts.items() if name in request.extra_fields}
 
 
-def told(job: SequenceTask) -> list[tuple[Retain, str]]:
-    """The directives for a sequence's prompt, each with what came of it."""
-    return directive_outcomes(job.prompt.retention, job.sequence.retention)
+def prompt_outcomes(prompt: PromptTokens, stream: TokenStream) -> list[tuple[Retain, str]]:
+    """The retention directives for a prompt, each with its outcome."""
+    return directive_outcomes(prompt.retention, stream.retention_outcomes)
 
 
-def answered(job: SequenceTask) -> tuple[Retain, str] | None:
-    """The directive for a sequence's answer with what came of it, as far as the engine has said."""
-    asked = job.prepared.request.decode
-    return None if asked is None else (asked, job.sequence.decode or UNKNOWN)
+def decode_outcome(task: SequenceTask) -> tuple[Retain, str] | None:
+    """The retention directive for generated tokens with its outcome, as far as it is known."""
+    directive = task.prepared.request.decode
+    return None if directive is None else (directive, task.stream.decode_outcome or UNKNOWN)
 
 
-def all_outcomes(job: SequenceTask) -> list[str]:
-    """What came of each directive, for prompt and answer."""
-    answer = answered(job)
-    return [outcome for _, outcome in (*told(job), *([answer] if answer else []))]
+def all_outcomes(task: SequenceTask) -> list[str]:
+    """The outcome of each retention directive, for prompt and generated tokens."""
+    decode = decode_outcome(task)
+    found = [*prompt_outcomes(task.prompt, task.stream), *([decode] if decode else [])]
+    return [outcome for _, outcome in found]
 
 
-def kept_for(job: SequenceTask, ttl_s: float) -> int:
-    """How much of a prompt's beginning is kept for so long, as asked and granted, in tokens."""
+def retained_tokens(prompt: PromptTokens, stream: TokenStream, ttl_s: float) -> int:
+    """Length in tokens of the prefix that is retained for at least `ttl_s`, as engines grant."""
     ends = [
-        job.prompt.count if entry.end is None else entry.end
-        for entry, outcome in told(job)
+        prompt.count if entry.end is None else entry.end
+        for entry, outcome in prompt_outcomes(prompt, stream)
         if entry.start == 0 and (entry.ttl_s or 0) >= ttl_s and outcome == HONOURED
     ]
     return max(ends, default=0)
 
 
-def _worker(job: SequenceTask) -> dict[str, Any]:
-    rank = job.routed.rank if job.routed else 0
-    return {"instance": job.sequence.instance, "dp_rank": rank}
+def _worker(task: SequenceTask) -> dict[str, Any]:
+    routed = task.dispatch.routed
+    return {"instance": task.stream.instance, "dp_rank": routed.rank if routed else 0}
 
 
-def _timing(job: SequenceTask, started: float) -> dict[str, Any]:
+def _timing(task: SequenceTask, started: float) -> dict[str, Any]:
     now = asyncio.get_running_loop().time()
-    first = job.sequence.first_at
+    first = task.stream.first_token_at
     return {
         "ttft_ms": None if first is None else round((first - started) * 1000, 3),
         "total_ms": round((now - started) * 1000, 3),
     }
 
 
-def _cache(job: SequenceTask) -> dict[str, Any]:
-    cached = job.sequence.cached or []
-    answer = answered(job)
+def _cache(task: SequenceTask) -> dict[str, Any]:
+    cached = task.stream.cached or []
+    decode = decode_outcome(task)
+    retention = prompt_outcomes(task.prompt, task.stream)
     return {
         "cached_tokens": sum(cached),
         "tiers": cached,
-        "prompt_tokens": job.prompt.count,
-        "retention": [_directive(*found) for found in told(job)],
-        **({} if answer is None else {"decode": _outcome(*answer)}),
+        "prompt_tokens": task.prompt.count,
+        "retention": [_directive(*entry) for entry in retention],
+        **({} if decode is None else {"decode": _outcome(*decode)}),
     }
 
 
@@ -94,9 +93,10 @@ def _outcome(entry: Retain, outcome: str) -> dict[str, Any]:
     return {"priority": entry.priority, "duration_s": entry.ttl_s, "outcome": outcome}
 
 
-def _routing(job: SequenceTask) -> dict[str, Any] | None:
-    """The chosen worker's cost terms, and those of the best one that was not chosen."""
-    decision = job.routed.decision if job.routed else None
+def _routing(task: SequenceTask) -> dict[str, Any] | None:
+    """Cost terms of the chosen worker and of the best one that was not chosen."""
+    routed = task.dispatch.routed
+    decision = routed.decision if routed else None
     if decision is None:
         return None
     chosen = decision.chosen

@@ -1,13 +1,13 @@
-"""From tokens to answer events: detokenize, cut at stop strings, parse. Pure, one per sequence."""
+"""Output pipeline of one sequence, from tokens to events: detokenize, stop strings, parse. Pure."""
 
-from kvmesh.frontend.conversation import AnswerEvent, TextDelta
+from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ThinkingDelta, ToolCallEnd
 from kvmesh.frontend.dialects.output import OutputParser
 from kvmesh.frontend.generation.stop_strings import StopMatcher
 from kvmesh.frontend.tokenizer.detokenizer import Detokenizer
 
 
 class PlainText:
-    """The parser of models that write nothing but text, and of raw completions."""
+    """The parser of models without an output grammar, and of raw completions."""
 
     def feed(self, text: str) -> list[AnswerEvent]:
         return [TextDelta(text)]
@@ -17,27 +17,71 @@ class PlainText:
 
 
 class OutputPipeline:
-    """State between one sequence's tokens and its events."""
+    """State between one sequence's tokens and its events.
 
-    def __init__(self, detokenizer: Detokenizer, stops: list[str], parser: OutputParser) -> None:
+    With `one_call` the answer is `complete` at the end of its first tool call; later tokens are
+    to be dropped.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: list[str],
+        parser: OutputParser,
+        one_call: bool = False,
+    ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
         self._may_stop = bool(stops)
         self._parser = parser
+        self._one_call = one_call
+        self._reasoning = 0.0
+        self.complete = False
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that was met; what follows it is dropped."""
+        """The stop string that was found; the text after it is dropped."""
         return self._stops.matched
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return round(self._reasoning)
 
     def feed(self, ids: list[int]) -> list[AnswerEvent]:
         text = self._detokenizer.feed(ids)
         if self._may_stop:
             text = self._stops.feed(text)
-        return self._parser.feed(text) if text else []
+        if not text:
+            return []
+        events = self._parser.feed(text)
+        if self._one_call:
+            events = self._first_call(events)
+        if events and type(events[0]) is ThinkingDelta:
+            self._reasoning += len(ids) * _reasoning_share(events)
+        return events
 
     def finish(self) -> list[AnswerEvent]:
-        """Everything still held back; call once, after the last tokens."""
+        """Return the events held back; call it once, after the last tokens."""
+        if self.complete:
+            return []
         text = self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
         events = self._parser.feed(text) if text else []
         return events + self._parser.finish()
+
+    def _first_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        for index, event in enumerate(events):
+            if type(event) is ToolCallEnd:
+                self.complete = True
+                return events[: index + 1]
+        return events
+
+
+def _reasoning_share(events: list[AnswerEvent]) -> float:
+    """The share of reasoning in a batch of events, by length."""
+    thinking = sum(len(e.text) for e in events if isinstance(e, ThinkingDelta))
+    others = sum(
+        len(getattr(e, "text", "") or getattr(e, "arguments", ""))
+        for e in events
+        if not isinstance(e, ThinkingDelta)
+    )
+    return thinking / (thinking + others) if thinking else 0.0

@@ -1,13 +1,13 @@
-"""Stop strings: cut the text where one begins, and hold back what may become one."""
+"""Stop strings: cut the text at the first one, and hold back text that may become one."""
 
 from functools import lru_cache
 
 
 class StopMatcher:
-    """Scans text as it comes. After a match `matched` is set and nothing more passes.
+    """Scans text as it arrives; after a match `matched` is set and no more text passes.
 
-    It works as Knuth, Morris and Pratt do: what a character costs does not depend on how long the
-    stop strings are, nor on how much of one has been seen.
+    It is the algorithm of Knuth, Morris and Pratt: the cost per character depends neither on the
+    length of the stop strings nor on how much of one has been seen.
     """
 
     def __init__(self, stops: list[str]) -> None:
@@ -18,44 +18,44 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """What may be shown now; text that could be the start of a stop string is held."""
+        """Return the text to show now; text that could begin a stop string is held back."""
         if not self._stops or self.matched is not None:
             return "" if self.matched is not None else text
         found = [
-            (at, place) for place in range(len(self._stops)) if (at := self._scan(place, text))
+            (end, index) for index in range(len(self._stops)) if (end := self._scan(index, text))
         ]
         text = self._held + text
         if found:
-            at, place = min((at - len(self._stops[place]), place) for at, place in found)
-            shown = text[: len(self._held) + at]
+            start, index = min((end - len(self._stops[index]), index) for end, index in found)
+            shown = text[: len(self._held) + start]
             self._held = ""
-            self.matched = self._stops[place]
+            self.matched = self._stops[index]
             return shown
-        keep = max(self._seen)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        held = max(self._seen)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
 
-    def _scan(self, place: int, text: str) -> int:
-        """Where in `text` the stop string number `place` first ends; 0 if it does not."""
-        stop, back, seen = self._stops[place], self._borders[place], self._seen[place]
-        for at, char in enumerate(text, 1):
+    def _scan(self, index: int, text: str) -> int:
+        """The offset in `text` at which stop string `index` first ends; 0 if it does not."""
+        stop, back, seen = self._stops[index], self._borders[index], self._seen[index]
+        for end, char in enumerate(text, 1):
             while seen and stop[seen] != char:
                 seen = back[seen - 1]
             seen += stop[seen] == char
             if seen == len(stop):
-                return at
-        self._seen[place] = seen
+                return end
+        self._seen[index] = seen
         return 0
 
     def finish(self) -> str:
-        """The held text, which did not become a stop string."""
+        """Return the text held back, which has not become a stop string."""
         held, self._held = self._held, ""
         return "" if self.matched is not None else held
 
 
 @lru_cache(maxsize=512)
 def borders(stop: str) -> list[int]:
-    """For each of its beginnings, how much of its end is a beginning of it, too."""
+    """For each prefix, the length of its longest proper prefix that is also a suffix of it."""
     found, size = [0], 0
     for char in stop[1:]:
         while size and stop[size] != char:

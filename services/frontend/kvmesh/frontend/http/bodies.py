@@ -1,36 +1,30 @@
-"""Reading request bodies and writing short answers, for every endpoint."""
+"""Reads request bodies within limits of size, time and nesting; writes error responses."""
 
 import asyncio
 import codecs
 import logging
+import secrets
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestPayloadError
 
 from kvmesh.frontend import metrics
+from kvmesh.frontend.apis.base import ErrorShape
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads
-from kvmesh.frontend.http.json_bounds import check_values
+from kvmesh.frontend.json_bounds import check_values
 from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LARGE = 128 << 10
+LARGE = 128 << 10  # bytes from which a body is parsed in a thread
 JSON = "application/json"
 
 
-class ErrorShape(Protocol):
-    """An API's own form of errors."""
-
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        """Status and body."""
-        ...
-
-
 async def read_body(http: web.Request, settings: FrontendSettings) -> bytes:
-    """The body; refuses one that is too large, too slow to come, or no text."""
+    """The body; raises ApiError if it is too large, too slow to arrive, or not UTF-8."""
     limit = settings.max_body_bytes
     try:
         if (http.content_length or 0) > limit:
@@ -39,7 +33,7 @@ async def read_body(http: web.Request, settings: FrontendSettings) -> bytes:
             body = http.content.read_nowait()
         else:
             async with asyncio.timeout(settings.body_timeout_s):
-                body = await _gathered(http.content, limit)
+                body = await _read_stream(http.content, limit)
     except TimeoutError:
         raise InvalidRequest("The body did not arrive in time.") from None
     except RequestPayloadError as error:
@@ -47,12 +41,12 @@ async def read_body(http: web.Request, settings: FrontendSettings) -> bytes:
         raise InvalidRequest(f"The body cannot be read: {reason or error}.") from error
     if len(body) > limit:
         raise _too_large(limit)
-    await check_text(body)
+    await check_utf8(body)
     return body
 
 
-async def _gathered(content: StreamReader, limit: int) -> bytes:
-    """All of it, or a part that is longer than `limit`."""
+async def _read_stream(content: StreamReader, limit: int) -> bytes:
+    """The whole content, or a part longer than `limit`."""
     content.set_read_chunk_size(limit)
     blocks, size = [], 0
     while size <= limit and (block := await content.readany()):
@@ -61,20 +55,14 @@ async def _gathered(content: StreamReader, limit: int) -> bytes:
     return b"".join(blocks)
 
 
-async def parsed(threads: FairThreads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
-    """Parse a body, in a thread if it may take long; raises what `parse` raises."""
+async def parse_body(threads: FairThreads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
+    """Parse a body, a large one in a thread and with bounds; raises what `parse` raises."""
     if len(body) < LARGE:
         return parse()
-    return await threads.call(owner, lambda: _parsed(body, parse))
+    return await threads.call(owner, lambda: _parse_bounded(body, parse))
 
 
-async def checked(threads: FairThreads, owner: str, body: bytes) -> None:
-    """Refuse a body that may not be decoded at once."""
-    if len(body) >= LARGE:
-        await threads.call(owner, lambda: check_values(body))
-
-
-def _parsed(body: bytes, parse: Callable[[], T]) -> T:
+def _parse_bounded(body: bytes, parse: Callable[[], T]) -> T:
     check_values(body)
     return parse()
 
@@ -83,8 +71,11 @@ def _too_large(limit: int) -> ApiError:
     return ApiError("too_large", f"The body is larger than {limit} bytes.")
 
 
-async def check_text(body: bytes) -> None:
-    """JSON decoders do not look into what they skip; it may still be stored and sent on."""
+async def check_utf8(body: bytes) -> None:
+    """Raises InvalidRequest unless the body is UTF-8.
+
+    JSON decoders do not check the fields that they skip, which may still be stored and forwarded.
+    """
     if body.isascii():
         return
     decode = codecs.getincrementaldecoder("utf-8")().decode
@@ -97,26 +88,26 @@ async def check_text(body: bytes) -> None:
         raise InvalidRequest(f"The body is not valid UTF-8: {error.reason}.") from None
 
 
-def refuse(shape: ErrorShape, error: ApiError) -> web.Response:
-    """An answer that is only an error."""
-    status, body = shape.error(error)
+def error_response(shape: ErrorShape, error: ApiError) -> web.Response:
+    """The response to a failed request."""
+    status, body = shape.error(error, f"req_{secrets.token_hex(12)}")
     metrics.rejections.labels(error.kind).inc()
     if status >= 500:
-        log.warning("answered %d: %s", status, error.message)
+        log.warning("request failed with status %d: %s", status, error.message)
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if error.fatal:
-        headers["X-Should-Retry"] = "false"  # which the SDKs of both APIs obey
+        headers["X-Should-Retry"] = "false"  # obeyed by the SDKs of both vendors
     return web.Response(status=status, body=body, headers=headers, content_type=JSON)
 
 
-def unexpected(error: Exception) -> ApiError:
-    """A defect of this server, logged with its cause; the client learns only that it happened.
+def internal_error(error: Exception) -> ApiError:
+    """The error of an unexpected exception, which is logged and not shown to the client.
 
-    Python's limit of recursion is no defect: it ends what is nested beyond all reason.
+    A RecursionError is the client's fault: its body is nested too deeply.
     """
     if isinstance(error, RecursionError):
         return InvalidRequest("The body is nested too deeply.")
-    log.error("an unexpected error", exc_info=error)
-    return ApiError("internal", "The server made an error; it has been logged.")
+    log.error("unexpected error", exc_info=error)
+    return ApiError("internal", "Internal server error; see the server's log.")

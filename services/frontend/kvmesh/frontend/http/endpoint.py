@@ -1,54 +1,89 @@
-"""Endpoints beside those that generate, for those who hold a scope."""
+"""The handler of every endpoint: check the scope, read the body, parse it, act, respond."""
 
+import secrets
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-import msgspec
 from aiohttp import web
-from msgspec import Struct
 
-from kvmesh.frontend.apis.base import Headers, decode, json_encode
-from kvmesh.frontend.auth.accounts import Account, Scope
+from kvmesh.frontend.apis.base import Headers, RequestStamp, json_encode
+from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.fair_threads import FairThreads
-from kvmesh.frontend.http.bodies import JSON, checked, read_body
-from kvmesh.frontend.http.middleware import Handler, caller_of
+from kvmesh.frontend.http.bodies import JSON, parse_body, read_body
+from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
 from kvmesh.settings.schema import FrontendSettings
 
 T = TypeVar("T")
 
 
-class EndpointCall(Struct, frozen=True):
-    """One call of an endpoint: by whom, with what. `tenant` is the namespace of its caches."""
+@dataclass(frozen=True, slots=True)
+class EndpointCall(Generic[T]):
+    """One call of an endpoint: the HTTP request, its caller and body, and the parsed body."""
 
-    account: Account | None
-    tenant: str
-    headers: Headers
-    id: str
+    http: web.Request
+    caller: Caller
     body: bytes
+    parsed: T
 
-    def decoded(self, decoder: "msgspec.json.Decoder[T]") -> T:
-        """Raises InvalidRequest that names the field at fault."""
-        return decode(decoder, self.body)
+    @property
+    def headers(self) -> Headers:
+        return self.http.headers
+
+    @property
+    def path_id(self) -> str:
+        """The id in the path; empty if the path has none."""
+        return self.http.match_info.get("id", "")
 
 
-Action = Callable[[EndpointCall], Awaitable[dict[str, Any]]]
+Answer = web.StreamResponse | bytes | dict[str, Any]  # bytes and dicts: a JSON body, status 200
+Parse = Callable[[bytes, Headers], T]
+Action = Callable[[EndpointCall[T]], Awaitable[Answer]]
 
 
-class ScopedEndpoints:
-    """Makes handlers for those who hold a scope."""
+class EndpointFactory:
+    """Makes handlers. They only raise ApiError: the middleware responds to errors."""
 
     def __init__(self, settings: FrontendSettings, threads: FairThreads) -> None:
         self._settings = settings
         self._threads = threads
 
-    def handler(self, scope: Scope, action: Action) -> Handler:
+    def with_body(self, parse: Parse[T], act: Action[T], scope: Scope | None = None) -> Handler:
+        """Handler of a request with a body; `parse` runs in a thread if the body is large."""
+
         async def handle(http: web.Request) -> web.StreamResponse:
             caller = caller_of(http)
-            caller.may(scope)
+            if scope is not None:
+                caller.require_scope(scope)
             body = await read_body(http, self._settings)
-            await checked(self._threads, caller.owner, body)
-            place = http.match_info.get("id", "")
-            visit = EndpointCall(caller.account, caller.tenant, http.headers, place, body)
-            return web.Response(body=json_encode(await action(visit)), content_type=JSON)
+            parsed = await parse_body(
+                self._threads, caller.owner, body, lambda: parse(body, http.headers)
+            )
+            return _response(await act(EndpointCall(http, caller, body, parsed)))
 
         return handle
+
+    @staticmethod
+    def without_body(act: Action[None], scope: Scope | None = None) -> Handler:
+        """Handler of a request whose body, if any, is not read."""
+
+        async def handle(http: web.Request) -> web.StreamResponse:
+            caller = caller_of(http)
+            if scope is not None:
+                caller.require_scope(scope)
+            return _response(await act(EndpointCall(http, caller, b"", None)))
+
+        return handle
+
+
+def new_stamp() -> RequestStamp:
+    """A random id, and the present time."""
+    return RequestStamp(secrets.token_hex(12), int(time.time()))
+
+
+def _response(answer: Answer) -> web.StreamResponse:
+    if isinstance(answer, web.StreamResponse):
+        return answer
+    body = answer if isinstance(answer, bytes) else json_encode(answer)
+    return web.Response(body=body, content_type=JSON)

@@ -1,14 +1,14 @@
-"""Whose client calls, where a path is not that of one API."""
+"""Chooses the error shape of a request by its client."""
 
 from aiohttp import web
 
 from kvmesh.frontend.apis import openai
+from kvmesh.frontend.apis.base import ErrorShape
 from kvmesh.frontend.apis.messages import api as messages
-from kvmesh.frontend.http.bodies import ErrorShape
 
 
 def shape_for(http: web.Request) -> ErrorShape:
-    """The form of errors that the client reads: Anthropic's name their version in a header."""
+    """Anthropic's shape if a header names a version of its API, or by path; else OpenAI's."""
     if "anthropic-version" in http.headers or http.path.startswith("/v1/messages"):
         return messages.SHAPE
     return openai.SHAPE

@@ -1,6 +1,5 @@
-"""The generating endpoints: one way for every API from body to answer."""
+"""The generating endpoints: from the body to the answer, the same way for every API."""
 
-import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -10,9 +9,10 @@ from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.generation.active_request import ActiveRequest, RequestRuntime
-from kvmesh.frontend.http.bodies import JSON, LARGE, parsed, read_body, unexpected
-from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
+from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
+from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
+from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory, new_stamp
+from kvmesh.frontend.http.middleware import Caller, Handler
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry
@@ -25,147 +25,125 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What the handlers need."""
+    """Dependencies of the handlers."""
 
     settings: FrontendSettings
     registry: ModelRegistry
-    preparer: Preprocessor
-    engine: RequestRuntime
-    keeper: StreamSupervisor
+    preprocessor: Preprocessor
+    runner: RequestRunner
+    stream_supervisor: StreamSupervisor
     responses: ResponseStore
-    gate: Authenticator
-    turns: SessionHooks
+    authenticator: Authenticator
+    session_hooks: SessionHooks
 
 
 class GenerateEndpoint:
-    """Makes a handler for each surface; they differ by the surface alone."""
+    """Makes the handler of each generating API."""
 
-    def __init__(self, parts: Dependencies) -> None:
-        self._parts = parts
+    def __init__(self, endpoints: EndpointFactory, dependencies: Dependencies) -> None:
+        self._endpoints = endpoints
+        self._dependencies = dependencies
 
-    def handler(self, surface: Api) -> Handler:
-        async def handle(http: web.Request) -> web.StreamResponse:
-            caller = caller_of(http)
-            body = await read_body(http, self._parts.settings)
-            threads = self._parts.preparer.threads
-            call = await parsed(
-                threads, caller.owner, body, lambda: surface.parse(body, http.headers)
-            )
-            caller.take(call.request, body)
-            return await self._answer(http, surface, call, caller)
+    def handler(self, api: Api) -> Handler:
+        async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
+            call.caller.bind(call.parsed.request, len(call.body))
+            return await self._answer(call.http, api, call.parsed, call.caller)
 
-        return handle
+        return self._endpoints.with_body(
+            lambda body, headers: api.parse(body, headers, new_stamp()), act
+        )
 
     async def _answer(
         self,
         http: web.Request,
-        surface: Api,
+        api: Api,
         call: ApiCall,
         caller: Caller,
     ) -> web.StreamResponse:
         request = call.request
-        model, adapter = self._parts.registry.resolve(request.model)
+        model, adapter = self._dependencies.registry.resolve(request.model)
         caller.model = request.model
-        await self._continue(call)
-        prepared = await self._parts.preparer.prepare(request, model, adapter)
+        await self._prepend_history(call)
+        prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
-        turn = self._parts.turns.begin(prepared)
-        engine, renderer = self._parts.engine, call.renderer
-        exchange = ActiveRequest(engine, prepared, renderer, caller.started, caller.account)
+        hooked = self._dependencies.session_hooks.begin(prepared)
+        stream = EventStream(http, request.id) if request.stream else None
+        run, account = self._dependencies.runner.run, caller.account
+        active = run(prepared, call.renderer, caller.started, stream or DISCARD, account)
         try:
-            async with exchange:
-                if request.stream:
-                    return await self._stream(http, surface, exchange, call.thread)
-                return await self._whole(exchange, call.thread)
+            async with active:
+                if stream is not None:
+                    return await self._stream(stream, api, active, call)
+                return await self._whole(active, call)
         finally:
-            self._parts.turns.end(turn, exchange, surface.in_order)
+            self._dependencies.session_hooks.end(hooked, active, api.in_order)
 
-    async def _whole(
-        self, exchange: ActiveRequest, thread: ConversationThread | None
-    ) -> web.Response:
-        await exchange.place()
-        await exchange.follow()
-        request = exchange.prepared.request
-        summary = exchange.summary()
-        body = exchange.renderer.whole(summary)
-        if not await self._keep(thread, request, body):
-            body = exchange.renderer.whole(summary)
+    async def _whole(self, active: ActiveRequest, call: ApiCall) -> web.Response:
+        await active.finished()
+        request = call.request
+        summary = active.summary()
+        body = call.renderer.whole(summary)
+        if not await self._store_turn(call.thread, request, body):
+            body = call.renderer.whole(summary)
         return web.Response(body=body, headers={"X-Request-Id": request.id}, content_type=JSON)
 
-    async def _continue(self, call: ApiCall) -> None:
-        """Put the stored conversation that a request continues before its own messages."""
+    async def _prepend_history(self, call: ApiCall) -> None:
+        """Prepend the stored conversation that the request continues."""
         request, thread = call.request, call.thread
         if thread is None or thread.previous is None:
             return
-        turns = await self._parts.responses.history(thread.previous, request.cache_salt)
+        turns = await self._dependencies.responses.history(thread.previous, request.cache_salt)
         size = sum(len(item) for turn in turns for item in (*turn.input, *turn.output))
-        request.size += size
+        request.body_bytes += size
         if size < LARGE:
             thread.extend(turns)
         else:
-            threads = self._parts.preparer.threads
+            threads = self._dependencies.preprocessor.threads
             await threads.call(request.owner, lambda: thread.extend(turns))
 
-    async def _keep(
+    async def _store_turn(
         self, thread: ConversationThread | None, request: GenerateRequest, body: bytes
     ) -> bool:
-        """False if the answer cannot be stored as it was asked for; the thread knows it then."""
+        """Store the response if requested; on failure mark the thread and return False."""
         if thread is None or not thread.store:
             return True
-        threads, large = self._parts.preparer.threads, request.size >= LARGE
+        threads, large = self._dependencies.preprocessor.threads, request.body_bytes >= LARGE
         turn = (
             await threads.call(request.owner, lambda: thread.turn(body))
             if large
             else thread.turn(body)
         )
         turn.tenant = request.cache_salt
-        if not await self._parts.responses.put(turn):
-            thread.unstored()
+        if not await self._dependencies.responses.put(turn):
+            thread.mark_unstored()
             return False
         return True
 
     async def _stream(
-        self,
-        http: web.Request,
-        surface: Api,
-        exchange: ActiveRequest,
-        thread: ConversationThread | None,
+        self, stream: EventStream, api: Api, active: ActiveRequest, call: ApiCall
     ) -> web.StreamResponse:
-        """The stream opens when a worker has the request, or when its first keep-alive is due."""
-        stream = EventStream(http, exchange.prepared.request.id)
-        placing = asyncio.ensure_future(exchange.place())
+        """Open the stream once workers accepted the request, or when a keep-alive is due."""
+        await active.accepted(self._dependencies.settings.keepalive_s)
         try:
-            await asyncio.wait([placing], timeout=self._parts.settings.keepalive_s)
-            if placing.done():
-                await placing
-            await stream.open(exchange.renderer.begin())
-            exchange.stream = stream
-            self._parts.keeper.add(stream, surface.keepalive, exchange.resume)
-            return await stream.close(await self._rest(exchange, placing, thread))
+            await stream.open(call.renderer.begin())
+            self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
+            return await stream.close(await self._last_frames(active, call))
         finally:
-            placing.cancel()
-            self._parts.keeper.remove(stream)
+            self._dependencies.stream_supervisor.remove(stream)
 
-    async def _rest(
-        self,
-        exchange: ActiveRequest,
-        placing: "asyncio.Future[None]",
-        thread: ConversationThread | None,
-    ) -> bytes:
-        """Follow the exchange to its end; what is left to write then, be it an error."""
+    async def _last_frames(self, active: ActiveRequest, call: ApiCall) -> bytes:
+        """Wait for the end of the request; return the frames left, or those of an error."""
+        renderer, thread = call.renderer, call.thread
         try:
-            await placing
-            exchange.resume()
-            await exchange.follow()
-            summary = exchange.summary()
+            last = await active.finished()
+            summary = active.summary()
             if thread is not None and thread.store:
-                body = exchange.renderer.whole(summary)
-                await self._keep(thread, exchange.prepared.request, body)
-            return b"".join(exchange.last) + exchange.renderer.done(summary)
+                await self._store_turn(thread, call.request, renderer.whole(summary))
+            return last + renderer.done(summary)
         except ApiError as error:
-            log.warning("request %s failed: %s", exchange.prepared.request.id, error)
-            return exchange.renderer.failed(error)
+            log.warning("request %s failed: %s", call.request.id, error)
+            return renderer.failed(error)
         except ConnectionError:
             raise
         except Exception as error:
-            return exchange.renderer.failed(unexpected(error))
+            return renderer.failed(internal_error(error))

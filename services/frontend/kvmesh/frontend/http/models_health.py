@@ -1,4 +1,4 @@
-"""The endpoints that only tell: models, health, metrics."""
+"""Endpoints of the models, the health and the metrics of the mesh."""
 
 from typing import Protocol
 
@@ -10,64 +10,66 @@ from kvmesh.frontend.errors import ModelNotFound
 from kvmesh.frontend.http.bodies import JSON
 from kvmesh.frontend.http.middleware import caller_of
 from kvmesh.frontend.models import ModelRegistry, ServedModel
-from kvmesh.runtime.status_http import render_metrics, told
+from kvmesh.runtime.status_http import render_metrics, with_warnings
 from kvmesh.runtime.warnings import Warnings
 
 
 class FrontendReadiness(Protocol):
-    """Who knows what the frontend still lacks to serve requests."""
+    """Readiness of the frontend."""
 
-    def missing(self) -> list[str]: ...
+    def missing(self) -> list[str]:
+        """Names of what the frontend lacks to serve requests; empty if it is ready."""
+        ...
 
 
 class InformationEndpoints:
-    """Handlers."""
+    """Handlers of /v1/models, /health, /live and /metrics."""
 
     def __init__(
         self,
         registry: ModelRegistry,
-        ready: FrontendReadiness,
+        readiness: FrontendReadiness,
         warnings: Warnings,
-        gate: Authenticator,
+        authenticator: Authenticator,
     ) -> None:
         self._registry = registry
-        self._ready = ready
+        self._readiness = readiness
         self._warnings = warnings
-        self._gate = gate
+        self._authenticator = authenticator
 
     async def models(self, http: web.Request) -> web.Response:
-        """Those that the caller may use."""
+        """The models and adapters that the caller may use."""
         account = caller_of(http).account
         found = [entry for model in self._registry.models for entry in _entries(model)]
         if account is not None:
-            found = [entry for entry in found if account.allows(str(entry["id"]))]
+            found = [entry for entry in found if account.allows_model(str(entry["id"]))]
         ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
         return _json({"object": "list", "data": found, "has_more": False, **ends})
 
     async def model(self, http: web.Request) -> web.Response:
         name, account = http.match_info["id"], caller_of(http).account
-        if account is not None and not account.allows(name):
+        if account is not None and not account.allows_model(name):
             raise ModelNotFound(name)
         return _json(_entry(*self._registry.resolve(name)))
 
     async def health(self, http: web.Request) -> web.Response:
-        """For everyone; warnings name workers, so they are for those who may see the metrics."""
-        missing = self._ready.missing()
+        """Readiness, without a key; warnings name workers, so only admins see them."""
+        missing = self._readiness.missing()
         status: dict[str, object] = {"status": "ok"}
         if missing:
             status = {"status": "not_ready", "missing": missing}
-        if self._gate.shows(http.headers):
-            status = told(status, self._warnings)
+        if self._authenticator.is_admin(http.headers):
+            status = with_warnings(status, self._warnings)
         return _json(status, 503 if missing else 200)
 
     async def live(self, _: web.Request) -> web.Response:
         return _json({"status": "ok"})
 
     async def metrics(self, http: web.Request) -> web.Response:
-        """For everyone where no keys are asked for; each process has all on its `metrics_port`."""
+        """Metrics of this process, with keys for admins only; `metrics_port` needs no key."""
         caller = caller_of(http)
         if caller.account is not None:
-            caller.may("admin")
+            caller.require_scope("admin")
         return render_metrics(http)
 
 
@@ -80,7 +82,7 @@ def _entries(model: ServedModel) -> list[dict[str, object]]:
 
 
 def _entry(model: ServedModel, adapter: str | None) -> dict[str, object]:
-    """Fields of the OpenAI API, of the Anthropic API, and the context as others name it."""
+    """Fields of the OpenAI and Anthropic APIs, and two common names of the context length."""
     return {
         "id": adapter or model.card.name,
         "object": "model",

@@ -1,4 +1,4 @@
-"""The OpenAPI description of this server, made from the very types that decode its bodies."""
+"""OpenAPI description of this server, generated from the types that decode its bodies."""
 
 import re
 from html import escape
@@ -25,21 +25,21 @@ from kvmesh.runtime.service import VERSION
 _MODULES = re.compile(r"\b(?:kvmesh|typing|msgspec)[\w.]*\.")
 REF = "#/components/schemas/{name}"
 FAULTS = {
-    "400": "the request is wrong; `param` names the field",
-    "401": "the API key is missing or not valid",
-    "403": "the key may not do this",
-    "404": "no such model, response or path",
+    "400": "invalid request; `param` names the field",
+    "401": "missing or invalid API key",
+    "403": "the API key does not permit this",
+    "404": "model, response, pin, prefetch, session or path not found",
     "413": "the body is too large",
-    "429": "too much at once; wait for `retry-after` seconds",
-    "500": "a defect of the server",
-    "503": "nothing can serve this now",
-    "504": "no worker was free in time",
+    "429": "rate limit reached or overloaded; wait for `retry-after` seconds",
+    "500": "internal server error",
+    "503": "no worker or router is available",
+    "504": "no worker became free in time",
     "529": "overloaded (Messages API); wait for `retry-after` seconds",
 }
 
 
 class EndpointDescription(NamedTuple):
-    """One operation. `streams` tells that the answer may be server-sent events."""
+    """One operation; `streams`: the response may be server-sent events."""
 
     method: str
     path: str
@@ -58,33 +58,37 @@ ENDPOINTS = [
         "post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesBody
     ),
     EndpointDescription("get", "/v1/responses/{id}", "A stored response"),
-    EndpointDescription("delete", "/v1/responses/{id}", "Forget a stored response"),
-    EndpointDescription("get", "/v1/responses/{id}/input_items", "What a stored response answered"),
+    EndpointDescription("delete", "/v1/responses/{id}", "Delete a stored response"),
+    EndpointDescription(
+        "get", "/v1/responses/{id}/input_items", "Input items of a stored response"
+    ),
     EndpointDescription("post", "/v1/messages", "Message (Anthropic)", MessagesBody, True),
     EndpointDescription(
         "post", "/v1/messages/count_tokens", "Count a prompt's tokens", MessagesBody
     ),
-    EndpointDescription("post", "/v1/tokenize", "Tokens of a text or conversation", TokenizeBody),
-    EndpointDescription("post", "/v1/detokenize", "Text of tokens", DetokenizeBody),
-    EndpointDescription("post", "/v1/prefetch", "Have a prompt's blocks ready", PrefetchBody),
-    EndpointDescription("delete", "/v1/prefetch/{id}", "Give a prefetch up"),
-    EndpointDescription("post", "/v1/cache/pins", "Prefer to keep a prompt's blocks", PinBody),
-    EndpointDescription("get", "/v1/cache/pins", "Pins that hold"),
-    EndpointDescription("delete", "/v1/cache/pins", "Forget a pin, by id or prompt", UnpinBody),
-    EndpointDescription("delete", "/v1/cache/pins/{id}", "Forget a pin"),
+    EndpointDescription("post", "/v1/tokenize", "Tokenize a text or a conversation", TokenizeBody),
+    EndpointDescription("post", "/v1/detokenize", "Text of token ids", DetokenizeBody),
     EndpointDescription(
-        "post", "/v1/cache/clear", "Drop cached blocks that nobody uses", ClearBody
+        "post", "/v1/prefetch", "Load a prompt's blocks into a worker", PrefetchBody
     ),
-    EndpointDescription("post", "/v1/sessions/release", "Sessions that are over", ReleaseBody),
-    EndpointDescription("get", "/v1/models", "Models that live workers serve"),
+    EndpointDescription("delete", "/v1/prefetch/{id}", "Cancel a prefetch"),
+    EndpointDescription("post", "/v1/cache/pins", "Pin a prompt's blocks", PinBody),
+    EndpointDescription("get", "/v1/cache/pins", "List pins"),
+    EndpointDescription("delete", "/v1/cache/pins", "Delete a pin, by id or prompt", UnpinBody),
+    EndpointDescription("delete", "/v1/cache/pins/{id}", "Delete a pin"),
+    EndpointDescription(
+        "post", "/v1/cache/clear", "Drop cached blocks that are not in use", ClearBody
+    ),
+    EndpointDescription("post", "/v1/sessions/release", "Release ended sessions", ReleaseBody),
+    EndpointDescription("get", "/v1/models", "List the models that live workers serve"),
     EndpointDescription("get", "/v1/models/{id}", "One model"),
-    EndpointDescription("get", "/health", "Whether requests can be served now"),
-    EndpointDescription("get", "/live", "Whether the process runs"),
+    EndpointDescription("get", "/health", "Readiness to serve requests"),
+    EndpointDescription("get", "/live", "Liveness of the process"),
 ]
 
 
 def document() -> dict[str, Any]:
-    """The whole description, OpenAPI 3.1."""
+    """The OpenAPI 3.1 document."""
     bodies = list(dict.fromkeys(e.body for e in ENDPOINTS if e.body is not None))
     schemas, components = msgspec.json.schema_components(bodies, ref_template=REF)
     refs = dict(zip(bodies, schemas, strict=True))
@@ -114,11 +118,11 @@ def _operation(
     faults = {code: {"description": text} for code, text in FAULTS.items()}
     operation: dict[str, Any] = {
         "summary": endpoint.about,
-        "responses": {"200": {"description": "the answer", "content": answers}, **faults},
+        "responses": {"200": {"description": "success", "content": answers}, **faults},
     }
     if "{id}" in endpoint.path:
-        place = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [place]
+        path_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [path_id]
     if endpoint.body is not None:
         schema = refs[endpoint.body]
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
@@ -134,7 +138,7 @@ td,th{text-align:left;padding:.1rem 1rem .1rem 0;vertical-align:top}b{font-famil
 
 
 def page() -> str:
-    """The description for people: every operation with the fields of its body."""
+    """The HTML page: every operation with the fields of its body."""
     return PAGE + "".join(_section(endpoint) for endpoint in ENDPOINTS)
 
 
@@ -157,7 +161,7 @@ def _row(field: msgspec.structs.FieldInfo) -> str:
 
 
 class Description:
-    """Serves both forms, made once."""
+    """Serves the document and the page, generated once."""
 
     def __init__(self) -> None:
         self._json = msgspec.json.encode(document())

@@ -1,4 +1,4 @@
-"""The HTTP application: which path is answered by what."""
+"""The HTTP application: routes and their handlers."""
 
 from collections.abc import Sequence
 
@@ -11,66 +11,70 @@ from kvmesh.frontend.apis.messages.api import CountTokens, Messages
 from kvmesh.frontend.apis.responses.api import InputTokens, Responses
 from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.http.bodies import refuse
-from kvmesh.frontend.http.error_shape import shape_for
+from kvmesh.frontend.http.endpoint import EndpointFactory
 from kvmesh.frontend.http.generate import Dependencies, GenerateEndpoint
 from kvmesh.frontend.http.middleware import RequestMiddleware
 from kvmesh.frontend.http.models_health import FrontendReadiness, InformationEndpoints
 from kvmesh.frontend.http.openapi import Description
 from kvmesh.frontend.http.responses.endpoints import StoredResponseEndpoints
-from kvmesh.frontend.http.tokenize import CountingApi, CountingEndpoint, DetokenizeEndpoint
+from kvmesh.frontend.http.tokenize import CountingApi, TokenizeEndpoints
 from kvmesh.runtime.warnings import Warnings
 
 ANY = "/{path:.*}"
-
-# They read neither a body nor what is stored: nobody needs a key for them.
-OPEN = frozenset(("/health", "/live", ANY))
+UNRESTRICTED = frozenset(("/health", "/live"))  # probes have no keys
+GENERATING: dict[str, Api] = {
+    "/v1/chat/completions": Chat(),
+    "/v1/completions": Completions(),
+    "/v1/messages": Messages(),
+    "/v1/responses": Responses(),
+}
+COUNTING: dict[str, CountingApi] = {
+    "/v1/tokenize": Tokenize(),
+    "/v1/messages/count_tokens": CountTokens(),
+    "/v1/responses/input_tokens": InputTokens(),
+}
 
 
 def application(
-    parts: Dependencies, ready: FrontendReadiness, more: Sequence[web.RouteDef], warnings: Warnings
+    dependencies: Dependencies,
+    readiness: FrontendReadiness,
+    more: Sequence[web.RouteDef],
+    warnings: Warnings,
 ) -> web.Application:
-    """All routes of a frontend, `more` of them made elsewhere."""
-    generation = GenerateEndpoint(parts)
-    counting = CountingEndpoint(parts)
-    description = Description()
-    tell = InformationEndpoints(parts.registry, ready, warnings, parts.gate)
-    entrance = RequestMiddleware(parts.gate, parts.settings.max_in_flight, OPEN)
-    app = web.Application(
-        client_max_size=parts.settings.max_body_bytes, middlewares=[web.middleware(entrance)]
+    """The application with all routes of a frontend, `more` among them."""
+    endpoints = EndpointFactory(dependencies.settings, dependencies.preprocessor.threads)
+    generate = GenerateEndpoint(endpoints, dependencies)
+    tokenize = TokenizeEndpoints(endpoints, dependencies.registry, dependencies.preprocessor)
+    stored = StoredResponseEndpoints(endpoints, dependencies.responses)
+    information = InformationEndpoints(
+        dependencies.registry, readiness, warnings, dependencies.authenticator
     )
-    generating: dict[str, Api] = {
-        "/v1/chat/completions": Chat(),
-        "/v1/completions": Completions(),
-        "/v1/messages": Messages(),
-        "/v1/responses": Responses(),
-    }
-    tokens: dict[str, CountingApi] = {
-        "/v1/tokenize": Tokenize(),
-        "/v1/messages/count_tokens": CountTokens(),
-        "/v1/responses/input_tokens": InputTokens(),
-    }
+    description = Description()
+    settings = dependencies.settings
+    middleware = RequestMiddleware(dependencies.authenticator, settings.max_in_flight, UNRESTRICTED)
+    app = web.Application(
+        client_max_size=settings.max_body_bytes, middlewares=[web.middleware(middleware)]
+    )
     app.add_routes(
         [
-            *(web.post(p, generation.handler(s), name=s.name) for p, s in generating.items()),
-            *(web.post(p, counting.handler(s), name=s.name) for p, s in tokens.items()),
-            web.post("/v1/detokenize", DetokenizeEndpoint(parts).handle, name="detokenize"),
-            *StoredResponseEndpoints(parts.responses).handlers(),
+            *(web.post(p, generate.handler(api), name=api.name) for p, api in GENERATING.items()),
+            *(web.post(p, tokenize.counting(api), name=api.name) for p, api in COUNTING.items()),
+            web.post("/v1/detokenize", tokenize.detokenize(), name="detokenize"),
+            *stored.routes,
             *more,
-            web.get("/v1/models", tell.models, name="models"),
-            web.get("/v1/models/{id:.+}", tell.model, name="model"),
-            web.get("/health", tell.health),
-            web.get("/live", tell.live),
-            web.get("/metrics", tell.metrics, name="metrics"),
+            web.get("/v1/models", information.models, name="models"),
+            web.get("/v1/models/{id:.+}", information.model, name="model"),
+            web.get("/health", information.health),
+            web.get("/live", information.live),
+            web.get("/metrics", information.metrics, name="metrics"),
             web.get("/openapi.json", description.json, name="openapi"),
             web.get("/docs", description.html, name="docs"),
-            web.route("*", ANY, unknown),
+            web.route("*", ANY, unknown_route),
         ]
     )
     return app
 
 
-async def unknown(http: web.Request) -> web.Response:
-    """No such path, or not with this method."""
-    error = ApiError("not_found", f"There is no {http.method} {http.path} here; see /docs.")
-    return refuse(shape_for(http), error)
+async def unknown_route(http: web.Request) -> web.StreamResponse:
+    """Answers paths without a route, and methods that a path does not have."""
+    raise ApiError("not_found", f"{http.method} {http.path} does not exist; see /docs.")

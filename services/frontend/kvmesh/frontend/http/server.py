@@ -1,4 +1,4 @@
-"""What goes wrong before there is a request: answered and logged as everything else is."""
+"""HTTP server whose protocol errors are answered and logged like errors of requests."""
 
 import logging
 from typing import Any
@@ -8,13 +8,13 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.errors import InvalidRequest
-from kvmesh.frontend.http.bodies import refuse
+from kvmesh.frontend.http.bodies import error_response
 
 log = logging.getLogger(__name__)
 
 
 class Connection(web.RequestHandler):
-    """One client's connection. What is no HTTP is its own fault: no traceback, one line."""
+    """One client's connection; malformed requests are logged in one line without a traceback."""
 
     def handle_error(
         self,
@@ -24,17 +24,19 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         if isinstance(exc, ConnectionError):
-            raise exc  # the client is gone: there is nobody to be told, and nothing to be mended
+            raise exc  # the client has disconnected
         if status >= 500 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         reason = (message or type(exc).__name__).partition("\n")[0].rstrip(":. ")
-        log.info("refused what %s sent, which is no HTTP request: %s", request.remote, reason)
-        response = refuse(openai.SHAPE, InvalidRequest(f"This is no HTTP request: {reason}."))
+        log.info("malformed HTTP request from %s: %s", request.remote, reason)
+        response = error_response(
+            openai.SHAPE, InvalidRequest(f"Malformed HTTP request: {reason}.")
+        )
         response.force_close()
         return response
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        """A body that cannot be decoded was refused; aiohttp meets it again in what is left."""
+        """Log unless aiohttp finds an already refused body undecodable again while draining it."""
         if not isinstance(kwargs.get("exc_info"), RequestPayloadError):
             super().log_exception(*args, **kwargs)
 
@@ -45,7 +47,7 @@ class _Server(web.Server):
 
 
 class Runner(web.AppRunner):
-    """Runs an application on such connections."""
+    """Runs an application on `Connection`s."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()

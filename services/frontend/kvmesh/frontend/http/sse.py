@@ -1,7 +1,7 @@
-"""Server-sent events to one client, written from the event loop without a task per write.
+"""Server-sent events, written from the event loop without a task per write.
 
-A reader that does not keep up is paused: past `HIGH` buffered bytes nothing more is written and
-its tokens wait as numbers. If it stays blocked it is cut.
+A stream with more than `HIGH_WATER_BYTES` buffered bytes is blocked: its tokens wait as ids. A
+client that stays blocked is disconnected.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from aiohttp import HttpVersion11, web
 
 log = logging.getLogger(__name__)
-HIGH = 256 << 10
+HIGH_WATER_BYTES = 256 << 10
 TICK_S = 0.25
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -21,7 +21,7 @@ HEADERS = {
 
 
 class EventStream:
-    """The open response of one request. `write` sends a frame at once and never waits."""
+    """The streaming response of one request; `write` never waits."""
 
     def __init__(self, http: web.Request, request_id: str) -> None:
         self._http = http
@@ -42,16 +42,16 @@ class EventStream:
         await self._response.write(first)
         self._transport = self._http.transport
         if self._transport is None:
-            raise ConnectionResetError("the client is gone")
+            raise ConnectionResetError("the client has disconnected")
         self.wrote_at = self._loop.time()
 
     @property
     def writable(self) -> bool:
-        """Whether the client keeps up."""
+        """True if the client keeps up; otherwise `blocked_since` is set."""
         transport = self._transport
         if transport is None:
             return False
-        blocked = transport.get_write_buffer_size() > HIGH
+        blocked = transport.get_write_buffer_size() > HIGH_WATER_BYTES
         if not blocked:
             self.blocked_since = None
         elif self.blocked_since is None:
@@ -73,21 +73,21 @@ class EventStream:
         return self._response
 
     def cut(self) -> None:
-        """Drop the connection; its handler is cancelled by that."""
+        """Abort the connection, which cancels the handler."""
         if self._transport is not None:
             self._transport.abort()
 
 
 class StreamSupervisor:
-    """Periodic care of all open streams: keep-alives, resuming and cutting of slow readers."""
+    """Sends keep-alives on all open streams, resumes slow readers and disconnects blocked ones."""
 
-    def __init__(self, keepalive_s: float, patience_s: float) -> None:
+    def __init__(self, keepalive_s: float, slow_reader_s: float) -> None:
         self._keepalive_s = keepalive_s
-        self._patience_s = patience_s
+        self._slow_reader_s = slow_reader_s
         self._streams: dict[EventStream, tuple[bytes, Callable[[], None]]] = {}
 
     def add(self, stream: EventStream, keepalive: bytes, resume: Callable[[], None]) -> None:
-        """`resume` is called when a blocked reader has caught up."""
+        """Supervise a stream; `resume` is called when a blocked reader has caught up."""
         self._streams[stream] = (keepalive, resume)
 
     def remove(self, stream: EventStream) -> None:
@@ -98,17 +98,17 @@ class StreamSupervisor:
         while True:
             await asyncio.sleep(TICK_S)
             for stream, (keepalive, resume) in list(self._streams.items()):
-                self._care(stream, keepalive, resume, loop.time())
+                self._check(stream, keepalive, resume, loop.time())
 
-    def _care(
+    def _check(
         self, stream: EventStream, keepalive: bytes, resume: Callable[[], None], now: float
     ) -> None:
         since = stream.blocked_since
         if since is not None:
             if stream.writable:
                 resume()
-            elif now - since > self._patience_s:
-                log.warning("cut a client that has not read for %.0f s", now - since)
+            elif now - since > self._slow_reader_s:
+                log.warning("disconnecting a client that has not read for %.0f s", now - since)
                 stream.cut()
         elif stream.is_open and now - stream.wrote_at > self._keepalive_s and stream.writable:
             stream.write(keepalive)

@@ -1,87 +1,84 @@
-"""Endpoints that only prepare a prompt: exact token counts and tokens for the served template."""
+"""Endpoints that tokenize a prompt or detokenize ids, exactly as the served model does."""
 
 from typing import Protocol
 
-from aiohttp import web
-
-from kvmesh.frontend.apis.base import Headers, json_encode
-from kvmesh.frontend.apis.tokens import parse_tokens
+from kvmesh.frontend.apis.base import Headers, RequestStamp, json_encode
+from kvmesh.frontend.apis.tokens import DetokenizeBody, parse_tokens
 from kvmesh.frontend.conversation import GenerateRequest
-from kvmesh.frontend.errors import ApiError, ContextExceeded
-from kvmesh.frontend.http.bodies import JSON, parsed, read_body
-from kvmesh.frontend.http.generate import Dependencies
-from kvmesh.frontend.http.middleware import Handler, caller_of
+from kvmesh.frontend.errors import ContextExceeded
+from kvmesh.frontend.fair_threads import FairThreads
+from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory, new_stamp
+from kvmesh.frontend.http.middleware import Handler
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 
-LONG = 8192  # tokens, or bytes of them, that go to a thread
+THREAD_SIZE = 8192  # bytes of packed prompts, or tokens, from which work is done in a thread
 
 
 class CountingApi(Protocol):
-    """One counting API."""
+    """One API that counts or lists the tokens of a prompt."""
 
     @property
     def name(self) -> str: ...
 
-    def parse(self, body: bytes, headers: Headers) -> GenerateRequest: ...
-
-    def error(self, error: ApiError) -> tuple[int, bytes]: ...
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest: ...
 
     def answer(self, prompts: list[bytes], context: int) -> bytes:
-        """The body for packed prompts; `context` is the model's."""
+        """The response body for packed prompts; `context` is the model's length in tokens."""
         ...
 
 
-class CountingEndpoint:
-    """Makes a handler for each counting surface."""
+class TokenizeEndpoints:
+    """Makes the handlers of the counting APIs and of POST /v1/detokenize."""
 
-    def __init__(self, parts: Dependencies) -> None:
-        self._parts = parts
+    def __init__(
+        self, endpoints: EndpointFactory, registry: ModelRegistry, preprocessor: Preprocessor
+    ) -> None:
+        self._endpoints = endpoints
+        self._registry = registry
+        self._preprocessor = preprocessor
 
-    def handler(self, surface: CountingApi) -> Handler:
-        async def handle(http: web.Request) -> web.StreamResponse:
-            caller, threads = caller_of(http), self._parts.preparer.threads
-            body = await read_body(http, self._parts.settings)
-            request = await parsed(
-                threads, caller.owner, body, lambda: surface.parse(body, http.headers)
-            )
-            caller.take(request, body)
-            model, _ = self._parts.registry.resolve(request.model)
+    @property
+    def _threads(self) -> FairThreads:
+        return self._preprocessor.threads
+
+    def counting(self, api: CountingApi) -> Handler:
+        async def act(call: EndpointCall[GenerateRequest]) -> bytes:
+            request, caller = call.parsed, call.caller
+            caller.bind(request, len(call.body))
+            model, _ = self._registry.resolve(request.model)
             caller.model = request.model
-            prompts = await self._parts.preparer.count(request, model)
-            if sum(map(len, prompts)) < LONG:
-                answer = surface.answer(prompts, model.card.context)
-            else:
-                answer = await threads.call(
-                    caller.owner, lambda: surface.answer(prompts, model.card.context)
-                )
-            return web.Response(body=answer, content_type=JSON)
+            prompts = await self._preprocessor.count(request, model)
+            if sum(map(len, prompts)) < THREAD_SIZE:
+                return api.answer(prompts, model.card.context)
+            return await self._threads.call(
+                caller.owner, lambda: api.answer(prompts, model.card.context)
+            )
 
-        return handle
+        return self._endpoints.with_body(
+            lambda body, headers: api.parse(body, headers, new_stamp()), act
+        )
 
+    def detokenize(self) -> Handler:
+        return self._endpoints.with_body(lambda body, _: parse_tokens(body), self._detokenize)
 
-class DetokenizeEndpoint:
-    """POST /v1/detokenize: the exact text of token ids, special ones included."""
-
-    def __init__(self, parts: Dependencies) -> None:
-        self._parts = parts
-
-    async def handle(self, http: web.Request) -> web.StreamResponse:
-        caller, threads = caller_of(http), self._parts.preparer.threads
-        body = await read_body(http, self._parts.settings)
-        asked = await parsed(threads, caller.owner, body, lambda: parse_tokens(body))
+    async def _detokenize(self, call: EndpointCall[DetokenizeBody]) -> bytes:
+        """The exact text of token ids, special ones included."""
+        parsed, caller = call.parsed, call.caller
         if caller.account is not None:
-            caller.account.allow(asked.model)
-        model, _ = self._parts.registry.resolve(asked.model)
-        caller.model = asked.model
-        if len(asked.tokens) > model.card.context:
-            raise ContextExceeded(len(asked.tokens), None, model.card.context)
+            caller.account.require_model(parsed.model)
+        model, _ = self._registry.resolve(parsed.model)
+        caller.model = parsed.model
+        if len(parsed.tokens) > model.card.context:
+            raise ContextExceeded(len(parsed.tokens), None, model.card.context)
 
         def text() -> bytes:
-            # a batch lets other threads go on
+            # unlike `decode`, a batch releases the GIL
             decoded = model.dialect.tokenizer.decode_batch(
-                [asked.tokens], skip_special_tokens=False
+                [parsed.tokens], skip_special_tokens=False
             )
             return json_encode({"prompt": decoded[0]})
 
-        small = len(asked.tokens) < LONG
-        answer = text() if small else await threads.call(caller.owner, text)
-        return web.Response(body=answer, content_type=JSON)
+        if len(parsed.tokens) < THREAD_SIZE:
+            return text()
+        return await self._threads.call(caller.owner, text)

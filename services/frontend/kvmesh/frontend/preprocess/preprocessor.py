@@ -13,7 +13,7 @@ from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResul
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
-from kvmesh.frontend.http.json_bounds import check_arguments
+from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
@@ -27,7 +27,7 @@ from kvmesh.frontend.preprocess.tool_choice import (
 from kvmesh.frontend.tokenizer.encoder import SegmentMemo
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, PrefixTokenCache
 from kvmesh.frontend.tokenizer.text_slices import check_runs
-from kvmesh.hashing import block_hashes
+from kvmesh.hashing import TOKEN_BYTES, block_hashes
 
 T = TypeVar("T")
 LONG_TEXT = 8192
@@ -153,8 +153,8 @@ class Preprocessor:
         return b"".join((yield from self._encode(segments, request.cache_salt, model)))
 
     async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
-        small = request.size < LARGE_BODY and len(request.messages) < MANY_MESSAGES
-        return await self.threads.finish(request.owner, steps, at_once=small)
+        small = request.body_bytes < LARGE_BODY and len(request.messages) < MANY_MESSAGES
+        return await self.threads.run_steps(request.owner, steps, at_once=small)
 
     def _raw_prompts(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
         """Packed tokens of prompts without a template: texts and token ids."""
@@ -243,7 +243,7 @@ def _collect(slices: Iterator[bytes], model: ServedModel, count: int = 0) -> Ste
     parts = []
     for tokens in slices:
         parts.append(tokens)
-        count += len(tokens) // 4
+        count += len(tokens) // TOKEN_BYTES
         if count > model.card.context:
             raise ContextExceeded(count, None, model.card.context)
         if len(tokens) >= SLICE_TOKENS or not tokens:
@@ -300,7 +300,7 @@ def output_limit(request: GenerateRequest, prompts: int, longest: int, context: 
 
 def render(request: GenerateRequest, model: ServedModel) -> str:
     """The prompt's text; raises InvalidRequest if the template refuses the conversation."""
-    if request.size >= LARGE_BODY:
+    if request.body_bytes >= LARGE_BODY:
         check_arguments(request.messages)
     try:
         return model.dialect.template.render(request, datetime.date.today())

@@ -49,7 +49,7 @@ class TokenOffsets:
 
 def explicit_retention(request: GenerateRequest) -> list[Retain]:
     """Directives that the caller gave for the whole prompt or for token ranges."""
-    whole = [] if request.keep_s is None else [_keep(None, request.keep_s)]
+    whole = [] if request.prompt_ttl_s is None else [_keep(None, request.prompt_ttl_s)]
     return [*whole, *request.retention]
 
 
@@ -90,8 +90,8 @@ def _marks(request: GenerateRequest, spans: PromptSpans, offsets: TokenOffsets) 
     for offset, ttl in spans.marks:
         if end := offsets.at(offset):
             ends[ttl] = max(end, ends.get(ttl) or 0)
-    if request.keep_s is not None:
-        ends[request.keep_s] = None
+    if request.prompt_ttl_s is not None:
+        ends[request.prompt_ttl_s] = None
     for ttl in sorted(ends):
         yield _keep(ends[ttl], ttl)
 

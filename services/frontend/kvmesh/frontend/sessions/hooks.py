@@ -1,4 +1,7 @@
-"""What happens around a turn: its session is remembered, released at its end, or served ahead."""
+"""Session hooks of a request.
+
+They store its prompt, release a finished session, and prefill the predicted next prompt.
+"""
 
 import asyncio
 import logging
@@ -13,7 +16,7 @@ from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release, SessionPromp
 from kvmesh.frontend import metrics
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.dispatch.control_client import ControlClient
-from kvmesh.frontend.dispatch.dispatcher import SequenceTask
+from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.namespaces import inferred
@@ -21,14 +24,14 @@ from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocesso
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
-    HASH,
     LIFETIME_S,
     Speculation,
     SpeculativePrefills,
-    shared,
+    common_blocks,
     successor,
 )
-from kvmesh.hashing import block_hashes
+from kvmesh.hashing import HASH_BYTES, block_hashes
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 MAX_TASKS = 1024
@@ -36,140 +39,152 @@ DEADLINE_S = 30.0
 
 
 class HookedRequest(Struct):
-    """One turn, and what was computed ahead for it and fits."""
+    """A request, and the speculation that was made for its prompt, if any."""
 
     prepared: PreparedRequest
-    ahead: Speculation | None = None
+    speculation: Speculation | None = None
 
 
 class SessionHooks:
-    """Told of every turn; work that follows an answer runs in tasks, of which there are few."""
+    """Call `begin` and `end` around every request; a bounded number of tasks do the work after."""
 
     def __init__(
-        self, sessions: LastPrompts, holders: ControlClient, preparer: Preprocessor, budget: int
+        self,
+        last_prompts: LastPrompts,
+        control: ControlClient,
+        preprocessor: Preprocessor,
+        max_tokens: int,
     ) -> None:
-        self._sessions = sessions
-        self._holders = holders
-        self._preparer = preparer
-        self._budget = budget
+        self._last_prompts = last_prompts
+        self._control = control
+        self._preprocessor = preprocessor
+        self._max_tokens = max_tokens
         self._speculations = SpeculativePrefills()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = BackgroundTasks()
 
     def begin(self, prepared: PreparedRequest) -> HookedRequest:
+        """Store the session's prompt and end the speculation on it."""
         prompt, session = prepared.prompts[0], prepared.request.hints.session
         if session is not None and len(prepared.prompts) == 1:
             last = SessionPrompt(prompt.tokens, prepared.adapter)
-            self._sessions.remember(prepared.model.card.name, session, last)
-        made = self._speculations.take(prepared.request.cache_salt, prompt.sequence_hashes)
-        if made is None:
+            self._last_prompts.store(prepared.model.card.name, session, last)
+        tenant = prepared.request.cache_salt
+        speculation = self._speculations.pop(tenant, prompt.sequence_hashes)
+        if speculation is None:
             return HookedRequest(prepared)
-        self._do(self._holders.ask(made.instance, Cancel(made.id)))
-        if made.fits(prompt.sequence_hashes):
-            return HookedRequest(prepared, made)
-        self._count(made, 0)
+        self._start(self._control.request(speculation.instance, Cancel(speculation.id)))
+        if speculation.fits(prompt.sequence_hashes):
+            return HookedRequest(prepared, speculation)
+        _count(speculation, 0)
         return HookedRequest(prepared)
 
-    def end(self, turn: HookedRequest, exchange: ActiveRequest, in_order: bool) -> None:
-        """Its answer is over, whatever the end."""
-        request = turn.prepared.request
-        if turn.ahead is not None:
-            cached = sum(exchange.jobs[0].sequence.cached or [])
-            size = turn.prepared.model.card.block_size
-            self._count(turn.ahead, turn.ahead.useful(cached, size))
+    def end(self, hooked: HookedRequest, active: ActiveRequest, in_order: bool) -> None:
+        """Release the session if it is final, or prefill its next prompt; after any outcome.
+
+        `in_order`: the API's clients return text, thinking and calls in the order of the answer.
+        """
+        prepared, stream = hooked.prepared, active.tasks[0].stream
+        request, transcript = prepared.request, active.transcript
+        if hooked.speculation is not None:
+            cached, size = sum(stream.cached or []), prepared.model.card.block_size
+            _count(hooked.speculation, hooked.speculation.useful_tokens(cached, size))
         if request.hints.session_final and request.hints.session is not None:
-            cards = self._holders.of([turn.prepared.model.card.name])
+            cards = self._control.holders_of([prepared.model.card.name])
             command = Release(sessions=[request.hints.session])
-            self._do(self._holders.publish(cards, command))
-        elif exchange.said is not None and exchange.jobs[0].sequence.finish == "stop":
-            blocks = exchange.said.blocks(in_order)
+            self._control.post(cards, command)
+        elif transcript is not None and stream.finish == "stop":
+            blocks = transcript.blocks(in_order)
             if (following := successor(request, blocks)) is not None:
-                self._do(self._speculate(exchange, following))
+                self._start(self._speculate(active, following))
 
     async def run(self) -> None:
-        """Count what nobody came for; for ever."""
+        """Count speculations whose prompt has not come, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LIFETIME_S / 60)
-            for made in self._speculations.lapse(loop.time()):
-                self._count(made, 0)
+            for speculation in self._speculations.expire(loop.time()):
+                _count(speculation, 0)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
 
-    async def _speculate(self, exchange: ActiveRequest, following: GenerateRequest) -> None:
-        prepared, job = exchange.prepared, exchange.jobs[0]
+    async def _speculate(self, active: ActiveRequest, following: GenerateRequest) -> None:
+        prepared, task = active.prepared, active.tasks[0]
         try:
-            tokens = await self._preparer.tokens_before(following, prepared.model, CUT)
+            tokens = await self._preprocessor.tokens_before(following, prepared.model, CUT)
         except ApiError as error:
-            log.info("cannot predict what follows %s: %s", following.id, error)
+            log.info("cannot predict the request after %s: %s", following.id, error)
             return
-        size, salt = prepared.model.card.block_size, job.prompt.salt
-        held = job.prompt.tokens + array("I", job.sequence.tokens).tobytes()
-        sequence = block_hashes(tokens, size, salt)[1]
-        base = shared(block_hashes(held, size, salt)[1], sequence)
-        asked = min(len(sequence) // HASH - base, self._budget // size) * size
-        if base and asked > 0:
-            await self._compute(exchange, tokens, sequence, base, asked)
+        size, salt = prepared.model.card.block_size, task.prompt.salt
+        held = task.prompt.tokens + array("I", task.stream.tokens).tobytes()
+        predicted = block_hashes(tokens, size, salt)[1]
+        base = common_blocks(block_hashes(held, size, salt)[1], predicted)
+        missing = len(predicted) // HASH_BYTES - base
+        requested = min(missing, self._max_tokens // size) * size
+        if base and requested > 0:
+            await self._prefill(active, tokens, predicted, base, requested)
 
-    async def _compute(
-        self, exchange: ActiveRequest, tokens: bytes, sequence: bytes, base: int, asked: int
+    async def _prefill(
+        self,
+        active: ActiveRequest,
+        tokens: bytes,
+        sequence_hashes: bytes,
+        base_blocks: int,
+        requested_tokens: int,
     ) -> None:
-        """Have the worker that answered compute what it lacks; the caller's turn will tell."""
-        prepared, job = exchange.prepared, exchange.jobs[0]
+        """Have the worker that computed the prompt compute the missing tokens of the next one."""
+        prepared, task = active.prepared, active.tasks[0]
         hints, tenant = prepared.request.hints, prepared.request.cache_salt
-        there = _computes_prompts(job)
-        made = Speculation(
+        rank = _prompt_rank(task)
+        speculation = Speculation(
             id=inferred(tenant, f"sp_{secrets.token_hex(12)}"),
             tenant=tenant,
-            instance=there.instance,
+            instance=rank.instance,
             model=prepared.model.card.name,
-            known=sequence[(base - 1) * HASH : base * HASH],
-            base=base,
-            end=sequence[-HASH:],
-            blocks=len(sequence) // HASH,
-            asked=asked,
+            base_hash=sequence_hashes[(base_blocks - 1) * HASH_BYTES : base_blocks * HASH_BYTES],
+            base_blocks=base_blocks,
+            end_hash=sequence_hashes[-HASH_BYTES:],
+            blocks=len(sequence_hashes) // HASH_BYTES,
+            requested_tokens=requested_tokens,
             expires=asyncio.get_running_loop().time() + LIFETIME_S,
         )
-        for replaced in self._speculations.add(made):
-            self._count(replaced, 0)
+        for replaced in self._speculations.add(speculation):
+            _count(replaced, 0)
         command = Prefetch(
-            id=made.id,
+            id=speculation.id,
             tokens=tokens,
-            salt=job.prompt.salt,
+            salt=task.prompt.salt,
             tenant=tenant,
             adapter=prepared.adapter,
             session=hints.session,
             deadline_s=DEADLINE_S,
-            compute=asked,
-            rank=there.rank,
+            compute=requested_tokens,
+            rank=rank.rank,
         )
-        reply = await self._holders.ask(made.instance, command)
+        reply = await self._control.request(rank.instance, command)
         if not reply.ok:
-            log.info("%s does not prefetch: %s", made.instance, reply.reason)
-            self._speculations.take(tenant, sequence)
+            log.info("%s refuses a speculative prefill: %s", rank.instance, reply.reason)
+            self._speculations.pop(tenant, sequence_hashes)
             return
-        exchange.spend(asked)
+        active.charge(requested_tokens)
 
-    def _count(self, made: Speculation, useful: int) -> None:
-        metrics.speculative.labels(made.model, "useful").inc(useful)
-        metrics.speculative.labels(made.model, "wasted").inc(made.asked - useful)
-
-    def _do(self, work: Coroutine[Any, Any, object]) -> None:
+    def _start(self, work: Coroutine[Any, Any, object]) -> None:
         if len(self._tasks) >= MAX_TASKS:
             work.close()
-            log.warning("too much follows answers: some of it is left out")
+            log.warning("skipped the work after a request: %d tasks are running", MAX_TASKS)
             return
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
 
-def _computes_prompts(job: SequenceTask) -> RankKey:
-    """Where a conversation's next prompt will probably be computed."""
-    routed = job.routed
+def _count(speculation: Speculation, useful: int) -> None:
+    wasted = speculation.requested_tokens - useful
+    metrics.speculative_tokens.labels(speculation.model, "useful").inc(useful)
+    metrics.speculative_tokens.labels(speculation.model, "wasted").inc(wasted)
+
+
+def _prompt_rank(task: SequenceTask) -> RankKey:
+    """The rank that will probably compute the conversation's next prompt."""
+    routed = task.dispatch.routed
     if routed is not None and routed.prefill is not None:
         return routed.prefill
-    return RankKey(job.sequence.instance, routed.rank if routed is not None else 0)
+    return RankKey(task.stream.instance, routed.rank if routed is not None else 0)

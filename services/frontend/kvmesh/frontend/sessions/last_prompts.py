@@ -1,81 +1,79 @@
-"""The last prompt of each session, so that a session can be named instead of its prompt."""
+"""The last prompt of each session, by which a caller can name a session instead of its prompt."""
 
-from collections import Counter, OrderedDict
+import sys
 
 import msgspec
 
-from kvmesh.bus.client import Bus, Respond
+from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.errors import RequestTimeout
 from kvmesh.bus.messages import SessionPrompt, SessionQuery, owner
 from kvmesh.frontend.namespaces import SEPARATOR
+from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 500
-ASK_S = 0.5
+QUERY_TIMEOUT_S = 0.5
 _queries = msgspec.msgpack.Decoder(SessionQuery)
+_prompts = msgspec.msgpack.Decoder(SessionPrompt)
 
 
 class LastPrompts:
-    """At most `limit` bytes; what is too much, the owner with the most gives up, longest unused.
+    """At most `limit` bytes; beyond it, the owner with the most loses its least recently stored.
 
-    Sessions are named within tenants. Each frontend knows what passed through itself, and asks the
-    others for the rest.
+    Sessions are named within tenants. Each frontend stores the prompts that it has served and
+    queries the other frontends for the rest.
     """
 
     def __init__(self, bus: Bus, limit: int) -> None:
         self._bus = bus
         self._limit = limit
-        self._held: dict[str, OrderedDict[tuple[str, str], SessionPrompt]] = {}
-        self._bytes: Counter[str] = Counter()
-        self._total = 0
+        self._prompts: dict[str, LruCache[tuple[str, str], SessionPrompt]] = {}
+        self._bytes = 0
 
     async def open(self) -> None:
-        """Answer other frontends."""
-        await self._bus.serve(self._bus.subjects.sessions, _queries, self._answer)
+        """Reply to other frontends' queries."""
+        await self._bus.serve(self._bus.subjects.sessions, _queries, self._reply)
 
-    def remember(self, model: str, session: str, prompt: SessionPrompt) -> None:
-        key, whose = (model, session), _owner(session)
-        held = self._held.setdefault(whose, OrderedDict())
-        self._count(whose, _size(prompt) - _size(held.pop(key, None)))
-        held[key] = prompt
-        while self._total > self._limit:
-            self._give_up(self._bytes.most_common(1)[0][0])
+    def store(self, model: str, session: str, prompt: SessionPrompt) -> None:
+        prompts = self._prompts.setdefault(_owner(session), LruCache(sys.maxsize, _size))
+        before = prompts.size
+        prompts.put((model, session), prompt)
+        self._bytes += prompts.size - before
+        while self._bytes > self._limit:
+            self._evict(max(self._prompts, key=lambda owner: self._prompts[owner].size))
 
-    def _give_up(self, whose: str) -> None:
-        _, oldest = self._held[whose].popitem(last=False)
-        self._count(whose, -_size(oldest))
-        if not self._held[whose]:
-            del self._held[whose], self._bytes[whose]
+    def _evict(self, owned_by: str) -> None:
+        prompts = self._prompts[owned_by]
+        key, oldest = prompts.evict()
+        self._bytes -= _size(key, oldest)
+        if not prompts:
+            del self._prompts[owned_by]
 
-    def _count(self, whose: str, size: int) -> None:
-        self._bytes[whose] += size
-        self._total += size
-
-    def _known(self, model: str, session: str) -> SessionPrompt | None:
-        held = self._held.get(_owner(session))
-        return None if held is None else held.get((model, session))
+    def _stored(self, model: str, session: str) -> SessionPrompt | None:
+        prompts = self._prompts.get(_owner(session))
+        return None if prompts is None else prompts.peek((model, session))
 
     async def find(self, model: str, session: str) -> SessionPrompt | None:
-        """None if no frontend knows the session."""
-        known = self._known(model, session)
-        if known is not None:
-            return known
-        query = SessionQuery(model, session)
+        """The prompt, here or on another frontend; None if no frontend has it."""
+        stored = self._stored(model, session)
+        if stored is not None:
+            return stored
+        query, subject = SessionQuery(model, session), self._bus.subjects.sessions
         try:
-            return await self._bus.request(self._bus.subjects.sessions, query, SessionPrompt, ASK_S)
+            return await self._bus.request(subject, query, _prompts, QUERY_TIMEOUT_S)
         except RequestTimeout:
             return None
 
-    async def _answer(self, query: SessionQuery, respond: Respond) -> None:
-        known = self._known(query.model, query.session)
-        if known is not None:
-            await respond(known)
+    def _reply(self, query: SessionQuery, reply: Reply) -> None:
+        stored = self._stored(query.model, query.session)
+        if stored is not None:
+            reply(stored)
 
 
 def _owner(session: str) -> str:
-    """Of whose tenant a session is, by its name on the wire."""
-    tenant, apart, _ = session.partition(SEPARATOR)
-    return owner(tenant) if apart else ""
+    """The owner of a session's tenant, from the session's name on the wire."""
+    tenant, separator, _ = session.partition(SEPARATOR)
+    return owner(tenant) if separator else ""
 
 
-def _size(prompt: SessionPrompt | None) -> int:
-    return 0 if prompt is None else ENTRY_BYTES + len(prompt.tokens)
+def _size(_key: tuple[str, str], prompt: SessionPrompt) -> int:
+    return ENTRY_BYTES + len(prompt.tokens)

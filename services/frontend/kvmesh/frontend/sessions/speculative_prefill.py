@@ -1,6 +1,7 @@
-"""Speculative prefill: the beginning of a conversation's next prompt, computed before it comes.
+"""Speculative prefill: predict the prefix of a conversation's next prompt. Pure.
 
-Pure: what the next prompt begins with, what of it is new to the engine, and what became of it.
+It predicts the next request, measures how many of its tokens the engine lacks, and counts how many
+of those the real next request finds.
 """
 
 from collections import Counter, OrderedDict
@@ -19,32 +20,32 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects.templates.chat_template import CONTINUE
-from kvmesh.retention.session_blocks import common
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.retention.session_blocks import common_prefix
 
-HASH = 8
 MAX_OPEN = 1024
 LIFETIME_S = 900.0
 CUT = "\ue000kvmesh-next\ue000"
 
 
 def successor(request: GenerateRequest, answer: list[Block]) -> GenerateRequest | None:
-    """The request that probably follows `answer`, with a `CUT` where only the caller knows more.
+    """The request that probably follows `answer`, with a `CUT` where the client's text begins.
 
-    None if there is nothing to predict.
+    None if nothing can be predicted.
     """
-    if not _gives_thinking_back(request):
+    if not _returns_thinking(request):
         answer = [block for block in answer if not isinstance(block, Thinking)]
     if not answer or not request.messages or request.template_args.get(CONTINUE):
         return None
     calls = [block.id for block in answer if isinstance(block, ToolCall)]
     results: list[Block] = [ToolResult(call, [Text(CUT)]) for call in calls]
-    after = Message("tool", results) if results else Message("user", [Text(CUT)])
-    messages = [*request.messages, Message("assistant", answer), after]
+    following = Message("tool", results) if results else Message("user", [Text(CUT)])
+    messages = [*request.messages, Message("assistant", answer), following]
     return replace(request, messages=messages)
 
 
-def _gives_thinking_back(request: GenerateRequest) -> bool:
-    """What the client did with earlier answers; clients that have had none may well do it."""
+def _returns_thinking(request: GenerateRequest) -> bool:
+    """True if the client returned the thinking of earlier answers, or there were none."""
     answers = [message for message in request.messages if message.role == "assistant"]
     return not answers or any(
         isinstance(block, Thinking) for message in answers for block in message.blocks
@@ -52,71 +53,73 @@ def _gives_thinking_back(request: GenerateRequest) -> bool:
 
 
 class Speculation(Struct, frozen=True):
-    """A prefetch under way, of `blocks` of which the first `base` were in the engine before.
+    """A speculative prefill of a prefix of `blocks` blocks.
 
-    `known` is the hash of the last of these and `end` that of the very last; `asked` tokens were
-    to be computed.
+    The engine had the first `base_blocks` already; `base_hash` is the sequence hash of the last of
+    them (packed), `end_hash` that of the last block of all. The engine was to compute
+    `requested_tokens`.
     """
 
     id: str
     tenant: str
     instance: str
     model: str
-    known: bytes
-    base: int
-    end: bytes
+    base_hash: bytes
+    base_blocks: int
+    end_hash: bytes
     blocks: int
-    asked: int
+    requested_tokens: int
     expires: float
 
-    def fits(self, sequence: bytes) -> bool:
-        """Whether a prompt (packed sequence hashes) begins with all of it."""
-        return sequence[(self.blocks - 1) * HASH : self.blocks * HASH] == self.end
+    def fits(self, sequence_hashes: bytes) -> bool:
+        """True if the whole prefix begins the prompt of these packed sequence hashes."""
+        end = self.blocks * HASH_BYTES
+        return sequence_hashes[end - HASH_BYTES : end] == self.end_hash
 
-    def useful(self, cached: int, block_size: int) -> int:
-        """How much of it the real prompt found, which had `cached` tokens."""
-        return min(max(cached - self.base * block_size, 0), self.asked)
+    def useful_tokens(self, cached: int, block_size: int) -> int:
+        """The number of its tokens that the real prompt, with `cached` tokens, has found."""
+        return min(max(cached - self.base_blocks * block_size, 0), self.requested_tokens)
 
 
-def shared(one: bytes, other: bytes) -> int:
-    """How many leading blocks two prompts have in common, by their packed sequence hashes."""
-    return common(memoryview(one).cast("Q"), memoryview(other).cast("Q"))
+def common_blocks(one: bytes, other: bytes) -> int:
+    """The number of leading blocks that two prompts share, from their packed sequence hashes."""
+    return common_prefix(memoryview(one).cast("Q"), memoryview(other).cast("Q"))
 
 
 class SpeculativePrefills:
-    """What is under way, found by the prompt that it was for; at most `most`."""
+    """At most `limit` open speculations, found by the prompt that each was made for."""
 
-    def __init__(self, most: int = MAX_OPEN) -> None:
-        self._most = most
+    def __init__(self, limit: int = MAX_OPEN) -> None:
+        self._limit = limit
         self._open: OrderedDict[tuple[str, bytes], Speculation] = OrderedDict()
         self._bases: Counter[int] = Counter()
 
-    def add(self, made: Speculation) -> Iterator[Speculation]:
-        """Yields those that it takes the place of."""
-        place = made.tenant, made.known
-        if place in self._open:
-            yield self._remove(place)
-        if len(self._open) >= self._most:
+    def add(self, speculation: Speculation) -> Iterator[Speculation]:
+        """Add one; yield those that it replaces."""
+        key = speculation.tenant, speculation.base_hash
+        if key in self._open:
+            yield self._remove(key)
+        if len(self._open) >= self._limit:
             yield self._remove(next(iter(self._open)))
-        self._open[place] = made
-        self._bases[made.base] += 1
+        self._open[key] = speculation
+        self._bases[speculation.base_blocks] += 1
 
-    def take(self, tenant: str, sequence: bytes) -> Speculation | None:
-        """The one that was made for this prompt (packed sequence hashes), if any."""
+    def pop(self, tenant: str, sequence_hashes: bytes) -> Speculation | None:
+        """Remove and return the one made for the prompt of these packed sequence hashes."""
         for base in self._bases:
-            place = tenant, sequence[(base - 1) * HASH : base * HASH]
-            if place in self._open:
-                return self._remove(place)
+            key = tenant, sequence_hashes[(base - 1) * HASH_BYTES : base * HASH_BYTES]
+            if key in self._open:
+                return self._remove(key)
         return None
 
-    def lapse(self, now: float) -> Iterator[Speculation]:
-        """Those for which no prompt came, oldest first."""
+    def expire(self, now: float) -> Iterator[Speculation]:
+        """Remove and yield those whose prompt has not come in time, oldest first."""
         while self._open and next(iter(self._open.values())).expires <= now:
             yield self._remove(next(iter(self._open)))
 
-    def _remove(self, place: tuple[str, bytes]) -> Speculation:
-        made = self._open.pop(place)
-        self._bases[made.base] -= 1
-        if not self._bases[made.base]:
-            del self._bases[made.base]
-        return made
+    def _remove(self, key: tuple[str, bytes]) -> Speculation:
+        speculation = self._open.pop(key)
+        self._bases[speculation.base_blocks] -= 1
+        if not self._bases[speculation.base_blocks]:
+            del self._bases[speculation.base_blocks]
+        return speculation

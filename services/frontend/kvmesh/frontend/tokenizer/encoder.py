@@ -7,7 +7,6 @@ a turn repeats the segments of the turn before, and only new ones need the token
 
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from threading import Lock
@@ -23,6 +22,7 @@ from kvmesh.frontend.tokenizer.text_slices import (
     find_all,
     split_at_words,
 )
+from kvmesh.runtime.lru import LruCache
 
 log = logging.getLogger(__name__)
 ENTRY_BYTES = 300
@@ -33,33 +33,26 @@ class SegmentMemo:
     """LRU cache of packed tokens by (tenant, text), bounded by `limit` bytes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._entries: OrderedDict[tuple[int, str], bytes] = OrderedDict()
+        self._entries: LruCache[tuple[int, str], bytes] = LruCache(limit, _size)
         self._lock = Lock()
-        self.bytes = 0
+
+    @property
+    def size(self) -> int:
+        return self._entries.size
 
     def get(self, tenant: int, text: str) -> bytes | None:
-        key = (tenant, text)
         with self._lock:
-            tokens = self._entries.get(key)
-            if tokens is not None:
-                self._entries.move_to_end(key)
-            return tokens
+            return self._entries.get((tenant, text))
 
     def put(self, tenant: int, text: str, tokens: bytes) -> None:
-        size = _size(text, tokens)
         key = (tenant, text)
         with self._lock:
-            if size > self._limit or key in self._entries:
-                return
-            self._entries[key] = tokens
-            self.bytes += size
-            while self.bytes > self._limit:
-                (_, old_text), old_tokens = self._entries.popitem(last=False)
-                self.bytes -= _size(old_text, old_tokens)
+            if key not in self._entries:
+                self._entries.put(key, tokens)
 
 
-def _size(text: str, tokens: bytes) -> int:
+def _size(key: tuple[int, str], tokens: bytes) -> int:
+    text = key[1]
     # characters beyond Latin-1 take two or four bytes each
     width = 1 if text.isascii() else 4
     return ENTRY_BYTES + width * len(text) + len(tokens)

@@ -5,11 +5,12 @@ to an edge and for the length of the longest special token after it have the sam
 that edge: a special token that begins before the edge is within the common text.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple
+
+from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 300
 EDGE_BYTES = 16
@@ -50,14 +51,16 @@ class PrefixTokenCache:
     """LRU cache of encoded prompts, bounded by `limit` bytes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._entries: OrderedDict[Key, EncodedPrompt] = OrderedDict()
+        self._entries: LruCache[Key, EncodedPrompt] = LruCache(limit, _size)
         self._lock = Lock()
-        self.bytes = 0
+
+    @property
+    def size(self) -> int:
+        return self._entries.size
 
     def get(self, key: Key, text: str, margin: int) -> EncodedPrompt:
         """The known prefix of `text`; no special token is longer than `margin` characters."""
-        known = self._entries.get(key)
+        known = self._entries.peek(key)
         if known is None:
             return EncodedPrompt()
         index, step = len(known.edges) - 1, 1
@@ -72,18 +75,10 @@ class PrefixTokenCache:
     def put(self, key: Key, encoded: EncodedPrompt) -> None:
         """Replace the entry of `key`."""
         with self._lock:
-            self.bytes -= _size(self._entries.pop(key, None))
-            if _size(encoded) > self._limit:
-                return
-            self._entries[key] = encoded
-            self.bytes += _size(encoded)
-            while self.bytes > self._limit:
-                self.bytes -= _size(self._entries.popitem(last=False)[1])
+            self._entries.put(key, encoded)
 
 
-def _size(encoded: EncodedPrompt | None) -> int:
-    if encoded is None:
-        return 0
+def _size(_key: Key, encoded: EncodedPrompt) -> int:
     text, edges, _, tokens = encoded
     width = 1 if text.isascii() else 4
     return ENTRY_BYTES + width * len(text) + EDGE_BYTES * len(edges) + len(tokens)

@@ -1,14 +1,13 @@
-"""Serving overlap queries, alone or as one shard of several."""
+"""Server of overlap queries, for a whole index or one shard of several."""
 
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
-from kvmesh.bus.client import Bus, Reply
+from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.discovery import READY, STATE
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
@@ -22,43 +21,52 @@ from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.metrics import QUERY_S
 from kvmesh.indexer.queries.reply import answer, merge
 from kvmesh.indexer.rank_state import RankStates
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 QUEUE = "index"
-ANY_MODEL = "any"  # the subject's model token does not matter between shards: hashes tell
+ANY_MODEL = "any"  # between shards the model token is unused: hashes include the model
 QUERY = msgspec.msgpack.Decoder(OverlapQuery)
+_replies = msgspec.msgpack.Decoder(OverlapReply)
 MAX_FORWARDS = 1024
-SHARD = "shard"  # the label on an indexer's card that names its part
-_NONE = Peers(0.0)
+SHARD = "shard"  # label of an indexer's card: its shard
+_NO_REPLICAS = Peers(0.0)
+
+
+@dataclass(slots=True)
+class QueryCounts:
+    """Totals since the start, by metric name."""
+
+    queries: int = 0
+    prompts: int = 0
+    bad_queries: int = 0
+    shard_errors: int = 0
 
 
 class QueryServer:
-    """Answers queries while open. With shards, whoever is asked gathers what the others know."""
+    """Answers queries while open; with shards, the queried one merges the others' replies."""
 
     def __init__(
-        self, bus: Bus, holdings: RankStates, feed: Feed, timeout: float, instance: str
+        self, bus: Bus, states: RankStates, feed: Feed, timeout: float, instance: str
     ) -> None:
         self._bus = bus
         self._instance = instance
-        self._holdings = holdings
+        self._states = states
         self._feed = feed
         self._timeout = timeout
         self._subscriptions: list[Subscription] = []
-        self._forwards: set[asyncio.Task[None]] = set()
+        self._forwards = BackgroundTasks()
         self._silent: set[int] = set()
         self._replicas: dict[str, Peers] = {}
-        self.queries = 0
-        self.prompts = 0
-        self.bad = 0
-        self.shard_errors = 0
+        self.counts = QueryCounts()
 
     @property
     def is_open(self) -> bool:
         return bool(self._subscriptions)
 
     async def open(self) -> None:
-        """Join the queue group, and answer to one's own name."""
-        subjects, shard = self._bus.subjects, self._holdings.shard
+        """Join the queue group and serve the instance's own subject."""
+        subjects, shard = self._bus.subjects, self._states.shard
         own = subjects.index_at(self._instance)
         if shard.whole:
             handlers = {subjects.index_all: self._on_query, own: self._on_query}
@@ -71,19 +79,18 @@ class QueryServer:
             }
         for subject, handler in handlers.items():
             self._subscriptions.append(
-                await self._bus.handle(subject, QUERY, handler, QUEUE, self._refuse)
+                await self._bus.serve(subject, QUERY, handler, QUEUE, self._refuse)
             )
 
     async def close(self) -> None:
-        """Leave the queue group; queries that have arrived are still answered."""
+        """Leave the queue group; queries already received are still answered."""
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             try:
-                await subscription.drain()  # type: ignore[no-untyped-call]
-            except NatsError as error:
+                await subscription.drain()
+            except BusError as error:
                 log.debug("leaving the queue group: %s", error)
-        if self._forwards:
-            await asyncio.wait(self._forwards, timeout=self._timeout)
+        await self._forwards.wait(self._timeout)
 
     def _on_query(self, query: OverlapQuery, reply: Reply) -> None:
         started = time.perf_counter()
@@ -91,21 +98,21 @@ class QueryServer:
         QUERY_S.observe(time.perf_counter() - started)
 
     def _answer(self, query: OverlapQuery) -> OverlapReply:
-        self.queries += 1
-        self.prompts += len(query.prompts)
+        self.counts.queries += 1
+        self.counts.prompts += len(query.prompts)
         try:
-            return answer(self._holdings.index, self._holdings.keys, query, self._feed.lag)
+            return answer(self._states.index, self._states.keys, query, self._feed.lag)
         except ValueError as error:
             return self._refuse(str(error))
 
     def _refuse(self, _: str) -> OverlapReply:
-        self.bad += 1
+        self.counts.bad_queries += 1
         return OverlapReply([], [])
 
     # --- several shards
 
     def _on_general_query(self, query: OverlapQuery, reply: Reply) -> None:
-        shard = self._holdings.shard
+        shard = self._states.shard
         try:
             owners = shard.owners(query)
         except ValueError as error:
@@ -114,41 +121,42 @@ class QueryServer:
         if owners.keys() == {shard.number} and len(owners[shard.number]) == len(query.prompts):
             self._on_query(query, reply)
         elif len(self._forwards) >= MAX_FORWARDS:
-            self.shard_errors += 1
+            self.counts.shard_errors += 1
             reply(self._refuse("too many queries wait for other shards"))
         else:
-            task = asyncio.create_task(self._gather(query, owners, reply))
-            self._forwards.add(task)
-            task.add_done_callback(self._forwards.discard)
+            self._forwards.start(self._gather(query, owners, reply))
 
     async def _gather(
         self, query: OverlapQuery, owners: dict[int, list[int]], reply: Reply
     ) -> None:
         parts = await asyncio.gather(
-            *(self._ask(number, _part(query, places)) for number, places in owners.items())
+            *(
+                self._query_shard(number, _part(query, prompts))
+                for number, prompts in owners.items()
+            )
         )
         replies = [(p, part) for p, part in zip(owners.values(), parts, strict=True) if part.rows]
         reply(merge(len(query.prompts), replies))
 
-    async def _ask(self, number: int, query: OverlapQuery) -> OverlapReply:
-        """What one shard knows; nothing if it does not answer."""
-        shard = self._holdings.shard
+    async def _query_shard(self, number: int, query: OverlapQuery) -> OverlapReply:
+        """The reply of one shard; an empty one if it does not answer."""
+        shard = self._states.shard
         if number == shard.number:
             return self._answer(query)
         try:
-            reply = await self._ask_replicas(shard.label_of(number), query)
-        except (BusError, NatsError, msgspec.MsgspecError) as error:
-            self.shard_errors += 1
+            reply = await self._query_replicas(shard.label_of(number), query)
+        except BusError as error:
+            self.counts.shard_errors += 1
             if number not in self._silent:
-                log.warning("prompts of shard %d count zero: %s", number, error)
+                log.warning("no overlaps from shard %d: %s", number, error)
             self._silent.add(number)
             return OverlapReply([], [])
         self._silent.discard(number)
         return reply if len(reply.rows) == len(query.prompts) else OverlapReply([], [])
 
-    async def _ask_replicas(self, label: str, query: OverlapQuery) -> OverlapReply:
-        """The answer of a replica of a shard; a silent one leaves time to ask another."""
-        replicas, subjects = self._replicas.get(label, _NONE), self._bus.subjects
+    async def _query_replicas(self, label: str, query: OverlapQuery) -> OverlapReply:
+        """The reply of a replica of a shard; the first gets half the time, the next the rest."""
+        replicas, subjects = self._replicas.get(label, _NO_REPLICAS), self._bus.subjects
         tried: list[str] = []
         left = self._timeout
         while (replica := replicas.choose(tried)) is not None:
@@ -157,24 +165,24 @@ class QueryServer:
             subject = subjects.index_part_at(replica)
             try:
                 seconds = left / 2 if first else left
-                return await self._bus.request(subject, query, OverlapReply, seconds)
+                return await self._bus.request(subject, query, _replies, seconds)
             except NoResponder:
                 continue
             except RequestTimeout:
                 if replicas.suspect(replica):
-                    log.warning("indexer %s does not answer: others are asked", replica)
+                    log.warning("indexer %s does not answer: querying others", replica)
                 if not first:
                     raise
                 left /= 2
         subject = subjects.index_shard(ANY_MODEL, label)
-        return await self._bus.request(subject, query, OverlapReply, left)
+        return await self._bus.request(subject, query, _replies, left)
 
     # --- the other shards' replicas
 
     def joined(self, card: Instance) -> None:
-        """Take in the card of an indexer, or a change to it."""
+        """Add or update the card of an indexer."""
         label = card.labels.get(SHARD, "")
-        if card.role is not Role.INDEXER or label == self._holdings.shard.label:
+        if card.role is not Role.INDEXER or label == self._states.shard.label:
             return
         if card.labels.get(STATE) == READY:
             self._replicas.setdefault(label, Peers(self._timeout / 2)).joined(card.instance)
@@ -186,24 +194,22 @@ class QueryServer:
             replicas.left(card.instance)
 
     def probe(self, now: float) -> None:
-        """Ask the replicas that are left out for a sign of life."""
+        """Ping the replicas that are left out, with an empty query."""
         for replicas in self._replicas.values():
             for instance in replicas.to_probe(now):
-                task = asyncio.create_task(self._probe(replicas, instance))
-                self._forwards.add(task)
-                task.add_done_callback(self._forwards.discard)
+                self._forwards.start(self._probe(replicas, instance))
 
     async def _probe(self, replicas: Peers, instance: str) -> None:
         subject = self._bus.subjects.index_part_at(instance)
         began = time.monotonic()
         try:
-            await self._bus.request(subject, OverlapQuery([]), OverlapReply, self._timeout / 2)
-        except (BusError, NatsError, msgspec.MsgspecError) as error:
+            await self._bus.request(subject, OverlapQuery([]), _replies, self._timeout / 2)
+        except BusError as error:
             log.debug("indexer %s: %s", instance, error)
             return
-        if replicas.heard(instance, time.monotonic(), time.monotonic() - began):
+        if replicas.replied(instance, time.monotonic(), time.monotonic() - began):
             log.info("indexer %s answers again", instance)
 
 
-def _part(query: OverlapQuery, places: list[int]) -> OverlapQuery:
-    return OverlapQuery([query.prompts[place] for place in places], query.salt)
+def _part(query: OverlapQuery, prompts: list[int]) -> OverlapQuery:
+    return OverlapQuery([query.prompts[index] for index in prompts], query.salt)

@@ -1,4 +1,4 @@
-"""Answering an overlap query: the index's rows, with ranks named as the mesh knows them."""
+"""Replies to overlap queries: the index's rows, with its rank numbers replaced by rank keys."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -19,7 +19,7 @@ def answer(
 ) -> OverlapReply:
     """Match every prompt of `query`. Raises ValueError if one is not a whole number of hashes.
 
-    `keys` names the index's rank numbers; `lag` is how old the answer may be, in seconds.
+    `keys[n]` is the key of rank number n; `lag` is the index's lag in seconds.
     """
     tables = [_table(rows) for rows in index.find_batch(list(query.prompts))]
     if len(tables) == 1:
@@ -27,9 +27,9 @@ def answer(
         ranks = [keys[number] for number in numbers.tolist()]
         return OverlapReply(ranks, [_numbered(tables[0], np.arange(len(numbers)))], lag)
     numbers = np.unique(np.concatenate([NO_ROWS, *tables])[:, 0])
-    places = np.zeros(len(keys), dtype="<u4")
-    places[numbers] = np.arange(len(numbers))
-    rows = [_numbered(table, places[table[:, 0]]) for table in tables]
+    positions = np.zeros(len(keys), dtype="<u4")
+    positions[numbers] = np.arange(len(numbers))
+    rows = [_numbered(table, positions[table[:, 0]]) for table in tables]
     return OverlapReply([keys[number] for number in numbers.tolist()], rows, lag)
 
 
@@ -37,27 +37,27 @@ def _table(rows: bytes) -> Rows:
     return np.frombuffer(rows, dtype="<u4").reshape(-1, COLUMNS)
 
 
-def _numbered(table: Rows, places: npt.NDArray[np.integer]) -> bytes:
-    """The table with another first column."""
+def _numbered(table: Rows, ranks: npt.NDArray[np.integer]) -> bytes:
+    """The table with `ranks` as its first column."""
     table = table.copy()
-    table[:, 0] = places
+    table[:, 0] = ranks
     return table.tobytes()
 
 
 def merge(count: int, parts: Iterable[tuple[list[int], OverlapReply]]) -> OverlapReply:
-    """One reply to `count` prompts from those of several shards.
+    """One reply to `count` prompts from the replies of several shards.
 
-    Each part comes with the places of its prompts. No two parts know the same prompt, so at most
-    one has rows for it.
+    Each part is the indices of its prompts and the shard's reply. A prompt is known to one shard
+    only, so at most one part has rows for it.
     """
     ranks: dict[RankKey, int] = {}
     rows = [b""] * count
     lag = 0.0
     for prompts, reply in parts:
         lag = max(lag, reply.lag)
-        places = [ranks.setdefault(key, len(ranks)) for key in reply.ranks]
+        indices = [ranks.setdefault(key, len(ranks)) for key in reply.ranks]
         for prompt, table in zip(prompts, reply.rows, strict=True):
             if table:
                 own = _table(table)
-                rows[prompt] = _numbered(own, np.array(places, dtype="<u4")[own[:, 0]])
+                rows[prompt] = _numbered(own, np.array(indices, dtype="<u4")[own[:, 0]])
     return OverlapReply(list(ranks), rows, lag)

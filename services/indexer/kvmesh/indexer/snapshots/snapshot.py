@@ -1,4 +1,4 @@
-"""The form of an index snapshot, and how it is taken from and returned to the holdings.
+"""Format of an index snapshot; capturing it from and restoring it to the rank states.
 
     magic (8 bytes) | version (u16) | BLAKE2b-128 of the rest | zstd( length-prefixed messages )
 
@@ -28,7 +28,7 @@ _WINDOW_LOG = 27
 
 
 class SnapshotError(Exception):
-    """A snapshot that cannot be used."""
+    """An unusable snapshot."""
 
 
 class ForeignSnapshot(SnapshotError):
@@ -36,24 +36,24 @@ class ForeignSnapshot(SnapshotError):
 
 
 class DamagedSnapshot(SnapshotError):
-    """Its content does not match its checksum, or is not what a snapshot holds."""
+    """The content does not match its checksum, or is not a snapshot's."""
 
 
 class Header(Struct, frozen=True, array_like=True, tag="header"):
-    """What a snapshot covers: stream `stream` (its creation time) up to sequence `covered`.
+    """The extent of a snapshot: stream `stream` (its creation time) up to sequence `covered`.
 
-    `gone` are instances whose events no longer count.
+    `ignored` are instances whose events are skipped.
     """
 
     shard: str
     stream: str
     covered: int
     time: float
-    gone: list[str]
+    ignored: list[str]
 
 
 class RankImage(Struct, frozen=True, array_like=True, tag="rank"):
-    """One rank: whose it is, its next event id, and what it holds (if that is known)."""
+    """One rank: its source, next event id and blocks (none if unknown)."""
 
     model: str
     worker: str
@@ -70,22 +70,22 @@ _decoder: "msgspec.msgpack.Decoder[RankImage | Header]" = msgspec.msgpack.Decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def capture(holdings: RankStates) -> Iterator[RankImage]:
-    """An image of every rank there is now, each taken when the iterator reaches it."""
-    for instance, number in holdings.numbers():
-        rank = holdings.rank(instance, number)
-        source = holdings.source(instance)
+def capture(states: RankStates) -> Iterator[RankImage]:
+    """An image of every present rank, each taken when the iterator reaches it."""
+    for instance, number in states.rank_numbers():
+        rank = states.rank(instance, number)
+        source = states.source(instance)
         if rank is not None and source is not None:
-            segments = holdings.index.dump(rank.slot) if rank.known else []
-            yield RankImage(*source, instance, number, rank.next, rank.known, segments)
+            segments = states.index.dump(rank.slot) if rank.known else []
+            yield RankImage(*source, instance, number, rank.next_event, rank.known, segments)
 
 
 class Packer:
-    """Builds a snapshot message by message, keeping only the compressed form."""
+    """Builds a snapshot message by message, holding only the compressed form."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
-        # Long-distance matching finds the prompts that several ranks hold.
+        # Long-distance matching finds the prompts that several ranks share.
         parameters = zstandard.ZstdCompressionParameters.from_level(
             1, window_log=_WINDOW_LOG, enable_ldm=True
         )
@@ -95,7 +95,7 @@ class Packer:
         self._write(_encode(image))
 
     def finish(self, header: Header) -> bytes:
-        """The header comes last: what it says was true when the last rank was captured."""
+        """Append the header, last because it holds for the time of the last capture; return all."""
         self._write(_encode(header))
         packed = b"".join((*self._parts, self._stream.flush()))
         return _PREFIX.pack(MAGIC, VERSION, _digest(packed)) + packed
@@ -109,7 +109,7 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 
 def check(data: bytes) -> None:
-    """Raise ForeignSnapshot or DamagedSnapshot unless this is an undamaged snapshot of ours."""
+    """Raise ForeignSnapshot or DamagedSnapshot unless format, version and checksum are right."""
     if len(data) < _PREFIX.size:
         raise DamagedSnapshot(f"only {len(data)} bytes")
     magic, version, digest = _PREFIX.unpack_from(data)
@@ -119,17 +119,17 @@ def check(data: bytes) -> None:
         raise DamagedSnapshot("its checksum does not match its content")
 
 
-def restore(holdings: RankStates, data: bytes, shard: str, stream: str) -> int:
-    """Fill empty holdings from a snapshot; returns the covered stream sequence.
+def restore(states: RankStates, data: bytes, shard: str, stream: str) -> int:
+    """Fill empty rank states from a snapshot; returns the covered stream sequence.
 
-    Raises ForeignSnapshot or DamagedSnapshot, then the holdings must be reset.
+    Raises ForeignSnapshot or DamagedSnapshot; the caller must then reset the states.
     """
     check(data)
     try:
         for message in _messages(data):
             if isinstance(message, Header):
-                return _finish(holdings, message, shard, stream)
-            _load(holdings, message)
+                return _finish(states, message, shard, stream)
+            _load(states, message)
     except (zstandard.ZstdError, msgspec.MsgspecError, struct.error, ValueError) as error:
         raise DamagedSnapshot(f"{type(error).__name__}: {error}") from error
     raise DamagedSnapshot("it has no end")
@@ -143,19 +143,19 @@ def _messages(data: bytes) -> Iterator[RankImage | Header]:
             yield _decoder.decode(reader.read(length))
 
 
-def _finish(holdings: RankStates, header: Header, shard: str, stream: str) -> int:
+def _finish(states: RankStates, header: Header, shard: str, stream: str) -> int:
     if (header.shard, header.stream) != (shard, stream):
         raise ForeignSnapshot(f"of shard {header.shard!r} of a stream made {header.stream}")
-    for instance in header.gone:
-        holdings.lives.dismiss(instance)
+    for instance in header.ignored:
+        states.incarnations.ignore(instance)
     return header.covered
 
 
-def _load(holdings: RankStates, image: RankImage) -> None:
+def _load(states: RankStates, image: RankImage) -> None:
     source = EventSource(image.model, image.worker)
-    slot = holdings.adopt(source, image.instance, image.rank, image.next, image.known)
+    slot = states.adopt(source, image.instance, image.rank, image.next, image.known)
     for tier, root, previous, engine, local in image.segments:
         if root:
-            holdings.index.store(slot, tier, None, engine, local, previous)
+            states.index.store(slot, tier, None, engine, local, previous)
         else:
-            holdings.index.attach(slot, tier, previous, engine, local)
+            states.index.attach(slot, tier, previous, engine, local)

@@ -1,4 +1,4 @@
-"""Snapshots in the object store: a few slots per shard, overwritten in turn."""
+"""Snapshots in the object store: SLOTS per shard, the oldest is overwritten."""
 
 import asyncio
 import base64
@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nats.js.api import ObjectMeta
-from nats.js.errors import BadObjectMetaError, NotFoundError, ObjectNotFoundError
-
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import NotFound, ObjectUnreadable
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.indexer.snapshots.snapshot import DamagedSnapshot
 
@@ -22,9 +20,10 @@ VERSION = "version"
 
 
 class Slot(NamedTuple):
-    """A stored snapshot: the stream sequence it covers, and where its bytes are.
+    """A stored snapshot: the stream sequence it covers, and the location of its bytes.
 
-    `stored` is when that message was stored (0 if it is not told), `made` when the stream was made.
+    `stored` is the time at which that message was stored (0: unknown), `made` the stream's
+    creation time.
     """
 
     name: str
@@ -36,7 +35,7 @@ class Slot(NamedTuple):
 
 
 class Covers(NamedTuple):
-    """The extent of a snapshot: all messages of one stream up to a sequence, stored at a time."""
+    """The extent of a snapshot: a stream's messages up to `seq`, which was stored at `stored`."""
 
     made: str
     seq: int
@@ -44,7 +43,7 @@ class Covers(NamedTuple):
 
 
 class SnapshotStore:
-    """The snapshots of every shard; `label` tells which."""
+    """The snapshots of all shards, by the shard's label."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -53,7 +52,7 @@ class SnapshotStore:
         self._unclaimed: dict[str, int] = {}
 
     async def slots(self, label: str) -> list[Slot]:
-        """What is stored for one shard, newest first."""
+        """The stored snapshots of one shard, newest first."""
         found = [await self._slot(f"{label}.{i}") for i in range(SLOTS)]
         return sorted((s for s in found if s is not None), key=lambda s: s.covered, reverse=True)
 
@@ -61,9 +60,9 @@ class SnapshotStore:
         bucket = await self._bus.js.object_store(self._bucket)
         try:
             info = await bucket.get_info(name)
-        except (ObjectNotFoundError, NotFoundError):
+        except NotFound:
             return None
-        except BadObjectMetaError:
+        except ObjectUnreadable:
             return Slot(name, -1, "", 0)
         headers = info.headers or {}
         covered, stored = int(_number(headers, COVERED, -1)), _number(headers, STORED, 0)
@@ -73,16 +72,16 @@ class SnapshotStore:
     async def read(self, slot: Slot) -> bytes:
         """The bytes of a snapshot; raises DamagedSnapshot if some are missing.
 
-        Chunks are taken straight from the bucket's stream: several times faster than the object
-        store's own `get`, which hands over chunk by chunk and hashes in between.
+        Chunks are read straight from the bucket's stream: several times faster than the object
+        store's own `get`, which reads chunk by chunk and hashes in between.
         """
         if not slot.nuid:
-            raise DamagedSnapshot("its description cannot be read")
+            raise DamagedSnapshot("its metadata is unreadable")
         chunks: list[bytes] = []
         arrived = 0
         complete = asyncio.Event()
 
-        def take(message: StreamMessage) -> None:
+        def receive(message: StreamMessage) -> None:
             nonlocal arrived
             chunks.append(message.data)
             arrived += len(message.data)
@@ -90,7 +89,7 @@ class SnapshotStore:
                 complete.set()
 
         subject = f"$O.{self._bucket}.C.{slot.nuid}"
-        reader = StreamReader(self._bus, self._stream, subject, take, Start())
+        reader = StreamReader(self._bus, self._stream, subject, receive, Start())
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await reader.open()
@@ -99,14 +98,14 @@ class SnapshotStore:
         finally:
             await reader.close()
         if arrived != slot.size:
-            raise DamagedSnapshot(f"{arrived} of {slot.size} bytes are there")
+            raise DamagedSnapshot(f"{arrived} of {slot.size} bytes are stored")
         return b"".join(chunks)
 
     async def write(self, label: str, data: bytes, covers: Covers, version: int) -> None:
         """Store a snapshot in place of the oldest of its shard."""
-        taken = await self.slots(label)
-        free = sorted({f"{label}.{i}" for i in range(SLOTS)} - {slot.name for slot in taken})
-        name = free[0] if free else taken[-1].name
+        used = await self.slots(label)
+        free = sorted({f"{label}.{i}" for i in range(SLOTS)} - {slot.name for slot in used})
+        name = free[0] if free else used[-1].name
         bucket = await self._bus.js.object_store(self._bucket)
         headers = {
             COVERED: str(covers.seq),
@@ -114,12 +113,12 @@ class SnapshotStore:
             MADE: covers.made,
             VERSION: str(version),
         }
-        await bucket.put(name, data, ObjectMeta(name=name, headers=headers))
+        await bucket.put(name, data, headers)
 
     async def drop(self, slot: Slot) -> None:
         """Remove one snapshot."""
         bucket = await self._bus.js.object_store(self._bucket)
-        with contextlib.suppress(ObjectNotFoundError, NotFoundError):
+        with contextlib.suppress(NotFound):
             await bucket.delete(slot.name)
 
     async def clear(self) -> None:
@@ -127,7 +126,7 @@ class SnapshotStore:
         await self._bus.js.purge_stream(self._stream)
 
     async def sweep(self) -> None:
-        """Purge chunks that no object has claimed in two sweeps: their writer died half-way."""
+        """Purge chunks without an object in two sweeps: their writer died before the end."""
         objects = f"$O.{self._bucket}."
         info = await self._bus.js.stream_info(self._stream, subjects_filter=f"{objects}>")
         subjects = info.state.subjects or {}
@@ -150,7 +149,7 @@ def _name(meta_subject: str) -> str:
 
 
 def _number(headers: Mapping[str, Any], name: str, default: float) -> float:
-    """With a `covered` of -1 a slot is the first to be overwritten and the last to be read."""
+    """A numeric header; a slot whose `covered` is the default -1 is overwritten first."""
     with contextlib.suppress(TypeError, ValueError):
         return float(headers.get(name, default))
     return default

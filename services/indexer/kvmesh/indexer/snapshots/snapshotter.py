@@ -1,7 +1,7 @@
-"""Keeps snapshots of the index and purges the part of the KV stream that they cover.
+"""Writes snapshots of the index and purges the part of the KV stream that they cover.
 
-The stream is purged up to the snapshot before the newest one, so that a damaged newest snapshot
-costs a longer replay and nothing else.
+The stream is purged up to the snapshot before the newest, so that a damaged newest snapshot only
+costs a longer replay.
 """
 
 import asyncio
@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nats.errors import Error as NatsError
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
-from kvmesh.bus.stream_identity import is_another
+from kvmesh.bus.errors import BusError, BusTimeout, cause
+from kvmesh.bus.stream_identity import is_rewound
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.rank_state import RankStates
@@ -37,7 +35,7 @@ CHECK_S = 0.25
 
 @dataclass(frozen=True)
 class SnapshotThresholds:
-    """When a snapshot is due, by what the stream has that no snapshot covers."""
+    """Thresholds of a due snapshot: messages, bytes and age that no snapshot covers."""
 
     messages: int
     bytes: float
@@ -45,7 +43,7 @@ class SnapshotThresholds:
 
     @classmethod
     def of(cls, settings: IndexerSettings, limits: StreamLimits) -> "SnapshotThresholds":
-        """The settings, kept well inside the stream's limits: those drop what nothing covers."""
+        """The settings, capped at a quarter of the stream's limits, which drop any message."""
         return cls(
             settings.snapshot_threshold,
             min(settings.snapshot_bytes, limits.kv_bytes / 4),
@@ -58,49 +56,54 @@ class SnapshotThresholds:
         )
 
 
+@dataclass(slots=True)
+class SnapshotCounts:
+    """Totals since the start, by metric name."""
+
+    snapshots: int = 0
+    snapshot_failures: int = 0
+    snapshots_skipped: int = 0
+
+
 class Snapshotter:
-    """Restores at start; afterwards snapshots whenever this replica leads and one is due."""
+    """Restores at start; then writes a snapshot whenever one is due and this replica leads."""
 
     def __init__(
-        self, bus: Bus, holdings: RankStates, feed: Feed, thresholds: SnapshotThresholds
+        self, bus: Bus, states: RankStates, feed: Feed, thresholds: SnapshotThresholds
     ) -> None:
         self._bus = bus
-        self._holdings = holdings
+        self._states = states
         self._feed = feed
         self._thresholds = thresholds
         self._store = SnapshotStore(bus)
-        self._label = holdings.shard.label
+        self._label = states.shard.label
         self._since = time.monotonic()
         self._rewinds = feed.rewinds
         self.covered = 0
-        self.written = 0
-        self.failed = 0
-        self.skipped = 0
+        self.counts = SnapshotCounts()
         self.size = 0
 
     async def reset(self) -> None:
-        """Forget everything that any replica of this index ever stored."""
+        """Delete all snapshots, of every shard, and purge the KV stream."""
         await self._store.clear()
         await self._bus.js.purge_stream(self._bus.subjects.kv_stream)
         log.warning("purged the KV stream and all snapshots")
 
     async def restore(self) -> tuple[int, float | None]:
-        """Load the newest good snapshot of the stream as it is.
+        """Load the newest usable snapshot of the present stream.
 
-        Returns the sequence that it covers, 0 for none, and when that message was stored.
+        Returns the sequence it covers (0: none) and the time at which that message was stored.
         """
-        await self._drop_strangers()
+        await self._drop_foreign()
         stream = await self._stream_made()
         for slot in await self._store.slots(self._label):
             started = time.monotonic()
             try:
                 data = await self._store.read(slot)
-                covered = await asyncio.to_thread(
-                    restore, self._holdings, data, self._label, stream
-                )
-            except (SnapshotError, TimeoutError) as error:
-                self.skipped += 1
-                self._holdings.reset()
+                covered = await asyncio.to_thread(restore, self._states, data, self._label, stream)
+            except (SnapshotError, BusTimeout, TimeoutError) as error:
+                self.counts.snapshots_skipped += 1
+                self._states.reset()
                 log.warning("skipped snapshot %s: %s", slot.name, cause(error))
                 continue
             self.covered, self.size = covered, len(data)
@@ -109,10 +112,10 @@ class Snapshotter:
             return covered, slot.stored or None
         return 0, None
 
-    async def _drop_strangers(self) -> None:
-        """Remove the snapshots of a stream that was made anew, or rewound behind what they cover.
+    async def _drop_foreign(self) -> None:
+        """Delete snapshots of a replaced stream, or of one rewound behind what they cover.
 
-        They would pass for the newest, and the stream would be purged of what nothing covers.
+        They would pass for the newest, and uncovered messages would be purged from the stream.
         """
         stream = self._bus.subjects.kv_stream
         info = await self._bus.js.stream_info(stream)
@@ -120,14 +123,14 @@ class Snapshotter:
             another = slot.made not in ("", str(info.created))
             another = another or slot.covered > info.state.last_seq
             if not another and slot.stored:
-                another = await is_another(self._bus, stream, slot.covered, slot.stored)
+                another = await is_rewound(self._bus, stream, slot.covered, slot.stored)
             if another:
-                self.skipped += 1
+                self.counts.snapshots_skipped += 1
                 log.warning("dropped snapshot %s: it covers messages that are gone", slot.name)
                 await self._store.drop(slot)
 
     async def run(self, leads: Callable[[], bool]) -> None:
-        """Snapshot for as long as the service lives; failures are logged and tried again."""
+        """Write due snapshots until cancelled; failures are logged and retried."""
         failing = False
         while True:
             await asyncio.sleep(CHECK_S * (8 if failing else 1))
@@ -139,8 +142,8 @@ class Snapshotter:
                 if self._due():
                     await self.snapshot()
                 failing = False
-            except (NatsError, SnapshotError, OSError, TimeoutError) as error:
-                self.failed += 1
+            except (BusError, SnapshotError, OSError, TimeoutError) as error:
+                self.counts.snapshot_failures += 1
                 if not failing:
                     log.warning("no snapshot, retrying: %s", cause(error))
                 failing = True
@@ -148,19 +151,19 @@ class Snapshotter:
     def _due(self) -> bool:
         feed = self._feed
         messages = feed.applied - self.covered
-        size = messages * feed.bytes / max(feed.messages, 1)
+        size = messages * feed.bytes / max(feed.counts.messages, 1)
         return self._thresholds.due(messages, size, time.monotonic() - self._since)
 
     async def _note_rewinds(self) -> None:
-        """Of a stream that is another one now, no snapshot covers anything any more."""
+        """After a rewind of the stream, drop the snapshots that cover lost messages."""
         rewinds = self._feed.rewinds
         if rewinds != self._rewinds:
-            await self._drop_strangers()
+            await self._drop_foreign()
             self._note(0)
             self._rewinds = rewinds
 
     async def _note_others(self) -> None:
-        """Another replica may have led, and written, until just now."""
+        """Count the snapshots of another replica that led until now."""
         slots = await self._store.slots(self._label)
         if slots and self.covered < slots[0].covered <= self._feed.applied:
             self._note(slots[0].covered)
@@ -170,7 +173,7 @@ class Snapshotter:
         self._since = time.monotonic()
 
     async def snapshot(self) -> None:
-        """Write one, read it back, and purge what the one before it covers."""
+        """Write a snapshot, verify it by reading it back, purge what the previous one covers."""
         started = time.monotonic()
         covers = Covers(await self._stream_made(), self._feed.applied, self._feed.applied_stored)
         rewinds = self._feed.rewinds
@@ -181,38 +184,38 @@ class Snapshotter:
         await self._store.write(self._label, data, covers, VERSION)
         check(await self._store.read(await self._stored(covered)))
         self._note(covered)
-        self.written += 1
+        self.counts.snapshots += 1
         self.size = len(data)
         await self._purge()
         seconds = time.monotonic() - started
         log.info("snapshot up to message %d: %d bytes in %.2f s", covered, len(data), seconds)
 
     async def _stored(self, covered: int) -> Slot:
-        """The snapshot just written; raises DamagedSnapshot if the server does not show it.
+        """The snapshot just written; raises DamagedSnapshot if the server does not list it.
 
-        An old leader may answer with what was there before, and another replica may clear all.
+        A deposed NATS leader may reply with an older state, and another replica may clear all.
         """
         for slot in await self._store.slots(self._label):
             if slot.covered == covered:
                 return slot
-        raise DamagedSnapshot("it was stored and is not there")
+        raise DamagedSnapshot("it was stored but is not listed")
 
     async def _pack(self, covers: Covers) -> bytes:
         packer = Packer()
-        for image in capture(self._holdings):
+        for image in capture(self._states):
             await asyncio.to_thread(packer.add, image)
-        gone = self._holdings.lives.gone
-        header = Header(self._label, covers.made, covers.seq, time.time(), gone)
+        ignored = self._states.incarnations.ignored
+        header = Header(self._label, covers.made, covers.seq, time.time(), ignored)
         return await asyncio.to_thread(packer.finish, header)
 
     async def _purge(self) -> None:
-        shard = self._holdings.shard
+        shard = self._states.shard
         labels = [shard.label_of(number) for number in range(shard.count)]
         covered = []
         for label in labels:
             slots = await self._store.slots(label)
             covered.append(slots[1].covered if len(slots) > 1 else 0)
-        if min(covered) > 0:  # the covered message stays: it tells whether the stream is the same
+        if min(covered) > 0:  # the covered message stays: it identifies the stream
             await self._bus.js.purge_stream(self._bus.subjects.kv_stream, seq=min(covered))
         await self._store.sweep()
 

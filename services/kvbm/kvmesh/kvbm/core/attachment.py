@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.blocks.prompt_delta import KnownPrompts, Names
-from kvmesh.bus.kvbm import Attach, Fetch, Offer
-from kvmesh.bus.messages import encode
+from kvmesh.bus.messages import Attach, Fetch, KvLayout, Offer, encode
 from kvmesh.kvbm.core.blocks.block import ARENA, Space
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.slab_allocator import PAGE
 from kvmesh.kvbm.core.blocks.store import Store
+from kvmesh.prompt_delta.blocks import BlockHashes, BlockPromptCache
 
 MAX_PROMPT_BLOCKS = 1 << 19  # of 32 bytes each
 
@@ -23,19 +21,19 @@ class AttachedWorker:
     space: Space
     lock: str
     tickets: set[int] = field(default_factory=set)
-    prompts: KnownPrompts = field(default_factory=lambda: KnownPrompts(MAX_PROMPT_BLOCKS))
+    prompts: BlockPromptCache = field(default_factory=lambda: BlockPromptCache(MAX_PROMPT_BLOCKS))
 
     def prompt(self, message: Offer | Fetch) -> PromptBlocks | None:
         """The whole prompt that a message describes; None if its base is unknown.
 
         Raises ValueError if its parts do not match.
         """
-        rest = Names(message.digests, message.sequence_hashes, message.local)
+        rest = BlockHashes(message.digests, message.sequence_hashes, message.local)
         whole = self.prompts.complete(message.base, message.shared, rest)
         if whole is None:
             return None
         prompt = PromptBlocks.of(message, whole, self.space)
-        self.prompts.keep(whole, message.base)
+        self.prompts.store(whole, message.base)
         return prompt
 
 

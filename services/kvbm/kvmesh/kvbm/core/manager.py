@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from kvmesh.blocks.digests import split_digests
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
     Await,
+    Clear,
     Commit,
     Computed,
     Corrupt,
@@ -22,12 +22,14 @@ from kvmesh.bus.kvbm import (
     Fetched,
     Finish,
     Incomplete,
+    KvEvent,
+    KvLayout,
     Offer,
+    Pin,
     Prepare,
     Prepared,
     Wanted,
 )
-from kvmesh.bus.messages import Clear, KvEvent, Pin
 from kvmesh.kvbm.core.attachment import AttachedWorker, Attachments
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Space
 from kvmesh.kvbm.core.blocks.events import dump
@@ -62,7 +64,9 @@ class ParkedFetch(NamedTuple):
 
 
 class Manager:
-    """Answers the messages of `kvmesh.bus.kvbm`; moves, events and late replies are drained after.
+    """Answers a worker's messages (`kvmesh.bus.messages.kvbm`).
+
+    The caller drains moves, events and late replies.
 
     `instance` identifies this kvbm to others.
     """

@@ -1,7 +1,6 @@
 """Retention over all tiers: priorities from prompts, pins, and released sessions."""
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from math import inf
 
@@ -10,11 +9,12 @@ from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.retention.budget import RetentionBudget
-from kvmesh.retention.claims import PLAIN_LEVEL, BlockRetention, RetentionWish
+from kvmesh.retention.claims import DEFAULT_LEVEL, BlockRetention, RetentionWish
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
-from kvmesh.retention.session_blocks import PromptTail, SessionBook
-from kvmesh.retention.token_ranges import PLAIN_WISH, segments, with_prefix
+from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
+from kvmesh.retention.token_ranges import NO_WISH, segments, with_prefix
+from kvmesh.runtime.lru import LruCache
 
 IDLE_SESSION_S = 3600.0
 MAX_SESSION_BLOCKS = 1 << 20
@@ -27,8 +27,8 @@ class TierRetention:
     def __init__(self, store: Store, defaults: Mapping[str, RetentionWish]) -> None:
         self._store = store
         self._defaults = defaults
-        self._sessions: SessionBook[bytes] = SessionBook(IDLE_SESSION_S, MAX_SESSION_BLOCKS)
-        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._sessions: SessionBlocks[bytes] = SessionBlocks(IDLE_SESSION_S, MAX_SESSION_BLOCKS)
+        self._closed: LruCache[str, bool] = LruCache(MAX_CLOSED)
         self._pins: PinTable[int] = PinTable()
 
     @property
@@ -54,7 +54,7 @@ class TierRetention:
     def reopen(self, session: str | None) -> None:
         """Reopen the session of a fetched prompt."""
         if session is not None:
-            self._closed.pop(session, None)
+            self._closed.pop(session)
 
     def follow(self, prompt: PromptBlocks) -> None:
         """Record a session's new prompt; drop blocks that only its previous one used."""
@@ -70,15 +70,15 @@ class TierRetention:
         copies = [c for block in blocks for c in block.copies.values() if c.tier in tiers]
         directives: dict[int, Directive] = {}
         if wishes or any(copy.retention is not None for copy in copies):
-            shared = self._sessions.shared(prompt.digests, prompt.session)
+            shared = self._sessions.shared_blocks(prompt.digests, prompt.session)
             for copy in copies:
-                wish = wishes.get(copy.block.index, PLAIN_WISH)
+                wish = wishes.get(copy.block.index, NO_WISH)
                 alone = copy.block.index >= shared
-                if not wish.plain or (alone and copy.retention is not None):
+                if not wish.is_default or (alone and copy.retention is not None):
                     directive = _directive(directives, wish, owner(prompt.tenant))
                     self._store.claim(copy, wish, directive, alone)
         for directive in directives.values():
-            self._store.tiers[ARENA].budget.outcomes.granted(directive)
+            self._store.tiers[ARENA].budget.outcomes.record_grant(directive)
         self._apply_pins(prompt, copies)
 
     def inherited(self, copies: Iterable[Copy]) -> list[Retain]:
@@ -98,8 +98,8 @@ class TierRetention:
     def _retain(self, copy: Copy) -> Retain | None:
         if copy.retention is None:
             return None
-        rank = copy.retention.standing(self._store.now)
-        if rank.level < PLAIN_LEVEL or rank.until == 0:
+        rank = copy.retention.eviction_rank(self._store.now)
+        if rank.level < DEFAULT_LEVEL or rank.until == 0:
             return None
         size, index = copy.block.space.layout.block_size, copy.block.index
         ttl_s = None if rank.until == inf else rank.until - self._store.now
@@ -120,7 +120,7 @@ class TierRetention:
         blocks = self._store.find_by_sequence_hash(prompt)
         for block in blocks:
             self._pin(pinned, self._local_copies(block))
-        self._store.tiers[ARENA].budget.outcomes.granted(directive)
+        self._store.tiers[ARENA].budget.outcomes.record_grant(directive)
         return len(blocks)
 
     def unpin(self, name: str) -> int | None:
@@ -139,7 +139,7 @@ class TierRetention:
         return len(blocks)
 
     def _apply_pins(self, prompt: PromptBlocks, copies: list[Copy]) -> None:
-        for pinned, count in self._pins.along(prompt.sequence_hashes, self._store.now):
+        for pinned, count in self._pins.matching(prompt.sequence_hashes, self._store.now):
             self._pin(pinned, [copy for copy in copies if copy.block.index < count])
 
     def _pin(self, pinned: Pinned[int], copies: Iterable[Copy]) -> None:
@@ -157,16 +157,13 @@ class TierRetention:
         """End sessions and drop blocks that only they use; return the number of these."""
         ended = list(sessions)
         for session in ended:
-            self._closed[session] = None
-            self._closed.move_to_end(session)
-        while len(self._closed) > MAX_CLOSED:
-            self._closed.popitem(last=False)
+            self._closed.put(session, True)
         return self._drop_tails(self._sessions.release(ended))
 
     def _drop_tails(self, tails: Iterable[PromptTail[bytes]]) -> int:
         dropped = 0
         for tail in tails:
-            for digest in reversed(tail.prompt[tail.kept :]):
+            for digest in reversed(tail.prompt[tail.start :]):
                 block = self._store.blocks.get(digest)
                 if block is not None and not _is_used(block):
                     dropped += self._drop_local(block)

@@ -8,16 +8,20 @@ import logging
 from collections.abc import Callable, Iterable
 
 import msgspec
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from kvmesh.blocks.digests import split_digests
-from kvmesh.blocks.layout import divided
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, Subscription
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.kvbm import Computing, Declined, Prepare, Prepared
-from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.messages import (
+    ClaimAnnouncement,
+    Declined,
+    Instance,
+    Prepare,
+    Prepared,
+    Role,
+    incompatible_models,
+)
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.transfers.mesh_claims import ClaimMessage, Claims, PeerClaims, PeerSource
@@ -28,9 +32,10 @@ PREPARE_S = 0.25
 ANSWER_S = 0.75
 PAUSE_S = 0.05
 REST_S = 10.0
-FAILURES = (BusError, NatsError, OSError, TimeoutError, msgspec.MsgspecError)
-_decoder = msgspec.msgpack.Decoder(Computing)
-PrepareReply = Prepared | Declined
+_decoder = msgspec.msgpack.Decoder(ClaimAnnouncement)
+_replies: "msgspec.msgpack.Decoder[Prepared | Declined]" = msgspec.msgpack.Decoder(
+    Prepared | Declined
+)
 
 
 class ClaimsExchange:
@@ -89,7 +94,7 @@ class ClaimsExchange:
             for card in self.cards
             if card.store is not None
             and card.store.key == self.key
-            and not divided(ours, card.store.layouts)
+            and not incompatible_models(ours, card.store.layouts)
             and not self.failed_recently(card.instance)
         }
 
@@ -142,17 +147,17 @@ class ClaimsExchange:
 
     def _post(self, subject: str, claim: ClaimMessage) -> None:
         digests = b"".join(claim.digests)
-        message = Computing(self._instance, claim.number, digests, self._claims.ttl_s)
+        message = ClaimAnnouncement(self._instance, claim.number, digests, self._claims.ttl_s)
         self._bus.post(subject, message)
 
     async def _subscribe(self, subject: str) -> None:
         self._subscriptions.append(await self._bus.subscribe(subject, _decoder, self._receive))
 
-    def _receive(self, message: Computing) -> None:
+    def _receive(self, message: ClaimAnnouncement) -> None:
         peer = message.instance
         if peer == self._instance or self.failed_recently(peer):
             return
-        ttl_s = min(self._claims.ttl_s, message.lasts_s)  # in this order: it may be NaN
+        ttl_s = min(self._claims.ttl_s, message.ttl_s)  # in this order: it may be NaN
         until = self._clock() + ttl_s
         self._peer_claims.receive(peer, message.number, split_digests(message.digests), until)
 
@@ -183,10 +188,9 @@ class ClaimsExchange:
 
     async def _request(self, instance: str, message: Prepare) -> Prepared | None:
         subject = self._bus.subjects.kvbm(instance)
-        either: type[PrepareReply] = PrepareReply  # type: ignore[assignment]
         try:
-            reply = await self._bus.request(subject, message, either, PREPARE_S + ANSWER_S)
-        except FAILURES as error:
+            reply = await self._bus.request(subject, message, _replies, PREPARE_S + ANSWER_S)
+        except BusError as error:
             self.report_failure(instance, error)
             return None
         return reply if isinstance(reply, Prepared) else None

@@ -4,8 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from kvmesh.blocks.layout import divided
-from kvmesh.bus.messages import Instance
+from kvmesh.bus.messages import Instance, incompatible_models
 
 log = logging.getLogger(__name__)
 Layouts = Mapping[str, Sequence[str]]
@@ -43,7 +42,7 @@ class PeerCompatibility:
             )
 
     def _compare_layouts(self, ours: Layouts, instance: str, theirs: Layouts) -> None:
-        found = set(divided(ours, theirs))
+        found = set(incompatible_models(ours, theirs))
         for model in sorted(found - self._models.get(instance, set())):
             log.warning(
                 "no blocks of %s are shared with %s: here %s; there %s",

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 
 from kvmesh.blocks.digests import split_digests
-from kvmesh.bus.kvbm import Lend, Lent, Prepare, Prepared
+from kvmesh.bus.messages import Lend, Lent, Prepare, Prepared
 from kvmesh.kvbm.core.manager import Manager, ParkedFetch
 from kvmesh.kvbm.peers.reader import NoPeerReader, PeerReader
 

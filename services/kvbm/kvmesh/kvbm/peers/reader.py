@@ -8,19 +8,23 @@ import logging
 import struct
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+
+import msgspec
 
 from kvmesh._native import xxh3
 from kvmesh.bus.client import Bus
-from kvmesh.bus.kvbm import Declined, Lend, Lent
-from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.errors import BusError
+from kvmesh.bus.messages import Declined, Lend, Lent, OverlapQuery, OverlapReply
+from kvmesh.index import unpack_rows
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
-from kvmesh.kvbm.peers.claims_exchange import FAILURES, ClaimsExchange
+from kvmesh.kvbm.peers.claims_exchange import ClaimsExchange
 from kvmesh.kvbm.tiers.arena import Arena
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Region, TransferError, Transport
 
@@ -31,7 +35,8 @@ BATCH_BLOCKS = 128
 MAX_HOLDERS = 1 << 16
 NO_SOURCE = PeerSource("", 0)
 Ends = list[tuple[Move, MoveEnd]]
-LendReply = Lent | Declined
+_lends: "msgspec.msgpack.Decoder[Lent | Declined]" = msgspec.msgpack.Decoder(Lent | Declined)
+_overlaps = msgspec.msgpack.Decoder(OverlapReply)
 
 
 class PeerReader:
@@ -57,16 +62,13 @@ class PeerReader:
         self._hold = hold
         self._holders: OrderedDict[bytes, str] = OrderedDict()
         self._grants: dict[str, bytes] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._transport: Transport | None = None
         self._region: Region | None = None
         self._opening: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         if self._transport is not None:
             await self._transport.close()
 
@@ -102,10 +104,10 @@ class PeerReader:
         subject = self._bus.subjects.index(lookup.prompt.space.model)
         query = OverlapQuery([sequence_hashes], lookup.prompt.salt)
         try:
-            reply = await self._bus.request(subject, query, OverlapReply, FIND_S)
-            rows = struct.iter_unpack("<5I", reply.rows[0] if reply.rows else b"")
-            overlaps = [(reply.ranks[rank].instance, a, d) for rank, _, a, d, _ in rows]
-        except (*FAILURES, struct.error, IndexError) as error:
+            reply = await self._bus.request(subject, query, _overlaps, FIND_S)
+            rows = unpack_rows(reply.rows[0] if reply.rows else b"")
+            overlaps = [(reply.ranks[row.rank].instance, row.host, row.disk) for row in rows]
+        except (BusError, struct.error, IndexError) as error:
             log.debug("the index query for peers' blocks failed: %s", error)
             return NO_SOURCE, NO_SOURCE
         peers = self._exchange.compatible(lookup.prompt.space)
@@ -132,13 +134,13 @@ class PeerReader:
             by_peer[peer, move.source.block.space.block_bytes].append(move)
         for (peer, size), batch in by_peer.items():
             for start in range(0, len(batch), BATCH_BLOCKS):
-                self._spawn(self._get(peer, size, batch[start : start + BATCH_BLOCKS]))
+                self._tasks.start(self._get(peer, size, batch[start : start + BATCH_BLOCKS]))
 
     async def _get(self, peer: str, size: int, batch: Sequence[Move]) -> None:
         checksums = array("Q")
         try:
             checksums = await self._read(peer, size, batch)
-        except (*FAILURES, TransferError, ValueError) as error:
+        except (BusError, OSError, TransferError, ValueError) as error:
             self._on_failure(peer, error, batch)
         ends = await asyncio.to_thread(self._verified, batch, checksums, size)
         self._on_moved(ends)
@@ -147,9 +149,8 @@ class PeerReader:
         """Copy the peer's blocks into the arena; return the checksums of those it lent."""
         transport, region = self._transport, self._region
         digests = b"".join(move.source.block.digest for move in batch)
-        either: type[LendReply] = LendReply  # type: ignore[assignment]
         subject = self._bus.subjects.kvbm(peer)
-        lent = await self._bus.request(subject, Lend(digests, size), either, LEND_S)
+        lent = await self._bus.request(subject, Lend(digests, size), _lends, LEND_S)
         if isinstance(lent, Declined) or transport is None or region is None:
             return array("Q")
         offsets = array("Q", lent.offsets)
@@ -196,7 +197,7 @@ class PeerReader:
     def open_transport(self) -> None:
         """Open the transport when the first peer joins."""
         if self._opening is None:
-            self._opening = self._spawn(self._open_transport())
+            self._opening = self._tasks.start(self._open_transport())
 
     @property
     def opening(self) -> bool:
@@ -209,12 +210,6 @@ class PeerReader:
             self._region = self._transport.register(self._arena.map)
         except TransferError as error:
             log.warning("cannot read blocks from other nodes: %s", error)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 class NoPeerReader:

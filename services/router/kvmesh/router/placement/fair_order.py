@@ -1,10 +1,10 @@
-"""The order in which waiting requests leave: tiers, then fair classes in turn, then a policy key.
+"""Order of the waiting requests: priority tiers, then fair classes in rotation, then a key.
 
-The same entries pushed and removed in the same order give the same order out, in every replica:
-nothing here depends on who asks or when, except that an entry older than a bound goes first.
+The order depends on the pushed and removed entries alone, so every replica computes the same one.
+The only exception: an entry older than a bound goes first.
 
-There is one order for all. Requests under the same constraints are a lane of it: where there is no
-room for a lane, those behind it go first, and nobody's turn is lost by that.
+Requests with the same constraints form a lane. If a lane has no capacity, later requests of other
+lanes go first, and no class loses its turn by that (ADR 16).
 """
 
 import heapq
@@ -15,28 +15,28 @@ from collections.abc import Collection, Mapping
 from kvmesh.bus.messages import Hints, SeqWait
 
 Heap = list[tuple[float, float, str]]
-WITHIN = "\x1f"
+SEPARATOR = "\x1f"
 
 
 def fair_class(hints: Hints) -> str:
-    """The class of a request: its tenant, and within that what the caller says.
+    """The class of a request: its tenant, subdivided by the caller's fair class.
 
-    Where nobody says whose it is, the caller's word stands alone.
+    Without a tenant, the caller's fair class alone.
     """
     if hints.tenant is None:
         return hints.fair_class or ""
-    return f"{hints.tenant}{WITHIN}{hints.fair_class}" if hints.fair_class else hints.tenant
+    return f"{hints.tenant}{SEPARATOR}{hints.fair_class}" if hints.fair_class else hints.tenant
 
 
-def _whole(name: str) -> str:
-    """The class of which another is a part."""
-    return name.partition(WITHIN)[0]
+def _main_class(name: str) -> str:
+    """The class that a subdivided class belongs to."""
+    return name.partition(SEPARATOR)[0]
 
 
 class QueuePart:
-    """Waiting requests of one part of a class, lowest key first; `lanes` has them apart.
+    """Waiting requests of one part of a class, lowest key first; `lanes` has them by lane.
 
-    `served` is the cost of what was placed so far.
+    `served` is the total cost of its placed requests.
     """
 
     __slots__ = ("heap", "lanes", "name", "served")
@@ -48,16 +48,16 @@ class QueuePart:
         self.lanes: dict[str, Heap] = {}
 
     def push(self, entry: SeqWait) -> None:
-        place = (entry.key, entry.arrived, entry.request)
-        heapq.heappush(self.heap, place)
-        heapq.heappush(self.lanes.setdefault(entry.lane, []), place)
+        item = (entry.key, entry.arrived, entry.request)
+        heapq.heappush(self.heap, item)
+        heapq.heappush(self.lanes.setdefault(entry.lane, []), item)
 
     def first(self, entries: Mapping[str, SeqWait]) -> str | None:
-        """Its next request."""
+        """The next request; None if there is none."""
         return self._first(self.heap, entries)
 
-    def first_but(self, entries: Mapping[str, SeqWait], blocked: Collection[str]) -> str | None:
-        """Its next request that is in none of these lanes."""
+    def first_outside(self, entries: Mapping[str, SeqWait], blocked: Collection[str]) -> str | None:
+        """The next request outside the `blocked` lanes."""
         best: tuple[float, float, str] | None = None
         for lane in [lane for lane in self.lanes if lane not in blocked]:
             heap = self.lanes[lane]
@@ -70,7 +70,7 @@ class QueuePart:
     def _first(
         self, heap: Heap, entries: Mapping[str, SeqWait], lane: str | None = None
     ) -> str | None:
-        """The first that is still in this place; in any lane, unless one is told."""
+        """The first entry of a heap that is still current, in `lane` if given."""
         while heap:
             key, _, request = heap[0]
             entry = entries.get(request)
@@ -85,7 +85,7 @@ class QueuePart:
 
 
 class FairClass:
-    """Waiting requests of one class within one tier. Of its parts, the one served least is next."""
+    """Waiting requests of one class within one tier; the least served of its parts is next."""
 
     __slots__ = ("_parts", "_served", "_turns", "deficit", "name")
 
@@ -104,7 +104,7 @@ class FairClass:
         part.push(entry)
 
     def first(self, entries: Mapping[str, SeqWait]) -> str | None:
-        """Its next request."""
+        """The next request; None if there is none."""
         while self._turns:
             served, name = self._turns[0]
             part = self._parts[name]
@@ -119,16 +119,16 @@ class FairClass:
                 return request
         return None
 
-    def first_but(self, entries: Mapping[str, SeqWait], blocked: Collection[str]) -> str | None:
-        """Its next request that is in none of these lanes."""
+    def first_outside(self, entries: Mapping[str, SeqWait], blocked: Collection[str]) -> str | None:
+        """The next request outside the `blocked` lanes."""
         for part in sorted(self._parts.values(), key=lambda part: (part.served, part.name)):
-            request = part.first_but(entries, blocked)
+            request = part.first_outside(entries, blocked)
             if request is not None:
                 return request
         return None
 
     def charge(self, entry: SeqWait) -> None:
-        """A request was placed."""
+        """Charge a placed request."""
         self.deficit = max(self.deficit - entry.cost, 0.0)
         part = self._parts.get(entry.fair_class)
         if part is not None:
@@ -138,9 +138,9 @@ class FairClass:
 class PriorityTier:
     """Deficit round robin (Shreedhar and Varghese 1995) over classes; cost in uncached tokens.
 
-    A class in turn may send while its deficit covers the next request; each turn adds `quantum`
-    times its weight. A class that runs empty loses its deficit and its turn. To divide a
-    class further gains nothing: its parts share what it gets.
+    The front class places requests while its deficit covers the next one; each turn adds `quantum`
+    times its weight. An empty class loses its deficit and its turn. Subdividing a class gains it
+    nothing: its parts share its turns.
     """
 
     def __init__(self, quantum: float, weights: Mapping[str, float]) -> None:
@@ -150,7 +150,7 @@ class PriorityTier:
         self._turns: deque[FairClass] = deque()
 
     def push(self, entry: SeqWait) -> None:
-        name = _whole(entry.fair_class)
+        name = _main_class(entry.fair_class)
         fair = self._classes.get(name)
         if fair is None:
             fair = self._classes[name] = FairClass(name)
@@ -160,7 +160,7 @@ class PriorityTier:
         fair.push(entry)
 
     def head(self, entries: Mapping[str, SeqWait]) -> str | None:
-        """The request whose turn it is, or None; moves the turn to its class."""
+        """The next request, or None; rotates the turn to its class."""
         passed = 0
         while self._turns:
             fair = self._turns[0]
@@ -181,23 +181,25 @@ class PriorityTier:
                 self._credit_front()
         return None
 
-    def head_but(self, entries: Mapping[str, SeqWait], blocked: Collection[str]) -> str | None:
-        """The request that would be next without those in some lanes; leaves the turn as it is."""
+    def head_outside(self, entries: Mapping[str, SeqWait], blocked: Collection[str]) -> str | None:
+        """The next request outside the `blocked` lanes; does not move the turn."""
         best: str | None = None
         soonest = math.inf
-        for place, fair in enumerate(self._turns):
-            first = fair.first_but(entries, blocked)
+        for position, fair in enumerate(self._turns):
+            first = fair.first_outside(entries, blocked)
             if first is None:
                 continue
             missing = max(entries[first].cost - fair.deficit, 0.0)
             turns = math.ceil(missing / self._share(fair))
-            rounds = turns if place == 0 else max(turns - 1, 0)  # others are credited before theirs
+            rounds = (
+                turns if position == 0 else max(turns - 1, 0)
+            )  # others are credited before theirs
             if rounds < soonest:
                 best, soonest = first, float(rounds)
         return best
 
     def _skip_rounds(self, entries: Mapping[str, SeqWait]) -> None:
-        """Credit at once all whole rounds in which nobody could send yet."""
+        """Credit at once all rounds in which no class could place a request."""
         needed = []
         for fair in self._turns:
             first = fair.first(entries)
@@ -209,8 +211,8 @@ class PriorityTier:
             fair.deficit += max(min(needed) - 1, 0) * self._share(fair)
 
     def charge(self, entry: SeqWait) -> None:
-        """A request of this tier was placed."""
-        fair = self._classes.get(_whole(entry.fair_class))
+        """Charge a placed request of this tier."""
+        fair = self._classes.get(_main_class(entry.fair_class))
         if fair is not None:
             fair.charge(entry)
 
@@ -226,7 +228,7 @@ class PriorityTier:
 
 
 class FairOrder:
-    """All waiting requests of every replica, in lanes."""
+    """The waiting requests of all replicas."""
 
     def __init__(self, quantum: float, weights: Mapping[str, float], starvation: float) -> None:
         self._quantum = quantum
@@ -242,11 +244,11 @@ class FairOrder:
 
     @property
     def lanes(self) -> Collection[str]:
-        """Those in which somebody waits."""
+        """Lanes with waiting requests."""
         return self._sizes.keys()
 
     def push(self, entry: SeqWait) -> None:
-        """Add an entry, or put it in another place."""
+        """Add or replace an entry."""
         known = self.entries.get(entry.request)
         if known == entry:
             return
@@ -258,13 +260,13 @@ class FairOrder:
         if tier is None:
             tier = self._tiers[entry.tier] = PriorityTier(self._quantum, self._weights)
         tier.push(entry)
-        tier.head(self.entries)  # settled now, so that the order depends on the events alone
+        tier.head(self.entries)  # now, so that the order depends on the events alone
         if known is None:
             self._sizes[entry.lane] = self._sizes.get(entry.lane, 0) + 1
             heapq.heappush(self._ages.setdefault(entry.lane, []), (entry.arrived, entry.request))
 
     def remove(self, request: str, placed: bool) -> SeqWait | None:
-        """Take an entry out; one that was placed is charged to its class."""
+        """Remove an entry; a placed one is charged to its class."""
         entry = self.entries.pop(request, None)
         if entry is None:
             return None
@@ -281,13 +283,15 @@ class FairOrder:
             del self._tiers[number]
 
     def head(self, time: float, blocked: Collection[str] = ()) -> SeqWait | None:
-        """The next in order at `time` (Unix seconds), but for those in lanes that are `blocked`."""
+        """The next entry at `time` (Unix seconds) outside the `blocked` lanes."""
         oldest = self._oldest(blocked)
         if oldest is not None and time - oldest[0] > self._starvation:
             return self.entries[oldest[1]]
         for number in sorted(self._tiers, reverse=True):
             tier = self._tiers[number]
-            request = tier.head_but(self.entries, blocked) if blocked else tier.head(self.entries)
+            request = (
+                tier.head_outside(self.entries, blocked) if blocked else tier.head(self.entries)
+            )
             if request is not None:
                 return self.entries[request]
         return None
@@ -301,7 +305,7 @@ class FairOrder:
         for lane, ages in self._ages.items():
             if lane in blocked:
                 continue
-            while not self._is_in(ages[0][1], lane):  # there is one that is, in each of these
+            while not self._is_in(ages[0][1], lane):  # each lane has a current entry
                 heapq.heappop(ages)
             if oldest is None or ages[0] < oldest:
                 oldest = ages[0]

@@ -1,8 +1,9 @@
-"""Who may go now and who waits: the queue of one model, as plain synchronous code.
+"""Placement queue of one model, as synchronous code that service and simulator share.
 
-Every replica holds the waiting requests of all replicas, learned from the active-sequence stream,
-so all see the same order; a replica places only its own, each when it is first of all that there
-is room for. The stream is the order: a request takes its place when its own event comes back.
+Every replica holds the waiting requests of all replicas, from the active-sequence stream, so all
+have the same order. A replica places only its own requests, each when it is first among those
+with free capacity. The stream defines the order: a request enters the queue when its own event
+comes back.
 """
 
 from collections.abc import Collection
@@ -23,23 +24,23 @@ from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
 
-FOREIGN_PATIENCE_S = 0.25  # for the replica whose turn it is to move
-PASSED_OVER_S = 5.0  # in which a replica that has lost its patience is not waited for again
-ECHO_PATIENCE_S = 0.5  # for one's own entry to come back from the stream
-NEWCOMER_S = 5.0  # until the card of a new replica must have been seen
+REPLICA_PATIENCE_S = 0.25  # for the replica whose request is first to place it
+SKIP_REPLICA_S = 5.0  # in which a replica that was too slow is not waited for again
+ECHO_PATIENCE_S = 0.5  # for an own entry to come back from the stream
+NEWCOMER_S = 5.0  # for the card of a new replica to arrive
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 
 @dataclass
 class QueueActions:
-    """What the shell must do after a step: publish events and answer tickets."""
+    """Actions for the caller after a step: events to publish and tickets to answer."""
 
     events: list[SeqEvent] = field(default_factory=list)
     done: list[Ticket] = field(default_factory=list)
 
 
 class PlacementQueue:
-    """Places tickets at once where there is room, else in order. `router` is the own instance."""
+    """Places tickets at once if capacity is free, else in order. `router` is this instance."""
 
     def __init__(self, core: RouterCore, router: str) -> None:
         settings = core.settings
@@ -51,180 +52,192 @@ class PlacementQueue:
         )
         self._constraints: dict[str, RouteRequest] = {"": _ANY}
         self._own: dict[str, Ticket] = {}
-        self._held: dict[str, Ticket] = {}
+        self._unadmitted: dict[str, Ticket] = {}
         self._stalled: tuple[str, float] | None = None
-        self._passed_over: dict[str, float] = {}
+        self._skipped_until: dict[str, float] = {}
         self._failures = FailureLog()
         self._rate = 0.0
-        self._rated = 0.0
-        self._roomy = np.zeros(0, np.int64), 0  # where room was found last, among which slots
+        self._rate_updated = 0.0
+        self._last_free = np.zeros(0, np.int64), 0  # slots, and the one with capacity among them
 
     @property
     def waiting(self) -> int:
-        """Requests that wait here and in the other replicas."""
-        return len(self._queue) + len(self._held)
+        """Number of requests that wait in any replica."""
+        return len(self._queue) + len(self._unadmitted)
 
     @property
-    def own(self) -> list[Ticket]:
-        return [*self._own.values(), *self._held.values()]
+    def own_tickets(self) -> list[Ticket]:
+        """Waiting tickets of this replica."""
+        return [*self._own.values(), *self._unadmitted.values()]
 
     @property
     def waiting_tokens(self) -> int:
         return sum(entry.cost for entry in self._queue.entries.values())
 
-    # steps
+    # actions
 
     def submit(self, ticket: Ticket, now: float) -> QueueActions:
-        """Take in a request: place it, let it wait, or refuse it."""
-        ticket.scored = now
-        steps = QueueActions()
+        """Place a request, queue it, or refuse it."""
+        ticket.scored_at = now
+        actions = QueueActions()
         try:
-            if not self.core.admits(ticket.request, now):
-                self._hold(ticket)
+            if not self.core.policies.admits(ticket.request, now):
+                self._hold_back(ticket)
             elif self._must_wait(ticket):
-                self._park(ticket, now, steps)
+                self._enqueue(ticket, now, actions)
             else:
-                self._place(ticket, now, steps)
+                self._place(ticket, now, actions)
         except Exception as error:
-            _finish(ticket, self._refusal(ticket, error), steps)
-        return steps
+            _finish(ticket, self._refusal(ticket, error), actions)
+        return actions
 
     def apply(self, event: SeqEvent, now: float) -> None:
-        """Apply an event of the active-sequence stream, one's own or that of a replica."""
+        """Apply an event of the active-sequence stream, of this router or a replica."""
         if type(event) is SeqWait:
-            self._enter(event)
+            self._insert(event)
             return
         if type(event) is SeqFree:
-            self._leave(event.request, placed=False)
+            self._remove(event.request, placed=False)
         elif type(event) is SeqAdd:
-            self._leave(event.request, placed=True)
+            self._remove(event.request, placed=True)
         self.core.apply(event, now)
 
-    def pump(self, now: float) -> QueueActions:
-        """Place whoever can go now; call when load may have fallen."""
-        steps = QueueActions()
-        if self._held:
-            self._admit(now, steps)
+    def place_ready(self, now: float) -> QueueActions:
+        """Place the waiting requests with free capacity; call when load may have fallen."""
+        actions = QueueActions()
+        if self._unadmitted:
+            self._submit_admitted(now, actions)
         lanes = self._queue.lanes
-        blocked = {lane for lane in lanes if not self._open(lane)} if len(lanes) > 1 else set()
+        blocked = (
+            {lane for lane in lanes if not self._lane_has_capacity(lane)}
+            if len(lanes) > 1
+            else set()
+        )
         while not all(lane in blocked for lane in lanes):
             head = self._queue.head(now + self.core.epoch, blocked)
-            if head is None or not self._release(head, blocked, now, steps):
+            if head is None or not self._advance(head, blocked, now, actions):
                 break
-        return steps
+        return actions
 
     def cancel(self, request: str) -> QueueActions:
-        """Its sender does not want a placement any more."""
-        steps = QueueActions()
-        ticket = self._own.pop(request, None) or self._held.pop(request, None)
+        """Drop a waiting request."""
+        actions = QueueActions()
+        ticket = self._own.pop(request, None) or self._unadmitted.pop(request, None)
         if ticket is not None:
-            self._leave(request, placed=False)
-            steps.events.append(SeqFree(request))
-        return steps
+            self._remove(request, placed=False)
+            actions.events.append(SeqFree(request))
+        return actions
 
     def expire(self, now: float) -> QueueActions:
-        """Refuse the own requests whose deadline has passed; drop those of others."""
-        steps = QueueActions()
+        """Refuse own requests past their deadline; drop those of other replicas."""
+        actions = QueueActions()
         for ticket in list(self._own.values()):
             unseen = ticket.request.request not in self._queue.entries
-            if unseen and ticket.waiting is not None and ticket.scored < now - ECHO_PATIENCE_S:
-                self._enter(ticket.waiting)
-        for ticket in self.own:
+            if unseen and ticket.waiting is not None and ticket.scored_at < now - ECHO_PATIENCE_S:
+                self._insert(ticket.waiting)
+        for ticket in self.own_tickets:
             if ticket.deadline <= now:
-                steps.events += self.cancel(ticket.request.request).events
+                actions.events += self.cancel(ticket.request.request).events
                 waited = now - ticket.arrived
                 reason = f"no placement within {waited:.1f} s"
-                after = self.retry_after()
-                _finish(ticket, Refused(code="deadline", reason=reason, retry_after_s=after), steps)
+                retry_after = self.retry_after()
+                _finish(
+                    ticket,
+                    Refused(code="deadline", reason=reason, retry_after_s=retry_after),
+                    actions,
+                )
         late = now + self.core.epoch - 5.0
         for entry in [e for e in self._queue.entries.values() if e.deadline < late]:
-            self._leave(entry.request, placed=False)
-        return steps
+            self._remove(entry.request, placed=False)
+        return actions
 
-    def keep(self, routers: Collection[str], now: float) -> None:
-        """Only these replicas are there: what waited in others waits no more."""
-        for router in [r for r in self._passed_over if r not in routers]:
-            del self._passed_over[router]
+    def retain_routers(self, routers: Collection[str], now: float) -> None:
+        """Drop the waiting requests of replicas that are not among `routers`."""
+        for router in [r for r in self._skipped_until if r not in routers]:
+            del self._skipped_until[router]
         young = now + self.core.epoch - NEWCOMER_S
         for entry in list(self._queue.entries.values()):
             known = entry.router == self._router or entry.router in routers
             if not known and entry.arrived < young:
-                self._leave(entry.request, placed=False)
+                self._remove(entry.request, placed=False)
 
-    def stale(self, now: float) -> list[Ticket]:
-        """Own waiting tickets whose overlaps should be asked anew."""
+    def due_for_rescore(self, now: float) -> list[Ticket]:
+        """Own waiting tickets whose overlaps are older than `rescore_s`."""
         oldest = now - self._settings.rescore_s
-        return [t for t in self.own if t.scored < oldest and t.request.sequence_hashes]
+        return [t for t in self.own_tickets if t.scored_at < oldest and t.request.sequence_hashes]
 
     def rescore(self, ticket: Ticket, overlaps: Overlaps | None, now: float) -> QueueActions:
-        """Take new overlaps of a waiting ticket, and its new place in the queue if that differs."""
-        steps = QueueActions()
-        ticket.overlaps, ticket.scored = overlaps, now
+        """Update a waiting ticket's overlaps, and its queue entry if its key changes."""
+        actions = QueueActions()
+        ticket.overlaps, ticket.scored_at = overlaps, now
         if ticket.waiting is not None and ticket.request.request in self._own:
             try:
                 entry = self._entry(ticket, now)
             except Exception:
-                return steps  # it keeps its place, where it is to be refused
+                return actions  # the entry stays; placing it refuses it
             if entry.key != ticket.waiting.key:
                 ticket.waiting = entry
-                steps.events.append(entry)
-        return steps
+                actions.events.append(entry)
+        return actions
 
     def retry_after(self) -> float:
-        """Seconds in which what waits now should have gone, at the present rate; 1 to 60."""
+        """Expected seconds until the queue is empty, at the present rate; 1 to 60."""
         if self._rate <= 0:
             return 1.0
         return min(max(self.waiting_tokens / self._rate, 1.0), 60.0)
 
     # placing
 
-    def _place(self, ticket: Ticket, now: float, steps: QueueActions) -> None:
+    def _place(self, ticket: Ticket, now: float, actions: QueueActions) -> None:
         decision = self.core.decide(
             ticket.request, ticket.overlaps, now, ticket.arrived, ticket.index_s, ticket.note
         )
-        steps.events += self.core.commit(decision, now)
-        self._rate_placed(decision, now)
-        _finish(ticket, decision, steps)
+        actions.events += self.core.commit(decision, now)
+        self._update_rate(decision, now)
+        _finish(ticket, decision, actions)
 
-    def _rate_placed(self, decision: Decision, now: float) -> None:
-        """Tokens per second that go out, smoothed over about 10 s."""
-        held = sum(decision.chosen.overlap) * self.core.table.block_size
-        share = min((now - self._rated) / 10.0, 1.0)
+    def _update_rate(self, decision: Decision, now: float) -> None:
+        """Update the rate of placed uncached tokens per second, smoothed over about 10 s."""
+        cached = sum(decision.chosen.overlap) * self.core.table.block_size
+        share = min((now - self._rate_updated) / 10.0, 1.0)
         if share > 0:
             self._rate *= 1 - share
-            self._rated = now
-        self._rate += max(decision.tokens - held, 0) / 10.0
+            self._rate_updated = now
+        self._rate += max(decision.tokens - cached, 0) / 10.0
 
     def _must_wait(self, ticket: Ticket) -> bool:
-        if not self._settings.queue_threshold or self.core.shift(ticket.request) == inf:
+        if (
+            not self._settings.queue_threshold
+            or self.core.policies.queue_boost_s(ticket.request) == inf
+        ):
             return False
-        ticket.lane = _lane(ticket.request)
-        if ticket.lane in self._queue.lanes or not self._room(ticket.request):
+        ticket.lane = _lane_of(ticket.request)
+        if ticket.lane in self._queue.lanes or not self._has_capacity(ticket.request):
             return True
-        return any(self._open(lane) for lane in self._queue.lanes)
+        return any(self._lane_has_capacity(lane) for lane in self._queue.lanes)
 
-    def _room(self, request: RouteRequest) -> bool:
-        """Whether some eligible rank is below the threshold of active prefill."""
+    def _has_capacity(self, request: RouteRequest) -> bool:
+        """True if some eligible rank is below the threshold of active prefill."""
         slots = self.core.eligible(request)
-        of, slot = self._roomy
-        if of is slots and self._has_room_at(slot):
+        among, slot = self._last_free
+        if among is slots and self._below_threshold(slot):
             return True
         table = self.core.table
         limit = self._settings.queue_threshold * table.step_tokens.take(slots)
         free = ((table.loads(slots)[0] <= limit) | (limit == 0)).nonzero()[0]
         if not len(free):
             return False
-        self._roomy = slots, int(slots[free[0]])
+        self._last_free = slots, int(slots[free[0]])
         return True
 
-    def _has_room_at(self, slot: int) -> bool:
+    def _below_threshold(self, slot: int) -> bool:
         cells = self.core.table.cells
         limit = self._settings.queue_threshold * cells.step_tokens[slot]
-        waiting = cells.prefill_tokens[slot] + cells.foreign_tokens[slot]
+        waiting = cells.prefill_tokens[slot] + cells.correction_tokens[slot]
         return max(waiting, 0.0) <= limit or not limit
 
     def _refusal(self, ticket: Ticket, error: Exception) -> Refused:
-        """What the sender is told; a defect costs one request, not the router."""
+        """The refusal for an error; an internal error fails one request, not the router."""
         if isinstance(error, RouteError):
             return error.refusal
         text = f"request {ticket.request.request} could not be routed"
@@ -234,43 +247,45 @@ class PlacementQueue:
 
     # waiting
 
-    def _hold(self, ticket: Ticket) -> None:
-        self._bound(ticket)
-        self._held[ticket.request.request] = ticket
+    def _hold_back(self, ticket: Ticket) -> None:
+        self._check_limit(ticket)
+        self._unadmitted[ticket.request.request] = ticket
 
-    def _admit(self, now: float, steps: QueueActions) -> None:
-        for name, ticket in list(self._held.items()):
-            if self.core.admits(ticket.request, now):
-                del self._held[name]
+    def _submit_admitted(self, now: float, actions: QueueActions) -> None:
+        for name, ticket in list(self._unadmitted.items()):
+            if self.core.policies.admits(ticket.request, now):
+                del self._unadmitted[name]
                 admitted = self.submit(ticket, now)
-                steps.events += admitted.events
-                steps.done += admitted.done
+                actions.events += admitted.events
+                actions.done += admitted.done
 
-    def _park(self, ticket: Ticket, now: float, steps: QueueActions) -> None:
-        self._bound(ticket)
+    def _enqueue(self, ticket: Ticket, now: float, actions: QueueActions) -> None:
+        self._check_limit(ticket)
         ticket.waiting = self._entry(ticket, now)
         self._own[ticket.request.request] = ticket
-        steps.events.append(ticket.waiting)
+        actions.events.append(ticket.waiting)
 
-    def _bound(self, ticket: Ticket) -> None:
-        """Refuse what is one too many; not what has had a place before."""
+    def _check_limit(self, ticket: Ticket) -> None:
+        """Raise RouterOverloaded if the queue is full, unless the request was queued before."""
         if ticket.request.arrived is None and self.waiting + 1 > self._settings.queue_limit:
-            after = self.retry_after()
-            raise RouterOverloaded(f"{self._settings.queue_limit} requests wait already", after)
+            retry_after = self.retry_after()
+            raise RouterOverloaded(
+                f"{self._settings.queue_limit} requests wait already", retry_after
+            )
 
     def _entry(self, ticket: Ticket, now: float) -> SeqWait:
         request, epoch = ticket.request, self.core.epoch
-        view = self.core.view(request, ticket.overlaps, now)
-        held = int(view.overlap.sum(1).max()) * self.core.table.block_size
-        uncached = max(request.tokens - held, 1)
-        arrived = ticket.place + epoch
+        candidates = self.core.candidates(request, ticket.overlaps, now)
+        cached = int(candidates.overlap.sum(1).max()) * self.core.table.block_size
+        uncached = max(request.tokens - cached, 1)
+        arrived = ticket.queued_since + epoch
         return SeqWait(
             request=request.request,
             router=self._router,
             lane=ticket.lane,
             tier=max(request.hints.strict_priority, 0),
             fair_class=fair_class(request.hints),
-            key=self._key(request, arrived, uncached),
+            key=self._sort_key(request, arrived, uncached),
             cost=uncached,
             arrived=arrived,
             deadline=ticket.deadline + epoch,
@@ -278,7 +293,7 @@ class PlacementQueue:
             adapter=request.adapter,
         )
 
-    def _key(self, request: RouteRequest, arrived: float, uncached: int) -> float:
+    def _sort_key(self, request: RouteRequest, arrived: float, uncached: int) -> float:
         settings, hints = self._settings, request.hints
         priority = max(hints.priority, 0)
         if settings.queue_order == "wspt":
@@ -287,9 +302,9 @@ class PlacementQueue:
             return -arrived
         shift = priority * settings.priority_shift_s
         shift += min(max(hints.latency_sensitivity, 0.0), 1.0) * settings.latency_shift_s
-        return arrived - shift - self.core.shift(request)
+        return arrived - shift - self.core.policies.queue_boost_s(request)
 
-    def _enter(self, entry: SeqWait) -> None:
+    def _insert(self, entry: SeqWait) -> None:
         if entry.router == self._router and entry.request not in self._own:
             return
         self._queue.push(entry)
@@ -298,76 +313,78 @@ class PlacementQueue:
                 _ANY, placement=entry.placement, adapter=entry.adapter
             )
 
-    def _leave(self, request: str, placed: bool) -> None:
+    def _remove(self, request: str, placed: bool) -> None:
         entry = self._queue.remove(request, placed)
         if entry is not None and entry.lane and entry.lane not in self._queue.lanes:
             self._constraints.pop(entry.lane, None)
         if not placed:
             self._own.pop(request, None)
-            self._held.pop(request, None)
+            self._unadmitted.pop(request, None)
 
-    def _open(self, lane: str) -> bool:
-        """Whether there is room for the requests of a lane, or no reason for one's own to wait."""
+    def _lane_has_capacity(self, lane: str) -> bool:
+        """True if a lane's requests have capacity, or are to be refused and so need not wait."""
         constraints = self._constraints.get(lane)
         if constraints is None:
-            return False  # of a replica that does not tell them
+            return False  # another replica did not publish its constraints
         try:
-            return self._room(constraints)
+            return self._has_capacity(constraints)
         except Exception:
-            return any(ticket.lane == lane for ticket in self._own.values())  # it is to be refused
+            return any(ticket.lane == lane for ticket in self._own.values())  # refused when placed
 
-    def _release(self, head: SeqWait, blocked: set[str], now: float, steps: QueueActions) -> bool:
-        """Place the first in the queue if it is one's own and there is room, or block its lane.
+    def _advance(self, head: SeqWait, blocked: set[str], now: float, actions: QueueActions) -> bool:
+        """Place the queue's head if it is this router's and has capacity, else block its lane.
 
-        False if it is for another replica to place it.
+        Returns False if another replica has to place it.
         """
         ticket = self._own.get(head.request)
         if ticket is None:
-            return self._await(head, blocked, now)
+            return self._await_replica(head, blocked, now)
         try:
-            if not self._room(ticket.request):
+            if not self._has_capacity(ticket.request):
                 blocked.add(head.lane)
                 return True
-            self._place(ticket, now, steps)
+            self._place(ticket, now, actions)
         except Exception as error:
-            steps.events.append(SeqFree(ticket.request.request))
-            _finish(ticket, self._refusal(ticket, error), steps)
+            actions.events.append(SeqFree(ticket.request.request))
+            _finish(ticket, self._refusal(ticket, error), actions)
         self._own.pop(ticket.request.request, None)
-        self._leave(ticket.request.request, placed=isinstance(ticket.result, Decision))
+        self._remove(ticket.request.request, placed=isinstance(ticket.result, Decision))
         return True
 
-    def _await(self, head: SeqWait, blocked: set[str], now: float) -> bool:
-        """Let the replica move whose turn it is, if there is room and somebody here waits for it.
+    def _await_replica(self, head: SeqWait, blocked: set[str], now: float) -> bool:
+        """Wait for another replica to place the head, if that delays a request of this router.
 
-        One that does not move in time is forgotten with all that waits there, and is not waited for
-        again soon. If it was only slow, it will place its requests all the same.
+        A replica that exceeds REPLICA_PATIENCE_S is skipped for SKIP_REPLICA_S and its entries are
+        dropped here; if it was only slow, it still places its requests.
         """
-        if not self._open(head.lane):
+        if not self._lane_has_capacity(head.lane):
             blocked.add(head.lane)
             if self._stalled is not None and self._stalled[0] == head.request:
                 self._stalled = None
             return True
-        if not any(self._open(lane) for lane in {ticket.lane for ticket in self._own.values()}):
+        if not any(
+            self._lane_has_capacity(lane) for lane in {ticket.lane for ticket in self._own.values()}
+        ):
             return False
-        if now >= self._passed_over.get(head.router, 0.0):
+        if now >= self._skipped_until.get(head.router, 0.0):
             if self._stalled is None or self._stalled[0] != head.request:
                 self._stalled = head.request, now
-            if now - self._stalled[1] < FOREIGN_PATIENCE_S:
+            if now - self._stalled[1] < REPLICA_PATIENCE_S:
                 return False
-            self._passed_over[head.router] = now + PASSED_OVER_S
+            self._skipped_until[head.router] = now + SKIP_REPLICA_S
         self._stalled = None
         for entry in [e for e in self._queue.entries.values() if e.router == head.router]:
-            self._leave(entry.request, placed=False)
+            self._remove(entry.request, placed=False)
         return True
 
 
-def _finish(ticket: Ticket, result: Decision | Refused, steps: QueueActions) -> None:
+def _finish(ticket: Ticket, result: Decision | Refused, actions: QueueActions) -> None:
     ticket.result = result
-    steps.done.append(ticket)
+    actions.done.append(ticket)
 
 
-def _lane(request: RouteRequest) -> str:
-    """Requests that may run on the same workers wait for each other."""
+def _lane_of(request: RouteRequest) -> str:
+    """The lane of a request: requests with the same constraints wait for each other."""
     if request.placement == _ANY.placement and request.adapter is None:
         return ""
     constraints = _ENCODE((request.placement, request.adapter))

@@ -1,4 +1,4 @@
-"""A request that a router is asked to place, as the dispatcher keeps it."""
+"""Ticket: a route request with its state in the router."""
 
 from dataclasses import dataclass
 from math import inf
@@ -9,9 +9,9 @@ from kvmesh.router.scoring.overlaps import Overlaps
 
 @dataclass(slots=True)
 class Ticket:
-    """One request on its way through the router. Times are the core's.
+    """One route request until its placement or refusal. Times are those of the core's clock.
 
-    `place` is what its place in the queue goes by: when it `arrived`, here or earlier elsewhere.
+    `queued_since` orders the queue: the time of its arrival here, or earlier at another router.
     """
 
     request: RouteRequest
@@ -19,14 +19,14 @@ class Ticket:
     overlaps: Overlaps | None = None
     index_s: float = 0.0
     note: str | None = None
-    scored: float = 0.0
+    scored_at: float = 0.0
     lane: str = ""
     waiting: SeqWait | None = None
     result: Decision | Refused | None = None
-    place: float = inf
+    queued_since: float = inf
 
     def __post_init__(self) -> None:
-        self.place = min(self.place, self.arrived)
+        self.queued_since = min(self.queued_since, self.arrived)
 
     @property
     def deadline(self) -> float:

@@ -1,4 +1,4 @@
-"""How one of several eligible ranks is chosen. Policies are pure: time and rng are passed in."""
+"""Base class of policies and the simple ones. Policies are pure: time and rng are passed in."""
 
 from random import Random
 
@@ -10,100 +10,101 @@ from kvmesh.router.scoring.cost import CostModel, pick
 
 
 class Policy:
-    """Base of all policies. Only `choose` must be written; the rest is for policies that learn.
+    """Base of all policies. Only `choose` is required; the rest is for policies that learn.
 
-    Decisions made here are told to `placed` in any case. With `follows` above 0, `placed` and
-    `finished` are told every decision and outcome of the model, also those of other replicas, and
-    after a restart those of the last `follows` seconds.
+    `on_placed` is called with this router's decisions. With `history_s` above 0, `on_placed` and
+    `on_finished` are called with the decisions and outcomes of all replicas, and after a restart
+    with those of the last `history_s` seconds.
     """
 
     @property
-    def follows(self) -> float:
+    def history_s(self) -> float:
+        """Seconds of the decision stream to replay at start; 0: do not follow it."""
         return 0.0
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        """Choose one of at least one candidate; `model` is the cost model of this request."""
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        """Choose among at least one candidate; `model` is the cost model of this request."""
         raise NotImplementedError
 
-    def placed(self, decision: Decision, now: float) -> None:
-        """A request was placed, here or by a replica. May be told the same decision twice."""
+    def on_placed(self, decision: Decision, now: float) -> None:
+        """A request was placed, here or by a replica; may be called twice with a decision."""
 
-    def finished(self, outcome: Outcome, now: float) -> None:
+    def on_finished(self, outcome: Outcome, now: float) -> None:
         """A placed request has ended."""
 
-    def freed(self, request: str, now: float) -> None:
-        """A request is over or was given up. Its outcome comes before or after, or never."""
+    def on_freed(self, request: str, now: float) -> None:
+        """A request ended or was given up; its outcome comes before, after or never."""
 
     def admits(self, request: RouteRequest, now: float) -> bool:
-        """Whether the request may be placed now; if not, it is asked again until its deadline."""
+        """True if the request may be placed now; else called again until its deadline."""
         return True
 
-    def shift(self, request: RouteRequest) -> float:
-        """Seconds by which a request counts as come earlier in the queue; inf: it passes it by."""
+    def queue_boost_s(self, request: RouteRequest) -> float:
+        """Seconds subtracted from the arrival time in the queue; inf bypasses the queue."""
         return 0.0
 
     def state(self) -> bytes | None:
-        """What the replicas and the next start should know; None if there is nothing."""
+        """Learned state for the replicas and the next start; None if there is none."""
         return None
 
     def merge(self, router: str, state: bytes, own: bool) -> None:
-        """Take the `state` of a replica, or the own one of before a restart.
+        """Merge the `state` of a replica, or restore this router's from before a restart.
 
         Raises ValueError if it is unreadable.
         """
 
     def tick(self, now: float) -> None:
-        """House-keeping, about once a second."""
+        """Housekeeping, about once a second."""
 
 
 class Kv(Policy):
-    """Least KV cost: work to prefill, less what is cached, plus blocks to decode with."""
+    """Least KV cost: blocks to prefill, less the cached ones, plus active blocks."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        cost = model.cost(view)
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        cost = model.cost(candidates)
         return PolicyChoice(pick(cost, model.temperature, rng), cost)
 
 
 class KvMultiplicative(Policy):
-    """Prefill times decode: no backlog of the one kind is made good by a lack of the other."""
+    """Prefill times decode: little of one does not compensate for much of the other."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        cost = model.prefill(view) * (view.decode + 1)
-        if view.slowness is not None:
-            cost *= view.slowness
-        if view.preference is not None:
-            cost *= view.preference
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        cost = model.prefill(candidates) * (candidates.decode + 1)
+        if candidates.slowness is not None:
+            cost *= candidates.slowness
+        if candidates.preference is not None:
+            cost *= candidates.preference
         return PolicyChoice(pick(cost, model.temperature, rng), cost)
 
 
 class LeastLoaded(Policy):
-    """Fewest active requests; among those, the smallest share of blocks in use."""
+    """Fewest active requests; among equals, the smallest share of blocks in use."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        cost = _load(view)
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        cost = _load(candidates)
         return PolicyChoice(pick(cost, 0, rng), cost)
 
 
 class PowerOfTwo(Policy):
-    """The less loaded one of two drawn at random (Mitzenmacher 2001): no herd, little state."""
+    """The less loaded of two drawn at random (Mitzenmacher 2001): avoids herding."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        cost = _load(view)
-        if len(view) == 1:
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        cost = _load(candidates)
+        if len(candidates) == 1:
             return PolicyChoice(0, cost)
-        first, second = rng.sample(range(len(view)), 2)
+        first, second = rng.sample(range(len(candidates)), 2)
         return PolicyChoice(first if cost[first] <= cost[second] else second, cost)
 
 
 class LoadAware(Policy):
-    """beta times load, relative to the most loaded candidate, less the prompt's cached share."""
+    """beta times load relative to the most loaded candidate, less the prompt's cached share."""
 
     def __init__(self, beta: float) -> None:
         self._beta = beta
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        load = view.prefill + view.decode
-        cached = view.overlap.sum(1) / view.prompt
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        load = candidates.prefill + candidates.decode
+        cached = candidates.overlap.sum(1) / candidates.prompt
         cost = self._beta * load / load.max() - cached
         return PolicyChoice(pick(cost, model.temperature, rng), cost)
 
@@ -114,18 +115,20 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        chosen = int(view.slots.searchsorted(self._last, "right")) % len(view)
-        self._last = int(view.slots[chosen])
-        return PolicyChoice(chosen, np.zeros(len(view)))
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        chosen = int(candidates.slots.searchsorted(self._last, "right")) % len(candidates)
+        self._last = int(candidates.slots[chosen])
+        return PolicyChoice(chosen, np.zeros(len(candidates)))
 
 
 class Uniform(Policy):
-    """Any rank, each as likely as the next."""
+    """A uniformly random rank."""
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        return PolicyChoice(rng.randrange(len(view)), np.zeros(len(view)))
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        return PolicyChoice(rng.randrange(len(candidates)), np.zeros(len(candidates)))
 
 
-def _load(view: Candidates) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    return view.requests + view.decode / (view.decode + np.maximum(view.total, 1.0))
+def _load(candidates: Candidates) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    return candidates.requests + candidates.decode / (
+        candidates.decode + np.maximum(candidates.capacity, 1.0)
+    )

@@ -1,4 +1,4 @@
-"""Policies by name: the built-in ones, entry points, and `module:Class`."""
+"""Policies by name: built-in ones, entry points, and `module:Class`."""
 
 import importlib
 import traceback
@@ -40,48 +40,48 @@ BUILT_IN: dict[str, Callable[[RouterSettings], Policy]] = {
 
 
 def make_policy(name: str, settings: RouterSettings) -> Policy:
-    """A new policy called `name`; raises ConfigError if there is none or it cannot be made."""
+    """A new policy by name; raises RouterConfigError if it is unknown or its creation fails."""
     if name in BUILT_IN:
         return BUILT_IN[name](settings)
     make = _load(name)
     try:
         policy = make()
         if isinstance(policy, Policy):
-            float(policy.follows)
+            float(policy.history_s)
     except Exception as error:
-        raise RouterConfigError("policy", f"{name} cannot be made: {_cause(error)}") from error
+        raise RouterConfigError("policy", f"{name} cannot be created: {_cause(error)}") from error
     if not isinstance(policy, Policy):
         raise RouterConfigError("policy", f"{name} is not a kvmesh.router.policies.base.Policy")
     return policy
 
 
 def installed() -> dict[str, str]:
-    """Policies of other distributions: entry point name to where it is."""
+    """Entry points of installed policies: name to `module:Class`."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
 
 
 @cache
-def _places() -> dict[str, str]:
-    """The installed entry points, read once: they do not change, and reading takes milliseconds."""
+def _entry_points() -> dict[str, str]:
+    """The installed entry points, cached: they do not change, and reading takes milliseconds."""
     return installed()
 
 
 def _load(name: str) -> Callable[[], object]:
-    places = _places()
-    place = places.get(name, name)
-    module, colon, attribute = place.partition(":")
+    points = _entry_points()
+    target = points.get(name, name)
+    module, colon, attribute = target.partition(":")
     if not colon:
-        known = ", ".join(sorted({*BUILT_IN, *places}))
+        known = ", ".join(sorted({*BUILT_IN, *points}))
         raise RouterConfigError("policy", f"{name!r} is none of {known}, nor module:Class")
     try:
         found: Callable[[], object] = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # an import runs whatever the module says
-        raise RouterConfigError("policy", f"cannot load {place}: {_cause(error)}") from error
+    except Exception as error:  # an import runs arbitrary code
+        raise RouterConfigError("policy", f"cannot load {target}: {_cause(error)}") from error
     return found
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong, and where in the code that failed."""
+    """The error, and its position in the policy's code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = (__file__, importlib.__file__)
     foreign = [f for f in frames if f.filename not in own and f.filename[:1] != "<"]

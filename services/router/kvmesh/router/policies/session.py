@@ -1,4 +1,4 @@
-"""Sessions stay where their prompt is cached; subagents start beside their parent."""
+"""Session policy: affinity of sessions to ranks; a subagent starts on its parent's rank."""
 
 from collections import OrderedDict
 from random import Random
@@ -9,12 +9,12 @@ from kvmesh.router.policies.base import Policy
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 
-MOST_BINDINGS = 65_536
-LONGEST_ID = 256
+MAX_BINDINGS = 65_536
+MAX_ID_LENGTH = 256
 
 
 class Binding(NamedTuple):
-    """Where a session is, and until when without further use."""
+    """The rank of a session, and the time at which the binding expires if unused."""
 
     instance: str
     rank: int
@@ -22,10 +22,10 @@ class Binding(NamedTuple):
 
 
 class SessionPolicy(Policy):
-    """KV cost with affinity. Bindings are those of the decision stream, so replicas share them.
+    """KV cost with affinity. Bindings follow from the decision stream, so replicas share them.
 
-    `hard`: a bound session goes where it is bound, whatever the load, while that rank is eligible.
-    `soft`: it leaves when another rank is cheaper by more than `spill` times its prompt in blocks.
+    `hard`: a bound session stays on its rank, whatever the load, while that rank is eligible.
+    `soft`: it moves when another rank is cheaper by more than `spill` times its prompt in blocks.
     """
 
     def __init__(self, mode: Literal["hard", "soft"], ttl: float, spill: float) -> None:
@@ -35,24 +35,24 @@ class SessionPolicy(Policy):
         self._bound: OrderedDict[str, Binding] = OrderedDict()
 
     @property
-    def follows(self) -> float:
+    def history_s(self) -> float:
         return self._ttl
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        cost = model.cost(view)
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        cost = model.cost(candidates)
         best = pick(cost, model.temperature, rng)
-        bound = self._candidate(view)
+        bound = self._bound_candidate(candidates)
         if bound is None or bound == best:
             return PolicyChoice(best, cost)
         if self._hard:
             return PolicyChoice(bound, cost, "session affinity")
-        if cost[bound] - cost[best] > self._spill * view.prompt:
+        if cost[bound] - cost[best] > self._spill * candidates.prompt:
             return PolicyChoice(best, cost, "session spilled over")
         return PolicyChoice(bound, cost, "session affinity")
 
-    def placed(self, decision: Decision, now: float) -> None:
+    def on_placed(self, decision: Decision, now: float) -> None:
         key = decision.hints.session
-        if not key or len(key) > LONGEST_ID:
+        if not key or len(key) > MAX_ID_LENGTH:
             return
         if decision.hints.session_final:
             self._bound.pop(key, None)
@@ -60,7 +60,7 @@ class SessionPolicy(Policy):
         chosen = decision.chosen
         self._bound[key] = Binding(chosen.instance, chosen.rank, now + self._ttl)
         self._bound.move_to_end(key)
-        if len(self._bound) > MOST_BINDINGS:
+        if len(self._bound) > MAX_BINDINGS:
             self._bound.popitem(last=False)
 
     def tick(self, now: float) -> None:
@@ -70,11 +70,11 @@ class SessionPolicy(Policy):
                 break
             del self._bound[key]
 
-    def _candidate(self, view: Candidates) -> int | None:
-        binding = self._binding(view.request.hints)
-        if binding is None or binding.expires <= view.now:
+    def _bound_candidate(self, candidates: Candidates) -> int | None:
+        binding = self._binding(candidates.request.hints)
+        if binding is None or binding.expires <= candidates.now:
             return None
-        return view.find(binding.instance, binding.rank)
+        return candidates.index_of(binding.instance, binding.rank)
 
     def _binding(self, hints: Hints) -> Binding | None:
         own = self._bound.get(hints.session) if hints.session else None

@@ -1,8 +1,8 @@
-"""Learning which worker is fast, for whom: Thompson sampling with `kv` as the prior belief.
+"""Thompson policy: learns request durations per rank, with `kv` as the prior.
 
-A linear model (Agrawal and Goyal 2013) predicts how long a request takes on a candidate from the
-terms of its KV cost; what the terms do not explain is learned per rank and per (rank, prefix
-family). The prior says exactly what `kv` says, so without evidence the order is that of `kv`.
+A linear model (Agrawal and Goyal 2013) predicts the duration of a request on a candidate from the
+terms of its KV cost; the residual is learned per rank and per (rank, prefix family). The prior is
+the order of `kv`, so without evidence the policy decides as `kv`.
 """
 
 import math
@@ -16,31 +16,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.bus.messages import BanditStats, Decision, Outcome
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.thompson_trust import Saturation, Trust
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 from kvmesh.router.state.arrays import Floats
-from kvmesh.router.state.prefix_tree import HASH
+from kvmesh.runtime.lru import LruCache
 
 FEATURES = 5  # 1 and the logarithms of cost, prefill, decode, requests
 PRIOR = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
-CERTAINTY = np.diag([1e-3, 5.0, 5.0, 5.0, 5.0])  # of the prior: how long a block takes is unknown
-SHRINK = 5.0  # evidence that an offset is zero, in observations
-REACH = 2.0  # at full trust, take what `kv` finds dearer than its best by this share, no more
+PRIOR_PRECISION = np.diag([1e-3, 5.0, 5.0, 5.0, 5.0])  # the time of a block is unknown
+OFFSET_PRIOR = 5.0  # weight of a zero offset, in observations
+MAX_EXTRA_COST = 2.0  # most cost above the best of `kv`, as a share of it, at full trust
 FORBIDDEN = 1e6
 ITL_WEIGHT = 0.5
-MOST_DRAFTS = 4096
-MOST_OFFSETS = 2048
+MAX_PROPOSED = 4096
+MAX_OFFSETS = 2048
 _stats = msgspec.msgpack.Decoder(BanditStats)
 
 
 @dataclass(slots=True)
 class ThompsonTrial:
-    """A placed request whose outcome is awaited.
+    """A request whose outcome is awaited.
 
-    `waited` is its time in the queue, which is no matter of where it went. Where policy and `kv`
-    disagreed, `held_out` says whether it was left to `kv`, of whose choice `expected` was thought.
+    `waited` is its time in the queue, which does not depend on the rank. Where the policy and `kv`
+    disagreed, `held_out` says whether `kv` decided, and `expected` is the predicted value of the
+    choice of `kv`.
     """
 
     context: Floats
@@ -53,10 +55,10 @@ class ThompsonTrial:
 
 
 class Evidence:
-    """Sums over outcomes, as this replica or another one has seen them.
+    """Sums over the outcomes that one replica observed.
 
-    Everything fades with each new outcome, also offsets that it says nothing of: what is not tried
-    for long becomes uncertain again. `offsets` holds count, sum, and `age` when last brought up.
+    All sums decay with each outcome, also the offsets of other ranks: a rank that is not tried for
+    long becomes uncertain again. `offsets` holds count, sum and the `age` of their last update.
     """
 
     def __init__(self, forgetting: float) -> None:
@@ -77,14 +79,14 @@ class Evidence:
         count, total = self.offset(name)
         self.offsets[name] = (count + 1, total + value, self.age)
         self.offsets.move_to_end(name)
-        if len(self.offsets) > MOST_OFFSETS:
+        if len(self.offsets) > MAX_OFFSETS:
             self.offsets.popitem(last=False)
 
     def offset(self, name: str) -> tuple[float, float]:
-        """Count and sum of residuals, as much as they are worth now."""
+        """Count and sum of residuals, decayed to the present."""
         count, total, age = self.offsets.get(name, (0.0, 0.0, self.age))
-        worth = self._forgetting ** (self.age - age)
-        return count * worth, total * worth
+        decay = self._forgetting ** (self.age - age)
+        return count * decay, total * decay
 
     def stats(self) -> BanditStats:
         return BanditStats(
@@ -96,7 +98,7 @@ class Evidence:
 
     @classmethod
     def of(cls, stats: BanditStats, forgetting: float) -> "Evidence":
-        """Raises ValueError unless the sums are of this form."""
+        """The evidence in a message; raises ValueError if its shapes are wrong."""
         evidence = cls(forgetting)
         evidence.count = stats.count
         evidence.gram = np.array(stats.gram).reshape(FEATURES, FEATURES)
@@ -106,55 +108,57 @@ class Evidence:
 
 
 class Thompson(Policy):
-    """Samples from what is believed and takes the best; `kv` until `least` outcomes are known.
+    """Samples from the posterior and takes the best; decides as `kv` below `min_outcomes`.
 
-    Smaller is better: the value of an outcome is log(TTFT) plus half of log(time per token).
-    An outcome that does not come within `feedback` seconds counts as a first token that late.
-    How far it departs from `kv` is for its Trust, and not at all in saturation.
+    The value of an outcome, lower is better, is log(TTFT) plus half of log(time per token). An
+    outcome missing after `feedback_s` seconds counts as a first token that late. Its Trust bounds
+    departures from `kv`; in saturation there are none.
     """
 
-    def __init__(self, exploration: float, forgetting: float, feedback: float, least: int) -> None:
+    def __init__(
+        self, exploration: float, forgetting: float, feedback_s: float, min_outcomes: int
+    ) -> None:
         self._exploration = exploration
         self._forgetting = forgetting
-        self._feedback = feedback
-        self._least = least
+        self._feedback_s = feedback_s
+        self._min_outcomes = min_outcomes
         self._trust = Trust()
         self._saturation = Saturation()
         self._own = Evidence(forgetting)
         self._others: dict[str, Evidence] = {}
-        self._drafts: OrderedDict[str, ThompsonTrial] = OrderedDict()
+        self._proposed: LruCache[str, ThompsonTrial] = LruCache(MAX_PROPOSED)
         self._trials: OrderedDict[str, ThompsonTrial] = OrderedDict()
         self._mean: Floats = PRIOR
         self._spread: NDArray[np.float64] = np.eye(FEATURES)
         self._normal: np.random.Generator | None = None
         self._itl = 0.05
-        self._believe()
+        self._update_posterior()
 
     @property
-    def follows(self) -> float:
-        return self._feedback
+    def history_s(self) -> float:
+        return self._feedback_s
 
     @property
     def evidence(self) -> float:
-        """Outcomes known here and in the replicas, old ones for less."""
+        """Number of outcomes of all replicas, decayed by age."""
         return self._own.count + sum(other.count for other in self._others.values())
 
     # choosing
 
-    def choose(self, view: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
-        cost = model.cost(view)
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        cost = model.cost(candidates)
         best = pick(cost, model.temperature, rng)
-        saturated = self._saturation.look(view.prefill)
-        contexts = _contexts(view, model, cost)
-        rank_of, family = partial(_name, view), _family(view.request.sequence_hashes)
-        trial = ThompsonTrial(contexts[best], rank_of(best), family, view.now)
-        self._draft(view.request.request, trial)
-        if self.evidence < self._least:
+        saturated = self._saturation.observe(candidates.prefill)
+        contexts = _contexts(candidates, model, cost)
+        rank_of, family = partial(_name, candidates), _family(candidates.request.sequence_hashes)
+        trial = ThompsonTrial(contexts[best], rank_of(best), family, candidates.now)
+        self._propose(candidates.request.request, trial)
+        if self.evidence < self._min_outcomes:
             return PolicyChoice(best, cost, "learning")
         if saturated:
             return PolicyChoice(best, cost, "saturated: as kv")
-        value = self._sample(view, contexts, family, rng)
-        value[cost > (1 + REACH * self._trust.radius) * (cost.min() + 1)] += FORBIDDEN
+        value = self._sample(candidates, contexts, family, rng)
+        value[cost > (1 + MAX_EXTRA_COST * self._trust.radius) * (cost.min() + 1)] += FORBIDDEN
         chosen = int(value.argmin())
         if chosen == best:
             return PolicyChoice(best, value)
@@ -165,24 +169,22 @@ class Thompson(Policy):
         trial.context, trial.rank = contexts[chosen], rank_of(chosen)
         return PolicyChoice(chosen, value)
 
-    def _draft(self, request: str, trial: ThompsonTrial) -> None:
-        self._drafts[request] = trial
-        if len(self._drafts) > MOST_DRAFTS:
-            self._drafts.popitem(last=False)
+    def _propose(self, request: str, trial: ThompsonTrial) -> None:
+        self._proposed.put(request, trial)
 
     def _sample(
-        self, view: Candidates, contexts: NDArray[np.float64], family: str, rng: Random
+        self, candidates: Candidates, contexts: NDArray[np.float64], family: str, rng: Random
     ) -> Floats:
         if self._normal is None:
             self._normal = np.random.default_rng(rng.getrandbits(64))
         normal, scale = self._normal, self._exploration
         weights = self._mean + scale * (self._spread @ normal.standard_normal(FEATURES))
         value: Floats = contexts @ weights
-        names = [_name(view, at) for at in range(len(view))]
+        names = [_name(candidates, at) for at in range(len(candidates))]
         for keys in (names, [f"{name} {family}" for name in names]):
             counts, totals = self._offsets(keys)
-            noise = normal.standard_normal(len(view)) / np.sqrt(counts + SHRINK)
-            value += totals / (counts + SHRINK) + scale * noise
+            noise = normal.standard_normal(len(candidates)) / np.sqrt(counts + OFFSET_PRIOR)
+            value += totals / (counts + OFFSET_PRIOR) + scale * noise
         return value
 
     def _offsets(self, names: list[str]) -> tuple[Floats, Floats]:
@@ -193,46 +195,46 @@ class Thompson(Policy):
 
     # learning
 
-    def placed(self, decision: Decision, now: float) -> None:
-        trial = self._drafts.pop(decision.request, None)
+    def on_placed(self, decision: Decision, now: float) -> None:
+        trial = self._proposed.pop(decision.request)
         if trial is not None:
             trial.waited = decision.wait_s
             self._trials[decision.request] = trial
 
-    def finished(self, outcome: Outcome, now: float) -> None:
+    def on_finished(self, outcome: Outcome, now: float) -> None:
         trial = self._trials.pop(outcome.request, None)
         if trial is None:
             return
         if outcome.ttft_s is not None:
             self._learn(trial, outcome.ttft_s - trial.waited, _time_per_token(outcome))
         elif outcome.finish == "error":
-            self._learn(trial, self._feedback, None)
+            self._learn(trial, self._feedback_s, None)
 
     def tick(self, now: float) -> None:
         while self._trials:
             request, trial = next(iter(self._trials.items()))
-            if trial.since + self._feedback > now:
+            if trial.since + self._feedback_s > now:
                 break
             del self._trials[request]
-            self._learn(trial, self._feedback, None)
+            self._learn(trial, self._feedback_s, None)
 
     def _learn(self, trial: ThompsonTrial, ttft: float, itl: float | None) -> None:
         if itl is not None:
             self._itl += (itl - self._itl) * 0.05
         value = math.log(max(ttft, 1e-4)) + ITL_WEIGHT * math.log(max(itl or self._itl, 1e-5))
         if trial.held_out is not None:
-            self._trust.judge(trial.held_out, value - trial.expected)
+            self._trust.record(trial.held_out, value - trial.expected)
         residual = value - float(trial.context @ self._mean)
         counts, totals = self._offsets([trial.rank])
-        own = float(totals[0] / (counts[0] + SHRINK))
+        own = float(totals[0] / (counts[0] + OFFSET_PRIOR))
         self._own.observe(trial.context, value)
         self._own.residual(trial.rank, residual)
         self._own.residual(f"{trial.rank} {trial.family}", residual - own)
-        self._believe()
+        self._update_posterior()
 
-    def _believe(self) -> None:
-        gram = CERTAINTY + self._own.gram
-        moment = CERTAINTY @ PRIOR + self._own.moment
+    def _update_posterior(self) -> None:
+        gram = PRIOR_PRECISION + self._own.gram
+        moment = PRIOR_PRECISION @ PRIOR + self._own.moment
         for other in self._others.values():
             gram = gram + other.gram
             moment = moment + other.moment
@@ -254,22 +256,27 @@ class Thompson(Policy):
             self._own = evidence
         else:
             self._others[router] = evidence
-        self._believe()
+        self._update_posterior()
 
 
-def _contexts(view: Candidates, model: CostModel, cost: Floats) -> NDArray[np.float64]:
-    columns = (cost, model.prefill(view), np.maximum(view.decode, 0.0), view.requests)
-    return np.column_stack((np.ones(len(view)), np.log1p(np.array(columns)).T))
+def _contexts(candidates: Candidates, model: CostModel, cost: Floats) -> NDArray[np.float64]:
+    columns = (
+        cost,
+        model.prefill(candidates),
+        np.maximum(candidates.decode, 0.0),
+        candidates.requests,
+    )
+    return np.column_stack((np.ones(len(candidates)), np.log1p(np.array(columns)).T))
 
 
-def _name(view: Candidates, at: int) -> str:
-    rank = view.rank(at)
+def _name(candidates: Candidates, at: int) -> str:
+    rank = candidates.rank(at)
     return f"{rank.worker}/{rank.rank}"
 
 
-def _family(sequence: bytes) -> str:
-    """Prompts that begin alike: one agent program with its tools and system prompt."""
-    return sequence[:HASH].hex()
+def _family(sequence_hashes: bytes) -> str:
+    """Key of prompts with the same first block: one agent's system prompt and tools."""
+    return sequence_hashes[:HASH_BYTES].hex()
 
 
 def _time_per_token(outcome: Outcome) -> float | None:

@@ -1,20 +1,20 @@
-"""How far a learned policy may depart from `kv`: found by trial against held-out requests."""
+"""Trust region of a learned policy around `kv`, from trials against held-out requests."""
 
 import math
 from random import Random
 
 from kvmesh.router.state.arrays import Floats
 
-HELD_OUT = 0.1  # of the contested requests
-ENOUGH = 10  # outcomes of each arm for a verdict
-STALE = 400  # outcomes without a verdict, after which it begins anew
-LEAST = 1 / 16
-BUSY = 0.6
-MEMORY = 20  # decisions over which saturation is smoothed
+HELD_OUT_SHARE = 0.1  # of the contested requests
+MIN_OUTCOMES = 10  # of each arm for a verdict
+MAX_OUTCOMES = 400  # without a verdict, then both arms restart
+MIN_RADIUS = 1 / 16
+SATURATED_SHARE = 0.6
+SMOOTHING = 20  # decisions over which saturation is smoothed
 
 
 class Arm:
-    """Mean and variance of the outcomes of requests treated alike (Welford's sums)."""
+    """Mean and variance of the outcomes of one arm (Welford's algorithm)."""
 
     __slots__ = ("count", "mean", "squares")
 
@@ -36,12 +36,12 @@ class Arm:
 
 
 class Trust:
-    """`radius`, from LEAST to 1, grows and shrinks with what departures from `kv` achieve.
+    """`radius`, from MIN_RADIUS to 1, grows or shrinks with the results of departures from `kv`.
 
-    A request is *contested* if the policy would route it otherwise than `kv`. A random part of
-    these is routed by `kv` all the same, so both arms hold requests of the same kind. Values are
-    the lower the better, less what was expected of the choice of `kv`, which takes the length of
-    the prompt and the load of the moment out of them.
+    A request is *contested* if the policy would place it otherwise than `kv`. A random share of
+    these is placed by `kv`, so both arms have requests of the same kind. Values, lower is better,
+    are relative to the prediction for the choice of `kv`, which removes the effect of prompt length
+    and momentary load.
     """
 
     def __init__(self) -> None:
@@ -50,40 +50,40 @@ class Trust:
         self._departed = Arm()
 
     def holds_out(self, rng: Random) -> bool:
-        """Whether a contested request is for the control arm."""
-        return rng.random() < HELD_OUT
+        """Draw whether a contested request goes to the control arm."""
+        return rng.random() < HELD_OUT_SHARE
 
-    def judge(self, held_out: bool, value: float) -> None:
-        """Take the outcome of a contested request; may change the radius."""
+    def record(self, held_out: bool, value: float) -> None:
+        """Record the outcome of a contested request; may change the radius."""
         control, trial = self._held_out, self._departed
         (control if held_out else trial).add(value)
-        if min(control.count, trial.count) < ENOUGH:
+        if min(control.count, trial.count) < MIN_OUTCOMES:
             return
         margin = math.sqrt(control.error + trial.error)
         if trial.mean > control.mean + margin:
-            self._begin(max(self.radius / 2, LEAST))
+            self._restart(max(self.radius / 2, MIN_RADIUS))
         elif trial.mean < control.mean - margin:
-            self._begin(min(self.radius * 2, 1.0))
-        elif control.count + trial.count > STALE:
-            self._begin(self.radius)
+            self._restart(min(self.radius * 2, 1.0))
+        elif control.count + trial.count > MAX_OUTCOMES:
+            self._restart(self.radius)
 
-    def _begin(self, radius: float) -> None:
+    def _restart(self, radius: float) -> None:
         self.radius = radius
         self._held_out = Arm()
         self._departed = Arm()
 
 
 class Saturation:
-    """Whether most ranks have prefill before them most of the time.
+    """Detects that most ranks have a prefill backlog most of the time.
 
-    Then every token that is computed delays others, which the outcome of a request does not show:
-    whoever goes by outcomes alone would give up cached blocks for a shorter wait of his own.
+    Every computed token then delays other requests, which a request's own outcome does not show: a
+    policy that learns from outcomes would trade cached blocks for shorter waits.
     """
 
     def __init__(self) -> None:
         self._busy = 0.0
 
-    def look(self, prefill: Floats) -> bool:
-        """Take note of the candidates of one request, by the blocks that each has to prefill."""
-        self._busy += (float((prefill > 0).mean()) - self._busy) / MEMORY
-        return self._busy > BUSY
+    def observe(self, prefill: Floats) -> bool:
+        """Record one request's prefill blocks by candidate; returns whether ranks are saturated."""
+        self._busy += (float((prefill > 0).mean()) - self._busy) / SMOOTHING
+        return self._busy > SATURATED_SHARE

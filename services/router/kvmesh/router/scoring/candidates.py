@@ -1,4 +1,4 @@
-"""What a policy sees of one request and its candidates, and what it answers."""
+"""Input and result of a policy: the candidates of a request, and the choice among them."""
 
 from dataclasses import dataclass
 from math import inf
@@ -12,22 +12,24 @@ from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.router.state.arrays import ZERO, Floats, Slots
 from kvmesh.router.state.rank_table import Rank, RankTable
 
-SHOWN = 16
+MAX_SHOWN = 16
 _cost_of = attrgetter("cost")
 
 
 @dataclass(slots=True, eq=False)
 class Candidates:
-    """The eligible ranks of one request. Arrays hold one entry per candidate, loads in blocks.
+    """The eligible ranks of one request. Arrays have one entry per candidate, loads in blocks.
 
-    `prompt` is the prompt's length in blocks. `overlap` has a row per candidate and a column per
-    tier: the leading blocks that the tier adds beyond the tiers before it. `prefill` is what is
-    being prefilled there already; `decode` the blocks active there if this request came too;
-    `requests` the number of active requests; `total` the blocks of the rank (0: unknown).
-    `preference` scales the cost of each candidate, if the request prefers some. `slowness` is how
-    long each takes for the same work, beside the others, if some are far from them.
-    `overlaps` is the index's answer as it came; `most` is at least the highest `decode`. Policies
-    must not write to any of it.
+    - `prompt`: the prompt's length in blocks;
+    - `overlap`: (candidates, tiers); leading blocks that each tier adds to the tiers before it;
+    - `prefill`: blocks that wait for or are in prefill;
+    - `decode`: active blocks, this request included;
+    - `requests`: number of active requests;
+    - `preference`: factors of the cost from the request's label preferences, if it has any;
+    - `slowness`: relative time for the same work, if some rank is an outlier;
+    - `overlaps`: the index's reply; `max_decode`: an upper bound of `decode`.
+
+    Policies must not write to any of them.
     """
 
     request: RouteRequest
@@ -41,35 +43,36 @@ class Candidates:
     table: RankTable
     overlaps: Overlaps | None = None
     preference: Floats | None = None
-    most: float = inf
+    max_decode: float = inf
     slowness: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
 
     @property
-    def total(self) -> Floats:
+    def capacity(self) -> Floats:
+        """KV blocks of each candidate (0: unknown)."""
         return self.table.total_blocks.take(self.slots)
 
     @property
-    def missing(self) -> Floats | None:
-        """Blocks that each candidate lacks for this request beside what it runs; None: no one any.
+    def shortage(self) -> Floats | None:
+        """KV blocks each candidate is short of for this request; None if none is short.
 
-        A rank whose number of blocks is unknown lacks none.
+        A rank of unknown capacity is not short of any.
         """
         table = self.table
-        if self.most <= table.least_room:
+        if self.max_decode <= table.min_usable_blocks:
             return None
-        missing: Floats = self.decode - table.room.take(self.slots)
-        return np.maximum(missing, ZERO, out=missing)
+        shortage: Floats = self.decode - table.usable_blocks.take(self.slots)
+        return np.maximum(shortage, ZERO, out=shortage)
 
     def rank(self, index: int) -> Rank:
-        """Who candidate `index` is."""
+        """The rank of candidate `index`."""
         return self.table.ranks[int(self.slots[index])]
 
-    def find(self, instance: str, rank: int = 0) -> int | None:
-        """The candidate that is this data-parallel rank of an instance, if it is eligible."""
-        slot = self.table.known(instance, rank)
+    def index_of(self, instance: str, rank: int = 0) -> int | None:
+        """Index of the candidate that is this rank of an instance; None if it is not eligible."""
+        slot = self.table.find_slot(instance, rank)
         if slot is None:
             return None
         at = int(self.slots.searchsorted(slot))
@@ -77,21 +80,28 @@ class Candidates:
 
 
 class PolicyChoice(NamedTuple):
-    """The chosen candidate and what each one would have cost, in the policy's own unit."""
+    """Index of the chosen candidate, and the cost of each in the policy's own unit."""
 
     chosen: int
     cost: Floats
     note: str | None = None
 
 
-def candidates(view: Candidates, choice: PolicyChoice) -> tuple[Candidate, list[Candidate]]:
-    """The chosen one, then the cheapest ones in order."""
-    chosen, rank_of = choice.chosen, view.table.ranks.__getitem__
-    facts = [view.slots, view.overlap, view.prefill, view.decode, view.requests, choice.cost]
-    if len(view) > SHOWN:
-        few = np.append(choice.cost.argpartition(SHOWN)[:SHOWN], chosen)
+def to_wire(candidates: Candidates, choice: PolicyChoice) -> tuple[Candidate, list[Candidate]]:
+    """The chosen candidate and the MAX_SHOWN cheapest in order, for the decision."""
+    chosen, rank_of = choice.chosen, candidates.table.ranks.__getitem__
+    facts = [
+        candidates.slots,
+        candidates.overlap,
+        candidates.prefill,
+        candidates.decode,
+        candidates.requests,
+        choice.cost,
+    ]
+    if len(candidates) > MAX_SHOWN:
+        few = np.append(choice.cost.argpartition(MAX_SHOWN)[:MAX_SHOWN], chosen)
         facts = [fact.take(few, 0) for fact in facts]
-        chosen = SHOWN
+        chosen = MAX_SHOWN
     facts[1] = facts[1].astype(np.int64)
     slots, *columns = [fact.tolist() for fact in facts]
     shown = [
@@ -109,4 +119,4 @@ def candidates(view: Candidates, choice: PolicyChoice) -> tuple[Candidate, list[
             map(rank_of, slots), *columns, strict=True
         )
     ]
-    return shown[chosen], sorted(shown[:SHOWN], key=_cost_of)
+    return shown[chosen], sorted(shown[:MAX_SHOWN], key=_cost_of)

@@ -17,13 +17,13 @@ _ALIASES = {
     "overlap_score_weight": "overlap_credit",
     "router_temperature": "temperature",
 }
-MISSING = 1e6  # a block that a rank lacks: more than anything else can cost
+SHORTAGE_COST = 1e6  # per missing block: more than all other terms together
 _OVERRIDES = ("prefill_weight", "request_weight", "credit_decay", "temperature")
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Weights of the cost; `credits` is the worth of an overlapping block of each tier."""
+    """Weights of the cost; `credits` is the value of an overlapping block of each tier."""
 
     credits: tuple[float, float, float, float] = (1.0, 0.75, 0.25, 0.25)
     prefill_weight: float = 3.0
@@ -37,44 +37,43 @@ class CostModel:
 
     @cached_property
     def _weight(self) -> Floats:
-        return np.array(self.prefill_weight)  # arrays are scaled by it faster than by a float
+        return np.array(self.prefill_weight)  # scales arrays faster than a float does
 
-    def prefill(self, view: Candidates) -> Floats:
+    def prefill(self, candidates: Candidates) -> Floats:
         """Blocks to prefill before this request's first token, its own included.
 
-        With a credit decay d, the credits of a candidate are worth 1 / (1 + d · e) of themselves,
-        where e is its prefill backlog beyond the least one, in lengths of this prompt.
+        With a credit decay d, credits are divided by 1 + d · e, where e is the candidate's prefill
+        backlog beyond the least one, in lengths of this prompt.
         """
-        credited: Floats = view.overlap.dot(self._credits)
+        credited: Floats = candidates.overlap.dot(self._credits)
         if self.credit_decay:
-            excess = (view.prefill - view.prefill.min()) / view.prompt
+            excess = (candidates.prefill - candidates.prefill.min()) / candidates.prompt
             credited /= 1 + self.credit_decay * excess
-        blocks: Floats = view.prefill + view.prompt
+        blocks: Floats = candidates.prefill + candidates.prompt
         blocks -= credited
         return np.maximum(blocks, ZERO, out=blocks)
 
-    def cost(self, view: Candidates) -> Floats:
+    def cost(self, candidates: Candidates) -> Floats:
         """prefill_weight · prefill + decode + request_weight · active requests, in blocks.
 
-        All of it times the slowness of a candidate that is far from the others. To that come
-        MISSING for each block that a candidate lacks: there the request would wait for running
-        ones to end, and with it whatever comes after, cached or not.
+        The sum is multiplied by the candidate's slowness. Each missing block adds SHORTAGE_COST:
+        the request would wait there for running ones to end, and later ones behind it (ADR 9).
         """
-        cost = self.prefill(view)
+        cost = self.prefill(candidates)
         if self.prefill_weight != 1:
             cost *= self._weight
-        cost += view.decode
+        cost += candidates.decode
         if self.request_weight:
-            cost += self.request_weight * view.requests
-        if view.slowness is not None:
-            cost *= view.slowness  # blocks take that much longer there
-        missing = view.missing
-        if missing is not None:
-            cost += MISSING * missing
-        return cost if view.preference is None else cost * view.preference
+            cost += self.request_weight * candidates.requests
+        if candidates.slowness is not None:
+            cost *= candidates.slowness
+        shortage = candidates.shortage
+        if shortage is not None:
+            cost += SHORTAGE_COST * shortage
+        return cost if candidates.preference is None else cost * candidates.preference
 
     def overridden(self, overrides: Mapping[str, float]) -> "CostModel":
-        """This model with a request's own weights; raises InvalidRequest naming a bad one."""
+        """This model with a request's own weights; raises InvalidRouteRequest naming a bad one."""
         model = self
         for name, value in overrides.items():
             key = _ALIASES.get(name, name)
@@ -90,20 +89,20 @@ class CostModel:
 
 
 def pick(cost: Floats, temperature: float, rng: Random) -> int:
-    """The cheapest candidate, ties at random; with a temperature, softmax over negated cost.
+    """Index of the cheapest candidate, ties at random; with a temperature, softmax over −cost.
 
     Costs are normalised to their range first, so that a temperature means the same at any load.
-    Candidates that lack more blocks than the cheapest are never drawn.
+    Candidates short of more blocks than the cheapest are never drawn.
     """
     low = cost[cost.argmin()]
     if temperature <= 0:
         ties: list[int] = (cost == low).nonzero()[0].tolist()
         return ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
-    likely = (cost < low + MISSING).nonzero()[0]
-    excess = cost[likely] - low
+    drawable = (cost < low + SHORTAGE_COST).nonzero()[0]
+    excess = cost[drawable] - low
     span = float(excess.max())
     if span == 0:
-        return int(likely[rng.randrange(len(likely))])
+        return int(drawable[rng.randrange(len(drawable))])
     total = np.exp(excess / (-span * temperature)).cumsum()
-    at = min(int(total.searchsorted(rng.random() * total[-1], "right")), len(likely) - 1)
-    return int(likely[at])
+    at = min(int(total.searchsorted(rng.random() * total[-1], "right")), len(drawable) - 1)
+    return int(drawable[at])

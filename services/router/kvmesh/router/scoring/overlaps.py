@@ -1,4 +1,4 @@
-"""What the index says about a prompt, joined with what is predicted, and when to doubt it."""
+"""Overlaps from the index joined with predictions and loads; detection of a broken index."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -7,15 +7,18 @@ import numpy as np
 
 from kvmesh import _native
 from kvmesh.bus.messages import OverlapReply, RankKey
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.arrays import Floats, Slots
-from kvmesh.router.state.prefix_tree import HASH
 from kvmesh.router.state.rank_table import RankTable
 
 TIERS = 4
 
 
 class Overlaps(NamedTuple):
-    """The index's answer for one prompt: rows of five uint32, the first a place in `ranks`."""
+    """The index's reply for one prompt.
+
+    `rows` are rows of five uint32: an index into `ranks`, and the blocks that each tier adds.
+    """
 
     ranks: list[RankKey]
     rows: bytes
@@ -33,62 +36,65 @@ def gather(
     shared: Floats,
     blocks: int,
 ) -> tuple[Floats, Floats, float]:
-    """What some slots hold of a prompt of `blocks` blocks, and what they carry.
+    """Overlaps and loads of some slots for a prompt of `blocks` blocks.
 
-    By slot, `predicted` blocks count as the engine's own (tier 0), and `shared` ones, which active
-    requests hold, need no more room. Returns for each of `slots` a row of TIERS: the blocks that
-    the tier adds to those before it, of the rank or its node's kvbm, whichever reach further; and
-    three rows: blocks in prefill, blocks to decode with if the prompt came too, and requests;
-    and the most blocks to decode with of any.
+    `predicted` and `shared` are leading blocks by slot: predicted ones count as held by the engine
+    (tier 0), those that active requests share need no further capacity. Returns
+    - a (slots, TIERS) array: blocks that each tier adds to those before it, of the rank or of its
+      node's kvbm, whichever reaches further;
+    - a (3, slots) array: blocks in prefill, active blocks with this prompt, active requests;
+    - the largest number of active blocks with this prompt.
     """
     rows = b""
-    places: Slots | bytes = b""
+    row_slots: Slots | bytes = b""
     if overlaps is not None and overlaps.rows:
-        rows, places = overlaps.rows, table.places(overlaps.ranks)
+        rows, row_slots = overlaps.rows, table.slots_of_keys(overlaps.ranks)
     overlap, loads = np.empty((len(slots), TIERS)), np.empty((3, len(slots)))
     nodes = len(table.nodes)
-    most = _native.gather(
+    max_decode = _native.gather(
         overlap,
         loads,
         slots,
-        table.loaded,
+        table.load_memory,
         table.node_of_slot() if nodes else b"",
         nodes,
         rows,
-        places,
+        row_slots,
         b"" if predicted is None else predicted,
         shared,
         blocks,
         table.block_size,
     )
-    return overlap, loads, most
+    return overlap, loads, max_decode
 
 
 class OverlapWatch:
-    """Notices that an index finds nothing where something must be: broken KV events.
+    """Detects an index without overlaps for known prompts: broken KV events.
 
-    A prompt whose first block was sent before, more than `settle` seconds ago, should overlap
-    somewhere. It is `broken` while `enough` such prompts in a row did not.
+    A prompt whose first block was placed more than `settle_s` seconds ago should overlap on some
+    rank. The index is `broken` while `threshold` such prompts in a row do not.
     """
 
-    def __init__(self, settle: float = 10.0, enough: int = 20, remembered: int = 4096) -> None:
-        self._settle = settle
-        self._enough = enough
-        self._remembered = remembered
+    def __init__(
+        self, settle_s: float = 10.0, threshold: int = 20, max_prompts: int = 4096
+    ) -> None:
+        self._settle_s = settle_s
+        self._threshold = threshold
+        self._max_prompts = max_prompts
         self._first_seen: OrderedDict[bytes, float] = OrderedDict()
         self._misses = 0
 
     @property
     def broken(self) -> bool:
-        return self._misses >= self._enough
+        return self._misses >= self._threshold
 
-    def look(self, sequence: bytes, found: bool, now: float) -> None:
-        """Take note of one answer of the index."""
-        if found or not sequence:
+    def observe(self, sequence_hashes: bytes, found: bool, now: float) -> None:
+        """Record one reply of the index."""
+        if found or not sequence_hashes:
             self._misses = 0 if found else self._misses
             return
-        seen = self._first_seen.setdefault(sequence[:HASH], now)
-        if len(self._first_seen) > self._remembered:
+        first = self._first_seen.setdefault(sequence_hashes[:HASH_BYTES], now)
+        if len(self._first_seen) > self._max_prompts:
             self._first_seen.popitem(last=False)
-        if now - seen >= self._settle:
+        if now - first >= self._settle_s:
             self._misses += 1

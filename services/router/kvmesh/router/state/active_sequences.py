@@ -1,4 +1,4 @@
-"""What is running where, by this mesh's own count: the load that a new request would meet."""
+"""Active requests by rank, as published by the mesh: the tracked load of each rank."""
 
 from collections import OrderedDict
 
@@ -10,26 +10,35 @@ from kvmesh.bus.messages import (
     SeqProgress,
     prefill_part,
 )
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.arrays import Floats
-from kvmesh.router.state.prefix_tree import HASH, PrefixNode, PrefixTree
+from kvmesh.router.state.prefix_tree import PrefixNode, PrefixTree
 from kvmesh.router.state.rank_table import RankTable
 
 
-class Active:
-    """One request in an engine. `prefill` is its tokens still to be computed."""
+class ActiveRequest:
+    """One request on a rank; loads are what it adds to the rank's columns."""
 
-    __slots__ = ("end", "growth", "osl", "prefill", "slot", "tail", "touched")
+    __slots__ = (
+        "last_event",
+        "osl",
+        "output_blocks",
+        "partial_blocks",
+        "prefill_tokens",
+        "prefix_end",
+        "slot",
+    )
 
     def __init__(
         self, slot: int, end: PrefixNode, prefill: float, tail: int, osl: int, now: float
     ) -> None:
         self.slot = slot
-        self.end = end
-        self.prefill = prefill
-        self.tail = tail
+        self.prefix_end = end
+        self.prefill_tokens = prefill
+        self.partial_blocks = tail
         self.osl = osl
-        self.growth = 0.0
-        self.touched = now
+        self.output_blocks = 0.0
+        self.last_event = now
 
 
 class ActiveSequences:
@@ -37,15 +46,15 @@ class ActiveSequences:
 
     Prompt blocks that several requests share on one rank count once. Prefill tokens count until
     the first token. `g` generated tokens count as g / block_size blocks, weighted by
-    max(1 - g / osl, 0) where `osl` is known: a request near its end is about to leave. A request
-    without news for `ttl` seconds is lost and no longer counts.
+    max(1 - g / osl, 0) where `osl` is known: a request near its end soon frees its blocks. A
+    request without events for `ttl` seconds is lost and no longer counts.
     """
 
     def __init__(self, table: RankTable, ttl: float) -> None:
         self._table = table
         self._tree = PrefixTree()
         self._ttl = ttl
-        self._active: OrderedDict[str, Active] = OrderedDict()
+        self._active: OrderedDict[str, ActiveRequest] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._active)
@@ -55,7 +64,7 @@ class ActiveSequences:
 
     def apply(self, event: SeqEvent, now: float) -> None:
         """Apply one event; repeated and unknown ones change nothing."""
-        # Tests by type: such structs take five times as long to fail an isinstance.
+        # Compares types: a failing isinstance of these structs takes five times as long.
         if type(event) is SeqProgress:
             self._progress(event.request, event.generated, now)
         elif type(event) is SeqPrefilled:
@@ -65,30 +74,30 @@ class ActiveSequences:
         elif type(event) is SeqAdd:
             self.add(event, now)
 
-    def shared(self, sequence: bytes) -> Floats:
-        """For each slot, how many leading blocks of a prompt its active requests hold."""
-        return self._tree.depths(sequence, self._table.size)
+    def held_depths(self, sequence_hashes: bytes) -> Floats:
+        """Leading blocks of a prompt that active requests hold, per slot."""
+        return self._tree.depths(sequence_hashes, self._table.size)
 
-    def forget_idle(self, slot: int, before: float) -> None:
-        """Drop what is on a slot whose engine has nothing or is gone, if older than `before`."""
+    def drop_stale(self, slot: int, before: float) -> None:
+        """Drop a slot's requests without events since `before`; its engine is idle or gone."""
         if self._table.cells.requests[slot]:
             for request, active in list(self._active.items()):
-                if active.slot == slot and active.touched < before:
+                if active.slot == slot and active.last_event < before:
                     self._remove(request, active)
 
     def expire(self, now: float) -> list[str]:
-        """Drop the requests that have been silent for too long; returns their ids."""
+        """Drop the requests without events for `ttl` seconds; returns their ids."""
         lost = []
         while self._active:
             request, active = next(iter(self._active.items()))
-            if active.touched + self._ttl > now:
+            if active.last_event + self._ttl > now:
                 break
             self._remove(request, active)
             lost.append(request)
         return lost
 
     def add(self, event: SeqAdd, now: float) -> int | None:
-        """Count a placed request; returns the slot of one that was not known, wherever it was."""
+        """Add a placed request; returns its slot, None if the request was known before."""
         known = self._active.get(event.request)
         table = self._table
         slot = table.slot(event.instance, event.rank)
@@ -98,9 +107,9 @@ class ActiveSequences:
             self._remove(event.request, known)
         end, new = self._tree.add(slot, event.sequence_hashes)
         size = max(table.block_size, 1)
-        tail = max(-(-event.tokens // size) - len(event.sequence_hashes) // HASH, 0)
+        tail = max(-(-event.tokens // size) - len(event.sequence_hashes) // HASH_BYTES, 0)
         prefill = max(event.tokens - event.overlap * size, 0)
-        self._active[event.request] = Active(slot, end, prefill, tail, event.osl, now)
+        self._active[event.request] = ActiveRequest(slot, end, prefill, tail, event.osl, now)
         cells = table.cells
         cells.requests[slot] += 1
         cells.prefill_tokens[slot] += prefill
@@ -110,11 +119,11 @@ class ActiveSequences:
     def _prefilled(self, request: str, now: float) -> None:
         active = self._touch(request, now)
         if active is not None:
-            self._table.cells.prefill_tokens[active.slot] -= active.prefill
-            active.prefill = 0.0
-        elsewhere = self._active.get(prefill_part(request))
-        if elsewhere is not None:
-            self._remove(prefill_part(request), elsewhere)
+            self._table.cells.prefill_tokens[active.slot] -= active.prefill_tokens
+            active.prefill_tokens = 0.0
+        prefill_attempt = self._active.get(prefill_part(request))
+        if prefill_attempt is not None:
+            self._remove(prefill_part(request), prefill_attempt)
 
     def _progress(self, request: str, generated: int, now: float) -> None:
         active = self._touch(request, now)
@@ -123,8 +132,8 @@ class ActiveSequences:
         growth = generated / (self._table.block_size or 1)
         if active.osl:
             growth *= max(1 - generated / active.osl, 0.0)
-        self._table.cells.active_blocks[active.slot] += growth - active.growth
-        active.growth = growth
+        self._table.cells.active_blocks[active.slot] += growth - active.output_blocks
+        active.output_blocks = growth
 
     def _free(self, request: str) -> None:
         for name in (request, prefill_part(request)):
@@ -132,21 +141,21 @@ class ActiveSequences:
             if active is not None:
                 self._remove(name, active)
 
-    def _touch(self, request: str, now: float) -> Active | None:
+    def _touch(self, request: str, now: float) -> ActiveRequest | None:
         active = self._active.get(request)
         if active is not None:
-            if now > active.touched:
-                active.touched = now
+            if now > active.last_event:
+                active.last_event = now
             self._active.move_to_end(request)
         return active
 
-    def _remove(self, request: str, active: Active) -> None:
+    def _remove(self, request: str, active: ActiveRequest) -> None:
         del self._active[request]
         cells, slot = self._table.cells, active.slot
-        gone = self._tree.drop(active.end, slot)
+        gone = self._tree.drop(active.prefix_end, slot)
         cells.requests[slot] -= 1
-        cells.prefill_tokens[slot] -= active.prefill
-        cells.active_blocks[slot] -= gone + active.tail + active.growth
+        cells.prefill_tokens[slot] -= active.prefill_tokens
+        cells.active_blocks[slot] -= gone + active.partial_blocks + active.output_blocks
         if not cells.requests[slot]:
-            cells.prefill_tokens[slot] = cells.active_blocks[slot] = 0  # no drift of rounding
+            cells.prefill_tokens[slot] = cells.active_blocks[slot] = 0  # removes rounding drift
             self._table.release_if_idle(slot)

@@ -1,4 +1,4 @@
-"""Names for the NumPy arrays of the router's core, all of them indexed by slot or candidate."""
+"""Types of the NumPy arrays of the router's core, indexed by slot or by candidate."""
 
 from typing import TypeAlias
 

@@ -1,9 +1,9 @@
-"""What engines say of their own load, against what is tracked here.
+"""Correction of the tracked load by the engines' own reports.
 
-The tracker runs ahead of an engine by what is on its way there. So an engine that reports more
-than is tracked carries work that this mesh did not place or has lost sight of; and what it has
-reported less over a whole window was placed but never came, or has ended unheard of: its frontend
-died, or a message was lost.
+The tracker is ahead of an engine by the requests in flight. An engine that reports more than is
+tracked runs work that this mesh did not place or has lost track of. An engine that reports less
+over a whole window never received it, or its end was not published: a frontend died, or a message
+was lost.
 """
 
 from math import inf
@@ -15,7 +15,7 @@ WINDOW_S = 3.0
 
 
 class _Window:
-    """The least surplus of the tracker within the window, of tokens and of blocks."""
+    """The least surplus of tracked over reported load in the window, in tokens and blocks."""
 
     __slots__ = ("blocks", "since", "tokens")
 
@@ -26,24 +26,24 @@ class _Window:
 
 
 class EngineReports:
-    """Keeps `foreign_tokens` and `foreign_blocks` of a RankTable: what to add to what is tracked.
+    """Maintains a RankTable's `correction_tokens` and `correction_blocks`, added to tracked loads.
 
-    Requests that wait in the engine hold no blocks yet, but will: while some do, blocks are not
-    taken off. Nor are tokens if it then says that it has none to prefill: it does not count them.
+    Requests that wait in the engine hold no blocks yet: while some wait, blocks are not
+    subtracted. Nor are tokens while it reports none to prefill: it does not count those requests.
     """
 
     def __init__(self, table: RankTable) -> None:
         self._table = table
         self._windows: dict[int, _Window] = {}
 
-    def take(self, load: Load, now: float) -> int | None:
-        """Take in one report; returns the slot it is about, None if that is unknown."""
+    def apply(self, load: Load, now: float) -> int | None:
+        """Apply one report; returns its slot, None if the rank is unknown."""
         table = self._table
-        slot = table.known(load.instance, load.rank)
+        slot = table.find_slot(load.instance, load.rank)
         if slot is None:
             return None
         cells = table.cells
-        table.resize(slot, load.total_blocks)
+        table.set_capacity(slot, load.total_blocks)
         window = self._windows.get(slot)
         if window is None:
             window = self._windows[slot] = _Window(now)
@@ -52,25 +52,25 @@ class EngineReports:
         least = 0.0 if load.waiting > 0 and not load.prefill_tokens else tokens
         if least < window.tokens:
             window.tokens = least
-        before = cells.foreign_tokens[slot]
-        cells.foreign_tokens[slot] = _foreign(tokens, window.tokens, closed, before)
+        before = cells.correction_tokens[slot]
+        cells.correction_tokens[slot] = _correction(tokens, window.tokens, closed, before)
         blocks = cells.active_blocks[slot] - load.active_blocks
         least = 0.0 if load.waiting else blocks
         if least < window.blocks:
             window.blocks = least
-        before = cells.foreign_blocks[slot]
-        cells.foreign_blocks[slot] = _foreign(blocks, window.blocks, closed, before)
+        before = cells.correction_blocks[slot]
+        cells.correction_blocks[slot] = _correction(blocks, window.blocks, closed, before)
         if closed:
             self._windows[slot] = _Window(now)
         return slot
 
     def forget(self, slots: list[int]) -> None:
-        """Their worker is gone."""
+        """Drop the windows of `slots`, whose worker is gone."""
         for slot in slots:
             self._windows.pop(slot, None)
 
 
-def _foreign(surplus: float, least: float, closed: bool, before: float) -> float:
+def _correction(surplus: float, least: float, closed: bool, before: float) -> float:
     if surplus <= 0:
         return -surplus
     if closed:

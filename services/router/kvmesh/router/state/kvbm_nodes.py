@@ -1,10 +1,10 @@
-"""The nodes whose kvbm keeps blocks in memory, on disk and remotely for the workers beside it."""
+"""Nodes with a kvbm, which holds blocks in memory, on disk and remotely for its node's workers."""
 
 from kvmesh.bus.messages import Instance
 
 
 class KvbmNodes:
-    """Numbers the nodes that have a kvbm, from 1 on; 0 stands for all others."""
+    """Numbers the nodes with a kvbm from 1; 0 stands for all others."""
 
     def __init__(self) -> None:
         self._node_of: dict[str, str] = {}
@@ -14,13 +14,13 @@ class KvbmNodes:
         return len(self._numbers)
 
     def join(self, card: Instance) -> None:
-        """Take in the card of a kvbm; one that does not say where it is serves nobody."""
+        """Add a kvbm's card; a card without a node is ignored."""
         if card.node:
             self._node_of[card.instance] = card.node
             self._number()
 
     def leave(self, instance: str) -> bool:
-        """Forget a kvbm; False if it was none."""
+        """Remove a kvbm; returns whether the instance was one."""
         known = self._node_of.pop(instance, None) is not None
         self._number()
         return known
@@ -33,5 +33,5 @@ class KvbmNodes:
         return self._numbers.get(node, 0)
 
     def of_kvbm(self, instance: str) -> int:
-        """The number of a kvbm's node; 0 for whoever is no kvbm."""
+        """The number of a kvbm's node; 0 if the instance is no kvbm."""
         return self.number(self._node_of.get(instance, ""))

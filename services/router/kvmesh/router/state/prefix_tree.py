@@ -1,16 +1,16 @@
-"""Which ranks hold which prompt prefixes, counted by reference: a compressed radix tree.
+"""Compressed radix tree of prompt prefixes with reference counts per rank.
 
 Sequence hashes are chained, so two prompts that agree on one hash agree on everything before it.
-A whole edge is therefore compared at once, and the point where two prompts part is found by
-bisection: cost grows with the number of branches on the way, not with the number of blocks.
+A whole edge is therefore compared at once, and the point where two prompts diverge is found by
+bisection: cost grows with the number of branches on the path, not with the number of blocks.
 """
 
 import numpy as np
 
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.arrays import Floats
 
-HASH = 8
-_FEW = 12
+_SPARSE = 12
 
 
 class PrefixNode:
@@ -30,8 +30,8 @@ class PrefixNode:
         self.mask = 0
         self.ends = 0
 
-    def hold(self, slot: int) -> bool:
-        """Count one more sequence of `slot`; True if it is the first."""
+    def acquire(self, slot: int) -> bool:
+        """Add a reference of `slot`; returns whether it is the first."""
         held = self.ranks.get(slot, 0)
         self.ranks[slot] = held + 1
         if held:
@@ -40,7 +40,7 @@ class PrefixNode:
         return True
 
     def release(self, slot: int) -> bool:
-        """Count one sequence less; True if it was the last of `slot`."""
+        """Drop a reference of `slot`; returns whether it was the last."""
         left = self.ranks[slot] - 1
         if left:
             self.ranks[slot] = left
@@ -51,7 +51,7 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """Sequences held by slots. A sequence is its packed sequence hashes, 8 bytes per block."""
+    """Prompts held by slots; a prompt is its packed sequence hashes, 8 bytes per block."""
 
     def __init__(self) -> None:
         self._root = PrefixNode(b"", 0, None)
@@ -60,47 +60,47 @@ class PrefixTree:
     def empty(self) -> bool:
         return not self._root.children
 
-    def add(self, slot: int, sequence: bytes) -> tuple[PrefixNode, int]:
-        """Hold `sequence` for `slot`; returns its end, for `drop`, and the blocks new to `slot`."""
+    def add(self, slot: int, hashes: bytes) -> tuple[PrefixNode, int]:
+        """Add a prompt to `slot`; returns its end node, for `drop`, and the blocks it adds."""
         node, at, new = self._root, 0, 0
-        while at < len(sequence):
-            child = node.children.get(sequence[at : at + HASH])
+        while at < len(hashes):
+            child = node.children.get(hashes[at : at + HASH_BYTES])
             if child is None:
-                child = self._grow(node, sequence[at:])
-            elif not sequence.startswith(child.label, at):
-                child = self._split(child, _common(child.label, sequence, at))
-            if child.hold(slot):
-                new += len(child.label) // HASH
+                child = self._grow(node, hashes[at:])
+            elif not hashes.startswith(child.label, at):
+                child = self._split(child, _common(child.label, hashes, at))
+            if child.acquire(slot):
+                new += len(child.label) // HASH_BYTES
             node, at = child, at + len(child.label)
         node.ends += 1
         return node, new
 
     def drop(self, end: PrefixNode, slot: int) -> int:
-        """Undo one `add`; returns how many blocks `slot` does not hold any more."""
+        """Undo one `add`; returns the number of blocks that `slot` no longer holds."""
         end.ends -= 1
         gone = 0
         node = end
         while node.parent is not None:
             parent = node.parent
             if node.release(slot):
-                gone += len(node.label) // HASH
+                gone += len(node.label) // HASH_BYTES
             if not node.ranks:
-                del parent.children[node.label[:HASH]]
+                del parent.children[node.label[:HASH_BYTES]]
             elif len(node.children) == 1 and not node.ends:
                 self._merge(node, parent)
             node = parent
         return gone
 
-    def depths(self, sequence: bytes, size: int) -> Floats:
-        """For each of `size` slots, how many leading blocks of `sequence` it holds."""
+    def depths(self, hashes: bytes, size: int) -> Floats:
+        """Leading blocks of a prompt that each of `size` slots holds."""
         path: list[tuple[int, int]] = []
-        children, at, length = self._root.children, 0, len(sequence)
+        children, at, length = self._root.children, 0, len(hashes)
         while at < length:
-            child = children.get(sequence[at : at + HASH])
+            child = children.get(hashes[at : at + HASH_BYTES])
             if child is None:
                 break
-            if not sequence.startswith(child.label, at):
-                path.append((child.mask, (at + _common(child.label, sequence, at)) // HASH))
+            if not hashes.startswith(child.label, at):
+                path.append((child.mask, (at + _common(child.label, hashes, at)) // HASH_BYTES))
                 break
             path.append((child.mask, child.depth))
             children = child.children
@@ -108,30 +108,30 @@ class PrefixTree:
         return _deepest(path, size)
 
     def _grow(self, parent: PrefixNode, label: bytes) -> PrefixNode:
-        node = PrefixNode(label, parent.depth + len(label) // HASH, parent)
-        parent.children[label[:HASH]] = node
+        node = PrefixNode(label, parent.depth + len(label) // HASH_BYTES, parent)
+        parent.children[label[:HASH_BYTES]] = node
         return node
 
     def _split(self, node: PrefixNode, at: int) -> PrefixNode:
-        """Put a new node above `node`, which keeps its identity as the end of sequences."""
+        """Split `node`'s label at `at`; the lower part stays `node`, as prompts end there."""
         upper = self._grow(node.parent or self._root, node.label[:at])
         upper.ranks = dict(node.ranks)
         upper.mask = node.mask
         node.label = node.label[at:]
         node.parent = upper
-        upper.children[node.label[:HASH]] = node
+        upper.children[node.label[:HASH_BYTES]] = node
         return upper
 
     def _merge(self, node: PrefixNode, parent: PrefixNode) -> None:
-        """Fold a node at which no sequence ends into its only child."""
+        """Merge a node at which no prompt ends into its only child."""
         (child,) = node.children.values()
         child.label = node.label + child.label
         child.parent = parent
-        parent.children[child.label[:HASH]] = child
+        parent.children[child.label[:HASH_BYTES]] = child
 
 
 def _deepest(path: list[tuple[int, int]], size: int) -> Floats:
-    """The last depth of each slot: masks only shrink on the way down, so walk back up."""
+    """The deepest entry of each slot; masks only shrink downwards, so the path is walked back."""
     depths = np.zeros(size)
     below = 0
     for mask, depth in reversed(path):
@@ -139,7 +139,7 @@ def _deepest(path: list[tuple[int, int]], size: int) -> Floats:
         below = mask
         if not fresh:
             continue
-        if fresh.bit_count() > _FEW:
+        if fresh.bit_count() > _SPARSE:
             depths[_bits(fresh, size)] = depth
             continue
         while fresh:
@@ -154,14 +154,14 @@ def _bits(mask: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
     return np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
 
 
-def _common(label: bytes, sequence: bytes, at: int) -> int:
-    """Bytes, in whole hashes, on which `label` and `sequence[at:]` agree; at least one hash."""
-    low, high = 1, min(len(label), len(sequence) - at) // HASH
+def _common(label: bytes, hashes: bytes, at: int) -> int:
+    """Length in bytes of the common prefix of `label` and `hashes[at:]`; at least one hash."""
+    low, high = 1, min(len(label), len(hashes) - at) // HASH_BYTES
     while low < high:
         middle = (low + high + 1) // 2
-        start = (middle - 1) * HASH
-        if sequence.startswith(label[start : start + HASH], at + start):
+        start = (middle - 1) * HASH_BYTES
+        if hashes.startswith(label[start : start + HASH_BYTES], at + start):
             low = middle
         else:
             high = middle - 1
-    return low * HASH
+    return low * HASH_BYTES

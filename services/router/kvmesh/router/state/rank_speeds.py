@@ -1,10 +1,9 @@
-"""The time that each rank takes for the same work, beside the others of its model.
+"""Slowness of each rank: its time for the same work relative to the other ranks of the model.
 
-Step durations differ with the load, so they are not compared as they are. What engines say of
-their steps is cut into windows: steps, prompt tokens computed, tokens generated, and steps weighted
-by the share of KV memory in use. One model of what these cost is fitted to all ranks; the
-slowness of a rank is the median of what its windows took, over what the model expects, and that of
-the rank in the middle is 1.
+Step durations depend on the load, so they are not compared directly. The engines' counters are cut
+into windows: steps, prompt tokens computed, tokens generated, and steps weighted by the share of KV
+memory in use. One cost model of these is fitted to all ranks. The slowness of a rank is the median
+of its windows' measured over expected time, normalised to 1 for the median rank (ADR 24).
 """
 
 from collections import deque
@@ -15,94 +14,114 @@ from kvmesh.bus.messages import Load
 from kvmesh.router.state.arrays import Floats, Slots
 
 WINDOW_S = 1.0
-LEAST_BUSY_S = 0.05  # of a window that tells something
+MIN_BUSY_S = 0.05  # below this a window is ignored
 WINDOWS = 12
-ENOUGH = 3
+MIN_WINDOWS = 3
 FIT_S = 5.0
-EVIDENCE_S = 120.0  # then a rank counts like the others until it shows otherwise
-NOTICED = 2.0  # times as slow, or as fast
-EVEN = 1.5
-MOST = 10.0
+EVIDENCE_S = 120.0  # afterwards a rank counts as normal until measured again
+OUTLIER = 2.0  # times as slow, or as fast: a rank becomes an outlier
+NORMAL = 1.5
+MAX_SLOWNESS = 10.0
 _ROUNDS = 2
 _STEPS = 40
 _TINY = 1e-12
 
 
-class _Seen:
-    """One rank: where its present window began, and the windows before it."""
+class _RankHistory:
+    """One rank: the start of its present window, and its past windows.
 
-    __slots__ = ("began", "load", "odd", "told", "windows")
+    `slowness` is the published value (1: normal); `contrary` counts comparisons in a row that
+    contradict its outlier state.
+    """
+
+    __slots__ = ("contrary", "load", "slowness", "window_start", "windows")
 
     def __init__(self, load: Load, now: float) -> None:
         self.load = load
-        self.began = now
+        self.window_start = now
         self.windows: deque[tuple[float, list[float], float]] = deque(maxlen=WINDOWS)
-        self.told = 1.0
-        self.odd = 0
+        self.slowness = 1.0
+        self.contrary = 0
 
 
 class RankSpeeds:
-    """`slowness` is an array by slot while some rank is far from the others, else None."""
+    """`slowness` is an array by slot while some rank is an outlier, else None."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
+        self._histories: dict[int, _RankHistory] = {}
         self._fitted = 0.0
         self.slowness: Floats | None = None
 
-    def take(self, slot: int, load: Load, now: float) -> None:
-        """Take in one report of the rank in a slot."""
+    def observe(self, slot: int, load: Load, now: float) -> None:
+        """Record one load report of the rank in a slot."""
         if not load.busy_s:
-            return  # its engine does not tell, or has done nothing yet
-        seen = self._seen.get(slot)
-        if seen is None or load.instance != seen.load.instance or load.steps < seen.load.steps:
-            self._seen[slot] = _Seen(load, now)
+            return  # the engine does not report it, or has been idle so far
+        history = self._histories.get(slot)
+        if (
+            history is None
+            or load.instance != history.load.instance
+            or load.steps < history.load.steps
+        ):
+            self._histories[slot] = _RankHistory(load, now)
             return
-        if now - seen.began < WINDOW_S:
+        if now - history.window_start < WINDOW_S:
             return
-        last, seen.load, seen.began = seen.load, load, now
+        last, history.load, history.window_start = history.load, load, now
         busy = load.busy_s - last.busy_s
-        if busy >= LEAST_BUSY_S:
-            seen.windows.append((now, _work(last, load), busy))
+        if busy >= MIN_BUSY_S:
+            history.windows.append((now, _work(last, load), busy))
 
     def forget(self, slots: list[int]) -> None:
-        """Their worker is gone."""
+        """Drop the windows of `slots`, whose worker is gone."""
         for slot in slots:
-            self._seen.pop(slot, None)
+            self._histories.pop(slot, None)
             if self.slowness is not None and slot < len(self.slowness):
                 self.slowness[slot] = 1.0
 
     def update(self, now: float, size: int) -> None:
-        """Compare the ranks anew, now and then; `size` is the number of slots."""
+        """Compare the ranks every FIT_S seconds; `size` is the number of slots."""
         if now - self._fitted < FIT_S:
             return
         self._fitted = now
-        for seen in self._seen.values():
-            while seen.windows and now - seen.windows[0][0] > EVIDENCE_S:
-                seen.windows.popleft()
-        known = {s: seen for s, seen in self._seen.items() if len(seen.windows) >= ENOUGH}
-        found = _slowness(list(known.values())) if len(known) > 1 else []
-        for seen in self._seen.values():
-            if len(seen.windows) < ENOUGH:
-                seen.told, seen.odd = 1.0, 0
-        for seen, value in zip(known.values(), found, strict=False):
-            _tell(seen, value)
-        told = {slot: seen.told for slot, seen in self._seen.items() if seen.told != 1.0}
+        for history in self._histories.values():
+            while history.windows and now - history.windows[0][0] > EVIDENCE_S:
+                history.windows.popleft()
+        known = {
+            s: history
+            for s, history in self._histories.items()
+            if len(history.windows) >= MIN_WINDOWS
+        }
+        found = _fit(list(known.values())) if len(known) > 1 else []
+        for history in self._histories.values():
+            if len(history.windows) < MIN_WINDOWS:
+                history.slowness, history.contrary = 1.0, 0
+        for history, value in zip(known.values(), found, strict=False):
+            _update_slowness(history, value)
+        outliers = {
+            slot: history.slowness
+            for slot, history in self._histories.items()
+            if history.slowness != 1.0
+        }
         self.slowness = None
-        if told:
+        if outliers:
             self.slowness = np.ones(size)
-            for slot, value in told.items():
+            for slot, value in outliers.items():
                 self.slowness[slot] = value
 
-    def of(self, slots: Slots) -> Floats | None:
-        """The factors to scale the costs of some slots by; None if they are all alike."""
+    def factors(self, slots: Slots) -> Floats | None:
+        """Cost factors of some slots; None if no rank is an outlier."""
         if self.slowness is None:
             return None
         return np.where(slots < len(self.slowness), self.slowness.take(slots, mode="clip"), 1.0)
 
     @property
-    def told(self) -> dict[int, float]:
-        """The slots of ranks that are far from the others, and how slow they are."""
-        return {slot: seen.told for slot, seen in self._seen.items() if seen.told != 1.0}
+    def outliers(self) -> dict[int, float]:
+        """Slowness of the outliers, by slot."""
+        return {
+            slot: history.slowness
+            for slot, history in self._histories.items()
+            if history.slowness != 1.0
+        }
 
 
 def _work(last: Load, load: Load) -> list[float]:
@@ -112,25 +131,25 @@ def _work(last: Load, load: Load) -> list[float]:
     return [steps, tokens, max(load.output_tokens - last.output_tokens, 0), steps * used]
 
 
-def _tell(seen: _Seen, value: float) -> None:
-    """It changes when two comparisons in a row say so."""
-    far = value >= NOTICED or value <= 1 / NOTICED
-    near = 1 / EVEN < value < EVEN
-    changes = near if seen.told != 1.0 else far
-    seen.odd = seen.odd + 1 if changes else 0
-    if seen.told != 1.0 and not near:
-        seen.told = min(max(value, 1 / MOST), MOST)
-    elif seen.odd >= 2:
-        seen.told = min(max(value, 1 / MOST), MOST) if far else 1.0
-        seen.odd = 0
+def _update_slowness(history: _RankHistory, value: float) -> None:
+    """Update the published slowness; its state changes after two comparisons in a row."""
+    far = value >= OUTLIER or value <= 1 / OUTLIER
+    near = 1 / NORMAL < value < NORMAL
+    changes = near if history.slowness != 1.0 else far
+    history.contrary = history.contrary + 1 if changes else 0
+    if history.slowness != 1.0 and not near:
+        history.slowness = min(max(value, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
+    elif history.contrary >= 2:
+        history.slowness = min(max(value, 1 / MAX_SLOWNESS), MAX_SLOWNESS) if far else 1.0
+        history.contrary = 0
 
 
-def _slowness(ranks: list[_Seen]) -> list[float]:
-    """Of each rank, beside the one in the middle: costs and slowness, found in turns."""
-    rows = np.array([row for seen in ranks for _, row, _ in seen.windows])
-    took = np.array([busy for seen in ranks for _, _, busy in seen.windows])
-    ends = np.cumsum([len(seen.windows) for seen in ranks])[:-1]
-    counts = [len(seen.windows) for seen in ranks]
+def _fit(ranks: list[_RankHistory]) -> list[float]:
+    """Slowness of each rank relative to the median one; alternates fits of costs and slowness."""
+    rows = np.array([row for history in ranks for _, row, _ in history.windows])
+    took = np.array([busy for history in ranks for _, _, busy in history.windows])
+    ends = np.cumsum([len(history.windows) for history in ranks])[:-1]
+    counts = [len(history.windows) for history in ranks]
     rows /= np.maximum(rows.max(0), _TINY)
     slowness = np.ones(len(ranks))
     for _ in range(_ROUNDS):
@@ -143,7 +162,7 @@ def _slowness(ranks: list[_Seen]) -> list[float]:
 
 
 def _costs(rows: Floats) -> Floats:
-    """Costs of at least 0 with which each row comes to about 1 (multiplicative updates)."""
+    """Non-negative costs c with rows @ c close to 1, by multiplicative updates."""
     gram, goal = rows.T @ rows, rows.sum(0)
     costs: Floats = goal / np.maximum(gram.sum(1), _TINY)
     for _ in range(_STEPS):

@@ -1,4 +1,4 @@
-"""The ranks that requests may run on: one slot per data-parallel rank, loads in arrays by slot."""
+"""Table of ranks: one slot per data-parallel rank, with loads in arrays by slot."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -13,8 +13,8 @@ from kvmesh.router.state.arrays import ZERO, Floats, Slots
 from kvmesh.router.state.kvbm_nodes import KvbmNodes
 
 TAINT = "taint."
-FILL = 0.95  # of a rank's blocks; the rest is for the answers under way, which grow
-UNMET = "no worker of this model meets the constraints of the request"
+USABLE_SHARE = 0.95  # of a rank's blocks; the rest is for running requests, whose outputs grow
+UNMET_CONSTRAINTS = "no worker of this model meets the constraints of the request"
 Serves: TypeAlias = Literal["all", "prefill", "decode"]
 _ROLES: dict[Serves, tuple[str, ...]] = {
     "all": ("aggregated", "decode"),
@@ -26,7 +26,7 @@ _NO_CAPACITY = Capacity(blocks=0, max_sequences=0, max_batched_tokens=0)
 
 
 class Rank(NamedTuple):
-    """Who sits in a slot. `worker` is the name that stays over restarts."""
+    """The rank in a slot. `worker` is the name, which is stable over restarts."""
 
     instance: str
     worker: str
@@ -34,7 +34,7 @@ class Rank(NamedTuple):
 
 
 class Column(Protocol):
-    """One number for each slot."""
+    """One number per slot."""
 
     def __getitem__(self, slot: int, /) -> float: ...
 
@@ -43,12 +43,12 @@ class Column(Protocol):
 
 @dataclass(slots=True)
 class Cells:
-    """The loads of a RankTable, for one slot at a time, which arrays are slow at; one memory."""
+    """Scalar access to the columns of a RankTable, over the same memory: faster than arrays."""
 
     prefill_tokens: Column
     active_blocks: Column
-    foreign_tokens: Column
-    foreign_blocks: Column
+    correction_tokens: Column
+    correction_blocks: Column
     requests: Column
     total_blocks: Column
     step_tokens: Column
@@ -58,17 +58,19 @@ COLUMNS = tuple(field.name for field in fields(Cells))
 
 
 class RankTable:
-    """Slots are dense and reused; one is given out at the first mention of its rank.
+    """Slots are dense and reused; a rank gets one at its first mention.
 
-    A rank may be mentioned by an active sequence before its card is seen here, or after its card
-    has gone: such a slot counts load but is never eligible, and is freed with its last sequence.
+    An active request may mention a rank before its card is seen, or after the card is gone. Such a
+    slot counts load but is never eligible; it is freed with its last request.
 
-    Arrays by slot: `prefill_tokens`, `active_blocks` and `requests` as tracked; `foreign_tokens`
-    and `foreign_blocks` correct that by what engines report; `total_blocks` and `step_tokens`
-    are its KV blocks and the most tokens of one step (0: unknown). `cells` has the same for one
-    slot at a time; `room` is the blocks that its requests may use (inf: unknown), `least_room` the
-    least of it. `loaded` is the memory of its first five columns, as `gather` reads them.
-    `splits`: some worker does nothing but prefill.
+    Arrays by slot:
+    - `prefill_tokens`, `active_blocks`, `requests`: tracked load;
+    - `correction_tokens`, `correction_blocks`: added to the tracked load, from engine reports;
+    - `total_blocks`, `step_tokens`: KV blocks and most tokens of one step (0: unknown);
+    - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
+
+    `cells` is scalar access to the first seven. `load_memory` is the memory of the first five
+    columns, as `gather` reads them. `disaggregated` is set while some worker only prefills.
     """
 
     cells: Cells
@@ -76,213 +78,212 @@ class RankTable:
     prefill_tokens: Floats
     active_blocks: Floats
     requests: Floats
-    foreign_tokens: Floats
-    foreign_blocks: Floats
+    correction_tokens: Floats
+    correction_blocks: Floats
     total_blocks: Floats
     step_tokens: Floats
-    room: Floats
-    least_room: float
+    usable_blocks: Floats
+    min_usable_blocks: float
 
     def __init__(self) -> None:
         self.size = 0
         self.ranks: list[Rank] = []
         self.cards: dict[str, Instance] = {}
         self.slot_of: dict[tuple[str, int], int] = {}
-        self._fitting = Compatibility()
-        self._free: list[int] = []
-        self._open: dict[str, Slots] = {}
-        self._named: list[RankKey] = []
-        self._named_slots = np.zeros(0, np.int64)
-        self._named_version = -1
+        self._compatibility = Compatibility()
+        self._free_slots: list[int] = []
+        self._open_slots: dict[str, Slots] = {}
+        self._index_keys: list[RankKey] = []
+        self._index_slots = np.zeros(0, np.int64)
+        self._index_version = -1
         self._node_of_slot = np.zeros(0, np.int64)
-        self._node_version = -1
+        self._nodes_version = -1
         self.nodes = KvbmNodes()
         self.version = 0
-        self.splits = False
+        self.disaggregated = False
         self.block_size = 0
-        self._lay_out(np.zeros((len(COLUMNS), 16)))
+        self._set_columns(np.zeros((len(COLUMNS), 16)))
 
     # membership
 
     def join(self, card: Instance) -> None:
-        """Take in the card of a worker or kvbm, or a change to it.
+        """Add or update the card of a worker or kvbm.
 
-        A worker that does not fit the others has no slots, and so gets no requests.
+        A worker that is incompatible with the others gets no slots, and so no requests.
         """
         if card.role is Role.KVBM:
             self.nodes.join(card)
-            self._changed()
+            self._invalidate()
         if card.model is None:
             return
-        fitted = not self.misfits
-        self._fitting.join(card)
-        if fitted and not self.misfits:
-            self._seat(card)
+        all_compatible = not self.incompatible
+        self._compatibility.join(card)
+        if all_compatible and not self.incompatible:
+            self._add_card(card)
         else:
-            self._seat_again(card)
+            self._readmit(card)
 
     @property
-    def misfits(self) -> dict[str, str]:
-        """The workers that are left out, by instance, each with the reason."""
-        return self._fitting.misfits
+    def incompatible(self) -> dict[str, str]:
+        """Workers left out as incompatible with the others: instance to reason."""
+        return self._compatibility.misfits
 
-    def _seat_again(self, changed: Instance | None = None) -> None:
-        """Recompute the seats after the set of fitting workers has changed."""
-        for instance in self.misfits:
+    def _readmit(self, changed: Instance | None = None) -> None:
+        """Update the slots after the set of compatible workers changed."""
+        for instance in self.incompatible:
             if instance in self.cards:
-                self._unseat(instance)
-        for card in self._fitting.cards:
-            if card.instance in self.misfits:
+                self._remove_card(instance)
+        for card in self._compatibility.cards:
+            if card.instance in self.incompatible:
                 continue
             if card is changed or card.instance not in self.cards:
-                self._seat(card)
+                self._add_card(card)
 
-    def _seat(self, card: Instance) -> None:
+    def _add_card(self, card: Instance) -> None:
         if card.model is not None:
             self.block_size = card.model.block_size
         self.cards[card.instance] = card
-        self._changed()
+        self._invalidate()
         capacity = card.capacity or _NO_CAPACITY
         for rank in range(capacity.dp_ranks):
             slot = self.slot(card.instance, rank)
             self.ranks[slot] = Rank(card.instance, card.name, rank)
-            self.resize(slot, capacity.blocks)
+            self.set_capacity(slot, capacity.blocks)
             self.step_tokens[slot] = capacity.max_batched_tokens
 
     def leave(self, instance: str) -> list[int]:
-        """Forget a card; returns the slots of a worker, which stay while sequences are on them."""
-        fitted = not self.misfits
-        self._fitting.leave(instance)
+        """Remove a card; returns its slots, each of which stays while it has active requests."""
+        all_compatible = not self.incompatible
+        self._compatibility.leave(instance)
         if instance not in self.cards and self.nodes.leave(instance):
-            self._changed()
-        slots = self._unseat(instance)
-        if not fitted:
-            self._seat_again()
+            self._invalidate()
+        slots = self._remove_card(instance)
+        if not all_compatible:
+            self._readmit()
         return slots
 
-    def _unseat(self, instance: str) -> list[int]:
+    def _remove_card(self, instance: str) -> list[int]:
         card = self.cards.pop(instance, None)
         if card is None:
             return []
-        self._changed()
+        self._invalidate()
         ranks = (card.capacity or _NO_CAPACITY).dp_ranks
         slots = [self.slot_of[instance, rank] for rank in range(ranks)]
         for slot in slots:
-            self.foreign_tokens[slot] = self.foreign_blocks[slot] = 0
+            self.correction_tokens[slot] = self.correction_blocks[slot] = 0
             self.release_if_idle(slot)
         return slots
 
-    def _changed(self) -> None:
+    def _invalidate(self) -> None:
         self.version += 1
-        self._open.clear()
-        self.splits = any(card.serves == "prefill" for card in self.cards.values())
+        self._open_slots.clear()
+        self.disaggregated = any(card.serves == "prefill" for card in self.cards.values())
 
-    def resize(self, slot: int, blocks: int) -> None:
-        """A rank has this many blocks."""
+    def set_capacity(self, slot: int, blocks: int) -> None:
+        """Set a rank's number of KV blocks (0: unknown)."""
         if self.cells.total_blocks[slot] != blocks:
             self.cells.total_blocks[slot] = blocks
-            self.room[slot] = FILL * blocks if blocks else inf
-            self.least_room = float(self.room.min())
+            self.usable_blocks[slot] = USABLE_SHARE * blocks if blocks else inf
+            self.min_usable_blocks = float(self.usable_blocks.min())
 
     def slot(self, instance: str, rank: int) -> int:
-        """The slot of a rank, given out now if it has none."""
+        """The slot of a rank, allocated if it has none."""
         slot = self.slot_of.get((instance, rank))
         if slot is None:
-            slot = self.slot_of[instance, rank] = self._take(Rank(instance, instance, rank))
+            slot = self.slot_of[instance, rank] = self._allocate(Rank(instance, instance, rank))
         return slot
 
-    def known(self, instance: str, rank: int) -> int | None:
-        """The slot of a rank if it has one."""
+    def find_slot(self, instance: str, rank: int) -> int | None:
+        """The slot of a rank; None if it has none."""
         return self.slot_of.get((instance, rank))
 
-    def _take(self, rank: Rank) -> int:
+    def _allocate(self, rank: Rank) -> int:
         self.version += 1
-        if self._free:
-            slot = self._free.pop()
+        if self._free_slots:
+            slot = self._free_slots.pop()
             self.ranks[slot] = rank
             return slot
         if self.size == len(self.requests):
-            self._lay_out(np.concatenate([self._columns, np.zeros_like(self._columns)], 1))
+            self._set_columns(np.concatenate([self._columns, np.zeros_like(self._columns)], 1))
         self.ranks.append(rank)
         self.size += 1
         return self.size - 1
 
-    def _lay_out(self, columns: Floats) -> None:
+    def _set_columns(self, columns: Floats) -> None:
         self._columns = columns
-        self._tracked, self._foreign = columns[:2], columns[2:4]
-        self.loaded = columns[:5].data.cast("B")
+        self._tracked, self._corrections = columns[:2], columns[2:4]
+        self.load_memory = columns[:5].data.cast("B")
         for name, column in zip(COLUMNS, columns, strict=True):
             setattr(self, name, column)
         self.cells = Cells(*(memoryview(column).cast("B").cast("d") for column in columns))
-        self.room = np.where(self.total_blocks > 0, FILL * self.total_blocks, inf)
-        self.least_room = float(self.room.min())
+        self.usable_blocks = np.where(self.total_blocks > 0, USABLE_SHARE * self.total_blocks, inf)
+        self.min_usable_blocks = float(self.usable_blocks.min())
 
     def release_if_idle(self, slot: int) -> None:
-        """Take the slot back if its worker has gone and nothing runs on it."""
+        """Free the slot if its worker is gone and it has no active request."""
         rank = self.ranks[slot]
         if rank.instance in self.cards or self.requests[slot]:
             return
         if self.slot_of.pop((rank.instance, rank.rank), None) is None:
             return
-        self.resize(slot, 0)
+        self.set_capacity(slot, 0)
         self._columns[:, slot] = 0
         self.version += 1
-        self._free.append(slot)
+        self._free_slots.append(slot)
 
-    def places(self, ranks: list[RankKey]) -> Slots:
-        """The slot of each rank that the index named; that of node n's kvbm is `size` + n.
+    def slots_of_keys(self, ranks: list[RankKey]) -> Slots:
+        """Slots of the ranks in an index reply: `size` + n for node n's kvbm, `size` if unknown.
 
-        Unknown ones are in slot `size`. An index names much the same ranks each time, so the
-        answer for the last list is kept.
+        An index lists much the same ranks each time, so the last result is cached.
         """
-        if self._named is not ranks or self._named_version != self.version:
+        if self._index_keys is not ranks or self._index_version != self.version:
             get, size = self.slot_of.get, self.size
-            places = [get((rank.instance, rank.rank), size) for rank in ranks]
+            slots = [get((rank.instance, rank.rank), size) for rank in ranks]
             if self.nodes:
                 node = self.nodes.of_kvbm
-                pairs = zip(places, ranks, strict=True)
-                places = [p if p < size else p + node(rank.instance) for p, rank in pairs]
-            self._named_slots = np.array(places, np.int64)
-            self._named, self._named_version = ranks, self.version
-        return self._named_slots
+                pairs = zip(slots, ranks, strict=True)
+                slots = [s if s < size else s + node(rank.instance) for s, rank in pairs]
+            self._index_slots = np.array(slots, np.int64)
+            self._index_keys, self._index_version = ranks, self.version
+        return self._index_slots
 
     def node_of_slot(self) -> Slots:
-        """For each slot the number of its node, 0 where that has no kvbm."""
-        if self._node_version != self.version:
+        """Node number of each slot; 0 if the node has no kvbm."""
+        if self._nodes_version != self.version:
             cards = (self.cards.get(rank.instance) for rank in self.ranks)
             numbers = [self.nodes.number(card.node) if card else 0 for card in cards]
             self._node_of_slot = np.array(numbers, np.int64)
-            self._node_version = self.version
+            self._nodes_version = self.version
         return self._node_of_slot
 
     # filters
 
     def eligible(self, placement: Placement, adapter: str | None, serves: Serves) -> Slots:
-        """The slots that a request may go to, in ascending order."""
+        """The slots that meet a request's constraints, in ascending order."""
         if placement == _ANYWHERE and adapter is None:
-            open_slots = self._open.get(serves)
+            open_slots = self._open_slots.get(serves)
             if open_slots is None:
-                cards = [c for c in self._serving(serves) if _admits(c, placement, adapter)]
-                open_slots = self._open[serves] = self._slots_of(cards)
+                cards = [c for c in self._serving(serves) if _matches(c, placement, adapter)]
+                open_slots = self._open_slots[serves] = self._slots_of(cards)
             return open_slots
-        cards = [c for c in self._serving(serves) if _admits(c, placement, adapter)]
+        cards = [c for c in self._serving(serves) if _matches(c, placement, adapter)]
         return self._slots_of(cards, placement.rank)
 
-    def why_none(self, placement: Placement, adapter: str | None) -> str:
-        """Why no slot is eligible, for the caller."""
+    def why_not_eligible(self, placement: Placement, adapter: str | None) -> str:
+        """The reason for which no slot is eligible, for the caller."""
         if not self.cards:
             return "no worker serves this model"
         serving = self._serving("all")
         if not serving:
             return "every worker of this model is draining or only prefills"
-        if not any(_has(card, adapter) for card in serving):
+        if not any(_has_adapter(card, adapter) for card in serving):
             return f"no worker of this model has the adapter {adapter!r}"
-        if any(_admits(card, placement, adapter) for card in self.cards.values() if card.draining):
+        if any(_matches(card, placement, adapter) for card in self.cards.values() if card.draining):
             return "every worker that meets the constraints of the request is draining"
-        return UNMET
+        return UNMET_CONSTRAINTS
 
-    def under(self, limits: Thresholds, slots: Slots) -> Slots:
-        """Those of `slots` that are below every threshold."""
+    def below_thresholds(self, limits: Thresholds, slots: Slots) -> Slots:
+        """The slots that are below every threshold."""
         tokens, blocks = self.loads(slots)
         below = np.ones(len(slots), np.bool_)
         if limits.blocks is not None:
@@ -295,15 +296,13 @@ class RankTable:
         return slots[below]
 
     def loads(self, slots: Slots) -> Floats:
-        """As tracked and corrected by the engines, a row each: tokens that wait for or are in
-        prefill, and blocks in use by requests.
-        """
+        """Corrected loads of some slots, one row each: tokens to prefill, and active blocks."""
         loads: Floats = self._tracked.take(slots, 1)
-        loads += self._foreign.take(slots, 1)
+        loads += self._corrections.take(slots, 1)
         return np.maximum(loads, ZERO, out=loads)
 
     def preference(self, prefer: dict[str, float], slots: Slots) -> Floats:
-        """exp(-tanh(w)) for each slot, w the sum of the weights of the labels its worker has."""
+        """exp(-tanh(w)) per slot, w the sum of the weights of its worker's labels."""
         weights = np.zeros(len(slots))
         for at, slot in enumerate(slots.tolist()):
             labels = self.cards[self.ranks[slot].instance].labels
@@ -324,7 +323,7 @@ class RankTable:
         return np.array(sorted(slots), np.int64)
 
 
-def _admits(card: Instance, placement: Placement, adapter: str | None) -> bool:
+def _matches(card: Instance, placement: Placement, adapter: str | None) -> bool:
     if placement.instance is not None and card.instance != placement.instance:
         return False
     if card.instance in placement.exclude:
@@ -333,8 +332,8 @@ def _admits(card: Instance, placement: Placement, adapter: str | None) -> bool:
         return False
     if any(k.startswith(TAINT) and k[len(TAINT) :] not in placement.tolerate for k in card.labels):
         return False
-    return _has(card, adapter) and placement.labels.items() <= card.labels.items()
+    return _has_adapter(card, adapter) and placement.labels.items() <= card.labels.items()
 
 
-def _has(card: Instance, adapter: str | None) -> bool:
+def _has_adapter(card: Instance, adapter: str | None) -> bool:
     return adapter is None or card.model is None or adapter in card.model.adapters

@@ -1,6 +1,6 @@
-"""From a message of the active-sequence stream to its events, those that are known here.
+"""Decodes messages of the active-sequence stream.
 
-A newer version's kinds of event are left out, one by one: what surrounds them still counts.
+Events of kinds that this version does not know are skipped one by one; the rest are applied.
 """
 
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class _Loose(msgspec.Struct, array_like=True):
-    """A SeqBatch whose events are still to be read."""
+    """A SeqBatch with undecoded events."""
 
     source: str
     events: list[msgspec.Raw]
@@ -23,11 +23,11 @@ class _Loose(msgspec.Struct, array_like=True):
 _batch = msgspec.msgpack.Decoder(SeqBatch)
 _loose = msgspec.msgpack.Decoder(_Loose)
 _event: "msgspec.msgpack.Decoder[SeqEvent]" = msgspec.msgpack.Decoder(SeqEvent)
-_told = LogOnce()
+_logged = LogOnce()
 
 
 def sequence_events(data: bytes) -> list[SeqEvent]:
-    """The readable events of a message; raises MsgspecError if it is no batch at all."""
+    """The readable events of a message; raises MsgspecError if it is not a batch."""
     try:
         return _batch.decode(data).events
     except msgspec.MsgspecError:
@@ -37,11 +37,11 @@ def sequence_events(data: bytes) -> list[SeqEvent]:
         try:
             events.append(_event.decode(each))
         except msgspec.MsgspecError as error:
-            _tell(batch.source, str(error))
+            _log_once(batch.source, str(error))
     return events
 
 
-def _tell(source: str, reason: str) -> None:
-    """Say it once: a newer process will send many of a kind."""
-    if _told.first(reason):
-        log.warning("ignored an active sequence of %s, and will others like it: %s", source, reason)
+def _log_once(source: str, reason: str) -> None:
+    """Log a reason once: a newer process sends many events of a kind."""
+    if _logged.first(reason):
+        log.warning("ignored an active sequence of %s (logged once): %s", source, reason)

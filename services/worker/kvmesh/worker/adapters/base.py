@@ -1,8 +1,6 @@
 """Base class of engines whose requests are streams and whose KV events come in feeds."""
 
-import asyncio
-from collections.abc import Coroutine
-
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import RequestStreams
 
@@ -16,7 +14,7 @@ class StreamingAdapter:
     def __init__(self) -> None:
         self._streams: RequestStreams | None = None
         self._feeds: list[EventFeed] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     def abort(self, request: str) -> bool:
         return self._streams is not None and self._streams.abort(request)
@@ -32,16 +30,8 @@ class StreamingAdapter:
 
     async def _stop_streams(self) -> None:
         """Stop streams, feeds and tasks; the engine itself still runs."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         if self._streams is not None:
             await self._streams.close()
         for feed in self._feeds:
             await feed.close()
-
-    def _spawn(self, work: Coroutine[object, object, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

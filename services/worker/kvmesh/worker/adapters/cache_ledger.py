@@ -14,6 +14,7 @@ from typing import TypeAlias
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored, Work
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.index import TIERS
+from kvmesh.runtime.lru import LruCache
 
 HASH_MASK = (1 << 64) - 1
 _MEDIA = {
@@ -98,11 +99,11 @@ class PromptSalts:
         self._model = model
         self._block_size = block_size
         self._limit = limit
-        self._waiting: OrderedDict[int, list[int]] = OrderedDict()
+        self._waiting: LruCache[int, list[int]] = LruCache(limit)
         self._tenants: OrderedDict[int, str | None] = OrderedDict()
 
     def is_exclusive(self, work: Work) -> bool:
-        """Whether no other tenant has used this salt: all blocks under it are this tenant's."""
+        """True if no other tenant has used this salt: all blocks under it are this tenant's."""
         plain = work.salt == salt(self._model, work.adapter or "")
         known = self._tenants.pop(work.salt, "" if plain else work.tenant)
         self._tenants[work.salt] = known if known == work.tenant else None
@@ -127,19 +128,17 @@ class PromptSalts:
         local, _ = block_hashes(work.tokens[: 4 * self._block_size], self._block_size)
         if local:
             key = int.from_bytes(local, "little")
-            salts = self._waiting.setdefault(key, [])
+            salts = self._waiting.peek(key) or []
             if work.salt not in salts:
                 salts.append(work.salt)
-            self._waiting.move_to_end(key)
-        if len(self._waiting) > self._limit:
-            self._waiting.popitem(last=False)
+            self._waiting.put(key, salts)
 
     def root_salt(self, event: BlocksStored, held: Callable[[int], bool]) -> int:
         """The salt of a root block; `held` tells whether the block is held under a salt already."""
         if event.salt is not None:
             return event.salt
         local, _ = block_hashes(event.tokens[: 4 * event.block_size], event.block_size)
-        salts = self._waiting.get(int.from_bytes(local, "little"), []) if local else []
+        salts = (self._waiting.peek(int.from_bytes(local, "little")) if local else None) or []
         found = next((salt_ for salt_ in salts if not held(salt_)), None)
         if found is None:
             return salt(self._model, event.adapter or "")

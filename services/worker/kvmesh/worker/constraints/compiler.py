@@ -21,7 +21,7 @@ class Compiling(Protocol):
     """Engine that compiles constraints before `submit`."""
 
     def compiled(self, guided: Guided) -> bool:
-        """Whether `submit` of work with this constraint takes no time."""
+        """True if `submit` of work with this constraint takes no time."""
         ...
 
     async def compile(self, guided: Guided) -> None:
@@ -53,11 +53,11 @@ class ConstraintCompiler:
         self._owners: Counter[str] = Counter()
 
     def has_capacity(self, work: Work) -> bool:
-        """Whether one more request of this owner may wait for its constraint."""
+        """True if one more request of this owner may wait for its constraint."""
         return len(self._tasks) < MAX_WAITING and self._owners[owner(work.tenant)] < MAX_PER_OWNER
 
     def must_compile(self, work: Work) -> bool:
-        """Whether the work has a constraint that is not compiled."""
+        """True if the work has a constraint that is not compiled."""
         guided = work.sampling.guided
         return self._engine is not None and guided is not None and not self._engine.compiled(guided)
 

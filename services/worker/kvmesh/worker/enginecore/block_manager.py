@@ -60,12 +60,12 @@ class BlockManager:
         return {block for run in self._tree for block in run.hashes}
 
     def is_foreign(self, first: int, tenant: str) -> bool:
-        """Whether hash `first` is the first block of another tenant's prompt."""
+        """True if hash `first` is the first block of another tenant's prompt."""
         root = self._tree.roots.get(first)
         return root is not None and root.tenant != tenant
 
     def holds_child(self, parent: int | None, block: int) -> bool:
-        """Whether `block` is held as a child of `parent`, the last block of a locked prefix."""
+        """True if `block` is held as a child of `parent`, the last block of a locked prefix."""
         return block in self._tree.children_of(self._tree.run_ending_at(parent))
 
     def match_prefix(self, hashes: "array[int]") -> PrefixMatch:
@@ -208,5 +208,5 @@ class BlockManager:
 
 
 def _is_extendable(run: BlockRun) -> bool:
-    """Whether the only user of the run may append its next blocks to it."""
+    """True if the only user of the run may append its next blocks to it."""
     return run.refs == 1 and not run.children and run.retention is None

@@ -14,9 +14,9 @@ from math import inf
 from kvmesh.bus.messages import Pin, owner
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import (
-    MOST_LEVEL,
-    PLAIN,
-    PLAIN_LEVEL,
+    DEFAULT_LEVEL,
+    MAX_LEVEL,
+    UNCLAIMED,
     BlockRetention,
     EvictionRank,
     RetentionWish,
@@ -24,7 +24,7 @@ from kvmesh.retention.claims import (
 from kvmesh.retention.eviction_pool import EvictionPool
 from kvmesh.retention.outcomes import Directive, DirectiveOutcome
 from kvmesh.retention.pins import Pinned, PinTable
-from kvmesh.retention.session_blocks import PromptTail, SessionBook
+from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
 from kvmesh.retention.token_ranges import (
     DEFAULTS,
     RetentionSegment,
@@ -34,7 +34,7 @@ from kvmesh.worker.enginecore.radix_tree import BlockRun, RadixTree
 from kvmesh.worker.enginecore.retention_request import NO_RETENTION, RetentionRequest
 
 log = logging.getLogger(__name__)
-PINNED = RetentionWish(MOST_LEVEL)
+PINNED = RetentionWish(MAX_LEVEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class RetentionManager:
         self._tree = tree
         self._evict_blocks = evict_blocks
         self._used_above = used_above
-        self._sessions: SessionBook[int] = SessionBook(
+        self._sessions: SessionBlocks[int] = SessionBlocks(
             options.session_idle_s, options.session_blocks * capacity
         )
         self._pins: PinTable[int] = PinTable()
@@ -96,7 +96,7 @@ class RetentionManager:
 
     def eviction_rank(self, run: BlockRun, now: float) -> EvictionRank:
         """The position of a run in the order of eviction."""
-        return run.retention.standing(now) if run.retention is not None else PLAIN
+        return run.retention.eviction_rank(now) if run.retention is not None else UNCLAIMED
 
     def begin_use(self, run: BlockRun, now: float) -> None:
         """Take an unused run out of the eviction order; its expired claims end."""
@@ -114,10 +114,10 @@ class RetentionManager:
     def evict(self, count: int, now: float) -> None:
         """Evict the `count` unused blocks of the lowest rank; there are at least as many."""
         while count > 0:
-            run = self.evictable.first(now)
+            run = self.evictable.next_victim(now)
             part = min(count, len(run.hashes))
             if run.retention is not None:
-                self.budget.evicted(run.retention, part, now)
+                self.budget.on_evicted(run.retention, part, now)
             if part == len(run.hashes):
                 self._evict_run(run)
             else:
@@ -138,7 +138,7 @@ class RetentionManager:
         if request is None:
             return None
         self.record_prompt(request.session, prompt, now)
-        granted = self.budget.outcomes.granted
+        granted = self.budget.outcomes.record_grant
         return [
             str(granted(request.directives[i])) for i in range(request.prompt_directives)
         ] or None
@@ -156,7 +156,7 @@ class RetentionManager:
         `session_idle_s`.
         """
         self.evictable.expire(now)
-        wish = RetentionWish(min(MOST_LEVEL, PLAIN_LEVEL + priority))
+        wish = RetentionWish(min(MAX_LEVEL, DEFAULT_LEVEL + priority))
         payer = ""
         for at, run in self._split_runs(held, ()):
             payer = payer if at else owner(run.tenant)
@@ -175,7 +175,7 @@ class RetentionManager:
         Return the outcome of the directive for the answer, if there is one.
         """
         self._claim_from(held, request, now, first)
-        granted = self.budget.outcomes.granted
+        granted = self.budget.outcomes.record_grant
         outcomes = [
             str(granted(directive)) for directive in request.directives[request.prompt_directives :]
         ]
@@ -187,12 +187,14 @@ class RetentionManager:
         """Claim the blocks of a locked prompt from index `first` on."""
         self.evictable.expire(now)
         if request.segments or self._has_claims:
-            shared = self._sessions.shared(prompt, request.session) if request.segments else first
+            shared = (
+                self._sessions.shared_blocks(prompt, request.session) if request.segments else first
+            )
             edges = (e for s in request.segments for e in (s.first, s.end) if e)
             for at, run in self._split_runs(prompt, {first, shared, *edges}):
                 if at >= first:
                     self._claim_run(run, request.wish_at(at), at >= shared, request, now)
-        for pin, blocks in self._pins.along(prompt, now):
+        for pin, blocks in self._pins.matching(prompt, now):
             self._pin(pin, prompt[:blocks], now)
 
     def claim_inherited(self, held: "array[int]", request: RetentionRequest, now: float) -> None:
@@ -208,12 +210,10 @@ class RetentionManager:
         found: list[RetentionSegment] = []
         at = 0
         for run in self._tree.match(prompt).runs:
-            standing = run.retention.standing(now) if run.retention is not None else PLAIN
-            if standing.level >= PLAIN_LEVEL and standing != PLAIN:
-                ttl_s = None if standing.until == inf else standing.until - now
-                found.append(
-                    RetentionSegment(at, at + len(run), RetentionWish(standing.level, ttl_s))
-                )
+            rank = self.eviction_rank(run, now)
+            if rank.level >= DEFAULT_LEVEL and rank != UNCLAIMED:
+                ttl_s = None if rank.until == inf else rank.until - now
+                found.append(RetentionSegment(at, at + len(run), RetentionWish(rank.level, ttl_s)))
             at += len(run)
         return found
 
@@ -245,8 +245,8 @@ class RetentionManager:
         for over in self._pins.put(pinned):
             self._unpin(over, now)
         self._pin(pinned, prompt, now)
-        self.budget.outcomes.granted(directive)
-        return directive.blocks
+        self.budget.outcomes.record_grant(directive)
+        return directive.granted_blocks
 
     def unpin(self, pin: str, now: float) -> int:
         """Remove a pin; return the number of blocks that it held."""
@@ -275,7 +275,7 @@ class RetentionManager:
         """Split off the first `size` blocks of a run as a run of their own and return it."""
         upper = self._tree.split(run, size)
         if not upper.refs:
-            self.evictable.add(upper, self.evictable.standing(run))
+            self.evictable.add(upper, self.evictable.eviction_rank(run))
         return upper
 
     def _claim_run(
@@ -304,7 +304,7 @@ class RetentionManager:
         size = self.budget.grantable(retention, len(run), wish)
         if 0 < size < len(run):
             self._raise_run(self._split(run, size), wish, payer, now)
-        self.budget.claim(retention, len(run), wish, now, alone=False)
+        self.budget.claim(retention, len(run), wish, now, exclusive=False)
         self._drop_if_empty(run)
 
     def _pin(self, pin: Pinned[int], prompt: "array[int]", now: float) -> None:
@@ -332,7 +332,7 @@ class RetentionManager:
     def _update_rank(self, run: BlockRun, now: float) -> None:
         self._drop_if_empty(run)
         if not run.refs:
-            self.evictable.set(run, self.eviction_rank(run, now))
+            self.evictable.update(run, self.eviction_rank(run, now))
 
     def _refreshed_rank(self, run: BlockRun, now: float) -> EvictionRank:
         self._expire_claims(run, now)
@@ -340,7 +340,7 @@ class RetentionManager:
 
     def _expire_claims(self, run: BlockRun, now: float) -> None:
         if run.retention is not None:
-            self.budget.lapse(run.retention, len(run), now)
+            self.budget.expire(run.retention, len(run), now)
             self._drop_if_empty(run)
 
     def _drop_if_empty(self, run: BlockRun) -> None:
@@ -353,7 +353,7 @@ class RetentionManager:
         self.evictable.discard(run)
         self._evict_blocks(run, len(run.hashes))
         if run.parent is not None and not run.parent.children:
-            self.evictable.uncover(run.parent)
+            self.evictable.unblock(run.parent)
 
     # dropping blocks that no session uses
 
@@ -362,7 +362,7 @@ class RetentionManager:
 
     def _drop_tail(self, tail: PromptTail[int]) -> int:
         prompt = array("Q", tail.prompt)
-        retained = max(tail.kept, self._used_above(prompt))
+        retained = max(tail.start, self._used_above(prompt))
         at = 0
         for run in self._tree.match(prompt).runs:
             end = at + len(run)
@@ -384,7 +384,7 @@ class RetentionManager:
                 continue
             blocks += len(run)
             if run.retention is not None:
-                self.budget.freed(run.retention, len(run))
+                self.budget.on_dropped(run.retention, len(run))
             self._evict_run(run)
         return blocks
 
@@ -395,7 +395,7 @@ def _log_outcome(directive: Directive, outcome: DirectiveOutcome) -> None:
         directive.priority,
         directive.ttl_s,
         directive.tenant,
-        directive.asked,
+        directive.requested_blocks,
         outcome,
     )
 

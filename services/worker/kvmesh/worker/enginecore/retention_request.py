@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvmesh.bus.messages import Retain, Work, owner
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.retention.budget import directives
 from kvmesh.retention.claims import RetentionWish
 from kvmesh.retention.outcomes import Directive
@@ -67,7 +68,7 @@ def parse_retention(
     """The claims of a request; None if it has no session and no directives."""
     if work.session is None and not work.retention and work.decode is None:
         return None
-    prompt = len(work.tokens) // 4 - work.generated
+    prompt = len(work.tokens) // TOKEN_BYTES - work.generated
     payer = owner(work.tenant)
     explicit = directives(work.retention, payer)
     answer = directives([work.decode] if work.decode is not None else [], payer)

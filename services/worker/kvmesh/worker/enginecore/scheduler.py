@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Whether the batch stays as it is until a sequence ends or needs a block."""
+        """True if the batch stays as it is until a sequence ends or needs a block."""
         if self.loading:
             return False
         return self._rejected_at is not None or not self.waiting_count
@@ -100,10 +100,10 @@ class Scheduler:
         """Prompt tokens, queued or in progress, that are not computed yet."""
         if len(self.decoding.members) == len(self.live):
             return 0
-        under_way = self.prefilling + self.loading
+        pending = self.prefilling + self.loading
         if self.waiting_count:
-            under_way += [s for _, _, s in self.waiting if s.state is SequenceState.WAITING]
-        return sum([s.prompt_length + s.generated - s.computed for s in under_way])
+            pending += [s for _, _, s in self.waiting if s.state is SequenceState.WAITING]
+        return sum([s.prompt_length + s.generated - s.computed for s in pending])
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request; its id must not be live."""
@@ -248,7 +248,7 @@ class Scheduler:
         self.decoding.add(sequence)
 
     def _is_new(self, sequence: Sequence, block: int, seen: set[int]) -> bool:
-        """Whether a block that a sequence fills is neither held nor in `seen`.
+        """True if a block that a sequence fills is neither held nor in `seen`.
 
         False if its hash is not known yet. `seen` has the blocks filled earlier in the span.
         """
@@ -364,16 +364,16 @@ class Scheduler:
         """Lock the cached prefix; return whether the rest can be computed at once."""
         size, hits = self.limits.block_size, match.matched
         self.blocks.lock(match)
-        tiers = self.tiers.match_prefix(
+        lower = self.tiers.match_prefix(
             sequence.reusable, hits, sequence.request.remote_tokens // size
         )
         sequence.full_blocks = hits
         sequence.computed = hits * size
         if sequence.cached is None:
-            sequence.cached = tiers.tokens(size)
-        if tiers.loadable or tiers.kvbm_queried:
-            self._allocate_or_preempt(sequence, tiers.loadable)
-            sequence.ready_at = self.tiers.load(tiers, now)
+            sequence.cached = lower.tokens(size)
+        if lower.loadable or lower.kvbm_queried:
+            self._allocate_or_preempt(sequence, lower.loadable)
+            sequence.ready_at = self.tiers.load(lower, now)
             sequence.state = SequenceState.LOADING
             self.loading.append(sequence)
             return False

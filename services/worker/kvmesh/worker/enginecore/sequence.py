@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from kvmesh.hashing import block_hashes, sequence_hashes
+from kvmesh.hashing import HASH_BYTES, TOKEN_BYTES, block_hashes, sequence_hashes
 from kvmesh.worker.enginecore.retention_request import RetentionRequest
 
 
@@ -46,7 +46,7 @@ class Request:
 def hash_prompt(tokens: bytes, block_size: int, salt: int) -> tuple[bytes, bytes, bytes]:
     """Local hashes, sequence hashes and tail of a prompt (packed uint32), as in `Request`."""
     local, sequence = block_hashes(tokens, block_size, salt)
-    return local, sequence, tokens[len(local) // 8 * block_size * 4 :]
+    return local, sequence, tokens[len(local) // HASH_BYTES * block_size * TOKEN_BYTES :]
 
 
 class SequenceState(Enum):

@@ -35,10 +35,8 @@ class LowerTier(BlockManager):
 
     def store(self, sequence: Sequence, priority: int) -> None:
         """Store the blocks that a sequence holds, as many from the root as fit."""
-        request, hashes = (
-            sequence.request,
-            sequence.sequence_hashes[: min(sequence.full_blocks, self.capacity)],
-        )
+        request = sequence.request
+        hashes = sequence.sequence_hashes[: min(sequence.full_blocks, self.capacity)]
         held = self.lock_prefix(hashes)
         new = slice(held, len(hashes))
         if held < len(hashes):
@@ -146,7 +144,7 @@ class SimulatedTiers:
         ]
 
     def is_foreign(self, first: int, tenant: str) -> bool:
-        """Whether hash `first` is the first block of another tenant's prompt in a lower tier."""
+        """True if hash `first` is the first block of another tenant's prompt in a lower tier."""
         return any(tier.is_foreign(first, tenant) for tier in self.lower)
 
     def match_prefix(self, reusable: "array[int]", hits: int, remote: int = 0) -> TierMatch:

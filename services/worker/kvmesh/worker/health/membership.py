@@ -5,8 +5,6 @@ import logging
 from collections.abc import Callable, Iterable
 
 import msgspec
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
 
 from kvmesh.bus.buckets import read_bucket
 from kvmesh.bus.client import Bus
@@ -23,7 +21,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 30.0
 PING_S = 1.0
 _cards = msgspec.msgpack.Decoder(Instance)
-_FAILURES = (NatsError, APIError, OSError, TimeoutError, BusError)
 
 
 class Membership:
@@ -63,7 +60,7 @@ class Membership:
             if held is not None:
                 try:
                     self._update_warnings(held.card, await self._read())
-                except _FAILURES as error:
+                except BusError as error:
                     log.debug("cannot read the instances on the mesh: %s", cause(error))
             await asyncio.sleep(self._interval_s)
 
@@ -88,7 +85,7 @@ class Membership:
         """The other workers of the model; one of the same name is an earlier instance."""
         try:
             cards = await self._read()
-        except _FAILURES as error:
+        except BusError as error:
             raise EngineError(f"cannot read the instances on the mesh: {cause(error)}") from error
         return [other for other in _of_model(card, cards) if other.name != card.name]
 
@@ -115,7 +112,7 @@ class Membership:
             await ping(self._bus, card.instance, PING_S)
         except NoResponder:
             return False
-        except (*_FAILURES, msgspec.MsgspecError):
+        except BusError:
             return True  # it may be slow
         return True
 

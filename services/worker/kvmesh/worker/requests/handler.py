@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable
 
 from kvmesh.bus.messages import Chunk, Load, Work, WorkReply
+from kvmesh.prompt_delta.tokens import PromptCache
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.capabilities import default_outcomes
 from kvmesh.worker.constraints.compiler import ConstraintCompiler
 from kvmesh.worker.engine import Engine, EngineInfo, OutputDelta, Rejected
 from kvmesh.worker.requests import admission
 from kvmesh.worker.requests.output_buffer import OutputBuffer
-from kvmesh.worker.requests.prompt_cache import PromptCache
 
 log = logging.getLogger(__name__)
 

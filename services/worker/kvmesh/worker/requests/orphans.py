@@ -4,6 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.errors import BusError, NoResponder
@@ -11,6 +13,7 @@ from kvmesh.bus.messages import ControlReply, Instance, Role, StepOutput
 from kvmesh.bus.streams import StreamLimits
 
 log = logging.getLogger(__name__)
+_replies = msgspec.msgpack.Decoder(ControlReply)
 LOOK_S = 1.0
 PROBE_S = 1.0
 SETTLED_S = 5.0
@@ -78,13 +81,13 @@ class OrphanedRequests:
             self._abandon(frontend)
 
     async def _is_subscribed(self, frontend: str) -> bool:
-        """Whether the server has a subscriber for the frontend's tokens; none ever replies."""
+        """True if the server has a subscriber for the frontend's tokens; none ever replies."""
         empty = StepOutput(self._instance, [])
         try:
             subject = self._bus.subjects.out(frontend)
-            await self._bus.request(subject, empty, ControlReply, PROBE_S)
+            await self._bus.request(subject, empty, _replies, PROBE_S)
         except NoResponder:
             return False
-        except (BusError, OSError):
+        except BusError:
             return True
         return True

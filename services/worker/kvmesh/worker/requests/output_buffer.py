@@ -106,7 +106,7 @@ class OutputBuffer:
     @property
     def frontends(self) -> set[str]:
         """The frontends of these requests."""
-        return {transcript.frontend for transcript in self._by_request.values()}
+        return {output.frontend for output in self._by_request.values()}
 
     def live_of(self, frontend: str) -> list[str]:
         """The requests of a frontend that have not ended."""
@@ -139,10 +139,10 @@ class OutputBuffer:
         """Number the tokens and group them by frontend; output of ended requests is dropped."""
         chunks: dict[str, list[Chunk]] = {}
         for delta in deltas:
-            transcript = self._by_request.get(delta.request)
-            if transcript is None or transcript.finish is not None:
+            output = self._by_request.get(delta.request)
+            if output is None or output.finish is not None:
                 continue
-            chunks.setdefault(transcript.frontend, []).append(transcript.append(delta))
+            chunks.setdefault(output.frontend, []).append(output.append(delta))
             if delta.finish is not None:
                 self._ended.append((now, delta.request))
                 self.live_count -= 1
@@ -151,10 +151,10 @@ class OutputBuffer:
 
     def output_from(self, request: str, offset: int) -> tuple[str, Chunk] | None:
         """The frontend of a request and its output from `offset` on; None if unknown."""
-        transcript = self._by_request.get(request)
-        if transcript is None:
+        output = self._by_request.get(request)
+        if output is None:
             return None
-        return transcript.frontend, transcript.chunk_from(request, offset)
+        return output.frontend, output.chunk_from(request, offset)
 
     def _expire(self, now: float) -> None:
         while self._ended and now - self._ended[0][0] > self._retain_s:

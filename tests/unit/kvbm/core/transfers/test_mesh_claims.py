@@ -8,20 +8,21 @@ import pytest
 from msgspec.structs import replace
 
 from kvmesh.blocks.digests import split_digests
-from kvmesh.blocks.layout import KvLayout, LayerLayout
-from kvmesh.bus.kvbm import (
+from kvmesh.bus.messages import (
     Attach,
+    Clear,
     Commit,
     Computed,
     Declined,
     Fetch,
     Fetched,
+    KvLayout,
+    LayerLayout,
     Offer,
     Prepare,
     Prepared,
     Wanted,
 )
-from kvmesh.bus.messages import Clear
 from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Space
 from kvmesh.kvbm.core.blocks.prompt_blocks import Digests, PromptBlocks

@@ -1,4 +1,4 @@
-"""What the mock says: readable, the same for the same prompt, and of the length asked for."""
+"""Answers of the mock: readable, deterministic, and of the requested length."""
 
 import json
 from array import array
@@ -76,7 +76,7 @@ def test_the_prompt_and_the_seed_choose_the_answer() -> None:
     assert said(AUTHOR.answer(work())) == said(AUTHOR.answer(work()))
 
 
-def test_what_was_generated_elsewhere_does_not_change_the_answer() -> None:
+def test_a_migration_does_not_change_the_answer() -> None:
     whole = AUTHOR.answer(work(10))
     moved = AUTHOR.answer(work(14, generated=4))
     assert said(moved) == said(whole)
@@ -199,7 +199,7 @@ def test_a_script_answers_the_turns_that_it_knows(
     assert (text_of(whole), whole.finish) == (text, "stop")
 
 
-def test_what_no_script_knows_is_answered_as_ever() -> None:
+def test_requests_without_a_script_entry_get_the_default_answer() -> None:
     author = AnswerWriter(TEXT, OPTIONS, SCRIPT)
     assert said(author.answer(work())) == said(AUTHOR.answer(work()))
 

@@ -1,4 +1,4 @@
-"""The mock's core: what it computes, in which order, how long it takes, and what it tells."""
+"""The core of the mock: schedule, step times, output and events."""
 
 from array import array
 from collections.abc import Iterable
@@ -140,7 +140,7 @@ def test_higher_priority_goes_first_then_arrival() -> None:
     assert [o.request for o in done.outputs] == ["c", "e", "a", "b", "d"]
 
 
-def test_the_last_one_is_preempted_and_its_answer_is_whole() -> None:
+def test_the_last_sequence_is_preempted_and_its_answer_is_complete() -> None:
     core = MockCore(CoreOptions(blocks=10, limits=LIMITS))
     done = run(
         core,
@@ -186,16 +186,16 @@ def test_a_migrated_request_continues_the_same_answer() -> None:
     assert rest.held == whole.held
 
 
-def test_what_can_never_fit_is_refused() -> None:
+def test_a_request_that_can_never_fit_is_refused() -> None:
     core = MockCore(SMALL)
     with pytest.raises(ValueError, match="does not fit"):
         core.submit(request("a", range(100), target=29))
     core.submit(request("b", range(100), target=28))
-    with pytest.raises(ValueError, match="already here"):
+    with pytest.raises(ValueError, match="already live"):
         core.submit(request("b", range(4)))
 
 
-def test_clear_drops_only_what_is_unused() -> None:
+def test_clear_drops_unused_blocks_only() -> None:
     core = MockCore(SMALL)
     run(core, request("a", range(16), 1)).finish()
     going = run(core, request("b", range(50, 66), 9))
@@ -234,7 +234,7 @@ def random_requests(rng: Random, longest: int) -> list[Request]:
 
 @given(CASES)
 @settings(max_examples=80, deadline=None)
-def test_any_mix_ends_with_whole_answers_and_true_events(
+def test_random_requests_end_with_complete_answers_and_correct_events(
     case: tuple[int, int, int, float],
 ) -> None:
     seed, blocks, sequences, watermark = case
@@ -275,7 +275,7 @@ def test_many_decode_steps_in_one_call_change_nothing(seed: int, horizon: float)
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.001, 1.0))
 @settings(max_examples=60, deadline=None)
-def test_a_quiet_core_does_the_same_and_tells_only_the_ends(seed: int, horizon: float) -> None:
+def test_a_core_without_tokens_makes_the_same_steps(seed: int, horizon: float) -> None:
     requests = random_requests(Random(seed), 120)
     options = replace(SMALL, blocks=40)
     loud = run(MockCore(options), *requests).finish(horizon)

@@ -1,4 +1,4 @@
-"""Guided output: valid under any schema, expression or tag that is understood."""
+"""Guided output: valid under any supported schema, expression or tag."""
 
 import json
 import re
@@ -64,7 +64,7 @@ SCHEMAS: list[Any] = [
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:40])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_written_is_valid(schema: Any, seed: int) -> None:
+def test_generated_text_is_valid(schema: Any, seed: int) -> None:
     text = generate(Guided(kind="json_schema", value=json.dumps(schema)), Random(seed))
     jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
 
@@ -86,7 +86,7 @@ def test_what_is_written_is_valid(schema: Any, seed: int) -> None:
         ({"required": ["a", "b"], "additionalProperties": {"$ref": "#"}}, "without|more"),
     ],
 )
-def test_what_cannot_be_written_is_explained(schema: Any, reason: str) -> None:
+def test_unsatisfiable_constraints_are_explained(schema: Any, reason: str) -> None:
     with pytest.raises(UnsupportedConstraint, match=reason):
         generate(Guided(kind="json_schema", value=json.dumps(schema)), Random(0))
 
@@ -142,7 +142,7 @@ def test_strings_match_their_expression(pattern: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"a(?=b)", r"a++b", r"(?>a|ab)c", r"(a)?(?(1)b|c)"])
-def test_what_cannot_be_followed_is_refused(pattern: str) -> None:
+def test_unsupported_constraints_are_refused(pattern: str) -> None:
     with pytest.raises(RegexError, match="not supported"):
         matching_string(pattern, Random(0))
 
@@ -191,7 +191,7 @@ MANY = [f"p{number}" for number in range(8000)]
     ],
     ids=lambda guided: guided.value[:30],
 )
-def test_what_is_out_of_proportion_is_refused(guided: Guided) -> None:
+def test_oversized_constraints_are_refused(guided: Guided) -> None:
     with pytest.raises(UnsupportedConstraint, match="more than"):
         generate(guided, Random(0))
 

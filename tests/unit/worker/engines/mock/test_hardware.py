@@ -1,4 +1,4 @@
-"""What the mock stands for: measured step times, tiers, transfers, and failures on purpose."""
+"""Simulated hardware of the mock: measured step times, tiers, transfers, injected faults."""
 
 from array import array
 from pathlib import Path
@@ -150,7 +150,7 @@ def test_a_request_can_be_aborted_while_its_kv_arrives() -> None:
     assert not engine.busy
 
 
-def test_what_the_engine_evicts_comes_back_from_the_host() -> None:
+def test_evicted_blocks_are_onboarded_from_the_host() -> None:
     engine = core(host_blocks=64)
     engine.submit(request("a", 0))
     now, _, events = finish(engine)
@@ -242,7 +242,9 @@ def left(prefix: list[int]) -> Sequence:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), max_size=30))
-def test_a_lower_tier_tells_the_truth_and_keeps_its_bounds(prefixes: list[list[int]]) -> None:
+def test_events_of_a_lower_tier_are_correct_and_its_size_is_bounded(
+    prefixes: list[list[int]],
+) -> None:
     tier = LowerTier(5, tier=HOST)
     events: list[KvEvent] = []
     for prefix in prefixes:

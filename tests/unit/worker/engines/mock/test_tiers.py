@@ -1,4 +1,4 @@
-"""The mock's tiers below its memory: what comes up from them, what stays in them, and how fast."""
+"""Lower tiers of the mock: onboarding, retention and transfer times."""
 
 from array import array
 from collections.abc import AsyncIterator
@@ -54,7 +54,7 @@ def loaded(started: Started) -> list[int]:
     return counts.loaded
 
 
-async def test_it_says_what_it_has(started: Started) -> None:
+async def test_tier_counts_report_the_moved_blocks(started: Started) -> None:
     assert started.info.capacity.tier_blocks == [96, 256]
     await started.run("a", prompt(100), max_tokens=1)
     assert where(started, prompt(100)) == [6, 6, 6]
@@ -63,9 +63,7 @@ async def test_it_says_what_it_has(started: Started) -> None:
 
 
 @pytest.mark.parametrize(("others", "tier"), [(6, HOST), (10, DISK)])
-async def test_what_was_evicted_comes_back_from_below(
-    started: Started, others: int, tier: int
-) -> None:
+async def test_evicted_blocks_are_onboarded(started: Started, others: int, tier: int) -> None:
     tokens = prompt(100)
     await started.run("a", tokens, max_tokens=1)
     await press(started, others)
@@ -134,7 +132,7 @@ async def test_clear_reaches_the_tiers_that_are_meant(started: Started) -> None:
     assert not started.sink.held[0] | started.sink.below[HOST] | started.sink.below[DISK]
 
 
-async def test_release_reaches_all_tiers_but_for_what_others_use(started: Started) -> None:
+async def test_release_drops_unshared_blocks_from_all_tiers(started: Started) -> None:
     shared = prompt(64)
     one, two = shared + prompt(64, first=100), shared + prompt(48, first=200)
     await started.run("a", one, max_tokens=1, session="A")
@@ -145,7 +143,7 @@ async def test_release_reaches_all_tiers_but_for_what_others_use(started: Starte
     assert (where(started, one), where(started, two)) == ([0, 4, 4], [0, 7, 7])
 
 
-async def test_what_a_session_leaves_goes_from_all_tiers(started: Started) -> None:
+async def test_superseded_tails_are_dropped_from_all_tiers(started: Started) -> None:
     head = prompt(48)
     old, new = head + prompt(96, first=100), head + prompt(32, first=200)
     await started.run("old", old, max_tokens=1, session="A")
@@ -154,7 +152,7 @@ async def test_what_a_session_leaves_goes_from_all_tiers(started: Started) -> No
     assert (where(started, old), where(started, new)) == ([3, 3, 3], [5, 5, 5])
 
 
-async def test_a_pin_holds_below_until_it_is_taken_back(started: Started) -> None:
+async def test_a_pin_applies_to_lower_tiers_until_it_is_removed(started: Started) -> None:
     tokens = prompt(96)
     await started.run("a", tokens, max_tokens=1)
     await press(started, 6)
@@ -167,7 +165,7 @@ async def test_a_pin_holds_below_until_it_is_taken_back(started: Started) -> Non
     assert where(started, tokens)[:2] == [0, 0]
 
 
-async def test_what_is_kept_is_kept_below_and_again_when_it_comes_up(started: Started) -> None:
+async def test_claims_follow_blocks_to_lower_tiers_and_back(started: Started) -> None:
     tokens = prompt(96)
     retain = Retain(0, None, 90, explicit=True)
     await started.run("a", tokens, max_tokens=1, retention=[retain])
@@ -179,7 +177,7 @@ async def test_what_is_kept_is_kept_below_and_again_when_it_comes_up(started: St
     assert where(started, tokens)[0] == 5, "the last one was computed, and nothing asked for it"
 
 
-async def test_what_a_step_has_stored_is_told_before_it_is_dropped() -> None:
+async def test_events_of_a_step_precede_the_removal_of_its_blocks() -> None:
     made = await start_mock(host_blocks=96, speedup=0.02)  # a step takes most of a second
     made.submit("a", prompt(100), max_tokens=1)
     await eventually(lambda: made.load().steps == 1, timeout=30, what="the step is under way")

@@ -120,7 +120,7 @@ async def test_a_stop_token_ends_the_output(start: Start) -> None:
     assert sidecar.sink.tokens("a") == tokens[: tokens.index(tokens[4]) + 1]
 
 
-async def test_output_of_another_worker_is_continued(start: Start) -> None:
+async def test_a_migrated_answer_is_continued(start: Start) -> None:
     sidecar = await start()
     tokens = continuation(unpack(prompt(40)), 12)
     longer = prompt(40) + array("I", tokens[:5]).tobytes()

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions (OpenAI)."""
 
-import secrets
-import time
 from typing import Any
 
 import msgspec
@@ -12,14 +10,15 @@ from kvmesh.frontend.apis.base import (
     ApiCall,
     Ending,
     Headers,
+    RequestStamp,
     TokenLogprob,
     Usage,
     decode,
     json_encode,
 )
-from kvmesh.frontend.apis.cache_ttl import lifetime
+from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
 from kvmesh.frontend.apis.chat.body import ChatBody, to_request
-from kvmesh.frontend.apis.nvext import ignored
+from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
 from kvmesh.frontend.conversation import (
@@ -36,33 +35,33 @@ _decoder = msgspec.json.Decoder(ChatBody)
 
 
 class Chat:
-    """The surface."""
+    """The Chat Completions API."""
 
     name = "chat"
     keepalive = openai.KEEPALIVE
     in_order = False
 
-    def parse(self, body: bytes, headers: Headers) -> ApiCall:
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
         parsed = decode(_decoder, body)
-        request = to_request(parsed, f"chatcmpl-{secrets.token_hex(12)}")
+        request = to_request(parsed, f"chatcmpl-{stamp.token}")
         apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
-        request.keep(lifetime(parsed.prompt_cache_retention, parsed.prompt_cache_options))
+        request.retain_prompt(
+            cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
+        )
         if "ignored" in request.extra_fields:
-            request.ignored = ignored(body, ChatBody)
+            request.ignored = ignored_fields(body, ChatBody)
         options = parsed.stream_options
-        return ApiCall(request, ChatAnswer(request, bool(options and options.include_usage)))
-
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        return openai.error_body(error)
+        include_usage = bool(options and options.include_usage)
+        return ApiCall(request, ChatAnswer(request, stamp.created, include_usage))
 
 
 class ChatChoice:
-    """What one choice has said so far, and the pre-encoded head of its chunks."""
+    """The transcript of one choice, and the encoded head of its chunks."""
 
     def __init__(self, index: int, common: bytes) -> None:
         self.head = b"data: " + common + b',"choices":[{"index":%d,"delta":' % index
         self.text_head = self.head + b'{"content":'
-        self.said = Transcript()
+        self.transcript = Transcript()
         self.logprobs: list[TokenLogprob] = []
         self.calls = 0
         self.finish = "stop"
@@ -71,11 +70,11 @@ class ChatChoice:
 class ChatAnswer:
     """Renders chunks and the whole completion."""
 
-    def __init__(self, request: GenerateRequest, include_usage: bool) -> None:
+    def __init__(self, request: GenerateRequest, created: int, include_usage: bool) -> None:
         self._stream = request.stream
         self._include_usage = include_usage
         self._with_logprobs = request.sampling.logprobs is not None
-        self._common = {"id": request.id, "created": int(time.time()), "model": request.model}
+        self._common = {"id": request.id, "created": created, "model": request.model}
         self._chunk_common = {"object": "chat.completion.chunk", **self._common}
         common = json_encode(self._chunk_common)[:-1]
         self._choices = [ChatChoice(index, common) for index in range(request.n)]
@@ -95,7 +94,7 @@ class ChatAnswer:
         if not self._stream:
             state.logprobs += logprobs
             for event in events:
-                state.said.add(event)
+                state.transcript.add(event)
             return b""
         if logprobs:
             return self._with_tokens(choice, events, logprobs)
@@ -106,7 +105,7 @@ class ChatAnswer:
     def _with_tokens(
         self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]
     ) -> bytes:
-        """All tokens' probabilities go with the first delta that they led to."""
+        """Chunks of the deltas; the first carries the log-probabilities of all tokens."""
         state = self._choices[choice]
         deltas = [delta for event in events if (delta := _delta(state, event))] or [{}]
         frames = []
@@ -119,7 +118,7 @@ class ChatAnswer:
 
     def end(self, choice: int, ending: Ending) -> bytes:
         state = self._choices[choice]
-        called = state.calls or state.said.calls
+        called = state.calls or state.transcript.calls
         state.finish = "tool_calls" if ending.reason == "stop" and called else ending.reason
         if not self._stream:
             return b""
@@ -143,7 +142,7 @@ class ChatAnswer:
         choices = [
             {
                 "index": index,
-                "message": _message(choice.said),
+                "message": _message(choice.transcript),
                 "logprobs": self._logprobs(choice),
                 "finish_reason": choice.finish,
             }
@@ -177,10 +176,10 @@ def _delta(choice: ChatChoice, event: AnswerEvent) -> dict[str, Any]:
     return {}
 
 
-def _message(said: Transcript) -> dict[str, Any]:
-    calls = [_call(part.start, part.text) for part in said.calls if part.start is not None]
-    thinking = said.joined(PartKind.THINKING)
-    content = said.joined(PartKind.TEXT) or (None if calls else "")
+def _message(transcript: Transcript) -> dict[str, Any]:
+    calls = [_call(part.start, part.text) for part in transcript.calls if part.start is not None]
+    thinking = transcript.joined(PartKind.THINKING)
+    content = transcript.joined(PartKind.TEXT) or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if thinking:
         message["reasoning_content"] = thinking

@@ -1,4 +1,4 @@
-"""The body of a chat completion request, and its internal form."""
+"""Body of a chat completion request, and its translation into the internal form."""
 
 from typing import Any, Literal
 
@@ -10,8 +10,8 @@ from kvmesh.frontend.apis.cache_ttl import (
     CacheBreakpoint,
     CacheOptions,
     CacheRetention,
-    breakpoint_at,
-    within,
+    inner_cache_control,
+    to_cache_control,
 )
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
@@ -125,7 +125,7 @@ class ChatNamedTool(Struct):
 
 
 class ChatBody(SamplingBody, kw_only=True):
-    """Fields of the OpenAI API, and those of vLLM that agents use. Unknown ones are ignored."""
+    """Fields of the OpenAI API, and of vLLM those that agents use. Ignores unknown fields."""
 
     model: str
     messages: list[ChatMessage]
@@ -148,7 +148,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 def to_request(body: ChatBody, request_id: str) -> GenerateRequest:
-    """The internal request; raises InvalidRequest naming the field at fault."""
+    """The internal request; raises InvalidRequest with the invalid field."""
     _check(body)
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -193,10 +193,10 @@ def _message(message: ChatMessage, where: str) -> Message:
     if message.role == "assistant":
         return Message("assistant", _assistant(message, where))
     if not message.tool_call_id and message.role == "tool":
-        raise InvalidRequest("A tool message needs `tool_call_id`.", f"{where}.tool_call_id")
+        raise InvalidRequest("A tool message requires `tool_call_id`.", f"{where}.tool_call_id")
     content = [b for b in _content(message.content, where) if isinstance(b, Text | Image)]
     call = message.tool_call_id or message.name or ""
-    return Message("tool", [ToolResult(call, content, cache=within(content))])
+    return Message("tool", [ToolResult(call, content, cache=inner_cache_control(content))])
 
 
 def _assistant(message: ChatMessage, where: str) -> list[Block]:
@@ -212,7 +212,7 @@ def _tool_call(call: ChatToolCall, where: str) -> ToolCall:
     if call.custom is not None:
         return ToolCall(call.id, call.custom.name, call.custom.input, custom=True)
     if call.function is None:
-        raise InvalidRequest("A tool call needs `function`.", f"{where}.function")
+        raise InvalidRequest("A tool call requires `function`.", f"{where}.function")
     arguments = call.function.arguments
     text = arguments if isinstance(arguments, str) else as_json(arguments or {})
     return ToolCall(call.id, call.function.name, text)
@@ -227,7 +227,7 @@ def _content(content: str | list[ChatPart] | None, where: str) -> list[Block]:
 
 
 def _part(part: ChatPart, where: str) -> Block:
-    cache = breakpoint_at(part.prompt_cache_breakpoint)
+    cache = to_cache_control(part.prompt_cache_breakpoint)
     if part.type in ("text", "input_text", "output_text"):
         return Text(part.text or "", cache)
     if part.type == "refusal":
@@ -239,7 +239,7 @@ def _part(part: ChatPart, where: str) -> Block:
 
 
 def _tools(tools: list[ChatToolBody]) -> list[Tool]:
-    """Function and custom tools; other types are hosted ones that no engine has."""
+    """Function and custom tools; skips types of hosted tools."""
     found = []
     for tool in tools:
         if tool.function is not None:
@@ -248,10 +248,10 @@ def _tools(tools: list[ChatToolBody]) -> list[Tool]:
             found.append(Tool(f.name, f.description or "", f.parameters or {}, strict=strict))
         elif tool.custom is not None:
             c = tool.custom
-            form = c.format.grammar if c.format and c.format.grammar else Grammar()
-            about, regex = c.description or "", form.syntax == "regex"
-            text = form.definition
-            found.append(Tool(c.name, about, {}, custom=True, grammar=text, regex=regex))
+            grammar = c.format.grammar if c.format and c.format.grammar else Grammar()
+            description, regex = c.description or "", grammar.syntax == "regex"
+            text = grammar.definition
+            found.append(Tool(c.name, description, {}, custom=True, grammar=text, regex=regex))
     return found
 
 
@@ -259,7 +259,7 @@ def _choice(choice: str | ChatNamedTool | None) -> ToolChoice:
     if isinstance(choice, ChatNamedTool):
         named = choice.function or choice.custom
         if named is None:
-            raise InvalidRequest("A named tool choice needs `function`.", "tool_choice.function")
+            raise InvalidRequest("A named tool choice requires `function`.", "tool_choice.function")
         return ToolChoice("named", named.name)
     if choice in ("none", "required"):
         return ToolChoice(choice)  # type: ignore[arg-type]  # narrowed by the line above

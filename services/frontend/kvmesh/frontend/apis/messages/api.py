@@ -1,6 +1,5 @@
-"""POST /v1/messages (Anthropic)."""
+"""POST /v1/messages and /v1/messages/count_tokens (Anthropic)."""
 
-import secrets
 from hashlib import blake2b
 from typing import Any
 
@@ -12,17 +11,19 @@ from kvmesh.frontend.apis.base import (
     ApiCall,
     Ending,
     Headers,
+    RequestStamp,
     TokenLogprob,
     Usage,
     decode,
     json_encode,
 )
 from kvmesh.frontend.apis.messages.body import MessagesBody, to_request
-from kvmesh.frontend.apis.nvext import ignored
-from kvmesh.frontend.apis.request_hints import apply_hints, session_in
+from kvmesh.frontend.apis.nvext import ignored_fields
+from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, Kind
+from kvmesh.hashing import TOKEN_BYTES
 
 TYPES: dict[Kind, str] = {
     "invalid_request": "invalid_request_error",
@@ -36,7 +37,7 @@ TYPES: dict[Kind, str] = {
     "timeout": "timeout_error",
     "internal": "api_error",
 }
-OPENING = b": accepted\n\n"
+ACCEPTED = b": accepted\n\n"
 TEXT_HEAD = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
 DELTAS = {
     transcript.PartKind.TEXT: b'"delta":{"type":"text_delta","text":',
@@ -46,79 +47,82 @@ DELTAS = {
 _decoder = msgspec.json.Decoder(MessagesBody)
 
 
-def parse_body(body: bytes, headers: Headers) -> GenerateRequest:
-    """The internal request of a Messages body; shared with token counting."""
+def parse_body(body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
+    """The internal request of a Messages or token counting body."""
     parsed = decode(_decoder, body)
-    request = to_request(parsed)
-    user = session_in(parsed.metadata.user_id if parsed.metadata else None)
+    request = to_request(parsed, f"msg_{stamp.token}")
+    user = session_in_user_id(parsed.metadata.user_id if parsed.metadata else None)
     apply_hints(request, headers, parsed.nvext, user)
-    request.keep(parsed.cache_control.ttl_s() if parsed.cache_control else None)
+    request.retain_prompt(parsed.cache_control.ttl_s() if parsed.cache_control else None)
     if "ignored" in request.extra_fields:
-        request.ignored = ignored(body, MessagesBody)
+        request.ignored = ignored_fields(body, MessagesBody)
     return request
 
 
 class AnthropicErrorShape:
-    """The API's own form of errors."""
+    """Error responses of the Anthropic API."""
 
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        return STATUS[error.kind], json_encode(error_object(error))
+    def error(self, error: ApiError, request_id: str) -> tuple[int, bytes]:
+        return STATUS[error.kind], json_encode(error_object(error, request_id))
 
 
 SHAPE = AnthropicErrorShape()
 
 
-class Messages(AnthropicErrorShape):
-    """The surface."""
+class Messages:
+    """The Messages API."""
 
     name = "messages"
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
     in_order = True
 
-    def parse(self, body: bytes, headers: Headers) -> ApiCall:
-        request = parse_body(body, headers)
-        return ApiCall(request, MessagesAnswer(request))
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
+        request = parse_body(body, headers, stamp)
+        return ApiCall(request, MessagesAnswer(request, f"req_{stamp.token}"))
 
 
-class CountTokens(AnthropicErrorShape):
-    """POST /v1/messages/count_tokens: exact for the served template."""
+class CountTokens:
+    """Token counting, exact for the served template."""
 
     name = "count_tokens"
 
-    def parse(self, body: bytes, headers: Headers) -> GenerateRequest:
-        return parse_body(body, headers)
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
+        return parse_body(body, headers, stamp)
 
     def answer(self, prompts: list[bytes], context: int) -> bytes:
-        return json_encode({"input_tokens": sum(len(prompt) // 4 for prompt in prompts)})
+        return json_encode({"input_tokens": sum(len(prompt) // TOKEN_BYTES for prompt in prompts)})
 
 
-def error_object(error: ApiError) -> dict[str, Any]:
+def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
     return {
         "type": "error",
         "error": {"type": TYPES[error.kind], "message": _message(error)},
-        "request_id": f"req_{secrets.token_hex(12)}",
+        "request_id": request_id,
     }
 
 
 def _message(error: ApiError) -> str:
-    """Claude Code reads these two texts, and lowers `max_tokens` or compacts the conversation."""
+    """The message; Claude Code parses the two texts of ContextExceeded.
+
+    It lowers `max_tokens` or compacts the conversation.
+    """
     if not isinstance(error, ContextExceeded):
         return error.message
-    count, wanted, most = error.prompt_tokens, error.max_tokens, error.context
+    count, wanted, limit = error.prompt_tokens, error.max_tokens, error.context
     if wanted is None:
-        return f"prompt is too long: {count} tokens > {most} maximum"
-    return f"input length and `max_tokens` exceed context limit: {count} + {wanted} > {most}"
+        return f"prompt is too long: {count} tokens > {limit} maximum"
+    return f"input length and `max_tokens` exceed context limit: {count} + {wanted} > {limit}"
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """The three input counts are disjoint, as this API has it; together they are the prompt."""
+    """`usage`, whose three input counts are disjoint and add up to the prompt."""
     return {
         "input_tokens": usage.prompt - usage.cached - usage.stored,
         "cache_creation_input_tokens": usage.stored,
         "cache_read_input_tokens": usage.cached,
         "cache_creation": {
-            "ephemeral_5m_input_tokens": usage.stored - usage.lasting,
-            "ephemeral_1h_input_tokens": usage.lasting,
+            "ephemeral_5m_input_tokens": usage.stored - usage.stored_1h,
+            "ephemeral_1h_input_tokens": usage.stored_1h,
         },
         "output_tokens": usage.output,
         "output_tokens_details": {"thinking_tokens": usage.reasoning},
@@ -128,19 +132,20 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class MessagesAnswer:
     """Renders the event stream and the whole message."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, request_id: str) -> None:
         self._request = request
-        self._said = Transcript()
+        self._request_id = request_id
+        self._transcript = Transcript()
         self._open: TranscriptPart | None = None
-        self._begun = False
+        self._started = False
         self._ending = Ending("stop")
 
     def begin(self) -> bytes:
-        """Only a comment: usage belongs into `message_start`, and is known at the first token."""
-        return OPENING
+        """A comment; `message_start` needs the usage, which is known at the first token."""
+        return ACCEPTED
 
     def started(self, usage: Usage) -> bytes:
-        self._begun = True
+        self._started = True
         return _event({"type": "message_start", "message": self._head(usage)})
 
     def _head(self, usage: Usage) -> dict[str, Any]:
@@ -158,7 +163,7 @@ class MessagesAnswer:
     def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
         frames = []
         for event in events:
-            added = self._said.add(event)
+            added = self._transcript.add(event)
             if added is None:
                 frames.append(self._close())
                 continue
@@ -171,19 +176,19 @@ class MessagesAnswer:
 
     def _start(self, part: TranscriptPart) -> bytes:
         self._open = part
-        index = len(self._said.parts) - 1
+        index = len(self._transcript.parts) - 1
         block = _empty_block(part)
         return _event({"type": "content_block_start", "index": index, "content_block": block})
 
     def _delta(self, part: TranscriptPart, text: str) -> bytes:
-        head = TEXT_HEAD % (len(self._said.parts) - 1)
+        head = TEXT_HEAD % (len(self._transcript.parts) - 1)
         return head + DELTAS[part.kind] + json_encode(text) + b"}}\n\n"
 
     def _close(self) -> bytes:
         part, self._open = self._open, None
         if part is None:
             return b""
-        index = self._said.parts.index(part)
+        index = self._transcript.parts.index(part)
         frames = b""
         if part.kind is transcript.PartKind.THINKING:
             delta = {"type": "signature_delta", "signature": signature(part.text)}
@@ -195,7 +200,7 @@ class MessagesAnswer:
         return self._close()
 
     def done(self, summary: AnswerSummary) -> bytes:
-        start = b"" if self._begun else self.started(summary.usage)
+        start = b"" if self._started else self.started(summary.usage)
         delta = {"stop_reason": self._reason(), "stop_sequence": self._ending.stop}
         usage = usage_object(summary.usage)
         last = {"type": "message_delta", "delta": delta, "usage": usage, **_extra(summary)}
@@ -206,16 +211,16 @@ class MessagesAnswer:
             return "stop_sequence"
         if self._ending.reason == "length":
             return "max_tokens"
-        return "tool_use" if self._said.calls else "end_turn"
+        return "tool_use" if self._transcript.calls else "end_turn"
 
     def failed(self, error: ApiError) -> bytes:
-        return _event(error_object(error))
+        return _event(error_object(error, self._request_id))
 
     def whole(self, summary: AnswerSummary) -> bytes:
         return json_encode(
             {
                 **self._head(summary.usage),
-                "content": [_whole_block(part) for part in self._said.parts],
+                "content": [_whole_block(part) for part in self._transcript.parts],
                 "stop_reason": self._reason(),
                 "stop_sequence": self._ending.stop,
                 **_extra(summary),
@@ -224,7 +229,7 @@ class MessagesAnswer:
 
 
 def signature(thinking: str) -> str:
-    """An opaque mark that clients send back with a thinking block."""
+    """Opaque signature of a thinking block."""
     return blake2b(thinking.encode(), digest_size=24).hexdigest()
 
 
@@ -246,7 +251,7 @@ def _whole_block(part: TranscriptPart) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The object that the arguments are; a call that broke off has none yet."""
+    """The arguments as an object; empty for a truncated call."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except msgspec.MsgspecError:

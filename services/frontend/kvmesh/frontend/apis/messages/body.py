@@ -1,6 +1,5 @@
-"""The body of an Anthropic Messages request, and its internal form."""
+"""Body of an Anthropic Messages request, and its translation into the internal form."""
 
-import secrets
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -8,7 +7,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range
-from kvmesh.frontend.apis.cache_ttl import CacheMark, within
+from kvmesh.frontend.apis.cache_ttl import CacheMark, inner_cache_control
 from kvmesh.frontend.apis.chat.body import MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
@@ -37,7 +36,7 @@ class ImageSource(Struct):
 
 
 class ChangedTool(Struct):
-    """Names a tool, or defines one that `tools` does not list."""
+    """A tool by name, or the definition of one that `tools` does not list."""
 
     type: str
     name: str | None = None
@@ -45,7 +44,7 @@ class ChangedTool(Struct):
 
 
 class Content(Struct):
-    """Any content block; which fields count depends on `type`."""
+    """Content block of any type; `type` selects the fields in use."""
 
     type: str
     text: str | None = None
@@ -105,7 +104,7 @@ class Metadata(Struct):
 
 
 class MessagesBody(Struct, kw_only=True):
-    """Fields of the Messages API and of token counting. Unknown ones are ignored."""
+    """Fields of the Messages API and of token counting. Ignores unknown fields."""
 
     model: str
     messages: list[InputMessage]
@@ -126,8 +125,8 @@ class MessagesBody(Struct, kw_only=True):
     nvext: Nvext | None = None
 
 
-def to_request(body: MessagesBody) -> GenerateRequest:
-    """The internal request; raises InvalidRequest naming the field at fault."""
+def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
+    """The internal request; raises InvalidRequest with the invalid field."""
     if not body.messages:
         raise InvalidRequest("messages: at least one message is required", "messages")
     if len(body.messages) > MAX_MESSAGES:
@@ -136,7 +135,7 @@ def to_request(body: MessagesBody) -> GenerateRequest:
         raise InvalidRequest(f"tools: more than {MAX_TOOLS} entries", "tools")
     choice = body.tool_choice
     return GenerateRequest(
-        id=f"msg_{secrets.token_hex(12)}",
+        id=request_id,
         model=body.model,
         sampling=_sampling(body),
         messages=_messages(body),
@@ -145,7 +144,7 @@ def to_request(body: MessagesBody) -> GenerateRequest:
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         guided=_guided(body),
         template_args=_arguments(body),
-        thinking=_thinks(body.thinking),
+        thinking=_thinking(body.thinking),
         stream=bool(body.stream),
     )
 
@@ -174,7 +173,7 @@ def _messages(body: MessagesBody) -> list[Message]:
 
 
 def _blocks(content: str | list[Content], where: str) -> list[Block]:
-    """A text as a list of one block, so that both forms render alike."""
+    """Blocks of a content; a string is one text block, so that both forms render alike."""
     if isinstance(content, str):
         return [Text(content)] if content else []
     blocks = [_block(block, f"{where}.{index}") for index, block in enumerate(content)]
@@ -182,7 +181,7 @@ def _blocks(content: str | list[Content], where: str) -> list[Block]:
 
 
 def _block(block: Content, where: str) -> Block | None:
-    """None for a type that has no form in a prompt (hosted tools' bookkeeping, redactions)."""
+    """The internal block; None for types that a prompt cannot hold (hosted tools, redactions)."""
     cache = _cache(block.cache_control)
     if block.type == "text":
         return Text(block.text or "", cache)
@@ -215,7 +214,7 @@ def _result(block: Content, where: str, cache: CacheControl | None) -> ToolResul
     content = [b for b in _blocks(parts, f"{where}.content") if isinstance(b, Text | Image)]
     listed = parts if isinstance(parts, list) else []
     names = [b.tool_name for b in listed if b.type == "tool_reference" and b.tool_name]
-    cache = cache or within(content)
+    cache = cache or inner_cache_control(content)
     return ToolResult(block.tool_use_id, content, bool(block.is_error), names, cache)
 
 
@@ -227,13 +226,13 @@ def _image(block: Content, where: str, cache: CacheControl | None) -> Image:
 
 
 def _document(block: Content, where: str, cache: CacheControl | None) -> Text:
-    """Documents as text; other kinds would need a model that reads pages."""
+    """A text document; raises InvalidRequest for other kinds."""
     if block.source is not None and block.source.type == "text":
         return Text(block.source.data, cache)
     parts = block.content if isinstance(block.content, str | list) else ""
     texts = [b.text for b in _blocks(parts, where) if isinstance(b, Text)]
     if not texts:
-        raise InvalidRequest(f"{where}: this model reads documents as text only", where)
+        raise InvalidRequest(f"{where}: only text documents are supported", where)
     return Text("\n".join([block.title or "", *texts]).strip(), cache)
 
 
@@ -242,7 +241,7 @@ def _cache(mark: CacheMark | None) -> CacheControl | None:
 
 
 def _tools(body: MessagesBody) -> list[Tool]:
-    """Those of `tools`, then those defined within the conversation, which count as deferred."""
+    """The tools of `tools`, then those defined in the conversation, which are deferred."""
     found = [_tool(tool) for tool in body.tools or [] if tool.input_schema is not None]
     known = {tool.name for tool in found}
     for message in body.messages:
@@ -285,8 +284,8 @@ def _guided(body: MessagesBody) -> Guided | None:
     return Guided(kind="json_schema", value=as_json(form.schema))
 
 
-def _thinks(thinking: ThinkingBody | None) -> bool | None:
-    """What was asked, or nothing: "adaptive" leaves it to the model's default."""
+def _thinking(thinking: ThinkingBody | None) -> bool | None:
+    """True if thinking is enabled; None ("adaptive") for the model's default."""
     if thinking is None or thinking.type == "adaptive":
         return None
     return thinking.type == "enabled"

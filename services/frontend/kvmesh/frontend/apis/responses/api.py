@@ -1,7 +1,5 @@
-"""POST /v1/responses (OpenAI)."""
+"""POST /v1/responses and /v1/responses/input_tokens (OpenAI)."""
 
-import secrets
-import time
 from typing import Any
 
 import msgspec
@@ -13,19 +11,20 @@ from kvmesh.frontend.apis.base import (
     ApiCall,
     Ending,
     Headers,
+    RequestStamp,
     StoredTurn,
     TokenLogprob,
     Usage,
     decode,
     json_encode,
 )
-from kvmesh.frontend.apis.cache_ttl import lifetime
-from kvmesh.frontend.apis.nvext import ignored
+from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
+from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints
 from kvmesh.frontend.apis.responses.body import (
     ResponsesBody,
     input_items,
-    kept_items,
+    storable_items,
     to_messages,
     to_request,
 )
@@ -33,6 +32,7 @@ from kvmesh.frontend.apis.responses.items import OutputItem
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
+from kvmesh.hashing import TOKEN_BYTES
 
 CODES: dict[Kind, str] = {
     "invalid_request": "invalid_prompt",
@@ -49,51 +49,47 @@ CUSTOM_DELTA = "response.custom_tool_call_input.delta"
 _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
-def parse_body(body: bytes, headers: Headers) -> tuple[ResponsesBody, GenerateRequest]:
-    """The body and its request; shared with token counting."""
+def parse_body(
+    body: bytes, headers: Headers, stamp: RequestStamp
+) -> tuple[ResponsesBody, GenerateRequest]:
+    """The body and its request, of a response or of token counting."""
     parsed = decode(_decoder, body)
-    request = to_request(parsed, f"resp_{secrets.token_hex(16)}")
+    request = to_request(parsed, f"resp_{stamp.token}")
     apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
-    request.keep(lifetime(parsed.prompt_cache_retention, parsed.prompt_cache_options))
+    request.retain_prompt(cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options))
     if "ignored" in request.extra_fields:
-        request.ignored = ignored(body, ResponsesBody)
+        request.ignored = ignored_fields(body, ResponsesBody)
     return parsed, request
 
 
 class Responses:
-    """The surface."""
+    """The Responses API."""
 
     name = "responses"
     keepalive = openai.KEEPALIVE
     in_order = True
 
-    def parse(self, body: bytes, headers: Headers) -> ApiCall:
-        parsed, request = parse_body(body, headers)
-        answer = ResponsesAnswer(request, parsed)
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
+        parsed, request = parse_body(body, headers, stamp)
+        answer = ResponsesAnswer(request, parsed, stamp)
         return ApiCall(request, answer, ResponsesThread(request, parsed, answer))
-
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        return openai.error_body(error)
 
 
 class InputTokens:
-    """POST /v1/responses/input_tokens."""
+    """Token counting, exact for the served template."""
 
     name = "input_tokens"
 
-    def parse(self, body: bytes, headers: Headers) -> GenerateRequest:
-        return parse_body(body, headers)[1]
-
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        return openai.error_body(error)
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
+        return parse_body(body, headers, stamp)[1]
 
     def answer(self, prompts: list[bytes], context: int) -> bytes:
-        count = sum(len(prompt) // 4 for prompt in prompts)
+        count = sum(len(prompt) // TOKEN_BYTES for prompt in prompts)
         return json_encode({"object": "response.input_tokens", "input_tokens": count})
 
 
 class ResponsesThread:
-    """The stored conversation that a response continues and becomes part of."""
+    """The stored conversation that a response continues, and its own turn."""
 
     def __init__(
         self, request: GenerateRequest, body: ResponsesBody, answer: "ResponsesAnswer"
@@ -105,26 +101,26 @@ class ResponsesThread:
         self.store = body.store is not False
 
     def extend(self, turns: list[StoredTurn]) -> None:
-        """Put what was said in earlier turns before this request's input."""
+        """Insert the messages of earlier turns before this request's input."""
         items = [item for turn in turns for item in (*turn.input, *turn.output)]
         own = self._request.messages
         split = 1 if self._body.instructions else 0
         self._request.messages = [*own[:split], *to_messages(items), *own[split:]]
 
     def turn(self, response: bytes) -> StoredTurn:
-        """This turn, to be kept with the whole `response` object."""
+        """The turn to store, with the whole `response` object."""
         output = msgspec.json.decode(response, type=_Output).output
         return StoredTurn(
             id=self._request.id,
             previous=self.previous,
-            input=kept_items(input_items(self._body)),
+            input=storable_items(input_items(self._body)),
             output=output,
             response=Raw(response),
         )
 
-    def unstored(self) -> None:
+    def mark_unstored(self) -> None:
         self.store = False
-        self._answer.unstored()
+        self._answer.mark_unstored()
 
 
 class _Output(msgspec.Struct):
@@ -134,18 +130,19 @@ class _Output(msgspec.Struct):
 class ResponsesAnswer:
     """Renders the event stream and the response object."""
 
-    def __init__(self, request: GenerateRequest, body: ResponsesBody) -> None:
-        self._said = Transcript()
+    def __init__(self, request: GenerateRequest, body: ResponsesBody, stamp: RequestStamp) -> None:
+        self._transcript = Transcript()
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
         self._sequence = 0
         self._ending = Ending("stop")
         self._id = request.id
-        self._created = int(time.time())
+        self._token = stamp.token
+        self._created = stamp.created
         self._echo = _echo(body)
 
-    def unstored(self) -> None:
-        """From now on the response says so."""
+    def mark_unstored(self) -> None:
+        """Set `store` to false in the response from now on."""
         self._echo["store"] = False
 
     def begin(self) -> bytes:
@@ -160,7 +157,7 @@ class ResponsesAnswer:
     def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
         frames = []
         for event in events:
-            added = self._said.add(event)
+            added = self._transcript.add(event)
             if added is None:
                 frames.append(self._close("completed"))
                 continue
@@ -173,20 +170,20 @@ class ResponsesAnswer:
         return b"".join(frames)
 
     def _start(self, part: TranscriptPart) -> bytes:
-        item = self._open = OutputItem(len(self._items), part)
+        item = self._open = OutputItem(len(self._items), part, self._token)
         self._items.append(item)
         added = item.object("in_progress")
         frame = self._event("response.output_item.added", output_index=item.index, item=added)
         if part.kind is transcript.PartKind.TEXT:
-            place = self._place(item)
-            frame += self._event("response.content_part.added", **place, part=item.content(""))
+            position = self._position(item)
+            frame += self._event("response.content_part.added", **position, part=item.content(""))
         return frame
 
-    def _place(self, item: OutputItem) -> dict[str, Any]:
-        place: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
+    def _position(self, item: OutputItem) -> dict[str, Any]:
+        position: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
         if item.part.kind is not transcript.PartKind.CALL:
-            place["content_index"] = 0
-        return place
+            position["content_index"] = 0
+        return position
 
     def _delta(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
         item = self._open
@@ -198,7 +195,7 @@ class ResponsesAnswer:
         if kind is transcript.PartKind.TEXT:
             item.logprobs += logprobs
             extra = {"logprobs": logprobs}
-        return self._event(name, **self._place(item), delta=text, **extra)
+        return self._event(name, **self._position(item), delta=text, **extra)
 
     def _close(self, status: str) -> bytes:
         item, self._open = self._open, None
@@ -209,19 +206,19 @@ class ResponsesAnswer:
         return finish + self._event("response.output_item.done", output_index=item.index, item=done)
 
     def _finish(self, item: OutputItem) -> bytes:
-        place, text = self._place(item), item.part.text
+        position, text = self._position(item), item.part.text
         if item.part.kind is transcript.PartKind.TEXT:
             part = item.content(text)
             return self._event(
-                "response.output_text.done", **place, text=text, logprobs=item.logprobs
-            ) + self._event("response.content_part.done", **place, part=part)
+                "response.output_text.done", **position, text=text, logprobs=item.logprobs
+            ) + self._event("response.content_part.done", **position, part=part)
         if item.part.kind is transcript.PartKind.THINKING:
-            return self._event("response.reasoning_text.done", **place, text=text)
+            return self._event("response.reasoning_text.done", **position, text=text)
         if item.custom:
-            return self._event("response.custom_tool_call_input.done", **place, input=text)
+            return self._event("response.custom_tool_call_input.done", **position, input=text)
         name = item.part.start.name if item.part.start else ""
         done = "response.function_call_arguments.done"
-        return self._event(done, **place, name=name, arguments=text)
+        return self._event(done, **position, name=name, arguments=text)
 
     def end(self, choice: int, ending: Ending) -> bytes:
         self._ending = ending
@@ -283,7 +280,7 @@ def _usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
-    """What the request said, as the response object repeats it."""
+    """Fields of the request that the response object repeats."""
     text = body.text.format if body.text and body.text.format else None
     form = {"type": "text"} if text is None else text
     return {

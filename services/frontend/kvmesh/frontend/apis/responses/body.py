@@ -1,4 +1,4 @@
-"""The body of a Responses request, and its internal form."""
+"""Body of a Responses request, and its translation into the internal form."""
 
 from typing import Any, Literal
 
@@ -11,8 +11,8 @@ from kvmesh.frontend.apis.cache_ttl import (
     CacheBreakpoint,
     CacheOptions,
     CacheRetention,
-    breakpoint_at,
-    within,
+    inner_cache_control,
+    to_cache_control,
 )
 from kvmesh.frontend.apis.chat.body import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.nvext import Nvext
@@ -49,7 +49,7 @@ class ResponsesPart(Struct, omit_defaults=True):
 
 
 class Item(Struct, omit_defaults=True):
-    """Any input item; which fields count depends on `type`, which messages may leave out."""
+    """Input item of any type; `type`, optional in messages, selects the fields in use."""
 
     id: str | None = None
     status: str | None = None
@@ -67,7 +67,7 @@ class Item(Struct, omit_defaults=True):
 
 
 class ResponsesToolBody(Struct):
-    """`tools` is set for a namespace, which groups functions."""
+    """A tool, or a namespace with its functions in `tools`."""
 
     type: str
     name: str | None = None
@@ -104,7 +104,7 @@ class ReasoningBody(Struct):
 
 
 class ResponsesBody(Struct, kw_only=True):
-    """Fields of the Responses API. Unknown ones are ignored."""
+    """Fields of the Responses API. Ignores unknown fields."""
 
     model: str
     input: str | list[Raw] = msgspec.field(default_factory=list)
@@ -136,7 +136,7 @@ _tool = msgspec.json.Decoder(ResponsesToolBody)
 
 
 def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
-    """The internal request; raises InvalidRequest naming the field at fault."""
+    """The internal request; raises InvalidRequest with the invalid field."""
     _check(body)
     reasoning = body.reasoning or ReasoningBody()
     return GenerateRequest(
@@ -180,14 +180,14 @@ def _sampling(body: ResponsesBody) -> Sampling:
 
 
 def input_items(body: ResponsesBody) -> list[Raw]:
-    """The input as items; a plain text is one user message."""
+    """The input as items; a string is one user message."""
     if isinstance(body.input, str):
         return [Raw(msgspec.json.encode({"role": "user", "content": body.input}))]
     return list(body.input)
 
 
 def to_messages(items: list[Raw]) -> list[Message]:
-    """Each item as a message of its own; their ids and metadata stay behind."""
+    """One message per item, without ids and metadata."""
     found, sealed = [], Sealed()
     for index, raw in enumerate(items):
         where = f"input[{index}]"
@@ -197,8 +197,8 @@ def to_messages(items: list[Raw]) -> list[Message]:
     return found
 
 
-def kept_items(items: list[Raw]) -> list[Raw]:
-    """The input items to store: those that a prompt has a form for, without unknown fields."""
+def storable_items(items: list[Raw]) -> list[Raw]:
+    """The input items to store: those that a prompt can hold, without unknown fields."""
     sealed = Sealed()
     return [
         Raw(msgspec.json.encode(item))
@@ -220,7 +220,7 @@ def _instructions(body: ResponsesBody) -> list[Message]:
 
 
 def _message(item: Item, where: str, sealed: Sealed) -> Message | None:
-    """None for kinds of items that have no form in a prompt."""
+    """The internal message; None for kinds of items that a prompt cannot hold."""
     kind = item.type or ("message" if item.role else None)
     if kind == "message":
         if item.role not in ROLES:
@@ -234,7 +234,7 @@ def _message(item: Item, where: str, sealed: Sealed) -> Message | None:
         thinking = _thinking(item, where, sealed)
         return Message("assistant", [Thinking(thinking)]) if thinking else None
     if kind == "item_reference":
-        reason = f"`{where}`: items cannot be referred to; send them or `previous_response_id`."
+        reason = f"`{where}`: item references are not supported; use `previous_response_id`."
         raise InvalidRequest(reason, where)
     if kind is None:
         raise InvalidRequest(f"`{where}.type`: missing.", f"{where}.type")
@@ -248,7 +248,7 @@ def _content(content: str | list[ResponsesPart] | None, where: str) -> list[Bloc
 
 
 def _part(part: ResponsesPart, where: str) -> Block:
-    cache = breakpoint_at(part.prompt_cache_breakpoint)
+    cache = to_cache_control(part.prompt_cache_breakpoint)
     if part.type in ("input_text", "output_text", "text", "summary_text", "reasoning_text"):
         return Text(part.text or "", cache)
     if part.type == "refusal":
@@ -277,23 +277,23 @@ def _result(item: Item, where: str) -> ToolResult:
         output = as_json(output)
     blocks = _content(output, f"{where}.output")
     content = [b for b in blocks if isinstance(b, Text | Image)]
-    return ToolResult(item.call_id, content, cache=within(content))
+    return ToolResult(item.call_id, content, cache=inner_cache_control(content))
 
 
 def _thinking(item: Item, where: str, sealed: Sealed) -> str:
-    """The full text if it came back in any form, else what was summarised of it."""
+    """The full text if the item has it in any form, else the summary."""
     parts = item.content if isinstance(item.content, list) else []
     full = "".join(part.text or "" for part in parts)
     try:
         full = full or sealed.open(item.encrypted_content)
     except SealedTooLong:
-        reason = f"`{where}.encrypted_content`: it holds more text than a request may."
+        reason = f"`{where}.encrypted_content`: too long when decompressed."
         raise InvalidRequest(reason, f"{where}.encrypted_content") from None
     return full or "\n".join(part.text or "" for part in item.summary or [])
 
 
 def _tools(body: ResponsesBody) -> list[Tool]:
-    """Functions, their groups and custom tools; hosted kinds are skipped."""
+    """Functions, namespaces of functions and custom tools; skips hosted tools."""
     found: list[Tool] = []
     for index, raw in enumerate(body.tools or []):
         tool = _decode_at(_tool, raw, f"tools[{index}]")
@@ -309,17 +309,17 @@ def _tools(body: ResponsesBody) -> list[Tool]:
 def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
     if not tool.name:
         return None
-    about = tool.description or ""
+    description = tool.description or ""
     if tool.type == "custom":
         form = tool.format or {}
         grammar, regex = form.get("definition"), form.get("syntax") == "regex"
         text = grammar if isinstance(grammar, str) else None
-        return Tool(tool.name, about, {}, namespace, custom=True, grammar=text, regex=regex)
+        return Tool(tool.name, description, {}, namespace, custom=True, grammar=text, regex=regex)
     if tool.type != "function":
         return None
     return Tool(
         tool.name,
-        about,
+        description,
         tool.parameters or {},
         namespace,
         strict=bool(tool.strict),

@@ -1,6 +1,5 @@
-"""Output items of the Responses API: ids, their form when they start and when they are done."""
+"""Output items of the Responses API."""
 
-import secrets
 from typing import Any
 
 from kvmesh.frontend.apis.base import TokenLogprob
@@ -9,13 +8,13 @@ from kvmesh.frontend.apis.transcript import PartKind, TranscriptPart
 
 
 class OutputItem:
-    """One item of the output, growing with its part of the transcript."""
+    """One output item, which grows with its part of the transcript; its id derives from `token`."""
 
-    def __init__(self, index: int, part: TranscriptPart) -> None:
+    def __init__(self, index: int, part: TranscriptPart, token: str) -> None:
         self.index = index
         self.part = part
         self.custom = bool(part.start and part.start.custom)
-        self.id = f"{self._prefix()}_{secrets.token_hex(16)}"
+        self.id = f"{self._prefix()}_{token}{index:02x}"
         self.logprobs: list[TokenLogprob] = []
 
     def _prefix(self) -> str:
@@ -26,7 +25,7 @@ class OutputItem:
         return "ctc" if self.custom else "fc"
 
     def content(self, text: str) -> dict[str, Any]:
-        """The one content part of a message."""
+        """The content part of a message."""
         return {
             "type": "output_text",
             "text": text,
@@ -35,7 +34,7 @@ class OutputItem:
         }
 
     def object(self, status: str) -> dict[str, Any]:
-        """The item as it stands: `in_progress` ones are still empty."""
+        """The item with this status; without text if it is "in_progress"."""
         text = self.part.text if status != "in_progress" else ""
         if self.part.kind is PartKind.TEXT:
             content = [self.content(text)] if status != "in_progress" else []

@@ -1,38 +1,38 @@
-"""Thinking in the opaque form that clients of the Responses API keep and send back."""
+"""Thinking in the opaque form that clients of the Responses API store and return."""
 
 import base64
 import binascii
 import zlib
 
 PREFIX = "kvm1:"
-MAX_BYTES = 16 << 20  # of one request
+MAX_BYTES = 16 << 20  # decompressed, per request
 
 
 class SealedTooLong(Exception):
-    """It holds more than may be opened."""
+    """The decompressed text exceeds the limit."""
 
 
 def seal(thinking: str) -> str:
-    """`encrypted_content`: compressed, not secret; clients must not need to read it."""
+    """`encrypted_content`: compressed, not secret; opaque to clients."""
     return PREFIX + base64.b64encode(zlib.compress(thinking.encode(), 1)).decode()
 
 
-def open_sealed(text: str | None, most: int = MAX_BYTES) -> str:
-    """What `seal` hid; empty for anything that is not ours. Raises SealedTooLong beyond `most`."""
+def open_sealed(text: str | None, max_bytes: int = MAX_BYTES) -> str:
+    """The text given to `seal`; empty for other content. Raises SealedTooLong beyond the limit."""
     if not text or not text.startswith(PREFIX):
         return ""
     try:
         raw = base64.b64decode(text[len(PREFIX) :], validate=True)
-        opened = zlib.decompressobj().decompress(raw, most + 1)
+        opened = zlib.decompressobj().decompress(raw, max_bytes + 1)
     except (binascii.Error, zlib.error):
         return ""
-    if len(opened) > most:
+    if len(opened) > max_bytes:
         raise SealedTooLong
     return opened.decode(errors="replace")
 
 
 class Sealed:
-    """Opens what one request holds: all together are bounded, for zeros compress a thousandfold."""
+    """Opens the sealed reasoning of one request, bounded in total against compression bombs."""
 
     def __init__(self) -> None:
         self._left = MAX_BYTES

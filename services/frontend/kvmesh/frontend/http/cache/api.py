@@ -1,13 +1,23 @@
-"""All that moves, keeps and drops cached blocks by request of a caller, put together."""
+"""The cache API: prefetch, pins, clear and release, and the session hooks of every request."""
 
 from time import monotonic
+from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from kvmesh.bus.discovery import Directory
 from kvmesh.bus.messages import Instance, Role
+from kvmesh.frontend.apis.base import decode
+from kvmesh.frontend.apis.cache_body import (
+    clear_decoder,
+    pin_decoder,
+    prefetch_decoder,
+    release_decoder,
+    unpin_decoder,
+)
 from kvmesh.frontend.auth.authenticator import Authenticator
-from kvmesh.frontend.dispatch.control_client import ControlClient, held
+from kvmesh.frontend.dispatch.control_client import ControlClient, held_models
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.http.cache.clear_release import ClearReleaseEndpoints
@@ -15,7 +25,8 @@ from kvmesh.frontend.http.cache.pin_store import PinStore
 from kvmesh.frontend.http.cache.pins import PinEndpoints
 from kvmesh.frontend.http.cache.prefetch import PrefetchEndpoint
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver
-from kvmesh.frontend.http.endpoint import ScopedEndpoints
+from kvmesh.frontend.http.endpoint import Action, EndpointFactory
+from kvmesh.frontend.http.middleware import Handler
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
@@ -23,81 +34,94 @@ from kvmesh.frontend.sessions.hooks import SessionHooks
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.runtime.service import Service
 
+T = TypeVar("T")
+
 
 class CacheApi:
-    """`turns` is told of every request; `routes` are the endpoints."""
+    """Wires the endpoints of the cache; `session_hooks` are those of every request."""
 
     def __init__(
         self,
         service: Service,
         registry: ModelRegistry,
-        preparer: Preprocessor,
+        preprocessor: Preprocessor,
         directory: Directory,
-        asking: RouteClient,
+        route_client: RouteClient,
         tracker: SequenceEventPublisher,
-        gate: Authenticator,
+        authenticator: Authenticator,
         tenants: TenantNamespaces,
     ) -> None:
         settings = service.settings.frontend
-        holders = ControlClient(service.bus, directory)
+        control = ControlClient(service.bus, directory)
         self._service = service
         self._directory = directory
         self._sessions = LastPrompts(service.bus, settings.session_prompts_bytes)
-        targets = PromptResolver(registry, preparer, self._sessions, gate, tenants)
-        self._doors = ScopedEndpoints(settings, preparer.threads)
-        self._prefetching = PrefetchEndpoint(asking, targets, holders, tracker)
-        self._pins = PinEndpoints(targets, holders, PinStore(service.bus))
-        self._caches = ClearReleaseEndpoints(registry, holders, tenants)
-        self._told: dict[str, float] | None = None  # who is there, and when it has joined
-        self.turns = SessionHooks(self._sessions, holders, preparer, settings.speculative_tokens)
+        prompts = PromptResolver(registry, preprocessor, self._sessions, authenticator, tenants)
+        self._endpoints = EndpointFactory(settings, preprocessor.threads)
+        self._prefetch = PrefetchEndpoint(route_client, prompts, control, tracker)
+        self._pins = PinEndpoints(prompts, control, PinStore(service.bus))
+        self._caches = ClearReleaseEndpoints(registry, control, tenants)
+        self._joined_at: dict[str, float] | None = None  # by instance; None before `open`
+        self.session_hooks = SessionHooks(
+            self._sessions, control, preprocessor, settings.speculative_tokens
+        )
 
     async def open(self, present: list[Instance]) -> None:
-        """Those who are `present` have been told the pins when these were made."""
-        self._told = {card.instance: 0.0 for card in present}
+        """Start; instances that are `present` received the pins when those were created."""
+        self._joined_at = {card.instance: 0.0 for card in present}
         await self._sessions.open()
-        self._service.spawn(self.turns.run(), "turns")
+        self._service.spawn(self.session_hooks.run(), "turns")
 
     async def close(self) -> None:
-        await self.turns.close()
+        await self.session_hooks.close()
 
     def joined(self, card: Instance) -> None:
-        if self._told is not None and card.instance not in self._told and held(card):
-            self._told[card.instance] = monotonic()
-            if self._repeats():
-                self._repeat(card)
+        if (
+            self._joined_at is not None
+            and card.instance not in self._joined_at
+            and held_models(card)
+        ):
+            self._joined_at[card.instance] = monotonic()
+            if self._is_oldest():
+                self._send_pins(card)
 
-    def _repeats(self) -> bool:
-        """Whether it is for this frontend to tell newcomers: the oldest one does."""
+    def _is_oldest(self) -> bool:
+        """True if this is the oldest frontend, which sends the pins to new instances."""
         others = (card for card in self._directory.instances if card.role is Role.FRONTEND)
         oldest = min(others, key=lambda card: (card.started, card.instance), default=None)
         return oldest is None or oldest.instance == self._service.instance
 
-    def _repeat(self, card: Instance) -> None:
-        self._service.spawn(self._pins.repeat(card), f"pins for {card.instance}")
+    def _send_pins(self, card: Instance) -> None:
+        self._service.spawn(self._pins.send_all(card), f"pins for {card.instance}")
 
     def left(self, card: Instance) -> None:
-        """The successor of an oldest frontend tells those whom that one may not have told."""
-        if self._told is None:
+        """Send the pins to recent instances if the oldest frontend may have left before it did."""
+        if self._joined_at is None:
             return
-        self._told.pop(card.instance, None)
-        if card.role is Role.FRONTEND and self._repeats():
+        self._joined_at.pop(card.instance, None)
+        if card.role is Role.FRONTEND and self._is_oldest():
             since = monotonic() - 2 * self._service.limits.lease_s
             for newcomer in self._directory.instances:
-                if self._told.get(newcomer.instance, 0.0) > since:
-                    self._repeat(newcomer)
+                if self._joined_at.get(newcomer.instance, 0.0) > since:
+                    self._send_pins(newcomer)
 
     @property
     def routes(self) -> list[web.RouteDef]:
-        """All of them need the scope "cache"."""
-        paths = [
-            (web.post, "/v1/prefetch", self._prefetching.start),
-            (web.delete, "/v1/prefetch/{id}", self._prefetching.cancel),
-            (web.post, "/v1/cache/pins", self._pins.create),
-            (web.get, "/v1/cache/pins", self._pins.list_own),
-            (web.delete, "/v1/cache/pins", self._pins.delete_by_body),
-            (web.delete, "/v1/cache/pins/{id}", self._pins.delete),
-            (web.post, "/v1/cache/clear", self._caches.clear),
-            (web.post, "/v1/sessions/release", self._caches.release),
+        """Routes of the endpoints; all require the scope "cache"."""
+        pins, caches, prefetch = self._pins, self._caches, self._prefetch
+        return [
+            web.post("/v1/prefetch", self._with_body(prefetch_decoder, prefetch.start)),
+            web.delete("/v1/prefetch/{id}", self._without_body(prefetch.cancel)),
+            web.post("/v1/cache/pins", self._with_body(pin_decoder, pins.create)),
+            web.get("/v1/cache/pins", self._without_body(pins.list_own)),
+            web.delete("/v1/cache/pins", self._with_body(unpin_decoder, pins.delete_by_body)),
+            web.delete("/v1/cache/pins/{id}", self._without_body(pins.delete)),
+            web.post("/v1/cache/clear", self._with_body(clear_decoder, caches.clear)),
+            web.post("/v1/sessions/release", self._with_body(release_decoder, caches.release)),
         ]
-        handler = self._doors.handler
-        return [make(path, handler("cache", action)) for make, path, action in paths]
+
+    def _with_body(self, decoder: msgspec.json.Decoder[T], act: Action[T]) -> Handler:
+        return self._endpoints.with_body(lambda body, _: decode(decoder, body), act, "cache")
+
+    def _without_body(self, act: Action[None]) -> Handler:
+        return self._endpoints.without_body(act, "cache")

@@ -1,4 +1,4 @@
-"""Endpoints that drop what is cached: of a tenant, of a model, of sessions that are over."""
+"""Endpoints that clear the cache of a tenant or a model, and release ended sessions."""
 
 import asyncio
 import logging
@@ -7,8 +7,9 @@ from itertools import chain
 from typing import Any
 
 from kvmesh.bus.messages import Clear, Instance, ModelCard, Release, Role
-from kvmesh.frontend.apis.cache_body import ClearBody, clear_decoder, release_decoder
-from kvmesh.frontend.dispatch.control_client import ControlClient, summed
+from kvmesh.frontend.apis.cache_body import ClearBody, ReleaseBody
+from kvmesh.frontend.auth.accounts import Account
+from kvmesh.frontend.dispatch.control_client import ControlClient, summary
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.models import ModelRegistry
@@ -21,70 +22,76 @@ class ClearReleaseEndpoints:
     """Handlers of /v1/cache/clear and /v1/sessions/release."""
 
     def __init__(
-        self, registry: ModelRegistry, holders: ControlClient, tenants: TenantNamespaces
+        self, registry: ModelRegistry, control: ControlClient, tenants: TenantNamespaces
     ) -> None:
         self._registry = registry
         self._tenants = tenants
-        self._holders = holders
+        self._control = control
 
-    async def clear(self, visit: EndpointCall) -> dict[str, Any]:
-        """Blocks in use stay. A tenant's blocks are dropped, or all with the scope for it."""
-        parsed = visit.decoded(clear_decoder)
-        if visit.account is not None:
-            visit.account.allow(parsed.model)
+    async def clear(self, call: EndpointCall[ClearBody]) -> dict[str, Any]:
+        """Drop the caller's blocks that are not in use; with `all_tenants` those of everyone."""
+        parsed, account = call.parsed, call.caller.account
+        if account is not None:
+            account.require_model(parsed.model)
             if parsed.all_tenants:
-                visit.account.require("admin")
+                account.require_scope("admin")
         model, adapter = self._registry.resolve(parsed.model)
         if parsed.all_tenants and adapter:
-            reason = f"`all_tenants`: not of an adapter, only of {model.card.name} as a whole."
+            reason = f"`all_tenants` needs the base model {model.card.name}, not an adapter."
             raise InvalidRequest(reason, "model")
-        cards = [c for c in self._holders.of([model.card.name]) if _concerned(c, parsed)]
-        own = self._salts(model.card, adapter, visit.tenant)
-        tenant = "" if parsed.all_tenants else visit.tenant
-        seeds = [None] if parsed.all_tenants else own
-        commands = [Clear(seed, parsed.tiers, model.card.name, tenant) for seed in seeds]
-        told = await asyncio.gather(*(self._holders.tell(cards, each) for each in commands))
-        answer = summed(chain.from_iterable(told))
-        _note(visit, parsed, answer["blocks"], len(cards))
+        cards = [
+            c for c in self._control.holders_of([model.card.name]) if _has_tier(c, parsed.tiers)
+        ]
+        own = self._salts(model.card, adapter, call.caller.tenant)
+        tenant = "" if parsed.all_tenants else call.caller.tenant
+        salts = [None] if parsed.all_tenants else own
+        commands = [Clear(salt, parsed.tiers, model.card.name, tenant) for salt in salts]
+        replies = await asyncio.gather(*(self._control.broadcast(cards, each) for each in commands))
+        answer = summary(chain.from_iterable(replies))
+        _log_clear(call, answer["blocks"], len(cards))
         return {"object": "cache.clear", "model": parsed.model, **answer}
 
-    async def release(self, visit: EndpointCall) -> dict[str, Any]:
-        """Sessions that nobody knows are released as well."""
-        parsed = visit.decoded(release_decoder)
+    async def release(self, call: EndpointCall[ReleaseBody]) -> dict[str, Any]:
+        """Release sessions; unknown ones count as released, too."""
+        parsed, tenant = call.parsed, call.caller.tenant
         successor = parsed.successor
         command = Release(
-            sessions=[scoped(visit.tenant, name) for name in parsed.sessions],
+            sessions=[scoped(tenant, name) for name in parsed.sessions],
             reason=parsed.reason,
-            successor=None if successor is None else scoped(visit.tenant, successor),
+            successor=None if successor is None else scoped(tenant, successor),
         )
-        told = await self._holders.tell(self._holders.of(self._models(visit)), command)
-        return {"object": "session.release", "sessions": len(parsed.sessions), **summed(told)}
+        models = self._models(call.caller.account)
+        replies = await self._control.broadcast(self._control.holders_of(models), command)
+        return {"object": "session.release", "sessions": len(parsed.sessions), **summary(replies)}
 
     def _salts(self, card: ModelCard, adapter: str | None, tenant: str) -> list[int]:
-        """Those of an adapter, or of the model and all of its adapters."""
+        """Salts of an adapter, or of the model and all of its adapters."""
         adapters = [adapter] if adapter else ["", *card.adapters]
         return [self._tenants.salt(card.name, name, tenant) for name in adapters]
 
-    def _models(self, visit: EndpointCall) -> Iterable[str]:
+    def _models(self, account: Account | None) -> Iterable[str]:
         names = [model.card.name for model in self._registry.models]
-        account = visit.account
-        return names if account is None else [name for name in names if account.allows(name)]
+        return names if account is None else [name for name in names if account.allows_model(name)]
 
 
-def _note(visit: EndpointCall, parsed: ClearBody, blocks: int, holders: int) -> None:
-    """Say who has dropped what."""
-    who = f"the key {visit.account.key.name}" if visit.account is not None else "without a key"
-    whose = "of all tenants" if parsed.all_tenants else f"of tenant {visit.tenant!r}"
-    tiers = ", ".join(map(str, parsed.tiers)) or "all"
-    what = f"{blocks} blocks of {parsed.model} {whose}, tiers: {tiers}"
-    log.info("%s: cleared %s, at %d holders", who, what, holders)
+def _log_clear(call: EndpointCall[ClearBody], blocks: int, instances: int) -> None:
+    parsed, account = call.parsed, call.caller.account
+    log.info(
+        "key %s cleared %d blocks of %s, tenant: %s, tiers: %s, on %d instances",
+        "none" if account is None else account.key.name,
+        blocks,
+        parsed.model,
+        "all" if parsed.all_tenants else repr(call.caller.tenant),
+        ", ".join(map(str, parsed.tiers)) or "all",
+        instances,
+    )
 
 
-def _concerned(card: Instance, parsed: ClearBody) -> bool:
-    """Whether a process has any of the tiers."""
-    if not parsed.tiers:
+def _has_tier(card: Instance, tiers: list[int]) -> bool:
+    """True if the instance has one of the tiers; an empty list means all."""
+    if not tiers:
         return True
     if card.role is not Role.WORKER:
-        return any(parsed.tiers)
-    below = card.capacity.tier_blocks if card.capacity is not None else []
-    return 0 in parsed.tiers or any(tier in parsed.tiers for tier, n in enumerate(below, 1) if n)
+        return any(tiers)
+    lower = card.capacity.tier_blocks if card.capacity is not None else []
+    return 0 in tiers or any(tier in tiers for tier, blocks in enumerate(lower, 1) if blocks)

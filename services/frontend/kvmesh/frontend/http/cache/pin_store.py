@@ -1,4 +1,4 @@
-"""The pins that hold now, in a bucket that all frontends share."""
+"""Store of the valid pins, in a bucket that all frontends share."""
 
 import asyncio
 import json
@@ -8,14 +8,11 @@ from hashlib import blake2b
 
 import msgspec
 from msgspec import Struct
-from nats.errors import Error as NatsError
-from nats.js.api import KeyValueConfig, StorageType
-from nats.js.errors import APIError, KeyDeletedError, KeyNotFoundError
-from nats.js.kv import KeyValue
 
-from kvmesh.bus.buckets import read_bucket, read_headers
+from kvmesh.bus.buckets import expiring_bucket, read_bucket, read_headers
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.jetstream import Bucket
 from kvmesh.frontend.errors import Unavailable
 
 TTL_S = 86400.0
@@ -25,7 +22,7 @@ HEAD = "Kvmesh-Pin"
 
 
 class PinHead(Struct, frozen=True):
-    """A pin as lists show it; it stands in a header, so that lists need not read hashes."""
+    """A pin as lists show it; stored in a message header, so that lists do not read hashes."""
 
     id: str
     model: str
@@ -37,7 +34,7 @@ class PinHead(Struct, frozen=True):
 
 
 class StoredPin(Struct, frozen=True):
-    """A pin of a tenant: the prefix as packed sequence hashes. Times are Unix seconds."""
+    """A pin of a tenant. Times are Unix seconds."""
 
     id: str
     tenant: str
@@ -65,27 +62,21 @@ class PinStore:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._config = KeyValueConfig(
-            bucket=bus.subjects.pins_bucket,
-            ttl=TTL_S,
-            max_bytes=MAX_BYTES,
-            storage=StorageType.FILE,
-            replicas=bus.options.replicas,
-        )
-        self._bucket: KeyValue | None = None
+        self._name = bus.subjects.pins_bucket
+        self._bucket: Bucket | None = None
 
     async def put(self, pin: StoredPin) -> None:
-        subject = f"$KV.{self._config.bucket}.{_key(pin.tenant, pin.id)}"
-        head = json.dumps(msgspec.to_builtins(pin.head))  # in ASCII, as headers must be
+        subject = f"$KV.{self._name}.{_key(pin.tenant, pin.id)}"
+        head = json.dumps(msgspec.to_builtins(pin.head))  # headers must be ASCII
         async with self._open():
-            await self._bus.js.publish(subject, _encode(pin), headers={HEAD: head})
+            await self._bus.store(subject, _encode(pin), TIMEOUT_S, {HEAD: head})
 
     async def get(self, tenant: str, pin: str, now: float) -> StoredPin | None:
-        """None if there is no such pin, or no longer."""
+        """The pin of this id; None if it does not exist or has expired."""
         async with self._open() as bucket:
             try:
                 found = _decoder.decode((await bucket.get(_key(tenant, pin))).value or b"")
-            except (KeyNotFoundError, KeyDeletedError):
+            except NotFound:
                 return None
             return found if found.expires > now else None
 
@@ -93,15 +84,15 @@ class PinStore:
         async with self._open() as bucket:
             await bucket.delete(_key(pin.tenant, pin.id))
 
-    async def of(self, tenant: str, now: float) -> list[PinHead]:
+    async def list_tenant(self, tenant: str, now: float) -> list[PinHead]:
         """A tenant's pins, oldest first."""
         return await self._heads(f"{_tokens(tenant)}.*", now)
 
-    async def owned(self, owner: str, now: float) -> list[PinHead]:
-        """Those of all tenants of one owner."""
+    async def list_owner(self, owner: str, now: float) -> list[PinHead]:
+        """Pins of all parts of an owner, oldest first."""
         return await self._heads(f"{_token(owner)}.>", now)
 
-    async def all(self, now: float) -> list[StoredPin]:
+    async def list_all(self, now: float) -> list[StoredPin]:
         async with self._open():
             found = await read_bucket(self._bus, self._bus.subjects.pins_bucket)
         pins = [_decoder.decode(value) for value in found.values()]
@@ -111,18 +102,18 @@ class PinStore:
         async with self._open():
             found = await read_headers(self._bus, self._bus.subjects.pins_bucket, keys)
         heads = [_heads.decode(headers[HEAD]) for headers in found.values() if HEAD in headers]
-        alive = [head for head in heads if head.expires > now]
-        return sorted(alive, key=lambda head: head.created)
+        valid = [head for head in heads if head.expires > now]
+        return sorted(valid, key=lambda head: head.created)
 
     @asynccontextmanager
-    async def _open(self) -> AsyncIterator[KeyValue]:
+    async def _open(self) -> AsyncIterator[Bucket]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 if self._bucket is None:
-                    self._bucket = await self._bus.js.create_key_value(self._config)
+                    self._bucket = await expiring_bucket(self._bus, self._name, TTL_S, MAX_BYTES)
                 yield self._bucket
-        except (NatsError, APIError, TimeoutError) as error:
-            raise Unavailable(f"Pins cannot be read or changed: {cause(error)}") from error
+        except (BusError, TimeoutError) as error:
+            raise Unavailable(f"Cannot access pins: {cause(error)}") from error
 
 
 def _key(tenant: str, pin: str) -> str:
@@ -130,7 +121,7 @@ def _key(tenant: str, pin: str) -> str:
 
 
 def _tokens(tenant: str) -> str:
-    """An owner and a part of it."""
+    """A tenant's owner and part as two tokens of a key."""
     whole, _, part = tenant.partition("/")
     return f"{_token(whole)}.{_token(part)}"
 

@@ -1,4 +1,4 @@
-"""POST /v1/prefetch: have a prompt's blocks where its request will go, before it comes."""
+"""POST and DELETE /v1/prefetch: load a prompt's blocks into the worker that would serve it."""
 
 import re
 import secrets
@@ -16,9 +16,10 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.bus.subjects import token, untoken
-from kvmesh.frontend.apis.cache_body import PrefetchBody, prefetch_decoder
+from kvmesh.frontend.apis.cache_body import PrefetchBody
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.route_request import route_request
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
@@ -26,49 +27,49 @@ from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.namespaces import scoped
 
 ROUTE_S = 2.0
-AHEAD_S = 3600.0
+MAX_AHEAD_S = 3600.0
 _ID = re.compile(r"pf_[0-9a-f]{24}")
 
 
 class PrefetchEndpoint:
-    """Routes a prompt as a request is routed, and tells the worker. It remembers nothing:
+    """Routes a prompt like a request and sends a prefetch command to the chosen worker.
 
-    an id names the worker as well, and within it only the tenant's own prefetches are found.
+    Stateless: the id of a prefetch includes its instance, and commands carry the tenant.
     """
 
     def __init__(
         self,
-        asking: RouteClient,
-        targets: PromptResolver,
-        holders: ControlClient,
+        route_client: RouteClient,
+        prompts: PromptResolver,
+        control: ControlClient,
         tracker: SequenceEventPublisher,
     ) -> None:
-        self._asking = asking
-        self._targets = targets
-        self._holders = holders
+        self._route_client = route_client
+        self._prompts = prompts
+        self._control = control
         self._tracker = tracker
 
-    async def start(self, visit: EndpointCall) -> dict[str, Any]:
-        parsed = visit.decoded(prefetch_decoder)
-        if parsed.at is not None and parsed.at > time.time() + AHEAD_S:
-            raise InvalidRequest("`at`: at most an hour ahead.", "at")
-        target = await self._targets.find(parsed, visit.body, visit.headers, visit.account)
-        target.check()
+    async def start(self, call: EndpointCall[PrefetchBody]) -> dict[str, Any]:
+        parsed, account = call.parsed, call.caller.account
+        if parsed.at is not None and parsed.at > time.time() + MAX_AHEAD_S:
+            raise InvalidRequest("`at` must be at most an hour ahead.", "at")
+        target = await self._prompts.resolve(call)
+        target.require_full_block()
         own = f"pf_{secrets.token_hex(12)}"
         routed = await self._route(target, own)
-        there = routed.prefill or RankKey(routed.instance, routed.rank)
-        command = _command(scoped(target.tenant, own), target, parsed, there.rank)
-        reply = await self._holders.ask(there.instance, command)
+        worker = routed.prefill or RankKey(routed.instance, routed.rank)
+        command = _command(scoped(target.tenant, own), target, parsed, worker.rank)
+        reply = await self._control.request(worker.instance, command)
         if not reply.ok:
-            raise Unavailable(f"The worker does not prefetch: {reply.reason}")
-        if visit.account is not None:
-            visit.account.spend(min(parsed.compute, target.prompt.count))
+            raise Unavailable(f"The worker refused the prefetch: {reply.reason}")
+        if account is not None:
+            account.charge_tokens(min(parsed.compute, target.prompt.count))
         return {
-            "id": f"{own}.{token(there.instance)}",
+            "id": f"{own}.{token(worker.instance)}",
             "object": "prefetch",
             "model": target.request.model,
-            "instance": there.instance,
-            "dp_rank": there.rank,
+            "instance": worker.instance,
+            "dp_rank": worker.rank,
             "tokens": target.prompt.count,
             "blocks": target.blocks,
             "overlap": routed.overlap,
@@ -77,53 +78,45 @@ class PrefetchEndpoint:
             "compute": parsed.compute,
         }
 
-    async def cancel(self, visit: EndpointCall) -> dict[str, Any]:
-        own, _, instance = visit.id.partition(".")
+    async def cancel(self, call: EndpointCall[None]) -> dict[str, Any]:
+        own, _, instance = call.path_id.partition(".")
         if not _ID.fullmatch(own) or not instance:
-            raise ApiError("not_found", f"There is no prefetch with the id `{visit.id}`.")
-        reply = await self._holders.ask(untoken(instance), Cancel(scoped(visit.tenant, own)))
-        return {"id": visit.id, "object": "prefetch", "cancelled": reply.ok}
+            raise ApiError("not_found", f"Prefetch `{call.path_id}` not found.")
+        command = Cancel(scoped(call.caller.tenant, own))
+        reply = await self._control.request(untoken(instance), command)
+        return {"id": call.path_id, "object": "prefetch", "cancelled": reply.ok}
 
     async def _route(self, target: ResolvedPrompt, request_id: str) -> Routed:
-        """Where the request would go now; a prefetch is not worth waiting in a queue."""
+        """Placement of the prompt now; a prefetch does not wait in the router's queue for long."""
         model = target.model.card.name
         attempts = [request_id]
 
         def compose(anew: bool, arrived: float | None) -> RouteRequest:
             if anew:
                 attempts.append(f"{request_id}.{len(attempts)}")
-            return _route_request(target, attempts[-1], arrived)
+            return route_request(
+                target.request,
+                target.prompt,
+                attempt=attempts[-1],
+                model=model,
+                adapter=target.adapter,
+                max_tokens=1,
+                deadline_s=ROUTE_S,
+                arrived=arrived,
+            )
 
         try:
-            answer = await self._asking.ask(model, compose, ROUTE_S)
+            answer = await self._route_client.request(model, compose, ROUTE_S)
         except MessageTooLarge as error:
-            raise ApiError("too_large", "The prompt is larger than the mesh carries.") from error
+            raise ApiError("too_large", "The prompt exceeds the mesh's message size.") from error
         finally:
-            # nothing runs under this id: its load must not stay with the worker
+            # no sequence runs under this id: remove its predicted load from the router
             self._tracker.event(model, SeqFree(attempts[-1]))
         if isinstance(answer, Refused):
             if answer.code == "invalid":
                 raise InvalidRequest(answer.reason)
             raise Unavailable(answer.reason, answer.retry_after_s)
         return answer
-
-
-def _route_request(target: ResolvedPrompt, request_id: str, arrived: float | None) -> RouteRequest:
-    request = target.request
-    return RouteRequest(
-        request=request_id,
-        model=target.model.card.name,
-        sequence_hashes=target.prompt.sequence_hashes,
-        tokens=target.prompt.count,
-        max_tokens=1,
-        deadline_s=ROUTE_S,
-        adapter=target.adapter,
-        hints=request.hints,
-        placement=request.placement,
-        policy=request.policy,
-        overrides=request.overrides,
-        arrived=arrived,
-    )
 
 
 def _command(wire_id: str, target: ResolvedPrompt, parsed: PrefetchBody, rank: int) -> Prefetch:

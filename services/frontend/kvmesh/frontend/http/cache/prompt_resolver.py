@@ -1,25 +1,28 @@
-"""Which prompt a caller means, made ready exactly as a request that has it."""
+"""Resolves the prompt of a cache request, preprocessed exactly like a generation request."""
+
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import SessionPrompt
-from kvmesh.frontend.apis.base import Headers
 from kvmesh.frontend.apis.cache_body import PromptBody, to_request
-from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.http.bodies import LARGE
+from kvmesh.frontend.http.endpoint import EndpointCall, new_stamp
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scoped
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor, PromptTokens, hash_prompt
 from kvmesh.frontend.preprocess.retention import explicit_retention
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 
+P = TypeVar("P", bound=PromptBody)
+
 
 class ResolvedPrompt(Struct, frozen=True):
-    """A prompt and the request that would have it; `session` is its name on the wire."""
+    """A preprocessed prompt, and the request that it belongs to."""
 
     request: GenerateRequest
     model: ServedModel
@@ -34,49 +37,52 @@ class ResolvedPrompt(Struct, frozen=True):
     def blocks(self) -> int:
         return self.prompt.count // self.model.card.block_size
 
-    def check(self) -> None:
-        """Raise InvalidRequest if the prompt has no full block, so that nothing of it is cached."""
+    def require_full_block(self) -> None:
+        """Raises InvalidRequest if the prompt is shorter than a block and so never cached."""
         if not self.blocks:
             size = self.model.card.block_size
-            raise InvalidRequest(f"The prompt is shorter than a block, which has {size} tokens.")
+            raise InvalidRequest(f"The prompt is shorter than a block of {size} tokens.")
 
 
 class PromptResolver:
-    """Finds them."""
+    """Turns the prompt of a cache request, or a session's last prompt, into tokens."""
 
     def __init__(
         self,
         registry: ModelRegistry,
-        preparer: Preprocessor,
+        preprocessor: Preprocessor,
         sessions: LastPrompts,
-        gate: Authenticator,
+        authenticator: Authenticator,
         tenants: TenantNamespaces,
     ) -> None:
         self._registry = registry
-        self._gate = gate
+        self._authenticator = authenticator
         self._tenants = tenants
-        self._preparer = preparer
+        self._preprocessor = preprocessor
         self._sessions = sessions
 
-    async def find(
-        self, parsed: PromptBody, body: bytes, headers: Headers, account: Account | None
-    ) -> ResolvedPrompt:
-        """Raises ApiError as a request with this prompt would, and for an unknown session."""
-        if len(body) < LARGE:
-            request = to_request(parsed, body, headers)
-        else:
-            owner = account.key.sha256 if account is not None else ""
-            threads = self._preparer.threads
-            request = await threads.call(owner, lambda: to_request(parsed, body, headers))
-        request.size = len(body)
-        self._gate.bind(request, account)
+    async def resolve(self, call: EndpointCall[P]) -> ResolvedPrompt:
+        """Raises ApiError like a generation request of the prompt, and for an unknown session."""
+        parsed = call.parsed
+        request = await self._request(call)
+        request.body_bytes = len(call.body)
+        self._authenticator.bind(request, call.caller.account)
         model, adapter = self._registry.resolve(request.model)
         if parsed.session is not None:
             return await self._last(parsed.session, request, model)
-        prepared = await self._preparer.prepare(request, model, adapter)
+        prepared = await self._preprocessor.prepare(request, model, adapter)
         if len(prepared.prompts) > 1:
-            raise InvalidRequest("`prompt`: one prompt only.", "prompt")
+            raise InvalidRequest("`prompt` must be a single prompt.", "prompt")
         return ResolvedPrompt(request, model, adapter, prepared.prompts[0])
+
+    async def _request(self, call: EndpointCall[P]) -> GenerateRequest:
+        parsed, body, headers, stamp = call.parsed, call.body, call.headers, new_stamp()
+        if len(body) < LARGE:
+            return to_request(parsed, body, headers, stamp)
+        threads = self._preprocessor.threads
+        return await threads.call(
+            call.caller.owner, lambda: to_request(parsed, body, headers, stamp)
+        )
 
     async def _last(
         self, session: str, request: GenerateRequest, model: ServedModel
@@ -84,7 +90,7 @@ class PromptResolver:
         name = scoped(request.cache_salt, session)
         known = await self._sessions.find(model.card.name, name)
         if known is None:
-            reason = f"No prompt of the session `{session}` is known."
+            reason = f"No prompt of session `{session}` is stored."
             raise ApiError("not_found", reason, code="session_not_found", param="session")
         request.hints = replace(request.hints, session=name)
         return ResolvedPrompt(request, model, known.adapter, self._prompt(known, request, model))
@@ -92,5 +98,5 @@ class PromptResolver:
     def _prompt(
         self, known: SessionPrompt, request: GenerateRequest, model: ServedModel
     ) -> PromptTokens:
-        seed = self._tenants.salt(model.card.name, known.adapter or "", request.cache_salt)
-        return hash_prompt(known.tokens, model, seed, explicit_retention(request))
+        salt = self._tenants.salt(model.card.name, known.adapter or "", request.cache_salt)
+        return hash_prompt(known.tokens, model, salt, explicit_retention(request))

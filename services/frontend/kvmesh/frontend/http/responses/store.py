@@ -1,7 +1,7 @@
-"""Stored responses: each turn in a JetStream bucket with a TTL, cut to the server's message size.
+"""Stored responses: turns in a JetStream bucket with a TTL, split to fit its message size.
 
-A turn holds only what it added, and names the turn before it, so that a long conversation is
-stored once. Every frontend of a mesh sees the same bucket; of its bytes each tenant has a share.
+A turn holds only what it adds and refers to the turn before it, so a long conversation is stored
+once. All frontends of a mesh share the bucket; each tenant has a quota of its bytes.
 """
 
 import asyncio
@@ -9,13 +9,11 @@ import logging
 
 import msgspec
 import zstandard
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError, KeyDeletedError, KeyNotFoundError
-from nats.js.kv import KeyValue
 
 from kvmesh.bus.buckets import evicting_bucket
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.jetstream import Bucket
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.bucket_quota import BucketQuota, owner_of
@@ -33,7 +31,7 @@ _decoder = msgspec.json.Decoder(StoredTurn)
 
 
 class ResponseNotFound(ApiError):
-    """No such response, not any more, or not of this tenant."""
+    """The response does not exist, has expired, or belongs to another tenant."""
 
     def __init__(self, response_id: str, param: str | None = None) -> None:
         super().__init__("not_found", f"Response with id '{response_id}' not found.", param=param)
@@ -41,9 +39,9 @@ class ResponseNotFound(ApiError):
 
 
 class ResponseStore:
-    """Reads and writes turns; a missing bucket is made on first use.
+    """Reads and writes turns; creates the bucket on first use.
 
-    Of `max_bytes`, one tenant has no more than `tenant_share`: its own oldest turns go first.
+    A tenant may use `tenant_share` of `max_bytes`; beyond it, its oldest turns are purged.
     """
 
     def __init__(self, bus: Bus, ttl_s: float, max_bytes: int, tenant_share: float = 1.0) -> None:
@@ -52,38 +50,41 @@ class ResponseStore:
         self._max_bytes = max_bytes
         name = bus.subjects.responses_bucket
         self._quota = BucketQuota(bus, name, int(max_bytes * tenant_share))
-        self._bucket: KeyValue | None = None
+        self._bucket: Bucket | None = None
 
     async def history(self, response_id: str, tenant: str) -> list[StoredTurn]:
-        """The turns up to and including `response_id`, oldest first; no more than `MAX_HISTORY`."""
+        """The turns up to and including `response_id`, oldest first, at most `MAX_TURNS`.
+
+        Raises ResponseNotFound, Unavailable, or InvalidRequest beyond `MAX_HISTORY` bytes.
+        """
         turns: list[StoredTurn] = []
-        wanted: str | None = response_id
-        room = MAX_HISTORY
-        while wanted is not None and len(turns) < MAX_TURNS:
-            turn, size = await self._get(wanted, tenant, "previous_response_id", room)
+        next_id: str | None = response_id
+        max_bytes = MAX_HISTORY
+        while next_id is not None and len(turns) < MAX_TURNS:
+            turn, size = await self._get(next_id, tenant, "previous_response_id", max_bytes)
             turns.append(turn)
-            wanted, room = turn.previous, room - size
+            next_id, max_bytes = turn.previous, max_bytes - size
         return turns[::-1]
 
     async def get(self, response_id: str, tenant: str) -> StoredTurn:
-        """Raises ResponseNotFound, or Unavailable if the bucket does not answer."""
+        """Raises ResponseNotFound, or Unavailable if the bucket cannot be read."""
         return (await self._get(response_id, tenant, None, MAX_HISTORY))[0]
 
     async def _get(
-        self, response_id: str, tenant: str, param: str | None, room: int
+        self, response_id: str, tenant: str, param: str | None, max_bytes: int
     ) -> tuple[StoredTurn, int]:
-        """A turn with its size; raises InvalidRequest if it is larger than `room`."""
+        """A turn with its size; raises InvalidRequest if it is larger than `max_bytes`."""
         if not _is_id(response_id):
             raise ResponseNotFound(response_id, param)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 packed = await self._read(_entry(response_id, tenant))
-        except (KeyNotFoundError, KeyDeletedError):
+        except NotFound:
             raise ResponseNotFound(response_id, param) from None
-        except (NatsError, APIError, TimeoutError) as error:
-            raise Unavailable(f"Stored responses cannot be read: {error}") from error
+        except (BusError, TimeoutError) as error:
+            raise Unavailable(f"Cannot read stored responses: {error}") from error
         size = zstandard.frame_content_size(packed)
-        if not 0 <= size <= room:
+        if not 0 <= size <= max_bytes:
             reason = f"The stored conversation is larger than {MAX_HISTORY} bytes."
             raise InvalidRequest(reason, param)
         small = size < SMALL
@@ -99,39 +100,39 @@ class ResponseStore:
         return b"".join([packed[1:], *rest])
 
     async def put(self, turn: StoredTurn) -> bool:
-        """Keep a turn; False if it is not kept. The answer itself is not lost by that."""
+        """Store a turn; on failure log it and return False, so that the request still succeeds."""
         small = sum(map(len, turn.input)) + len(turn.response) < SMALL
         size, packed = _packed(turn) if small else await asyncio.to_thread(_packed, turn)
-        if size > MAX_TURN or len(packed) > self._quota.most:
-            return self._lost(turn, "it is too large")
+        if size > MAX_TURN or len(packed) > self._quota.max_bytes:
+            return self._not_stored(turn, "it is too large")
         parts = [packed[at : at + PART_BYTES] for at in range(0, len(packed), PART_BYTES)]
         entry = _entry(turn.id, turn.tenant)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 bucket = await self._open()
-                await self._quota.make_room(entry, len(packed))
+                await self._quota.reserve(entry, len(packed))
                 for number, part in list(enumerate(parts))[:0:-1]:
                     await bucket.put(f"{entry}.{number}", part)
                 await bucket.put(f"{entry}.0", bytes([len(parts)]) + parts[0])
-        except (NatsError, APIError, TimeoutError) as error:
-            return self._lost(turn, cause(error))
+        except (BusError, TimeoutError) as error:
+            return self._not_stored(turn, cause(error))
         return True
 
-    def _lost(self, turn: StoredTurn, reason: str) -> bool:
-        metrics.unstored.inc()
-        log.warning("response %s is not stored: %s", turn.id, reason)
+    def _not_stored(self, turn: StoredTurn, reason: str) -> bool:
+        metrics.unstored_responses.inc()
+        log.warning("response %s not stored: %s", turn.id, reason)
         return False
 
     async def delete(self, response_id: str, tenant: str) -> None:
-        """Forget a response; raises ResponseNotFound."""
+        """Delete a response; raises ResponseNotFound or Unavailable."""
         await self.get(response_id, tenant)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._quota.purge(_entry(response_id, tenant))
-        except (NatsError, APIError, TimeoutError) as error:
-            raise Unavailable(f"Stored responses cannot be changed: {error}") from error
+        except (BusError, TimeoutError) as error:
+            raise Unavailable(f"Cannot change stored responses: {error}") from error
 
-    async def _open(self) -> KeyValue:
+    async def _open(self) -> Bucket:
         if self._bucket is None:
             name = self._bus.subjects.responses_bucket
             self._bucket = await evicting_bucket(self._bus, name, self._ttl_s, self._max_bytes)

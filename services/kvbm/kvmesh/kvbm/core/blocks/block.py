@@ -7,7 +7,7 @@ and *dropped*: lookups no longer find it, and its slot is freed when its last us
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import KvLayout
 from kvmesh.kvbm.core.blocks.slab_allocator import slot_bytes
 from kvmesh.retention.claims import BlockRetention
 

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import KvLayout
 from kvmesh.kvbm.core.blocks.block import Block, Copy, Space
 
 

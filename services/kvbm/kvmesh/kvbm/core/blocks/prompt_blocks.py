@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from kvmesh.blocks.digests import DIGEST_BYTES, split_digests
-from kvmesh.blocks.prompt_delta import Names
-from kvmesh.bus.kvbm import Fetch, Offer
-from kvmesh.bus.messages import Retain
+from kvmesh.blocks.digests import split_digests
+from kvmesh.bus.messages import Fetch, Offer, Retain
+from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
 from kvmesh.kvbm.core.blocks.block import Block, Space
+from kvmesh.prompt_delta.blocks import BlockHashes
 
 
 class Digests(Sequence[bytes]):
@@ -58,13 +58,17 @@ class PromptBlocks:
     retention: list[Retain]
 
     @classmethod
-    def of(cls, message: Offer | Fetch, names: Names, space: Space) -> "PromptBlocks":
+    def of(cls, message: Offer | Fetch, names: BlockHashes, space: Space) -> "PromptBlocks":
         """The blocks `names`, with what `message` says of them all.
 
         Raises ValueError if digests and hashes differ in number.
         """
         count, rest = divmod(len(names.digests), DIGEST_BYTES)
-        if rest or len(names.sequence_hashes) != 8 * count or len(names.local) != 8 * count:
+        if (
+            rest
+            or len(names.sequence_hashes) != HASH_BYTES * count
+            or len(names.local) != HASH_BYTES * count
+        ):
             raise ValueError("digests and hashes are not of the same blocks")
         return cls(
             space,

@@ -10,7 +10,7 @@ from kvmesh.kvbm.core.blocks.block import Block, Copy, CopyState
 from kvmesh.kvbm.core.blocks.slab_allocator import SlabAllocator
 from kvmesh.kvbm.core.errors import TooSmall
 from kvmesh.retention.budget import RetentionBudget
-from kvmesh.retention.claims import PLAIN, BlockRetention, EvictionRank
+from kvmesh.retention.claims import UNCLAIMED, BlockRetention, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
 
 
@@ -79,7 +79,7 @@ class Tier:
     def resize(self, capacity: int) -> int:
         """Change the capacity; drop copies beyond it and return their number."""
         beyond = [self.copies[slot] for slot in self.slots.resize(capacity)]
-        self.budget.most = int(capacity * self._tenant_share)
+        self.budget.max_size = int(capacity * self._tenant_share)
         self._fitting.clear()
         leaving = [copy for copy in beyond if copy.state is not CopyState.DROPPED]
         self._evict(leaving)
@@ -143,7 +143,7 @@ class Tier:
         change(self.budget, retention, copy.block.space.slot_bytes)
         copy.retention = retention if retention else None
         if copy in self._pool(copy):
-            self._pool(copy).set(copy, self._rank(copy))
+            self._pool(copy).update(copy, self._rank(copy))
 
     def drop(self, copy: Copy) -> None:
         """Remove the copy from lookups; free its slot once it has no users."""
@@ -170,11 +170,13 @@ class Tier:
 
     def _renew_rank(self, copy: Copy, now: float) -> EvictionRank:
         if copy.retention is None:
-            return PLAIN
-        return self.budget.lapse(copy.retention, copy.block.space.slot_bytes, now)
+            return UNCLAIMED
+        return self.budget.expire(copy.retention, copy.block.space.slot_bytes, now)
 
     def _rank(self, copy: Copy) -> EvictionRank:
-        return copy.retention.standing(self._operation.now) if copy.retention is not None else PLAIN
+        if copy.retention is None:
+            return UNCLAIMED
+        return copy.retention.eviction_rank(self._operation.now)
 
     def _add(self, block: Block, offset: int) -> Copy:
         copy = Copy(block, self.number, offset, users=1)
@@ -187,7 +189,7 @@ class Tier:
 
     def _unlink(self, copy: Copy) -> None:
         if copy.retention is not None:
-            self.budget.freed(copy.retention, copy.block.space.slot_bytes)
+            self.budget.on_dropped(copy.retention, copy.block.space.slot_bytes)
             copy.retention = None
         del self._by_digest[copy.block.digest]
         parent = copy.block.parent_digest
@@ -198,7 +200,7 @@ class Tier:
             del self._children[parent]
             parent_copy = self._by_digest.get(parent)
             if parent_copy is not None:
-                self._pool(parent_copy).uncover(parent_copy)
+                self._pool(parent_copy).unblock(parent_copy)
 
     def _free(self, copy: Copy) -> None:
         del self.copies[copy.offset]
@@ -228,7 +230,7 @@ class Tier:
 
     def _first(self, pool: EvictionPool[Copy]) -> Copy | None:
         try:
-            return pool.first(self._operation.now)
+            return pool.next_victim(self._operation.now)
         except IndexError:
             return None
 
@@ -249,7 +251,7 @@ class Tier:
         self.evicted += len(copies)
         for copy in copies:
             if copy.retention is not None:
-                self.budget.evicted(
+                self.budget.on_evicted(
                     copy.retention, copy.block.space.slot_bytes, self._operation.now
                 )
                 copy.retention = None

@@ -3,8 +3,8 @@
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 
-from kvmesh.blocks.digests import DIGEST_BYTES
-from kvmesh.bus.kvbm import Fetch, Prepare, Prepared
+from kvmesh.bus.messages import Fetch, Prepare, Prepared
+from kvmesh.hashing import DIGEST_BYTES
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
 from kvmesh.kvbm.core.blocks.prompt_blocks import Digests, PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store

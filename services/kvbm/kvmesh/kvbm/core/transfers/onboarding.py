@@ -4,7 +4,7 @@ from array import array
 from collections import Counter
 from typing import NamedTuple
 
-from kvmesh.bus.kvbm import Fetch, Fetched
+from kvmesh.bus.messages import Fetch, Fetched
 from kvmesh.kvbm.core.blocks.block import ARENA
 from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks

@@ -2,14 +2,14 @@
 
 from array import array
 
-from kvmesh.bus.kvbm import Offer, Wanted
+from kvmesh.bus.messages import Offer, Wanted
 from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, CopyState
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.retention import TierRetention
 from kvmesh.kvbm.core.transfers.tickets import WriteTicket
 from kvmesh.retention.claims import THINKING_LEVEL, RetentionWish
-from kvmesh.retention.token_ranges import PLAIN_WISH
+from kvmesh.retention.token_ranges import NO_WISH
 
 STAGED_SHARE = 4
 
@@ -96,6 +96,6 @@ class OfferedBlocks:
 def _trailing_thinking(prompt: PromptBlocks, wishes: dict[int, RetentionWish]) -> int:
     """Index of the first of the reasoning blocks at the end; earlier ones are in use."""
     first = len(prompt)
-    while first and wishes.get(first - 1, PLAIN_WISH).level == THINKING_LEVEL:
+    while first and wishes.get(first - 1, NO_WISH).level == THINKING_LEVEL:
         first -= 1
     return first

@@ -18,6 +18,7 @@ from kvmesh.kvbm.tiers.arena import Arena
 from kvmesh.kvbm.tiers.remote.interface import RemoteBlock, RemoteError, RemoteStore
 from kvmesh.kvbm.tiers.remote.seal import Seal
 from kvmesh.retention.claims import RetentionWish
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 MAX_CALLS = 4
@@ -57,7 +58,7 @@ class RemoteMover:
         self._on_moved = on_moved
         self._clock = clock
         self._slots = asyncio.Semaphore(MAX_CALLS)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._rest_s = 0.0
         self._paused_until = 0.0
         self.errors = 0
@@ -73,9 +74,9 @@ class RemoteMover:
         writes = [move for move in pending if move.target.tier == REMOTE]
         reads = [move for move in pending if move.source.tier == REMOTE]
         for batch in _batched(writes):
-            self._spawn(self._run(self._put, batch, MoveEnd.UNWRITABLE))
+            self._tasks.start(self._run(self._put, batch, MoveEnd.UNWRITABLE))
         for batch in _batched(reads):
-            self._spawn(self._run(self._get, batch, MoveEnd.UNREADABLE))
+            self._tasks.start(self._run(self._get, batch, MoveEnd.UNREADABLE))
 
     async def find(self, digests: Sequence[bytes]) -> int:
         """Number of leading blocks in the store; 0 if it fails."""
@@ -84,7 +85,7 @@ class RemoteMover:
     def drop(self, digests: Sequence[bytes]) -> None:
         """Have the store drop blocks."""
         if digests:
-            self._spawn(self._drop(digests))
+            self._tasks.start(self._drop(digests))
 
     async def tend(self) -> None:
         """Run the store's housekeeping periodically until cancelled."""
@@ -93,16 +94,8 @@ class RemoteMover:
             await self._guarded(self._store.tend())
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         await self._store.close()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _run(
         self,

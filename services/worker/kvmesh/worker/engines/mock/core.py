@@ -93,7 +93,7 @@ class MockCore:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is live."""
+        """True if any request is live."""
         return bool(self.scheduler.live)
 
     @property

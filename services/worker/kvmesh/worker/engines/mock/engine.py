@@ -7,6 +7,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
 from kvmesh.worker.adapters.prefetch import PrefetchQueue
@@ -311,7 +312,7 @@ class _Live:
     def __init__(self, rank: MockRank, work: Work) -> None:
         self.rank = rank
         self.logprobs = work.sampling.logprobs
-        self.handoff = {"tokens": len(work.tokens) // 4} if work.prefill else None
+        self.handoff = {"tokens": len(work.tokens) // TOKEN_BYTES} if work.prefill else None
 
 
 def _remote_tokens(work: Work) -> int:

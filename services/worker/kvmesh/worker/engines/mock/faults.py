@@ -39,5 +39,5 @@ class Faults:
         return self.slow_factor if self.slow_step and step >= self.slow_step else 1.0
 
     def loses(self, batch: int) -> bool:
-        """Whether the `batch`-th batch of events (from 1) is lost."""
+        """True if the `batch`-th batch of events (from 1) is lost."""
         return bool(self.lose_every) and batch % self.lose_every == 0

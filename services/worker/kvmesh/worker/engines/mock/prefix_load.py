@@ -62,7 +62,7 @@ class PrefixLoad:
         self._core.blocks.unlock(self._hashes[: self.held])
 
     def _is_foreign(self) -> bool:
-        """Whether another tenant's blocks have these hashes; nothing is loaded then."""
+        """True if another tenant's blocks have these hashes; nothing is loaded then."""
         core, first = self._core, self._hashes[0]
         held = core.blocks.is_foreign(first, self._tenant)
         return held or core.tiers.is_foreign(first, self._tenant)

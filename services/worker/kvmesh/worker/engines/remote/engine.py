@@ -107,7 +107,7 @@ class RemoteEngine(StreamingAdapter):
                 self._feeds.append(self._feed(rank, ledger, sink))
         for feed in self._feeds:
             feed.start()
-        self._spawn(self._watch(server), "server watch")
+        self._tasks.start(self._watch(server), "server watch")
         return self._describe(block_size)
 
     def _feed(self, rank: int, ledger: CacheLedger, sink: Sink) -> EventFeed:
@@ -143,7 +143,7 @@ class RemoteEngine(StreamingAdapter):
         ]
 
     def clear(self) -> None:
-        self._spawn(self._clear(), "clear cache")
+        self._tasks.start(self._clear(), "clear cache")
 
     async def close(self) -> None:
         await self._stop_streams()

@@ -112,7 +112,7 @@ class SglangEngine(StreamingAdapter):
         ]
 
     def clear(self) -> None:
-        self._spawn(self._clear(), "sglang clear")
+        self._tasks.start(self._clear(), "sglang clear")
 
     async def close(self) -> None:
         await self._stop_streams()

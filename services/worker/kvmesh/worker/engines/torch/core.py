@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from kvmesh.blocks.digests import DIGEST_BYTES, DigestChain
+from kvmesh.blocks.digests import DigestChain
 from kvmesh.bus.messages import KvEvent, Work
+from kvmesh.hashing import DIGEST_BYTES, TOKEN_BYTES
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import EngineCounters
@@ -270,7 +271,7 @@ class TorchCore:
 
     def max_output(self, work: Work) -> int:
         """Longest possible answer in tokens; raises ValueError if the request can never fit."""
-        prompt = len(work.tokens) // 4 - work.generated
+        prompt = len(work.tokens) // TOKEN_BYTES - work.generated
         limit = min(work.sampling.max_tokens, self.context - prompt)
         if (
             prompt + limit > self.blocks.capacity * self.limits.block_size

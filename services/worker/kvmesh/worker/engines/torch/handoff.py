@@ -18,16 +18,15 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import Work
+from kvmesh.bus.messages import KvLayout, Work
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import TransferError, Transport
-from kvmesh.transfer.staging import Staging
 from kvmesh.worker import metrics
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.sequence import hash_prompt
 from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix, check_layout, lock_held_prefix
 from kvmesh.worker.engines.torch.core import TorchCore
+from kvmesh.worker.engines.torch.staging import Staging
 from kvmesh.worker.engines.torch.threads import run_to_end
 
 log = logging.getLogger(__name__)

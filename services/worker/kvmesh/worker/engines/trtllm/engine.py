@@ -21,7 +21,8 @@ from tensorrt_llm.llmapi import (
 )
 
 from kvmesh.bus.messages import Capacity, Guided, Load, Sampling, Work
-from kvmesh.retention.claims import MOST_LEVEL, PLAIN_LEVEL, RetentionWish
+from kvmesh.hashing import TOKEN_BYTES
+from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import segments
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
@@ -102,8 +103,8 @@ class TrtllmEngine(StreamingAdapter):
             raise EngineError(f"TensorRT-LLM failed to start: {error}") from error
         self._sink = sink
         self._streams = RequestStreams(sink, 1, self._block_size)
-        self._spawn(self._follow_events(sink), "trtllm events")
-        self._spawn(self._follow_stats(), "trtllm stats")
+        self._tasks.start(self._follow_events(sink), "trtllm events")
+        self._tasks.start(self._follow_stats(), "trtllm stats")
         return self._describe()
 
     def submit(self, work: Work) -> None:
@@ -244,10 +245,10 @@ def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
 
     None if all is default. Ranges may not overlap and do not cover generated tokens.
     """
-    prompt = len(work.tokens) // 4 - work.generated
+    prompt = len(work.tokens) // TOKEN_BYTES - work.generated
     wishes = segments(work.retention, work.decode, prompt, 1, defaults)
-    rest = RetentionWish(_level(PLAIN_LEVEL + work.priority))
-    if not wishes and rest.plain:
+    rest = RetentionWish(_level(DEFAULT_LEVEL + work.priority))
+    if not wishes and rest.is_default:
         return None
     spans = []
     at, answer = 0, rest
@@ -261,14 +262,14 @@ def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
 
 
 def _span(start: int, end: int, wish: RetentionWish) -> list[Any]:
-    if start >= end or wish.plain:
+    if start >= end or wish.is_default:
         return []
     make = KvCacheRetentionConfig.TokenRangeRetentionConfig
     return [make(start, end, _level(wish.level), _duration(wish))]
 
 
 def _level(level: int) -> int:
-    return max(0, min(MOST_LEVEL, level))
+    return max(0, min(MAX_LEVEL, level))
 
 
 def _duration(wish: RetentionWish) -> timedelta | None:

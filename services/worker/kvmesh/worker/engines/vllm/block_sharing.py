@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvmesh._native import xxh3
 from kvmesh.bus.messages import Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
 from kvmesh.worker.engines.vllm.bridge import BridgeOptions, RequestOrigin, export_bus_options
@@ -52,7 +53,7 @@ def kvbm_request_args(work: Work) -> dict[str, Any]:
     """`extra_args` of a request: the origin of its blocks for `KvmeshConnector`."""
     retention = list(work.retention)
     if work.decode is not None:
-        prompt = len(work.tokens) // 4 - work.generated
+        prompt = len(work.tokens) // TOKEN_BYTES - work.generated
         retention.append(replace(work.decode, start=prompt, end=None))
     origin = RequestOrigin(
         request=work.request,

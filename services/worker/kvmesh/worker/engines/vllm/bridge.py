@@ -21,22 +21,21 @@ from msgspec import Struct
 from torch import Tensor
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.attachment import Tenant
+from kvmesh.blocks.attachment import WorkerIdentity
 from kvmesh.blocks.digests import DigestChain
 from kvmesh.blocks.kvbm_client import (
     FetchedPart,
+    KvbmClient,
     KvbmPrompt,
     PendingWrite,
-    StoreClient,
     TierSpeeds,
     digest_of,
 )
-from kvmesh.blocks.layout import KvLayout
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import Retain
+from kvmesh.bus.messages import KvLayout, Retain
 from kvmesh.bus.streams import StreamLimits
-from kvmesh.hashing import block_hashes
+from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
 
@@ -110,14 +109,14 @@ class KvbmBridge:
         self._thread.join(START_S)
         self._loop.close()
 
-    async def _open(self, instance: str) -> tuple[Bus, StoreClient]:
+    async def _open(self, instance: str) -> tuple[Bus, KvbmClient]:
         options = self._options
         bus = await Bus.connect(inherited_bus_options(), instance, START_S)
         limits = StreamLimits(lease_s=options.lease_s)
-        tenant = Tenant(
+        tenant = WorkerIdentity(
             node=options.node, instance=instance, model=options.model, layout=self._layout
         )
-        client = StoreClient(bus, limits, tenant, self._arenas)
+        client = KvbmClient(bus, limits, tenant, self._arenas)
         await client.open()
         return bus, client
 
@@ -142,7 +141,7 @@ class KvbmBridge:
         local, sequence = block_hashes(tokens.tobytes(), self._layout.block_size, origin.salt)
         return KvbmPrompt(
             request=request,
-            digests=chain.upto(key, tokens, len(sequence) // 8),
+            digests=chain.upto(key, tokens, len(sequence) // HASH_BYTES),
             sequence_hashes=sequence,
             local=local,
             salt=origin.salt,
@@ -230,7 +229,7 @@ class SchedulerBridge(KvbmBridge):
     def finish_request(self, request: str) -> None:
         """Report the request as computed, after WRITE_GRACE_S for its last writes."""
         self.release_lookup(request)
-        computed = self._client.computed
+        computed = self._client.report_computed
         self._loop.call_soon_threadsafe(self._loop.call_later, WRITE_GRACE_S, computed, request)
 
     async def _run_lookup(
@@ -285,7 +284,7 @@ class SchedulerBridge(KvbmBridge):
             if valid < len(part.offsets):
                 self.corrupt += 1
                 log.warning("request %s: a block has a wrong checksum", prompt.request)
-                self._client.corrupt(part, digest_of(prompt, part.first + valid))
+                self._client.report_corrupt(part, digest_of(prompt, part.first + valid))
                 break
             if held + len(found.offsets) == prompt.blocks:
                 break

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvmesh.blocks.layout import KvLayout, LayerLayout
+from kvmesh.bus.messages import KvLayout, LayerLayout
 from kvmesh.worker.engines.vllm.block_sharing import KEY
 from kvmesh.worker.engines.vllm.bridge import (
     BridgeOptions,

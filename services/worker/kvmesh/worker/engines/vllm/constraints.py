@@ -1,7 +1,6 @@
 """Constraints for vLLM, each compiled in another process before vLLM receives it."""
 
 import sys
-from collections import OrderedDict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import cloudpickle
 import msgspec
 
 from kvmesh.bus.messages import Guided
+from kvmesh.runtime.lru import LruCache
 from kvmesh.worker.constraints.trial_client import TrialClient
 
 MAX_ACCEPTED = 4096
@@ -33,7 +33,7 @@ class Constraints:
             str(timeout_s),
         )
         self._trials = TrialClient(timeout_s, *command)
-        self._accepted: OrderedDict[bytes, None] = OrderedDict()
+        self._accepted: LruCache[bytes, bool] = LruCache(MAX_ACCEPTED)
 
     async def open(self) -> None:
         """Start the trial process; raises EngineError."""
@@ -45,9 +45,7 @@ class Constraints:
     async def compile(self, guided: Guided) -> None:
         """Try a constraint; raises Rejected if vLLM cannot compile it within the bounds."""
         await self._trials.try_constraint(guided)
-        self._accepted[_digest(guided)] = None
-        if len(self._accepted) > MAX_ACCEPTED:
-            self._accepted.popitem(last=False)
+        self._accepted.put(_digest(guided), True)
 
     def close(self) -> None:
         self._trials.close()

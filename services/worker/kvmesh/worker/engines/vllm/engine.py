@@ -144,7 +144,7 @@ class VllmEngine(StreamingAdapter):
         self._stats = [collector.rank(rank) for rank in range(ranks)]
         self._ledgers = [CacheLedger(cache.block_size, self._salts.root_salt) for _ in range(ranks)]
         self._follow(sink)
-        self._spawn(self._watch(), "vllm health")
+        self._tasks.start(self._watch(), "vllm health")
         return self._describe(config)
 
     def submit(self, work: Work) -> None:
@@ -177,7 +177,7 @@ class VllmEngine(StreamingAdapter):
         return self._stats[0].tier_counts if self._stats and not self._supports_handoff else None
 
     def clear(self) -> None:
-        self._spawn(self._clear(), "vllm clear")
+        self._tasks.start(self._clear(), "vllm clear")
 
     async def close(self) -> None:
         await self._stop_streams()

@@ -1,11 +1,11 @@
 """Latest statistics of vLLM's scheduler, for the worker's load reports."""
 
 import time
-from collections import OrderedDict
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from kvmesh.runtime.lru import LruCache
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.connector_stats import CORRUPT, LOADED, SKIPPED, WRITTEN
@@ -31,7 +31,7 @@ class RankStats:
         self._last_step = 0.0
         self._last_idle_step = 0.0
         self._active_requests = 0
-        self._loaded: OrderedDict[str, list[int]] = OrderedDict()
+        self._loaded: LruCache[str, list[int]] = LruCache(MAX_LOADED_REQUESTS)
         self._loaded_blocks = [0] * TIERS
         self._connector: dict[str, Any] = {}
 
@@ -56,11 +56,11 @@ class RankStats:
 
     def loaded(self, request: str) -> list[int]:
         """Blocks onboarded for a request by tier, from tier 1 on; known before its first token."""
-        return self._loaded.get(request, [])
+        return self._loaded.peek(request) or []
 
     def forget(self, request: str) -> None:
         self._active_requests -= 1
-        self._loaded.pop(request, None)
+        self._loaded.pop(request)
 
     @property
     def tier_counts(self) -> TierCounts:
@@ -83,11 +83,9 @@ class RankStats:
         """Record the statistics of the connector, if configured."""
         self._connector |= stats
         for request, blocks in stats.get(LOADED, {}).items():
-            self._loaded[request] = blocks
+            self._loaded.put(request, blocks)
             for tier, count in enumerate(blocks, 1):
                 self._loaded_blocks[tier] += count
-        while len(self._loaded) > MAX_LOADED_REQUESTS:
-            self._loaded.popitem(last=False)
 
 
 class StatsCollector:

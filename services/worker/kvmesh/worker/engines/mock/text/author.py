@@ -6,6 +6,7 @@ from random import Random
 
 from kvmesh._native import xxh3
 from kvmesh.bus.messages import Sampling, Work
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.worker.enginecore.sequence import TokenSource
 from kvmesh.worker.engines.mock.text.guided import allows_free_text, generate
 from kvmesh.worker.engines.mock.text.script import TAIL_TOKENS, Script
@@ -153,13 +154,13 @@ class AnswerWriter:
         return tokens
 
     def _prompt_end(self, work: Work, count: int) -> str:
-        tokens = memoryview(_original(work)[-4 * count :]).cast("I").tolist()
+        tokens = memoryview(_original(work)[-TOKEN_BYTES * count :]).cast("I").tolist()
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
 
 def _original(work: Work) -> bytes:
-    return work.tokens[: len(work.tokens) - 4 * work.generated]
+    return work.tokens[: len(work.tokens) - TOKEN_BYTES * work.generated]
 
 
 def _cut_at_stop(whole: MockAnswer, sampling: Sampling, generated: int) -> MockAnswer:

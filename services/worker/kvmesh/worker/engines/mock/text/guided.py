@@ -30,7 +30,7 @@ def generate(guided: Guided, rng: Random) -> str:
 
 
 def allows_free_text(guided: Guided) -> bool:
-    """Whether any text without a call satisfies the constraint: tags that only a trigger begins."""
+    """True if any text without a call satisfies the constraint: tags that only a trigger begins."""
     if guided.kind != "structural_tag":
         return False
     try:

@@ -140,7 +140,7 @@ class _Walk:
         return found
 
     def _anchor_matches(self, name: str, text: str, index: int) -> bool:
-        """Whether an anchor at `index` of the finished text matches there."""
+        """True if an anchor at `index` of the finished text matches there."""
         lines = self._multiline
         match name:
             case "AT_BEGINNING" | "AT_BEGINNING_LINE":

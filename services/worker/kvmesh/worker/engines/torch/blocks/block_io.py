@@ -7,8 +7,8 @@ locked, so their block ids are not reused.
 from array import array
 from collections.abc import Callable
 
-from kvmesh.blocks.digests import DIGEST_BYTES
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import KvLayout
+from kvmesh.hashing import DIGEST_BYTES
 from kvmesh.worker.engines.torch.core import TorchCore
 
 

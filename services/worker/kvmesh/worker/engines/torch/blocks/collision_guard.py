@@ -10,9 +10,9 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from kvmesh.blocks.digests import DIGEST_BYTES, KEY_BYTES, DigestChain
-from kvmesh.blocks.layout import KvLayout
-from kvmesh.bus.messages import KvEvent, Removed, Work
+from kvmesh.blocks.digests import KEY_BYTES, DigestChain
+from kvmesh.bus.messages import KvEvent, KvLayout, Removed, Work
+from kvmesh.hashing import DIGEST_BYTES
 
 
 class PrefixFingerprints:

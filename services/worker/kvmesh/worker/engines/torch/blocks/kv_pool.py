@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import KvLayout
 
 
 class KvPool:

@@ -19,14 +19,15 @@ from msgspec.structs import replace
 from kvmesh.blocks.digests import DigestChain
 from kvmesh.blocks.kvbm_client import (
     FetchedPart,
+    KvbmClient,
     KvbmPrompt,
     PendingWrite,
-    StoreClient,
     TierSpeeds,
     digest_of,
 )
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.messages import Retain, Work, owner
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 from kvmesh.worker.capabilities import TierCounts
@@ -73,7 +74,7 @@ class LowerTiers:
     def __init__(
         self,
         core: TorchCore,
-        client: StoreClient,
+        client: KvbmClient,
         arenas: ArenaTensors,
         options: LowerTierOptions,
         on_change: Callable[[], None],
@@ -89,7 +90,7 @@ class LowerTiers:
         self._copier = BlockCopier(core.model.pool)
         self._threads = ThreadPoolExecutor(2, "blocks")
         self._tasks: dict[Sequence, asyncio.Task[None]] = {}
-        self._touches: set[asyncio.Task[None]] = set()
+        self._touches = BackgroundTasks()
         self._compute_speed = Throughput()
         self._load_speed = Throughput()
 
@@ -112,11 +113,12 @@ class LowerTiers:
         self.writer.start()
 
     async def close(self) -> None:
-        tasks = [*self._tasks.values(), *self._touches]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._touches.close()
         await self.writer.close()
         await self._client.close()
         self._threads.shutdown()
@@ -150,9 +152,7 @@ class LowerTiers:
         if request.looked_up:
             return
         request.looked_up = True
-        task = asyncio.create_task(self._send_touch(sequence, request), name="touch")
-        self._touches.add(task)
-        task.add_done_callback(self._touches.discard)
+        self._touches.start(self._send_touch(sequence, request), "touch")
 
     async def _send_touch(self, sequence: Sequence, request: EngineRequest) -> None:
         hashes = sequence.reusable
@@ -252,7 +252,7 @@ class LowerTiers:
     def _on_corrupt(self, prompt: KvbmPrompt, part: FetchedPart, block: int) -> None:
         self._corrupt += 1
         log.warning("request %s: block %d has a wrong checksum", prompt.request, block)
-        self._client.corrupt(part, digest_of(prompt, block))
+        self._client.report_corrupt(part, digest_of(prompt, block))
 
     @property
     def speeds(self) -> TierSpeeds:
@@ -311,7 +311,7 @@ class LowerTiers:
         return _make_prompt(work, digests, item.hashes, item.local_hashes, retention)
 
     def _chain(self, work: Work) -> DigestChain:
-        tenant = self._client.tenant
+        tenant = self._client.worker
         return DigestChain(tenant.model, work.adapter or "", work.tenant, tenant.layout)
 
     async def _copy(self, function: Callable[..., T], *arguments: object) -> T:

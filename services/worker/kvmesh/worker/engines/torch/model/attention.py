@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from kvmesh.blocks.layout import LayerLayout
+from kvmesh.bus.messages import LayerLayout
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 from kvmesh.worker.engines.torch.model.batch import Batch
 

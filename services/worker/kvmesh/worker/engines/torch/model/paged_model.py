@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.layout import KvLayout
+from kvmesh.bus.messages import KvLayout
 from kvmesh.worker.engine import EngineConfigError, EngineError
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 from kvmesh.worker.engines.torch.model.attention import NAME, LayoutProbe, PagedAttention, attach

@@ -1,0 +1,79 @@
+"""JetStream's API, key-value buckets and object stores, as far as a mesh uses them.
+
+Thin wrappers of nats-py's classes that raise only BusError.
+"""
+
+from collections.abc import Mapping
+
+from nats.js.api import KeyValueConfig, ObjectMeta, StreamInfo
+from nats.js.client import JetStreamContext
+from nats.js.kv import KeyValue
+from nats.js.object_store import ObjectStore as NatsObjectStore
+
+from kvmesh.bus.translation import bus_errors, raising_bus_errors
+
+__all__ = ["Bucket", "Entry", "JetStream", "ObjectStore", "StreamInfo"]
+Entry = KeyValue.Entry
+
+
+class Bucket:
+    """A key-value bucket. `update` and `create` raise Conflict, `get` raises NotFound."""
+
+    def __init__(self, bucket: KeyValue) -> None:
+        self.get = raising_bus_errors(bucket.get)
+        self.put = raising_bus_errors(bucket.put)
+        self.create = raising_bus_errors(bucket.create)
+        self.update = raising_bus_errors(bucket.update)
+        self.delete = raising_bus_errors(bucket.delete)
+        self.keys = raising_bus_errors(bucket.keys)
+        self.status = raising_bus_errors(bucket.status)
+
+
+class ObjectStore:
+    """A bucket of large objects. `get`, `get_info` and `delete` raise NotFound."""
+
+    def __init__(self, store: NatsObjectStore) -> None:
+        self._store = store
+        self.get = raising_bus_errors(store.get)
+        self.get_info = raising_bus_errors(store.get_info)
+        self.delete = raising_bus_errors(store.delete)
+
+    async def put(self, name: str, data: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Store an object in place of the one of that name; `headers` describe it."""
+        meta = ObjectMeta(name=name, headers=dict(headers)) if headers is not None else None
+        with bus_errors():
+            await self._store.put(name, data, meta)
+
+
+class JetStream:
+    """The operations of JetStream's API; `context` is nats-py's object."""
+
+    def __init__(self, context: JetStreamContext) -> None:
+        self.context = context
+        self.account_info = raising_bus_errors(context.account_info)
+        self.stream_info = raising_bus_errors(context.stream_info)
+        self.streams_info = raising_bus_errors(context.streams_info)
+        self.add_stream = raising_bus_errors(context.add_stream)
+        self.update_stream = raising_bus_errors(context.update_stream)
+        self.purge_stream = raising_bus_errors(context.purge_stream)
+        self.get_msg = raising_bus_errors(context.get_msg)
+        self.consumers_info = raising_bus_errors(context.consumers_info)
+        self.add_consumer = raising_bus_errors(context.add_consumer)
+        self.delete_consumer = raising_bus_errors(context.delete_consumer)
+        self.create_object_store = raising_bus_errors(context.create_object_store)
+        self.delete_object_store = raising_bus_errors(context.delete_object_store)
+
+    async def key_value(self, bucket: str) -> Bucket:
+        """An existing bucket; raises NotFound."""
+        with bus_errors():
+            return Bucket(await self.context.key_value(bucket))
+
+    async def create_key_value(self, config: KeyValueConfig) -> Bucket:
+        """The bucket, created if missing."""
+        with bus_errors():
+            return Bucket(await self.context.create_key_value(config))
+
+    async def object_store(self, bucket: str) -> ObjectStore:
+        """An existing object store; raises NotFound."""
+        with bus_errors():
+            return ObjectStore(await self.context.object_store(bucket))

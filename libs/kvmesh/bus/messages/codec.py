@@ -1,0 +1,5 @@
+"""Encoder of all messages."""
+
+import msgspec
+
+encode = msgspec.msgpack.Encoder().encode

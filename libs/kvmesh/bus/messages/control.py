@@ -1,0 +1,111 @@
+"""Commands to workers and kvbms."""
+
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+from kvmesh.bus.messages.work import Retain
+
+
+class Cancel(Struct, frozen=True, tag="cancel"):
+    """Stop generating; idempotent."""
+
+    request: str
+
+
+class Resend(Struct, frozen=True, tag="resend"):
+    """Send this request's tokens again, from generated token number `offset` on."""
+
+    request: str
+    offset: int
+
+
+class Dump(Struct, frozen=True, tag="dump"):
+    """Publish all blocks of a rank on the KV stream: `Cleared`, then `Stored` events."""
+
+    rank: int
+
+
+class Drain(Struct, frozen=True, tag="drain"):
+    """Accept no new work, finish running requests, then exit."""
+
+
+class Clear(Struct, frozen=True, tag="clear"):
+    """Drop all blocks that no running request uses.
+
+    Restricted to `tiers` if given, to `model` on a kvbm with several models, and to one namespace
+    if `salt` is given, which is that salt and the `tenant` of the work that computed the blocks.
+    """
+
+    salt: int | None = None
+    tiers: list[int] = []
+    model: str | None = None
+    tenant: str = ""
+
+
+class Release(Struct, frozen=True, kw_only=True, tag="release"):
+    """Release blocks of these sessions: their prompts will not be extended.
+
+    Advisory and idempotent. Blocks shared with other live sessions or running requests stay.
+    """
+
+    sessions: list[str]
+    reason: Literal["closed", "compaction", "rewrite"] = "closed"
+    successor: str | None = None
+
+
+class Pin(Struct, frozen=True, kw_only=True, tag="pin"):
+    """Retain a prefix, given by its packed sequence hashes, for `ttl_s` seconds; a preference.
+
+    A pin replaces an earlier one with the same id. `tenant` is charged for it.
+    """
+
+    id: str
+    sequence_hashes: bytes
+    ttl_s: float
+    priority: int = 100
+    tenant: str = ""
+
+
+class Unpin(Struct, frozen=True, tag="unpin"):
+    """Remove a pin."""
+
+    id: str
+
+
+class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
+    """Load this prompt's blocks from lower tiers into the engine by Unix time `at` (None: now).
+
+    Up to `compute` tokens that no tier holds are computed. A prefetch ends by `Cancel` of `id`, by
+    a request whose prompt shares the prefix, or `deadline_s` after `at`.
+    """
+
+    id: str
+    tokens: bytes
+    salt: int
+    tenant: str = ""
+    adapter: str | None = None
+    session: str | None = None
+    retention: list[Retain] = []
+    at: float | None = None
+    deadline_s: float = 60.0
+    compute: int = 0
+    rank: int = 0
+
+
+class Ping(Struct, frozen=True, tag="ping"):
+    """Liveness probe: the server's "no responders" tells that the instance is gone."""
+
+
+Control: TypeAlias = Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch
+
+
+class ControlReply(Struct, frozen=True):
+    """Reply to a command: `ok` if it applied, else a reason (an unknown request, for example).
+
+    `blocks` counts the blocks concerned, in tier 0 of a worker or in the tiers of a kvbm.
+    """
+
+    ok: bool
+    reason: str = ""
+    blocks: int = 0

@@ -1,0 +1,98 @@
+"""Process descriptions, published as the values of leases in the bucket of instances."""
+
+from enum import StrEnum
+from typing import Any
+
+from msgspec import Struct
+
+
+class Role(StrEnum):
+    """Role of a process; the first part of its key in the bucket of instances."""
+
+    FRONTEND = "frontend"
+    ROUTER = "router"
+    INDEXER = "indexer"
+    WORKER = "worker"
+    KVBM = "kvbm"
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """The model that a worker serves.
+
+    `context` is in tokens, `block_size` in tokens per block; `files` is a digest in the model
+    store. `structural_tags`: the engine supports `Guided` of that kind. Workers of one model must
+    agree on the fields from `hash_version` on (`kvmesh.bus.compatibility`), empty if unknown: the
+    version of the block hashes, digests of the tokenizer, the chat template and config.json, the
+    revision of the weights, and a summary of the engine's KV layout.
+    """
+
+    name: str
+    context: int
+    block_size: int
+    files: str
+    adapters: list[str] = []
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    images: bool = False
+    structural_tags: bool = False
+    hash_version: int = 0
+    tokenizer: str = ""
+    template: str = ""
+    config: str = ""
+    revision: str = ""
+    kv_layout: str = ""
+
+
+class Capacity(Struct, frozen=True, kw_only=True):
+    """Limits of one engine: KV blocks per rank; sequences and tokens of one scheduling step."""
+
+    blocks: int
+    max_sequences: int
+    max_batched_tokens: int
+    dp_ranks: int = 1
+    tier_blocks: list[int] = []
+
+
+class NodeStore(Struct, frozen=True, kw_only=True):
+    """The block tiers of one node, on the card of its kvbm. Sizes are those of tiers 1, 2 and 3.
+
+    `directory` holds the arena and the locks of the node's workers. `models` lists the models whose
+    blocks the kvbm holds; a model's index in it is its rank in KV events. `tier_blocks` is the
+    capacity of each tier in blocks of all models, empty if unknown. `endpoint` describes how other
+    nodes read the arena over the same transport. If blocks are shared with other nodes, `layouts`
+    are the layout summaries of its workers by model, and `key` is the fingerprint of the key of
+    block digests.
+    """
+
+    directory: str
+    tier_bytes: list[int]
+    tier_blocks: list[int] = []
+    models: list[str] = []
+    endpoint: dict[str, Any] = {}
+    layouts: dict[str, list[str]] = {}
+    key: str = ""
+
+
+class Instance(Struct, frozen=True, kw_only=True):
+    """One process on the mesh: the value of its lease. `name` is stable across restarts.
+
+    `started` is the time at which it joined, in Unix seconds of the NATS server's clock. `node`
+    names the machine whose memory and disks it can reach. `warnings` are problems of the mesh that
+    the process has detected and that do not stop it from serving.
+    """
+
+    instance: str
+    role: Role
+    name: str
+    version: str
+    started: float
+    model: ModelCard | None = None
+    capacity: Capacity | None = None
+    engine: str | None = None
+    serves: str = "aggregated"
+    draining: bool = False
+    endpoint: str | None = None
+    labels: dict[str, str] = {}
+    node: str = ""
+    store: NodeStore | None = None
+    warnings: list[str] = []

@@ -1,0 +1,52 @@
+"""KV events: changes of the blocks that a rank holds."""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+
+class Stored(Struct, frozen=True, array_like=True, tag="stored"):
+    """Consecutive blocks stored after `parent` (an engine hash; None at the root of a prompt).
+
+    `engine` and `local` are engine hashes and local hashes, packed uint64, one per block; `salt`
+    seeds the chain at the root. In a dump, blocks whose parent is no longer held carry the parent's
+    sequence hash as `previous` instead.
+    """
+
+    tier: int
+    parent: int | None
+    engine: bytes
+    local: bytes
+    salt: int = 0
+    previous: int | None = None
+
+
+class Removed(Struct, frozen=True, array_like=True, tag="removed"):
+    """Blocks removed, by engine hash (packed uint64)."""
+
+    tier: int
+    engine: bytes
+
+
+class Cleared(Struct, frozen=True, array_like=True, tag="cleared"):
+    """All blocks of the rank removed, in `tier` or in all tiers. First event of a full dump."""
+
+    tier: int | None = None
+
+
+KvEvent: TypeAlias = Stored | Removed | Cleared
+
+
+class KvBatch(Struct, frozen=True, array_like=True):
+    """Events of one rank, coalesced over a few milliseconds.
+
+    Event ids are gap-free per (instance, rank): this batch holds `first` … `first + len - 1`. A
+    batch whose acknowledgement was lost may arrive twice in a row; a gap means lost events.
+    """
+
+    worker: str
+    instance: str
+    rank: int
+    first: int
+    time: float
+    events: list[KvEvent]

@@ -1,0 +1,209 @@
+"""Overlap queries to the index, placement requests to routers, and routing decisions."""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+
+class OverlapQuery(Struct, frozen=True, array_like=True):
+    """Prompts, each as packed sequence hashes.
+
+    `salt` is the prompts' common salt, if known: an index sharded by namespace then asks one shard.
+    """
+
+    prompts: list[bytes]
+    salt: int | None = None
+
+
+class RankKey(Struct, frozen=True, array_like=True):
+    """One data-parallel rank of one worker instance."""
+
+    instance: str
+    rank: int
+
+
+class OverlapReply(Struct, frozen=True, array_like=True):
+    """For each prompt, rows of five uint32: index into `ranks`, then blocks added by each tier.
+
+    `lag`: the reply may be out of date by so many seconds.
+    """
+
+    ranks: list[RankKey]
+    rows: list[bytes]
+    lag: float = 0.0
+
+
+class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The caller's hints about its request; docs/requests.md describes the effect of each."""
+
+    priority: int = 0
+    strict_priority: int = 0
+    latency_sensitivity: float = 0.0
+    osl: int | None = None
+    session: str | None = None
+    parent_session: str | None = None
+    session_final: bool = False
+    tenant: str | None = None
+    fair_class: str | None = None
+
+
+class Placement(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Constraints on the choice of a worker, applied before any score is computed.
+
+    `tolerate` names taints (labels `taint.NAME`) that the request accepts; `prefer` maps
+    `KEY=VALUE` labels to weights that scale the cost of workers with that label.
+    """
+
+    instance: str | None = None
+    rank: int | None = None
+    exclude: list[str] = []
+    allow: list[str] = []
+    labels: dict[str, str] = {}
+    tolerate: list[str] = []
+    prefer: dict[str, float] = {}
+
+
+class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Request for a placement of one prompt, given by its packed sequence hashes.
+
+    `deadline_s` bounds the wait in the router's queue, in seconds from now. `salt`, if known, saves
+    queries to all shards of an index. `arrived` is the Unix time of the original arrival, for a
+    request that waited in another router's queue or ran on a worker before.
+    """
+
+    request: str
+    model: str
+    sequence_hashes: bytes
+    tokens: int
+    max_tokens: int
+    deadline_s: float
+    adapter: str | None = None
+    hints: Hints = Hints()
+    placement: Placement = Placement()
+    policy: str | None = None
+    overrides: dict[str, float] = {}
+    explain: bool = False
+    salt: int | None = None
+    arrived: float | None = None
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """One eligible rank at the instant of a decision. Loads and costs in blocks."""
+
+    instance: str
+    worker: str
+    rank: int
+    overlap: list[int]
+    prefill: float
+    decode: float
+    requests: int
+    cost: float
+
+
+class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=True):
+    """A placement and its reasons. `time` is in Unix seconds; `wait_s` is the time in the queue.
+
+    `candidates` are the best of the `eligible` ranks, cheapest first; `prefill` is the rank that
+    computes the prompt, if it differs from `chosen`.
+    """
+
+    request: str
+    model: str
+    time: float
+    router: str
+    policy: str
+    chosen: Candidate
+    candidates: list[Candidate]
+    tokens: int
+    sequence_hashes: bytes
+    max_tokens: int
+    block_size: int = 0
+    eligible: int = 0
+    prefill: Candidate | None = None
+    hints: Hints = Hints()
+    wait_s: float = 0.0
+    index_s: float = 0.0
+    attempt: int = 0
+    note: str | None = None
+
+
+class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=True):
+    """Result of a placed request: `cached_tokens` as counted by the engine, times in seconds."""
+
+    request: str
+    instance: str
+    time: float
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    total_s: float
+    finish: str
+
+
+RouteEvent: TypeAlias = Decision | Outcome
+
+
+class Routed(Struct, frozen=True, kw_only=True, tag="routed"):
+    """The chosen rank. If `prefill` is set, that rank computes the prompt first."""
+
+    instance: str
+    rank: int
+    overlap: list[int]
+    decision: Decision | None = None
+    prefill: RankKey | None = None
+
+
+class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
+    """No placement. The caller may retry after `retry_after_s` seconds.
+
+    `code` is "no_workers", "overloaded", "deadline", "invalid" or "unavailable"; receivers treat an
+    unknown code as the last. `unmet`: the request's own constraints exclude all workers. `moved`:
+    this router is stopping and has dropped the request; another router must place it.
+    """
+
+    code: str
+    reason: str
+    retry_after_s: float = 1.0
+    unmet: bool = False
+    moved: bool = False
+
+
+class Parked(Struct, frozen=True, kw_only=True, tag="parked"):
+    """The request waits in the queue of `router`; the reply follows.
+
+    `arrived` is the Unix time of its arrival there. Sent only for requests to a router's own
+    subject, not for those to the queue group.
+    """
+
+    router: str
+    arrived: float
+
+
+RouteReply: TypeAlias = Routed | Refused
+
+RouteNews: TypeAlias = Parked | Routed | Refused
+
+
+class Thresholds(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A rank at or above any of these gets no new request; None sets no limit.
+
+    `blocks_share` is active blocks over all blocks of the rank; `prefill_tokens` are tokens waiting
+    for or in prefill.
+    """
+
+    blocks: int | None = None
+    blocks_share: float | None = None
+    prefill_tokens: int | None = None
+
+
+class BanditStats(Struct, frozen=True, kw_only=True):
+    """Bandit state of one router: decayed sums over the outcomes of its own decisions.
+
+    `gram` is the sum of x xᵀ, row by row, and `moment` that of x y, over contexts x and values y;
+    `offsets` maps a rank, or a rank and a prefix family, to count and sum of its residuals.
+    """
+
+    count: float
+    gram: list[float]
+    moment: list[float]
+    offsets: dict[str, tuple[float, float]]

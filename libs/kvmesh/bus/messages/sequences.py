@@ -1,0 +1,75 @@
+"""Events of active sequences, from which all routers compute the same load."""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from kvmesh.bus.messages.routing import Placement
+
+
+def prefill_part(request: str) -> str:
+    """Return the id of a request's prefill on another rank; it ends with the request at latest."""
+    return f"{request}#prefill"
+
+
+class SeqAdd(Struct, frozen=True, array_like=True, tag="add"):
+    """The request was placed. `overlap` is in blocks; `osl` is the expected output in tokens."""
+
+    request: str
+    instance: str
+    rank: int
+    sequence_hashes: bytes
+    tokens: int
+    overlap: int
+    osl: int
+    time: float
+
+
+class SeqPrefilled(Struct, frozen=True, array_like=True, tag="prefilled"):
+    """The first token is out: from now on the request only decodes."""
+
+    request: str
+
+
+class SeqProgress(Struct, frozen=True, array_like=True, tag="progress"):
+    """The request has generated this many tokens so far."""
+
+    request: str
+    generated: int
+
+
+class SeqFree(Struct, frozen=True, array_like=True, tag="free"):
+    """The request has left its engine or a router's queue, for any reason."""
+
+    request: str
+
+
+class SeqWait(Struct, frozen=True, array_like=True, tag="wait"):
+    """The request waits in the queue of `router` until its SeqAdd or SeqFree; the last one counts.
+
+    The queue is ordered by tier (higher first), then by class in turn, then by `key` (lower first).
+    `lane` identifies the constraints `placement` and `adapter`, which are None if there are none;
+    `cost` is in uncached tokens; times are in Unix seconds.
+    """
+
+    request: str
+    router: str
+    lane: str
+    tier: int
+    fair_class: str
+    key: float
+    cost: int
+    arrived: float
+    deadline: float
+    placement: Placement | None = None
+    adapter: str | None = None
+
+
+SeqEvent: TypeAlias = SeqAdd | SeqPrefilled | SeqProgress | SeqFree | SeqWait
+
+
+class SeqBatch(Struct, frozen=True, array_like=True):
+    """Changes to the set of active sequences, in order, from one process."""
+
+    source: str
+    events: list[SeqEvent]

@@ -1,0 +1,67 @@
+"""Settings schema: type, bounds, default and description of every option of every service.
+
+Each one is a key of the TOML file (`[router] policy = "kv"`), an environment variable
+(`KVMESH_ROUTER_POLICY`) and a command-line flag (`kvmesh router --policy kv`).
+"""
+
+from kvmesh.settings.schema.common import Section
+from kvmesh.settings.schema.engines import (
+    MockSettings,
+    RemoteSettings,
+    SglangSettings,
+    TorchSettings,
+    TrtllmSettings,
+    VllmSettings,
+)
+from kvmesh.settings.schema.frontend import FrontendSettings
+from kvmesh.settings.schema.indexer import IndexerSettings
+from kvmesh.settings.schema.kvbm import KvbmSettings
+from kvmesh.settings.schema.mesh import LogSettings, NatsSettings, ProcessSettings, StreamSettings
+from kvmesh.settings.schema.router import RouterSettings
+from kvmesh.settings.schema.transfer import TransferSettings
+from kvmesh.settings.schema.up import UpSettings
+from kvmesh.settings.schema.worker import WorkerSettings
+
+__all__ = [
+    "FrontendSettings",
+    "IndexerSettings",
+    "KvbmSettings",
+    "LogSettings",
+    "MockSettings",
+    "NatsSettings",
+    "ProcessSettings",
+    "RemoteSettings",
+    "RouterSettings",
+    "Section",
+    "Settings",
+    "SglangSettings",
+    "StreamSettings",
+    "TorchSettings",
+    "TransferSettings",
+    "TrtllmSettings",
+    "UpSettings",
+    "VllmSettings",
+    "WorkerSettings",
+]
+
+
+class Settings(Section, frozen=True, kw_only=True):
+    """The whole configuration, one attribute per section."""
+
+    nats: NatsSettings = NatsSettings()
+    streams: StreamSettings = StreamSettings()
+    log: LogSettings = LogSettings()
+    process: ProcessSettings = ProcessSettings()
+    frontend: FrontendSettings = FrontendSettings()
+    router: RouterSettings = RouterSettings()
+    indexer: IndexerSettings = IndexerSettings()
+    worker: WorkerSettings = WorkerSettings()
+    kvbm: KvbmSettings = KvbmSettings()
+    mock: MockSettings = MockSettings()
+    transfer: TransferSettings = TransferSettings()
+    torch: TorchSettings = TorchSettings()
+    remote: RemoteSettings = RemoteSettings()
+    vllm: VllmSettings = VllmSettings()
+    sglang: SglangSettings = SglangSettings()
+    trtllm: TrtllmSettings = TrtllmSettings()
+    up: UpSettings = UpSettings()

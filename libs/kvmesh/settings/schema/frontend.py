@@ -1,0 +1,117 @@
+"""Settings of the frontend."""
+
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvmesh.settings.schema.common import (
+    LOOPBACK,
+    Count,
+    MetricsHost,
+    Port,
+    Seconds,
+    Secret,
+    Section,
+)
+
+
+class FrontendSettings(Section, frozen=True, kw_only=True):
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="port to listen on; 0 picks a free one")] = 8000
+    name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
+    processes: Annotated[
+        int, Meta(ge=1, le=256, description="frontend processes that share the port")
+    ] = 1
+    reuse_port: Annotated[bool, Meta(description="let other processes listen on the same port")] = (
+        False
+    )
+    metrics_port: Annotated[
+        Port, Meta(description="port of this process's own /metrics and /health; 0: none")
+    ] = 0
+    metrics_host: MetricsHost = LOOPBACK
+    keys_file: Annotated[
+        Path | None, Meta(description="TOML file of API keys; none: no key is needed")
+    ] = None
+    keys_bucket: Annotated[bool, Meta(description="read API keys from the mesh's bucket")] = False
+    allow_anonymous: Annotated[
+        bool, Meta(description="listen beyond loopback without API keys")
+    ] = False
+    tenant_secret: Annotated[
+        Secret | None,
+        Meta(
+            description="64 hexadecimal digits, the secret that separates tenants; none: the mesh's"
+        ),
+    ] = None
+    max_body_bytes: Annotated[Count, Meta(description="largest request body")] = 8 << 20
+    max_in_flight: Annotated[
+        Count, Meta(description="requests served at once; further ones are refused as overload")
+    ] = 4096
+    route_timeout_s: Annotated[Seconds, Meta(description="longest wait for a placement")] = 60.0
+    restart_wait_s: Annotated[
+        Seconds, Meta(description="longest wait for a router or worker if none is running")
+    ] = 5.0
+    prefill_timeout_s: Annotated[
+        Seconds,
+        Meta(
+            description="longest wait for a prefill worker before prefilling on the decode worker"
+        ),
+    ] = 60.0
+    stall_timeout_s: Annotated[
+        Seconds,
+        Meta(description="longest time without output of a live worker before a request fails"),
+    ] = 120.0
+    keepalive_s: Annotated[
+        Seconds, Meta(description="a stream without output for this long gets a keep-alive comment")
+    ] = 10.0
+    frame_interval_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="tokens of one stream that are ready within this time share a frame",
+        ),
+    ] = 0.005
+    prepare_cache_bytes: Annotated[
+        int, Meta(ge=0, description="memory for the token cache of conversations")
+    ] = 48 << 20
+    session_prompts_bytes: Annotated[
+        int, Meta(ge=0, description="memory for the last prompt of each session, for prefetching")
+    ] = 32 << 20
+    speculative_tokens: Annotated[
+        int, Meta(ge=0, description="most tokens of one speculative prefill")
+    ] = 8192
+    responses_ttl_s: Annotated[
+        Seconds, Meta(description="time for which a stored response can be read or continued")
+    ] = 86400.0
+    responses_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            description="largest size of all stored responses; the oldest are deleted first",
+        ),
+    ] = 1 << 30
+    responses_tenant_share: Annotated[
+        float, Meta(gt=0, le=1, description="largest share of that for one tenant")
+    ] = 0.25
+    body_timeout_s: Annotated[
+        Seconds, Meta(description="longest time to receive a request body")
+    ] = 30.0
+    idle_timeout_s: Annotated[
+        Seconds, Meta(description="a connection without a request is closed after this long")
+    ] = 75.0
+    slow_reader_s: Annotated[
+        Seconds, Meta(description="a client that reads nothing for this long is disconnected")
+    ] = 30.0
+    linger_s: Annotated[
+        float,
+        Meta(
+            ge=0, description="continue to serve for this long after SIGTERM, with /health at 503"
+        ),
+    ] = 0.0
+    drain_timeout_s: Annotated[
+        Seconds, Meta(description="longest wait for running requests on shutdown")
+    ] = 60.0
+    migration_limit: Annotated[
+        int, Meta(ge=0, description="most migrations of one request to other workers")
+    ] = 3

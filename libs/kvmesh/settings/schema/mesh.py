@@ -1,0 +1,82 @@
+"""Settings that all processes share: NATS, streams, log and process."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from kvmesh.settings.schema.common import Seconds, Secret, Section, Url
+
+
+class NatsSettings(Section, frozen=True, kw_only=True):
+    url: Annotated[
+        Url, Meta(description="NATS servers, separated by commas; empty starts one within `up`")
+    ] = ""
+    namespace: Annotated[
+        str, Meta(pattern="^[A-Za-z0-9_-]+$", description="name of this mesh on the bus")
+    ] = "kvmesh"
+    user: Annotated[str | None, Meta(description="user name")] = None
+    password: Annotated[Secret | None, Meta(description="password")] = None
+    token: Annotated[Secret | None, Meta(description="authentication token")] = None
+    credentials: Annotated[str | None, Meta(description="path of a .creds file")] = None
+    nkey_seed: Annotated[
+        Secret | None, Meta(description="seed of the nkey that identifies this process")
+    ] = None
+    tls_ca: Annotated[
+        Path | None,
+        Meta(description="PEM file of the CA that signed the servers' certificates"),
+    ] = None
+    tls_cert: Annotated[
+        Path | None, Meta(description="PEM file of this process's certificate, for mutual TLS")
+    ] = None
+    tls_key: Annotated[Path | None, Meta(description="PEM file of that certificate's key")] = None
+    inbox_prefix: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*$",
+            description="prefix of the subjects on which this process receives replies",
+        ),
+    ] = "_INBOX"
+    replicas: Annotated[int, Meta(ge=1, le=5, description="copies of each stream")] = 1
+
+
+class StreamSettings(Section, frozen=True, kw_only=True):
+    kv_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="largest size of the KV event stream, in bytes")
+    ] = 4 << 30
+    kv_age_s: Annotated[Seconds, Meta(description="retention time of KV events")] = 86400.0
+    route_bytes: Annotated[
+        int,
+        Meta(ge=1 << 20, description="largest size of the stream of routing decisions, in bytes"),
+    ] = 2 << 30
+    route_age_s: Annotated[Seconds, Meta(description="retention time of routing decisions")] = (
+        86400.0
+    )
+    seq_bytes: Annotated[
+        int,
+        Meta(ge=1 << 20, description="largest size of the stream of active sequences, in bytes"),
+    ] = 64 << 20
+    seq_age_s: Annotated[
+        Seconds, Meta(description="retention time of active-sequence messages")
+    ] = 3600.0
+    lease_s: Annotated[
+        float,
+        Meta(
+            ge=1,
+            description="a process that does not renew its lease for this long is gone; the value"
+            " of the first process holds for all until NATS restarts",
+        ),
+    ] = 10.0
+
+
+class LogSettings(Section, frozen=True, kw_only=True):
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="lowest severity logged")
+    ] = "info"
+    format: Annotated[Literal["text", "json"], Meta(description="format of log lines")] = "text"
+
+
+class ProcessSettings(Section, frozen=True, kw_only=True):
+    hang_timeout_s: Annotated[
+        Seconds, Meta(description="a service whose event loop is blocked for this long exits")
+    ] = 30.0

@@ -1,0 +1,172 @@
+"""Settings of the router and of its built-in policies."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from kvmesh.settings.schema.common import (
+    LOOPBACK,
+    Count,
+    MetricsHost,
+    Port,
+    Seconds,
+    Section,
+    Weight,
+)
+
+
+class RouterSettings(Section, frozen=True, kw_only=True):
+    policy: Annotated[str, Meta(description="routing policy: a built-in one, or module:Class")] = (
+        "kv"
+    )
+    name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
+    overlap_credits: Annotated[
+        list[float],
+        Meta(min_length=4, max_length=4, description="value of an overlapping block, per tier"),
+    ] = field(default_factory=lambda: [1.0, 0.75, 0.25, 0.25])
+    prefill_weight: Annotated[Weight, Meta(description="cost of one block to prefill")] = 3.0
+    request_weight: Annotated[Weight, Meta(description="cost of an active request, in blocks")] = (
+        0.0
+    )
+    credit_decay: Annotated[
+        Weight,
+        Meta(
+            description="rate at which credits decay on ranks with more waiting prefill than others"
+        ),
+    ] = 0.0
+    temperature: Annotated[
+        Weight, Meta(description="0 chooses the cheapest rank; above 0 samples by softmax")
+    ] = 0.0
+    seed: Annotated[int | None, Meta(description="seed for ties and sampling; none: random")] = None
+    index_timeout_s: Annotated[
+        Seconds, Meta(description="longest wait for the index before routing without it")
+    ] = 0.25
+    sequence_ttl_s: Annotated[
+        Seconds, Meta(description="an active sequence without an event for this long is dropped")
+    ] = 300.0
+    kv_events: Annotated[
+        bool,
+        Meta(description="query the index; if off, assume prompts stay where they were placed"),
+    ] = True
+    predicted_ttl_s: Annotated[
+        Weight, Meta(description="a placed prompt counts as cached for this long; 0: never")
+    ] = 5.0
+    approximate_ttl_s: Annotated[Seconds, Meta(description="the same if kv_events is off")] = 120.0
+    busy_blocks: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="active blocks at which a rank gets no more requests"),
+    ] = None
+    busy_blocks_share: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        Meta(description="the same as a share of the rank's blocks"),
+    ] = None
+    busy_prefill_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="prefill tokens at which a rank gets no more requests"),
+    ] = None
+    queue_threshold: Annotated[
+        Weight,
+        Meta(
+            description="requests are queued while every rank has more than this many engine steps "
+            "of prefill; 0: never"
+        ),
+    ] = 2.0
+    queue_order: Annotated[
+        Literal["fcfs", "wspt", "lcfs"], Meta(description="order of waiting requests of one tier")
+    ] = "fcfs"
+    queue_limit: Annotated[
+        Count, Meta(description="most waiting requests; further ones are refused")
+    ] = 4096
+    queue_quantum: Annotated[
+        Count, Meta(description="uncached tokens of a fair class per turn")
+    ] = 8192
+    fair_weights: Annotated[
+        list[str], Meta(description="quanta per turn of a class or tenant, as NAME=WEIGHT")
+    ] = []
+    priority_shift_s: Annotated[
+        Weight,
+        Meta(description="arrival time of a request of priority p moves back by p times this"),
+    ] = 1.0
+    latency_shift_s: Annotated[
+        Weight,
+        Meta(description="arrival time of a fully latency-sensitive request moves back by this"),
+    ] = 10.0
+    starvation_s: Annotated[
+        Seconds, Meta(description="a request that waited this long goes first")
+    ] = 30.0
+    rescore_s: Annotated[
+        Seconds, Meta(description="overlaps of a waiting request are queried again after this")
+    ] = 5.0
+    load_beta: Annotated[
+        Weight, Meta(description="load-aware: weight of relative load against the cached share")
+    ] = 1.0
+    session_mode: Annotated[
+        Literal["hard", "soft"], Meta(description="session: always stay, or only while it pays")
+    ] = "soft"
+    session_ttl_s: Annotated[Seconds, Meta(description="session: an idle binding expires")] = 300.0
+    session_spill: Annotated[
+        Weight,
+        Meta(description="session, soft: move to a rank cheaper by this share of the prompt"),
+    ] = 0.5
+    disagg_tokens: Annotated[
+        int,
+        Meta(ge=0, description="uncached tokens from which a prefill worker computes the prompt"),
+    ] = 2048
+    disagg_backlog: Annotated[
+        Weight, Meta(description="a prefill rank with more steps of prefill than this is not used")
+    ] = 4.0
+    prefill_credits: Annotated[
+        list[float], Meta(min_length=4, max_length=4, description="overlap_credits when prefilling")
+    ] = field(default_factory=lambda: [1.0, 0.75, 0.25, 0.25])
+    decode_credits: Annotated[
+        list[float],
+        Meta(min_length=4, max_length=4, description="overlap_credits when only decoding"),
+    ] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
+    thompson_exploration: Annotated[
+        Weight, Meta(description="thompson: scale of the sampled uncertainty")
+    ] = 0.25
+    thompson_forgetting: Annotated[
+        float, Meta(gt=0, le=1, description="thompson: decay of old evidence per outcome")
+    ] = 0.995
+    thompson_feedback_s: Annotated[
+        Seconds, Meta(description="thompson: a later first token counts as this late")
+    ] = 120.0
+    thompson_trust: Annotated[
+        Count, Meta(description="thompson: outcomes before it deviates from kv")
+    ] = 50
+    program_tick_s: Annotated[Seconds, Meta(description="program: time between reviews")] = 5.0
+    program_pause: Annotated[
+        float,
+        Meta(gt=0, le=1, description="program: share of blocks above which agents are paused"),
+    ] = 0.95
+    program_pause_target: Annotated[
+        float,
+        Meta(gt=0, le=1, description="program: share of blocks down to which agents are paused"),
+    ] = 0.80
+    program_demote: Annotated[
+        float, Meta(gt=0, le=1, description="program: share of blocks above which agents yield")
+    ] = 0.80
+    program_hysteresis: Annotated[
+        float,
+        Meta(
+            ge=0, lt=1, description="program: free share below program_pause that resuming leaves"
+        ),
+    ] = 0.10
+    program_resume_s: Annotated[
+        Seconds, Meta(description="program: longest pause of an agent with a waiting request")
+    ] = 1800.0
+    program_demote_s: Annotated[
+        Weight, Meta(description="program: arrival time of a yielding agent moves forward by this")
+    ] = 2.0
+    program_boost_s: Annotated[
+        Weight, Meta(description="program: arrival time of a resumed agent moves back by this")
+    ] = 1.0
+    program_acting_weight: Annotated[
+        float,
+        Meta(ge=0, le=1, description="program: weight of an agent's tokens when a tool starts"),
+    ] = 1.0
+    program_acting_tau_s: Annotated[
+        Seconds, Meta(description="program: time constant of that weight's decay")
+    ] = 1.0
+    metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
+    metrics_host: MetricsHost = LOOPBACK

@@ -1,0 +1,42 @@
+"""Settings of `kvmesh up`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvmesh.settings.schema.common import Port, Seconds, Section
+
+
+class UpSettings(Section, frozen=True, kw_only=True):
+    workers: Annotated[int, Meta(ge=0, description="worker processes")] = 4
+    prefill_workers: Annotated[
+        int, Meta(ge=0, description="additional prefill workers for long prompts; 0: none")
+    ] = 0
+    kvbm: Annotated[
+        bool,
+        Meta(description="run a kvbm, which shares memory and disk for blocks among the workers"),
+    ] = False
+    frontends: Annotated[
+        int, Meta(ge=0, description="frontend processes, on consecutive ports")
+    ] = 1
+    routers: Annotated[int, Meta(ge=0, description="router processes")] = 1
+    indexers: Annotated[int, Meta(ge=0, description="indexer processes")] = 1
+    state_dir: Annotated[Path, Meta(description="folder of the embedded NATS server's streams")] = (
+        Path(".kvmesh")
+    )
+    nats_port: Annotated[
+        Port, Meta(description="port of the embedded NATS server; 0: a free one")
+    ] = 4222
+    metrics_port: Annotated[
+        Port, Meta(description="first of consecutive /metrics ports, one per process; 0: none")
+    ] = 0
+    ready_timeout_s: Annotated[
+        Seconds, Meta(description="longest wait until the mesh is ready")
+    ] = 60.0
+    stop_timeout_s: Annotated[
+        Seconds, Meta(description="longest wait for a process to stop before it is killed")
+    ] = 10.0
+    reset_states: Annotated[
+        bool, Meta(description="start with empty streams and no index snapshots")
+    ] = False

@@ -1,0 +1,91 @@
+"""Settings of a worker with any engine."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from kvmesh.settings.schema.common import LOOPBACK, Count, MetricsHost, Port, Seconds, Section
+
+
+class WorkerSettings(Section, frozen=True, kw_only=True):
+    engine: Annotated[
+        Literal["mock", "torch", "vllm", "openai", "sglang", "trtllm"],
+        Meta(description="engine that runs the model"),
+    ] = "mock"
+    model: Annotated[
+        Path | None, Meta(description="Hugging Face model folder; none: the built-in demo model")
+    ] = None
+    served_name: Annotated[str, Meta(description="model name in the API; empty: the folder's")] = ""
+    revision: Annotated[
+        str,
+        Meta(description="revision of the weights; empty: that of a Hugging Face snapshot folder"),
+    ] = ""
+    tool_parser: Annotated[
+        str, Meta(description="tool-call dialect of the model; empty: detected from its folder")
+    ] = ""
+    reasoning_parser: Annotated[
+        str, Meta(description="reasoning dialect of the model; empty: detected from its folder")
+    ] = ""
+    name: Annotated[str, Meta(description="stable name across restarts; empty derives one")] = ""
+    block_size: Annotated[Count, Meta(description="tokens per KV block")] = 16
+    context: Annotated[
+        int, Meta(ge=0, description="longest prompt plus output, in tokens; 0: the model's")
+    ] = 0
+    adapters: Annotated[list[str], Meta(description="LoRA adapters to serve, by name")] = []
+    labels: Annotated[
+        list[str], Meta(description="key=value labels, which requests may select")
+    ] = []
+    serves: Annotated[
+        Literal["aggregated", "prefill", "decode"],
+        Meta(description="serve whole requests, only prompts, or prefilled and whole requests"),
+    ] = "aggregated"
+    load_interval_s: Annotated[Seconds, Meta(description="time between load messages")] = 0.1
+    event_interval_s: Annotated[
+        Seconds, Meta(description="time for which KV events are batched")
+    ] = 0.003
+    drain_timeout_s: Annotated[Seconds, Meta(description="longest wait for running requests")] = (
+        60.0
+    )
+    max_waiting: Annotated[
+        Count, Meta(description="requests queued in the engine before the worker is busy")
+    ] = 1024
+    hang_timeout_s: Annotated[
+        Seconds, Meta(description="an engine with work but without a step for this long is dead")
+    ] = 60.0
+    constraint_bytes: Annotated[
+        Count, Meta(description="largest schema, grammar or regular expression of a constraint")
+    ] = 512 << 10
+    compile_timeout_s: Annotated[
+        Seconds, Meta(description="longest time for torch and vllm to compile a constraint")
+    ] = 10.0
+    tenant_share: Annotated[
+        float,
+        Meta(gt=0, le=1, description="largest share of its blocks retained for one tenant"),
+    ] = 0.5
+    retention: Annotated[
+        list[str],
+        Meta(
+            description="default retention by kind of token, KIND=PRIORITY or KIND=PRIORITY/SECONDS"
+        ),
+    ] = []
+    session_idle_s: Annotated[
+        Seconds, Meta(description="a session without a request for this long is forgotten")
+    ] = 3600.0
+    node: Annotated[
+        str,
+        Meta(description="machine whose block manager it uses; empty: the host's name"),
+    ] = ""
+    shared_wait_s: Annotated[
+        float,
+        Meta(ge=0, description="longest wait for a prefix that another worker is computing"),
+    ] = 5.0
+    write_through_blocks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="most blocks queued for write-through to lower tiers; 0: no write-through",
+        ),
+    ] = 4096
+    metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
+    metrics_host: MetricsHost = LOOPBACK

@@ -1,0 +1,50 @@
+"""A sequence to generate, and the state of its dispatch."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmesh.bus.messages import Routed
+from kvmesh.frontend.dispatch.token_inbox import Consumer
+from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptTokens
+
+
+@dataclass
+class DispatchState:
+    """State of one sequence's dispatch; only the dispatcher changes it.
+
+    `deadline` is on the loop's clock; `arrived` is the Unix time that orders it in the routers'
+    queue, kept over placements. `exclude` lists instances that refused the sequence or were lost
+    with it; `avoided` adds those that were silent when a router was last queried. `refused` is set
+    once a worker was busy or draining. `extended` is the prompt with the tokens generated before a
+    migration. `handoff` locates the KV that a prefill worker has computed.
+    """
+
+    deadline: float
+    arrived: float | None = None
+    exclude: list[str] = field(default_factory=list)
+    avoided: list[str] = field(default_factory=list)
+    refused: bool = False
+    routed: Routed | None = None
+    extended: PromptTokens | None = None
+    handoff: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTask:
+    """One choice's sequence to generate; `consumer` is called when `stream` has new tokens."""
+
+    prepared: PreparedRequest
+    prompt: PromptTokens
+    index: int
+    stream: TokenStream
+    consumer: Consumer
+    dispatch: DispatchState
+
+    @property
+    def model(self) -> str:
+        return self.prepared.model.card.name
+
+    @property
+    def current_prompt(self) -> PromptTokens:
+        return self.dispatch.extended or self.prompt

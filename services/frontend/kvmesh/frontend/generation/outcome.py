@@ -1,0 +1,63 @@
+"""Report of a sequence that has ended: its outcome for routers, and metrics."""
+
+import asyncio
+import time
+
+from kvmesh.bus.messages import Outcome
+from kvmesh.frontend import metrics
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.frontend.dispatch.task import SequenceTask
+from kvmesh.frontend.generation.cache_expectations import CacheExpectations
+from kvmesh.frontend.generation.nvext import all_outcomes
+
+
+class OutcomeReporter:
+    """Reports each dispatched sequence once, at its end."""
+
+    def __init__(self, events: SequenceEventPublisher, expectations: CacheExpectations) -> None:
+        self._events = events
+        self._expectations = expectations
+
+    def report(self, task: SequenceTask, started: float) -> None:
+        """Publish and count; `started` is the request's arrival on the loop's clock."""
+        now, stream = asyncio.get_running_loop().time(), task.stream
+        first = stream.first_token_at
+        self._events.outcome(
+            task.model,
+            Outcome(
+                request=stream.attempt,
+                instance=stream.instance,
+                time=time.time(),
+                cached_tokens=sum(stream.cached or []),
+                output_tokens=len(stream.tokens),
+                ttft_s=None if first is None else first - started,
+                total_s=now - started,
+                finish=stream.finish or "cancelled",
+            ),
+        )
+        _measure(task, started, now)
+        self._compare(task)
+        for outcome in all_outcomes(task):
+            metrics.retention_directives.labels(task.model, outcome).inc()
+
+    def _compare(self, task: SequenceTask) -> None:
+        """Compare expected and found cached tokens of a sequence that has not migrated."""
+        stream, routed = task.stream, task.dispatch.routed
+        if stream.attempts != 1 or stream.cached is None:
+            return
+        if routed is not None and routed.prefill is None:
+            expected = sum(routed.overlap) * task.prepared.model.card.block_size
+            self._expectations.add(stream.instance, expected, sum(stream.cached))
+
+
+def _measure(task: SequenceTask, started: float, now: float) -> None:
+    stream, meters = task.stream, task.prepared.model.metrics
+    if stream.first_token_at is None:
+        return
+    count = len(stream.tokens)
+    meters.ttft.observe(stream.first_token_at - started)
+    meters.duration.observe(now - started)
+    if count > 1:
+        meters.itl.observe((now - stream.first_token_at) / (count - 1))
+    meters.cached_tokens.inc(sum(stream.cached or []))
+    meters.output_tokens.inc(count)

@@ -1,0 +1,64 @@
+"""Token counts of a request."""
+
+from collections.abc import Sequence
+
+from kvmesh.frontend.apis.base import Renderer, Usage
+from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.generation.nvext import retained_tokens
+from kvmesh.frontend.generation.output import OutputPipeline
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
+
+HOUR_S = 3600.0
+
+
+class UsageCounter:
+    """Counts the whole request; each prompt counts once, however many choices it has."""
+
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        streams: Sequence[TokenStream],
+        pipelines: Sequence[OutputPipeline],
+    ) -> None:
+        self._prepared = prepared
+        self._streams = streams
+        self._pipelines = pipelines
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(stream.tokens) for stream in self._streams)
+
+    def usage(self) -> Usage:
+        prepared = self._prepared
+        block_size = prepared.model.card.block_size
+        cached = stored = lasting = 0
+        firsts = self._streams[:: prepared.request.n]
+        for prompt, stream in zip(prepared.prompts, firsts, strict=True):
+            held = sum(stream.cached or [])
+            new = max(prompt.count // block_size * block_size - held, 0)
+            cached += held
+            stored += new
+            lasting += min(max(retained_tokens(prompt, stream, HOUR_S) - held, 0), new)
+        return Usage(
+            prompt=prepared.prompt_tokens,
+            cached=cached,
+            stored=stored,
+            output=self.output_tokens,
+            reasoning=sum(pipeline.reasoning_tokens for pipeline in self._pipelines),
+            stored_1h=lasting,
+        )
+
+
+class Opening:
+    """The frame before the first events of an answer, once."""
+
+    def __init__(self, renderer: Renderer, counter: UsageCounter) -> None:
+        self._renderer = renderer
+        self._counter = counter
+        self._sent = False
+
+    def __call__(self) -> bytes:
+        if self._sent:
+            return b""
+        self._sent = True
+        return self._renderer.started(self._counter.usage())

@@ -1,0 +1,55 @@
+"""Bounds of the number of values in JSON, whose decoding holds the GIL throughout. Pure."""
+
+from collections.abc import Iterable, Iterator
+
+from kvmesh.frontend.conversation import Message, ToolCall
+from kvmesh.frontend.errors import ApiError
+
+MAX_VALUES = 1 << 19
+COMPOUND_WEIGHT = 4  # decoding an object, an array or a key costs as much as so many numbers
+SLICE_BYTES = 1 << 16
+
+
+def check_values(body: bytes) -> None:
+    """Raises ApiError (413) for JSON with more than `MAX_VALUES` values."""
+    if _count(_slices(body)) > MAX_VALUES and _count(_outside_strings(body)) > MAX_VALUES:
+        raise ApiError("too_large", f"The body has more than {MAX_VALUES} JSON values.")
+
+
+def check_arguments(messages: Iterable[Message]) -> None:
+    """Same bound for the arguments of tool calls, which are JSON within strings."""
+    blocks = (block for message in messages for block in message.blocks)
+    texts = [b.arguments.encode() for b in blocks if isinstance(b, ToolCall) and not b.custom]
+    if sum(_count(_slices(text)) for text in texts) <= MAX_VALUES:
+        return
+    if sum(_count(_outside_strings(text)) for text in texts) > MAX_VALUES:
+        reason = f"The arguments of tool calls have more than {MAX_VALUES} JSON values."
+        raise ApiError("too_large", reason)
+
+
+def _count(parts: Iterable[bytes]) -> int:
+    """Estimated number of values, from the separators."""
+    return sum(
+        part.count(b",")
+        + COMPOUND_WEIGHT * (part.count(b"{") + part.count(b"[") + part.count(b":"))
+        for part in parts
+    )
+
+
+def _slices(body: bytes) -> Iterator[bytes]:
+    for start in range(0, len(body), SLICE_BYTES):
+        yield body[start : start + SLICE_BYTES]
+
+
+def _outside_strings(body: bytes) -> Iterator[bytes]:
+    """The parts of JSON outside of strings."""
+    start, inside = 0, False
+    while start < len(body):
+        part = body[start : start + SLICE_BYTES]
+        escapes = len(part) - len(part.rstrip(b"\\"))
+        if escapes % 2 and len(part) > 1:
+            part = part[:-1]  # the escaped character is in the next slice
+        start += len(part)
+        pieces = part.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        yield b"".join(pieces[inside::2])
+        inside ^= len(pieces) % 2 == 0

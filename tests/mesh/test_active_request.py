@@ -1,0 +1,170 @@
+"""One active request by itself, on a real bus with a scripted router and worker."""
+
+import asyncio
+import gc
+import weakref
+from time import sleep, time
+from typing import Any
+
+from support.frontend import MODEL, ScriptedWorker, scripted_router, scripted_worker
+from support.stamp import STAMP
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.messages import Chunk, Instance, ModelCard, Role, StepOutput
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.demo import model_dir
+from kvmesh.frontend.apis.base import ApiCall
+from kvmesh.frontend.apis.chat.api import Chat
+from kvmesh.frontend.dispatch.dispatcher import Dispatcher
+from kvmesh.frontend.dispatch.liveness import LivenessMonitor
+from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
+from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.dispatch.work_client import WorkClient
+from kvmesh.frontend.generation.active_request import ActiveRequest, RequestRunner
+from kvmesh.frontend.models import Dialect, ServedModel
+from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor
+from kvmesh.settings.schema import FrontendSettings
+
+BODY = (
+    b'{"model": "%b", "messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 2}'
+    % MODEL.encode()
+)
+
+
+def served() -> ServedModel:
+    card = ModelCard(name=MODEL, files="", block_size=16, context=4096)
+    files = {file.name: file.read_bytes() for file in model_dir().iterdir() if file.is_file()}
+    return ServedModel(card, Dialect(card, files), created=int(time()))
+
+
+class Frames:
+    """A sink that is always writable and stores the frames."""
+
+    writable = True
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    def write(self, frame: bytes) -> None:
+        self.frames.append(frame)
+
+
+class Frontend:
+    """The parts of a frontend beneath HTTP, without their periodic tasks."""
+
+    def __init__(self, bus: Bus, limits: StreamLimits) -> None:
+        self.bus = bus
+        self.inbox = TokenInbox(0.0)
+        self.directory = Directory(bus, limits)
+        self.workers = WorkClient(bus, self.inbox, self.directory)
+        self.events = SequenceEventPublisher(bus, "f-1")
+        self.routes = RouteClient(bus, self.events)
+        self.monitor = self.monitored(60.0)
+        settings = FrontendSettings()
+        dispatcher = Dispatcher(
+            "f-1", self.workers, self.monitor, self.routes, self.events, settings
+        )
+        self.runner = RequestRunner(dispatcher, self.events, 60.0)
+
+    def monitored(self, stall_timeout: float) -> LivenessMonitor:
+        return LivenessMonitor(self.bus, self.workers, self.events, stall_timeout, lambda: 0)
+
+    async def open(self) -> None:
+        def receive(output: StepOutput) -> None:
+            self.inbox.receive(output)
+
+        await self.bus.subscribe(self.bus.subjects.out("f-1"), step_decoder, receive)
+        await self.routes.open()
+
+    async def request(self, sink: Frames) -> ActiveRequest:
+        call: ApiCall = Chat().parse(BODY, {}, STAMP)
+        preprocessor = Preprocessor(1 << 20, TenantNamespaces())
+        prepared = await preprocessor.prepare(call.request, served(), None)
+        now = asyncio.get_running_loop().time()
+        return self.runner.run(prepared, call.renderer, now, sink)
+
+
+async def answer(worker: ScriptedWorker, sink: Frames) -> None:
+    """Send tokens of both choices; end them once the client has frames of each."""
+    works = [await worker.work(number) for number in range(2)]
+    for work in works:
+        await worker.send(work, Chunk(work.request, 0, [300, 301]))
+    await eventually(lambda: len(sink.frames) == 2)
+    for work in works:
+        await worker.send(work, Chunk(work.request, 2, [302], finish="stop"))
+
+
+def parts(active: ActiveRequest) -> "list[weakref.ref[Any]]":
+    return [weakref.ref(part) for part in (active, *active._choices, *active._pipelines)]
+
+
+async def test_a_finished_request_leaves_no_garbage_cycle(bus: Bus, limits: StreamLimits) -> None:
+    frontend = Frontend(bus, limits)
+    await frontend.open()
+    async with scripted_router(bus, limits) as router, scripted_worker(bus, limits, "w") as worker:
+        router.order = [worker.instance]
+        sink = Frames()
+        gc.collect()
+        gc.disable()
+        try:
+            active = await frontend.request(sink)
+            gone = parts(active)
+            answering = asyncio.create_task(answer(worker, sink))
+            async with active:
+                await active.accepted(10.0)
+                last = await active.finished()
+                done = active.summary().usage
+            await answering
+            del active
+            await asyncio.sleep(0)  # the loop drops its last callback
+            assert [part() for part in gone] == [None] * len(gone)
+        finally:
+            gc.enable()
+        assert last.count(b'"finish_reason":"stop"') == 2
+        assert done.output == 6
+        assert not frontend.inbox
+
+
+async def test_no_lease_is_expired_right_after_this_process_has_connected(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    card = Instance(instance="w-1", role=Role.WORKER, name="w", version="0", started=0.0)
+    lease, frontend = Lease(bus, card, limits), Frontend(bus, limits)
+    directory, workers = frontend.directory, frontend.workers
+    await lease.open()
+    await directory.open()
+    bus.connected_at = asyncio.get_running_loop().time()
+    await workers.expire_lease("w-1")
+    bucket = await bus.js.key_value(bus.subjects.instances_bucket)
+    assert await bucket.keys()
+    bus.connected_at -= 60.0
+    await workers.expire_lease("w-1")
+    await eventually(lambda: not directory.instances)
+    await lease.close()
+    await directory.close()
+
+
+async def test_a_pause_of_this_process_is_no_silence_of_the_engine(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    monitor = Frontend(bus, limits).monitored(0.9)
+    now = asyncio.get_running_loop().time()
+    stream = TokenStream("s", now)
+    monitor.watch("m", stream)
+    stream.dispatched("w-1", now)
+    running = asyncio.create_task(monitor.run())
+    await asyncio.sleep(0)
+    for _ in range(2):
+        sleep(1.5)  # noqa: ASYNC251 (nothing runs here meanwhile, as while it is stopped)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not stream.ended.is_set()
+    await eventually(stream.ended.is_set)
+    assert stream.error is not None
+    running.cancel()
+    await asyncio.wait([running])

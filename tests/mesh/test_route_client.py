@@ -1,0 +1,268 @@
+"""Route queries to routers that fall silent, leave or return: one position in the queue, kept."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import pytest_asyncio
+from support.nats import NatsServer
+from support.proxy import Proxy
+from support.routers import (
+    RunningRouter,
+    Tail,
+    running_workers,
+    scripted_index,
+    start_router,
+)
+from support.routing import request, sequence
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.discovery import Directory
+from kvmesh.bus.messages import (
+    Decision,
+    Refused,
+    Routed,
+    RouteRequest,
+    SeqBatch,
+    SeqEvent,
+    SeqFree,
+    SeqPrefilled,
+)
+from kvmesh.bus.streams import StreamLimits
+from kvmesh.frontend.dispatch.route_client import RouteClient
+from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+
+DECISIONS: "msgspec.msgpack.Decoder[Decision]" = msgspec.msgpack.Decoder(Decision)
+QUEUE = {"queue_threshold": 0.5, "predicted_ttl_s": 0.0}
+DEADLINE_S = 10 * PATIENCE_S  # whatever is taken off the books is so before its time is over
+Answers = list[asyncio.Task[Routed | Refused]]
+
+
+@dataclass
+class Stage:
+    """Two routers of one worker with capacity for one prompt of ten blocks at a time."""
+
+    bus: Bus
+    asking: RouteClient
+    proxy: Proxy
+    routers: list[RunningRouter]
+    decisions: Tail[Decision]
+    attempts: dict[str, list[str]] = field(default_factory=dict)
+
+    def ask(self, name: str, blocks: int = 10) -> "asyncio.Task[Routed | Refused]":
+        """Query for a placement, as the frontend does for a request."""
+        number = 100 * len(self.attempts)
+        attempts = self.attempts[name] = [name]
+
+        def compose(anew: bool, arrived: float | None) -> RouteRequest:
+            if anew:
+                attempts.append(f"{name}.{len(attempts)}")
+            prompt = sequence(*range(number, number + blocks))
+            return request(attempts[-1], prompt, deadline_s=DEADLINE_S, arrived=arrived)
+
+        return asyncio.create_task(self.asking.request("m", compose, DEADLINE_S))
+
+    async def fill(self) -> None:
+        """Fill the worker with a request that every router counts."""
+        assert isinstance(await self.ask("first"), Routed)
+        # a router answers before it tells the others
+        await eventually(lambda: all(self.active(router) == 1 for router in self.routers))
+
+    async def wait_in_line(self, count: int) -> Answers:
+        """Query for more placements, each once the previous one is queued."""
+        asked = []
+        for number in range(count):
+            asked.append(self.ask(f"q{number}"))
+            await self.all_know_of(number + 1)
+        return asked
+
+    async def all_know_of(self, waiting: int) -> None:
+        """Wait until every router sees `waiting` requests in the queue."""
+        await eventually(lambda: all(self.waiting(r) == waiting for r in self.routers))
+
+    async def serves(self, router: RunningRouter) -> None:
+        """Wait until a router may be queried."""
+        await eventually(lambda: router.service.instance in self.asking.routers)
+        await eventually(lambda: router.router._router("m")._subscriptions)
+        await router.service.bus.flush()  # the server knows them too
+
+    def waiting(self, router: RunningRouter) -> int:
+        return router.router._router("m").queue.waiting
+
+    def own(self, router: RunningRouter) -> int:
+        return len(router.router._router("m").queue.own_tickets)
+
+    def active(self, router: RunningRouter) -> int:
+        return len(router.router._router("m").core.active)
+
+    async def let_all_go(self, count: int) -> list[str]:
+        """Free capacity for one request after the other; return the requests in their order."""
+        for number in range(count):
+            done = SeqPrefilled(self.decisions.seen[-1].request)
+            self.bus.post(self.bus.subjects.seq("m"), SeqBatch("f", [done]))
+            await self._placed(number + 2)
+        return [d.request.partition(".")[0] for d in self.decisions.seen[1:]]
+
+    async def _placed(self, count: int) -> None:
+        await eventually(lambda: len(self.decisions.seen) >= count)
+
+
+@asynccontextmanager
+async def _asking(bus: Bus, limits: StreamLimits) -> AsyncIterator[RouteClient]:
+    tracker = SequenceEventPublisher(bus, "f")
+    asking = RouteClient(bus, tracker)
+    directory = Directory(bus, limits, asking.joined, asking.left)
+    await asking.open()
+    await directory.open()
+    tasks = [asyncio.create_task(asking.run()), asyncio.create_task(tracker.run())]
+    yield asking
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await directory.close()
+
+
+@pytest_asyncio.fixture
+async def stage(
+    nats_server: NatsServer, bus: Bus, options: BusOptions, limits: StreamLimits
+) -> AsyncIterator[Stage]:
+    proxy = Proxy(nats_server.port)
+    proxy.start()
+    await scripted_index(bus, {})
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running_workers(bus, limits, "a", step=160))
+        decisions = await stack.enter_async_context(
+            Tail[Decision](bus, bus.subjects.route_stream, bus.subjects.route("m"), DECISIONS)
+        )
+        asking = await stack.enter_async_context(_asking(bus, limits))
+        through = replace(options, url=proxy.url)
+        routers = [
+            await start_router(through, "r0", **QUEUE),
+            await start_router(options, "r1", **QUEUE),
+        ]
+        stage = Stage(bus, asking, proxy, routers, decisions)
+        for router in routers:
+            await stage.serves(router)
+        yield stage
+        proxy.release()
+        for router in routers:
+            if not router.task.done():
+                await router.stop()
+    await asyncio.to_thread(proxy.stop)
+
+
+async def test_a_query_without_a_reply_goes_to_another_router(stage: Stage) -> None:
+    stage.proxy.hold()
+    answers = [await stage.ask(f"q{number}", blocks=1) for number in range(2)]
+    assert all(isinstance(answer, Routed) for answer in answers)
+    assert not stage.asking.routers.trusts(stage.routers[0].service.instance)
+
+
+async def test_a_silent_router_is_trusted_again_once_it_replies(stage: Stage) -> None:
+    stage.proxy.hold()
+    for number in range(2):
+        await stage.ask(f"q{number}", blocks=1)
+    stage.proxy.release()
+    instance = stage.routers[0].service.instance
+    await eventually(lambda: stage.asking.routers.trusts(instance))
+
+
+async def test_requests_queued_in_a_silent_router_keep_their_order(stage: Stage) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(6)
+    assert stage.own(stage.routers[0])
+    stage.proxy.hold()
+    await eventually(lambda: stage.own(stage.routers[1]) == 6)
+    await eventually(lambda: stage.waiting(stage.routers[1]) == 6)
+    assert await stage.let_all_go(6) == [f"q{number}" for number in range(6)]
+    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
+
+
+async def test_a_thawed_router_places_no_request_that_others_have_placed(stage: Stage) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(6)
+    stage.proxy.hold()
+    await eventually(lambda: stage.own(stage.routers[1]) == 6)
+    await stage.let_all_go(6)
+    await asyncio.gather(*asked)
+    stage.proxy.release()
+    await eventually(lambda: stage.own(stage.routers[0]) == 0)
+    # each request counts once, as its last attempt
+    await eventually(lambda: [stage.active(router) for router in stage.routers] == [7, 7])
+
+
+async def test_requests_queued_in_a_leaving_router_keep_their_order(stage: Stage) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(8)
+    assert stage.own(stage.routers[0])
+    await stage.routers[0].stop()
+    await eventually(lambda: stage.own(stage.routers[1]) == 8)
+    assert stage.waiting(stage.routers[1]) == 8
+    assert await stage.let_all_go(8) == [f"q{number}" for number in range(8)]
+    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
+    assert [d.request for d in stage.decisions.seen] == ["first", *(f"q{n}" for n in range(8))]
+
+
+async def test_after_a_lost_connection_each_request_still_waits_and_counts_once(
+    stage: Stage,
+) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(4)
+    for _ in range(3):
+        for reconnected in stage.bus.on_reconnect:
+            reconnected()
+        await stage.bus.flush()
+    assert await stage.let_all_go(4) == [f"q{number}" for number in range(4)]
+    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
+    assert all(len(names) == 1 for names in stage.attempts.values())
+    await eventually(lambda: [stage.active(router) for router in stage.routers] == [5, 5])
+
+
+async def test_cancelled_queries_are_not_placed(stage: Stage) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(3)
+    stage.proxy.hold()
+    await eventually(lambda: stage.own(stage.routers[1]) == 3)
+    for task in asked:
+        task.cancel()
+    await asyncio.wait(asked)
+    given_up: list[SeqEvent] = [
+        SeqFree(names[-1]) for names in stage.attempts.values() if names[0] != "first"
+    ]
+    stage.bus.post(stage.bus.subjects.seq("m"), SeqBatch("f", given_up))
+    stage.proxy.release()
+    await eventually(lambda: [stage.waiting(router) for router in stage.routers] == [0, 0])
+    assert [d.request for d in stage.decisions.seen] == ["first"]
+    assert [stage.active(router) for router in stage.routers] == [1, 1]
+
+
+async def test_a_full_queue_does_not_refuse_requests_queued_before(
+    stage: Stage, options: BusOptions
+) -> None:
+    await stage.fill()
+    asked = await stage.wait_in_line(4)
+    full = await start_router(options, "r2", **QUEUE, queue_limit=1)
+    await stage.serves(full)
+    for router in stage.routers:
+        await router.stop()
+    await eventually(lambda: stage.own(full) == 4)
+    assert isinstance(await stage.ask("one more"), Refused)
+    assert await stage.let_all_go(4) == [f"q{number}" for number in range(4)]
+    await asyncio.gather(*asked)
+    await full.stop()
+
+
+async def test_without_any_router_a_query_is_refused_at_once(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    async with _asking(bus, limits) as asking:
+
+        def compose(_: bool, arrived: float | None) -> RouteRequest:
+            return request("q", sequence(1), arrived=arrived)
+
+        answer = await asking.request("m", compose, DEADLINE_S)
+        assert isinstance(answer, Refused)
+        assert answer.code == "unavailable"

@@ -1,0 +1,72 @@
+"""Workers that differ from the oldest one are left out."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from support.routing import worker
+
+from kvmesh.bus.compatibility import Compatibility, misfits, namesakes
+from kvmesh.bus.messages import Instance
+
+
+def card(worker_name: str, started: float = 0.0, engine: str = "mock", **facts: Any) -> Instance:
+    instance = worker(worker_name, started=started, engine=engine)
+    assert instance.model is not None
+    return replace(instance, model=replace(instance.model, **facts))
+
+
+@pytest.mark.parametrize(
+    ("fact", "ours", "theirs", "words"),
+    [
+        ("block_size", 16, 32, "block size 32 differs from 16"),
+        ("hash_version", 1, 2, "hash version 2 differs from 1"),
+        ("tokenizer", "9f3a", "77b1", "tokenizer 77b1 differs from 9f3a"),
+        ("template", "9f3a", "77b1", "chat template 77b1 differs from 9f3a"),
+        ("config", "9f3a", "77b1", "config.json 77b1 differs from 9f3a"),
+        ("revision", "v1", "v2", "model revision v2 differs from v1"),
+        ("kv_layout", "bf16", "fp8", "KV layout fp8 differs from bf16"),
+        ("context", 8192, 4096, "context 4096 differs from 8192"),
+    ],
+)
+def test_a_worker_that_differs_is_left_out_and_both_values_are_named(
+    fact: str, ours: object, theirs: object, words: str
+) -> None:
+    facts: list[dict[str, Any]] = [{fact: ours}, {fact: theirs}]
+    old = [card(name, **facts[0]) for name in ("worker-0", "worker-1")]
+    found = misfits([card("worker-2", 1.0, **facts[1]), *old])
+    assert found == {"worker-2": f"worker-2: {words} of worker-0, worker-1 (m)"}
+
+
+def test_an_unstated_fact_matches_and_the_next_card_states_it() -> None:
+    cards = [card("old"), card("new", 1.0, tokenizer="a"), card("other", 2.0, tokenizer="b")]
+    assert list(misfits(cards)) == ["other"]
+
+
+def test_layouts_are_compared_among_engines_of_one_kind() -> None:
+    cards = [card("a", kv_layout="x"), card("b", 1.0, "torch", kv_layout="y")]
+    assert misfits(cards) == {}
+
+
+def test_models_are_compared_separately() -> None:
+    assert misfits([card("a", tokenizer="x"), card("b", 1.0, tokenizer="y", name="n")]) == {}
+
+
+def test_a_misfit_is_admitted_once_the_others_left() -> None:
+    found = Compatibility()
+    first, second = card("a", tokenizer="x"), card("b", 1.0, tokenizer="y")
+    found.join(second)
+    found.join(first)
+    assert list(found.misfits) == ["b"]
+    assert [c.name for c in found.fitting] == ["a"]
+    found.join(replace(first, draining=True))
+    assert found.misfits == {}
+    found.join(first)
+    found.leave("a")
+    assert found.misfits == {}
+
+
+def test_a_namesake_is_another_live_instance() -> None:
+    one, two = card("w"), replace(card("w"), instance="w-2")
+    assert namesakes(one, [one, two, card("v")]) == ["w-2"]
+    assert namesakes(one, [one, replace(two, draining=True)]) == []

@@ -1,0 +1,45 @@
+"""nats-py stays behind the bus: no other package, tool or benchmark imports it."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("libs", "services", "tools", "benchmarks")
+BUS = ROOT / "libs" / "kvmesh" / "bus"
+# `kvmesh secure` makes nkeys without a connection
+ALLOWED = {("tools/kvmesh/cli/credentials/folder.py", "nkeys")}
+
+
+def imported(file: Path) -> set[str]:
+    """The top-level packages that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_only_the_bus_imports_nats() -> None:
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    assert files
+    outside = {
+        (file.relative_to(ROOT).as_posix(), package)
+        for file in files
+        if not file.is_relative_to(BUS)
+        for package in imported(file) & {"nats", "nkeys"}
+    }
+    assert outside == ALLOWED
+
+
+def test_services_and_tools_use_no_raw_client() -> None:
+    raw = ("bus.client.", ".js.context")
+    files = [file for folder in ("services", "tools") for file in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{file.relative_to(ROOT)}:{number}"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if "import" not in line and any(part in line for part in raw)
+    ]
+    assert found == []

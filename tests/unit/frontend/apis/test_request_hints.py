@@ -1,0 +1,70 @@
+"""Hints of requests: session headers of every harness, nvext, header values."""
+
+import pytest
+from multidict import CIMultiDict
+from unit.frontend.apis.bodies import headers, request
+
+from kvmesh.frontend.apis.request_hints import session_in_user_id, session_of
+from kvmesh.frontend.errors import InvalidRequest
+
+SESSIONS = [
+    (headers(), None, None),
+    (headers(X_KVMesh_Session_ID="a", X_KVMesh_Parent_Session_ID="b"), "a", "b"),
+    (headers(x_dynamo_session_id="a"), "a", None),
+    (headers(X_Claude_Code_Session_Id="s"), "s", None),
+    (headers(x_claude_code_session_id="s", x_claude_code_agent_id="x"), "s/x", "s"),
+    (
+        headers(
+            x_claude_code_session_id="s",
+            x_claude_code_agent_id="x",
+            x_claude_code_parent_agent_id="p",
+        ),
+        "s/x",
+        "s/p",
+    ),
+    (headers(session_id="c"), "c", None),
+    (headers(session_id="c", thread_id="t", x_codex_parent_thread_id="p"), "t", "p"),
+    (headers(x_session_id="o", x_parent_session_id="p"), "o", "p"),
+    (headers(x_session_affinity="o"), "o", None),
+]
+
+
+@pytest.mark.parametrize(("head", "session", "parent"), SESSIONS)
+def test_every_harness_names_its_session(
+    head: CIMultiDict[str], session: str | None, parent: str | None
+) -> None:
+    assert session_of(head) == (session, parent)
+
+
+def test_claude_code_s_user_id_holds_a_session() -> None:
+    assert session_in_user_id('{"device_id":"d","session_id":"s"}') == "s"
+    assert session_in_user_id("user_abc") is None
+    assert session_in_user_id("{broken") is None
+
+
+def test_headers_override_the_body() -> None:
+    head = headers(
+        x_kvmesh_priority="7", x_kvmesh_worker_instance_id="w", x_tenant_id="t", x_session_id="s"
+    )
+    nvext = {"agent_hints": {"priority": 1, "osl": 99}, "cache_salt": "x", "dp_rank": 2}
+    made = request(head, nvext=nvext, prompt_cache_key="k")
+    assert (made.hints.priority, made.hints.osl, made.hints.session) == (7, 99, "s")
+    assert (made.placement.instance, made.placement.rank) == ("w", 2)
+    assert made.cache_salt == "t"
+
+
+def test_an_invalid_header_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="x-kvmesh-priority"):
+        request(headers(x_kvmesh_priority="high"))
+
+
+BAD_NAMES = ["x" * 129, "a b", "a\tb", "\u00e4", "a\x1fb"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_names_given_by_callers_are_validated(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="visible ASCII"):
+        request(nvext={"cache_salt": name})
+    for header in ("x-tenant-id", "x-kvmesh-fair-class"):
+        with pytest.raises(InvalidRequest, match=header):
+            request(CIMultiDict({header: name}))

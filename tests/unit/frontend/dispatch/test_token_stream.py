@@ -1,0 +1,87 @@
+"""Token streams over lost chunks, repeats and changes of worker."""
+
+import pytest
+
+from kvmesh.bus.messages import Chunk
+from kvmesh.frontend.dispatch.token_stream import ChunkResult, TokenStream
+from kvmesh.frontend.errors import ApiError
+
+
+@pytest.fixture
+def stream() -> TokenStream:
+    stream = TokenStream("r", 10.0)
+    stream.next_attempt()
+    stream.dispatched("w", 10.0)
+    return stream
+
+
+def test_tokens_add_up_in_order(stream: TokenStream) -> None:
+    assert stream.receive(Chunk("r", 0, [1, 2], cached=[16]), 11.0) is ChunkResult.NEW
+    assert stream.receive(Chunk("r", 2, [3], finish="stop"), 12.0) is ChunkResult.NEW
+    assert stream.tokens == [1, 2, 3]
+    assert stream.cached == [16]
+    assert stream.first_token_at == 11.0
+    assert (stream.finish, stream.engine_done) == ("stop", True)
+    assert stream.ended.is_set()
+
+
+def test_chunks_after_a_gap_add_nothing_until_it_is_filled(stream: TokenStream) -> None:
+    stream.receive(Chunk("r", 0, [1]), 11.0)
+    assert stream.receive(Chunk("r", 3, [4], finish="stop"), 11.0) is ChunkResult.GAP
+    assert stream.tokens == [1]
+    assert stream.finish is None
+    assert stream.receive(Chunk("r", 1, [2, 3, 4], finish="stop"), 11.0) is ChunkResult.NEW
+    assert stream.tokens == [1, 2, 3, 4]
+
+
+def test_repeated_tokens_count_once(stream: TokenStream) -> None:
+    stream.receive(Chunk("r", 0, [1, 2]), 11.0)
+    assert stream.receive(Chunk("r", 0, [1, 2]), 11.0) is ChunkResult.OLD
+    assert stream.receive(Chunk("r", 1, [2, 3]), 11.0) is ChunkResult.NEW
+    assert stream.tokens == [1, 2, 3]
+
+
+def test_a_new_attempt_keeps_the_tokens_and_gets_a_new_id(stream: TokenStream) -> None:
+    stream.receive(Chunk("r", 0, [1, 2], cached=[3]), 11.0)
+    stream.lose("gone")
+    assert stream.ended.is_set()
+    assert stream.finish is None
+    stream.next_attempt()
+    stream.dispatched("v", 12.0)
+    assert (stream.attempt, stream.lost) == ("r.1", "")
+    assert not stream.ended.is_set()
+    before = stream.fresh
+    stream.receive(Chunk("r.1", 2, [3], finish="length", cached=[9]), 13.0)
+    assert (before, stream.fresh) == (0, 1)
+    assert stream.tokens == [1, 2, 3]
+    assert stream.cached == [3]
+
+
+def test_an_abort_by_the_engine_is_a_loss(stream: TokenStream) -> None:
+    stream.receive(Chunk("r", 0, [1], finish="abort"), 11.0)
+    assert stream.finish is None
+    assert stream.lost
+    assert stream.engine_done
+
+
+def test_an_engine_error_is_the_error_of_the_stream(stream: TokenStream) -> None:
+    stream.receive(Chunk("r", 0, [], finish="error", error="out of memory"), 11.0)
+    assert isinstance(stream.error, ApiError)
+    assert "out of memory" in str(stream.error)
+
+
+def test_the_end_is_final(stream: TokenStream) -> None:
+    stream.stop("stop")
+    stream.lose("too late")
+    stream.fail(ApiError("internal", "too late"))
+    stream.stop("cancelled")
+    assert (stream.finish, stream.lost, stream.error) == ("stop", "", None)
+    assert not stream.engine_done
+
+
+def test_cached_tokens_after_a_remote_prefill_are_those_that_the_prefill_found(
+    stream: TokenStream,
+) -> None:
+    stream.prefilled([16, 0])
+    stream.receive(Chunk("r", 0, [1], cached=[48, 0]), 11.0)
+    assert stream.cached == [16, 0]

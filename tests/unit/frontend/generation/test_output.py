@@ -1,0 +1,65 @@
+"""Output pipeline: the end of an answer at its first call, and the count of reasoning tokens."""
+
+from kvmesh.frontend.conversation import (
+    AnswerEvent,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from kvmesh.frontend.generation.output import OutputPipeline
+from kvmesh.frontend.tokenizer.detokenizer import Detokenizer
+
+
+class Letters:
+    """A detokenizer of one character per token."""
+
+    def feed(self, ids: list[int]) -> str:
+        return "".join(chr(token) for token in ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+class Scripted:
+    """A parser that returns the next of its results, whatever the text."""
+
+    def __init__(self, *results: list[AnswerEvent]) -> None:
+        self._results = list(results)
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        return self._results.pop(0)
+
+    def finish(self) -> list[AnswerEvent]:
+        return [TextDelta("rest")]
+
+
+def pipeline(*results: list[AnswerEvent], one_call: bool = False) -> OutputPipeline:
+    letters: Detokenizer = Letters()
+    return OutputPipeline(letters, [], Scripted(*results), one_call)
+
+
+def test_with_one_call_the_answer_ends_with_the_first() -> None:
+    call: list[AnswerEvent] = [ToolCallStart("c", "f"), ToolCallDelta("{}"), ToolCallEnd()]
+    made = pipeline([*call, ToolCallStart("d", "g")], one_call=True)
+    assert made.feed([65]) == call
+    assert made.complete
+    assert made.finish() == []
+
+
+def test_otherwise_calls_follow_one_another_and_the_rest_follows_them() -> None:
+    events: list[AnswerEvent] = [ToolCallStart("c", "f"), ToolCallEnd(), ToolCallStart("d", "g")]
+    made = pipeline(events)
+    assert made.feed([65]) == events
+    assert not made.complete
+    assert made.finish() == [TextDelta("rest")]
+
+
+def test_tokens_of_thinking_count_by_their_share_of_the_text() -> None:
+    made = pipeline(
+        [ThinkingDelta("abcd")], [ThinkingDelta("ab"), TextDelta("cd")], [TextDelta("abcd")]
+    )
+    for _ in range(3):
+        made.feed([65] * 4)
+    assert made.reasoning_tokens == 6

@@ -1,0 +1,118 @@
+"""SessionBlocks against a model that compares every block of every session."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmesh.retention.session_blocks import PromptTail, SessionBlocks, common_prefix
+
+NAMES = "abcd"
+PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+def chain(tokens: list[int]) -> list[int]:
+    """Hashes over whole prefixes, as block hashes are."""
+    return [hash(tuple(tokens[: end + 1])) for end in range(len(tokens))]
+
+
+def tails(found: list[PromptTail[int]]) -> set[int]:
+    return {block for tail in found for block in tail.prompt[tail.start :]}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.lists(PROMPTS, max_size=3), min_size=1),
+    st.sets(st.sampled_from(NAMES), min_size=1),
+)
+def test_release_frees_exactly_what_no_live_session_uses(
+    prompts: dict[str, list[list[int]]], closed: set[str]
+) -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    newest: dict[str, list[int]] = {}
+    for name, turns in prompts.items():
+        grown: list[int] = []
+        for turn in turns:
+            grown = [*grown, *turn]
+            assert tails(book.record(name, chain(grown), 1.0)) == set()
+        if turns:
+            newest[name] = chain(grown)
+    live = {block for name, blocks in newest.items() if name not in closed for block in blocks}
+    mine = {block for name, blocks in newest.items() if name in closed for block in blocks}
+    assert tails(book.release(sorted(closed))) == mine - live
+    assert book.release(sorted(closed)) == []
+
+
+@given(PROMPTS, PROMPTS)
+def test_common_prefix_ends_at_the_first_difference(one: list[int], other: list[int]) -> None:
+    first, second = chain(one), chain(other)
+    expected = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    assert common_prefix(first, second) == expected
+
+
+def test_two_sessions_share_a_prefix() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    book.record("a", chain([1, 2, 3, 4]), 1.0)
+    book.record("b", chain([1, 2, 9]), 1.0)
+    assert book.release(["a"]) == [PromptTail(chain([1, 2, 3, 4]), 2)]
+    assert book.release(["a", "unknown"]) == []
+    assert book.release(["b"]) == [PromptTail(chain([1, 2, 9]), 0)]
+
+
+def test_a_prompt_supersedes_a_different_tail() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    book.record("a", chain([1, 2, 3, 4]), 1.0)
+    book.record("other", chain([1, 2, 3]), 1.0)
+    assert tails(book.record("a", chain([1, 7]), 2.0)) == {chain([1, 2, 3, 4])[3]}
+    assert tails(book.release(["a"])) == {chain([1, 7])[1]}
+
+
+def test_generated_blocks_belong_to_the_session() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    prompt = chain([1, 2])
+    book.record("a", prompt, 1.0)
+    prompt.append(hash("generated"))
+    assert tails(book.release(["a"])) == set(prompt)
+
+
+def test_a_prefix_of_the_last_prompt_supersedes_nothing() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    book.record("a", chain([1, 2, 3]), 1.0)
+    assert book.record("a", chain([1, 2]), 2.0) == []
+    assert tails(book.release(["a"])) == set(chain([1, 2, 3]))
+
+
+def test_prompts_without_a_common_prefix_coexist() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    book.record("a", chain([1, 2]), 1.0)
+    assert book.record("a", chain([5, 6]), 2.0) == []
+    assert tails(book.release(["a"])) == {*chain([1, 2]), *chain([5, 6])}
+
+
+def test_a_session_that_returns_to_a_prompt_branches() -> None:
+    """For example one prompt_cache_key for all conversations of an application."""
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    book.record("key", chain([1, 2, 3]), 1.0)
+    assert tails(book.record("key", chain([1, 5]), 2.0)) == set(chain([1, 2, 3])[1:])
+    assert book.record("key", chain([1, 2, 3, 4]), 3.0) == []
+    assert book.record("key", chain([1, 5, 6]), 4.0) == []
+    assert tails(book.release(["key"])) == {*chain([1, 2, 3, 4]), *chain([1, 5, 6])}
+
+
+def test_idle_sessions_are_forgotten() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=10.0, max_blocks=1000)
+    book.record("idle", chain([1, 2]), 1.0)
+    book.record("busy", chain([1, 3]), 12.0)
+    assert "idle" not in book
+    assert tails(book.release(["busy"])) == set(chain([1, 3]))
+
+
+def test_memory_is_bounded() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=1e9, max_blocks=100)
+    for i in range(1000):
+        book.record(f"s{i}", chain([1, i, i, i, i]), 1.0)
+        book.record("growing", chain([7] * (i % 20)), 1.0)
+    assert len(book) <= 22
+    assert book.shared_blocks(chain([1, 999, 999])) == 3
+    assert book.shared_blocks(chain([1, 999, 999]), except_session="s999") == 1

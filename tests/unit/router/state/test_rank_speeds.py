@@ -1,0 +1,143 @@
+"""Slow ranks are distinguished from busy ones by their step reports."""
+
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import pytest
+from support.routing import request, sequence, worker
+
+from kvmesh.bus.messages import Load
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MAX_SLOWNESS, RankSpeeds
+from kvmesh.settings.schema import RouterSettings
+from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel
+
+BLOCKS = 1000
+
+
+@dataclass
+class Engine:
+    """One that steps through a load of its own: prompts of so many tokens, KV memory up to so full.
+
+    It is busy for a `share` of the time.
+    """
+
+    name: str
+    slowness: float = 1.0
+    prompt: int = 2000
+    most_used: float = 0.6
+    used: float = 0.0
+    share: float = 0.5
+    steps: int = 0
+    busy_s: float = 0.0
+    computed: int = 0
+    output: int = 0
+
+    def run(self, seconds: float, rng: Random) -> None:
+        model, until = PolynomialStepModel(), self.busy_s + seconds * self.share
+        while self.busy_s < until:
+            tokens = self.prompt if rng.random() < 0.1 else 0
+            load = DecodeLoad(8, int(self.used * 1e6), 1_000_000)
+            self.busy_s += (model.prefill(tokens) + model.decode(load)) * self.slowness
+            self.steps += 1
+            self.computed += tokens
+            self.output += 8
+
+    def load(self) -> Load:
+        return Load(
+            instance=self.name,
+            rank=0,
+            running=8,
+            waiting=0,
+            active_blocks=int(self.used * BLOCKS),
+            cached_blocks=0,
+            total_blocks=BLOCKS,
+            prefill_tokens=0,
+            steps=self.steps,
+            prompt_tokens=0,
+            cached_tokens=0,
+            output_tokens=self.output,
+            requests=1,
+            busy_s=self.busy_s,
+            computed_tokens=self.computed,
+        )
+
+
+def watch(speeds: RankSpeeds, engines: list[Engine], seconds: int, start: int = 0) -> None:
+    rng = Random(start)
+    for second in range(start, start + seconds):
+        for slot, engine in enumerate(engines):
+            engine.used = rng.uniform(0.0, engine.most_used)
+            engine.run(1.0, rng)
+            speeds.observe(slot, engine.load(), float(second))
+        speeds.update(float(second), len(engines))
+
+
+def test_equal_engines_have_no_slowness_under_any_load() -> None:
+    loads = [(100, 0.05), (8000, 0.1), (2000, 0.9), (500, 0.5), (4000, 0.02)]
+    engines = [Engine(str(n), prompt=p, most_used=u) for n, (p, u) in enumerate(loads)]
+    speeds = RankSpeeds()
+    watch(speeds, engines, 120)
+    assert speeds.slowness is None
+    assert speeds.outliers == {}
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("factor", [3.0, 6.0])
+def test_a_slow_engine_is_found_among_others(count: int, factor: float) -> None:
+    engines = [Engine(str(n), prompt=1000 * (n + 1)) for n in range(count)]
+    engines[-1].slowness = factor
+    speeds = RankSpeeds()
+    watch(speeds, engines, 40)
+    assert list(speeds.outliers) == [count - 1]
+    assert speeds.outliers[count - 1] == pytest.approx(factor, rel=0.3)
+    assert speeds.factors(np.array([0, count - 1])) is not None
+
+
+def test_no_engine_counts_as_more_than_ten_times_as_slow() -> None:
+    engines = [Engine("a"), Engine("b"), Engine("c", slowness=50.0)]
+    speeds = RankSpeeds()
+    watch(speeds, engines, 60)
+    assert speeds.outliers == {2: MAX_SLOWNESS}
+
+
+def test_a_recovered_engine_counts_as_normal() -> None:
+    engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
+    speeds = RankSpeeds()
+    watch(speeds, engines, 40)
+    assert list(speeds.outliers) == [2]
+    engines[2].slowness = 1.0
+    watch(speeds, engines, 40, start=40)
+    assert speeds.outliers == {}
+
+
+def test_an_avoided_engine_is_tried_again_after_a_while() -> None:
+    engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
+    speeds = RankSpeeds()
+    watch(speeds, engines, 40)
+    engines[2].share = 0.0
+    watch(speeds, engines, int(EVIDENCE_S + 2 * FIT_S), start=40)
+    assert speeds.outliers == {}
+
+
+def test_slowness_multiplies_the_cost() -> None:
+    router = RouterCore("m", "router", RouterSettings(prefill_weight=1.0), Random(0))
+    engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
+    for engine in engines:
+        router.join(worker(engine.name, ranks=1))
+    rng = Random(1)
+    for second in range(40):
+        for engine in engines:
+            engine.used = 0.0
+            engine.run(1.0, rng)
+            router.apply_load(engine.load(), float(second))
+        router.expire(float(second))
+    decision = router.decide(request("1", sequence(*range(10))), None, 40.0)
+    costs = {candidate.instance: candidate.cost for candidate in decision.candidates}
+    assert costs["a"] == costs["b"]
+    assert costs["c"] == pytest.approx(5 * costs["a"], rel=0.3)
+    router.leave("c")
+    router.join(worker("d"))
+    decision = router.decide(request("2", sequence(*range(10))), None, 41.0)
+    assert {c.cost for c in decision.candidates} == {costs["a"]}

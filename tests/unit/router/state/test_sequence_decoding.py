@@ -1,0 +1,28 @@
+"""Active-sequence events of other versions: known ones are decoded, others skipped."""
+
+import msgspec
+import pytest
+
+from kvmesh.bus.messages import SeqBatch, SeqFree, SeqProgress, encode
+from kvmesh.router.state.sequence_decoding import sequence_events
+
+BATCH = ["f", [["free", "1"], ["levitate", "2", 3], ["progress", "4", 5], ["free"]], "a new field"]
+
+
+def test_events_of_unknown_kinds_are_skipped_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(3):
+        events = sequence_events(msgspec.msgpack.encode(BATCH))
+        assert events == [SeqFree("1"), SeqProgress("4", 5)]
+    assert len([r for r in caplog.records if "levitate" in r.message]) == 1
+
+
+def test_known_events_are_decoded() -> None:
+    batch = SeqBatch("f", [SeqFree("1"), SeqProgress("2", 3)])
+    assert sequence_events(encode(batch)) == batch.events
+
+
+def test_a_message_that_is_not_a_batch_is_refused() -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        sequence_events(b"\xc1")

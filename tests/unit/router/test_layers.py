@@ -1,0 +1,26 @@
+"""Import order of the router's modules, and purity of its core."""
+
+from support.layers import imports_of, modules_of, upward_imports
+
+LAYERS = [
+    ["embedded"],
+    ["service"],
+    ["model_router"],
+    ["index_client", "policy_state", "metrics", "worker_client"],
+    ["placement"],
+    ["config"],
+    ["policies"],
+    ["scoring"],
+    ["state"],
+    ["errors"],
+]
+
+
+def test_imports_only_point_downwards() -> None:
+    assert upward_imports("router", LAYERS) == []
+    assert modules_of("router") == {name for layer in LAYERS for name in layer}
+
+
+def test_the_core_has_no_event_loop_and_no_clock() -> None:
+    pure = ["placement", "policies", "scoring", "state"]
+    assert imports_of("router", pure, ["asyncio", "datetime", "threading", "time"]) == []
