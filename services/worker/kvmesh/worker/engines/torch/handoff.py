@@ -154,7 +154,7 @@ class Handoffs:
             on_ended = partial(self._on_grant_ended, request, staging_slots)
             grant = self._region.grant(ranges, self._options.lend_s, on_ended)
         except BaseException:
-            self._staging.give(staging_slots)
+            self._staging.release(staging_slots)
             raise
         self._lent[request] = grant.revoke
         descriptor = HandoffDescriptor(
@@ -167,7 +167,7 @@ class Handoffs:
 
     def _on_grant_ended(self, request: str, staging_slots: list[int], ending: str) -> None:
         del self._lent[request]
-        self._staging.give(staging_slots)
+        self._staging.release(staging_slots)
         if ending == "expired":
             log.warning("request %s: lent KV expired unfetched", request)
         self._update_idle()
@@ -223,7 +223,7 @@ class Handoffs:
             staging_slots = staging_slots if error.settled else []
             raise
         finally:
-            self._staging.give(staging_slots)
+            self._staging.release(staging_slots)
         return transport
 
     async def _store(self, prefix: HeldPrefix, offsets: list[int]) -> None:
@@ -238,7 +238,7 @@ class Handoffs:
     async def _allocate_staging(self, count: int) -> list[int]:
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                return await self._staging.take(count)
+                return await self._staging.allocate(count)
         except TimeoutError:
             raise TimeoutError(f"no staging memory for {count} blocks") from None
 
