@@ -69,7 +69,7 @@ class KvmeshConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLL
         self.saves: list[BlockSave] = []
 
 
-class TrackedRequest:
+class ConnectorRequest:
     """A request in vLLM with its block ids; the first `saved_blocks` were loaded or saved."""
 
     def __init__(self, request: Any, origin: RequestOrigin) -> None:
@@ -243,7 +243,7 @@ class _SchedulerConnector:
     def __init__(self, bridge: SchedulerBridge, block_size: int) -> None:
         self.bridge = bridge
         self._block_size = block_size
-        self._requests: dict[str, TrackedRequest] = {}
+        self._requests: dict[str, ConnectorRequest] = {}
         self._held_blocks: dict[str, int] = {}
         self._loaded: dict[str, list[int]] = {}
         self._corrupt = 0
@@ -264,7 +264,7 @@ class _SchedulerConnector:
         request_id, origin = request.request_id, _origin(request)
         if origin is None:
             return
-        self._requests.setdefault(request_id, TrackedRequest(request, origin))
+        self._requests.setdefault(request_id, ConnectorRequest(request, origin))
         held, found = self._held_blocks.pop(request_id, 0), self.bridge.begin_copy(request_id)
         block_ids = blocks.get_block_ids()[0][held : held + count]
         if count and found is None:  # expired: the load fails, and vLLM recomputes the blocks
