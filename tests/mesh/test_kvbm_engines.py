@@ -90,12 +90,12 @@ async def test_every_tier_in_turn(nodes: Nodes, start: Start, tmp_path: Path) ->
     for host in (two, one):
         for name, tokens in [(name, p) for name, p in prompts.items() for _ in range(2)]:
             host.engine.clear()
-            host.told.deltas.clear()
+            host.sink.deltas.clear()
             await host.run(make_work(name, tokens, 6))
             await host.written()
             assert host.answer(name) == answers[name]
             tiers.update(tier for tier, held in enumerate(host.cached(name)) if held)
-        await host.check_books()
+        await host.check_accounting()
     assert tiers >= {1, 2}
 
 
@@ -140,7 +140,7 @@ async def test_what_another_node_has(nodes: Nodes, start: Start, settings: dict[
 
     await eventually(ask_another, 60, "all comes from the other node")
     await two.written()
-    await two.check_books()
+    await two.check_accounting()
 
 
 async def test_what_another_node_computes(nodes: Nodes, start: Start) -> None:
@@ -165,7 +165,7 @@ async def test_what_another_node_computes(nodes: Nodes, start: Start) -> None:
     await eventually(ask_both, 120, "one computes it and the other loads it")
     for host in (one, two):
         await host.written()
-        await host.check_books()
+        await host.check_accounting()
 
 
 async def test_the_kvbm_dies_again_and_again(nodes: Nodes, start: Start) -> None:
@@ -179,7 +179,7 @@ async def test_the_kvbm_dies_again_and_again(nodes: Nodes, start: Start) -> None
     async def work(host: Host) -> None:
         for _ in range(4):
             host.engine.clear()
-            host.told.deltas.clear()
+            host.sink.deltas.clear()
             names = rng.sample(list(prompts), 6)
             await host.run(*(make_work(name, prompts[name], 10) for name in names))
             assert {name: host.answer(name) for name in names} == {n: answers[n] for n in names}
@@ -199,7 +199,7 @@ async def test_the_kvbm_dies_again_and_again(nodes: Nodes, start: Start) -> None
     await asyncio.gather(*working)
     for host in hosts:
         await host.written()
-        await host.check_books()
+        await host.check_accounting()
         await host.attached()
 
 
@@ -216,7 +216,7 @@ async def test_the_kvbm_freezes_in_the_middle_of_work_and_thaws(nodes: Nodes, st
         host = hosts[number]
         while not over.is_set():
             host.engine.clear()
-            host.told.deltas.clear()
+            host.sink.deltas.clear()
             await host.run(*(make_work(name, tokens, 10) for name, tokens in prompts.items()))
             assert {name: host.answer(name) for name in prompts} == answers
             turns[number] += 1
@@ -239,7 +239,7 @@ async def test_the_kvbm_freezes_in_the_middle_of_work_and_thaws(nodes: Nodes, st
     await asyncio.gather(*working)
     for host in hosts:
         await host.written()
-        await host.check_books()
+        await host.check_accounting()
         await host.attached()
 
 
@@ -261,7 +261,7 @@ async def test_nothing_grows_in_a_long_run(nodes: Nodes, start: Start, tmp_path:
     before = (0, 0)
     for turn in range(400):
         host = rng.choice(hosts)
-        host.told.deltas.clear()
+        host.sink.deltas.clear()
         names = rng.sample(list(prompts), 4)
         await host.run(*(make_work(name, prompts[name], 4) for name in names))
         assert all(host.answer(name) == answers[name] for name in names)
@@ -271,7 +271,7 @@ async def test_nothing_grows_in_a_long_run(nodes: Nodes, start: Start, tmp_path:
             before = resources()
     for host in hosts:
         await host.written()
-        await host.check_books()
+        await host.check_accounting()
         assert min(host.lower_tiers.counts.loaded[1:3]) > 0
     files, pages = resources()
     assert files <= before[0] + 4

@@ -74,7 +74,7 @@ async def test_what_left_the_engine_comes_back_from_below(kvbm: SmallKvbm, start
     assert host.lower_tiers.counts.loaded == [0, 6, 0, 0]
     assert kvbm.count(Await) == 1
     await eventually(lambda: kvbm.count(Computed) >= 2)
-    await host.check_books()
+    await host.check_accounting()
 
 
 async def test_another_worker_loads_it(kvbm: SmallKvbm, start: Start) -> None:
@@ -86,7 +86,7 @@ async def test_another_worker_loads_it(kvbm: SmallKvbm, start: Start) -> None:
     assert two.cached("half") == [0, 32]
     assert sum(two.cached("two")) == 128
     assert two.answer("two") == one.answer("one")
-    await two.check_books()
+    await two.check_accounting()
 
 
 async def test_other_tenants_and_other_tokens_get_nothing(kvbm: SmallKvbm, start: Start) -> None:
@@ -113,7 +113,7 @@ async def test_damaged_blocks_are_computed_anew(kvbm: SmallKvbm, start: Start) -
     assert two.answer("two") == one.answer("one")
     assert two.lower_tiers.counts.corrupt == 1
     await eventually(lambda: kvbm.count(Corrupt) == 1 and len(kvbm.blocks) == 6)
-    await two.check_books()
+    await two.check_accounting()
 
 
 async def test_many_at_once_with_little_memory(kvbm: SmallKvbm, start: Start) -> None:
@@ -126,11 +126,11 @@ async def test_many_at_once_with_little_memory(kvbm: SmallKvbm, start: Start) ->
         expected[name] = alone.answer(name)
     one, two = await start("w-1", blocks=14), await start("w-2", blocks=20)
     for host in (one, two, one):
-        host.told.deltas.clear()
+        host.sink.deltas.clear()
         await host.run(*(make_work(name, tokens, 8) for name, tokens in prompts.items()))
         assert {name: host.answer(name) for name in prompts} == expected
         await host.written()
-        await host.check_books()
+        await host.check_accounting()
     assert one.lower_tiers.counts.loaded[1] > 0
     assert two.lower_tiers.counts.loaded[1] > 0
     await eventually(lambda: not kvbm.tickets, what="tickets are back")
@@ -167,7 +167,7 @@ async def test_whoever_is_aborted_while_it_waits_leaves_nothing(
     assert host.ended("a") == "abort"
     await asyncio.wait_for(host.engine.drain(), PATIENCE_S)
     kvbm.silent = set()
-    await host.check_books()
+    await host.check_accounting()
 
 
 def wish(tokens: list[int], **fields: object) -> Prefetch:
@@ -186,7 +186,7 @@ async def test_a_prefetch_loads_before_anybody_asks(kvbm: SmallKvbm, start: Star
     await two.run(make_work("two", tokens))
     assert two.cached("two") == [96]
     assert two.answer("two") == one.answer("one")
-    await two.check_books()
+    await two.check_accounting()
 
 
 async def test_a_prefetch_computes_as_much_as_it_may(kvbm: SmallKvbm, start: Start) -> None:
@@ -199,7 +199,7 @@ async def test_a_prefetch_computes_as_much_as_it_may(kvbm: SmallKvbm, start: Sta
     await eventually(lambda: not two.engine.abort("p"), what="it has ended")
     await two.run(make_work("two", tokens))
     assert two.cached("two") == [64]
-    assert list(two.told.deltas) == ["two"]
+    assert list(two.sink.deltas) == ["two"]
     assert two.answer("two") == await cold(start, tokens)
 
 
