@@ -80,9 +80,9 @@ class Engine:
         return sum(self._clock.cached[name][1:])
 
     async def written(self) -> None:
-        lower = self._engine._lower
-        assert lower is not None
-        await until(lambda: lower.writer.idle)
+        lower_tiers = self._engine._lower_tiers
+        assert lower_tiers is not None
+        await until(lambda: lower_tiers.writer.idle)
 
     async def close(self) -> None:
         await self._engine.close()

@@ -107,16 +107,16 @@ def host_tier(report: Report, layout: KvLayout, name: str, device: str) -> float
         if device == "cuda":
             _pin(arena)
         offsets = array("Q", range(0, BYTES, size))
-        checksums = copier.down(places, arena, offsets)
+        checksums = copier.offload(places, arena, offsets)
         down = compare(
             lambda: _plain_copy(arena, plain),
             lambda: pool.copy_out(places, arena, offsets),
-            lambda: copier.down(places, arena, offsets),
+            lambda: copier.offload(places, arena, offsets),
         )
         up = compare(
             lambda: _plain_copy(plain, arena),
             lambda: pool.copy_in(places, arena, offsets),
-            lambda: copier.up(places, arena, offsets, checksums),
+            lambda: copier.onboard(places, arena, offsets, checksums),
         )
     copier.close()
     least = 0.85 if device == "cuda" else 0.8

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run real engines: a tiny model, a NATS server, vLLM's surroundings."""
+"""Fixtures of the tests that run real engines: a tiny model, a NATS server, vLLM's environment."""
 
 from collections.abc import Iterator
 from pathlib import Path

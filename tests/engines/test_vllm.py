@@ -1,4 +1,4 @@
-"""The vLLM engine on a real vLLM: what every engine must do, and that its cache is told truly."""
+"""The vLLM engine on a real vLLM: the engine contract, and events that equal its cache."""
 
 import asyncio
 import json
@@ -52,7 +52,9 @@ class TestVllm(EngineSuite):
     """What every engine must do."""
 
 
-async def test_equal_prompts_at_once_are_held_until_the_last_copy_goes(started: VllmRun) -> None:
+async def test_concurrent_equal_prompts_are_held_until_their_last_copy_is_removed(
+    started: VllmRun,
+) -> None:
     await started.do(*(work(f"r{i}", prompt(200), max_tokens=2) for i in range(4)))
     await started.settled()
     assert started.depth(prompt(200)) == 192
@@ -60,7 +62,7 @@ async def test_equal_prompts_at_once_are_held_until_the_last_copy_goes(started: 
     assert started.sink.cached("again") == 192
 
 
-async def test_under_random_load_the_events_tell_what_vllm_reuses(started: VllmRun) -> None:
+async def test_events_under_random_load_predict_cached_tokens(started: VllmRun) -> None:
     """Blocks are evicted all the time; every prediction from the events is what vLLM reports."""
     rng = random.Random(5)
     removed = started.sink.removed
@@ -83,7 +85,7 @@ async def test_under_random_load_the_events_tell_what_vllm_reuses(started: VllmR
     assert started.sink.held[0] == before
 
 
-async def test_clear_empties_the_cache_once_nobody_uses_it(started: VllmRun) -> None:
+async def test_clear_empties_the_cache_once_no_request_uses_it(started: VllmRun) -> None:
     started.engine.submit(work("a", prompt(100), max_tokens=200))
     await eventually(lambda: started.held)
     started.engine.clear()
@@ -114,7 +116,7 @@ async def test_a_schema_is_followed(started: VllmRun) -> None:
     assert started.sink.finish("b") == "stop"
 
 
-async def test_streams_go_on_while_a_constraint_is_understood(
+async def test_streams_continue_while_a_constraint_is_compiled(
     started: VllmRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.structured_output import backend_xgrammar
@@ -138,7 +140,7 @@ async def test_streams_go_on_while_a_constraint_is_understood(
     assert started.sink.finish("constrained") == "stop"
 
 
-async def test_bad_constraints_and_ranks_are_the_callers_error(started: VllmRun) -> None:
+async def test_bad_constraints_and_ranks_are_rejected(started: VllmRun) -> None:
     guided = Guided(kind="json_schema", value='{"type": "nonsense"}')
     await started.do(work("a", prompt(40), sampling=Sampling(max_tokens=4, guided=guided)))
     assert started.sink.finish("a") == "error"
@@ -152,7 +154,7 @@ async def test_bad_constraints_and_ranks_are_the_callers_error(started: VllmRun)
         )
 
 
-async def test_the_load_is_what_the_scheduler_says(started: VllmRun) -> None:
+async def test_the_load_comes_from_the_scheduler(started: VllmRun) -> None:
     for i in range(7):
         started.engine.submit(work(f"r{i}", prompt(100, first=i), max_tokens=100))
 
@@ -167,12 +169,12 @@ async def test_the_load_is_what_the_scheduler_says(started: VllmRun) -> None:
     assert (started.load().running, started.load().active_blocks) == (0, 0)
 
 
-async def test_a_folder_without_a_model_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="vLLM does not start"):
+async def test_a_folder_without_a_model_fails_the_start(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="vLLM failed to start"):
         await VllmRun.start(tmp_path)
 
 
-async def test_an_unknown_argument_stops_the_start(tiny_model: Path) -> None:
+async def test_an_unknown_argument_fails_the_start(tiny_model: Path) -> None:
     with pytest.raises(EngineError, match="no_such_argument"):
         await VllmRun.start(tiny_model, "no_such_argument=1")
 
@@ -182,7 +184,7 @@ async def test_an_unknown_argument_stops_the_start(tiny_model: Path) -> None:
     [(signal.SIGKILL, "vLLM has died"), (signal.SIGSTOP, "vLLM has been stopped")],
     ids=["killed", "stopped"],
 )
-async def test_the_end_of_its_process_is_told(
+async def test_the_death_of_the_engine_process_is_reported(
     tiny_model: Path, number: signal.Signals, told: str
 ) -> None:
     psutil = pytest.importorskip("psutil")
@@ -201,7 +203,7 @@ async def test_the_end_of_its_process_is_told(
     assert not [child for child in left if "EngineCore" in child.name()]
 
 
-async def test_a_decoding_engine_fetches_what_another_has_prefilled(tiny_model: Path) -> None:
+async def test_a_decode_engine_fetches_blocks_of_a_prefill_engine(tiny_model: Path) -> None:
     """Two engines, NIXL between their processes: same answer, and nothing computed twice."""
     pytest.importorskip("nixl")
     transfer = [

@@ -1,4 +1,4 @@
-"""Real vLLM above a real kvbm: blocks go down, come back, and say the same."""
+"""Real vLLM with a real kvbm: write-through, onboarding, equal output."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -82,9 +82,9 @@ async def run(
 
 
 async def reloaded(run: Run, tokens: bytes, depth: int) -> str:
-    """Ask until so much of the prompt came from below; the answer is always the same.
+    """Repeat a prompt until `depth` tokens were cached; its output is always the same.
 
-    Returns the name of the request that got it.
+    Returns the name of the request with that many cached tokens.
     """
     first = await run.ask("first", tokens)
     for attempt in range(30):
@@ -93,14 +93,14 @@ async def reloaded(run: Run, tokens: bytes, depth: int) -> str:
         if run.sink.cached(f"again{attempt}") == depth:
             return f"again{attempt}"
         await asyncio.sleep(0.5)
-    raise AssertionError("nothing came from below")
+    raise AssertionError("no block was onboarded")
 
 
-async def test_what_vllm_forgot_comes_back(run: Run) -> None:
+async def test_evicted_blocks_are_onboarded(run: Run) -> None:
     await reloaded(run, prompt(150), 128)
 
 
-async def test_what_comes_back_is_told_by_tier(run: Run) -> None:
+async def test_onboarded_blocks_are_reported_by_tier(run: Run) -> None:
     assert isinstance(run.engine, Tiered)
     tokens = prompt(150, first=3)
     again = await reloaded(run, tokens, 128)
@@ -113,7 +113,7 @@ async def test_what_comes_back_is_told_by_tier(run: Run) -> None:
     assert (counts.loaded[2:], counts.skipped, counts.corrupt) == ([0, 0], 0, 0)
 
 
-async def test_the_kvbm_is_told_how_fast_vllm_is(run: Run) -> None:
+async def test_the_kvbm_receives_the_speeds_of_vllm(run: Run) -> None:
     bus = await Bus.connect(run.mesh.options, "listener")
     asked: list[Fetch] = []
 
@@ -130,11 +130,11 @@ async def test_the_kvbm_is_told_how_fast_vllm_is(run: Run) -> None:
     await bus.close()
 
 
-async def test_a_whole_number_of_blocks_leaves_one_to_compute(run: Run) -> None:
+async def test_the_last_block_of_a_prompt_of_full_blocks_is_computed(run: Run) -> None:
     await reloaded(run, prompt(128, first=7), 96)
 
 
-async def test_it_goes_on_without_a_kvbm_and_finds_the_next_one(run: Run) -> None:
+async def test_the_engine_runs_without_a_kvbm_and_attaches_to_the_next(run: Run) -> None:
     tokens = prompt(150, first=11)
     expected = await run.ask("before", tokens)
     run.mesh.kill("kvbm-0")

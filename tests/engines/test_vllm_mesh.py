@@ -1,4 +1,4 @@
-"""vLLM behind the whole mesh: real processes, HTTP in, vLLM's own figures against the router's."""
+"""vLLM behind the whole mesh: real processes, HTTP, vLLM's cached tokens against the router's."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ def latest(told: list[Decision | Outcome], turn: int) -> tuple[Decision, Outcome
     return (decisions[-1], outcomes[-1]) if len(outcomes) == len(decisions) == turn + 1 else None
 
 
-async def test_prefix_hits_of_a_conversation_are_what_the_router_expected(mesh: Mesh) -> None:
+async def test_prefix_hits_of_a_conversation_equal_the_expected_ones(mesh: Mesh) -> None:
     await mesh.ready(START_S)
     bus = await Bus.connect(mesh.options, "test")
     told: list[Decision | Outcome] = []
@@ -94,7 +94,7 @@ async def test_prefix_hits_of_a_conversation_are_what_the_router_expected(mesh: 
     await bus.close()
 
 
-async def test_a_flood_evicts_and_the_index_knows(mesh: Mesh) -> None:
+async def test_evictions_under_load_reach_the_index(mesh: Mesh) -> None:
     await mesh.ready(START_S)
     first = [{"role": "user", "content": "Remember this sentence well. " * 20}]
     chat(mesh, first)

@@ -18,9 +18,7 @@ pytestmark = [
 ]
 
 
-async def test_an_adapter_answers_differently_from_blocks_of_its_own(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_adapter_has_its_own_output_and_blocks(tiny_model: Path, tmp_path: Path) -> None:
     from support.lora import make_adapter
 
     adapters = VllmSettings(adapters=[f"poet={make_adapter(tmp_path / 'poet')}"])
@@ -39,7 +37,7 @@ async def test_an_adapter_answers_differently_from_blocks_of_its_own(
     await run.engine.close()
 
 
-async def test_ranks_have_caches_of_their_own(tiny_model: Path) -> None:
+async def test_each_rank_has_its_own_cache(tiny_model: Path) -> None:
     run = await VllmRun.start(tiny_model, "data_parallel_size=2")
     assert run.info.capacity.dp_ranks == 2
     await run.do(work("first", prompt(80), rank=0))

@@ -60,7 +60,7 @@ def served(
     process.wait(30)
 
 
-async def test_a_served_model_joins_from_beside(
+async def test_a_running_server_joins_through_the_sidecar(
     served: tuple[RemoteSettings, subprocess.Popen[bytes]], tiny_model: Path
 ) -> None:
     import aiohttp

@@ -1,4 +1,4 @@
-"""The counts that are kept of what vLLM says after each step."""
+"""Counts of the statistics that vLLM records after each step."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 class Rank:
-    """One rank, and a clock that goes by hand."""
+    """One rank with a manual clock."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.stats = stats.RankStats()
@@ -25,7 +25,7 @@ class Rank:
         self.stats.record(SimpleNamespace(**told, **more), None)
 
 
-def test_the_first_step_of_a_rank_that_was_idle_counts_from_its_first_request(
+def test_the_first_step_of_an_idle_rank_is_timed_from_its_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rank = Rank(monkeypatch)
@@ -38,7 +38,7 @@ def test_the_first_step_of_a_rank_that_was_idle_counts_from_its_first_request(
     assert (rank.stats.counters.steps, rank.stats.counters.busy_s) == (4, 5.0)
 
 
-def test_steps_in_which_requests_only_wait_are_signs_of_life_and_no_work(
+def test_steps_without_running_requests_count_as_signs_of_life_but_not_as_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rank = Rank(monkeypatch)

@@ -1,4 +1,4 @@
-"""Two real vLLM behind one mesh: tenants who attack each other, engines that freeze or are killed.
+"""Two real vLLM behind one mesh: hostile tenants, and frozen or killed engines.
 
 Both workers have the same random weights, so an answer is the same wherever it is made.
 """
@@ -135,7 +135,7 @@ def follow(mesh: Mesh, key: str, schema: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-async def test_a_tenant_neither_finds_nor_drops_what_is_anothers(mesh: Mesh) -> None:
+async def test_a_tenant_neither_hits_nor_clears_blocks_of_another(mesh: Mesh) -> None:
     await serving(mesh)
     text = "What nobody else may know of the victim. " * 20
 
@@ -165,7 +165,7 @@ async def test_a_tenant_neither_finds_nor_drops_what_is_anothers(mesh: Mesh) -> 
     await eventually(lambda: asks("victim") == 0)
 
 
-async def test_workers_that_do_not_fit_are_refused_in_one_line(
+async def test_incompatible_workers_are_refused_in_one_line(
     mesh: Mesh, tiny_model: Path, tmp_path: Path
 ) -> None:
     await serving(mesh)
@@ -192,7 +192,7 @@ async def test_workers_that_do_not_fit_are_refused_in_one_line(
     assert len(running(mesh)) == 2
 
 
-async def test_constraints_that_take_vllm_minutes_are_refused_and_nobody_else_waits(
+async def test_slow_constraints_are_rejected_and_delay_no_other_request(
     mesh: Mesh,
 ) -> None:
     await serving(mesh)
@@ -216,7 +216,7 @@ async def test_constraints_that_take_vllm_minutes_are_refused_and_nobody_else_wa
         assert clients.longest <= PAUSE_S
 
 
-async def test_constraints_are_tried_though_the_processes_that_try_them_freeze(
+async def test_constraints_are_tried_despite_frozen_trial_processes(
     mesh: Mesh,
 ) -> None:
     """Importing vLLM anew takes longer than a constraint may take."""
@@ -232,7 +232,7 @@ async def test_constraints_are_tried_though_the_processes_that_try_them_freeze(
             break
 
 
-async def test_streams_of_a_frozen_worker_move_and_it_does_no_harm_when_it_thaws(
+async def test_streams_of_a_frozen_worker_migrate_and_it_stays_fenced_afterwards(
     mesh: Mesh,
 ) -> None:
     await serving(mesh)
@@ -250,7 +250,7 @@ async def test_streams_of_a_frozen_worker_move_and_it_does_no_harm_when_it_thaws
     await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
 
 
-async def test_streams_of_an_engine_that_is_stopped_or_killed_move_and_its_worker_leaves(
+async def test_streams_of_a_stopped_or_killed_engine_migrate_and_its_worker_leaves(
     mesh: Mesh,
 ) -> None:
     await serving(mesh)

@@ -90,12 +90,12 @@ async def test_every_tier_in_turn(nodes: Nodes, start: Start, tmp_path: Path) ->
     for host in (two, one):
         for name, tokens in [(name, p) for name, p in prompts.items() for _ in range(2)]:
             host.engine.clear()
-            host.told.deltas.clear()
+            host.sink.deltas.clear()
             await host.run(make_work(name, tokens, 6))
             await host.written()
             assert host.answer(name) == answers[name]
             tiers.update(tier for tier, held in enumerate(host.cached(name)) if held)
-        await host.check_books()
+        await host.check_accounting()
     assert tiers >= {1, 2}
 
 
@@ -142,7 +142,7 @@ async def test_blocks_that_another_node_holds(
 
     await eventually(ask_another, 60, "all comes from the other node")
     await two.written()
-    await two.check_books()
+    await two.check_accounting()
 
 
 async def test_blocks_that_another_node_computes(nodes: Nodes, start: Start) -> None:
@@ -167,7 +167,7 @@ async def test_blocks_that_another_node_computes(nodes: Nodes, start: Start) -> 
     await eventually(ask_both, 120, "one computes it and the other loads it")
     for host in (one, two):
         await host.written()
-        await host.check_books()
+        await host.check_accounting()
 
 
 async def test_the_kvbm_is_killed_repeatedly(nodes: Nodes, start: Start) -> None:
@@ -181,7 +181,7 @@ async def test_the_kvbm_is_killed_repeatedly(nodes: Nodes, start: Start) -> None
     async def work(host: Host) -> None:
         for _ in range(4):
             host.engine.clear()
-            host.told.deltas.clear()
+            host.sink.deltas.clear()
             names = rng.sample(list(prompts), 6)
             await host.run(*(make_work(name, prompts[name], 10) for name in names))
             assert {name: host.answer(name) for name in names} == {n: answers[n] for n in names}
@@ -190,10 +190,10 @@ async def test_the_kvbm_is_killed_repeatedly(nodes: Nodes, start: Start) -> None
 
     def loads_again(before: int) -> bool:
         done = all(task.done() for task in working)
-        return done or sum(host.lower.counts.loaded[1] for host in hosts) > before
+        return done or sum(host.lower_tiers.counts.loaded[1] for host in hosts) > before
 
     while not all(task.done() for task in working):
-        loaded = sum(host.lower.counts.loaded[1] for host in hosts)
+        loaded = sum(host.lower_tiers.counts.loaded[1] for host in hosts)
         await asyncio.wait(working, timeout=0.3)
         nodes.mesh.kill("here")
         nodes.mesh.restart("here")
@@ -201,7 +201,7 @@ async def test_the_kvbm_is_killed_repeatedly(nodes: Nodes, start: Start) -> None
     await asyncio.gather(*working)
     for host in hosts:
         await host.written()
-        await host.check_books()
+        await host.check_accounting()
         await host.attached()
 
 
@@ -218,19 +218,19 @@ async def test_the_kvbm_freezes_during_work_and_thaws(nodes: Nodes, start: Start
         host = hosts[number]
         while not over.is_set():
             host.engine.clear()
-            host.told.deltas.clear()
+            host.sink.deltas.clear()
             await host.run(*(make_work(name, tokens, 10) for name, tokens in prompts.items()))
             assert {name: host.answer(name) for name in prompts} == answers
             turns[number] += 1
 
     def further(before: list[int], loaded: int) -> bool:
         moved = all(now > then for now, then in zip(turns, before, strict=True))
-        return moved and sum(host.lower.counts.loaded[1] for host in hosts) > loaded
+        return moved and sum(host.lower_tiers.counts.loaded[1] for host in hosts) > loaded
 
     working = [asyncio.create_task(work(number)) for number in range(2)]
     process = nodes.mesh.processes["here"]
     for _ in range(3):
-        loaded = sum(host.lower.counts.loaded[1] for host in hosts)
+        loaded = sum(host.lower_tiers.counts.loaded[1] for host in hosts)
         await eventually(partial(further, turns.copy(), loaded), what="blocks are loaded")
         process.send_signal(signal.SIGSTOP)
         try:
@@ -241,7 +241,7 @@ async def test_the_kvbm_freezes_during_work_and_thaws(nodes: Nodes, start: Start
     await asyncio.gather(*working)
     for host in hosts:
         await host.written()
-        await host.check_books()
+        await host.check_accounting()
         await host.attached()
 
 
@@ -263,7 +263,7 @@ async def test_nothing_grows_in_a_long_run(nodes: Nodes, start: Start, tmp_path:
     before = (0, 0)
     for turn in range(400):
         host = rng.choice(hosts)
-        host.told.deltas.clear()
+        host.sink.deltas.clear()
         names = rng.sample(list(prompts), 4)
         await host.run(*(make_work(name, prompts[name], 4) for name in names))
         assert all(host.answer(name) == answers[name] for name in names)
@@ -273,8 +273,8 @@ async def test_nothing_grows_in_a_long_run(nodes: Nodes, start: Start, tmp_path:
             before = resources()
     for host in hosts:
         await host.written()
-        await host.check_books()
-        assert min(host.lower.counts.loaded[1:3]) > 0
+        await host.check_accounting()
+        assert min(host.lower_tiers.counts.loaded[1:3]) > 0
     files, pages = resources()
     assert files <= before[0] + 4
     assert pages <= before[1] * 1.1

@@ -71,10 +71,10 @@ async def test_evicted_blocks_are_onboarded_from_lower_tiers(kvbm: SmallKvbm, st
     await host.run(make_work("again", tokens))
     assert host.cached("again") == [0, 96]
     assert host.answer("again") == host.answer("first") == await cold(start, tokens)
-    assert host.lower.counts.loaded == [0, 6, 0, 0]
+    assert host.lower_tiers.counts.loaded == [0, 6, 0, 0]
     assert kvbm.count(Await) == 1
     await eventually(lambda: kvbm.count(Computed) >= 2)
-    await host.check_books()
+    await host.check_accounting()
 
 
 async def test_another_worker_loads_the_blocks(kvbm: SmallKvbm, start: Start) -> None:
@@ -86,7 +86,7 @@ async def test_another_worker_loads_the_blocks(kvbm: SmallKvbm, start: Start) ->
     assert two.cached("half") == [0, 32]
     assert sum(two.cached("two")) == 128
     assert two.answer("two") == one.answer("one")
-    await two.check_books()
+    await two.check_accounting()
 
 
 async def test_other_tenants_and_other_tokens_find_no_blocks(kvbm: SmallKvbm, start: Start) -> None:
@@ -111,9 +111,9 @@ async def test_damaged_blocks_are_computed_again(kvbm: SmallKvbm, start: Start) 
     await two.run(make_work("two", tokens))
     assert two.cached("two") == [0, 32]
     assert two.answer("two") == one.answer("one")
-    assert two.lower.counts.corrupt == 1
+    assert two.lower_tiers.counts.corrupt == 1
     await eventually(lambda: kvbm.count(Corrupt) == 1 and len(kvbm.blocks) == 6)
-    await two.check_books()
+    await two.check_accounting()
 
 
 async def test_many_concurrent_requests_with_little_memory(kvbm: SmallKvbm, start: Start) -> None:
@@ -126,13 +126,13 @@ async def test_many_concurrent_requests_with_little_memory(kvbm: SmallKvbm, star
         expected[name] = alone.answer(name)
     one, two = await start("w-1", blocks=14), await start("w-2", blocks=20)
     for host in (one, two, one):
-        host.told.deltas.clear()
+        host.sink.deltas.clear()
         await host.run(*(make_work(name, tokens, 8) for name, tokens in prompts.items()))
         assert {name: host.answer(name) for name in prompts} == expected
         await host.written()
-        await host.check_books()
-    assert one.lower.counts.loaded[1] > 0
-    assert two.lower.counts.loaded[1] > 0
+        await host.check_accounting()
+    assert one.lower_tiers.counts.loaded[1] > 0
+    assert two.lower_tiers.counts.loaded[1] > 0
     await eventually(lambda: not kvbm.tickets, what="tickets are back")
 
 
@@ -141,7 +141,9 @@ async def test_a_silent_kvbm_delays_but_loses_nothing(
 ) -> None:
     monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
     host = await start("w-1")
-    host.lower._options = type(host.lower._options)(wait_s=0.0, deadline_s=5.0, queue=100)
+    host.lower_tiers._options = type(host.lower_tiers._options)(
+        wait_s=0.0, deadline_s=5.0, queue=100
+    )
     kvbm.silent = {Fetch, Offer}
     tokens = prompt(50)
     await host.run(make_work("a", tokens), make_work("b", prompt(40, 3)))
@@ -165,7 +167,7 @@ async def test_an_abort_during_a_wait_leaves_nothing_behind(
     assert host.ended("a") == "abort"
     await asyncio.wait_for(host.engine.drain(), PATIENCE_S)
     kvbm.silent = set()
-    await host.check_books()
+    await host.check_accounting()
 
 
 def wish(tokens: list[int], **fields: object) -> Prefetch:
@@ -179,12 +181,12 @@ async def test_a_prefetch_loads_before_the_request(kvbm: SmallKvbm, start: Start
     await one.run(make_work("one", tokens))
     await eventually(lambda: len(kvbm.blocks) == 6)
     assert not two.engine.prefetch(wish(tokens))
-    await eventually(lambda: two.lower.counts.loaded[1] == 6)
+    await eventually(lambda: two.lower_tiers.counts.loaded[1] == 6)
     await eventually(lambda: not two.engine.abort("p"), what="it has ended")
     await two.run(make_work("two", tokens))
     assert two.cached("two") == [96]
     assert two.answer("two") == one.answer("one")
-    await two.check_books()
+    await two.check_accounting()
 
 
 async def test_a_prefetch_computes_up_to_its_limit(kvbm: SmallKvbm, start: Start) -> None:
@@ -197,7 +199,7 @@ async def test_a_prefetch_computes_up_to_its_limit(kvbm: SmallKvbm, start: Start
     await eventually(lambda: not two.engine.abort("p"), what="it has ended")
     await two.run(make_work("two", tokens))
     assert two.cached("two") == [64]
-    assert list(two.told.deltas) == ["two"]
+    assert list(two.sink.deltas) == ["two"]
     assert two.answer("two") == await cold(start, tokens)
 
 

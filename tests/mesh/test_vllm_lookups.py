@@ -1,4 +1,4 @@
-"""What vLLM's scheduler has looked up stays in the arena while it may be copied, and no longer."""
+"""Blocks found by a lookup of vLLM's scheduler are held while they may be copied, no longer."""
 
 import asyncio
 import time
@@ -20,8 +20,8 @@ from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings
 from kvmesh.worker.engines.vllm import bridge
-from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector
-from kvmesh.worker.engines.vllm.bridge import BridgeOptions, Lookups, Origin
+from kvmesh.worker.engines.vllm.block_sharing import kvbm_transfer_config
+from kvmesh.worker.engines.vllm.bridge import BridgeOptions, RequestOrigin, SchedulerBridge
 
 LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
@@ -29,13 +29,13 @@ LAYOUT = KvLayout(
 TOKENS = list(range(12))
 
 
-def origin(request: str) -> Origin:
-    return Origin(request=request, salt=0, adapter="", tenant="", session=None, retention=[])
+def origin(request: str) -> RequestOrigin:
+    return RequestOrigin(request=request, salt=0, adapter="", tenant="", session=None, retention=[])
 
 
 @pytest_asyncio.fixture
 async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[SmallKvbm]:
-    """One that has three blocks of zeros."""
+    """A kvbm with three blocks of zeros."""
     kvbm = SmallKvbm(bus, limits, tmp_path)
     await kvbm.start()
     root = root_digest(KEY, "m", "", "", LAYOUT)
@@ -48,8 +48,8 @@ async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[
 
 
 @pytest_asyncio.fixture
-async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[Lookups]:
-    bridge.tell_bus(bus.options)
+async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[SchedulerBridge]:
+    bridge.export_bus_options(bus.options)
     options = BridgeOptions(
         weights="w",
         node=kvbm.node,
@@ -59,7 +59,7 @@ async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[Lookups]:
         wait_s=0.0,
         queue=100,
     )
-    lookups = await asyncio.to_thread(Lookups, options, LAYOUT)
+    lookups = await asyncio.to_thread(SchedulerBridge, options, LAYOUT)
     await eventually(lambda: lookups._client.key, what="it attaches")
     yield lookups
     await asyncio.to_thread(lookups.close)
@@ -85,40 +85,40 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-async def found(lookups: Lookups, request: str) -> None:
-    await eventually(lambda: lookups.find(request, origin(request), TOKENS, 0) == 3)
+async def found(lookups: SchedulerBridge, request: str) -> None:
+    await eventually(lambda: lookups.lookup(request, origin(request), TOKENS, 0) == 3)
 
 
-async def test_what_is_not_asked_for_is_given_back_and_looked_for_again(
-    lookups: Lookups, kvbm: SmallKvbm, clock: Clock
+async def test_an_unpolled_lookup_expires_and_can_be_repeated(
+    lookups: SchedulerBridge, kvbm: SmallKvbm, clock: Clock
 ) -> None:
     for request in ("left", "asked", "taken"):
         await found(lookups, request)
     assert len(kvbm.tickets) == 3
-    assert lookups.take("taken") is not None
+    assert lookups.begin_copy("taken") is not None
     clock.now = 0.15
-    assert lookups.find("asked", origin("asked"), TOKENS, 1) == 2
+    assert lookups.lookup("asked", origin("asked"), TOKENS, 1) == 2
     clock.now = 0.3
     await eventually(lambda: kvbm.count(Finish) == 1, what="one is given back")
-    assert lookups.take("left") is None
-    assert lookups.take("asked") is not None
+    assert lookups.begin_copy("left") is None
+    assert lookups.begin_copy("asked") is not None
     clock.now = 10.0
     await found(lookups, "left")
     clock.now = 11.0
     await eventually(lambda: kvbm.count(Finish) == 2, what="it is given back once more")
     assert len(kvbm.tickets) == 2
     for request in ("taken", "asked"):
-        lookups.finish(request)
+        lookups.release_lookup(request)
     await eventually(lambda: not kvbm.tickets)
 
 
-def test_what_vllm_logs_of_the_connector_says_nothing_of_how_to_connect(
+def test_logged_connector_options_contain_no_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(bridge.BUS, "")
+    monkeypatch.setenv(bridge.BUS_OPTIONS_VARIABLE, "")
     (tmp_path / "config.json").write_text("{}")
     nats = NatsSettings(
         url="nats://u:hidden@h", password="hidden", token="hidden", nkey_seed="hidden"
     )
-    assert "hidden" not in str(kvbm_connector(Settings(nats=nats), tmp_path, "m"))
-    assert bridge.told_bus() == bus_options(nats)
+    assert "hidden" not in str(kvbm_transfer_config(Settings(nats=nats), tmp_path, "m"))
+    assert bridge.inherited_bus_options() == bus_options(nats)

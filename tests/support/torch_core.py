@@ -14,7 +14,7 @@ from kvmesh.hashing import block_hashes
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
-from kvmesh.worker.engines.torch.blocks import block_io as exchange
+from kvmesh.worker.engines.torch.blocks import block_io as block_io
 from kvmesh.worker.engines.torch.core import TorchCore
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
 from kvmesh.worker.engines.torch.model.sampling import Sampler
@@ -84,7 +84,7 @@ class Driver:
     def step(self) -> None:
         step, events = self.core.plan(0.0)
         self.note(events)
-        if step.turns:
+        if step.entries:
             self.core.run(step)
             deltas, events = self.core.commit(step, 0.0)
             self.note(events)
@@ -128,31 +128,31 @@ class Driver:
     def take_out(self, tokens: list[int]) -> "Taken":
         """Copy the blocks held of a prompt."""
         local, sequence = (array("Q", packed) for packed in hashes(tokens))
-        prints = self.prints(tokens)
-        held, places = exchange.hold(self.core, sequence, prints)
-        data = self.core.model.memory.save(places)
+        fingerprints = self.fingerprints(tokens)
+        held, block_ids = block_io.lock_held_prefix(self.core, sequence, fingerprints)
+        data = self.core.model.pool.save(block_ids)
         self.core.blocks.unlock(held)
         return Taken(self.core.model.layout, held, local[: len(held)], tokens, data)
 
     def bring_in(self, taken: "Taken") -> int:
         """Store copied blocks that are not held; returns how many of them are held then."""
-        exchange.check_layout(self.core, taken.layout)
-        self.core.slots.release_idle()
-        prints = self.prints(taken.tokens)
-        prefix = exchange.Prefix(
-            self.core, taken.sequence, taken.local, prints, SALT, "", self.take_events
+        block_io.check_layout(self.core, taken.layout)
+        self.core.physical_blocks.release_idle()
+        fingerprints = self.fingerprints(taken.tokens)
+        prefix = block_io.HeldPrefix(
+            self.core, taken.sequence, taken.local, fingerprints, SALT, "", self.take_events
         )
-        places = prefix.reserve(len(taken.data) - prefix.held)
-        data = taken.data[prefix.held : prefix.held + len(places)]
-        self.core.model.memory.load(places, data)
-        prefix.fill(places, len(places))
+        block_ids = prefix.reserve(len(taken.data) - prefix.held)
+        data = taken.data[prefix.held : prefix.held + len(block_ids)]
+        self.core.model.pool.load(block_ids, data)
+        prefix.commit(block_ids, len(block_ids))
         prefix.release()
         self.take_events()
         return prefix.held
 
-    def prints(self, tokens: list[int]) -> bytes:
-        prints = self.core.guard.prints(make_work("", tokens))
-        return prints.upto(array("I", tokens), len(tokens) // BLOCK)
+    def fingerprints(self, tokens: list[int]) -> bytes:
+        fingerprints = self.core.guard.fingerprints(make_work("", tokens))
+        return fingerprints.upto(array("I", tokens), len(tokens) // BLOCK)
 
     def take_events(self) -> None:
         self.note(self.core.take_events())

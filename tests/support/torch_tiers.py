@@ -36,8 +36,8 @@ def make_work(
 
 
 @dataclass
-class Told:
-    """An engine's sink."""
+class SinkRecorder:
+    """A sink that records output and failures."""
 
     deltas: dict[str, list[OutputDelta]] = field(default_factory=dict)
     failures: list[EngineError] = field(default_factory=list)
@@ -72,10 +72,10 @@ class Host:
 
         settings = Settings(torch=TorchSettings(blocks=blocks, threads=1, pass_tokens=32))
         self.engine = TorchEngine(settings, tiny_model(), connect)
-        self.told = Told()
+        self.sink = SinkRecorder()
 
     async def start(self, attach: bool = True) -> None:
-        await self.engine.start(self.told)
+        await self.engine.start(self.sink)
         if attach:
             await self.attached()
 
@@ -86,9 +86,9 @@ class Host:
         )
 
     @property
-    def lower(self) -> LowerTiers:
-        assert self.engine._lower is not None
-        return self.engine._lower
+    def lower_tiers(self) -> LowerTiers:
+        assert self.engine._lower_tiers is not None
+        return self.engine._lower_tiers
 
     async def run(self, *works: Work) -> None:
         """Submit works together and wait for their ends."""
@@ -98,27 +98,29 @@ class Host:
             await eventually(partial(self.ended, work.request), what=work.request)
 
     async def written(self) -> None:
-        await eventually(lambda: self.lower.writer.idle, what="all is written")
+        await eventually(lambda: self.lower_tiers.writer.idle, what="all is written")
 
     def ended(self, name: str) -> str | None:
-        assert not self.told.failures
-        return next((d.finish for d in self.told.deltas.get(name, []) if d.finish), None)
+        assert not self.sink.failures
+        return next((d.finish for d in self.sink.deltas.get(name, []) if d.finish), None)
 
     def answer(self, name: str) -> Answer:
         """(token, log probabilities) of each output token, bit-exact."""
-        told = self.told.deltas[name]
+        deltas = self.sink.deltas[name]
         return [
             (token, row)
-            for delta in told
+            for delta in deltas
             for token, row in zip(delta.tokens, delta.logprobs or [], strict=True)
         ]
 
     def cached(self, name: str) -> list[int]:
-        return next(d.cached for d in self.told.deltas[name] if d.cached is not None)
+        return next(d.cached for d in self.sink.deltas[name] if d.cached is not None)
 
-    async def check_books(self) -> None:
+    async def check_accounting(self) -> None:
         """Wait until no block is referenced and every block is accounted for."""
         core = self.engine._core
         await eventually(lambda: core.blocks.active == 0, what="all blocks are given back")
-        assert core.slots.contents == core.blocks.contents
-        assert core.slots.free + len(core.slots.contents) == core.blocks.capacity
+        assert core.physical_blocks.contents == core.blocks.contents
+        assert (
+            core.physical_blocks.free + len(core.physical_blocks.contents) == core.blocks.capacity
+        )

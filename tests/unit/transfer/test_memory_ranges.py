@@ -1,13 +1,10 @@
-"""The pure parts of block transfers: ranges and staging memory."""
-
-import asyncio
+"""Memory ranges of block transfers."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.transfer.memory_ranges import Allowed, Piece, Range, batches, merged, pack, unpack
-from kvmesh.worker.engines.torch.staging import Staging
 
 PIECES = st.lists(st.builds(Piece, *[st.integers(0, 300)] * 2, st.integers(1, 40)), max_size=30)
 RANGES = st.lists(st.builds(Range, st.integers(0, 300), st.integers(1, 40)), max_size=20)
@@ -60,20 +57,3 @@ def test_packing_round_trip(pieces: list[Piece]) -> None:
 def test_half_a_range_is_an_error() -> None:
     with pytest.raises(ValueError, match="pairs"):
         unpack(b"12345678")
-
-
-async def test_staging_is_first_come_first_served() -> None:
-    staging = Staging(4)
-    assert await staging.take(3) == [0, 1, 2]
-    large = asyncio.create_task(staging.take(3))
-    small = asyncio.create_task(staging.take(1))
-    await asyncio.sleep(0)
-    staging.give([1])
-    await asyncio.sleep(0)
-    assert not small.done()
-    staging.give([0])
-    assert await large == [0, 1, 3]
-    staging.give([3])
-    assert await small == [3]
-    with pytest.raises(ValueError, match="do not fit"):
-        await staging.take(5)

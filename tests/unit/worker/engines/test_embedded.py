@@ -147,7 +147,7 @@ async def test_an_abort_reaches_the_engine(run: Run) -> None:
     await eventually(lambda: not run.standin.server.running)
 
 
-async def test_kv_events_match_the_cache(run: Run) -> None:
+async def test_events_equal_the_cache(run: Run) -> None:
     for i in range(30):
         await run.run(work(f"r{i}", prompt(60 + 3 * i, first=i % 7)))
     held = run.standin.server.held
@@ -202,7 +202,7 @@ async def test_log_probabilities_come_with_their_tokens(run: Run) -> None:
         assert row[token] == max(row.values()) == -0.1
 
 
-async def test_bad_parameters_are_the_callers_error(run: Run) -> None:
+async def test_bad_parameters_are_rejected(run: Run) -> None:
     item = work("a", prompt(40), sampling=Sampling(max_tokens=5, temperature=-1))
     if run.kind == "sglang":
         await run.run(item)
@@ -224,7 +224,7 @@ async def test_a_schema_reaches_the_engine(run: Run) -> None:
     assert given == schema
 
 
-async def test_the_load_counts(run: Run) -> None:
+async def test_the_load_is_reported(run: Run) -> None:
     await run.run(work("first", prompt(20, first=50), max_tokens=1))
     run.standin.server.step_s = 0.01
     for i in range(6):
@@ -236,14 +236,14 @@ async def test_the_load_counts(run: Run) -> None:
     await eventually(lambda: run.engine.load("i")[0].steps > 60)
 
 
-async def test_mistakes_stop_the_start(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"does not start: .*no_such"):
+async def test_wrong_settings_stop_the_start(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"failed to start: .*no_such"):
         await make("no_such=1").start()
-    with pytest.raises(EngineError, match=r"does not start: .*config"):
+    with pytest.raises(EngineError, match=r"failed to start: .*config"):
         await make(folder=tmp_path).start()
 
 
-async def test_a_prefill_is_handed_over(run: Run) -> None:
+async def test_a_prefill_produces_a_handoff(run: Run) -> None:
     if run.kind == "sglang":
         room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 9}
         await run.run(work("a", prompt(40), handoff=room))
@@ -259,7 +259,7 @@ async def test_a_prefill_is_handed_over(run: Run) -> None:
     assert (params.request_type, params.ctx_request_id) == ("generation_only", 7)
 
 
-async def test_trtllm_receives_retention_directives(run: Run) -> None:
+async def test_trtllm_retains_blocks_of_higher_priority(run: Run) -> None:
     if run.kind == "sglang":
         pytest.skip("its eviction goes by the request's priority itself")
     await run.run(work("a", prompt(40), priority=20), work("b", prompt(40)))
@@ -270,7 +270,9 @@ async def test_trtllm_receives_retention_directives(run: Run) -> None:
     assert important.decode_retention_priority == 55
 
 
-async def test_trtllm_is_given_the_ranges_and_others_say_that_they_cannot(run: Run) -> None:
+async def test_trtllm_receives_the_ranges_and_other_engines_report_them_unsupported(
+    run: Run,
+) -> None:
     ranges = [
         Retain(0, 32, 90, 60.0, explicit=True),
         Retain(16, 24, 10, explicit=True),
@@ -294,7 +296,7 @@ async def test_trtllm_is_given_the_ranges_and_others_say_that_they_cannot(run: R
     if run.kind == "sglang":
         return
     assert execute_command(run.engine, "trtllm", Clear()) == ControlReply(
-        False, "unsupported: TensorRT-LLM's API has no call that clears its cache"
+        False, "unsupported: TensorRT-LLM's API cannot clear its cache"
     )
     given = run.standin.calls[-1]["kv_cache_retention_config"]
     spans = [

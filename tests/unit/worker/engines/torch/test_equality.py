@@ -1,4 +1,4 @@
-"""The torch engine as ground truth: an answer does not depend on where its KV came from.
+"""The torch engine as ground truth: output does not depend on the source of its KV.
 
 Log probabilities are compared to the last bit, in float32 on the CPU.
 """
@@ -39,7 +39,7 @@ def cold(model: PagedModel, tokens: list[int], max_tokens: int = 12) -> Answer:
     return driver.answer("cold")
 
 
-def test_it_says_what_transformers_says(model: PagedModel) -> None:
+def test_greedy_output_equals_transformers(model: PagedModel) -> None:
     reference = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager")
     for length in (1, 5, 16, 100):
         tokens = prompt(length, length)
@@ -52,7 +52,7 @@ def test_it_says_what_transformers_says(model: PagedModel) -> None:
         assert [token for token, _ in driver.answer("a")] == out[0, length:].tolist()
 
 
-def test_a_warm_prefix_changes_nothing(model: PagedModel) -> None:
+def test_output_with_a_warm_prefix_is_equal(model: PagedModel) -> None:
     tokens = prompt(130)
     expected = cold(model, tokens)
     for warm in (16, 40, 129, 130):
@@ -63,7 +63,7 @@ def test_a_warm_prefix_changes_nothing(model: PagedModel) -> None:
         assert driver.answer("again") == expected
 
 
-def test_the_company_changes_nothing(model: PagedModel) -> None:
+def test_output_in_any_batch_is_equal(model: PagedModel) -> None:
     prompts = {f"r{i}": prompt(3 + 29 * i, i % 5) for i in range(8)}
     expected = {name: cold(model, tokens) for name, tokens in prompts.items()}
     for budget, batch in ((7, 8), (33, 3), (256, 8), (64, 5)):
@@ -72,7 +72,7 @@ def test_the_company_changes_nothing(model: PagedModel) -> None:
         assert {name: driver.answer(name) for name in prompts} == expected
 
 
-def test_what_was_generated_serves_as_a_prefix(model: PagedModel) -> None:
+def test_generated_tokens_serve_as_a_prefix(model: PagedModel) -> None:
     tokens = prompt(45)
     driver = Driver(make_core(model))
     driver.run(make_work("first", tokens, 60))
@@ -83,7 +83,7 @@ def test_what_was_generated_serves_as_a_prefix(model: PagedModel) -> None:
     assert driver.answer("second") == cold(model, longer)
 
 
-def test_an_answer_that_moved_goes_on_alike(model: PagedModel) -> None:
+def test_output_after_a_migration_is_equal(model: PagedModel) -> None:
     tokens = prompt(45)
     expected = cold(model, tokens, 30)
     said = [token for token, _ in expected[:11]]
@@ -92,7 +92,7 @@ def test_an_answer_that_moved_goes_on_alike(model: PagedModel) -> None:
     assert driver.answer("moved") == expected[11:]
 
 
-def test_preemption_changes_nothing(model: PagedModel) -> None:
+def test_output_after_preemption_is_equal(model: PagedModel) -> None:
     prompts = {f"r{i}": prompt(50 + i, i) for i in range(4)}
     expected = {name: cold(model, tokens, 60) for name, tokens in prompts.items()}
     driver = Driver(make_core(model, blocks=18))
@@ -101,7 +101,7 @@ def test_preemption_changes_nothing(model: PagedModel) -> None:
     assert {name: driver.answer(name) for name in prompts} == expected
 
 
-def test_blocks_that_left_and_came_back_are_as_good(model: PagedModel) -> None:
+def test_output_from_reimported_blocks_is_equal(model: PagedModel) -> None:
     tokens = prompt(120)
     driver = Driver(make_core(model))
     driver.run(make_work("first", tokens))
@@ -117,7 +117,7 @@ def test_blocks_that_left_and_came_back_are_as_good(model: PagedModel) -> None:
     assert driver.answer("again") == expected
 
 
-def test_blocks_of_another_engine_are_as_good(model: PagedModel) -> None:
+def test_output_from_blocks_of_another_engine_is_equal(model: PagedModel) -> None:
     tokens = prompt(200)
     expected = cold(model, tokens)
     there = Driver(make_core(load(tiny_model()), budget=48))
@@ -130,17 +130,17 @@ def test_blocks_of_another_engine_are_as_good(model: PagedModel) -> None:
     assert here.answer("here") == expected
 
 
-def test_as_many_blocks_come_in_as_there_is_room_for(model: PagedModel) -> None:
+def test_an_import_stops_at_the_capacity(model: PagedModel) -> None:
     tokens = prompt(160)
     there = Driver(make_core(load(tiny_model())))
     there.run(make_work("there", tokens, 1))
     here = Driver(make_core(model, blocks=6))
     here.run(make_work("old", prompt(60, 4), 1))
     assert here.bring_in(there.take_out(tokens)) == 6
-    assert here.held == here.core.blocks.contents == here.core.slots.contents
+    assert here.held == here.core.blocks.contents == here.core.physical_blocks.contents
 
 
-def test_foreign_blocks_are_refused(model: PagedModel) -> None:
+def test_blocks_of_another_model_or_layout_are_refused(model: PagedModel) -> None:
     tokens = prompt(64)
     here = Driver(make_core(model))
     here.run(make_work("here", tokens, 1))
@@ -154,7 +154,7 @@ def test_foreign_blocks_are_refused(model: PagedModel) -> None:
     assert not stranger.core.blocks.contents | odd.core.blocks.contents
 
 
-def test_prompts_whose_hashes_collide_get_nothing_of_each_other(
+def test_prompts_with_colliding_hashes_share_no_blocks(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = {f"r{i}": [*prompt(40), *prompt(50 + 9 * i, i % 3)] for i in range(6)}
@@ -170,10 +170,10 @@ def test_prompts_whose_hashes_collide_get_nothing_of_each_other(
         assert {name: driver.answer(name) for name in prompts} == expected
         driver.run(*(make_work(f"{name}b", tokens, 40) for name, tokens in prompts.items()))
         assert {name: driver.answer(f"{name}b") for name in prompts} == expected
-    assert driver.held == driver.core.blocks.contents == driver.core.slots.contents
+    assert driver.held == driver.core.blocks.contents == driver.core.physical_blocks.contents
 
 
-def test_blocks_come_in_up_to_one_that_is_held_for_other_tokens(
+def test_an_import_stops_at_a_hash_held_for_other_tokens(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = prompt(100), [*prompt(40), *prompt(60, 1)]

@@ -1,4 +1,4 @@
-"""Prompts that one torch engine computes and another goes on with: real blocks, real sockets."""
+"""KV handoff between two torch engines: real blocks, real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -78,7 +78,7 @@ def count(side: str, result: str) -> float:
     return REGISTRY.get_sample_value("kvmesh_worker_handoffs_total", labels) or 0.0
 
 
-async def test_the_answer_is_that_of_one_engine(start: Start) -> None:
+async def test_output_after_a_handoff_equals_that_of_one_engine(start: Start) -> None:
     whole, first, second = await start("aggregated"), await start("prefill"), await start("decode")
     expected = await whole.run(make_work("whole", TOKENS))
     before = count("fetched", "tcp")
@@ -91,7 +91,7 @@ async def test_the_answer_is_that_of_one_engine(start: Start) -> None:
     await asyncio.gather(first.engine.drain(), second.engine.drain())
 
 
-async def test_only_what_is_missing_is_fetched(start: Start) -> None:
+async def test_only_missing_blocks_are_fetched(start: Start) -> None:
     first, second = await start("prefill"), await start("decode")
     await second.run(make_work("earlier", TOKENS[:50], 1))
     work = await first.prompt("a", TOKENS)
@@ -102,7 +102,7 @@ async def test_only_what_is_missing_is_fetched(start: Start) -> None:
     assert (REGISTRY.get_sample_value(name) or 0.0) - before == 3 * BLOCK_BYTES
 
 
-async def test_several_prompts_move_at_once_through_little_memory(start: Start) -> None:
+async def test_concurrent_handoffs_share_a_small_staging_memory(start: Start) -> None:
     first = await start("prefill", staging_bytes=8 * BLOCK_BYTES)
     second = await start("decode", staging_bytes=8 * BLOCK_BYTES)
     prompts = {f"p{i}": list(range(i, i + 100)) for i in range(4)}
@@ -115,7 +115,7 @@ async def test_several_prompts_move_at_once_through_little_memory(start: Start) 
     assert await asyncio.gather(*map(both, prompts)) == expected
 
 
-async def test_what_cannot_be_fetched_is_computed(start: Start) -> None:
+async def test_a_prompt_is_computed_if_its_blocks_cannot_be_fetched(start: Start) -> None:
     whole, first, second = await start("aggregated"), await start("prefill"), await start("decode")
     expected = await whole.run(make_work("whole", TOKENS))
     gone = await first.prompt("gone", TOKENS)
@@ -139,25 +139,23 @@ async def test_blocks_of_another_model_are_computed_again(start: Start) -> None:
     assert await second.run(await first.prompt("a", TOKENS)) == expected
 
 
-async def test_without_room_no_kv_is_left(start: Start) -> None:
+async def test_no_kv_is_offered_without_staging_memory(start: Start) -> None:
     first = await start("prefill", staging_bytes=1)
-    before = count("left", "failed")
+    before = count("offered", "failed")
     assert (await first.prompt("a", TOKENS)).handoff is None
-    assert count("left", "failed") == before + 1
+    assert count("offered", "failed") == before + 1
     await eventually(lambda: first.idle_blocks)
 
 
-async def test_what_nobody_fetches_is_let_go(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unfetched_kv_is_released(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     first, second = await start("prefill", lend_s=0.05), await start("decode")
     work = await first.prompt("a", TOKENS)
-    await eventually(lambda: "nobody has fetched" in caplog.text)
+    await eventually(lambda: "expired unfetched" in caplog.text)
     assert len(await second.run(work)) == 12
     assert second.sink.cached(work.request) == 0
 
 
-async def test_a_request_can_be_aborted_while_its_kv_comes(start: Start) -> None:
+async def test_a_request_can_be_aborted_during_its_handoff(start: Start) -> None:
     first, second = await start("prefill"), await start("decode")
     work = await first.prompt("a", TOKENS)
     second.engine.submit(work)
@@ -170,7 +168,7 @@ async def test_a_request_can_be_aborted_while_its_kv_comes(start: Start) -> None
     assert not second.engine.abort(work.request)
 
 
-async def test_an_engine_that_cannot_listen_does_not_start(start: Start) -> None:
+async def test_an_engine_without_its_port_fails_to_start(start: Start) -> None:
     port = free_port()
     await start("prefill", port=port)
     with pytest.raises(EngineError, match="cannot listen"):

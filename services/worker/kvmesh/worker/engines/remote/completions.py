@@ -1,4 +1,4 @@
-"""`/v1/completions` with token ids in and out, as vLLM and servers like it offer it."""
+"""Requests and chunks of `/v1/completions` with token ids, as vLLM and similar servers serve it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ _TOKEN = "token_id:"
 
 
 def request_fields(work: Work, tokens: list[int], model: str, tag: str | None) -> dict[str, Any]:
-    """One streamed completion; `tag` salts the server's cache. Raises Rejected."""
+    """Body of a streamed completion; `tag` is the cache salt. Raises Rejected."""
     sampling = remaining(work)
     fields: dict[str, Any] = {
         "model": work.adapter or model,
@@ -33,7 +33,7 @@ def request_fields(work: Work, tokens: list[int], model: str, tag: str | None) -
 
 
 def read_chunk(chunk: Mapping[str, Any]) -> StreamOutput:
-    """One server-sent chunk; raises Rejected or Unavailable for one that tells an error."""
+    """Read a server-sent chunk; raises Rejected or EngineUnavailable for an error chunk."""
     if "error" in chunk:
         _fail(chunk["error"])
     if not chunk.get("choices"):
@@ -63,8 +63,8 @@ def _logprobs(logprobs: Mapping[str, Any] | None) -> list[dict[int, float]] | No
     if logprobs is None:
         return None
     rows: list[dict[int, float]] = []
-    said = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
-    for (token, value), top in zip(said, logprobs["top_logprobs"], strict=True):
+    tokens_and_values = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+    for (token, value), top in zip(tokens_and_values, logprobs["top_logprobs"], strict=True):
         rows.append({_token(t): p for t, p in (top or {}).items()} | {_token(token): value})
     return rows
 

@@ -1,8 +1,8 @@
-"""An inference server that already runs, put into the mesh from beside it.
+"""Sidecar engine: connects a running inference server to the mesh.
 
-Requests go to it over HTTP and its KV events come over ZeroMQ. A request is aborted by closing
-its connection. Servers that do not say which prompt tokens were cached are credited with the
-blocks that their events had told of when the request was sent.
+Requests go to the server over HTTP; its KV events arrive over ZeroMQ. Closing the connection aborts
+a request. If the server does not report cached prompt tokens, the engine counts the blocks known
+from events when it sends the request.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ LINE_BYTES = 1 << 20
 
 
 def create(context: EngineContext) -> "RemoteEngine":
-    """The sidecar that `[remote]` describes; the model folder gives tokenizer and template."""
+    """Create the sidecar from `[remote]`; the model folder provides tokenizer and template."""
     worker, remote = context.settings.worker, context.settings.remote
     if not remote.url:
-        raise EngineConfigError("--remote-url is missing: where is the server?")
+        raise EngineConfigError("--remote-url is missing: the URL of the inference server")
     served = worker.served_name or context.folder.name
     return RemoteEngine(worker, remote, served, model_context(context.folder))
 
@@ -67,7 +67,7 @@ class RemoteEngine(StreamingAdapter):
         self._served = served
         self._context = context
         self._url = remote.url.rstrip("/")
-        self._shown = redacted(self._url)
+        self._redacted_url = redacted(self._url)
         self._http: aiohttp.ClientSession | None = None
         self._server: InferenceServer | None = None
         self._salts = PromptSalts(served, worker.block_size)
@@ -90,12 +90,12 @@ class RemoteEngine(StreamingAdapter):
             self._info = await self._server.describe(self._remote.model)
             if not self._is_sglang:
                 await self._server.check_token_ids(self._info.model)
-            return self._begin(sink, self._server)
+            return self._open_streams(sink, self._server)
         except EngineError:
             await self._http.close()
             raise
 
-    def _begin(self, sink: Sink, server: InferenceServer) -> EngineInfo:
+    def _open_streams(self, sink: Sink, server: InferenceServer) -> EngineInfo:
         block_size = self._info.block_size or self._worker.block_size
         self._salts = PromptSalts(self._served, block_size)
         self._streams = RequestStreams(sink, self._remote.dp_ranks, block_size)
@@ -126,10 +126,10 @@ class RemoteEngine(StreamingAdapter):
         read = self._reader()
         if self._is_sglang:
             self._salts.remember(work)
-        own = self._salts.is_exclusive(work)
-        cached = self._ledgers[work.rank].cached_tokens(work) if own else 0
+        exclusive = self._salts.is_exclusive(work)
+        cached = self._ledgers[work.rank].cached_tokens(work) if exclusive else 0
         cached = min(cached, len(work.tokens) // 4 - 1)
-        self._streams.start(work, self._answer(self._http, work.rank, path, body, read, cached))
+        self._streams.start(work, self._generate(self._http, work.rank, path, body, read, cached))
 
     def load(self, instance: str) -> list[Load]:
         if self._streams is None:
@@ -157,12 +157,12 @@ class RemoteEngine(StreamingAdapter):
 
     @property
     def _blocks(self) -> int:
-        """What the server says, else what the settings say."""
+        """Blocks of the server as reported, else as configured."""
         return self._info.blocks or self._remote.blocks
 
     def _describe(self, block_size: int) -> EngineInfo:
         worker, info = self._worker, self._info
-        log.info("%s serves %s (%s %s)", self._shown, info.model, info.owner, info.version)
+        log.info("%s serves %s (%s %s)", self._redacted_url, info.model, info.owner, info.version)
         return EngineInfo(
             name="openai",
             version=f"{info.owner} {info.version}".strip(),
@@ -190,7 +190,7 @@ class RemoteEngine(StreamingAdapter):
     def _reader(self) -> Callable[[Any], StreamOutput]:
         return sglang.AnswerReader().read if self._is_sglang else completions.read_chunk
 
-    async def _answer(
+    async def _generate(
         self,
         http: aiohttp.ClientSession,
         rank: int,
@@ -201,9 +201,9 @@ class RemoteEngine(StreamingAdapter):
     ) -> AsyncIterator[StreamOutput]:
         ranks = {"X-data-parallel-rank": str(rank)} if self._remote.dp_ranks > 1 else {}
         try:
-            async with http.post(self._url + path, json=body, headers=ranks) as answer:
-                await _check(answer)
-                async for chunk in _events(answer):
+            async with http.post(self._url + path, json=body, headers=ranks) as response:
+                await _check(response)
+                async for chunk in _events(response):
                     output = read(chunk)
                     output.cached = cached if output.cached is None else output.cached
                     yield output
@@ -212,19 +212,19 @@ class RemoteEngine(StreamingAdapter):
 
     async def _clear(self) -> None:
         if self._server is not None and not await self._server.clear(self._info.owner):
-            log.warning("%s does not let its cache be cleared", self._shown)
+            log.warning("%s does not allow clearing its cache", self._redacted_url)
 
     async def _watch(self, server: InferenceServer) -> None:
-        missed = 0
-        while missed < MISSED_PROBES:
+        failures = 0
+        while failures < MISSED_PROBES:
             await asyncio.sleep(self._remote.probe_s)
-            well = await server.healthy()
-            missed = 0 if well else missed + 1
-            if well:
+            healthy = await server.healthy()
+            failures = 0 if healthy else failures + 1
+            if healthy:
                 self._gauges = await server.gauges()
                 self._step()
         if self._streams is not None:
-            self._streams.fail(EngineError(f"{self._shown}/health does not answer any more"))
+            self._streams.fail(EngineError(f"{self._redacted_url}/health does not answer"))
 
     def _step(self) -> None:
         steps = self._clock.update(self._gauges.steps)
@@ -232,30 +232,30 @@ class RemoteEngine(StreamingAdapter):
             counters.steps = steps
 
 
-async def _check(answer: aiohttp.ClientResponse) -> None:
-    """Whose fault it is that a request is not answered with 200."""
-    if answer.status == 200:
+async def _check(response: aiohttp.ClientResponse) -> None:
+    """Raise Rejected for errors of the caller or the key, EngineUnavailable for other failures."""
+    if response.status == 200:
         return
-    text = (await answer.text())[:2000]
-    if answer.status in (400, 404, 413, 422):
-        raise Rejected(_message(text) or f"the server answers {answer.status}")
-    if answer.status in (401, 403):
-        raise Rejected(f"the server refuses the key of this worker ({answer.status})")
-    raise EngineUnavailable(f"the server answers {answer.status}: {_message(text)}")
+    text = (await response.text())[:2000]
+    if response.status in (400, 404, 413, 422):
+        raise Rejected(_message(text) or f"the server answers {response.status}")
+    if response.status in (401, 403):
+        raise Rejected(f"the server rejects this worker's API key ({response.status})")
+    raise EngineUnavailable(f"the server answers {response.status}: {_message(text)}")
 
 
 def _message(text: str) -> str:
     try:
-        found = json.loads(text)
-        error = found.get("error", found)
+        content = json.loads(text)
+        error = content.get("error", content)
         return str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
         return text
 
 
-async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    """The JSON of each server-sent event up to `[DONE]`."""
-    async for line in answer.content:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """Decoded JSON of the server-sent events up to `[DONE]`."""
+    async for line in response.content:
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()

@@ -1,4 +1,4 @@
-"""What an inference server says about itself over HTTP, and how it is doing."""
+"""HTTP client of an inference server: model information, health, load, cache reset."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ _SGLANG = {
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
-    """Zeros where the server does not say."""
+    """Model and sizes of a server; 0 or empty if the server does not report them."""
 
     model: str
     owner: str
@@ -40,7 +40,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
 
 
 class Gauges(NamedTuple):
-    """What the server's metrics say now; None where they do not. `usage` is a share of blocks."""
+    """Current metrics of the server, None if absent; `usage` is the share of blocks in use."""
 
     running: int | None = None
     waiting: int | None = None
@@ -49,33 +49,35 @@ class Gauges(NamedTuple):
 
 
 class InferenceServer:
-    """A client of the server's own endpoints. Raises EngineError where it cannot do without."""
+    """Client of the server's endpoints; raises EngineError if a required one fails."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
         self._url = url.rstrip("/")
-        self._shown = redacted(self._url)
+        self._redacted_url = redacted(self._url)
 
     async def describe(self, model: str) -> ServerInfo:
-        """Which model it serves (`model`, or the first one) and all that it tells about it."""
-        listed = (await self._json("/v1/models")).get("data") or []
-        bases = [card for card in listed if not card.get("parent")]
-        wanted = [card for card in bases if model in ("", card["id"])]
-        if not wanted:
+        """Information about `model`, or about the first model served if `model` is empty."""
+        models = (await self._json("/v1/models")).get("data") or []
+        bases = [card for card in models if not card.get("parent")]
+        candidates = [card for card in bases if model in ("", card["id"])]
+        if not candidates:
             names = ", ".join(card["id"] for card in bases) or "none"
-            raise EngineConfigError(f"{self._shown} serves no model {model!r}; it has: {names}")
-        card = wanted[0]
+            raise EngineConfigError(
+                f"{self._redacted_url} serves no model {model!r}; it has: {names}"
+            )
+        card = candidates[0]
         info = ServerInfo(
             model=card["id"],
             owner=card.get("owned_by") or "",
             version=await self._version(),
             context=card.get("max_model_len") or 0,
-            adapters=[c["id"] for c in listed if c.get("parent")],
+            adapters=[c["id"] for c in models if c.get("parent")],
         )
         return await self._with_sizes(info)
 
     async def check_token_ids(self, model: str) -> None:
-        """Have it generate one token, to see that it takes and tells token ids."""
+        """Generate one token to check that the server accepts and returns token ids."""
         body = {
             "model": model,
             "prompt": [1],
@@ -85,25 +87,27 @@ class InferenceServer:
         }
         path = f"{self._url}/v1/completions"
         try:
-            async with self._http.post(path, json=body | {"stream": False}) as answer:
-                answer.raise_for_status()
-                choice = (await answer.json())["choices"][0]
+            async with self._http.post(path, json=body | {"stream": False}) as response:
+                response.raise_for_status()
+                choice = (await response.json())["choices"][0]
         except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
             raise EngineError(redacted(f"cannot use {path}: {cause(error)}")) from error
         if choice.get("token_ids") is None:
-            raise EngineConfigError(f"{redacted(path)} does not tell token ids (return_token_ids)")
+            raise EngineConfigError(
+                f"{redacted(path)} does not return token ids (return_token_ids)"
+            )
 
     async def healthy(self) -> bool:
-        """Whether /health answers with 200 in time."""
+        """True if /health answers 200 within PROBE_TIMEOUT_S."""
         try:
             timeout = aiohttp.ClientTimeout(PROBE_TIMEOUT_S)
-            async with self._http.get(f"{self._url}/health", timeout=timeout) as answer:
-                return answer.status == 200
+            async with self._http.get(f"{self._url}/health", timeout=timeout) as response:
+                return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
 
     async def gauges(self) -> Gauges:
-        """Its load, from /metrics; empty if it has none."""
+        """Load of the server from /metrics; all None without metrics."""
         samples = {name: value for name, _, value in await self._metrics()}
         names = _SGLANG if _SGLANG["running"] in samples else _VLLM
         found = {key: samples.get(name) for key, name in names.items()}
@@ -111,23 +115,25 @@ class InferenceServer:
         return Gauges(counts["running"], counts["waiting"], found["usage"], found.get("steps"))
 
     async def clear(self, owner: str) -> bool:
-        """Have the server drop its prefix cache, where it lets its clients do so."""
+        """Reset the server's prefix cache; False if the server refuses."""
         path = "/flush_cache" if owner == "sglang" else "/reset_prefix_cache"
         try:
-            async with self._http.post(self._url + path) as answer:
-                return answer.status == 200
+            async with self._http.post(self._url + path) as response:
+                return response.status == 200
         except aiohttp.ClientError:
             return False
 
     async def _with_sizes(self, info: ServerInfo) -> ServerInfo:
         if info.owner == "sglang":
-            said = await self._optional("/get_server_info") or await self._optional("/server_info")
-            page = said.get("page_size") or 0
+            info_page = await self._optional("/get_server_info") or await self._optional(
+                "/server_info"
+            )
+            page = info_page.get("page_size") or 0
             return replace(
                 info,
                 block_size=page,
-                blocks=(said.get("max_total_num_tokens") or 0) // (page or 1),
-                max_sequences=said.get("max_running_requests") or 0,
+                blocks=(info_page.get("max_total_num_tokens") or 0) // (page or 1),
+                max_sequences=info_page.get("max_running_requests") or 0,
             )
         config = [labels for name, labels, _ in await self._metrics() if name.endswith("_info")]
         sizes = next((labels for labels in config if "num_gpu_blocks" in labels), {})
@@ -142,13 +148,13 @@ class InferenceServer:
 
     async def _json(self, path: str) -> dict[str, Any]:
         try:
-            async with self._http.get(self._url + path) as answer:
-                answer.raise_for_status()
-                found = await answer.json()
+            async with self._http.get(self._url + path) as response:
+                response.raise_for_status()
+                found = await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineError(redacted(f"cannot use {self._url}{path}: {cause(error)}")) from error
         if not isinstance(found, dict):
-            raise EngineError(f"{self._shown}{path} is not a JSON object")
+            raise EngineError(f"{self._redacted_url}{path} is not a JSON object")
         return found
 
     async def _optional(self, path: str) -> dict[str, Any]:
@@ -160,8 +166,8 @@ class InferenceServer:
     async def _metrics(self) -> list[tuple[str, dict[str, str], float]]:
         timeout = aiohttp.ClientTimeout(PROBE_TIMEOUT_S)
         try:
-            async with self._http.get(f"{self._url}/metrics", timeout=timeout) as answer:
-                text = await answer.text() if answer.status == 200 else ""
+            async with self._http.get(f"{self._url}/metrics", timeout=timeout) as response:
+                text = await response.text() if response.status == 200 else ""
             return list(_samples(text))
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return []

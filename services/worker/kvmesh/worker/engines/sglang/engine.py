@@ -1,8 +1,8 @@
-"""SGLang in this process: `sglang.Engine` as an engine of the mesh.
+"""Embedded SGLang: `sglang.Engine` as an engine of the mesh.
 
 Written against the published API (`sglang/srt/entrypoints/engine.py`, `io_struct.py`,
-`disaggregation/kv_events.py`); arguments that a version does not know are left out. Priorities
-are higher first, for its scheduler as for radix eviction where that goes by priority.
+`disaggregation/kv_events.py`); arguments unknown to the installed version are omitted. Higher
+priorities go first in SGLang's scheduler, and in radix eviction if that is by priority.
 """
 
 import inspect
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def create(context: EngineContext) -> "SglangEngine":
-    """SGLang with the arguments of `[sglang]`, for the model in the folder."""
+    """Create SGLang with the arguments of `[sglang]` for the model in the folder."""
     worker, sglang = context.settings.worker, context.settings.sglang
     arguments: dict[str, Any] = {
         "model_path": str(context.folder),
@@ -50,12 +50,12 @@ def create(context: EngineContext) -> "SglangEngine":
     if worker.context:
         arguments.setdefault("context_length", worker.context)
     served = worker.served_name or context.folder.name
-    longest = arguments.get("context_length") or model_context(context.folder)
-    return SglangEngine(arguments, served, longest, worker.adapters)
+    max_context = arguments.get("context_length") or model_context(context.folder)
+    return SglangEngine(arguments, served, max_context, worker.adapters)
 
 
 class SglangEngine(StreamingAdapter):
-    """One `sglang.Engine`, which may have several data-parallel ranks."""
+    """One `sglang.Engine` with one or more data-parallel ranks."""
 
     def __init__(
         self, arguments: dict[str, Any], served: str, context: int, adapters: list[str]
@@ -69,19 +69,21 @@ class SglangEngine(StreamingAdapter):
         self._salts = PromptSalts(served, self._block_size)
         self._folder = ScratchFolder()
         self._engine: Any = None
-        self._known: frozenset[str] = frozenset()
+        self._known_parameters: frozenset[str] = frozenset()
         self._ledgers: list[CacheLedger] = []
         self._blocks = 0
 
     async def start(self, sink: Sink) -> EngineInfo:
         events = self._events_config()
         try:
-            # on this thread: it installs signal handlers and takes the running loop
+            # in this thread: it installs signal handlers and uses the running loop
             self._engine = Engine(**self._arguments, kv_events_config=json.dumps(events))
-        except Exception as error:  # SGLang and what it loads raise anything
+        except Exception as error:  # SGLang and its plugins raise any type
             self._folder.close()
-            raise EngineError(f"SGLang does not start: {error}") from error
-        self._known = frozenset(inspect.signature(self._engine.async_generate).parameters)
+            raise EngineError(f"SGLang failed to start: {error}") from error
+        self._known_parameters = frozenset(
+            inspect.signature(self._engine.async_generate).parameters
+        )
         self._streams = RequestStreams(sink, self._ranks, self._block_size, count_steps=True)
         for rank in range(self._ranks):
             self._ledgers.append(
@@ -99,7 +101,7 @@ class SglangEngine(StreamingAdapter):
             raise Rejected(f"there is no rank {work.rank}")
         fields = self._request(work)
         self._salts.remember(work)
-        self._streams.start(work, self._answer(work, fields))
+        self._streams.start(work, self._generate(work, fields))
 
     def load(self, instance: str) -> list[Load]:
         if self._streams is None:
@@ -119,13 +121,13 @@ class SglangEngine(StreamingAdapter):
         self._folder.close()
 
     def _events_config(self) -> dict[str, str]:
-        """Sockets in a private folder; TCP for several ranks, on consecutive ports."""
+        """Event sockets in a private folder; several ranks need TCP in the arguments."""
         given = self._arguments.pop("kv_events_config", None)
         if given is not None:
             return dict(json.loads(given) if isinstance(given, str) else given)
         if self._ranks > 1:
             raise EngineConfigError(
-                "for several ranks, say where they publish: "
+                "several ranks need a TCP endpoint for KV events: "
                 "--sglang-args kv_events_config.publisher=zmq,kv_events_config.endpoint=tcp://*:5557"
             )
         folder = self._folder.path
@@ -141,8 +143,8 @@ class SglangEngine(StreamingAdapter):
             rank,
             self._ledgers[rank],
             sink,
-            _reachable(events["endpoint"], rank),
-            _reachable(replay, rank) if replay else None,
+            _connect_endpoint(events["endpoint"], rank),
+            _connect_endpoint(replay, rank) if replay else None,
             events.get("topic", ""),
         )
 
@@ -167,19 +169,23 @@ class SglangEngine(StreamingAdapter):
     def _request(self, work: Work) -> dict[str, Any]:
         tokens = array("I", work.tokens).tolist()
         fields = request_fields(work, tokens, None)
-        tag = self._salts.cache_salt(work)
-        if tag is not None:
-            if "cache_salt" not in self._known:
-                raise Rejected("this version of SGLang cannot keep tenants apart (cache_salt)")
-            fields["cache_salt"] = tag
+        cache_salt = self._salts.cache_salt(work)
+        if cache_salt is not None:
+            if "cache_salt" not in self._known_parameters:
+                raise Rejected("this version of SGLang cannot isolate tenants (no cache_salt)")
+            fields["cache_salt"] = cache_salt
         extra = {"rid": work.request, "priority": work.priority, "session_id": work.session}
         if self._ranks > 1:
-            rank = "routed_dp_rank" if "routed_dp_rank" in self._known else "data_parallel_rank"
+            rank = (
+                "routed_dp_rank"
+                if "routed_dp_rank" in self._known_parameters
+                else "data_parallel_rank"
+            )
             extra[rank] = work.rank
-        fields |= {key: value for key, value in extra.items() if key in self._known}
+        fields |= {key: value for key, value in extra.items() if key in self._known_parameters}
         return fields | (work.handoff or {})
 
-    async def _answer(self, work: Work, fields: dict[str, Any]) -> AsyncIterator[StreamOutput]:
+    async def _generate(self, work: Work, fields: dict[str, Any]) -> AsyncIterator[StreamOutput]:
         reader = AnswerReader()
         finish: str | None = None
         try:
@@ -190,23 +196,23 @@ class SglangEngine(StreamingAdapter):
         except ValueError as error:
             raise Rejected(str(error)) from error
         except RuntimeError as error:
-            raise EngineUnavailable(f"SGLang gave the request up: {error}") from error
+            raise EngineUnavailable(f"SGLang aborted the request: {error}") from error
         finally:
             if finish is None:
                 self._engine.tokenizer_manager.abort_request(rid=work.request)
 
     async def _clear(self) -> None:
-        """SGLang flushes its cache only while nothing runs."""
+        """Flush the cache once no request runs: SGLang requires that."""
         await self.drain()
         await self._engine.tokenizer_manager.flush_cache()
 
 
 def _scheduler_info(engine: Any) -> dict[str, Any]:
-    """What the first scheduler said at its start; its place differs between versions."""
-    started = getattr(engine, "_scheduler_init_result", None)
-    info = started.scheduler_infos[0] if started is not None else engine.scheduler_info
+    """Start-up information of the first scheduler; its attribute differs between versions."""
+    init_result = getattr(engine, "_scheduler_init_result", None)
+    info = init_result.scheduler_infos[0] if init_result is not None else engine.scheduler_info
     return dict(info)
 
 
-def _reachable(endpoint: str, rank: int) -> str:
+def _connect_endpoint(endpoint: str, rank: int) -> str:
     return rank_endpoint(endpoint.replace("*", "127.0.0.1"), rank)

@@ -1,8 +1,7 @@
 """One rank of the torch engine: scheduler, block manager and model, advanced step by step.
 
-A step is planned and committed on the event loop, where all books are kept, and run in a thread
-in between. What is aborted meanwhile is computed for nothing; its blocks are not given away before
-the next plan.
+`plan` and `commit` run on the event loop, which owns all state; `run` computes in a thread in
+between. Blocks of requests aborted during `run` are not reused before the next plan.
 """
 
 import logging
@@ -24,82 +23,85 @@ from kvmesh.worker.enginecore.retention_request import parse_retention
 from kvmesh.worker.enginecore.scheduler import Scheduler, SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState, hash_prompt
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions
-from kvmesh.worker.engines.torch.blocks.collision_guard import CollisionGuard, Prints
-from kvmesh.worker.engines.torch.blocks.physical_blocks import SlotTable
+from kvmesh.worker.engines.torch.blocks.collision_guard import CollisionGuard, PrefixFingerprints
+from kvmesh.worker.engines.torch.blocks.physical_blocks import PhysicalBlocks
 from kvmesh.worker.engines.torch.model.batch import BatchRow
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
-from kvmesh.worker.engines.torch.model.sampling import Picked, Sampler
+from kvmesh.worker.engines.torch.model.sampling import SampledToken, Sampler
 
 log = logging.getLogger(__name__)
 
 
 class EngineRequest:
-    """A request's tokens, prompt and answer, and how its next one is chosen.
+    """Tokens (prompt and answer) and sampler of one request.
 
-    `work` is what was asked, less the tokens. Of the tiers below: whether they have been `asked`
-    for the prompt, how many blocks have been `offered` to them, and the `chain` of their names.
+    `work` is the request without its tokens; `max_output` bounds the tokens of the answer. For the
+    lower tiers: whether the prompt has been looked up there, the number of leading blocks offered
+    for write-through, and the chain of block digests.
     """
 
     __slots__ = (
-        "asked",
-        "base",
-        "chain",
-        "limit",
-        "offered",
-        "prints",
+        "digest_chain",
+        "fingerprints",
+        "looked_up",
+        "max_output",
+        "offered_blocks",
+        "prompt_length",
         "sampler",
         "tokens",
         "work",
     )
 
-    def __init__(self, work: Work, sampler: Sampler, limit: int, prints: Prints) -> None:
+    def __init__(
+        self, work: Work, sampler: Sampler, limit: int, fingerprints: PrefixFingerprints
+    ) -> None:
         self.tokens = array("I", work.tokens)
-        self.base = len(self.tokens) - work.generated
+        self.prompt_length = len(self.tokens) - work.generated
         self.sampler = sampler
-        self.limit = limit
+        self.max_output = limit
         self.work = replace(work, tokens=b"")
-        self.prints = prints
-        self.chain: DigestChain | None = None
-        self.asked = False
-        self.offered = 0
+        self.fingerprints = fingerprints
+        self.digest_chain: DigestChain | None = None
+        self.looked_up = False
+        self.offered_blocks = 0
 
     def slice(self, start: int, stop: int) -> list[int]:
         """Tokens of the answer."""
-        return self.tokens[self.base + start : self.base + stop].tolist()
+        return self.tokens[self.prompt_length + start : self.prompt_length + stop].tolist()
 
 
-class TokenTurn(NamedTuple):
-    """What a step does for one sequence: compute a piece of its prompt, or decode."""
+class StepEntry(NamedTuple):
+    """Work of a step for one sequence: a chunk of its prompt, or one decode token."""
 
     sequence: Sequence
-    job: EngineRequest
+    request: EngineRequest
     row: BatchRow
-    decodes: bool
+    is_decode: bool
 
 
 @dataclass
 class TorchStep:
-    """A planned step; `picked` has a token for each turn whose row is its last."""
+    """A planned step; `run` fills `sampled` with a token per entry that wants logits."""
 
-    turns: list[TokenTurn]
-    picked: list[Picked]
+    entries: list[StepEntry]
+    sampled: list[SampledToken]
 
 
-class Lower(Protocol):
-    """The tiers below, as the core sees them."""
+class LowerTierHooks(Protocol):
+    """Interface of the core to the lower tiers."""
 
     @property
-    def present(self) -> bool:
-        """Whether a sequence should wait for what they have; `settle` ends that."""
+    def available(self) -> bool:
+        """True if sequences wait for blocks from there, until `finish_loading`."""
         ...
 
-    def filled(self, job: EngineRequest, sequence: Sequence) -> None:
-        """The leading `sequence.held` blocks of a job are full, more than it has offered."""
+    def on_filled(self, request: EngineRequest, sequence: Sequence) -> None:
+        """Offer the leading `sequence.full_blocks` blocks of a request for write-through."""
         ...
 
 
 class TorchCore:
-    """The books of one rank. `run` alone may be called in another thread."""
+    """State of one rank; only `run` may be called in another thread."""
 
     def __init__(
         self,
@@ -107,24 +109,26 @@ class TorchCore:
         limits: SchedulerLimits,
         blocks: int,
         context: int,
-        keeping: RetentionOptions,
+        retention: RetentionOptions,
     ) -> None:
         self.model = model
         self.limits = limits
         self.context = context
-        self.blocks = BlockManager(blocks, keeping)
-        self._defaults = keeping.defaults
-        self.slots = SlotTable(blocks)
+        self.blocks = BlockManager(blocks, retention)
+        self._defaults = retention.defaults
+        self.physical_blocks = PhysicalBlocks(blocks)
         self.scheduler = Scheduler(
             limits,
             self.blocks,
-            SimulatedTiers(TierOptions(), limits.block_size, 1.0, self.blocks, self._can_ask),
+            SimulatedTiers(
+                TierOptions(), limits.block_size, 1.0, self.blocks, self._has_lower_tiers
+            ),
             self,
         )
         self.guard = CollisionGuard(model.layout)
-        self.lower: Lower | None = None
+        self.lower_tiers: LowerTierHooks | None = None
         self.counters = EngineCounters()
-        self._jobs: dict[str, EngineRequest] = {}
+        self._requests: dict[str, EngineRequest] = {}
 
     @property
     def busy(self) -> bool:
@@ -134,29 +138,30 @@ class TorchCore:
         """Queue a request. Raises ValueError if its id is live or it can never fit."""
         if work.request in self.scheduler.live:
             raise ValueError(f"{work.request} is already live")
-        job = EngineRequest(work, sampler, self.limit(work), self.guard.prints(work))
+        fingerprints = self.guard.fingerprints(work)
+        engine_request = EngineRequest(work, sampler, self.max_output(work), fingerprints)
         local, sequence, tail = hash_prompt(work.tokens, self.limits.block_size, work.salt)
         request = Request(
             id=work.request,
-            length=len(job.tokens),
+            length=len(engine_request.tokens),
             local_hashes=local,
             sequence_hashes=sequence,
             tail=tail,
-            source=job,
-            target=job.limit,
+            source=engine_request,
+            target=engine_request.max_output,
             generated=work.generated,
             salt=work.salt,
             tenant=work.tenant,
             priority=work.priority,
             retention=parse_retention(work, self.limits.block_size, self._defaults),
         )
-        self._jobs[work.request] = job
+        self._requests[work.request] = engine_request
         self.scheduler.submit(request)
         self.counters.requests += 1
         self.counters.prompt_tokens += request.length
 
     def abort(self, request: str) -> bool:
-        """Forget a request at once; False if it is not here. Its blocks stay cached."""
+        """Drop a request; False if it is not live. Its full blocks stay cached."""
         if not self.scheduler.abort(request):
             return False
         self._forget(request)
@@ -164,50 +169,55 @@ class TorchCore:
         return True
 
     def plan(self, now: float) -> tuple[TorchStep, list[KvEvent]]:
-        """Give memory to the next step's work; also what was evicted for it."""
+        """Schedule the next step; returns it and the events of evicted blocks."""
         chunks = self.scheduler.schedule_next_batch(now)
         events = self.take_events()
-        self.slots.release_idle()
+        self.physical_blocks.release_idle()
         members = self.scheduler.decoding.members
-        turns = [self._turn(s, self._known(s) - 1, 1, True) for s in members]
-        turns += [self._turn(c.sequence, c.sequence.computed, c.tokens, False) for c in chunks]
-        return TorchStep(turns, []), events
+        entries = [self._entry(s, self._token_count(s) - 1, 1, True) for s in members]
+        entries += [self._entry(c.sequence, c.sequence.computed, c.tokens, False) for c in chunks]
+        return TorchStep(entries, []), events
 
     def run(self, step: TorchStep) -> None:
-        """Compute the step's KV and choose its tokens."""
-        logits = iter(self.model.forward([turn.row for turn in step.turns]))
-        for turn in step.turns:
-            if turn.row.last:
-                index = turn.row.end - turn.job.base
-                step.picked.append(turn.job.sampler.pick(next(logits), index))
+        """Compute the step's KV and sample its tokens."""
+        logits = iter(self.model.forward([entry.row for entry in step.entries]))
+        for entry in step.entries:
+            if entry.row.wants_logits:
+                index = entry.row.end - entry.request.prompt_length
+                step.sampled.append(entry.request.sampler.sample(next(logits), index))
 
     def commit(self, step: TorchStep, seconds: float) -> tuple[list[OutputDelta], list[KvEvent]]:
-        """Take note of what `run` did: news for the callers, and what is stored now."""
-        picked = iter(step.picked)
-        done = [(turn, next(picked) if turn.row.last else None) for turn in step.turns]
-        here = [
-            (turn, choice)
-            for turn, choice in done
-            if turn.sequence.state is not SequenceState.ENDED
+        """Record the results of `run`; returns output for the callers, and KV events."""
+        tokens = iter(step.sampled)
+        results = [
+            (entry, next(tokens) if entry.row.wants_logits else None) for entry in step.entries
         ]
-        for turn, choice in here:
-            if choice is not None:
-                turn.job.tokens.append(choice.token)
-        begun = [(turn, choice) for turn, choice in here if not turn.decodes]
-        self._pass_decode_step()
-        for turn, choice in begun:
-            self._prefill(turn, choice)
+        live = [
+            (entry, sampled)
+            for entry, sampled in results
+            if entry.sequence.state is not SequenceState.ENDED
+        ]
+        for entry, sampled in live:
+            if sampled is not None:
+                entry.request.tokens.append(sampled.token)
+        prefills = [(entry, sampled) for entry, sampled in live if not entry.is_decode]
+        self._advance_decodes()
+        for entry, sampled in prefills:
+            self._advance_prefill(entry, sampled)
         self.counters.count_steps(1, seconds)
-        self._offer(turn for turn, _ in here)
-        deltas = [self._tell(turn, choice) for turn, choice in here if choice is not None]
+        self._offer(entry for entry, _ in live)
+        deltas = [self._output(entry, sampled) for entry, sampled in live if sampled is not None]
         return deltas, self.take_events()
 
-    def job(self, sequence: Sequence) -> EngineRequest:
-        """What a live sequence says."""
-        return self._jobs[sequence.request.id]
+    def request(self, sequence: Sequence) -> EngineRequest:
+        """The request of a live sequence."""
+        return self._requests[sequence.request.id]
 
-    def settle(self, sequence: Sequence, arrived: list[int]) -> None:
-        """An arriving sequence goes on from what is held now; tokens `arrived` by their tier."""
+    def finish_loading(self, sequence: Sequence, loaded_tokens: list[int]) -> None:
+        """Let a loading sequence continue from the blocks held now.
+
+        `loaded_tokens` counts the tokens loaded for it by tier.
+        """
         if sequence.state is not SequenceState.LOADING:
             return
         self.before_match(sequence)
@@ -216,109 +226,120 @@ class TorchCore:
         self.blocks.unlock(before)
         sequence.computed = sequence.full_blocks * self.limits.block_size
         if not sequence.cached_reported:
-            tiers = [sequence.computed - sum(arrived[1:]), *arrived[1:]]
+            tiers = [sequence.computed - sum(loaded_tokens[1:]), *loaded_tokens[1:]]
             while len(tiers) > 1 and not tiers[-1]:
                 tiers.pop()
             sequence.cached = tiers
         sequence.ready_at = 0.0
 
     def take_events(self) -> list[KvEvent]:
-        """What the cache gained and lost since the last call."""
+        """KV events since the last call."""
         events = self.blocks.take_events()
-        self.slots.follow(events)
-        self.guard.follow(events)
+        self.physical_blocks.apply(events)
+        self.guard.apply(events)
         return events
 
     def before_match(self, sequence: Sequence) -> None:
-        self._part_ways(sequence, len(sequence.reusable))
+        self._rehash_collisions(sequence, len(sequence.reusable))
 
     def before_promote(self, sequence: Sequence, blocks: int) -> None:
-        prints = self._part_ways(sequence, blocks)
+        fingerprints = self._rehash_collisions(sequence, blocks)
         first = sequence.full_blocks
-        free = self.guard.free(
-            sequence.sequence_hashes[first:blocks], prints[first * DIGEST_BYTES :]
+        unclaimed = self.guard.count_unclaimed(
+            sequence.sequence_hashes[first:blocks], fingerprints[first * DIGEST_BYTES :]
         )
-        if first + free < blocks:
-            log.warning("request %s has a block hash that other tokens have", sequence.request.id)
-            sequence.rehash(first + free, self.guard.fresh_seed())
-        self.guard.note(sequence.sequence_hashes[first:blocks], prints[first * DIGEST_BYTES :])
+        if first + unclaimed < blocks:
+            log.warning("request %s: block hash collides with other tokens", sequence.request.id)
+            sequence.rehash(first + unclaimed, self.guard.new_seed())
+        self.guard.record(
+            sequence.sequence_hashes[first:blocks], fingerprints[first * DIGEST_BYTES :]
+        )
 
-    def _part_ways(self, sequence: Sequence, blocks: int) -> bytes:
-        """Where a block is held under a hash for other tokens, go on with other hashes."""
-        job = self.job(sequence)
-        prints = job.prints.upto(job.tokens, blocks)
+    def _rehash_collisions(self, sequence: Sequence, blocks: int) -> bytes:
+        """Rehash the sequence from the first block whose hash is held for other tokens.
+
+        Returns the fingerprints of its first `blocks` blocks.
+        """
+        request = self.request(sequence)
+        fingerprints = request.fingerprints.upto(request.tokens, blocks)
         held = self.blocks.match_prefix(sequence.sequence_hashes[:blocks]).matched
-        sound = self.guard.sound(sequence.sequence_hashes[:held], prints)
-        if sound < held:
-            log.warning("request %s has a block hash that other tokens have", sequence.request.id)
-            sequence.rehash(sound, self.guard.fresh_seed())
-        return prints
+        matching = self.guard.count_matching(sequence.sequence_hashes[:held], fingerprints)
+        if matching < held:
+            log.warning("request %s: block hash collides with other tokens", sequence.request.id)
+            sequence.rehash(matching, self.guard.new_seed())
+        return fingerprints
 
-    def limit(self, work: Work) -> int:
-        """Tokens of the answer at which it ends; raises ValueError if it can never fit."""
-        base = len(work.tokens) // TOKEN_BYTES - work.generated
-        limit = min(work.sampling.max_tokens, self.context - base)
-        if base + limit > self.blocks.capacity * self.limits.block_size or limit <= work.generated:
+    def max_output(self, work: Work) -> int:
+        """Longest possible answer in tokens; raises ValueError if the request can never fit."""
+        prompt = len(work.tokens) // TOKEN_BYTES - work.generated
+        limit = min(work.sampling.max_tokens, self.context - prompt)
+        if (
+            prompt + limit > self.blocks.capacity * self.limits.block_size
+            or limit <= work.generated
+        ):
             raise ValueError(f"{work.request} does not fit into {self.blocks.capacity} blocks")
         return limit
 
-    def _can_ask(self) -> bool:
-        return self.lower is not None and self.lower.present
+    def _has_lower_tiers(self) -> bool:
+        return self.lower_tiers is not None and self.lower_tiers.available
 
-    def _offer(self, turns: Iterable[TokenTurn]) -> None:
-        if self.lower is not None and self.lower.present:
-            for turn in turns:
-                if turn.sequence.full_blocks > turn.job.offered:
-                    self.lower.filled(turn.job, turn.sequence)
+    def _offer(self, entries: Iterable[StepEntry]) -> None:
+        if self.lower_tiers is not None and self.lower_tiers.available:
+            for entry in entries:
+                if entry.sequence.full_blocks > entry.request.offered_blocks:
+                    self.lower_tiers.on_filled(entry.request, entry.sequence)
 
-    def _known(self, sequence: Sequence) -> int:
-        return len(self._jobs[sequence.request.id].tokens)
+    def _token_count(self, sequence: Sequence) -> int:
+        return len(self._requests[sequence.request.id].tokens)
 
-    def _turn(self, sequence: Sequence, start: int, count: int, decodes: bool) -> TokenTurn:
-        job = self._jobs[sequence.request.id]
-        places = self.slots.table(sequence).places
-        last = start + count == len(job.tokens)
-        row = BatchRow(job.tokens[start : start + count], start, places, last)
-        return TokenTurn(sequence, job, row, decodes)
+    def _entry(self, sequence: Sequence, start: int, count: int, is_decode: bool) -> StepEntry:
+        request = self._requests[sequence.request.id]
+        block_ids = self.physical_blocks.block_table(sequence).block_ids
+        wants_logits = start + count == len(request.tokens)
+        row = BatchRow(request.tokens[start : start + count], start, block_ids, wants_logits)
+        return StepEntry(sequence, request, row, is_decode)
 
-    def _pass_decode_step(self) -> None:
+    def _advance_decodes(self) -> None:
         batch = self.scheduler.decoding
         for sequence in batch.advance(1):
             self.scheduler.promote(sequence)
-            self.slots.name(sequence)
+            self.physical_blocks.cache_full_blocks(sequence)
             if sequence.remaining:
                 batch.resume(sequence)
 
-    def _prefill(self, turn: TokenTurn, choice: Picked | None) -> None:
-        sequence = turn.sequence
-        self.scheduler.record_computed(sequence, len(turn.row.tokens))
-        self.counters.computed_tokens += len(turn.row.tokens)
-        self.slots.name(sequence)
-        if choice is not None:
+    def _advance_prefill(self, entry: StepEntry, sampled: SampledToken | None) -> None:
+        sequence = entry.sequence
+        self.scheduler.record_computed(sequence, len(entry.row.tokens))
+        self.counters.computed_tokens += len(entry.row.tokens)
+        self.physical_blocks.cache_full_blocks(sequence)
+        if sampled is not None:
             sequence.generated += 1
             if sequence.remaining:
                 self.scheduler.start_decoding(sequence)
 
-    def _tell(self, turn: TokenTurn, choice: Picked) -> OutputDelta:
-        sequence = turn.sequence
+    def _output(self, entry: StepEntry, sampled: SampledToken) -> OutputDelta:
+        sequence = entry.sequence
         self.counters.output_tokens += 1
-        delta = OutputDelta(sequence.request.id, [choice.token])
-        if choice.logprobs is not None:
-            delta.logprobs = [choice.logprobs]
+        delta = OutputDelta(sequence.request.id, [sampled.token])
+        if sampled.logprobs is not None:
+            delta.logprobs = [sampled.logprobs]
         if not sequence.cached_reported:
             sequence.cached_reported = True
             delta.cached = sequence.cached
             delta.retention = self.scheduler.claim_prompt(sequence)
             self.counters.cached_tokens += sum(sequence.cached or ())
-        if choice.stop or len(turn.job.tokens) - turn.job.base >= turn.job.limit:
-            delta.finish = "stop" if choice.stop else "length"
-            if choice.fault:
-                delta.finish, delta.error = "error", choice.fault
+        if (
+            sampled.stop
+            or len(entry.request.tokens) - entry.request.prompt_length >= entry.request.max_output
+        ):
+            delta.finish = "stop" if sampled.stop else "length"
+            if sampled.error:
+                delta.finish, delta.error = "error", sampled.error
             delta.decode = self.scheduler.remove(sequence, SequenceState.ENDED)
             self._forget(sequence.request.id)
             self.counters.finished += 1
         return delta
 
     def _forget(self, request: str) -> None:
-        del self._jobs[request]
-        self.slots.release(request)
+        del self._requests[request]
+        self.physical_blocks.release(request)

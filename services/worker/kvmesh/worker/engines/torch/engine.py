@@ -1,4 +1,4 @@
-"""The torch engine on the mesh: books on the event loop, arithmetic in a thread of its own."""
+"""The torch engine: scheduling on the event loop, forward passes in one thread."""
 
 import asyncio
 import logging
@@ -32,32 +32,29 @@ from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.retention import RetentionManager
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.retention_settings import retention_options
-from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerOptions, LowerTiers
-from kvmesh.worker.engines.torch.constraints.guided import Grammars
+from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTierOptions, LowerTiers
+from kvmesh.worker.engines.torch.constraints.guided import GrammarCache
 from kvmesh.worker.engines.torch.core import TorchCore
 from kvmesh.worker.engines.torch.handoff import Handoffs
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
 from kvmesh.worker.engines.torch.model.sampling import Sampler
-from kvmesh.worker.engines.torch.prefetch import TorchLoader
+from kvmesh.worker.engines.torch.prefetch import TorchPrefetcher
 from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 CLOSE_S = 10.0
-LOOK_S = 0.05
+POLL_S = 0.05
 RANK = 0
 
 
 def create(context: EngineContext) -> "TorchEngine":
-    """The engine that `[worker]` and `[torch]` describe, for the model in the folder."""
+    """Create the engine from `[worker]` and `[torch]` for the model in the folder."""
     settings = context.settings
     return TorchEngine(settings, context.folder, context.store)
 
 
 class TorchEngine:
-    """One model, one rank, in this process.
-
-    `store` makes the way to the tiers below, if there may be any.
-    """
+    """One model and one rank in this process; `store`, if given, connects to the kvbm."""
 
     def __init__(self, settings: Settings, folder: Path, store: StoreFactory | None) -> None:
         self._options = settings.torch
@@ -65,7 +62,7 @@ class TorchEngine:
         self._transfer = settings.transfer
         self._folder = folder
         self._store = store
-        self._lower: LowerTiers | None = None
+        self._lower_tiers: LowerTiers | None = None
         self._handoffs: Handoffs | None = None
         self._prefetches: PrefetchQueue | None = None
         self._thread = ThreadPoolExecutor(1, "torch")
@@ -73,7 +70,7 @@ class TorchEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
-        self._loaded: tuple[TorchCore, Grammars] | None = None
+        self._loaded: tuple[TorchCore, GrammarCache] | None = None
         self._sink: Sink | None = None
 
     async def start(self, sink: Sink) -> EngineInfo:
@@ -84,10 +81,10 @@ class TorchEngine:
         self._sink = sink
         core = self._core
         if self._store is not None:
-            await self._open_lower(core, self._store)
+            await self._open_lower_tiers(core, self._store)
         if self._worker.serves != "aggregated":
             self._handoffs = await self._open_handoffs(core)
-        loader = TorchLoader(core, self._lower, self._accept, self._on_moved)
+        loader = TorchPrefetcher(core, self._lower_tiers, self._accept, self._on_blocks_changed)
         self._prefetches = PrefetchQueue(loader, core.limits.block_size)
         self._task = asyncio.create_task(self._run(core, sink), name="torch engine")
         return EngineInfo(
@@ -123,7 +120,7 @@ class TorchEngine:
         if max(tokens) >= core.model.vocabulary:
             raise Rejected(f"token {max(tokens)} is not in the model's vocabulary")
         try:
-            self._queue(core, work, _sampler(work, core.model, grammars))
+            self._submit_to_core(core, work, _sampler(work, core.model, grammars))
         except ValueError as error:
             raise Rejected(str(error)) from error
         self._idle.clear()
@@ -137,36 +134,36 @@ class TorchEngine:
             raise Rejected("the engine has not started")
         await self._loaded[1].compile(guided)
 
-    def _queue(self, core: TorchCore, work: Work, sampler: Sampler) -> None:
-        """Hand the work to the core, after what has been left for it has come."""
+    def _submit_to_core(self, core: TorchCore, work: Work, sampler: Sampler) -> None:
+        """Submit the work to the core, after fetching KV offered for it."""
         if self._handoffs is None or not (work.handoff or work.prefill):
             core.submit(work, sampler)
         elif work.prefill:
             core.submit(work, sampler)
-            self._handoffs.expect(work)
+            self._handoffs.expect_prefill(work)
         else:
-            core.limit(work)
+            core.max_output(work)
             self._handoffs.fetch(work, partial(core.submit, work, sampler))
 
-    def prefetch(self, wish: Prefetch) -> str:
+    def prefetch(self, command: Prefetch) -> str:
         if self._prefetches is None:
             return "the engine has not started"
-        if wish.rank != RANK:
-            return f"there is no rank {wish.rank}"
-        return self._prefetches.start(wish)
+        if command.rank != RANK:
+            return f"there is no rank {command.rank}"
+        return self._prefetches.start(command)
 
     def tier_counts(self) -> TierCounts | None:
-        return self._lower.counts if self._lower is not None else None
+        return self._lower_tiers.counts if self._lower_tiers is not None else None
 
     def abort(self, request: str) -> bool:
         if self._prefetches is not None and self._prefetches.cancel(request):
             return True
-        moved = self._handoffs is not None and self._handoffs.abort(request)
-        if self._sink is None or not (self._core.abort(request) or moved):
+        transferring = self._handoffs is not None and self._handoffs.abort(request)
+        if self._sink is None or not (self._core.abort(request) or transferring):
             return False
         self._sink.output([OutputDelta(request, [], finish="abort")])
-        if self._lower is not None:
-            self._lower.writer.end(request)
+        if self._lower_tiers is not None:
+            self._lower_tiers.writer.end(request)
         self._wake.set()
         return True
 
@@ -177,7 +174,7 @@ class TorchEngine:
                 instance=instance,
                 rank=RANK,
                 running=core.scheduler.running,
-                waiting=core.scheduler.waiting_count + self._moving,
+                waiting=core.scheduler.waiting_count + self._transferring,
                 active_blocks=core.blocks.active,
                 cached_blocks=core.blocks.cached,
                 total_blocks=core.blocks.capacity,
@@ -197,24 +194,26 @@ class TorchEngine:
 
     def dump(self, rank: int) -> None:
         if rank == RANK:
-            self._tell(self._core.blocks.dump())
+            self._publish(self._core.blocks.dump())
 
     def clear(self) -> None:
         self.drop(None, "", (ENGINE,))
 
-    # which blocks are kept
+    # retention
 
     def release(self, sessions: list[str]) -> int:
-        return self._keep(lambda kept, _: kept.release(sessions))
+        return self._change_retention(lambda manager, _: manager.release(sessions))
 
     def pin(self, pin: Pin) -> int:
-        return self._keep(lambda kept, now: kept.pin(pin, now))
+        return self._change_retention(lambda manager, now: manager.pin(pin, now))
 
     def unpin(self, pin: str) -> int:
-        return self._keep(lambda kept, now: kept.unpin(pin, now))
+        return self._change_retention(lambda manager, now: manager.unpin(pin, now))
 
     def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        return self._keep(lambda kept, _: kept.clear(salt, tenant)) if ENGINE in tiers else 0
+        if ENGINE not in tiers:
+            return 0
+        return self._change_retention(lambda manager, _: manager.clear(salt, tenant))
 
     def retention(self) -> list[RetentionState]:
         return [self._core.blocks.retention.state(RANK, asyncio.get_running_loop().time())]
@@ -232,14 +231,14 @@ class TorchEngine:
             await self._prefetches.close()
         if self._handoffs is not None:
             await self._handoffs.close()
-        if self._lower is not None:
-            await self._lower.close()
+        if self._lower_tiers is not None:
+            await self._lower_tiers.close()
         if self._loaded is not None:
             self._loaded[1].close()
         try:
             await asyncio.wait_for(asyncio.to_thread(self._thread.shutdown), CLOSE_S)
         except TimeoutError:
-            log.warning("a step of the model has not ended in %g s", CLOSE_S)
+            log.warning("the current step did not end within %g s", CLOSE_S)
 
     # steps
 
@@ -248,83 +247,85 @@ class TorchEngine:
             while True:
                 self._wake.clear()
                 if not core.busy:
-                    if not self._moving:
+                    if not self._transferring:
                         self._idle.set()
                     await self._wake.wait()
-                stepped = await self._step(core, sink)
-                if not stepped and core.busy:
-                    await self._news()
+                progressed = await self._step(core, sink)
+                if not progressed and core.busy:
+                    await self._wait_for_change()
         except Exception as error:
-            log.debug("the model failed", exc_info=error)
+            log.debug("step failed", exc_info=error)
             sink.failed(EngineError(f"the torch engine died: {type(error).__name__}: {error}"))
 
-    async def _news(self) -> None:
-        """Wait until something may have changed: blocks have come, or are free again."""
+    async def _wait_for_change(self) -> None:
+        """Wait up to POLL_S for loaded or freed blocks."""
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(POLL_S):
                 await self._wake.wait()
         except TimeoutError:
             return
 
     async def _step(self, core: TorchCore, sink: Sink) -> bool:
-        """Take a step if there is anything to do."""
+        """Run a step; False if there is no work."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         step, events = core.plan(start)
-        self._tell(events)
-        if self._lower is not None:
-            self._lower.look()
-        if not step.turns:
+        self._publish(events)
+        if self._lower_tiers is not None:
+            self._lower_tiers.poll()
+        if not step.entries:
             return False
         await loop.run_in_executor(self._thread, core.run, step)
         seconds = loop.time() - start
         deltas, events = core.commit(step, seconds)
-        self._tell(events)
+        self._publish(events)
         ready = (
             self._prefetches.without_prefetches(deltas) if self._prefetches is not None else deltas
         )
         if self._handoffs is not None:
-            ready = self._handoffs.pass_on(ready, sink.output)
+            ready = self._handoffs.intercept(ready, sink.output)
         if ready:
             sink.output(ready)
-        if self._lower is not None:
-            self._lower.stepped(step, deltas, seconds)
+        if self._lower_tiers is not None:
+            self._lower_tiers.on_step(step, deltas, seconds)
         return True
 
-    async def _open_lower(self, core: TorchCore, store: StoreFactory) -> None:
+    async def _open_lower_tiers(self, core: TorchCore, store: StoreFactory) -> None:
         arenas = ArenaTensors(core.model.device)
         client = store(core.model.layout, arenas)
-        patience = self._worker.hang_timeout_s / 3
-        options = LowerOptions(
-            wait_s=min(self._worker.shared_wait_s, patience),
-            deadline_s=patience,
+        deadline_s = self._worker.hang_timeout_s / 3
+        options = LowerTierOptions(
+            wait_s=min(self._worker.shared_wait_s, deadline_s),
+            deadline_s=deadline_s,
             queue=self._worker.write_through_blocks,
         )
-        self._lower = core.lower = LowerTiers(core, client, arenas, options, self._on_moved)
-        await self._lower.open()
+        self._lower_tiers = core.lower_tiers = LowerTiers(
+            core, client, arenas, options, self._on_blocks_changed
+        )
+        await self._lower_tiers.open()
 
     async def _open_handoffs(self, core: TorchCore) -> Handoffs:
         try:
             transport = await Transport.open(self._transfer)
         except TransferError as error:
-            raise EngineError(f"cannot move KV blocks: {error}") from error
-        return Handoffs(core, transport, self._transfer, self._on_moved)
+            raise EngineError(f"cannot open the KV transfer: {error}") from error
+        return Handoffs(core, transport, self._transfer, self._on_blocks_changed)
 
     @property
-    def _moving(self) -> int:
-        return self._handoffs.moving if self._handoffs is not None else 0
+    def _transferring(self) -> int:
+        return self._handoffs.in_progress if self._handoffs is not None else 0
 
-    def _keep(self, change: Callable[[RetentionManager, float], int]) -> int:
-        """Change what is kept, and tell what went because of it."""
+    def _change_retention(self, change: Callable[[RetentionManager, float], int]) -> int:
+        """Apply a change of retention and publish the evictions that it causes."""
         blocks = change(self._core.blocks.retention, asyncio.get_running_loop().time())
-        self._tell(self._core.take_events())
+        self._publish(self._core.take_events())
         return blocks
 
-    def _on_moved(self) -> None:
-        self._tell(self._core.take_events())
+    def _on_blocks_changed(self) -> None:
+        self._publish(self._core.take_events())
         self._wake.set()
 
-    def _tell(self, events: list[KvEvent]) -> None:
+    def _publish(self, events: list[KvEvent]) -> None:
         if events and self._sink is not None:
             self._sink.events(RANK, events)
 
@@ -334,9 +335,9 @@ class TorchEngine:
             raise RuntimeError("the engine has not started")
         return self._loaded[0]
 
-    def _load(self) -> tuple[TorchCore, Grammars]:
+    def _load(self) -> tuple[TorchCore, GrammarCache]:
         options, block_size = self._options, self._worker.block_size
-        torch.set_num_threads(options.threads or _half_of_the_cores())
+        torch.set_num_threads(options.threads or _default_threads())
         model = load_model(
             self._folder, options.dtype, options.device, block_size, options.pass_tokens
         )
@@ -345,8 +346,8 @@ class TorchEngine:
             size = model.layout.block_bytes
             raise EngineConfigError(f"kv_bytes {options.kv_bytes} holds no block of {size} bytes")
         model.allocate(blocks)
-        most_s = self._worker.compile_timeout_s
-        grammars = Grammars(self._folder, model.vocabulary, model.stop_tokens, most_s)
+        timeout_s = self._worker.compile_timeout_s
+        grammars = GrammarCache(self._folder, model.vocabulary, model.stop_tokens, timeout_s)
         grammars.load()
         limits = SchedulerLimits(
             block_size=block_size,
@@ -354,14 +355,14 @@ class TorchEngine:
             max_batched_tokens=options.max_batched_tokens,
             watermark=options.watermark,
         )
-        longest = self._worker.context or model_context(self._folder)
-        keeping = retention_options(self._worker)
-        core = TorchCore(model, limits, blocks, min(longest, blocks * block_size), keeping)
+        context = self._worker.context or model_context(self._folder)
+        retention = retention_options(self._worker)
+        core = TorchCore(model, limits, blocks, min(context, blocks * block_size), retention)
         return core, grammars
 
 
-def _sampler(work: Work, model: PagedModel, grammars: Grammars) -> Sampler:
-    """Raises Rejected for a constraint that cannot be followed."""
+def _sampler(work: Work, model: PagedModel, grammars: GrammarCache) -> Sampler:
+    """The sampler of a request; raises Rejected if its constraint cannot be compiled."""
     sampling = work.sampling
     tokens = memoryview(work.tokens).cast("I").tolist()
     base = len(tokens) - work.generated
@@ -370,7 +371,7 @@ def _sampler(work: Work, model: PagedModel, grammars: Grammars) -> Sampler:
     return Sampler(sampling, tokens[:base], tokens[base:], model.stop_tokens, seed, constraint)
 
 
-def _half_of_the_cores() -> int:
-    """As a power of two: work is then cut at the same places whatever its size."""
+def _default_threads() -> int:
+    """Half of the cores, rounded down to a power of two so that work splits alike at any size."""
     half = max(1, (os.cpu_count() or 1) // 2)
     return 1 << (half.bit_length() - 1)

@@ -1,8 +1,8 @@
-"""Prompts that one engine computes and another one goes on with.
+"""KV handoff from a prefill engine to a decode engine.
 
-The one that has computed a prompt copies its blocks to staging memory and lends them to whoever
-gets the descriptor, for a while. The other reads them into its own staging memory, and stores them
-as if it had computed them. Whatever fails on the way, the other one computes the prompt.
+The prefill engine copies the blocks of a prompt to staging memory and lends them for a time to the
+holder of the descriptor. The decode engine reads them into its own staging memory and stores them
+as if it had computed them. After any failure the decode engine computes the prompt.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker import metrics
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.sequence import hash_prompt
-from kvmesh.worker.engines.torch.blocks.block_io import Prefix, check_layout, hold
+from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix, check_layout, lock_held_prefix
 from kvmesh.worker.engines.torch.core import TorchCore
 from kvmesh.worker.engines.torch.staging import Staging
-from kvmesh.worker.engines.torch.threads import completed
+from kvmesh.worker.engines.torch.threads import run_to_end
 
 log = logging.getLogger(__name__)
-READING_S = 2.0
+DRAIN_S = 2.0
 
 
-class Left(Struct, frozen=True, kw_only=True):
-    """The leading blocks of a prompt: where the grant has each of them (packed uint64)."""
+class HandoffDescriptor(Struct, frozen=True, kw_only=True):
+    """The leading blocks of a prompt: offsets in the grant's memory, packed uint64."""
 
     grant: bytes
     layout: KvLayout
@@ -42,19 +42,22 @@ class Left(Struct, frozen=True, kw_only=True):
 
 
 class Handoffs:
-    """What leaves `core` and comes to it. `told` is called when its books have changed."""
+    """Offers and fetches the KV of prompts of `core`.
+
+    `on_change` is called after changes of the block manager.
+    """
 
     def __init__(
         self,
         core: TorchCore,
         transport: Transport,
         options: TransferSettings,
-        told: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._core = core
         self._transport = transport
         self._options = options
-        self._told = told
+        self._on_change = on_change
         self._block = core.model.layout.block_bytes
         count = max(options.staging_bytes // self._block, 1)
         pinned = core.model.device.type == "cuda"
@@ -65,16 +68,16 @@ class Handoffs:
         self._prompts: dict[str, tuple[array[int], bytes]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lent: dict[str, Callable[[], None]] = {}
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
-    def moving(self) -> int:
-        """Requests whose blocks are being copied or read."""
+    def in_progress(self) -> int:
+        """Number of requests whose blocks are being copied or read."""
         return len(self._tasks)
 
     def abort(self, request: str) -> bool:
-        """Forget a request; False if its blocks are not on the move."""
+        """Cancel the handoff of a request; False if none is in progress."""
         self._prompts.pop(request, None)
         if request in self._lent:
             self._lent[request]()
@@ -82,14 +85,14 @@ class Handoffs:
         return task is not None and task.cancel()
 
     async def drain(self) -> None:
-        """Return when nothing moves; what is lent has a moment to be read."""
+        """Wait for handoffs in progress, then up to DRAIN_S for lent blocks to be read."""
         while self._tasks:
             await asyncio.wait(self._tasks.values())
         try:
-            async with asyncio.timeout(READING_S):
-                await self._quiet.wait()
+            async with asyncio.timeout(DRAIN_S):
+                await self._idle.wait()
         except TimeoutError:
-            log.warning("leaving with KV that nobody has fetched")
+            log.warning("stopping with lent KV that no worker has fetched")
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -100,139 +103,150 @@ class Handoffs:
         self._threads.shutdown()
         await self._transport.close()
 
-    # prompts that leave
+    # prefill side
 
-    def expect(self, work: Work) -> None:
-        """The KV of this prompt is to be left once it is computed."""
+    def expect_prefill(self, work: Work) -> None:
+        """Offer the KV of this prompt once it is computed."""
         _, sequence, _ = hash_prompt(work.tokens, self._core.limits.block_size, work.salt)
         hashes = array("Q", sequence)
-        self._prompts[work.request] = hashes, self._prints(work, len(hashes))
+        self._prompts[work.request] = hashes, self._fingerprints(work, len(hashes))
 
-    def pass_on(
-        self, deltas: list[OutputDelta], tell: Callable[[list[OutputDelta]], None]
+    def intercept(
+        self, deltas: list[OutputDelta], deliver: Callable[[list[OutputDelta]], None]
     ) -> list[OutputDelta]:
-        """Those that can be told at once; the others are when their KV can be read."""
-        rest = []
+        """Start the handoff of finished prompts; returns the deltas to deliver now.
+
+        The deltas of finished prompts are passed to `deliver` once their KV can be read.
+        """
+        ready = []
         for delta in deltas:
             prompt = self._prompts.get(delta.request) if delta.finish else None
             if prompt is None:
-                rest.append(delta)
+                ready.append(delta)
                 continue
             del self._prompts[delta.request]
-            held, places = hold(self._core, *prompt)
-            leaving = self._leave(delta, places, tell)
-            self._start(delta.request, leaving, partial(self._core.blocks.unlock, held))
-        return rest
+            held, block_ids = lock_held_prefix(self._core, *prompt)
+            offering = self._offer(delta, block_ids, deliver)
+            self._start(delta.request, offering, partial(self._core.blocks.unlock, held))
+        return ready
 
-    async def _leave(
-        self, delta: OutputDelta, places: list[int], tell: Callable[[list[OutputDelta]], None]
+    async def _offer(
+        self, delta: OutputDelta, block_ids: list[int], deliver: Callable[[list[OutputDelta]], None]
     ) -> None:
         result = "failed"
         try:
-            slots = await self._take(len(places))
-            delta.handoff = await self._lend(delta.request, places, slots)
+            staging_slots = await self._allocate_staging(len(block_ids))
+            delta.handoff = await self._lend(delta.request, block_ids, staging_slots)
             result = "done"
-        except Exception as error:  # whatever it is, the prompt can be computed elsewhere
-            log.warning("the KV of request %s is not left: %s", delta.request, error)
-        metrics.handoffs.labels("left", result).inc()
-        tell([delta])
+        except Exception as error:  # the decode engine computes the prompt instead
+            log.warning("request %s: KV not offered: %s", delta.request, error)
+        metrics.handoffs.labels("offered", result).inc()
+        deliver([delta])
 
-    async def _lend(self, request: str, places: list[int], slots: list[int]) -> dict[str, Any]:
-        offsets = self._offsets(slots)
+    async def _lend(
+        self, request: str, block_ids: list[int], staging_slots: list[int]
+    ) -> dict[str, Any]:
+        offsets = self._offsets(staging_slots)
         try:
-            memory = self._core.model.memory
-            await completed(self._threads, memory.copy_out, places, self._host, offsets)
+            memory = self._core.model.pool
+            await run_to_end(self._threads, memory.copy_out, block_ids, self._host, offsets)
             ranges = zip(offsets, repeat(self._block), strict=False)
-            given = partial(self._given_back, request, slots)
-            grant = self._region.grant(ranges, self._options.lend_s, given)
+            on_ended = partial(self._on_grant_ended, request, staging_slots)
+            grant = self._region.grant(ranges, self._options.lend_s, on_ended)
         except BaseException:
-            self._staging.give(slots)
+            self._staging.release(staging_slots)
             raise
         self._lent[request] = grant.revoke
-        left = Left(
+        descriptor = HandoffDescriptor(
             grant=grant.descriptor,
             layout=self._core.model.layout,
             offsets=array("Q", offsets).tobytes(),
         )
-        found: dict[str, Any] = msgspec.to_builtins(left, builtin_types=(bytes,))
-        return found
+        fields: dict[str, Any] = msgspec.to_builtins(descriptor, builtin_types=(bytes,))
+        return fields
 
-    def _given_back(self, request: str, slots: list[int], ending: str) -> None:
+    def _on_grant_ended(self, request: str, staging_slots: list[int], ending: str) -> None:
         del self._lent[request]
-        self._staging.give(slots)
+        self._staging.release(staging_slots)
         if ending == "expired":
-            log.warning("nobody has fetched the KV of request %s", request)
-        self._look()
+            log.warning("request %s: lent KV expired unfetched", request)
+        self._update_idle()
 
-    # prompts that come
+    # decode side
 
-    def fetch(self, work: Work, then: Callable[[], None]) -> None:
-        """Bring in what was left for this prompt, as far as that goes; `then` it can run."""
-        self._start(work.request, self._fetch(work, then))
+    def fetch(self, work: Work, on_done: Callable[[], None]) -> None:
+        """Fetch the offered KV of this prompt as far as possible, then call `on_done`."""
+        self._start(work.request, self._fetch(work, on_done))
 
-    async def _fetch(self, work: Work, then: Callable[[], None]) -> None:
+    async def _fetch(self, work: Work, on_done: Callable[[], None]) -> None:
         result = "failed"
         try:
-            result = await self._bring(work)
-        except Exception as error:  # whatever it is, the prompt can be computed here
-            log.warning("the prompt of request %s is computed again: %s", work.request, error)
+            result = await self._import(work)
+        except Exception as error:  # the prompt is computed here instead
+            log.warning("request %s: KV not fetched, computing the prompt: %s", work.request, error)
         metrics.handoffs.labels("fetched", result).inc()
-        then()
+        on_done()
 
-    async def _bring(self, work: Work) -> str:
-        """Returns the way that the blocks have taken."""
-        left = msgspec.convert(work.handoff, Left)
-        check_layout(self._core, left.layout)
-        theirs = array("Q", left.offsets)
-        local, sequence, _ = hash_prompt(work.tokens, self._core.limits.block_size, work.salt)
+    async def _import(self, work: Work) -> str:
+        """Import the offered blocks; returns the name of the transport that read them."""
+        descriptor = msgspec.convert(work.handoff, HandoffDescriptor)
+        check_layout(self._core, descriptor.layout)
+        theirs = array("Q", descriptor.offsets)
+        packed_local, sequence, _ = hash_prompt(
+            work.tokens, self._core.limits.block_size, work.salt
+        )
         hashes = array("Q", sequence)[: len(theirs)]
-        own = array("Q", local)[: len(theirs)]
-        prints = self._prints(work, len(hashes))
-        prefix = Prefix(self._core, hashes, own, prints, work.salt, work.tenant, self._told)
+        local_hashes = array("Q", packed_local)[: len(theirs)]
+        fingerprints = self._fingerprints(work, len(hashes))
+        prefix = HeldPrefix(
+            self._core, hashes, local_hashes, fingerprints, work.salt, work.tenant, self._on_change
+        )
         try:
-            return await self._fill(prefix, left.grant, theirs[prefix.held : len(hashes)])
+            return await self._read_blocks(
+                prefix, descriptor.grant, theirs[prefix.held : len(hashes)]
+            )
         finally:
             prefix.release(work.priority)
-            self._told()
+            self._on_change()
 
-    async def _fill(self, prefix: Prefix, grant: bytes, theirs: "array[int]") -> str:
+    async def _read_blocks(self, prefix: HeldPrefix, grant: bytes, theirs: "array[int]") -> str:
         timeout, first = self._options.timeout_s, prefix.held
-        slots = await self._take(len(theirs))
+        staging_slots = await self._allocate_staging(len(theirs))
         try:
-            ours = self._offsets(slots)
+            ours = self._offsets(staging_slots)
             pieces = zip(theirs, ours, repeat(self._block), strict=False)
-            way = await self._transport.read(grant, self._region, pieces, timeout)
+            transport = await self._transport.read(grant, self._region, pieces, timeout)
             metrics.handoff_bytes.inc(len(theirs) * self._block)
             done = prefix.extend(first) - first
             await self._store(prefix, ours[done:])
         except TransferError as error:
-            slots = slots if error.settled else []
+            staging_slots = staging_slots if error.settled else []
             raise
         finally:
-            self._staging.give(slots)
-        return way
+            self._staging.release(staging_slots)
+        return transport
 
-    async def _store(self, prefix: Prefix, offsets: list[int]) -> None:
-        places, good = prefix.reserve(len(offsets)), 0
+    async def _store(self, prefix: HeldPrefix, offsets: list[int]) -> None:
+        block_ids, valid = prefix.reserve(len(offsets)), 0
         try:
-            memory, ready = self._core.model.memory, offsets[: len(places)]
-            await completed(self._threads, memory.copy_in, places, self._host, ready)
-            good = len(places)
+            memory, used_offsets = self._core.model.pool, offsets[: len(block_ids)]
+            await run_to_end(self._threads, memory.copy_in, block_ids, self._host, used_offsets)
+            valid = len(block_ids)
         finally:
-            prefix.fill(places, good)
+            prefix.commit(block_ids, valid)
 
-    async def _take(self, count: int) -> list[int]:
+    async def _allocate_staging(self, count: int) -> list[int]:
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                return await self._staging.take(count)
+                return await self._staging.allocate(count)
         except TimeoutError:
-            raise TimeoutError(f"no room for {count} blocks in staging memory") from None
+            raise TimeoutError(f"no staging memory for {count} blocks") from None
 
-    def _prints(self, work: Work, blocks: int) -> bytes:
-        return self._core.guard.prints(work).upto(array("I", work.tokens), blocks)
+    def _fingerprints(self, work: Work, blocks: int) -> bytes:
+        return self._core.guard.fingerprints(work).upto(array("I", work.tokens), blocks)
 
-    def _offsets(self, slots: list[int]) -> list[int]:
-        return [slot * self._block for slot in slots]
+    def _offsets(self, staging_slots: list[int]) -> list[int]:
+        return [slot * self._block for slot in staging_slots]
 
     def _start(
         self,
@@ -243,13 +257,13 @@ class Handoffs:
         def ended(_: "asyncio.Task[None]") -> None:
             after()
             del self._tasks[request]
-            self._told()
-            self._look()
+            self._on_change()
+            self._update_idle()
 
-        self._quiet.clear()
+        self._idle.clear()
         task = self._tasks[request] = asyncio.create_task(work, name=f"handoff {request}")
         task.add_done_callback(ended)
 
-    def _look(self) -> None:
+    def _update_idle(self) -> None:
         if not self._tasks and not self._lent:
-            self._quiet.set()
+            self._idle.set()

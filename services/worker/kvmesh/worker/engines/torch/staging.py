@@ -1,4 +1,4 @@
-"""Room for blocks on their way: places of one size in one region, taken and given back."""
+"""Allocator of equal slots in one memory region, for blocks in transfer."""
 
 import asyncio
 import heapq
@@ -6,32 +6,32 @@ from collections.abc import Iterable
 
 
 class Staging:
-    """Places 0 … `count` - 1. Who asks first is served first, however much others want."""
+    """Slots 0 … `count` - 1, allocated in the order of requests, whatever their size."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._free = list(range(count))
-        self._turn = asyncio.Lock()
-        self._given = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._released = asyncio.Event()
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    async def take(self, count: int) -> list[int]:
-        """Wait for as many places; the lowest, so that they mostly lie side by side.
+    async def allocate(self, count: int) -> list[int]:
+        """Wait for `count` free slots and allocate the lowest, which are mostly contiguous.
 
-        Raises ValueError if there never are as many.
+        Raises ValueError if `count` exceeds the number of all slots.
         """
         if count > self._count:
-            raise ValueError(f"{count} blocks do not fit into staging memory for {self._count}")
-        async with self._turn:
+            raise ValueError(f"{count} blocks exceed the staging memory of {self._count}")
+        async with self._lock:
             while len(self._free) < count:
-                self._given.clear()
-                await self._given.wait()
+                self._released.clear()
+                await self._released.wait()
             return [heapq.heappop(self._free) for _ in range(count)]
 
-    def give(self, places: Iterable[int]) -> None:
-        for place in places:
-            heapq.heappush(self._free, place)
-        self._given.set()
+    def release(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            heapq.heappush(self._free, slot)
+        self._released.set()

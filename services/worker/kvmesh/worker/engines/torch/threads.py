@@ -1,4 +1,4 @@
-"""Work in a thread on memory that must not be touched before it has ended."""
+"""Runs a function in a thread and waits for its end even if cancelled."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,12 +8,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def completed(threads: Executor, function: Callable[..., T], *arguments: object) -> T:
-    """Run in a thread and, even if cancelled, wait until it has ended."""
-    running: Future[T] = threads.submit(function, *arguments)
-    ending = asyncio.wrap_future(running)
+async def run_to_end(threads: Executor, function: Callable[..., T], *arguments: object) -> T:
+    """Run `function` in a thread; if cancelled, wait for its end before raising CancelledError.
+
+    The caller may reuse the memory that `function` works on as soon as this returns or raises.
+    """
+    future: Future[T] = threads.submit(function, *arguments)
+    done = asyncio.wrap_future(future)
     try:
-        return await asyncio.shield(ending)
+        return await asyncio.shield(done)
     except asyncio.CancelledError:
-        await asyncio.wait([ending])
+        await asyncio.wait([done])
         raise

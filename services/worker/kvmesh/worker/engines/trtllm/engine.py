@@ -1,7 +1,7 @@
-"""TensorRT-LLM in this process: its `LLM` as an engine of the mesh.
+"""Embedded TensorRT-LLM: its `LLM` as an engine of the mesh.
 
-Written against the published LLM API (nvidia.github.io/TensorRT-LLM, `llmapi`). Its priorities
-are 0 to 1 for scheduling and 0 to 100 (35 by default) for retention, higher ones first in both.
+Written against the published LLM API (nvidia.github.io/TensorRT-LLM, `llmapi`). Its priorities are
+0 to 1 for scheduling and 0 to 100 (default 35) for retention; higher is more important in both.
 """
 
 import asyncio
@@ -54,10 +54,10 @@ HANDOFF = ("first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens")
 
 
 def create(context: EngineContext) -> "TrtllmEngine":
-    """TensorRT-LLM with the arguments of `[trtllm]`, for the model in the folder."""
+    """Create TensorRT-LLM with the arguments of `[trtllm]` for the model in the folder."""
     worker, trtllm = context.settings.worker, context.settings.trtllm
     arguments = engine_arguments(trtllm.args, trtllm.args_file)
-    cache = {
+    kv_cache = {
         "enable_block_reuse": True,
         "event_buffer_max_size": EVENT_BUFFER,
         "tokens_per_block": worker.block_size,
@@ -67,27 +67,27 @@ def create(context: EngineContext) -> "TrtllmEngine":
         arguments.setdefault("max_seq_len", worker.context)
     arguments = {"model": str(context.folder), **arguments}
     served = worker.served_name or context.folder.name
-    longest = arguments.get("max_seq_len") or model_context(context.folder)
-    return TrtllmEngine(arguments, cache, served, longest, retention_options(worker))
+    max_context = arguments.get("max_seq_len") or model_context(context.folder)
+    return TrtllmEngine(arguments, kv_cache, served, max_context, retention_options(worker))
 
 
 class TrtllmEngine(StreamingAdapter):
-    """One `LLM`; with attention data parallelism it is one rank that holds all blocks."""
+    """One `LLM` as one rank; under attention data parallelism the rank holds all blocks."""
 
     def __init__(
         self,
         arguments: dict[str, Any],
-        cache: dict[str, Any],
+        kv_cache: dict[str, Any],
         served: str,
         context: int,
-        keeping: RetentionOptions,
+        retention: RetentionOptions,
     ) -> None:
         super().__init__()
         self._arguments = arguments
-        self._cache = cache
+        self._kv_cache = kv_cache
         self._context = context
-        self._block_size = int(cache["tokens_per_block"])
-        self._defaults = keeping.defaults
+        self._block_size = int(kv_cache["tokens_per_block"])
+        self._defaults = retention.defaults
         self._salts = PromptSalts(served, self._block_size)
         self._reader = EventReader(self._block_size)
         self._ledger = CacheLedger(self._block_size, self._salts.root_salt, counted=False)
@@ -99,8 +99,8 @@ class TrtllmEngine(StreamingAdapter):
     async def start(self, sink: Sink) -> EngineInfo:
         try:
             self._llm = await asyncio.to_thread(self._load)
-        except Exception as error:  # TensorRT-LLM and what it loads raise anything
-            raise EngineError(f"TensorRT-LLM does not start: {error}") from error
+        except Exception as error:  # TensorRT-LLM and its plugins raise any type
+            raise EngineError(f"TensorRT-LLM failed to start: {error}") from error
         self._sink = sink
         self._streams = RequestStreams(sink, 1, self._block_size)
         self._tasks.start(self._follow_events(sink), "trtllm events")
@@ -118,7 +118,7 @@ class TrtllmEngine(StreamingAdapter):
         self._salts.remember(work)
         matched = self._ledger.cached_tokens(work) if self._salts.is_exclusive(work) else 0
         cached = min(matched, len(work.tokens) // 4 - 1)
-        self._streams.start(work, self._answer(fields, cached))
+        self._streams.start(work, self._generate(fields, cached))
 
     def load(self, instance: str) -> list[Load]:
         if self._streams is None:
@@ -136,7 +136,7 @@ class TrtllmEngine(StreamingAdapter):
             self._sink.events(0, self._ledger.dump())
 
     def clear(self) -> None:
-        raise Unsupported("TensorRT-LLM's API has no call that clears its cache")
+        raise Unsupported("TensorRT-LLM's API cannot clear its cache")
 
     async def close(self) -> None:
         await self._stop_streams()
@@ -144,7 +144,7 @@ class TrtllmEngine(StreamingAdapter):
             await asyncio.to_thread(self._llm.shutdown)
 
     def _load(self) -> Any:
-        return LLM(**self._arguments, kv_cache_config=KvCacheConfig(**self._cache))
+        return LLM(**self._arguments, kv_cache_config=KvCacheConfig(**self._kv_cache))
 
     def _describe(self) -> EngineInfo:
         return EngineInfo(
@@ -179,7 +179,7 @@ class TrtllmEngine(StreamingAdapter):
             fields["disaggregated_params"] = _disaggregated(work.handoff)
         return fields
 
-    async def _answer(self, fields: dict[str, Any], cached: int) -> AsyncIterator[StreamOutput]:
+    async def _generate(self, fields: dict[str, Any], cached: int) -> AsyncIterator[StreamOutput]:
         try:
             result = self._llm.generate_async(**fields)
         except ValueError as error:
@@ -187,12 +187,12 @@ class TrtllmEngine(StreamingAdapter):
         seen, finish = 0, None
         try:
             async for output in result:
-                part = output.outputs[0]
-                finish = part.finish_reason
-                yield _output(part, seen, cached)
-                seen = len(part.token_ids)
+                completion = output.outputs[0]
+                finish = completion.finish_reason
+                yield _output(completion, seen, cached)
+                seen = len(completion.token_ids)
         except RuntimeError as error:
-            raise EngineUnavailable(f"TensorRT-LLM gave the request up: {error}") from error
+            raise EngineUnavailable(f"TensorRT-LLM aborted the request: {error}") from error
         finally:
             if finish is None:
                 result.abort()
@@ -200,10 +200,10 @@ class TrtllmEngine(StreamingAdapter):
     async def _follow_events(self, sink: Sink) -> None:
         while True:
             async for event in _until_empty(self._llm.get_kv_cache_events_async(POLL_S)):
-                self._take(event, sink)
+                self._apply_event(event, sink)
             await asyncio.sleep(POLL_S)
 
-    def _take(self, event: dict[str, Any], sink: Sink) -> None:
+    def _apply_event(self, event: dict[str, Any], sink: Sink) -> None:
         before = self._reader.missed
         try:
             _, events = self._reader.read(event)
@@ -211,11 +211,11 @@ class TrtllmEngine(StreamingAdapter):
             log.warning("%s", error)
             return
         if self._reader.missed > before:
-            log.warning("%d KV events are lost", self._reader.missed - before)
+            log.warning("%d KV events lost", self._reader.missed - before)
             sink.events(0, self._ledger.dump())
-        told = self._ledger.apply(events)
-        if told:
-            sink.events(0, told)
+        published = self._ledger.apply(events)
+        if published:
+            sink.events(0, published)
 
     async def _follow_stats(self) -> None:
         while True:
@@ -227,7 +227,7 @@ class TrtllmEngine(StreamingAdapter):
 
 
 async def _until_empty(results: Any) -> AsyncIterator[dict[str, Any]]:
-    """The results so far: an empty queue ends the iteration, by one exception or another."""
+    """The queued results; an empty queue ends the iteration with any of three exceptions."""
     try:
         async for result in results:
             yield result
@@ -236,23 +236,23 @@ async def _until_empty(results: Any) -> AsyncIterator[dict[str, Any]]:
 
 
 def scheduling_priority(priority: int) -> float:
-    """Any integer as a float between 0 and 1, in the same order; 0 is the default, 0.5."""
+    """Map any integer to a float between 0 and 1, order preserved; 0 maps to the default 0.5."""
     return 0.5 + priority / (2 * (1 + abs(priority)))
 
 
 def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
-    """Ranges as they were asked for, and else as dear as the request is; None for the default.
+    """Retention of the requested ranges; the rest follows the request's priority.
 
-    Ranges may not overlap, and the generated tokens are not in them.
+    None if all is default. Ranges may not overlap and do not cover generated tokens.
     """
     prompt = len(work.tokens) // TOKEN_BYTES - work.generated
-    asked = segments(work.retention, work.decode, prompt, 1, defaults)
+    wishes = segments(work.retention, work.decode, prompt, 1, defaults)
     rest = RetentionWish(_level(DEFAULT_LEVEL + work.priority))
-    if not asked and rest.is_default:
+    if not wishes and rest.is_default:
         return None
     spans = []
     at, answer = 0, rest
-    for first, end, wish in asked:
+    for first, end, wish in wishes:
         spans += _span(at, min(first, prompt), rest) + _span(
             first, min(end or prompt, prompt), wish
         )
@@ -294,7 +294,7 @@ def _sampling(sampling: Sampling) -> SamplingParams:
         "detokenize": False,
     }
     if sampling.logit_bias:
-        raise Rejected("this engine takes no logit_bias")
+        raise Rejected("this engine does not support logit_bias")
     if sampling.guided is not None:
         fields["guided_decoding"] = _guided(sampling.guided)
     try:
@@ -319,15 +319,15 @@ def _disaggregated(handoff: dict[str, Any]) -> Any:
     return DisaggregatedParams(request_type="generation_only", **known)
 
 
-def _output(part: Any, seen: int, cached: int) -> StreamOutput:
-    tokens = list(part.token_ids[seen:])
-    rows = part.logprobs[seen:] if part.logprobs else None
+def _output(completion: Any, seen: int, cached: int) -> StreamOutput:
+    tokens = list(completion.token_ids[seen:])
+    rows = completion.logprobs[seen:] if completion.logprobs else None
     logprobs = [{t: entry.logprob for t, entry in row.items()} for row in rows] if rows else None
-    reason = part.finish_reason
+    reason = completion.finish_reason
     if reason in ("cancelled", "timeout"):
-        raise EngineUnavailable(f"TensorRT-LLM gave the request up ({reason})")
-    given = part.disaggregated_params
-    handoff = None if given is None else {key: getattr(given, key) for key in HANDOFF}
+        raise EngineUnavailable(f"TensorRT-LLM aborted the request ({reason})")
+    params = completion.disaggregated_params
+    handoff = None if params is None else {key: getattr(params, key) for key in HANDOFF}
     finish = None if reason is None else "length" if reason == "length" else "stop"
     if handoff is not None and reason == "not_finished":
         finish = "length"

@@ -1,7 +1,7 @@
-"""TensorRT-LLM's KV events, as `get_kv_cache_events_async` gives them, into neutral ones.
+"""Converts TensorRT-LLM's KV events, from `get_kv_cache_events_async`, to neutral cache events.
 
 An event is `{"event_id", "data", "window_size", "attention_dp_rank"?}` with data of type created,
-stored, removed or updated; an update tells differences, as `{"old_value", "new_value"}`.
+stored, removed or updated; an update has differences as `{"old_value", "new_value"}`.
 """
 
 from array import array
@@ -18,9 +18,9 @@ from kvmesh.worker.adapters.cache_ledger import (
 
 
 class EventReader:
-    """Events of all ranks in order. Only the widest attention window speaks: it keeps all blocks.
+    """Reads the events of all ranks in order; `missed` counts missing event ids.
 
-    `missed` counts event ids that never came.
+    Only events of the widest attention window count: it retains all blocks.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -30,7 +30,7 @@ class EventReader:
         self.missed = 0
 
     def read(self, event: Mapping[str, Any]) -> tuple[int, list[CacheEvent]]:
-        """The rank and what happened there; raises ValueError if malformed."""
+        """The rank and its cache events; raises ValueError if the event is malformed."""
         try:
             rank = event.get("attention_dp_rank") or 0
             self._count(rank, event["event_id"])
@@ -58,7 +58,7 @@ class EventReader:
             yield BlocksMoved(hashes, level["old_value"], level["new_value"])
 
     def _stored(self, data: Mapping[str, Any]) -> Iterator[CacheEvent]:
-        """One event per block: their levels may differ. The last one may be part of a block."""
+        """One event per block, as cache levels may differ; skips a partial last block."""
         parent = data.get("parent_hash")
         parent = None if parent is None else fold_hash(parent)
         for block in data["blocks"]:

@@ -1,4 +1,4 @@
-"""What vLLM is told so that its blocks are shared through the node's block manager."""
+"""Configuration of vLLM for sharing its blocks through the node's kvbm."""
 
 import json
 import os
@@ -14,17 +14,17 @@ from kvmesh.bus.messages import Work
 from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
-from kvmesh.worker.engines.vllm.bridge import BridgeOptions, Origin, tell_bus
+from kvmesh.worker.engines.vllm.bridge import BridgeOptions, RequestOrigin, export_bus_options
 
 KEY = "kvmesh"
 CONNECTOR = "KvmeshConnector"
 HEAD_BYTES = 1 << 20
 
 
-def kvbm_connector(settings: Settings, folder: Path, served: str) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for our connector."""
+def kvbm_transfer_config(settings: Settings, folder: Path, served: str) -> dict[str, Any]:
+    """`kv_transfer_config` for `KvmeshConnector`; exports the bus options to it."""
     worker = settings.worker
-    tell_bus(bus_options(settings.nats))
+    export_bus_options(bus_options(settings.nats))
     options = BridgeOptions(
         weights=fingerprint(folder, settings.vllm.args),
         node=worker.node or os.uname().nodename,
@@ -43,19 +43,19 @@ def kvbm_connector(settings: Settings, folder: Path, served: str) -> dict[str, A
     }
 
 
-def shares(arguments: dict[str, Any]) -> bool:
-    """Whether these engine arguments name our connector."""
+def uses_kvmesh_connector(arguments: dict[str, Any]) -> bool:
+    """True if these engine arguments configure `KvmeshConnector`."""
     config = arguments.get("kv_transfer_config")
     return isinstance(config, dict) and config["kv_connector"] == CONNECTOR
 
 
-def shared(work: Work) -> dict[str, Any]:
-    """The `extra_args` of a request, from which our connector learns whose blocks they are."""
+def kvbm_request_args(work: Work) -> dict[str, Any]:
+    """`extra_args` of a request: the origin of its blocks for `KvmeshConnector`."""
     retention = list(work.retention)
     if work.decode is not None:
-        base = len(work.tokens) // TOKEN_BYTES - work.generated
-        retention.append(replace(work.decode, start=base, end=None))
-    origin = Origin(
+        prompt = len(work.tokens) // TOKEN_BYTES - work.generated
+        retention.append(replace(work.decode, start=prompt, end=None))
+    origin = RequestOrigin(
         request=work.request,
         salt=work.salt,
         adapter=work.adapter or "",
@@ -67,7 +67,7 @@ def shared(work: Work) -> dict[str, Any]:
 
 
 def fingerprint(folder: Path, arguments: list[str]) -> str:
-    """Tells models apart by the heads of their files and how vLLM is told to run them."""
+    """Hash of the first HEAD_BYTES of each model file and of vLLM's arguments."""
     digest = xxh3(json.dumps(sorted(arguments)).encode())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
         with file.open("rb") as content:

@@ -1,8 +1,8 @@
-"""From vLLM's processes to the block manager of the node: a thread with an event loop of its own.
+"""Clients of the node's kvbm for vLLM's scheduler and worker, each with an event loop in a thread.
 
-vLLM's scheduler asks what there is of a prompt; that is checked and held in the arena until the
-model runner, which may be another process, has copied it. The model runner writes blocks through
-from copies, so that vLLM may do with its blocks what it likes.
+The scheduler's bridge looks up prompts; blocks found are verified and held in the arena until the
+worker, which may be another process, has copied them. The worker's bridge writes blocks through
+from copies, so that vLLM may reuse its own blocks at once.
 """
 
 import asyncio
@@ -41,17 +41,17 @@ from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-BUS = "KVMESH_BUS"
+BUS_OPTIONS_VARIABLE = "KVMESH_BUS"
 START_S = 10.0
 DEADLINE_S = 30.0
 UNCLAIMED_S = 60.0
-WRITTEN_S = 1.0
+WRITE_GRACE_S = 1.0
 
 
 class BridgeOptions(Struct, frozen=True, kw_only=True):
-    """Options of the connector: its name on the bus, and bounds as in `[worker]`.
+    """Options of the connector: its identity on the node, and bounds as in `[worker]`.
 
-    vLLM logs it: how to connect is in the environment.
+    vLLM logs these options, so credentials of the bus are passed in the environment instead.
     """
 
     weights: str
@@ -63,18 +63,18 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     queue: int
 
 
-def tell_bus(options: BusOptions) -> None:
-    """Let connectors in this process, and in those that it starts, connect in the same way."""
-    os.environ[BUS] = msgspec.json.encode(options).decode()
+def export_bus_options(options: BusOptions) -> None:
+    """Export bus options to the connectors in this process and its child processes."""
+    os.environ[BUS_OPTIONS_VARIABLE] = msgspec.json.encode(options).decode()
 
 
-def told_bus() -> BusOptions:
-    """The options that `tell_bus` was given."""
-    return msgspec.json.decode(os.environ[BUS], type=BusOptions)
+def inherited_bus_options() -> BusOptions:
+    """The options given to `export_bus_options`, from the environment."""
+    return msgspec.json.decode(os.environ[BUS_OPTIONS_VARIABLE], type=BusOptions)
 
 
-class Origin(Struct, frozen=True, kw_only=True):
-    """What a request says of its prompt's blocks; see `Work`."""
+class RequestOrigin(Struct, frozen=True, kw_only=True):
+    """Fields of a request that determine the identity and retention of its blocks; see `Work`."""
 
     request: str
     salt: int
@@ -84,10 +84,10 @@ class Origin(Struct, frozen=True, kw_only=True):
     retention: list[Retain] = []
 
 
-class Bridge:
-    """A client of the block manager in a thread; raises BusError if there is no bus.
+class KvbmBridge:
+    """A client of the kvbm in a thread; raises BusError if the bus is unreachable.
 
-    Calls come from vLLM's thread, and those of its subclasses return at once.
+    vLLM's thread calls the methods; those of the subclasses do not block.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Bridge:
         self._bus, self._client = self._wait(opening)
 
     def close(self) -> None:
-        """Give everything back; waits."""
+        """Release everything and stop the thread; blocks until done."""
         self._wait(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_S)
@@ -111,7 +111,7 @@ class Bridge:
 
     async def _open(self, instance: str) -> tuple[Bus, KvbmClient]:
         options = self._options
-        bus = await Bus.connect(told_bus(), instance, START_S)
+        bus = await Bus.connect(inherited_bus_options(), instance, START_S)
         limits = StreamLimits(lease_s=options.lease_s)
         tenant = WorkerIdentity(
             node=options.node, instance=instance, model=options.model, layout=self._layout
@@ -127,11 +127,16 @@ class Bridge:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(3 * START_S)
 
-    def _chain(self, origin: Origin) -> DigestChain:
+    def _chain(self, origin: RequestOrigin) -> DigestChain:
         return DigestChain(self._options.model, origin.adapter, origin.tenant, self._layout)
 
     def _prompt(
-        self, request: str, origin: Origin, chain: DigestChain, tokens: "array[int]", key: bytes
+        self,
+        request: str,
+        origin: RequestOrigin,
+        chain: DigestChain,
+        tokens: "array[int]",
+        key: bytes,
     ) -> KvbmPrompt:
         local, sequence = block_hashes(tokens.tobytes(), self._layout.block_size, origin.salt)
         return KvbmPrompt(
@@ -147,20 +152,20 @@ class Bridge:
 
 
 class LookupResult(Struct):
-    """Blocks `first` … of a prompt, at these offsets of the arena of that name.
+    """Blocks of a prompt from `first` on, at these offsets of the named arena.
 
-    `tiers` says where each was, `asked` when vLLM last asked for them (monotonic seconds), and
-    `taken` whether they are to be copied.
+    `tiers` has the source tier of each block, `polled_at` the time of the scheduler's last lookup
+    (monotonic seconds). `copying`: vLLM has allocated blocks for them.
     """
 
     first: int
     arena: str
     offsets: "array[int]"
     tiers: bytearray
-    asked: float = 0.0
-    taken: bool = False
+    polled_at: float = 0.0
+    copying: bool = False
 
-    def after(self, held: int) -> tuple["array[int]", bytearray]:
+    def blocks_after(self, held: int) -> tuple["array[int]", bytearray]:
         """Offsets and tiers of the blocks that follow the `held` leading ones."""
         if held < self.first:
             return array("Q"), bytearray()
@@ -168,77 +173,89 @@ class LookupResult(Struct):
         return self.offsets[skipped:], self.tiers[skipped:]
 
 
-class Lookups(Bridge):
-    """The scheduler's bridge: what there is of prompts, held until it has been copied."""
+class SchedulerBridge(KvbmBridge):
+    """The scheduler's bridge: looks up prompts and holds the blocks found until they are copied."""
 
     def __init__(self, options: BridgeOptions, layout: KvLayout) -> None:
         self._lock = threading.Lock()
-        self._found: dict[str, LookupResult | None] = {}
-        self._ends: dict[str, asyncio.Event] = {}
-        self._checking = Throughput()
+        self._lookups: dict[str, LookupResult | None] = {}
+        self._released: dict[str, asyncio.Event] = {}
+        self._check_speed = Throughput()
         self._speeds = TierSpeeds()
         self.corrupt = 0
         super().__init__(options, "scheduler", layout, torch.device("cpu"))
 
-    def find(self, request: str, origin: Origin, tokens: list[int], held: int) -> int | None:
-        """Blocks after the `held` ones that can be loaded; None: not known yet, ask again."""
+    def lookup(
+        self, request: str, origin: RequestOrigin, tokens: list[int], held: int
+    ) -> int | None:
+        """Number of loadable blocks after the `held` ones; None while the lookup is in progress."""
         with self._lock:
-            if request in self._found:
-                found = self._found[request]
+            if request in self._lookups:
+                found = self._lookups[request]
                 if found is None:
                     return 0
-                found.asked = time.monotonic()
-                return len(found.after(held)[0])
-            if request in self._ends:
+                found.polled_at = time.monotonic()
+                return len(found.blocks_after(held)[0])
+            if request in self._released:
                 return None
             if self._client.key is None:
                 return 0
-            end = self._ends[request] = asyncio.Event()
-        looking = self._look_up(request, origin, array("I", tokens), held, end)
-        asyncio.run_coroutine_threadsafe(looking, self._loop)
+            released = self._released[request] = asyncio.Event()
+        task = self._run_lookup(request, origin, array("I", tokens), held, released)
+        asyncio.run_coroutine_threadsafe(task, self._loop)
         return None
 
-    def measured(self, compute_tps: float, copy_bps: float) -> None:
-        """What the model runner has measured."""
-        load_bps = combined_throughput(copy_bps, self._checking.value)
+    def update_speeds(self, compute_tps: float, copy_bps: float) -> None:
+        """Set the speeds measured by the worker."""
+        load_bps = combined_throughput(copy_bps, self._check_speed.value)
         self._speeds = TierSpeeds(compute_tps=compute_tps, load_bps=load_bps)
 
-    def take(self, request: str) -> LookupResult | None:
-        """What has been found; it stays until `finish`. None if it has been given back."""
+    def begin_copy(self, request: str) -> LookupResult | None:
+        """Hold the result of a lookup until `release_lookup`; None if it has expired."""
         with self._lock:
-            found = self._found.get(request)
+            found = self._lookups.get(request)
             if found is not None:
-                found.taken = True
+                found.copying = True
             return found
 
-    def finish(self, request: str) -> None:
-        """Nothing of what was found is needed any more."""
+    def release_lookup(self, request: str) -> None:
+        """Release the blocks found for a request."""
         with self._lock:
-            self._found.pop(request, None)
-            end = self._ends.pop(request, None)
-        if end is not None:
-            self._loop.call_soon_threadsafe(end.set)
+            self._lookups.pop(request, None)
+            released = self._released.pop(request, None)
+        if released is not None:
+            self._loop.call_soon_threadsafe(released.set)
 
-    def end(self, request: str) -> None:
-        """The request computes no more; what it has computed is written a little later."""
-        self.finish(request)
+    def finish_request(self, request: str) -> None:
+        """Report the request as computed, after WRITE_GRACE_S for its last writes."""
+        self.release_lookup(request)
         computed = self._client.report_computed
-        self._loop.call_soon_threadsafe(self._loop.call_later, WRITTEN_S, computed, request)
+        self._loop.call_soon_threadsafe(self._loop.call_later, WRITE_GRACE_S, computed, request)
 
-    async def _look_up(
-        self, request: str, origin: Origin, tokens: "array[int]", held: int, end: asyncio.Event
+    async def _run_lookup(
+        self,
+        request: str,
+        origin: RequestOrigin,
+        tokens: "array[int]",
+        held: int,
+        released: asyncio.Event,
     ) -> None:
         try:
-            await self._hold(request, origin, tokens, held, end)
+            await self._load_and_wait(request, origin, tokens, held, released)
         except (RuntimeError, ValueError, OSError) as error:
-            log.error("cannot look for the blocks of request %s: %s", request, error)
+            log.error("request %s: lookup failed: %s", request, error)
         finally:
             with self._lock:
-                if self._ends.get(request) is end:
-                    self._found.setdefault(request, None)
+                if self._released.get(request) is released:
+                    self._lookups.setdefault(request, None)
 
-    async def _hold(
-        self, request: str, origin: Origin, tokens: "array[int]", held: int, end: asyncio.Event
+    async def _load_and_wait(
+        self,
+        request: str,
+        origin: RequestOrigin,
+        tokens: "array[int]",
+        held: int,
+        released: asyncio.Event,
     ) -> None:
         key = self._client.key
         if key is None:
@@ -246,70 +263,72 @@ class Lookups(Bridge):
         prompt = self._prompt(request, origin, self._chain(origin), tokens, key)
         loading = self._client.load(prompt, held, self._speeds, self._options.wait_s, DEADLINE_S)
         async with aclosing(loading) as parts:
-            found = await self._gather(prompt, held, parts)
+            found = await self._collect(prompt, held, parts)
             with self._lock:
-                if found is None or self._ends.get(request) is not end:
+                if found is None or self._released.get(request) is not released:
                     return
-                found.asked = time.monotonic()
-                self._found[request] = found
-            await self._copied(request, found, end)
+                found.polled_at = time.monotonic()
+                self._lookups[request] = found
+            await self._wait_until_copied(request, found, released)
 
-    async def _gather(
+    async def _collect(
         self, prompt: KvbmPrompt, held: int, parts: AsyncIterator[FetchedPart]
     ) -> LookupResult | None:
-        """All blocks that come and are what they should be; they stay while `parts` is open."""
+        """Collect the blocks with right checksums; they are held while `parts` is open."""
         found: LookupResult | None = None
         async for part in parts:
             found = found or LookupResult(held, part.arena.path.name, array("Q"), bytearray())
-            good = await self._check(part)
-            found.offsets.extend(part.offsets[:good])
-            found.tiers.extend(part.tiers[:good])
-            if good < len(part.offsets):
+            valid = await self._verify(part)
+            found.offsets.extend(part.offsets[:valid])
+            found.tiers.extend(part.tiers[:valid])
+            if valid < len(part.offsets):
                 self.corrupt += 1
-                log.warning("a block of request %s has a wrong checksum", prompt.request)
-                self._client.report_corrupt(part, digest_of(prompt, part.first + good))
+                log.warning("request %s: a block has a wrong checksum", prompt.request)
+                self._client.report_corrupt(part, digest_of(prompt, part.first + valid))
                 break
             if held + len(found.offsets) == prompt.blocks:
                 break
         return found
 
-    async def _check(self, part: FetchedPart) -> int:
-        """How many leading blocks of a part are what they should be."""
+    async def _verify(self, part: FetchedPart) -> int:
+        """Number of leading blocks of a part with right checksums."""
         host, size = self._arenas.of(part.arena), self._layout.block_bytes
         start = time.perf_counter()
-        good = await asyncio.to_thread(_matching, part, host, size)
-        self._checking.record(good * size, time.perf_counter() - start)
-        return good
+        valid = await asyncio.to_thread(_count_valid, part, host, size)
+        self._check_speed.record(valid * size, time.perf_counter() - start)
+        return valid
 
-    async def _copied(self, request: str, found: LookupResult, end: asyncio.Event) -> None:
-        """Return once it has been copied, or vLLM has not asked for it for UNCLAIMED_S.
+    async def _wait_until_copied(
+        self, request: str, found: LookupResult, released: asyncio.Event
+    ) -> None:
+        """Wait until the blocks are copied, or not polled by vLLM for UNCLAIMED_S.
 
-        What is to be copied is held for as long as that takes: no timer says when a slow copy has
+        Blocks being copied are held without a time limit: no timer tells when a slow copy has
         ended (docs/adr/0007).
         """
-        while not end.is_set():
+        while not released.is_set():
             try:
                 async with asyncio.timeout(UNCLAIMED_S / 4):
-                    await end.wait()
+                    await released.wait()
             except TimeoutError:
-                if self._is_forgotten(request, found):
-                    log.warning("what was found of request %s has not been asked for", request)
+                if self._drop_if_unclaimed(request, found):
+                    log.warning("request %s: lookup expired, vLLM did not poll for it", request)
                     return
 
-    def _is_forgotten(self, request: str, found: LookupResult) -> bool:
-        """Whether nobody asks for it any more; who does so later has it looked for again."""
+    def _drop_if_unclaimed(self, request: str, found: LookupResult) -> bool:
+        """Drop an expired result; False if it is still in use. A later `lookup` starts anew."""
         with self._lock:
-            if found.taken or time.monotonic() - found.asked < UNCLAIMED_S:
+            if found.copying or time.monotonic() - found.polled_at < UNCLAIMED_S:
                 return False
-            if self._found.get(request) is found:
-                del self._found[request], self._ends[request]
+            if self._lookups.get(request) is found:
+                del self._lookups[request], self._released[request]
             return True
 
 
-class Staged:
-    """A request's tokens, and the content of those of its blocks that are not written yet."""
+class StagedBlocks:
+    """A request's tokens, and the content of its blocks that wait for write-through."""
 
-    def __init__(self, request: str, origin: Origin, chain: DigestChain) -> None:
+    def __init__(self, request: str, origin: RequestOrigin, chain: DigestChain) -> None:
         self.request = request
         self.origin = origin
         self.chain = chain
@@ -317,70 +336,70 @@ class Staged:
         self.rows: dict[int, Tensor] = {}
 
 
-class Writes(Bridge):
-    """The model runner's bridge: the arena to copy from, and blocks that are written through."""
+class WorkerBridge(KvbmBridge):
+    """The worker's bridge: maps the arena to load from, and writes blocks through."""
 
     def __init__(self, options: BridgeOptions, layout: KvLayout, device: torch.device) -> None:
-        self._waiting = 0
+        self._queued_blocks = 0
         self._skipped = 0
-        self._staged: dict[str, Staged] = {}
+        self._staged: dict[str, StagedBlocks] = {}
         super().__init__(options, "worker", layout, device)
         self._writer = self._wait(self._start())
 
     def arena(self, name: str) -> Tensor | None:
-        """All bytes of the arena of that name, if it is the one in use."""
+        """All bytes of the named arena, if attached."""
         return self._arenas.named(name)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Blocks that were written through, and that were not, to wait for none."""
+        """Numbers of blocks written through and skipped."""
         return self._writer.written, self._writer.skipped + self._skipped
 
-    def skip(self, blocks: int) -> None:
-        """There was no room for these."""
+    def count_skipped(self, blocks: int) -> None:
+        """Count blocks not written because the queue is full."""
         self._skipped += blocks
 
-    def room(self, blocks: int) -> bool:
-        """Whether so many more blocks may be written through."""
-        return self._client.key is not None and self._waiting + blocks <= self._options.queue
+    def has_capacity(self, blocks: int) -> bool:
+        """True if the queue can hold `blocks` more blocks."""
+        return self._client.key is not None and self._queued_blocks + blocks <= self._options.queue
 
-    def write(
-        self, request: str, origin: Origin, tokens: list[int], first: int, rows: Tensor
+    def write_through(
+        self, request: str, origin: RequestOrigin, tokens: list[int], first: int, rows: Tensor
     ) -> None:
-        """Write through the blocks from `first` on, `rows` being their content."""
-        self._loop.call_soon_threadsafe(self._put, request, origin, tokens, first, rows)
+        """Queue the blocks from `first` on, with content `rows`, for write-through."""
+        self._loop.call_soon_threadsafe(self._enqueue, request, origin, tokens, first, rows)
 
-    def _put(
-        self, request: str, origin: Origin, tokens: list[int], first: int, rows: Tensor
+    def _enqueue(
+        self, request: str, origin: RequestOrigin, tokens: list[int], first: int, rows: Tensor
     ) -> None:
-        item = self._staged.get(request) or Staged(request, origin, self._chain(origin))
+        item = self._staged.get(request) or StagedBlocks(request, origin, self._chain(origin))
         end = first + len(rows)
         if self._writer.put(request, item, first, end):
             self._staged[request] = item
             item.tokens = array("I", tokens[: end * self._layout.block_size])
             item.rows.update(zip(range(first, end), rows, strict=True))
-            self._waiting += len(rows)
+            self._queued_blocks += len(rows)
 
-    # what is read by the writer
+    # BlockSource of the writer
 
-    def hold(self, item: Staged, key: bytes) -> KvbmPrompt | None:
+    def hold(self, item: StagedBlocks, key: bytes) -> KvbmPrompt | None:
         del self._staged[item.request]
         return self._prompt(item.request, item.origin, item.chain, item.tokens, key)
 
-    async def copy(self, item: Staged, writing: PendingWrite) -> "array[int]":
-        places = zip(writing.blocks, writing.offsets, strict=True)
-        rows = [(item.rows[block], offset) for block, offset in places]
-        return await asyncio.to_thread(_copy_rows, rows, self._arenas.of(writing.arena))
+    async def copy(self, item: StagedBlocks, pending: PendingWrite) -> "array[int]":
+        pairs = zip(pending.blocks, pending.offsets, strict=True)
+        rows = [(item.rows[block], offset) for block, offset in pairs]
+        return await asyncio.to_thread(_copy_rows, rows, self._arenas.of(pending.arena))
 
-    def release(self, item: Staged) -> None:
-        self._waiting -= len(item.rows)
+    def release(self, item: StagedBlocks) -> None:
+        self._queued_blocks -= len(item.rows)
         item.rows.clear()
 
-    def drop(self, item: Staged) -> None:
+    def drop(self, item: StagedBlocks) -> None:
         del self._staged[item.request]
         self.release(item)
 
-    async def _start(self) -> "WriteThrough[Staged]":
+    async def _start(self) -> "WriteThrough[StagedBlocks]":
         writer = WriteThrough(self._client, self, self._options.queue)
         writer.start()
         return writer
@@ -390,17 +409,21 @@ class Writes(Bridge):
         await super()._close()
 
 
-def _matching(part: FetchedPart, host: Tensor, size: int) -> int:
-    """Leading blocks of a part whose checksums are right."""
+def _count_valid(part: FetchedPart, host: Tensor, size: int) -> int:
+    """Number of leading blocks of a part with right checksums."""
     content = host.numpy().data
     pairs = zip(part.offsets, part.checksums, strict=True)
-    wrong = (i for i, (at, should) in enumerate(pairs) if xxh3(content[at : at + size]) != should)
+    wrong = (
+        i
+        for i, (offset, expected) in enumerate(pairs)
+        if xxh3(content[offset : offset + size]) != expected
+    )
     return next(wrong, len(part.offsets))
 
 
-def _copy_rows(wanted: list[tuple[Tensor, int]], host: Tensor) -> "array[int]":
+def _copy_rows(rows_and_offsets: list[tuple[Tensor, int]], host: Tensor) -> "array[int]":
     checksums = array("Q")
-    for row, offset in wanted:
+    for row, offset in rows_and_offsets:
         host[offset : offset + len(row)].copy_(row)
         checksums.append(xxh3(row.numpy().data))
     return checksums

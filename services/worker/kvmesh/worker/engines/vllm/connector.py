@@ -1,9 +1,9 @@
-"""vLLM's KV connector to the block manager of the node.
+"""vLLM's KV connector to the kvbm of the node.
 
-Its scheduler asks for each prompt, and asks again until the answer is there. What was found is
-copied by the model runner while other requests go on; what a step has filled is copied aside after
-it, and written through from there. The engine has one rank, neither tensor nor pipeline parallel.
-Requests that do not come over the mesh are left alone.
+The scheduler polls `get_num_new_matched_tokens` until the lookup of a prompt is complete. The
+worker copies the blocks found while other requests run; after each step it copies newly filled
+blocks aside, and they are written through from the copies. The engine has one rank without tensor
+or pipeline parallelism. Requests from outside the mesh bypass the connector.
 """
 
 import time
@@ -22,19 +22,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvmesh.bus.messages import KvLayout, LayerLayout
 from kvmesh.worker.engines.vllm.block_sharing import KEY
-from kvmesh.worker.engines.vllm.bridge import BridgeOptions, Lookups, Origin, Writes
+from kvmesh.worker.engines.vllm.bridge import (
+    BridgeOptions,
+    RequestOrigin,
+    SchedulerBridge,
+    WorkerBridge,
+)
 from kvmesh.worker.engines.vllm.connector_stats import (
     COMPUTE,
     COPY,
     CORRUPT,
     LOADED,
+    KvmeshConnectorStats,
     StepMeter,
-    StepStats,
 )
 
 
-class LoadStep(Struct):
-    """Blocks of vLLM to fill from these offsets of an arena."""
+class BlockLoad(Struct):
+    """vLLM blocks to fill from these offsets of the named arena."""
 
     request: str
     arena: str
@@ -42,40 +47,40 @@ class LoadStep(Struct):
     blocks: list[int]
 
 
-class SaveStep(Struct):
-    """Blocks of vLLM that hold blocks `first` … of a prompt after this step.
+class BlockSave(Struct):
+    """vLLM blocks that hold the blocks of a prompt from `first` on after this step.
 
-    `tokens` are those of all blocks up to the last.
+    `tokens` are the prompt's tokens up to the end of the last block.
     """
 
     request: str
-    origin: Origin
+    origin: RequestOrigin
     tokens: list[int]
     first: int
     blocks: list[int]
 
 
-class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
-    """What the model runner does around one step, in which it computes `prefill` prompt tokens."""
+class KvmeshConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
+    """Loads and saves of one step, and the number of prompt tokens that it computes."""
 
     def __init__(self) -> None:
-        self.prefill = 0
-        self.loads: list[LoadStep] = []
-        self.saves: list[SaveStep] = []
+        self.prefill_tokens = 0
+        self.loads: list[BlockLoad] = []
+        self.saves: list[BlockSave] = []
 
 
-class Track:
-    """A request in vLLM: its blocks, `saved` of which have been dealt with."""
+class ConnectorRequest:
+    """A request in vLLM with its block ids; the first `saved_blocks` were loaded or saved."""
 
-    def __init__(self, request: Any, origin: Origin) -> None:
+    def __init__(self, request: Any, origin: RequestOrigin) -> None:
         self.request = request
         self.origin = origin
         self.blocks: list[int] = []
-        self.saved = 0
+        self.saved_blocks = 0
 
 
 class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types here
-    """Made by the scheduler and by the model runner, each of which uses its own half of it."""
+    """Created once by the scheduler and once by the worker; each uses its half of the methods."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -84,69 +89,75 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._options = msgspec.convert(extra[KEY], BridgeOptions)
         self._layout = _layout(self._options.weights, kv_cache_config)
-        self._size = self._layout.block_size
-        self._scheduler: _SchedulerSide | None = None
-        self._writes: Writes | None = None
+        self._block_size = self._layout.block_size
+        self._scheduler: _SchedulerConnector | None = None
+        self._bridge: WorkerBridge | None = None
         self._layers: list[Tensor] = []
         self._failed: set[int] = set()
         self._received: set[str] = set()
         self._meter = StepMeter()
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = _SchedulerSide(Lookups(self._options, self._layout), self._size)
+            self._scheduler = _SchedulerConnector(
+                SchedulerBridge(self._options, self._layout), self._block_size
+            )
 
-    # the scheduler's half
+    # scheduler side
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._planner.match(request, num_computed_tokens // self._size)
+        return self._scheduler_connector.get_num_new_matched_blocks(
+            request, num_computed_tokens // self._block_size
+        )
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._planner.allocated(request, blocks, num_external_tokens // self._size)
+        self._scheduler_connector.update_state_after_alloc(
+            request, blocks, num_external_tokens // self._block_size
+        )
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        return self._planner.plan(scheduler_output)
+    def build_connector_meta(self, scheduler_output: Any) -> KvmeshConnectorMetadata:
+        return self._scheduler_connector.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         stats = connector_output.kv_connector_stats
         if stats is not None:
-            self._planner.lookups.measured(stats.data[COMPUTE], stats.data[COPY])
+            self._scheduler_connector.bridge.update_speeds(stats.data[COMPUTE], stats.data[COPY])
         for request in connector_output.finished_recving or ():
-            self._planner.lookups.finish(request)
+            self._scheduler_connector.bridge.release_lookup(request)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._planner.finished(request.request_id)
+        self._scheduler_connector.request_finished(request.request_id)
         return False, None
 
-    # either half
+    # both sides
 
-    def get_kv_connector_stats(self) -> StepStats | None:
+    def get_kv_connector_stats(self) -> KvmeshConnectorStats | None:
         if self._scheduler is not None:
             return self._scheduler.take_stats()
-        return self._meter.take(*self._writes.counts) if self._writes is not None else None
+        return self._meter.take(*self._bridge.counts) if self._bridge is not None else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StepStats:
-        return StepStats(data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvmeshConnectorStats:
+        return KvmeshConnectorStats(data or {})
 
-    # the model runner's half
+    # worker side
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         self._layers = list(kv_caches.values())
         held = sum(cache[0].numel() * cache.element_size() for cache in self._layers)
         if held != self._layout.block_bytes:
             raise ValueError(f"a block has {held} bytes, not {self._layout.block_bytes}")
-        self._writes = Writes(self._options, self._layout, self._layers[0].device)
+        self._bridge = WorkerBridge(self._options, self._layout, self._layers[0].device)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._meter.begin()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for step in self._plan.loads:
-            host = self._writer.arena(step.arena)
+        for step in self._metadata.loads:
+            host = self._worker_bridge.arena(step.arena)
             if host is None:
                 self._failed.update(step.blocks)
             else:
@@ -161,15 +172,17 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def wait_for_save(self) -> None:
         saved = False
-        for step in self._plan.saves:
-            if not self._writer.room(len(step.blocks)):
-                self._writer.skip(len(step.blocks))
+        for step in self._metadata.saves:
+            if not self._worker_bridge.has_capacity(len(step.blocks)):
+                self._worker_bridge.count_skipped(len(step.blocks))
                 continue
             rows = self._save(step.blocks)
             saved = True
-            self._writer.write(step.request, step.origin, step.tokens, step.first, rows)
-        if saved:  # and so the device has done what it was told before
-            self._meter.computed(self._plan.prefill)
+            self._worker_bridge.write_through(
+                step.request, step.origin, step.tokens, step.first, rows
+            )
+        if saved:  # the copies have synchronized with the device, so the step has ended
+            self._meter.computed(self._metadata.prefill_tokens)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         received, self._received = self._received, set()
@@ -181,151 +194,155 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.lookups.close()
+            self._scheduler.bridge.close()
             self._scheduler = None
-        if self._writes is not None:
-            self._writes.close()
-            self._writes = None
+        if self._bridge is not None:
+            self._bridge.close()
+            self._bridge = None
 
     @property
-    def _planner(self) -> "_SchedulerSide":
+    def _scheduler_connector(self) -> "_SchedulerConnector":
         if self._scheduler is None:
-            raise RuntimeError("this is not the scheduler's connector")
+            raise RuntimeError("not created with the scheduler role")
         return self._scheduler
 
     @property
-    def _writer(self) -> Writes:
-        if self._writes is None:
-            raise RuntimeError("no KV caches have been registered")
-        return self._writes
+    def _worker_bridge(self) -> WorkerBridge:
+        if self._bridge is None:
+            raise RuntimeError("register_kv_caches has not been called")
+        return self._bridge
 
     @property
-    def _plan(self) -> StepPlan:
-        plan = self._get_connector_metadata()
-        if not isinstance(plan, StepPlan):
-            raise TypeError(f"the plan of a step is a {type(plan).__name__}")
-        return plan
+    def _metadata(self) -> KvmeshConnectorMetadata:
+        metadata = self._get_connector_metadata()
+        if not isinstance(metadata, KvmeshConnectorMetadata):
+            raise TypeError(f"unexpected connector metadata {type(metadata).__name__}")
+        return metadata
 
     def _load(self, blocks: list[int], host: Tensor, offsets: list[int]) -> None:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         index, start = torch.tensor(blocks, device=self._layers[0].device), 0
         for cache in self._layers:
             size = cache[0].numel() * cache.element_size()
-            parts = [host[at + start : at + start + size] for at in offsets]
+            parts = [host[offset + start : offset + start + size] for offset in offsets]
             values = torch.stack(parts).view(cache.dtype).view(len(blocks), *cache.shape[1:])
             cache[index] = values.to(cache.device)
             start += size
-        self._meter.copied(start * len(blocks), time.perf_counter() - began)
+        self._meter.copied(start * len(blocks), time.perf_counter() - started_at)
 
     def _save(self, blocks: list[int]) -> Tensor:
-        """The content of blocks, one row each."""
+        """Copy blocks to the host, one row each."""
         index = torch.tensor(blocks, device=self._layers[0].device)
         parts = [cache[index].flatten(1).view(torch.uint8) for cache in self._layers]
         return torch.cat(parts, 1).cpu()
 
 
-class _SchedulerSide:
-    """What vLLM's scheduler knows of its requests, and what its model runner is to do."""
+class _SchedulerConnector:
+    """Scheduler side: tracks requests and plans the loads and saves of each step."""
 
-    def __init__(self, lookups: Lookups, block_size: int) -> None:
-        self.lookups = lookups
-        self._size = block_size
-        self._tracks: dict[str, Track] = {}
-        self._held: dict[str, int] = {}
+    def __init__(self, bridge: SchedulerBridge, block_size: int) -> None:
+        self.bridge = bridge
+        self._block_size = block_size
+        self._requests: dict[str, ConnectorRequest] = {}
+        self._held_blocks: dict[str, int] = {}
         self._loaded: dict[str, list[int]] = {}
         self._corrupt = 0
-        self._loads: list[LoadStep] = []
+        self._loads: list[BlockLoad] = []
 
-    def match(self, request: Any, held: int) -> tuple[int | None, bool]:
-        origin, reusable = _origin(request), (request.num_tokens - 1) // self._size
+    def get_num_new_matched_blocks(self, request: Any, held: int) -> tuple[int | None, bool]:
+        origin, reusable = _origin(request), (request.num_tokens - 1) // self._block_size
         if origin is None or reusable <= held:
             return 0, False
-        tokens = request.all_token_ids[: reusable * self._size]
-        found = self.lookups.find(request.request_id, origin, tokens, held)
+        tokens = request.all_token_ids[: reusable * self._block_size]
+        found = self.bridge.lookup(request.request_id, origin, tokens, held)
         if found is None:
             return None, False
-        self._held[request.request_id] = held
-        return found * self._size, found > 0
+        self._held_blocks[request.request_id] = held
+        return found * self._block_size, found > 0
 
-    def allocated(self, request: Any, blocks: Any, count: int) -> None:
-        name, origin = request.request_id, _origin(request)
+    def update_state_after_alloc(self, request: Any, blocks: Any, count: int) -> None:
+        request_id, origin = request.request_id, _origin(request)
         if origin is None:
             return
-        self._tracks.setdefault(name, Track(request, origin))
-        held, found = self._held.pop(name, 0), self.lookups.take(name)
-        places = blocks.get_block_ids()[0][held : held + count]
-        if count and found is None:  # given back meanwhile: vLLM hears that it cannot be loaded
-            self._loads.append(LoadStep(name, "", [], places))
+        self._requests.setdefault(request_id, ConnectorRequest(request, origin))
+        held, found = self._held_blocks.pop(request_id, 0), self.bridge.begin_copy(request_id)
+        block_ids = blocks.get_block_ids()[0][held : held + count]
+        if count and found is None:  # expired: the load fails, and vLLM recomputes the blocks
+            self._loads.append(BlockLoad(request_id, "", [], block_ids))
         elif count and found is not None:
-            offsets, tiers = found.after(held)
-            self._loads.append(LoadStep(name, found.arena, offsets[:count].tolist(), places))
+            offsets, tiers = found.blocks_after(held)
+            self._loads.append(
+                BlockLoad(request_id, found.arena, offsets[:count].tolist(), block_ids)
+            )
             blocks_of = Counter(tiers[:count])
             deepest = max(blocks_of)
             self._loaded[origin.request] = [blocks_of[n] for n in range(1, deepest + 1)]
         else:
-            self.lookups.finish(name)
+            self.bridge.release_lookup(request_id)
 
-    def plan(self, output: Any) -> StepPlan:
-        plan, cached = StepPlan(), output.scheduled_cached_reqs
-        plan.loads, self._loads = self._loads, []
+    def build_meta(self, output: Any) -> KvmeshConnectorMetadata:
+        metadata, cached = KvmeshConnectorMetadata(), output.scheduled_cached_reqs
+        metadata.loads, self._loads = self._loads, []
         for new in output.scheduled_new_reqs:
-            self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens)
-            self._go_on(plan, new.req_id, new.num_computed_tokens, output)
+            self._set_block_ids(new.req_id, new.block_ids[0], new.num_computed_tokens)
+            self._schedule_saves(metadata, new.req_id, new.num_computed_tokens, output)
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request, blocks, computed in rows:
             fresh = blocks[0] if blocks is not None else []
             if request in cached.resumed_req_ids:
-                self._begin(request, fresh, computed)
-            elif request in self._tracks:
-                self._tracks[request].blocks += fresh
-            self._go_on(plan, request, computed, output)
-        return plan
+                self._set_block_ids(request, fresh, computed)
+            elif request in self._requests:
+                self._requests[request].blocks += fresh
+            self._schedule_saves(metadata, request, computed, output)
+        return metadata
 
-    def take_stats(self) -> StepStats | None:
-        """Which requests load what from where, and blocks that were not what they should be."""
-        loaded, corrupt = self._loaded, self.lookups.corrupt
+    def take_stats(self) -> KvmeshConnectorStats | None:
+        """Blocks loaded by request and tier, and corrupt blocks; None if nothing changed."""
+        loaded, corrupt = self._loaded, self.bridge.corrupt
         if not loaded and corrupt == self._corrupt:
             return None
         self._loaded, self._corrupt = {}, corrupt
-        return StepStats({LOADED: loaded, CORRUPT: corrupt})
+        return KvmeshConnectorStats({LOADED: loaded, CORRUPT: corrupt})
 
-    def finished(self, request: str) -> None:
-        self._held.pop(request, None)
-        if self._tracks.pop(request, None) is None:
-            self.lookups.finish(request)
+    def request_finished(self, request: str) -> None:
+        self._held_blocks.pop(request, None)
+        if self._requests.pop(request, None) is None:
+            self.bridge.release_lookup(request)
         else:
-            self.lookups.end(request)
+            self.bridge.finish_request(request)
 
-    def _begin(self, request: str, blocks: list[int], computed: int) -> None:
-        track = self._tracks.get(request)
-        if track is not None:
-            track.blocks = list(blocks)
-            track.saved = max(track.saved, computed // self._size)
+    def _set_block_ids(self, request: str, blocks: list[int], computed: int) -> None:
+        tracked = self._requests.get(request)
+        if tracked is not None:
+            tracked.blocks = list(blocks)
+            tracked.saved_blocks = max(tracked.saved_blocks, computed // self._block_size)
 
-    def _go_on(self, plan: StepPlan, request: str, computed: int, output: Any) -> None:
-        """Note what is full after the step."""
-        track = self._tracks.get(request)
-        if track is None:
+    def _schedule_saves(
+        self, metadata: KvmeshConnectorMetadata, request: str, computed: int, output: Any
+    ) -> None:
+        """Plan the saves of the blocks that are full after the step."""
+        tracked = self._requests.get(request)
+        if tracked is None:
             return
         after = computed + output.num_scheduled_tokens[request]
-        plan.prefill += max(0, min(after, track.request.num_prompt_tokens) - computed)
-        known = len(track.request.all_token_ids)
-        full, first = min(after, known) // self._size, track.saved
-        if full <= first:
+        metadata.prefill_tokens += max(0, min(after, tracked.request.num_prompt_tokens) - computed)
+        known = len(tracked.request.all_token_ids)
+        full_blocks, first = min(after, known) // self._block_size, tracked.saved_blocks
+        if full_blocks <= first:
             return
-        track.saved = full
-        tokens = list(track.request.all_token_ids[: full * self._size])
-        blocks = track.blocks[first:full]
-        plan.saves.append(SaveStep(request, track.origin, tokens, first, blocks))
+        tracked.saved_blocks = full_blocks
+        tokens = list(tracked.request.all_token_ids[: full_blocks * self._block_size])
+        blocks = tracked.blocks[first:full_blocks]
+        metadata.saves.append(BlockSave(request, tracked.origin, tokens, first, blocks))
 
 
-def _origin(request: Any) -> Origin | None:
-    told = (request.kv_transfer_params or {}).get(KEY)
-    return msgspec.convert(told, Origin) if told is not None else None
+def _origin(request: Any) -> RequestOrigin | None:
+    params = (request.kv_transfer_params or {}).get(KEY)
+    return msgspec.convert(params, RequestOrigin) if params is not None else None
 
 
 def _layout(weights: str, config: Any) -> KvLayout:
-    """Of a model whose layers all cache keys and values of all tokens."""
+    """KV layout of a model with full attention in all layers; raises ValueError for others."""
     group, *others = config.kv_cache_groups
     spec = group.kv_cache_spec
     if others or type(spec).__name__ != "FullAttentionSpec":

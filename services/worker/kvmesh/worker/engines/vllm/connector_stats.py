@@ -1,4 +1,4 @@
-"""What vLLM's two halves of our connector measure and count, step by step, told with its stats."""
+"""Speeds and counts of the connector, reported with vLLM's statistics after each step."""
 
 import time
 from typing import Any
@@ -12,8 +12,8 @@ WRITTEN, SKIPPED, CORRUPT = "written_blocks", "skipped_blocks", "corrupt_blocks"
 LOADED = "loaded"
 
 
-class StepStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
-    """The newest speeds and totals, and LOADED: blocks by tier of requests that load them now."""
+class KvmeshConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
+    """Latest speeds and totals; LOADED has blocks by tier for each request that loads some."""
 
     data: dict[str, Any]
 
@@ -28,7 +28,7 @@ class StepStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types he
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's own log."""
+        """Figures for vLLM's own log."""
         figures = {key: round(value) for key, value in self.data.items() if key != LOADED}
         return {**figures, LOADED: sum(map(sum, self.data.get(LOADED, {}).values()))}
 
@@ -37,37 +37,37 @@ class StepStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types he
 
 
 class StepMeter:
-    """Times the steps of the model runner: prompts computed, and blocks copied in meanwhile."""
+    """Measures the worker's steps: prefill speed, and speed of copies from the arena."""
 
     def __init__(self) -> None:
         self._compute = Throughput()
         self._copy = Throughput()
-        self._began = 0.0
-        self._copying = 0.0
-        self._told: dict[str, float] = {}
+        self._started = 0.0
+        self._copy_s = 0.0
+        self._reported: dict[str, float] = {}
 
     def begin(self) -> None:
-        self._began, self._copying = time.perf_counter(), 0.0
+        self._started, self._copy_s = time.perf_counter(), 0.0
 
     def copied(self, size: int, seconds: float) -> None:
-        """So many bytes have come from the arena."""
-        self._copying += seconds
+        """Record a copy of `size` bytes from the arena."""
+        self._copy_s += seconds
         self._copy.record(size, seconds)
 
     def computed(self, tokens: int) -> None:
-        """The step is over, in which so many tokens of prompts were computed."""
+        """Record the end of a step that computed `tokens` prompt tokens."""
         if tokens >= MIN_MEASURED_TOKENS:
-            self._compute.record(tokens, time.perf_counter() - self._began - self._copying)
+            self._compute.record(tokens, time.perf_counter() - self._started - self._copy_s)
 
-    def take(self, written: int, skipped: int) -> StepStats | None:
-        """What is new since the last call, if anything."""
+    def take(self, written: int, skipped: int) -> KvmeshConnectorStats | None:
+        """Current figures; None if unchanged since the last call."""
         figures = {
             COMPUTE: self._compute.value,
             COPY: self._copy.value,
             WRITTEN: written,
             SKIPPED: skipped,
         }
-        if figures == self._told:
+        if figures == self._reported:
             return None
-        self._told = figures
-        return StepStats(figures)
+        self._reported = figures
+        return KvmeshConnectorStats(figures)

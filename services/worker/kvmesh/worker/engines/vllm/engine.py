@@ -1,7 +1,7 @@
-"""vLLM in this process: `AsyncLLM` as an engine of the mesh.
+"""Embedded vLLM: `AsyncLLM` as an engine of the mesh.
 
-vLLM's scheduler runs in a process of its own, which it starts. Its KV events come over ZeroMQ,
-with replay, on sockets in a private folder.
+vLLM starts its scheduler in another process and publishes KV events over ZeroMQ, with replay, on
+sockets in a private folder.
 """
 
 import asyncio
@@ -45,7 +45,11 @@ from kvmesh.worker.engine import (
     Rejected,
     Sink,
 )
-from kvmesh.worker.engines.vllm.block_sharing import kvbm_connector, shared, shares
+from kvmesh.worker.engines.vllm.block_sharing import (
+    kvbm_request_args,
+    kvbm_transfer_config,
+    uses_kvmesh_connector,
+)
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
@@ -55,13 +59,13 @@ from kvmesh.worker.scratch import ScratchFolder
 log = logging.getLogger(__name__)
 HEALTH_S = 0.5
 STOPPED_S = 3.0
-# of the structured-output backends, those that read `format` trees
+# structured-output backends that support `format` trees
 TAGGING = ("auto", "xgrammar")
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
 def create(context: EngineContext) -> "VllmEngine":
-    """vLLM with the arguments of `[vllm]`, for the model in the folder."""
+    """Create vLLM with the arguments of `[vllm]` for the model in the folder."""
     worker, vllm = context.settings.worker, context.settings.vllm
     arguments: dict[str, Any] = {
         "model": str(context.folder),
@@ -77,7 +81,7 @@ def create(context: EngineContext) -> "VllmEngine":
         arguments.setdefault("kv_transfer_config", _nixl())
     if vllm.kvbm:
         arguments.setdefault(
-            "kv_transfer_config", kvbm_connector(context.settings, context.folder, served)
+            "kv_transfer_config", kvbm_transfer_config(context.settings, context.folder, served)
         )
     elif "kv_transfer_config" in arguments:
         os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
@@ -88,17 +92,17 @@ def create(context: EngineContext) -> "VllmEngine":
 
 
 class VllmEngine(StreamingAdapter):
-    """One `AsyncLLM`, which may have several data-parallel ranks."""
+    """One `AsyncLLM` with one or more data-parallel ranks."""
 
     def __init__(
         self,
         arguments: dict[str, Any],
         adapters: dict[str, LoRARequest],
         served: str,
-        compile_s: float,
+        compile_timeout_s: float,
     ) -> None:
         super().__init__()
-        self._compile_s = compile_s
+        self._compile_timeout_s = compile_timeout_s
         self._arguments = arguments
         self._adapters = adapters
         self._served = served
@@ -108,11 +112,11 @@ class VllmEngine(StreamingAdapter):
         self._constraints: Constraints | None = None
         self._processes: list[int] = []
         self._salts = PromptSalts(served, 1)
-        self._hands_off = not shares(arguments)
+        self._supports_handoff = not uses_kvmesh_connector(arguments)
         self._stats: list[RankStats] = []
         self._ledgers: list[CacheLedger] = []
         self._blocks = 0
-        self._size = 1
+        self._block_size = 1
 
     async def start(self, sink: Sink) -> EngineInfo:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -122,19 +126,19 @@ class VllmEngine(StreamingAdapter):
         except EngineConfigError:
             self._folder.close()
             raise
-        except Exception as error:  # vLLM and what it loads raise anything
+        except Exception as error:  # vLLM and its plugins raise any type
             self._folder.close()
-            raise EngineError(f"vLLM does not start: {_cause(error)}") from error
+            raise EngineError(f"vLLM failed to start: {_cause(error)}") from error
         self._processes = [c.pid for c in active_children() if c.pid is not None]
         self._guard = ProcessGuard(self._processes)
         config = self._llm.vllm_config
-        self._constraints = Constraints(config, self._folder.path, self._compile_s)
+        self._constraints = Constraints(config, self._folder.path, self._compile_timeout_s)
         try:
             await self._constraints.open()
         except EngineError as error:
-            log.warning("constraints cannot be tried yet: %s", error)
+            log.warning("the trial process did not start: %s", error)
         cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
-        self._blocks, self._size = cache.num_gpu_blocks, cache.block_size
+        self._blocks, self._block_size = cache.num_gpu_blocks, cache.block_size
         self._salts = PromptSalts(self._served, cache.block_size)
         self._streams = RequestStreams(sink, ranks, cache.block_size)
         self._stats = [collector.rank(rank) for rank in range(ranks)]
@@ -154,7 +158,7 @@ class VllmEngine(StreamingAdapter):
             params = self._sampling(work)
         except (VLLMClientError, ValueError) as error:
             raise Rejected(str(error)) from error
-        self._streams.start(work, self._answer(work, params))
+        self._streams.start(work, self._generate(work, params))
 
     def compiled(self, guided: Guided) -> bool:
         return self._constraints is not None and guided in self._constraints
@@ -170,7 +174,7 @@ class VllmEngine(StreamingAdapter):
         return [self._rank_load(self._streams, instance, rank) for rank in range(len(self._stats))]
 
     def tier_counts(self) -> TierCounts | None:
-        return self._stats[0].tier_counts if self._stats and not self._hands_off else None
+        return self._stats[0].tier_counts if self._stats and not self._supports_handoff else None
 
     def clear(self) -> None:
         self._tasks.start(self._clear(), "vllm clear")
@@ -197,10 +201,10 @@ class VllmEngine(StreamingAdapter):
             **self._arguments,
         }
         try:
-            taken = AsyncEngineArgs(**arguments)
+            engine_args = AsyncEngineArgs(**arguments)
         except (TypeError, ValueError) as error:
-            raise EngineConfigError(f"vLLM does not take its arguments: {error}") from error
-        return AsyncLLM.from_engine_args(taken, stat_loggers=[collector.logger])
+            raise EngineConfigError(f"vLLM rejects its arguments: {error}") from error
+        return AsyncLLM.from_engine_args(engine_args, stat_loggers=[collector.logger])
 
     def _follow(self, sink: Sink) -> None:
         for rank, source in self._llm.get_kv_event_sources().items():
@@ -210,8 +214,8 @@ class VllmEngine(StreamingAdapter):
                 rank,
                 self._ledgers[rank],
                 sink,
-                _reachable(source.endpoint),
-                _reachable(source.replay_endpoint) if source.replay_endpoint else None,
+                _connect_endpoint(source.endpoint),
+                _connect_endpoint(source.replay_endpoint) if source.replay_endpoint else None,
                 source.topic,
             )
             self._feeds.append(feed)
@@ -225,8 +229,8 @@ class VllmEngine(StreamingAdapter):
             context=config.model_config.max_model_len,
             block_size=config.cache_config.block_size,
             adapters=list(self._adapters),
-            supports_handoff=config.kv_transfer_config is not None and self._hands_off,
-            tiered=not self._hands_off,
+            supports_handoff=config.kv_transfer_config is not None and self._supports_handoff,
+            tiered=not self._supports_handoff,
             structural_tags=config.structured_outputs_config.backend in TAGGING,
             kv_layout=_kv_layout(config),
             capacity=Capacity(
@@ -244,18 +248,18 @@ class VllmEngine(StreamingAdapter):
             **sampling_fields(sampling),
             logit_bias=sampling.logit_bias or None,
             detokenize=False,
-            extra_args=_connector(work) if self._hands_off else shared(work),
+            extra_args=_handoff_args(work) if self._supports_handoff else kvbm_request_args(work),
             output_kind=RequestOutputKind.DELTA,
             structured_outputs=None
             if guided is None
             else StructuredOutputsParams(**structured_outputs(guided)),
         )
 
-    async def _answer(self, work: Work, params: SamplingParams) -> AsyncIterator[StreamOutput]:
+    async def _generate(self, work: Work, params: SamplingParams) -> AsyncIterator[StreamOutput]:
         prompt: dict[str, Any] = {"prompt_token_ids": array("I", work.tokens).tolist()}
-        tag = self._salts.cache_salt(work)
-        if tag is not None:
-            prompt["cache_salt"] = tag
+        cache_salt = self._salts.cache_salt(work)
+        if cache_salt is not None:
+            prompt["cache_salt"] = cache_salt
         outputs = self._llm.generate(
             prompt,
             params,
@@ -268,8 +272,8 @@ class VllmEngine(StreamingAdapter):
         stats.begin()
         try:
             async for output in outputs:
-                below = [blocks * self._size for blocks in stats.loaded(work.request)]
-                yield _output(output, below)
+                onboarded = [blocks * self._block_size for blocks in stats.loaded(work.request)]
+                yield _output(output, onboarded)
         except EngineDeadError as error:
             raise EngineError(f"vLLM has died: {_cause(error)}") from error
         except (GracefulHTTPError, EngineGenerateError) as error:
@@ -296,9 +300,9 @@ class VllmEngine(StreamingAdapter):
         )
 
     async def _clear(self) -> None:
-        """vLLM clears its cache only as a whole: wait until nobody uses any of it.
+        """Reset the whole prefix cache once no request uses it.
 
-        It tells so with its next step, which may be long after.
+        vLLM publishes the event with its next step, which may be much later: clear the feeds here.
         """
         while not await self._llm.reset_prefix_cache():
             await self.drain()
@@ -307,12 +311,12 @@ class VllmEngine(StreamingAdapter):
             feed.clear()
 
     async def _watch(self) -> None:
-        """Until vLLM has died, or was stopped for STOPPED_S, at as many looks in a row."""
-        looks = 0
-        while not self._llm.errored and looks * HEALTH_S < STOPPED_S:
+        """Fail all requests once vLLM has died, or all probes of STOPPED_S found it stopped."""
+        stopped_probes = 0
+        while not self._llm.errored and stopped_probes * HEALTH_S < STOPPED_S:
             await asyncio.sleep(HEALTH_S)
-            looks = looks + 1 if any_stopped(self._processes) else 0
-        reason = "has died; its log says why" if self._llm.errored else "has been stopped"
+            stopped_probes = stopped_probes + 1 if any_stopped(self._processes) else 0
+        reason = "has died; see its log" if self._llm.errored else "has been stopped (SIGSTOP)"
         if self._streams is not None:
             self._streams.fail(EngineError(f"vLLM {reason}"))
 
@@ -328,8 +332,8 @@ def _free_port() -> int:
         return port
 
 
-def _connector(work: Work) -> dict[str, Any] | None:
-    """What vLLM's KV connector is told of a request."""
+def _handoff_args(work: Work) -> dict[str, Any] | None:
+    """`extra_args` with the parameters of the KV handoff, if any."""
     params = {"do_remote_decode": True} if work.prefill else work.handoff
     return {"kv_transfer_params": params} if params else None
 
@@ -346,20 +350,22 @@ def _adapters(pairs: list[str]) -> dict[str, LoRARequest]:
     return adapters
 
 
-def _output(output: Any, below: list[int]) -> StreamOutput:
-    part = output.outputs[0]
-    reason = part.finish_reason
+def _output(output: Any, onboarded: list[int]) -> StreamOutput:
+    completion = output.outputs[0]
+    reason = completion.finish_reason
     if reason in ("abort", "error"):
-        raise EngineUnavailable(f"vLLM gave the request up ({reason})")
+        raise EngineUnavailable(f"vLLM aborted the request ({reason})")
     return StreamOutput(
-        list(part.token_ids),
+        list(completion.token_ids),
         None if reason is None else _FINISH.get(reason, "stop"),
         output.num_cached_tokens,
         None
-        if part.logprobs is None
-        else [{token: entry.logprob for token, entry in row.items()} for row in part.logprobs],
+        if completion.logprobs is None
+        else [
+            {token: entry.logprob for token, entry in row.items()} for row in completion.logprobs
+        ],
         output.kv_transfer_params,
-        below,
+        onboarded,
     )
 
 
@@ -368,11 +374,11 @@ def _kv_layout(config: Any) -> str:
     return str(config.model_config.dtype).removeprefix("torch.") if dtype == "auto" else dtype
 
 
-def _reachable(endpoint: str) -> str:
+def _connect_endpoint(endpoint: str) -> str:
     return endpoint.replace("*", "127.0.0.1")
 
 
 def _cause(error: BaseException) -> str:
-    """The last line of what was raised, which is where vLLM puts the reason."""
+    """The last line of the message: vLLM puts the reason there."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,18 +1,18 @@
-"""What must not outlive this process, however it ends: an engine left behind keeps its memory."""
+"""Kills engine processes when this process dies: orphaned engines keep their GPU memory."""
 
 import subprocess
 from collections.abc import Iterable
 
 END_S = 1.0
-# Its input ends without a line only if whoever could write one is dead.
+# The input ends without a line only if this process has died.
 _SCRIPT = 'read -r _ || kill -KILL "$@"'
 
 
 class ProcessGuard:
-    """Kills the processes `pids` once this process has died without `dismiss`."""
+    """A shell that kills the processes `pids` if this process dies without `dismiss`."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        self._waiting = subprocess.Popen(
+        self._watcher = subprocess.Popen(
             ["/bin/sh", "-c", _SCRIPT, "sh", *map(str, pids)],
             stdin=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -20,9 +20,9 @@ class ProcessGuard:
         )
 
     def dismiss(self) -> None:
-        """They have ended, or end by themselves."""
+        """Stop guarding: the processes have ended or will end by themselves."""
         try:
-            self._waiting.communicate(b"\n", timeout=END_S)
-        except subprocess.TimeoutExpired:  # it has been stopped
-            self._waiting.kill()
-            self._waiting.wait()
+            self._watcher.communicate(b"\n", timeout=END_S)
+        except subprocess.TimeoutExpired:  # the shell has been stopped (SIGSTOP)
+            self._watcher.kill()
+            self._watcher.wait()

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says after each step, kept for the worker's load."""
+"""Latest statistics of vLLM's scheduler, for the worker's load reports."""
 
 import time
 from typing import Any
@@ -11,16 +11,16 @@ from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.connector_stats import CORRUPT, LOADED, SKIPPED, WRITTEN
 
 TIERS = 4
-MOST_LOADED = 4096
+MAX_LOADED_REQUESTS = 4096
 IDLE_S = 1.0
 
 
 class RankStats:
-    """The newest figures of one rank. `usage` is the share of blocks in use.
+    """Latest figures of one rank; `usage` is the share of blocks in use.
 
-    Between `begin` and `forget` of a request a rank is busy. vLLM steps as fast as it can while
-    requests only wait, for blocks from elsewhere or a grammar: of such steps one in IDLE_S counts,
-    as a sign of life, and their time does not.
+    A rank is busy between `begin` and `forget` of a request. vLLM steps without pause while
+    requests only wait for onboarded blocks or a grammar: one such step per IDLE_S counts, as a sign
+    of life, and their time is not busy time.
     """
 
     def __init__(self) -> None:
@@ -28,68 +28,68 @@ class RankStats:
         self.usage = 0.0
         self.counters = EngineCounters()
         self.preemptions = 0
-        self._last = 0.0
-        self._idle = 0.0
-        self._requests = 0
-        self._loaded: LruCache[str, list[int]] = LruCache(MOST_LOADED)
-        self._blocks = [0] * TIERS
+        self._last_step = 0.0
+        self._last_idle_step = 0.0
+        self._active_requests = 0
+        self._loaded: LruCache[str, list[int]] = LruCache(MAX_LOADED_REQUESTS)
+        self._loaded_blocks = [0] * TIERS
         self._connector: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """A request has come; to a rank that had none, the first step begins with it."""
-        if not self._requests:
-            self._last = time.monotonic()
-        self._requests += 1
+        """Count a request; the first step of an idle rank is timed from here."""
+        if not self._active_requests:
+            self._last_step = time.monotonic()
+        self._active_requests += 1
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """One step; either part may be missing."""
+        """Record the statistics of a step; either argument may be None."""
         now = time.monotonic()
         if scheduler is not None:
             busy = scheduler.num_running_reqs > 0
             self.waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             self.usage = scheduler.kv_cache_usage
             self._count(now)
-            self._last = now if busy else 0.0
+            self._last_step = now if busy else 0.0
             self._record_tiers(scheduler.kv_connector_stats or {})
         if iteration is not None:
             self.preemptions += iteration.num_preempted_reqs
 
     def loaded(self, request: str) -> list[int]:
-        """Blocks that a request got from below, by tier from 1 on; told before its first token."""
+        """Blocks onboarded for a request by tier, from tier 1 on; known before its first token."""
         return self._loaded.peek(request) or []
 
     def forget(self, request: str) -> None:
-        self._requests -= 1
+        self._active_requests -= 1
         self._loaded.pop(request)
 
     @property
     def tier_counts(self) -> TierCounts:
-        known = self._connector
+        totals = self._connector
         return TierCounts(
-            loaded=self._blocks,
-            written=known.get(WRITTEN, 0),
-            skipped=known.get(SKIPPED, 0),
-            corrupt=known.get(CORRUPT, 0),
+            loaded=self._loaded_blocks,
+            written=totals.get(WRITTEN, 0),
+            skipped=totals.get(SKIPPED, 0),
+            corrupt=totals.get(CORRUPT, 0),
         )
 
     def _count(self, now: float) -> None:
-        if self._last:
-            self.counters.count_steps(1, now - self._last)
-        elif now - self._idle >= IDLE_S:
-            self._idle = now
+        if self._last_step:
+            self.counters.count_steps(1, now - self._last_step)
+        elif now - self._last_idle_step >= IDLE_S:
+            self._last_idle_step = now
             self.counters.steps += 1
 
-    def _record_tiers(self, told: dict[str, Any]) -> None:
-        """What our connector says, if it is there."""
-        self._connector |= told
-        for request, blocks in told.get(LOADED, {}).items():
+    def _record_tiers(self, stats: dict[str, Any]) -> None:
+        """Record the statistics of the connector, if configured."""
+        self._connector |= stats
+        for request, blocks in stats.get(LOADED, {}).items():
             self._loaded.put(request, blocks)
             for tier, count in enumerate(blocks, 1):
-                self._blocks[tier] += count
+                self._loaded_blocks[tier] += count
 
 
 class StatsCollector:
-    """Gives vLLM a logger per rank and keeps what the loggers are told."""
+    """Provides vLLM's stat loggers, one per rank, and stores what they record."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, RankStats] = {}
@@ -98,7 +98,7 @@ class StatsCollector:
         return self._ranks.setdefault(rank, RankStats())
 
     def logger(self, config: Any, rank: int = 0) -> StatLoggerBase:
-        """The factory that vLLM calls once per rank."""
+        """Stat logger factory, called by vLLM once per rank."""
         return _Logger(self.rank(rank))
 
 
@@ -116,4 +116,4 @@ class _Logger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not installed wh
         self._stats.record(scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say at the start."""
+        """Log nothing at the start."""

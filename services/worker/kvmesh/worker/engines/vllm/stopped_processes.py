@@ -1,4 +1,4 @@
-"""Processes that were stopped, with SIGSTOP or by a shell, and may never go on."""
+"""Detects processes stopped by SIGSTOP or a shell, which may never continue."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,12 +7,12 @@ STOPPED = "T"
 
 
 def any_stopped(pids: Iterable[int]) -> bool:
-    """Whether one of them is; False where the system does not tell (it has no /proc)."""
+    """True if one of the processes is stopped; False on systems without /proc."""
     return any(_state(pid) == STOPPED for pid in pids)
 
 
 def _state(pid: int) -> str:
-    """The letter behind the name, which is in parentheses and may have some of its own."""
+    """State letter after the process name, which is in parentheses and may contain some."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

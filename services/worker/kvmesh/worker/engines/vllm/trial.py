@@ -1,5 +1,5 @@
-"""The process that tries constraints for vLLM: as its API side checks them, then as its engine
-core compiles them.
+"""Process that tries constraints for vLLM: checks them as vLLM's API side does, then compiles them
+as its engine core does.
 
     python -m kvmesh.worker.engines.vllm.trial CONFIG SECONDS
 """
@@ -26,8 +26,8 @@ from kvmesh.worker.adapters.vllm_fields import structured_outputs
 from kvmesh.worker.constraints.trial_server import TrialServer
 
 log = logging.getLogger(__name__)
-CHECK_S = 1.0  # of CPU time: prompts that are to be prepared wait meanwhile
-# `auto` picks one for each request, and the engine core stays with the first that was picked.
+MAX_CHECK_CPU_S = 1.0  # vLLM checks in the thread that prepares prompts
+# `auto` picks a backend per request, but the engine core keeps the first one picked.
 AUTO = ("xgrammar", "guidance")
 BACKENDS = {
     "xgrammar": XgrammarBackend,
@@ -43,34 +43,36 @@ class StructuredOutputs:
     def __init__(self, config: Any) -> None:
         self._config = config
         self._tokenizer = cached_tokenizer_from_config(config.model_config)
-        chosen = config.structured_outputs_config.backend
+        configured = config.structured_outputs_config.backend
         self._backends: dict[str, Any] = {}
-        for name in AUTO if chosen == "auto" else (chosen,):
+        for name in AUTO if configured == "auto" else (configured,):
             try:
                 self._backends[name] = self._backend(name)
-            except Exception as error:  # of tokenizers that it cannot use; vLLM refuses it then
-                log.warning("no constraint can be followed by %s: %s", name, error)
+            except Exception as error:  # unsupported tokenizer: vLLM refuses this backend, too
+                log.warning("backend %s compiles no constraints: %s", name, error)
 
     def make(self, guided: Guided) -> object:
-        """What vLLM makes of a constraint; raises what it raises."""
-        began, config = time.process_time(), self._config
-        asked = StructuredOutputsParams(**structured_outputs(guided))
-        params = SamplingParams(structured_outputs=asked)
+        """Check and compile a constraint with vLLM; raises vLLM's exceptions."""
+        start, config = time.process_time(), self._config
+        outputs = StructuredOutputsParams(**structured_outputs(guided))
+        params = SamplingParams(structured_outputs=outputs)
         params.verify(
             config.model_config,
             config.speculative_config,
             config.structured_outputs_config,
             self._tokenizer,
         )
-        if time.process_time() - began > CHECK_S:
-            raise ValueError(f"this {guided.kind} takes vLLM more than {CHECK_S:g} s to read")
-        picked = asked._backend
-        made = [self._compiled(picked, params)]
+        if time.process_time() - start > MAX_CHECK_CPU_S:
+            raise ValueError(
+                f"this {guided.kind} takes vLLM more than {MAX_CHECK_CPU_S:g} s to check"
+            )
+        backend_name = outputs._backend
+        compiled = [self._compiled(backend_name, params)]
         for name in self._backends:
-            if name != picked:
-                with suppress(Exception):  # that is for its request alone
-                    made.append(self._compiled(name, params))
-        return made
+            if name != backend_name:
+                with suppress(Exception):  # fails only requests that pick this backend
+                    compiled.append(self._compiled(name, params))
+        return compiled
 
     def _compiled(self, name: str, params: SamplingParams) -> object:
         backend = self._backends.get(name) or self._backend(name)
@@ -85,7 +87,7 @@ class StructuredOutputs:
 
 
 def main(config: str, seconds: str) -> None:
-    """Serve the worker at the other end of stdin and stdout."""
+    """Serve trials to the worker over stdin and stdout."""
     outputs = StructuredOutputs(pickle.loads(Path(config).read_bytes()))
     TrialServer(outputs.make, float(seconds)).run()
 

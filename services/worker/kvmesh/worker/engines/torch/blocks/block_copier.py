@@ -1,4 +1,4 @@
-"""Copies blocks between the pool of the torch engine and arenas."""
+"""Copies blocks between the KV pool of the torch engine and arenas."""
 
 from array import array
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ GROUP_BYTES = 4 << 20
 
 
 class BlockCopier:
-    """Copies blocks of `pool` to arenas and back; their checksums are taken in a second thread."""
+    """Copies blocks of `pool` to arenas and back; a second thread computes checksums."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
@@ -23,29 +23,33 @@ class BlockCopier:
     def close(self) -> None:
         self._hashing.shutdown()
 
-    def down(self, places: Sequence[int], host: Tensor, offsets: Sequence[int]) -> "array[int]":
+    def offload(
+        self, block_ids: Sequence[int], host: Tensor, offsets: Sequence[int]
+    ) -> "array[int]":
         """Copy blocks into an arena; returns their checksums."""
         hashing = []
-        for part in self._groups(len(places)):
-            self._pool.copy_out(places[part], host, offsets[part])
-            hashing.append(self._hashing.submit(self._checksums, host, offsets[part]))
+        for group in self._groups(len(block_ids)):
+            self._pool.copy_out(block_ids[group], host, offsets[group])
+            hashing.append(self._hashing.submit(self._checksums, host, offsets[group]))
         return array("Q", [checksum for group in hashing for checksum in group.result()])
 
-    def up(
+    def onboard(
         self,
-        places: Sequence[int],
+        block_ids: Sequence[int],
         host: Tensor,
         offsets: Sequence[int],
         checksums: Sequence[int],
     ) -> int:
-        """Fill blocks from an arena; returns how many there are before the first wrong one."""
+        """Fill blocks from an arena; returns their number before the first wrong checksum."""
         hashing = []
-        for part in self._groups(len(places)):
-            hashing.append(self._hashing.submit(self._checksums, host, offsets[part]))
-            self._pool.copy_in(places[part], host, offsets[part])
+        for group in self._groups(len(block_ids)):
+            hashing.append(self._hashing.submit(self._checksums, host, offsets[group]))
+            self._pool.copy_in(block_ids[group], host, offsets[group])
         found = [checksum for group in hashing for checksum in group.result()]
         pairs = zip(found, checksums, strict=True)
-        return next((i for i, (is_, should) in enumerate(pairs) if is_ != should), len(found))
+        return next(
+            (i for i, (actual, expected) in enumerate(pairs) if actual != expected), len(found)
+        )
 
     def _groups(self, count: int) -> list[slice]:
         step = max(1, GROUP_BYTES // self._size)

@@ -1,8 +1,8 @@
-"""Tells apart prompts whose blocks have the same hash.
+"""Detects prompts whose blocks collide in their sequence hashes.
 
-The hashes by which an engine knows its blocks are short, and whoever chooses tokens can make two
-prompts collide in them. So beside each block stands a print of its whole prefix, made with a key
-that only this process has. Where prints differ, the newcomer's blocks get hashes of their own.
+Sequence hashes have 64 bits, and a caller who chooses tokens can construct collisions. So each
+block has a fingerprint of its whole prefix, keyed with a secret of this process. Where fingerprints
+differ, the blocks of the later prompt are rehashed.
 """
 
 import secrets
@@ -15,62 +15,64 @@ from kvmesh.bus.messages import KvEvent, KvLayout, Removed, Work
 from kvmesh.hashing import DIGEST_BYTES
 
 
-class Prints:
-    """The prints of one growing prompt."""
+class PrefixFingerprints:
+    """Fingerprints of the blocks of one growing prompt."""
 
     def __init__(self, key: bytes, chain: DigestChain) -> None:
         self._key = key
         self._chain = chain
 
     def upto(self, tokens: "array[int]", blocks: int) -> bytes:
-        """Packed prints of the first `blocks` blocks of `tokens`."""
+        """Packed fingerprints of the first `blocks` blocks of `tokens`."""
         return self._chain.upto(self._key, tokens, blocks)
 
 
 class CollisionGuard:
-    """The prints of the blocks that are held, by hash."""
+    """Fingerprints of the held blocks by sequence hash."""
 
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._prints: dict[int, bytes] = {}
+        self._fingerprints: dict[int, bytes] = {}
 
-    def prints(self, work: Work) -> Prints:
-        """Those of a request's prompt; its salt stands for model and tenant."""
+    def fingerprints(self, work: Work) -> PrefixFingerprints:
+        """Fingerprints of a request's prompt; its salt represents model and tenant."""
         chain = DigestChain(f"{work.salt:x}", work.adapter or "", work.tenant, self._layout)
-        return Prints(self._key, chain)
+        return PrefixFingerprints(self._key, chain)
 
-    def note(self, hashes: "array[int]", prints: bytes) -> None:
-        """Blocks that get these hashes have these prints, packed."""
-        for i, block in enumerate(hashes):
-            self._prints[block] = prints[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
+    def record(self, hashes: "array[int]", fingerprints: bytes) -> None:
+        """Record the packed fingerprints of blocks that get these hashes."""
+        for i, sequence_hash in enumerate(hashes):
+            self._fingerprints[sequence_hash] = fingerprints[
+                i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES
+            ]
 
-    def follow(self, events: Iterable[KvEvent]) -> None:
-        """Forget blocks that are gone."""
+    def apply(self, events: Iterable[KvEvent]) -> None:
+        """Forget removed blocks."""
         for event in events:
             if isinstance(event, Removed):
-                for block in array("Q", event.engine):
-                    self._prints.pop(block, None)
+                for sequence_hash in array("Q", event.engine):
+                    self._fingerprints.pop(sequence_hash, None)
 
-    def sound(self, held: "array[int]", prints: bytes) -> int:
-        """How many leading ones of these held blocks belong to the prompt with these prints."""
+    def count_matching(self, hashes: "array[int]", fingerprints: bytes) -> int:
+        """Number of leading held blocks whose fingerprints match."""
 
-        def wrong(place: int) -> bool:
-            own = prints[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-            return self._prints.get(held[place]) != own
+        def differs(index: int) -> bool:
+            expected = fingerprints[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+            return self._fingerprints.get(hashes[index]) != expected
 
-        if not held or not wrong(len(held) - 1):
-            return len(held)
-        return bisect_left(range(len(held)), True, key=wrong)
+        if not hashes or not differs(len(hashes) - 1):
+            return len(hashes)
+        return bisect_left(range(len(hashes)), True, key=differs)
 
-    def free(self, fresh: "array[int]", prints: bytes) -> int:
-        """The number of leading hashes that no block with another print has."""
-        for place, block in enumerate(fresh):
-            own = prints[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-            if self._prints.get(block, own) != own:
-                return place
-        return len(fresh)
+    def count_unclaimed(self, hashes: "array[int]", fingerprints: bytes) -> int:
+        """Number of leading hashes not recorded with another fingerprint."""
+        for index, sequence_hash in enumerate(hashes):
+            expected = fingerprints[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+            if self._fingerprints.get(sequence_hash, expected) != expected:
+                return index
+        return len(hashes)
 
-    def fresh_seed(self) -> int:
-        """What to begin a chain of hashes with that nobody else has."""
+    def new_seed(self) -> int:
+        """A random start for a new chain of sequence hashes."""
         return secrets.randbits(64)

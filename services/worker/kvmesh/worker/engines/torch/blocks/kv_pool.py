@@ -1,7 +1,7 @@
-"""The memory of the KV blocks: one row of bytes per block, as it is laid out everywhere.
+"""KV memory of the torch engine: one row of bytes per block, in the layout of all tiers.
 
-A row holds layer by layer keys, then values, as [block_size, heads, size]; a block is copied to
-other memory as a whole.
+A row holds keys, then values, layer by layer, each as [block_size, heads, size]; blocks are copied
+to other memory as a whole.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ from kvmesh.bus.messages import KvLayout
 
 
 class KvPool:
-    """`blocks` blocks on `device`. What is not written yet is zero, so that it is always finite.
+    """A pool of `blocks` blocks on `device`, initially zero so that unwritten KV is finite.
 
-    Copies may run in another thread than the model, on blocks that it does not touch meanwhile.
+    Copies may run in another thread than the model, on blocks that it does not use meanwhile.
     """
 
     def __init__(self, layout: KvLayout, blocks: int, dtype: torch.dtype, device: torch.device):
@@ -38,30 +38,30 @@ class KvPool:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def write(self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
-        """Store the KV ([tokens, heads, size]) of tokens at `slots`: blocks, and places in them."""
+        """Store KV [tokens, heads, size] at `slots`: block ids, and offsets in the blocks."""
         self._keys[layer].index_put_(slots, key)
         self._values[layer].index_put_(slots, value)
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ([rows, heads, tokens, size]) of the `tables` [rows, blocks]."""
+        """Keys and values [rows, heads, tokens, size] of block tables [rows, blocks]."""
         keys, values = self._keys[layer][tables], self._values[layer][tables]
         return keys.flatten(1, 2).transpose(1, 2), values.flatten(1, 2).transpose(1, 2)
 
     def save(self, blocks: Sequence[int]) -> list[bytes]:
-        """The content of blocks as bytes."""
+        """Copy the content of blocks."""
         size = self.layout.block_bytes
         host = torch.empty(len(blocks) * size, dtype=torch.uint8)
         self.copy_out(blocks, host, range(0, len(host), size))
         return [row.numpy().tobytes() for row in host.view(len(blocks), size)]
 
     def load(self, blocks: Sequence[int], data: Sequence[bytes]) -> None:
-        """Fill blocks with what `save` returned."""
+        """Fill blocks with content from `save`."""
         if blocks:
             host = torch.frombuffer(bytearray().join(data), dtype=torch.uint8)
             self.copy_in(blocks, host, range(0, len(host), self.layout.block_bytes))
 
     def copy_out(self, blocks: Sequence[int], host: Tensor, offsets: Sequence[int]) -> None:
-        """Copy blocks to these places of `host`, a tensor of bytes; they are there on return."""
+        """Copy blocks to these offsets of `host`, a tensor of bytes; synchronous."""
         if self._stream is None:
             rows, content, size = self._rows.numpy(), host.numpy(), self.layout.block_bytes
             for block, offset in zip(blocks, offsets, strict=True):
@@ -73,7 +73,7 @@ class KvPool:
         self._stream.synchronize()
 
     def copy_in(self, blocks: Sequence[int], host: Tensor, offsets: Sequence[int]) -> None:
-        """Fill blocks from these places of `host`; on return it is not needed any more."""
+        """Fill blocks from these offsets of `host`; synchronous."""
         if self._stream is None:
             rows, content, size = self._rows.numpy(), host.numpy(), self.layout.block_bytes
             for block, offset in zip(blocks, offsets, strict=True):
@@ -86,7 +86,7 @@ class KvPool:
         self._stream.synchronize()
 
     def _runs(self, blocks: Sequence[int], offsets: Sequence[int]) -> Iterator["_Run"]:
-        """What lies side by side on the host."""
+        """Group blocks that are contiguous on the host."""
         size, first = self.layout.block_bytes, 0
         for i in range(1, len(blocks) + 1):
             if i == len(blocks) or offsets[i] != offsets[i - 1] + size:
@@ -96,7 +96,7 @@ class KvPool:
 
 
 class _Run(NamedTuple):
-    """Some blocks, and the bytes `start` to `end` of host memory."""
+    """Blocks, and their bytes `start` to `end` of host memory."""
 
     blocks: Tensor
     start: int

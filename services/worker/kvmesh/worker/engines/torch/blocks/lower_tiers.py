@@ -1,7 +1,7 @@
-"""The tiers below the torch engine: blocks that come up before a prefill, and go down after it.
+"""Lower tiers of the torch engine: onboards blocks before a prefill, writes full ones through.
 
-Books are kept on the event loop; blocks are copied in a thread of their own, while the model goes
-on with other sequences. What is on its way is referred to, so that nobody else gets its place.
+The event loop owns all state; threads copy blocks while the model works on other sequences. Blocks
+being copied are locked, so their block ids are not reused.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.retention_request import inherited_retention
 from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
 from kvmesh.worker.engines.torch.blocks.block_copier import BlockCopier
-from kvmesh.worker.engines.torch.blocks.block_io import Prefix, hold
+from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix, lock_held_prefix
 from kvmesh.worker.engines.torch.core import EngineRequest, TorchCore, TorchStep
-from kvmesh.worker.engines.torch.threads import completed
+from kvmesh.worker.engines.torch.threads import run_to_end
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,10 +45,11 @@ TIERS = 4
 LONG_PROMPT = 4096
 
 
-class LowerOptions(Struct, frozen=True, kw_only=True):
-    """`wait_s`: longest wait for what others compute, `deadline_s` for all that comes up.
+class LowerTierOptions(Struct, frozen=True, kw_only=True):
+    """Bounds of loading and writing.
 
-    `queue` blocks at most wait to be written.
+    A load waits up to `wait_s` for blocks that other workers compute, and ends after `deadline_s`.
+    Up to `queue` blocks wait for write-through.
     """
 
     wait_s: float
@@ -56,52 +57,55 @@ class LowerOptions(Struct, frozen=True, kw_only=True):
     queue: int
 
 
-class Filled(NamedTuple):
-    """The leading full blocks of a job, by their hashes, as they were when it was made."""
+class FullBlocks(NamedTuple):
+    """Snapshot of the hashes of a request's leading full blocks."""
 
-    job: EngineRequest
+    request: EngineRequest
     hashes: "array[int]"
-    local: "array[int]"
+    local_hashes: "array[int]"
 
 
 class LowerTiers:
-    """Moves the blocks of `core` up and down. `told` is called when the books have changed."""
+    """Moves blocks between `core` and the kvbm.
+
+    `on_change` is called after changes of the block manager.
+    """
 
     def __init__(
         self,
         core: TorchCore,
         client: KvbmClient,
         arenas: ArenaTensors,
-        options: LowerOptions,
-        told: Callable[[], None],
+        options: LowerTierOptions,
+        on_change: Callable[[], None],
     ) -> None:
-        self._counted = [0] * TIERS
+        self._onboarded = [0] * TIERS
         self._corrupt = 0
-        self.writer: WriteThrough[Filled] = WriteThrough(client, self, options.queue)
+        self.writer: WriteThrough[FullBlocks] = WriteThrough(client, self, options.queue)
         self._core = core
         self._client = client
         self._arenas = arenas
         self._options = options
-        self._told = told
-        self._copier = BlockCopier(core.model.memory)
+        self._on_change = on_change
+        self._copier = BlockCopier(core.model.pool)
         self._threads = ThreadPoolExecutor(2, "blocks")
         self._tasks: dict[Sequence, asyncio.Task[None]] = {}
         self._touches = BackgroundTasks()
-        self._computing = Throughput()
-        self._loading = Throughput()
+        self._compute_speed = Throughput()
+        self._load_speed = Throughput()
 
     @property
     def counts(self) -> TierCounts:
         return TierCounts(
-            loaded=self._counted,
+            loaded=self._onboarded,
             written=self.writer.written,
             skipped=self.writer.skipped,
             corrupt=self._corrupt,
         )
 
     @property
-    def present(self) -> bool:
-        """Whether there is a kvbm to ask."""
+    def available(self) -> bool:
+        """True while attached to a kvbm."""
         return self._client.key is not None
 
     async def open(self) -> None:
@@ -120,192 +124,201 @@ class LowerTiers:
         self._threads.shutdown()
         self._copier.close()
 
-    def stepped(self, step: TorchStep, deltas: list[OutputDelta], seconds: float) -> None:
-        """A step has computed parts of prompts, and ended some."""
-        tokens = sum(len(turn.row.tokens) for turn in step.turns if not turn.decodes)
+    def on_step(self, step: TorchStep, deltas: list[OutputDelta], seconds: float) -> None:
+        """Measure the prefill speed; end write-through state of computed prompts."""
+        tokens = sum(len(entry.row.tokens) for entry in step.entries if not entry.is_decode)
         if tokens >= MIN_MEASURED_TOKENS:
-            self._computing.record(tokens, seconds)
+            self._compute_speed.record(tokens, seconds)
         for delta in deltas:
             if delta.cached is not None:
                 self.writer.end(delta.request)
 
-    # up
+    # onboarding
 
-    def look(self) -> None:
-        """Begin to fetch for sequences that wait for it, and end it for those that do no more."""
+    def poll(self) -> None:
+        """Start onboarding for newly loading sequences; cancel it for those no longer loading."""
         for sequence in [s for s in self._tasks if s.state is not SequenceState.LOADING]:
             self._tasks.pop(sequence).cancel()
         for sequence in self._core.scheduler.loading:
             if sequence not in self._tasks:
-                fetching = asyncio.create_task(self._fetch(sequence), name="onboarding")
-                self._tasks[sequence] = fetching
-        if self.present:
+                task = asyncio.create_task(self._onboard(sequence), name="onboarding")
+                self._tasks[sequence] = task
+        if self.available:
             for sequence in self._core.scheduler.prefilling:
-                self._touch(sequence, self._core.job(sequence))
+                self._touch(sequence, self._core.request(sequence))
 
-    def _touch(self, sequence: Sequence, job: EngineRequest) -> None:
-        """Have the tiers below note that a prompt is in use which the engine holds already."""
-        if job.asked:
+    def _touch(self, sequence: Sequence, request: EngineRequest) -> None:
+        """Let lower tiers record the use of a prompt that did not wait for them."""
+        if request.looked_up:
             return
-        job.asked = True
-        self._touches.start(self._ask(sequence, job), "touch")
+        request.looked_up = True
+        self._touches.start(self._send_touch(sequence, request), "touch")
 
-    async def _ask(self, sequence: Sequence, job: EngineRequest) -> None:
+    async def _send_touch(self, sequence: Sequence, request: EngineRequest) -> None:
         hashes = sequence.reusable
-        prompt = await self._describe(job, hashes, sequence.local_hashes[: len(hashes)])
+        prompt = await self._describe_prompt(request, hashes, sequence.local_hashes[: len(hashes)])
         if prompt is not None:
             loading = self._client.load(prompt, len(hashes), self.speeds, 0.0, 0.0)
             async with aclosing(loading) as parts:
                 async for _ in parts:
                     break
 
-    async def _fetch(self, sequence: Sequence) -> None:
-        job, arrived = self._core.job(sequence), [0] * TIERS
+    async def _onboard(self, sequence: Sequence) -> None:
+        request, loaded_tokens = self._core.request(sequence), [0] * TIERS
         hashes = sequence.reusable
         local = sequence.local_hashes[: len(hashes)]
-        prints = job.prints.upto(job.tokens, len(hashes))
-        request = sequence.request
-        prefix = Prefix(self._core, hashes, local, prints, request.salt, request.tenant, self._told)
-        job.asked = True
+        fingerprints = request.fingerprints.upto(request.tokens, len(hashes))
+        salt, tenant = sequence.request.salt, sequence.request.tenant
+        prefix = HeldPrefix(self._core, hashes, local, fingerprints, salt, tenant, self._on_change)
+        request.looked_up = True
         try:
-            prompt = await self._describe(job, prefix.hashes, prefix.local)
+            prompt = await self._describe_prompt(request, prefix.hashes, prefix.local_hashes)
             if prompt is not None:
-                await self._bring_all(prompt, prefix, arrived)
+                await self._load_parts(prompt, prefix, loaded_tokens)
         except (RuntimeError, ValueError, OSError) as error:
-            log.error("cannot load blocks of request %s: %s", job.work.request, error)
+            log.error("request %s: cannot load blocks: %s", request.work.request, error)
         finally:
             if self._tasks.get(sequence) is asyncio.current_task():
                 del self._tasks[sequence]
-                self._core.settle(sequence, arrived)
+                self._core.finish_loading(sequence, loaded_tokens)
             prefix.release()
-            self._told()
+            self._on_change()
 
-    async def prefetch(self, work: Work, prefix: Prefix) -> None:
-        """Bring in what there is of a prompt that nobody asks for yet."""
+    async def prefetch(self, work: Work, prefix: HeldPrefix) -> None:
+        """Onboard the available prefix of a prompt ahead of its request."""
         key, chain = self._client.key, self._chain(work)
         if key is not None:
             tokens, blocks = array("I", work.tokens), len(prefix.hashes)
             digests = await self._copy(chain.upto, key, tokens, blocks)
-            prompt = _prompt(work, digests, prefix.hashes, prefix.local, work.retention)
-            await self._bring_all(prompt, prefix, [0] * TIERS, computes=False)
+            prompt = _make_prompt(work, digests, prefix.hashes, prefix.local_hashes, work.retention)
+            await self._load_parts(prompt, prefix, [0] * TIERS, computes=False)
 
-    async def _bring_all(
-        self, prompt: KvbmPrompt, prefix: Prefix, arrived: list[int], computes: bool = True
+    async def _load_parts(
+        self,
+        prompt: KvbmPrompt,
+        prefix: HeldPrefix,
+        loaded_tokens: list[int],
+        computes: bool = True,
     ) -> None:
         held, wait_s, deadline_s = prefix.held, self._options.wait_s, self._options.deadline_s
         loading = self._client.load(prompt, held, self.speeds, wait_s, deadline_s, computes)
         async with aclosing(loading) as parts:
             async for part in parts:
-                wanted, loaded = await self._bring(prompt, part, prefix)
-                for tier in part.tiers[wanted : wanted + loaded]:
-                    arrived[tier] += self._core.limits.block_size
-                    self._counted[tier] += 1
+                skipped, loaded = await self._load_part(prompt, part, prefix)
+                for tier in part.tiers[skipped : skipped + loaded]:
+                    loaded_tokens[tier] += self._core.limits.block_size
+                    self._onboarded[tier] += 1
                 if loaded and part.retention:
-                    self._inherit(prompt, part, prefix)
-                if not prefix.reaches(part.first + len(part.offsets)):
+                    self._inherit_retention(prompt, part, prefix)
+                if not prefix.covers(part.first + len(part.offsets)):
                     break
 
-    async def _bring(
-        self, prompt: KvbmPrompt, part: FetchedPart, prefix: Prefix
+    async def _load_part(
+        self, prompt: KvbmPrompt, part: FetchedPart, prefix: HeldPrefix
     ) -> tuple[int, int]:
-        """Load what is missing of a part; from which of its blocks on, and how many."""
-        wanted = prefix.extend(part.first) - part.first
-        if wanted < 0:
+        """Load the missing blocks of a part; returns how many it skipped and how many it loaded."""
+        skipped = prefix.extend(part.first) - part.first
+        if skipped < 0:
             return 0, 0
-        offsets, checksums = part.offsets[wanted:], part.checksums[wanted:]
-        places = prefix.reserve(len(offsets))
-        good = 0
+        offsets, checksums = part.offsets[skipped:], part.checksums[skipped:]
+        block_ids = prefix.reserve(len(offsets))
+        valid = 0
         try:
             start = time.perf_counter()
-            good = await self._copy(
-                self._copier.up,
-                places,
+            valid = await self._copy(
+                self._copier.onboard,
+                block_ids,
                 self._arenas.of(part.arena),
-                offsets[: len(places)],
-                checksums[: len(places)],
+                offsets[: len(block_ids)],
+                checksums[: len(block_ids)],
             )
-            size = good * self._core.model.layout.block_bytes
-            self._loading.record(size, time.perf_counter() - start)
+            size = valid * self._core.model.layout.block_bytes
+            self._load_speed.record(size, time.perf_counter() - start)
         finally:
-            prefix.fill(places, good)
-        if good < len(places):
-            self._on_corrupt(prompt, part, part.first + wanted + good)
-        return wanted, good
+            prefix.commit(block_ids, valid)
+        if valid < len(block_ids):
+            self._on_corrupt(prompt, part, part.first + skipped + valid)
+        return skipped, valid
 
-    def _inherit(self, prompt: KvbmPrompt, part: FetchedPart, prefix: Prefix) -> None:
+    def _inherit_retention(self, prompt: KvbmPrompt, part: FetchedPart, prefix: HeldPrefix) -> None:
         core = self._core
-        asked = inherited_retention(part.retention, core.limits.block_size, owner(prompt.tenant))
-        core.blocks.retention.claim_inherited(prefix.hashes[: prefix.held], asked, core.blocks.now)
+        retention = inherited_retention(
+            part.retention, core.limits.block_size, owner(prompt.tenant)
+        )
+        core.blocks.retention.claim_inherited(
+            prefix.hashes[: prefix.held], retention, core.blocks.now
+        )
 
     def _on_corrupt(self, prompt: KvbmPrompt, part: FetchedPart, block: int) -> None:
         self._corrupt += 1
-        log.warning("block %d of request %s has a wrong checksum", block, prompt.request)
+        log.warning("request %s: block %d has a wrong checksum", prompt.request, block)
         self._client.report_corrupt(part, digest_of(prompt, block))
 
     @property
     def speeds(self) -> TierSpeeds:
-        return TierSpeeds(compute_tps=self._computing.value, load_bps=self._loading.value)
+        return TierSpeeds(compute_tps=self._compute_speed.value, load_bps=self._load_speed.value)
 
-    async def _describe(
-        self, job: EngineRequest, hashes: "array[int]", local: "array[int]"
+    async def _describe_prompt(
+        self, request: EngineRequest, hashes: "array[int]", local: "array[int]"
     ) -> KvbmPrompt | None:
         key = self._client.key
         if key is None:
             return None
-        if job.chain is None and len(job.tokens) > LONG_PROMPT:
-            chain = self._chain(job.work)
-            await self._copy(chain.upto, key, job.tokens[:], len(hashes))
-            job.chain = chain
-        return self._named(Filled(job, hashes, local), key)
+        if request.digest_chain is None and len(request.tokens) > LONG_PROMPT:
+            chain = self._chain(request.work)
+            await self._copy(chain.upto, key, request.tokens[:], len(hashes))
+            request.digest_chain = chain
+        return self._kvbm_prompt(FullBlocks(request, hashes, local), key)
 
-    # down
+    # write-through
 
-    def filled(self, job: EngineRequest, sequence: Sequence) -> None:
-        """The leading `sequence.held` blocks of a job are full."""
+    def on_filled(self, request: EngineRequest, sequence: Sequence) -> None:
         held = sequence.full_blocks
-        item = Filled(job, sequence.sequence_hashes[:held], sequence.local_hashes[:held])
-        if self.writer.put(job.work.request, item, job.offered, held):
-            job.offered = held
+        item = FullBlocks(request, sequence.sequence_hashes[:held], sequence.local_hashes[:held])
+        if self.writer.put(request.work.request, item, request.offered_blocks, held):
+            request.offered_blocks = held
 
-    def hold(self, item: Filled, key: bytes) -> KvbmPrompt | None:
-        prints = item.job.prints.upto(item.job.tokens, len(item.hashes))
-        held, _ = hold(self._core, item.hashes, prints)
+    def hold(self, item: FullBlocks, key: bytes) -> KvbmPrompt | None:
+        fingerprints = item.request.fingerprints.upto(item.request.tokens, len(item.hashes))
+        held, _ = lock_held_prefix(self._core, item.hashes, fingerprints)
         if len(held) < len(item.hashes):
             self._core.blocks.unlock(held)
             return None
-        return self._named(item, key)
+        return self._kvbm_prompt(item, key)
 
-    async def copy(self, item: Filled, writing: PendingWrite) -> "array[int]":
-        places = self._core.slots.places([item.hashes[block] for block in writing.blocks])
+    async def copy(self, item: FullBlocks, writing: PendingWrite) -> "array[int]":
+        block_ids = self._core.physical_blocks.block_ids(
+            [item.hashes[block] for block in writing.blocks]
+        )
         host = self._arenas.of(writing.arena)
-        return await self._copy(self._copier.down, places, host, writing.offsets)
+        return await self._copy(self._copier.offload, block_ids, host, writing.offsets)
 
-    def release(self, item: Filled) -> None:
+    def release(self, item: FullBlocks) -> None:
         self._core.blocks.unlock(item.hashes)
-        self._told()
+        self._on_change()
 
-    def drop(self, item: Filled) -> None:
+    def drop(self, item: FullBlocks) -> None:
         pass
 
-    def _named(self, item: Filled, key: bytes) -> KvbmPrompt:
-        job, work = item.job, item.job.work
-        if job.chain is None:
-            job.chain = self._chain(work)
+    def _kvbm_prompt(self, item: FullBlocks, key: bytes) -> KvbmPrompt:
+        request, work = item.request, item.request.work
+        if request.digest_chain is None:
+            request.digest_chain = self._chain(work)
         retention = work.retention
         if work.decode is not None:
-            retention = [*retention, replace(work.decode, start=job.base, end=None)]
-        digests = job.chain.upto(key, job.tokens, len(item.hashes))
-        return _prompt(work, digests, item.hashes, item.local, retention)
+            retention = [*retention, replace(work.decode, start=request.prompt_length, end=None)]
+        digests = request.digest_chain.upto(key, request.tokens, len(item.hashes))
+        return _make_prompt(work, digests, item.hashes, item.local_hashes, retention)
 
     def _chain(self, work: Work) -> DigestChain:
         tenant = self._client.worker
         return DigestChain(tenant.model, work.adapter or "", work.tenant, tenant.layout)
 
     async def _copy(self, function: Callable[..., T], *arguments: object) -> T:
-        return await completed(self._threads, function, *arguments)
+        return await run_to_end(self._threads, function, *arguments)
 
 
-def _prompt(
+def _make_prompt(
     work: Work,
     digests: bytes,
     hashes: "array[int]",

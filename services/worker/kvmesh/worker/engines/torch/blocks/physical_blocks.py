@@ -1,7 +1,8 @@
-"""Which physical block holds what: the memory side of the block manager's books.
+"""Maps the logical blocks of the block manager to physical blocks of the KV pool.
 
-The block manager counts blocks and knows them by hash; here each gets a place. Both see the same
-signals in the same order, so there is always a free place for what the manager has allocated.
+The block manager counts blocks and identifies full ones by sequence hash; this module assigns their
+block ids. Both apply the same operations in the same order, so a free block id exists for every
+block that the manager has allocated.
 """
 
 from array import array
@@ -12,93 +13,98 @@ from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
 
 
 class BlockTable:
-    """The places of one sequence's blocks, in order; the first `named` are known by their hash."""
+    """Block ids of one sequence, in order; the first `cached` are registered by hash."""
 
-    __slots__ = ("named", "places", "sequence")
+    __slots__ = ("block_ids", "cached", "sequence")
 
-    def __init__(self, sequence: Sequence, places: list[int]) -> None:
+    def __init__(self, sequence: Sequence, block_ids: list[int]) -> None:
         self.sequence = sequence
-        self.places = places
-        self.named = len(places)
+        self.block_ids = block_ids
+        self.cached = len(block_ids)
 
 
-class SlotTable:
-    """Places 0 … `blocks` - 1: each is free, in the name of one sequence, or has a hash."""
+class PhysicalBlocks:
+    """Block ids 0 … `blocks` - 1: each is free, private to one sequence, or registered by hash."""
 
     def __init__(self, blocks: int) -> None:
         self._free = list(range(blocks - 1, -1, -1))
-        self._leaving: list[int] = []
-        self._places: dict[int, int] = {}
+        self._deferred_free: list[int] = []
+        self._by_hash: dict[int, int] = {}
         self._tables: dict[str, BlockTable] = {}
 
     @property
     def contents(self) -> set[int]:
-        """The hashes of all blocks that have one."""
-        return set(self._places)
+        """Sequence hashes of all registered blocks."""
+        return set(self._by_hash)
 
     @property
     def free(self) -> int:
-        """How many places hold nothing that is needed."""
-        return len(self._free) + len(self._leaving)
+        """Number of free block ids, including those to be freed after the step."""
+        return len(self._free) + len(self._deferred_free)
 
     @property
-    def ready(self) -> int:
-        """How many places can be taken at once, even while a step is under way."""
+    def allocatable(self) -> int:
+        """Number of block ids that can be allocated now, even during a step."""
         return len(self._free)
 
-    def places(self, hashes: Iterable[int]) -> list[int]:
-        """Where full blocks are; KeyError names one that is not held."""
-        return [self._places[block] for block in hashes]
+    def block_ids(self, hashes: Iterable[int]) -> list[int]:
+        """Block ids of registered blocks; raises KeyError with the first missing hash."""
+        return [self._by_hash[sequence_hash] for sequence_hash in hashes]
 
-    def follow(self, events: Iterable[KvEvent]) -> None:
-        """Free the places of evicted blocks."""
+    def apply(self, events: Iterable[KvEvent]) -> None:
+        """Free the block ids of evicted blocks."""
         for event in events:
             if isinstance(event, Removed):
-                self._free += [self._places.pop(block) for block in array("Q", event.engine)]
+                self._free += [
+                    self._by_hash.pop(sequence_hash) for sequence_hash in array("Q", event.engine)
+                ]
 
     def release_idle(self) -> None:
-        """Between steps: take back what preempted sequences had, and what others have left."""
-        self._free += self._leaving
-        self._leaving.clear()
+        """Between steps: free private blocks of preempted and of ended sequences."""
+        self._free += self._deferred_free
+        self._deferred_free.clear()
         idle = [r for r, t in self._tables.items() if t.sequence.state is SequenceState.WAITING]
         for request in idle:
-            self._free += self._tables[request].places[self._tables.pop(request).named :]
+            self._free += self._tables[request].block_ids[self._tables.pop(request).cached :]
 
-    def table(self, sequence: Sequence) -> BlockTable:
-        """The places of all that a running sequence holds, new private blocks included."""
+    def block_table(self, sequence: Sequence) -> BlockTable:
+        """The block table of a running sequence, extended to its newly allocated blocks."""
         request = sequence.request.id
         table = self._tables.get(request)
         if table is None:
-            held = self.places(sequence.sequence_hashes[: sequence.full_blocks])
+            held = self.block_ids(sequence.sequence_hashes[: sequence.full_blocks])
             table = self._tables[request] = BlockTable(sequence, held)
-        while len(table.places) < sequence.full_blocks + sequence.private_blocks:
-            table.places.append(self._free.pop())
+        while len(table.block_ids) < sequence.full_blocks + sequence.private_blocks:
+            table.block_ids.append(self._free.pop())
         return table
 
-    def name(self, sequence: Sequence) -> None:
-        """Know newly filled blocks by their hashes; what is held already is shared instead."""
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Register newly filled blocks by hash; replace duplicates by the registered block."""
         table = self._tables[sequence.request.id]
-        for i in range(table.named, sequence.full_blocks):
-            table.places[i] = self.keep(sequence.sequence_hashes[i], table.places[i])
-        table.named = sequence.full_blocks
+        for i in range(table.cached, sequence.full_blocks):
+            table.block_ids[i] = self.cache_block(sequence.sequence_hashes[i], table.block_ids[i])
+        table.cached = sequence.full_blocks
 
     def release(self, request: str) -> None:
-        """Free the private blocks of a sequence that ends, once no step writes to them."""
+        """Free the private blocks of an ended sequence after the current step."""
         table = self._tables.pop(request, None)
         if table is not None:
-            self._leaving += table.places[table.named :]
+            self._deferred_free += table.block_ids[table.cached :]
 
-    def take(self, count: int) -> list[int]:
-        """Places for blocks that the manager has just allocated."""
+    def allocate(self, count: int) -> list[int]:
+        """Block ids for blocks that the block manager has just allocated."""
         return [self._free.pop() for _ in range(count)]
 
-    def give_back(self, places: list[int]) -> None:
-        """Free places that were taken and have got no hash."""
-        self._free += places
+    def return_unused(self, block_ids: list[int]) -> None:
+        """Free allocated block ids that were not registered."""
+        self._free += block_ids
 
-    def keep(self, block: int, place: int) -> int:
-        """Give the block at `place` its hash; returns where the block with that hash is."""
-        known = self._places.setdefault(block, place)
-        if known != place:
-            self._free.append(place)
+    def cache_block(self, sequence_hash: int, block_id: int) -> int:
+        """Register a block by hash; returns the block id registered under that hash.
+
+        If the hash is registered already, `block_id` is freed.
+        """
+        known = self._by_hash.setdefault(sequence_hash, block_id)
+        if known != block_id:
+            self._free.append(block_id)
         return known

@@ -1,4 +1,4 @@
-"""Constraints of the mesh as matchers of llguidance, for one tokenizer. Imports no torch."""
+"""Compiles constraints to llguidance matchers for one tokenizer. Imports no torch."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,14 +7,21 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from kvmesh.bus.messages import Guided
-from kvmesh.worker.engines.torch.constraints.lark import choice, lean, structural
+from kvmesh.worker.engines.torch.constraints.lark import (
+    choice_grammar,
+    limit_whitespace,
+    structural_tag_grammar,
+)
 
 
-class GrammarMaker:
-    """Makes matchers for the tokenizer in a model folder; raises OSError or ValueError."""
+class MatcherFactory:
+    """Compiles constraints for the tokenizer in a model folder.
 
-    def __init__(self, folder: Path, vocabulary: int, ends: Iterable[int]) -> None:
-        text, stops = (folder / "tokenizer.json").read_text(), sorted(ends)
+    Raises OSError or ValueError if the tokenizer cannot be read.
+    """
+
+    def __init__(self, folder: Path, vocabulary: int, eos_tokens: Iterable[int]) -> None:
+        text, stops = (folder / "tokenizer.json").read_text(), sorted(eos_tokens)
         self._tokenizer = LLTokenizer(text, n_vocab=vocabulary, eos_token=stops or None)
         added = json.loads(text).get("added_tokens") or []
         ids = {token["content"]: token["id"] for token in added}
@@ -25,10 +32,10 @@ class GrammarMaker:
         }
 
     def make(self, guided: Guided) -> LLMatcher:
-        """Raises ValueError for a constraint that is malformed or that nothing satisfies.
+        """Compile a constraint; raises ValueError if it is malformed or unsatisfiable.
 
-        The first masks take longest, and what is learned then all copies of a matcher share: so
-        two are computed here.
+        Computes the first two masks: they take longest, and all copies of a matcher share what
+        llguidance caches while computing them.
         """
         kind, value = guided.kind, guided.value
         try:
@@ -46,7 +53,7 @@ class GrammarMaker:
 
 
 def _schema(text: str) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(lean(json.loads(text))))
+    return LLMatcher.grammar_from_json_schema(json.dumps(limit_whitespace(json.loads(text))))
 
 
 def _grammar(kind: str, value: str, special: Mapping[str, int]) -> str:
@@ -58,9 +65,9 @@ def _grammar(kind: str, value: str, special: Mapping[str, int]) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(value)
         case "choice":
-            return LLMatcher.grammar_from_lark(choice(json.loads(value), special))
+            return LLMatcher.grammar_from_lark(choice_grammar(json.loads(value), special))
         case "grammar":
             return LLMatcher.grammar_from_lark(value)
         case "structural_tag":
-            return LLMatcher.grammar_from_lark(structural(json.loads(value), special))
-    raise ValueError("there is no such kind")
+            return LLMatcher.grammar_from_lark(structural_tag_grammar(json.loads(value), special))
+    raise ValueError("unknown kind of constraint")

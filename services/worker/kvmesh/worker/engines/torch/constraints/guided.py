@@ -1,4 +1,4 @@
-"""Guided decoding: constraints of the mesh as grammars of llguidance, and their token masks."""
+"""Guided decoding: cache of compiled constraints, and token masks of one answer."""
 
 import asyncio
 import sys
@@ -16,50 +16,50 @@ from torch import Tensor
 from kvmesh.bus.messages import Guided
 from kvmesh.worker.constraints.trial_client import TrialClient
 from kvmesh.worker.engine import EngineConfigError, EngineError, Rejected
-from kvmesh.worker.engines.torch.constraints.grammar import GrammarMaker
+from kvmesh.worker.engines.torch.constraints.grammar import MatcherFactory
 
 CACHED_GRAMMARS = 64
 CACHED_BYTES = 512 << 20
-AT_ONCE = 2
+COMPILE_THREADS = 2
 
 
-class _Kept(NamedTuple):
-    """A compiled constraint, and the bytes that it takes."""
+class _CompiledGrammar(NamedTuple):
+    """A compiled constraint and its size in bytes."""
 
     matcher: LLMatcher
     size: int
 
 
-class Grammars:
-    """Makes constraints for the tokenizer in a model folder.
+class GrammarCache:
+    """Compiles and caches constraints for the tokenizer in a model folder.
 
-    `most_s` bounds the time of trying one, and that of compiling it then.
+    `timeout_s` bounds both the trial of a constraint in another process and its compilation here.
     """
 
     def __init__(
-        self, folder: Path, vocabulary: int, ends: Iterable[int], most_s: float = 10.0
+        self, folder: Path, vocabulary: int, eos_tokens: Iterable[int], timeout_s: float = 10.0
     ) -> None:
         self.vocabulary = vocabulary
         self._folder = folder
-        self._ends = sorted(ends)
-        self._most_s = most_s
-        self._maker: GrammarMaker | None = None
-        self._compiled: OrderedDict[Guided, _Kept] = OrderedDict()
-        arguments = (str(folder), *map(str, (vocabulary, most_s, *self._ends)))
+        self._eos_tokens = sorted(eos_tokens)
+        self._timeout_s = timeout_s
+        self._factory: MatcherFactory | None = None
+        self._compiled: OrderedDict[Guided, _CompiledGrammar] = OrderedDict()
+        arguments = (str(folder), *map(str, (vocabulary, timeout_s, *self._eos_tokens)))
         self._trials = TrialClient(
-            most_s,
+            timeout_s,
             sys.executable,
             "-m",
             "kvmesh.worker.engines.torch.constraints.trial",
             *arguments,
         )
-        self._threads = ThreadPoolExecutor(AT_ONCE, "grammars")
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammars")
 
     def load(self) -> None:
-        """Read the tokenizer; raises ConfigError."""
+        """Read the tokenizer; raises EngineConfigError."""
         try:
-            self._maker = GrammarMaker(self._folder, self.vocabulary, self._ends)
-        except Exception as error:  # llguidance raises nothing narrower
+            self._factory = MatcherFactory(self._folder, self.vocabulary, self._eos_tokens)
+        except Exception as error:  # llguidance raises plain Exception
             raise EngineConfigError(
                 f"cannot read the tokenizer of {self._folder}: {error}"
             ) from error
@@ -72,45 +72,50 @@ class Grammars:
         return guided in self._compiled
 
     async def compile(self, guided: Guided) -> None:
-        """Have the grammar at hand; raises Rejected as `constraint` does.
+        """Try a constraint in another process, then compile and cache it.
 
-        A constraint that takes too much of anything is found out in another process.
+        The trial bounds time and memory. Raises Rejected as `constraint` does, and EngineError if
+        a constraint that passed its trial exceeds `timeout_s` here.
         """
         size = await self._trials.try_constraint(guided)
         loop = asyncio.get_running_loop()
         compiling = loop.run_in_executor(self._threads, self._compile, guided)
         try:
-            matcher = await asyncio.wait_for(compiling, self._most_s)
+            matcher = await asyncio.wait_for(compiling, self._timeout_s)
         except TimeoutError:
-            raise EngineError(f"a {guided.kind} that passed takes too long to compile") from None
-        self._keep(guided, _Kept(matcher, size))
+            raise EngineError(
+                f"a {guided.kind} passed its trial but takes too long to compile"
+            ) from None
+        self._store(guided, _CompiledGrammar(matcher, size))
 
     def constraint(self, guided: Guided) -> "GrammarConstraint":
-        """Raises Rejected for a constraint that is malformed or that nothing satisfies."""
-        kept = self._compiled.get(guided) or _Kept(self._compile(guided), len(guided.value))
-        self._keep(guided, kept)
-        return GrammarConstraint(kept.matcher.deep_copy(), self.vocabulary)
+        """A fresh constraint; raises Rejected if it is malformed or unsatisfiable."""
+        entry = self._compiled.get(guided) or _CompiledGrammar(
+            self._compile(guided), len(guided.value)
+        )
+        self._store(guided, entry)
+        return GrammarConstraint(entry.matcher.deep_copy(), self.vocabulary)
 
-    def _keep(self, guided: Guided, kept: _Kept) -> None:
-        self._compiled[guided] = kept
+    def _store(self, guided: Guided, entry: _CompiledGrammar) -> None:
+        self._compiled[guided] = entry
         self._compiled.move_to_end(guided)
-        size = sum(kept.size for kept in self._compiled.values())
+        size = sum(entry.size for entry in self._compiled.values())
         while len(self._compiled) > 1 and (
             len(self._compiled) > CACHED_GRAMMARS or size > CACHED_BYTES
         ):
             size -= self._compiled.popitem(last=False)[1].size
 
     def _compile(self, guided: Guided) -> LLMatcher:
-        if self._maker is None:
+        if self._factory is None:
             raise Rejected("the engine has not started")
         try:
-            return self._maker.make(guided)
+            return self._factory.make(guided)
         except ValueError as error:
             raise Rejected(str(error)) from error
 
 
 class GrammarConstraint:
-    """One answer on its way through a grammar."""
+    """State of one answer in a grammar; implements `Constraint`."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher
@@ -122,7 +127,7 @@ class GrammarConstraint:
         return self._matcher.is_stopped()
 
     @property
-    def fault(self) -> str:
+    def error(self) -> str:
         if not self._matcher.is_error():
             return ""
         return f"the constraint became too complex: {self._matcher.get_error().splitlines()[0]}"
@@ -132,6 +137,6 @@ class GrammarConstraint:
         bits = np.unpackbits(self._bits, bitorder="little")[: self._vocabulary]
         return torch.from_numpy(bits).bool()
 
-    def take(self, token: int) -> None:
+    def advance(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)

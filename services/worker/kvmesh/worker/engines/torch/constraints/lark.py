@@ -1,18 +1,18 @@
-"""Choices and structural tags written as grammars in llguidance's variant of Lark."""
+"""Translates choices and structural tags to grammars in llguidance's variant of Lark."""
 
 import json
 import re
 from collections.abc import Mapping
 
-# A model that cannot make up its mind would fill its answer with blanks.
+# Unlimited whitespace would let a weak model fill its answer with blanks.
 _JSON_OPTIONS = {"whitespace_pattern": r"\n? {0,16}"}
 _ANY = "/(.|\\n)*/"
 
 
-def choice(options: object, special: Mapping[str, int]) -> str:
-    """A grammar of fixed texts; raises ValueError if they are not an array of strings.
+def choice_grammar(options: object, special: Mapping[str, int]) -> str:
+    """A grammar of fixed texts; raises ValueError unless `options` is an array of strings.
 
-    `special` maps the texts that are tokens of their own, and cannot be spelled, to those tokens.
+    `special` maps the texts of special tokens to their ids.
     """
     if not isinstance(options, list) or not options or not all(isinstance(o, str) for o in options):
         raise ValueError("choices must be a JSON array of strings")
@@ -20,10 +20,10 @@ def choice(options: object, special: Mapping[str, int]) -> str:
     return "start: " + " | ".join(writer.literal(option) for option in options)
 
 
-def structural(tag: object, special: Mapping[str, int]) -> str:
-    """A grammar of xgrammar's structural tags: `format` trees, and the older flat `structures`.
+def structural_tag_grammar(tag: object, special: Mapping[str, int]) -> str:
+    """A grammar of xgrammar's structural tags: a `format` tree, or the older flat `structures`.
 
-    Raises ValueError for what is neither.
+    Raises ValueError for anything else.
     """
     writer = _Writer(special)
     match tag:
@@ -44,13 +44,13 @@ def _flat(structure: object) -> dict[str, object]:
     raise ValueError("a structure needs `begin`, `schema` and `end`")
 
 
-def lean(schema: object) -> object:
-    """The same JSON schema, told to allow few blanks."""
+def limit_whitespace(schema: object) -> object:
+    """The same JSON schema with an llguidance option that limits whitespace."""
     return {"x-guidance": _JSON_OPTIONS, **schema} if isinstance(schema, dict) else schema
 
 
 class _Writer:
-    """Turns nodes into rules; each method returns the name of the rule that it has added."""
+    """Turns nodes of a structural tag into rules; methods return the name of the added rule."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self.rules: list[str] = []
@@ -59,7 +59,7 @@ class _Writer:
         self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
 
     def literal(self, text: str) -> str:
-        """An expression for exactly this text."""
+        """An expression that matches exactly this text."""
         parts = self._split.split(text) if self._split is not None else [text]
         whole = [self._part(part) for part in parts if part]
         return " ".join(whole) or '""'
@@ -69,7 +69,7 @@ class _Writer:
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def _text_until(self, end: str) -> str:
-        """Free text up to the first occurrence of `end`, which is part of it."""
+        """Free text up to and including the first occurrence of `end`."""
         first = self.literal(end).split(" ")[0]
         if first.startswith("<["):
             return self._add(f"{self._add(_ANY)} {self.literal(end)}")
@@ -97,22 +97,24 @@ class _Writer:
                 return self.triggered(triggers, tags, bool(rest.get("at_least_one")))
         raise ValueError(f"unknown structural tag {node!r:.80}")
 
-    def triggered(self, triggers: list[str], tags: list[dict[str, object]], must: bool) -> str:
-        """Free text in which a trigger begins one of the tags that start with it."""
+    def triggered(
+        self, triggers: list[str], tags: list[dict[str, object]], at_least_one: bool
+    ) -> str:
+        """Free text in which a trigger starts one of the tags that begin with that trigger."""
         if not tags:
             raise ValueError("triggered tags need tags")
         text = self._free(triggers)
         calls = " | ".join(self._after_trigger(triggers, tag, text) for tag in tags)
-        return self._add(f"({calls}){'+' if must else '*'} {text}")
+        return self._add(f"({calls}){'+' if at_least_one else '*'} {text}")
 
     def _free(self, triggers: list[str]) -> str:
-        """Text without any of `triggers`; thinking may open and close in it."""
+        """Text without any of `triggers`; reasoning may open and close in it."""
         first = {self.literal(trigger).split(" ")[0] for trigger in triggers if trigger}
         tokens = [f"<[{i}]>" for i in self._special.values()]
-        spelled = [re.escape(t) for t in triggers if t and not self.literal(t).startswith("<[")]
-        barred = [" & ~" + _regex("(.|\\n)*" + text + "(.|\\n)*") for text in spelled]
+        texts = [re.escape(t) for t in triggers if t and not self.literal(t).startswith("<[")]
+        excluded = [" & ~" + _regex("(.|\\n)*" + text + "(.|\\n)*") for text in texts]
         name = f"TEXT{len(self.rules)}"
-        self.rules.append(f"{name}: /(.|\\n)+/{''.join(barred)}")
+        self.rules.append(f"{name}: /(.|\\n)+/{''.join(excluded)}")
         parts = [name, *(token for token in tokens if token not in first)]
         return self._add(f"({' | '.join(parts)})*")
 
@@ -120,7 +122,7 @@ class _Writer:
         begin, end = str(tag["begin"]), str(tag["end"])
         trigger = next((t for t in triggers if t and begin.startswith(t)), None)
         if trigger is None:
-            raise ValueError(f"no trigger for the tag that begins with {begin!r}")
+            raise ValueError(f"no trigger matches the tag that begins with {begin!r}")
         if self.literal(begin).startswith("<["):
             trigger = ""
         head = f"{text} {self._text_until(trigger)}" if trigger else text
@@ -144,7 +146,7 @@ class _Writer:
 
 
 def _json(schema: object) -> str:
-    return f"%json {json.dumps(lean(schema))}"
+    return f"%json {json.dumps(limit_whitespace(schema))}"
 
 
 def _regex(pattern: str) -> str:

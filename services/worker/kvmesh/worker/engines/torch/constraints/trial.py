@@ -1,4 +1,4 @@
-"""The process that tries constraints for the torch engine.
+"""Process that tries constraints for the torch engine.
 
 python -m kvmesh.worker.engines.torch.constraints.trial FOLDER VOCABULARY SECONDS [END…]
 """
@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from kvmesh.worker.constraints.trial_server import TrialServer
-from kvmesh.worker.engines.torch.constraints.grammar import GrammarMaker
+from kvmesh.worker.engines.torch.constraints.grammar import MatcherFactory
 
 
-def main(folder: str, vocabulary: str, seconds: str, *ends: str) -> None:
-    """Serve the worker at the other end of stdin and stdout."""
-    maker = GrammarMaker(Path(folder), int(vocabulary), map(int, ends))
-    TrialServer(maker.make, float(seconds)).run()
+def main(folder: str, vocabulary: str, seconds: str, *eos_tokens: str) -> None:
+    """Serve trials to the worker over stdin and stdout."""
+    factory = MatcherFactory(Path(folder), int(vocabulary), map(int, eos_tokens))
+    TrialServer(factory.make, float(seconds)).run()
 
 
 if __name__ == "__main__":

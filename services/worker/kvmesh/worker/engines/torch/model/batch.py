@@ -1,8 +1,8 @@
-"""What one forward pass works on: rows of several sequences, side by side, as tensors.
+"""Input tensors of one forward pass: rows of several sequences in one flat batch.
 
-Numeric libraries pick their kernels, and with them the order of sums, by the shape of what they
-work on: a token would get slightly different numbers alone, in a batch, or behind a longer prompt.
-So every pass has the same number of tokens, the last ones padding, and all shapes are fixed.
+Numeric libraries choose kernels, and with them the order of sums, by tensor shapes: a token would
+get slightly different numbers alone, in a batch, or behind a longer prompt. So every pass is padded
+to the same number of tokens, and all shapes are fixed.
 """
 
 from collections.abc import Iterable
@@ -16,46 +16,45 @@ QUERY_TILE = 8
 
 
 class BatchRow(NamedTuple):
-    """Consecutive tokens of one sequence from place `start` on, whose blocks are at `places`.
+    """Consecutive tokens of one sequence from position `start` on, and its block table.
 
-    `last` says whether the logits after the last of them are wanted.
+    `wants_logits`: return the logits after the last of these tokens.
     """
 
     tokens: Items[int]
     start: int
-    places: list[int]
-    last: bool
+    block_ids: list[int]
+    wants_logits: bool
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
 
-def cut(rows: Iterable[BatchRow], size: int) -> list[list[BatchRow]]:
-    """The same tokens in passes of at most `size`, in order."""
+def split_rows(rows: Iterable[BatchRow], size: int) -> list[list[BatchRow]]:
+    """Split rows into passes of at most `size` tokens, in order."""
     passes: list[list[BatchRow]] = []
-    room = 0
+    free = 0
     for row in rows:
         start = 0
         while start < len(row.tokens):
-            if not room:
+            if not free:
                 passes.append([])
-                room = size
-            count = min(room, len(row.tokens) - start)
-            last = row.last and start + count == len(row.tokens)
+                free = size
+            count = min(free, len(row.tokens) - start)
+            last = row.wants_logits and start + count == len(row.tokens)
             part = row.tokens[start : start + count]
-            passes[-1].append(BatchRow(part, row.start + start, row.places, last))
+            passes[-1].append(BatchRow(part, row.start + start, row.block_ids, last))
             start += count
-            room -= count
+            free -= count
     return passes
 
 
 class Batch:
-    """All rows flat, one token after the other, and cut into tiles of queries for attention.
+    """All rows as one flat sequence of tokens, and as tiles of queries for attention.
 
-    There are `size` tokens, of which only the first are real; the KV of the others goes to place
-    `scratch`. Tiles are in order of the last position in them, longest first, so that those which
-    need a range of keys come first.
+    The batch is padded to `size` tokens; the KV of the padding goes to block `scratch`. Tiles are
+    sorted by their last position, highest first, so those that need a range of keys come first.
     """
 
     def __init__(
@@ -68,25 +67,25 @@ class Batch:
             return tensor(values + [value] * (size - len(values)))
 
         tiles = _tiles(rows)
-        width = max(len(row.places) for row in rows)
-        wanted = _wanted(rows)
-        self.wanted_count = len(wanted)
+        width = max(len(row.block_ids) for row in rows)
+        logit_indices = _logit_indices(rows)
+        self.logit_count = len(logit_indices)
         self.tokens = padded([t for row in rows for t in row.tokens])
         self.positions = padded([p for row in rows for p in range(row.start, row.end)])
-        slots = padded(_slots(rows, block_size), scratch * block_size)
-        self.slots = (slots // block_size, slots % block_size)
-        self.wanted = padded(wanted) if wanted else tensor([0])
-        self.lasts = [tile.last for tile in tiles]
-        self.tables = tensor(
-            [tile.row.places + [0] * (width - len(tile.row.places)) for tile in tiles]
+        slot_mapping = padded(_slot_mapping(rows, block_size), scratch * block_size)
+        self.slot_mapping = (slot_mapping // block_size, slot_mapping % block_size)
+        self.logit_indices = padded(logit_indices) if logit_indices else tensor([0])
+        self.last_positions = [tile.last_position for tile in tiles]
+        self.block_tables = tensor(
+            [tile.row.block_ids + [0] * (width - len(tile.row.block_ids)) for tile in tiles]
         )
         self.queries = tensor([tile.queries for tile in tiles])
         self.query_positions = tensor([tile.positions for tile in tiles])
-        self.returns = padded(_returns(tiles))
+        self.output_order = padded(_output_order(tiles))
 
 
 class _Tile(NamedTuple):
-    """At most QUERY_TILE tokens of a row: flat indices and positions, padded with 0 and -1."""
+    """Up to QUERY_TILE tokens of a row: flat indices padded with 0, positions padded with -1."""
 
     row: BatchRow
     size: int
@@ -94,7 +93,7 @@ class _Tile(NamedTuple):
     positions: list[int]
 
     @property
-    def last(self) -> int:
+    def last_position(self) -> int:
         return self.positions[self.size - 1]
 
 
@@ -109,31 +108,31 @@ def _tiles(rows: Items[BatchRow]) -> list[_Tile]:
             positions = [*range(start, start + size), *[-1] * padding]
             tiles.append(_Tile(row, size, queries, positions))
             flat += size
-    return sorted(tiles, key=lambda tile: -tile.last)
+    return sorted(tiles, key=lambda tile: -tile.last_position)
 
 
-def _slots(rows: Items[BatchRow], block_size: int) -> list[int]:
+def _slot_mapping(rows: Items[BatchRow], block_size: int) -> list[int]:
     return [
-        row.places[p // block_size] * block_size + p % block_size
+        row.block_ids[p // block_size] * block_size + p % block_size
         for row in rows
         for p in range(row.start, row.end)
     ]
 
 
-def _wanted(rows: Items[BatchRow]) -> list[int]:
+def _logit_indices(rows: Items[BatchRow]) -> list[int]:
     ends: list[int] = []
     flat = 0
     for row in rows:
         flat += len(row.tokens)
-        if row.last:
+        if row.wants_logits:
             ends.append(flat - 1)
     return ends
 
 
-def _returns(tiles: Items[_Tile]) -> list[int]:
-    """For each flat token, its place among the tiles' tokens."""
-    places = [0] * sum(tile.size for tile in tiles)
+def _output_order(tiles: Items[_Tile]) -> list[int]:
+    """Index of each flat token among the tokens of all tiles."""
+    block_ids = [0] * sum(tile.size for tile in tiles)
     for index, tile in enumerate(tiles):
         for offset, flat in enumerate(tile.queries[: tile.size]):
-            places[flat] = index * QUERY_TILE + offset
-    return places
+            block_ids[flat] = index * QUERY_TILE + offset
+    return block_ids

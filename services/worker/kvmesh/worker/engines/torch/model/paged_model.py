@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM, loaded from a folder and made to attend over a paged pool."""
+"""Loads a Hugging Face causal LM from a folder and runs it over a paged KV pool."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from kvmesh.bus.messages import KvLayout
 from kvmesh.worker.engine import EngineConfigError, EngineError
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 from kvmesh.worker.engines.torch.model.attention import NAME, LayoutProbe, PagedAttention, attach
-from kvmesh.worker.engines.torch.model.batch import Batch, BatchRow, cut
+from kvmesh.worker.engines.torch.model.batch import Batch, BatchRow, split_rows
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FINGERPRINT_VALUES = 256
@@ -25,9 +25,9 @@ _VARYING_ROPE = {"dynamic", "longrope"}
 
 
 class PagedModel:
-    """The model and, after `allocate`, its pool. `stop_tokens` are those that end an answer.
+    """A model and, after `allocate`, its KV pool.
 
-    Every forward pass has exactly `pass_tokens` tokens.
+    `stop_tokens` end an answer; every forward pass has exactly `pass_tokens` tokens.
     """
 
     def __init__(
@@ -43,20 +43,23 @@ class PagedModel:
         self._attention: PagedAttention | None = None
 
     @property
-    def memory(self) -> KvPool:
-        """The pool; RuntimeError before `allocate`."""
+    def pool(self) -> KvPool:
+        """The KV pool; raises RuntimeError before `allocate`."""
         return self._paged.pool
 
     def allocate(self, blocks: int) -> None:
-        """Make room for `blocks` blocks, and one more for what is computed but not wanted."""
+        """Allocate `blocks` blocks, and a scratch block for the KV of padding tokens."""
         pool = KvPool(self.layout, blocks + 1, self.dtype, self.device)
         self._attention = PagedAttention(pool)
         attach(self.module, self._attention)
 
     def forward(self, rows: Iterable[BatchRow]) -> Tensor:
-        """Compute the KV of the rows; float32 logits [wanted rows, vocabulary] on the CPU."""
-        wanted = [self._pass(part) for part in cut(rows, self.pass_tokens)]
-        return torch.cat(wanted)
+        """Compute the KV of the rows.
+
+        Returns float32 logits on the CPU, [rows with `wants_logits`, vocabulary].
+        """
+        logits = [self._forward_pass(part) for part in split_rows(rows, self.pass_tokens)]
+        return torch.cat(logits)
 
     @property
     def _paged(self) -> PagedAttention:
@@ -64,27 +67,27 @@ class PagedModel:
             raise RuntimeError("the model has no pool")
         return self._attention
 
-    def _pass(self, rows: list[BatchRow]) -> Tensor:
+    def _forward_pass(self, rows: list[BatchRow]) -> Tensor:
         paged = self._paged
         scratch = paged.pool.blocks - 1
         batch = Batch(rows, self.pass_tokens, self.layout.block_size, scratch, self.device)
         paged.batch = batch
-        logits = self._logits(batch.tokens, batch.positions, batch.wanted)
-        return logits[: batch.wanted_count].float().cpu()
+        logits = self._logits(batch.tokens, batch.positions, batch.logit_indices)
+        return logits[: batch.logit_count].float().cpu()
 
-    def _logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+    def _logits(self, tokens: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
         with torch.inference_mode():
             out = self.module(
                 input_ids=tokens[None],
                 position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=wanted,
+                logits_to_keep=indices,
             )
         logits: Tensor = out.logits[0]
         return logits
 
     def _probe(self, block_size: int) -> KvLayout:
-        """Run one token to see what its attention layers look like."""
+        """Run one token through the model to record the shapes of its attention layers."""
         probe = LayoutProbe()
         attach(self.module, probe)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -94,7 +97,7 @@ class PagedModel:
             raise EngineConfigError(f"this model cannot run on a paged cache: {error}") from error
         self.vocabulary = logits.shape[-1]
         if sorted(probe.layers) != list(range(len(probe.layers) or 1)):
-            raise EngineConfigError("this model has layers whose attention cannot be paged")
+            raise EngineConfigError("the attention of some layers of this model cannot be paged")
         return KvLayout(
             weights=_fingerprint(self.module),
             dtype=str(self.dtype).removeprefix("torch."),
@@ -107,10 +110,10 @@ class PagedModel:
 def load_model(
     folder: Path, dtype: str, device: str, block_size: int, pass_tokens: int
 ) -> PagedModel:
-    """Load a model folder; raises EngineError with what is wrong with it.
+    """Load a model folder; raises EngineError with the reason.
 
-    `dtype` is a name in DTYPES or "auto": float32 on the CPU, else the model's own. `device` is
-    torch's name for it, or "auto".
+    `dtype` is a key of DTYPES or "auto" (float32 on the CPU, else the model's own dtype). `device`
+    is a torch device name or "auto".
     """
     if not (folder / "config.json").is_file():
         raise EngineConfigError(
@@ -119,19 +122,19 @@ def load_model(
     if not any(folder.glob("*.safetensors")):
         raise EngineConfigError(
             f"{folder} has no weights (*.safetensors), which the torch engine needs; "
-            "`kvmesh model tiny DIR` makes a small model with random ones"
+            "`kvmesh model tiny DIR` writes a small model with random weights"
         )
     transformers_logging.disable_progress_bar()
-    place = _device(device)
-    chosen = DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else "auto")
+    target = _device(device)
+    chosen = DTYPES.get(dtype) or (torch.float32 if target.type == "cpu" else "auto")
     module, info = _from_pretrained(folder, chosen)
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
     if missing:
         raise EngineConfigError(
-            f"the weights in {folder} do not fit its config.json: {_some(missing)}"
+            f"the weights in {folder} do not fit its config.json: {_shortened(missing)}"
         )
-    _check(module.config)
-    module.eval().to(place)
+    _check_supported(module.config)
+    module.eval().to(target)
     return PagedModel(module, _stop_tokens(folder), block_size, pass_tokens)
 
 
@@ -149,7 +152,7 @@ def _from_pretrained(folder: Path, dtype: object) -> tuple[Any, dict[str, Any]]:
     except KeyError as error:
         reason = "its attention cannot be paged" if error.args == (NAME,) else repr(error)
         raise EngineConfigError(f"cannot load the model in {folder}: {reason}") from error
-    except RuntimeError as error:  # perhaps it is only that memory is short now
+    except RuntimeError as error:  # may be temporary, e.g. out of memory
         raise EngineError(f"cannot load the model in {folder}: {error}") from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise EngineConfigError(f"cannot load the model in {folder}: {error}") from error
@@ -162,27 +165,29 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise EngineConfigError(f"there is no device {name!r}: {error}") from error
+        raise EngineConfigError(f"unknown device {name!r}: {error}") from error
     try:
         torch.empty(0, device=device)
-    except AssertionError as error:  # this torch is not made for it
+    except AssertionError as error:  # this build of torch lacks the device
         raise EngineConfigError(f"cannot use the device {name}: {error}") from error
-    except RuntimeError as error:  # perhaps somebody else still has it
+    except RuntimeError as error:  # may be temporary, e.g. in use by another process
         raise EngineError(f"cannot use the device {name}: {error}") from error
     return device
 
 
-def _check(config: Any) -> None:
-    """Refuse what would be computed wrongly instead of failing."""
+def _check_supported(config: Any) -> None:
+    """Refuse models that would give wrong results without an error."""
     text = config.get_text_config()
-    odd = set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
-    if odd:
-        raise EngineConfigError(f"the torch engine cannot page layers of type {_some(sorted(odd))}")
+    unsupported = set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
+    if unsupported:
+        raise EngineConfigError(
+            f"the torch engine cannot page layers of type {_shortened(sorted(unsupported))}"
+        )
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in _VARYING_ROPE:
         raise EngineConfigError(
-            f"rope scaling {rope['rope_type']!r} depends on the longest sequence of a batch: "
-            "the cache of one request would not be valid for another"
+            f"rope scaling {rope['rope_type']!r} depends on the longest sequence of a batch, "
+            "so requests cannot share KV blocks"
         )
 
 
@@ -197,7 +202,7 @@ def _stop_tokens(folder: Path) -> frozenset[int]:
 
 
 def _fingerprint(module: nn.Module) -> str:
-    """Tells models apart by the shape and the first values of each weight."""
+    """Hash of the name, the shape and the first FINGERPRINT_VALUES values of each weight."""
     digest = 0
     for name, weight in module.named_parameters():
         values = weight.detach().flatten()[:FINGERPRINT_VALUES].float().cpu().numpy().tobytes()
@@ -205,5 +210,5 @@ def _fingerprint(module: nn.Module) -> str:
     return f"{digest:016x}"
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

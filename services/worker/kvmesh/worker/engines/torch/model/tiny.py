@@ -1,4 +1,4 @@
-"""A tiny model with random weights and the tokenizer of the demo, made on the spot."""
+"""Writes a tiny model with random weights and the tokenizer of the demo."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ CONTEXT = 4096
 
 
 def make_tiny_model(folder: Path, seed: int = 0) -> None:
-    """Write a Llama of 0.7 M parameters (3 MB) that talks nonsense, always the same for a seed."""
+    """Write a Llama of 0.7 M random parameters (3 MB), the same for the same seed."""
     folder.mkdir(parents=True, exist_ok=True)
     demo = model_dir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -33,7 +33,7 @@ def _config() -> LlamaConfig:
         intermediate_size=176,
         num_hidden_layers=2,
         num_attention_heads=4,
-        head_dim=32,  # the smallest that every engine's attention takes
+        head_dim=32,  # the smallest that every engine's attention supports
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         initializer_range=0.2,

@@ -1,4 +1,4 @@
-"""Guard of the processes of vLLM, and detection of stopped ones."""
+"""Guarded processes die with their worker; stopped processes are detected."""
 
 import asyncio
 import signal
@@ -20,7 +20,7 @@ time.sleep(1000)
 """
 
 
-def test_guarded_processes_die_with_a_killed_parent() -> None:
+def test_guarded_processes_die_with_a_killed_process() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"guarded\n"
@@ -36,7 +36,7 @@ def test_a_dismissed_guard_kills_nothing() -> None:
     child.wait(PATIENCE_S)
 
 
-def test_a_guard_that_was_stopped_is_dismissed_as_well() -> None:
+def test_a_stopped_guard_can_be_dismissed() -> None:
     psutil = pytest.importorskip("psutil")
     child = subprocess.Popen(["sleep", "1000"])
     guard = ProcessGuard([child.pid])
@@ -49,7 +49,7 @@ def test_a_guard_that_was_stopped_is_dismissed_as_well() -> None:
     child.wait(PATIENCE_S)
 
 
-def test_stopped_processes_are_detected() -> None:
+def test_a_stopped_process_is_detected() -> None:
     first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
     pids = [first.pid, second.pid]
     assert not any_stopped(pids)

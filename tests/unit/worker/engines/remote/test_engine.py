@@ -95,7 +95,7 @@ async def start(server: ApiServer) -> AsyncIterator[Start]:
         await sidecar.engine.close()
 
 
-async def test_the_card_matches_the_server(start: Start) -> None:
+async def test_the_engine_info_comes_from_the_server(start: Start) -> None:
     sidecar = await start()
     info = sidecar.info
     assert info is not None
@@ -140,7 +140,7 @@ async def test_an_abort_reaches_the_server(start: Start) -> None:
     assert len(sidecar.sink.tokens("a")) < 400
 
 
-async def test_kv_events_match_the_cache_of_the_server(start: Start) -> None:
+async def test_events_equal_the_cache_of_the_server(start: Start) -> None:
     sidecar = await start()
     for i in range(30):
         await sidecar.run(work(f"r{i}", prompt(60 + 3 * i, first=i % 7)))
@@ -172,7 +172,7 @@ async def test_tenants_do_not_share(start: Start) -> None:
     assert sidecar.sink.cached("b") == 0
 
 
-async def test_clear_asks_the_server(start: Start) -> None:
+async def test_clear_resets_the_cache_of_the_server(start: Start) -> None:
     sidecar = await start()
     await sidecar.run(work("a", prompt(100), max_tokens=1))
     await eventually(lambda: sidecar.sink.held.get(0))
@@ -207,7 +207,7 @@ async def test_log_probabilities_come_by_token_id(start: Start) -> None:
         assert row[token] == max(row.values()) == -0.1
 
 
-async def test_the_load_is_the_servers(start: Start) -> None:
+async def test_the_load_comes_from_the_server(start: Start) -> None:
     sidecar = await start()
     sidecar.server.step_s = 0.01
     for i in range(6):
@@ -226,7 +226,7 @@ async def test_the_load_is_the_servers(start: Start) -> None:
     assert (load.prompt_tokens, load.output_tokens) == (300, 360)
 
 
-async def test_a_server_that_dies_takes_the_worker_with_it(start: Start) -> None:
+async def test_a_dead_server_fails_the_engine(start: Start) -> None:
     sidecar = await start()
     sidecar.server.step_s = 0.05
     sidecar.engine.submit(work("a", prompt(40), max_tokens=400))
@@ -237,7 +237,7 @@ async def test_a_server_that_dies_takes_the_worker_with_it(start: Start) -> None
 
 
 @pytest.mark.parametrize(("status", "finish"), [(503, "abort"), (429, "abort"), (400, "error")])
-async def test_a_refusal_names_the_party_at_fault(
+async def test_errors_of_the_caller_differ_from_those_of_the_server(
     start: Start, server: ApiServer, status: int, finish: str
 ) -> None:
     if server.style == "sglang":
@@ -250,7 +250,7 @@ async def test_a_refusal_names_the_party_at_fault(
     assert f"no: {status}" in (delta.error or "")
 
 
-async def test_a_server_without_token_ids_is_no_engine(start: Start, server: ApiServer) -> None:
+async def test_a_server_without_token_ids_is_refused(start: Start, server: ApiServer) -> None:
     if server.style == "sglang":
         pytest.skip("/generate always tells ids")
     server.token_ids = False
@@ -258,7 +258,7 @@ async def test_a_server_without_token_ids_is_no_engine(start: Start, server: Api
         await start()
 
 
-async def test_other_mistakes_stop_the_start(start: Start) -> None:
+async def test_wrong_settings_fail_the_start(start: Start) -> None:
     with pytest.raises(EngineError, match="serves no model 'other'; it has: served"):
         await start(model="other")
     with pytest.raises(EngineError, match=r"cannot use http://127\.0\.0\.1:1/v1/models"):
@@ -267,7 +267,7 @@ async def test_other_mistakes_stop_the_start(start: Start) -> None:
         await start(url="")
 
 
-async def test_the_key_and_the_request_are_the_servers_dialect(start: Start) -> None:
+async def test_the_key_and_the_request_follow_the_api_of_the_server(start: Start) -> None:
     sidecar = await start(api_key="secret")
     schema = json.dumps({"type": "object"})
     sampling = Sampling(
@@ -292,7 +292,7 @@ async def test_the_key_and_the_request_are_the_servers_dialect(start: Start) -> 
     assert body["logit_bias"] == {"7": 1.5}
 
 
-async def test_an_answer_with_tags_continues_without_them(start: Start) -> None:
+async def test_a_migrated_answer_continues_without_structural_tags(start: Start) -> None:
     sidecar = await start()
     sampling = Sampling(max_tokens=9, guided=Guided(kind="structural_tag", value="{}"))
     await sidecar.run(work("a", prompt(40), sampling=sampling, generated=3))
@@ -301,7 +301,7 @@ async def test_an_answer_with_tags_continues_without_them(start: Start) -> None:
     assert "structural_tag" not in body.get("sampling_params", {})
 
 
-async def test_impossible_requests_are_rejected(start: Start) -> None:
+async def test_bad_requests_are_rejected(start: Start) -> None:
     sidecar = await start()
     with pytest.raises(Rejected, match="rank 9"):
         sidecar.engine.submit(work("a", prompt(10), rank=9))

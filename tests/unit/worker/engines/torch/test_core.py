@@ -1,4 +1,4 @@
-"""The torch engine's books under random load: events, block manager, memory and index agree."""
+"""The torch core under random load: events, block manager, physical blocks and index agree."""
 
 from array import array
 from random import Random
@@ -38,7 +38,7 @@ def check(driver: Driver, index: PrefixIndex, prompts: list[list[int]]) -> None:
     core = driver.core
     apply(index, driver.events)
     driver.events.clear()
-    assert driver.held == core.blocks.contents == core.slots.contents
+    assert driver.held == core.blocks.contents == core.physical_blocks.contents
     for tokens in prompts:
         held = core.blocks.match_prefix(array("Q", hashes(tokens)[1])).matched
         assert overlap(index, tokens) == held
@@ -78,13 +78,13 @@ def test_replayed_events_equal_the_contents(seed: int) -> None:
     driver.run()
     check(driver, index, prompts)
     assert driver.core.blocks.active == 0
-    assert driver.core.slots.free == BLOCKS - len(driver.held)
+    assert driver.core.physical_blocks.free == BLOCKS - len(driver.held)
     dumped = create_index()
     apply(dumped, driver.core.blocks.dump())
     assert all(overlap(dumped, tokens) == overlap(index, tokens) for tokens in prompts)
 
 
-def test_what_matters_more_is_evicted_last() -> None:
+def test_higher_priority_is_evicted_later() -> None:
     driver = Driver(make_core(load(tiny_model()), blocks=12))
     rng = Random(1)
     kept, lost = ([rng.randrange(8000) for _ in range(64)] for _ in range(2))
@@ -95,7 +95,7 @@ def test_what_matters_more_is_evicted_last() -> None:
     assert not set(array("Q", hashes(lost)[1])) & driver.held
 
 
-def test_what_is_aborted_in_mid_step_is_not_told() -> None:
+def test_a_request_aborted_during_a_step_has_no_output() -> None:
     driver = Driver(make_core(load(tiny_model())))
     driver.submit(make_work("a", list(range(40))))
     driver.submit(make_work("b", list(range(50, 90))))
@@ -109,7 +109,7 @@ def test_what_is_aborted_in_mid_step_is_not_told() -> None:
     assert driver.core.blocks.active == 0
 
 
-def test_salts_keep_prompts_apart() -> None:
+def test_prompts_with_other_salts_share_no_blocks() -> None:
     driver = Driver(make_core(load(tiny_model())))
     tokens = list(range(100))
     driver.run(make_work("a", tokens, 1))

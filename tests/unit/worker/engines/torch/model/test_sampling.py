@@ -1,4 +1,4 @@
-"""How the torch engine chooses tokens."""
+"""Sampling of the torch engine."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvmesh.bus.messages import Sampling
-from kvmesh.worker.engines.torch.model.sampling import Picked, Sampler
+from kvmesh.worker.engines.torch.model.sampling import SampledToken, Sampler
 
 LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0, -1.0, -2.0])
 
@@ -22,26 +22,26 @@ def sampler(
     return Sampler(sampling, prompt or [], said or [], frozenset({5}), seed=1)
 
 
-def greedy(logits: Tensor = LOGITS, index: int = 0, **fields: object) -> Picked:
-    return sampler(temperature=0.0, **fields).pick(logits, index)  # type: ignore[arg-type]
+def greedy(logits: Tensor = LOGITS, index: int = 0, **fields: object) -> SampledToken:
+    return sampler(temperature=0.0, **fields).sample(logits, index)  # type: ignore[arg-type]
 
 
 def drawn(count: int = 400, **fields: object) -> Counter[int]:
     one = sampler(**fields)  # type: ignore[arg-type]
-    return Counter(one.pick(LOGITS, index).token for index in range(count))
+    return Counter(one.sample(LOGITS, index).token for index in range(count))
 
 
-def test_greedy_takes_the_likeliest() -> None:
-    assert greedy() == Picked(1, None, False)
+def test_greedy_sampling_returns_the_top_token() -> None:
+    assert greedy() == SampledToken(1, None, False)
 
 
-def test_log_probabilities_are_of_the_model_itself() -> None:
-    picked = greedy(logprobs=2, logit_bias={3: 50.0})
+def test_log_probabilities_precede_adjustments() -> None:
+    sampled = greedy(logprobs=2, logit_bias={3: 50.0})
     expected = torch.log_softmax(LOGITS, -1).tolist()
-    assert picked.token == 3
-    assert picked.logprobs is not None
-    assert list(picked.logprobs) == [3, 1, 2]
-    assert list(picked.logprobs.values()) == pytest.approx([expected[i] for i in (3, 1, 2)])
+    assert sampled.token == 3
+    assert sampled.logprobs is not None
+    assert list(sampled.logprobs) == [3, 1, 2]
+    assert list(sampled.logprobs.values()) == pytest.approx([expected[i] for i in (3, 1, 2)])
     assert len(greedy(logprobs=0).logprobs or {}) == 1
 
 
@@ -50,17 +50,17 @@ def test_draws_follow_the_distribution() -> None:
     assert share == pytest.approx(float(torch.softmax(LOGITS, -1)[1]), abs=0.03)
 
 
-def test_a_seed_and_a_place_determine_a_draw() -> None:
+def test_a_seed_and_an_index_determine_a_draw() -> None:
     def run(places: range, seed: int) -> list[int]:
         one = sampler(seed=seed, temperature=2.0)
-        return [one.pick(LOGITS, place).token for place in places]
+        return [one.sample(LOGITS, place).token for place in places]
 
     assert run(range(40), 7) == run(range(40), 7)
     assert run(range(20, 40), 7) == run(range(40), 7)[20:]
     assert run(range(40), 7) != run(range(40), 8)
 
 
-def test_cuts_leave_the_likeliest() -> None:
+def test_top_k_top_p_and_min_p_retain_the_top_tokens() -> None:
     assert set(drawn(top_k=2, temperature=3.0)) == {1, 2}
     assert set(drawn(top_p=0.6)) == {1}
     assert set(drawn(top_p=0.7)) == {1, 2}
@@ -80,9 +80,9 @@ def test_penalties() -> None:
     assert greedy(negative, said=[1], repetition_penalty=1.3).token == 2
 
 
-def test_penalties_count_what_was_said_meanwhile() -> None:
+def test_penalties_count_sampled_tokens() -> None:
     one = sampler(temperature=0.0, presence_penalty=10.0)
-    assert [one.pick(LOGITS, index).token for index in range(4)] == [1, 2, 3, 0]
+    assert [one.sample(LOGITS, index).token for index in range(4)] == [1, 2, 3, 0]
 
 
 def test_stops() -> None:
@@ -93,11 +93,11 @@ def test_stops() -> None:
     assert greedy(LOGITS, stop_token_ids=[1]).stop
 
 
-def test_min_tokens_keep_the_end_away() -> None:
+def test_min_tokens_suppress_stop_tokens() -> None:
     end = torch.tensor([0.0, 3, 0, 0, 0, 9])
     assert greedy(end, index=2, min_tokens=3, stop_token_ids=[1]).token not in (1, 5)
-    assert greedy(end, index=3, min_tokens=3) == Picked(5, None, True)
+    assert greedy(end, index=3, min_tokens=3) == SampledToken(5, None, True)
 
 
-def test_biases_may_forbid() -> None:
+def test_a_bias_may_exclude_a_token() -> None:
     assert greedy(logit_bias={1: -100.0, 99: 5.0}).token == 2

@@ -1,4 +1,4 @@
-"""Guided decoding of the torch engine: whatever the model wants, the answer fits."""
+"""Guided decoding of the torch engine: random logits give output that satisfies the constraint."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from kvmesh.demo import model_dir
 from kvmesh.frontend.conversation import Tool
 from kvmesh.frontend.dialects.structural_tags import call_tags
 from kvmesh.worker.engine import Rejected
-from kvmesh.worker.engines.torch.constraints.guided import AT_ONCE, Grammars
+from kvmesh.worker.engines.torch.constraints.guided import COMPILE_THREADS, GrammarCache
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 
 VOCABULARY = 8200
@@ -42,13 +42,13 @@ CALL = {
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    made = Grammars(model_dir(), VOCABULARY, [8184, 8182])
+def grammars() -> GrammarCache:
+    made = GrammarCache(model_dir(), VOCABULARY, [8184, 8182])
     made.load()
     return made
 
 
-def say(grammars: Grammars, kind: str, value: object, seed: int = 0, count: int = 400) -> str:
+def say(grammars: GrammarCache, kind: str, value: object, seed: int = 0, count: int = 400) -> str:
     """An answer of a model that wants nothing in particular."""
     text = value if isinstance(value, str) else json.dumps(value)
     guided = Guided(kind=kind, value=text)  # type: ignore[arg-type]
@@ -57,9 +57,9 @@ def say(grammars: Grammars, kind: str, value: object, seed: int = 0, count: int 
     tokens = []
     for index in range(count):
         torch.manual_seed(1000 * seed + index)
-        picked = sampler.pick(torch.randn(VOCABULARY), index)
-        tokens.append(picked.token)
-        if picked.stop:
+        sampled = sampler.sample(torch.randn(VOCABULARY), index)
+        tokens.append(sampled.token)
+        if sampled.stop:
             break
     tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
     found: str = tokenizer.decode(tokens, skip_special_tokens=False)
@@ -67,13 +67,13 @@ def say(grammars: Grammars, kind: str, value: object, seed: int = 0, count: int 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_json_schemas(grammars: Grammars, seed: int) -> None:
+def test_json_schemas(grammars: GrammarCache, seed: int) -> None:
     jsonschema.validate(json.loads(say(grammars, "json_schema", SCHEMA, seed)), SCHEMA)
 
 
-async def compiled(kind: str, value: object) -> Grammars:
+async def compiled(kind: str, value: object) -> GrammarCache:
     """Grammars that have compiled this, as a worker does; raises Rejected."""
-    made = Grammars(model_dir(), VOCABULARY, [8184, 8182], most_s=PATIENCE_S)
+    made = GrammarCache(model_dir(), VOCABULARY, [8184, 8182], timeout_s=PATIENCE_S)
     made.load()
     text = value if isinstance(value, str) else json.dumps(value)
     guided = Guided(kind=kind, value=text)  # type: ignore[arg-type]
@@ -85,18 +85,18 @@ async def compiled(kind: str, value: object) -> Grammars:
     return made
 
 
-async def test_the_loop_turns_while_a_large_schema_is_compiled() -> None:
+async def test_the_event_loop_runs_while_a_large_schema_is_compiled() -> None:
     schema = {"enum": [f"{number:040d}" for number in range(10_000)]}
     compiling = asyncio.create_task(compiled("json_schema", schema))
-    turns = 0
+    entries = 0
     while not compiling.done():
         await asyncio.sleep(0.001)
-        turns += 1
+        entries += 1
     await compiling
-    assert turns > 3
+    assert entries > 3
 
 
-async def test_what_is_too_deep_or_too_large_ends_another_process() -> None:
+async def test_a_schema_too_deep_or_too_large_fails_in_the_trial_process() -> None:
     names = [f"r{number}" for number in range(9000)]
     rules = [f'{name}: "{name}" /[a-z]/ {after}?' for name, after in itertools.pairwise(names)]
     deep = "\n".join([f"start: {' | '.join(names)}", *rules, f'{names[-1]}: "x"'])
@@ -104,11 +104,11 @@ async def test_what_is_too_deep_or_too_large_ends_another_process() -> None:
         await compiled("grammar", deep)
 
 
-async def test_what_takes_too_long_is_stopped_and_the_next_one_compiled() -> None:
-    made = Grammars(model_dir(), VOCABULARY, [8184, 8182], most_s=PATIENCE_S)
+async def test_a_trial_that_times_out_is_stopped_and_the_next_one_runs() -> None:
+    made = GrammarCache(model_dir(), VOCABULARY, [8184, 8182], timeout_s=PATIENCE_S)
     made.load()
     slow = {"allOf": [{"type": "string", "pattern": f".*{number}.*"} for number in range(200)]}
-    for _ in range(AT_ONCE + 1):
+    for _ in range(COMPILE_THREADS + 1):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await made.compile(Guided(kind="json_schema", value=json.dumps(slow)))
@@ -116,23 +116,23 @@ async def test_what_takes_too_long_is_stopped_and_the_next_one_compiled() -> Non
     made.close()
 
 
-async def test_what_no_answer_could_follow_is_refused_at_once() -> None:
+async def test_an_unsatisfiable_schema_is_rejected_at_once() -> None:
     cases = [{"properties": {f"k{n}": {"const": n}}, "required": [f"k{n}"]} for n in range(2500)]
     with pytest.raises(Rejected, match=r"cannot follow this json_schema: .*max is 2000"):
         await compiled("json_schema", {"anyOf": cases})
 
 
-def test_an_answer_that_outgrows_its_constraint_is_none(grammars: Grammars) -> None:
+def test_an_answer_whose_constraint_grows_too_complex_fails(grammars: GrammarCache) -> None:
     guided = Guided(kind="regex", value="[a-z0-9]{1,64}" * 20_000)
     sampling = Sampling(max_tokens=400, temperature=1.0, seed=0, guided=guided)
     sampler = Sampler(sampling, [], [], frozenset(), 0, grammars.constraint(guided))
     torch.manual_seed(0)
-    picked = (sampler.pick(torch.randn(VOCABULARY), index) for index in range(400))
-    last = next(each for each in picked if each.stop)
-    assert "too complex" in last.fault
+    sampled = (sampler.sample(torch.randn(VOCABULARY), index) for index in range(400))
+    last = next(each for each in sampled if each.stop)
+    assert "too complex" in last.error
 
 
-def test_choices_and_patterns(grammars: Grammars) -> None:
+def test_choices_and_patterns(grammars: GrammarCache) -> None:
     choices = ["yes", 'no "really"', "<think>"]
     assert {say(grammars, "choice", choices, seed) for seed in range(30)} == set(choices)
     assert re.fullmatch(r"[a-c]{3}/\d{1,4}", say(grammars, "regex", r"[a-c]{3}/[0-9]{1,4}"))
@@ -140,7 +140,7 @@ def test_choices_and_patterns(grammars: Grammars) -> None:
     assert re.fullmatch(r"say [a-z]{2,5}!", say(grammars, "grammar", lark))
 
 
-def test_a_tool_call_between_marks_that_are_tokens(grammars: Grammars) -> None:
+def test_a_tool_call_between_special_tokens(grammars: GrammarCache) -> None:
     answer = say(grammars, "structural_tag", {"format": CALL})
     body = answer.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
     assert len(body) == len(answer) - len("<tool_call>\n\n</tool_call>")
@@ -179,11 +179,11 @@ def test_a_tool_call_between_marks_that_are_tokens(grammars: Grammars) -> None:
         ),
     ],
 )
-def test_structural_tags(grammars: Grammars, tree: object, pattern: str) -> None:
+def test_structural_tags(grammars: GrammarCache, tree: object, pattern: str) -> None:
     assert re.fullmatch(pattern, say(grammars, "structural_tag", {"format": tree}))
 
 
-def test_a_trigger_leads_into_its_tag(grammars: Grammars) -> None:
+def test_a_trigger_starts_its_tag(grammars: GrammarCache) -> None:
     tag = {
         "type": "tag",
         "begin": "[[call ",
@@ -197,7 +197,7 @@ def test_a_trigger_leads_into_its_tag(grammars: Grammars) -> None:
     tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
     for token in tokenizer.encode("Let me see. [[call", add_special_tokens=False).ids:
         assert matcher.allowed()[token]
-        matcher.take(token)
+        matcher.advance(token)
     allowed = {tokenizer.decode([int(t)]) for t in matcher.allowed().nonzero()}
     assert allowed <= {" ", *(f" {d}" for d in "0123456789"), *(f" {d:02}" for d in range(100))}
 
@@ -214,8 +214,8 @@ def test_a_trigger_leads_into_its_tag(grammars: Grammars) -> None:
         ("structural_tag", "{}", "needs `format`"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(
-    grammars: Grammars, kind: str, value: str, reason: str
+def test_malformed_or_unsatisfiable_constraints_are_rejected(
+    grammars: GrammarCache, kind: str, value: str, reason: str
 ) -> None:
     with pytest.raises(Rejected, match=reason):
         say(grammars, kind, value)
@@ -236,8 +236,8 @@ TAGS = call_tags("hermes", [Tool("book", "", SCHEMA, strict=True), Tool("list", 
         ("<tool_call> says", False),
     ],
 )
-def test_calls_of_strict_tools_fit_wherever_they_stand(
-    grammars: Grammars, text: str, fits: bool
+def test_calls_of_strict_tools_fit_at_any_position(
+    grammars: GrammarCache, text: str, fits: bool
 ) -> None:
     matcher = grammars.constraint(Guided(kind="structural_tag", value=json.dumps(TAGS)))
     tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
@@ -245,11 +245,11 @@ def test_calls_of_strict_tools_fit_wherever_they_stand(
     allowed: list[bool] = []
     for token in tokens:
         allowed.append(bool(matcher.allowed()[token]))
-        matcher.take(token)
+        matcher.advance(token)
     assert all(allowed) is fits
 
 
-def test_a_spelled_trigger_cannot_pass_for_text(grammars: Grammars) -> None:
+def test_a_trigger_spelled_as_text_is_excluded_from_free_text(grammars: GrammarCache) -> None:
     tag = {
         "type": "tag",
         "begin": "[[call ",
@@ -265,5 +265,5 @@ def test_a_spelled_trigger_cannot_pass_for_text(grammars: Grammars) -> None:
         allowed = []
         for token in tokenizer.encode(text, add_special_tokens=False).ids:
             allowed.append(bool(matcher.allowed()[token]))
-            matcher.take(token)
+            matcher.advance(token)
         assert all(allowed) is fits, text
