@@ -91,7 +91,7 @@ def kind_share(run: Simulation, kind: str, column: str = "cached") -> float:
 def first_prompts(run: Simulation, kind: str) -> float:
     """Percent of sessions of a kind whose first prompt found nine tenths of what it could."""
     good = []
-    for number, members in enumerate(run.workload.of_sessions()):
+    for number, members in enumerate(run.workload.by_session()):
         if members and run.workload.sessions[number].kind == kind:
             first = members[0]
             good.append(run.records.cached[first] >= 0.9 * run.records.ideal[first])

@@ -25,7 +25,7 @@ CORES = {
     "services/worker/kvmesh/worker/enginecore": ["*"],
     "services/worker/kvmesh/worker/engines/mock": ["core", "step_batching", "timing"],
     "tools/kvmesh/simulator": [
-        "attempt",
+        "active_round",
         "cache_accounting",
         "fleet",
         "index",

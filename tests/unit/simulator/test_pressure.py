@@ -28,7 +28,7 @@ def agents() -> Workload:
                 Round(
                     session=agent,
                     branch=branch,
-                    answer=branch,
+                    output_branch=branch,
                     input_tokens=tokens,
                     output_tokens=60,
                     at_s=rng.random() * (20 if before < 0 else 3),

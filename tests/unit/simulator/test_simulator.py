@@ -54,7 +54,7 @@ def conversations(sessions: int, turns: int, seed: int = 0, shared: int = 320) -
                 Round(
                     session=session,
                     branch=branch,
-                    answer=branch,
+                    output_branch=branch,
                     input_tokens=tokens,
                     output_tokens=output,
                     at_s=rng.random() * (2.0 if before < 0 else 0.5),
@@ -84,23 +84,23 @@ def run(workload: Workload, chosen: SimulationOptions) -> tuple[Simulation, Figu
 
 
 def test_actions_of_one_instant_keep_their_order() -> None:
-    agenda = VirtualClock()
+    clock = VirtualClock()
     seen: list[str] = []
-    agenda.at(2, lambda: seen.append("later"))
-    agenda.at(1, lambda: seen.append("first"))
-    agenda.at(1, lambda: agenda.at(0, lambda: seen.append("not before now")))
-    agenda.run()
+    clock.at(2, lambda: seen.append("later"))
+    clock.at(1, lambda: seen.append("first"))
+    clock.at(1, lambda: clock.at(0, lambda: seen.append("not before now")))
+    clock.run()
     assert seen == ["first", "not before now", "later"]
-    assert agenda.now == 2
+    assert clock.now == 2
 
 
 def test_planned_actions_run_among_the_others_in_the_order_of_entry() -> None:
-    agenda = VirtualClock()
+    clock = VirtualClock()
     seen: list[str] = []
-    agenda.at(2, lambda: seen.append("before"))
-    agenda.plan([(time, partial(seen.append, f"planned {time}")) for time in (3, 1, 2, 2)])
-    agenda.at(2, lambda: seen.append("after"))
-    agenda.run()
+    clock.at(2, lambda: seen.append("before"))
+    clock.plan([(time, partial(seen.append, f"planned {time}")) for time in (3, 1, 2, 2)])
+    clock.at(2, lambda: seen.append("after"))
+    clock.run()
     assert seen == ["planned 1", "before", "planned 2", "planned 2", "after", "planned 3"]
 
 
@@ -121,9 +121,9 @@ def test_equal_content_and_nothing_else_has_equal_hashes(
     meant: dict[int, int] = {}
     for branch in range(len(tree)):
         round_ = Round(
-            session=0, branch=branch, answer=branch, input_tokens=tokens, output_tokens=1
+            session=0, branch=branch, output_branch=branch, input_tokens=tokens, output_tokens=1
         )
-        hashes = prompts.of(round_)
+        hashes = prompts.hashes(round_)
         blocks = tree.blocks(branch, tokens + 1, size).tolist()
         for packed in (hashes.local, hashes.sequence_hashes):
             names = np.frombuffer(packed, np.uint64).tolist()
@@ -134,7 +134,7 @@ def test_equal_content_and_nothing_else_has_equal_hashes(
 def test_engines_know_whose_blocks_they_have() -> None:
     simulation, _ = run(conversations(5, 3), options())
     caches = [worker.core.blocks.keeping for worker in simulation.workers.values()]
-    assert sum(cache.state(0, simulation.agenda.now).sessions for cache in caches) >= 5
+    assert sum(cache.state(0, simulation.clock.now).sessions for cache in caches) >= 5
 
 
 def test_what_ended_sessions_alone_used_is_dropped() -> None:
@@ -257,11 +257,11 @@ def _check_caches(simulation: Simulation) -> None:
     for worker in simulation.workers.values():
         held = worker.core.blocks
         assert held.cached + held.active <= held.capacity
-        rank = simulation.index.holdings.rank(worker.instance, 0)
+        rank = simulation.index.rank_states.rank(worker.instance, 0)
         in_index = 0
         if rank is not None:
             in_index = sum(
-                len(s.engine) // 8 for s in simulation.index.holdings.index.dump(rank.slot)
+                len(s.engine) // 8 for s in simulation.index.rank_states.index.dump(rank.slot)
             )
         in_cache = sum(len(e.engine) // 8 for e in worker.core.dump() if isinstance(e, Stored))
         assert in_index == in_cache
@@ -285,7 +285,9 @@ def test_the_report_says_why_hits_were_lost() -> None:
 def test_a_prompt_that_is_still_being_computed_cannot_be_read() -> None:
     tree = Tree()
     branch = tree.fork()
-    twin = Round(session=0, branch=branch, answer=branch, input_tokens=SIZE * 9, output_tokens=1)
+    twin = Round(
+        session=0, branch=branch, output_branch=branch, input_tokens=SIZE * 9, output_tokens=1
+    )
     workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=[twin, twin])
     blind = options("round-robin", workers=2)
     assert lost(workload, blind) == {"unfinished": SIZE * 8, "ends": SIZE}
@@ -304,32 +306,33 @@ def test_a_dead_worker_loses_its_blocks_but_no_request() -> None:
     faults = (Fault(1.2, "die", 1), Fault(1.5, "join", 1), Fault(2.0, "leave", 0))
     simulation, result = run(workload, options(faults=faults))
     assert result.failed == 0
-    assert result.moves > 0
+    assert result.migrations > 0
     assert simulation.records.output == [r.output_tokens for r in workload.rounds]
     assert [w.name for w in result.workers].count("worker-1") == 2
     dead = RankKey("worker-1.0", 0)
-    assert dead not in simulation.index.holdings.keys
+    assert dead not in simulation.index.rank_states.keys
 
 
 def test_a_worker_leaves_after_the_step_under_way() -> None:
     tree = Tree()
     branches = [tree.fork() for _ in range(2)]
     alike = [
-        Round(session=0, branch=b, answer=b, input_tokens=100, output_tokens=1) for b in branches
+        Round(session=0, branch=b, output_branch=b, input_tokens=100, output_tokens=1)
+        for b in branches
     ]
     workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=alike)
     leaves = (Fault(0.001, "leave", 0),)
     simulation, result = run(workload, options("round-robin", workers=2, faults=leaves))
-    assert result.failed == result.moves == 0
+    assert result.failed == result.migrations == 0
     assert [w.requests for w in result.workers] == [1, 1]
     assert list(simulation.workers) == ["worker-1.0"]
-    assert RankKey("worker-0.0", 0) not in simulation.index.holdings.keys
+    assert RankKey("worker-0.0", 0) not in simulation.index.rank_states.keys
 
 
 def test_lost_events_are_healed_by_dumps() -> None:
     workload = conversations(16, 8)
     lossy = run(workload, options(network=Network(event_loss=0.2)))
-    assert lossy[0].index.holdings.counts.gaps > 0
+    assert lossy[0].index.rank_states.counts.gaps > 0
     assert lossy[1].failed == 0
     assert lossy[1].cache.cached_share > 0
 
@@ -371,7 +374,12 @@ def test_a_client_that_leaves_frees_the_engine() -> None:
     tree = Tree()
     branch = tree.fork()
     leaver = Round(
-        session=0, branch=branch, answer=branch, input_tokens=64, output_tokens=500, abort_after=10
+        session=0,
+        branch=branch,
+        output_branch=branch,
+        input_tokens=64,
+        output_tokens=500,
+        abort_after=10,
     )
     workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=[leaver])
     simulation, result = run(workload, options(workers=1))
@@ -383,7 +391,7 @@ def test_a_client_that_leaves_frees_the_engine() -> None:
 def test_prompts_that_never_fit_are_one_kind_of_error_and_no_part_of_the_shares() -> None:
     workload = conversations(2, 2)
     fitting = run(workload, options())[1]
-    endless = Round(session=0, branch=0, answer=0, input_tokens=10**8, output_tokens=5)
+    endless = Round(session=0, branch=0, output_branch=0, input_tokens=10**8, output_tokens=5)
     workload.rounds += [endless, endless]
     result = run(workload, options())[1]
     assert result.failed == 2
@@ -403,7 +411,8 @@ def test_a_run_that_ends_at_once_has_the_rate_of_the_whole() -> None:
     tree = Tree()
     branches = [tree.fork() for _ in range(4)]
     alike = [
-        Round(session=0, branch=b, answer=b, input_tokens=100, output_tokens=5) for b in branches
+        Round(session=0, branch=b, output_branch=b, input_tokens=100, output_tokens=5)
+        for b in branches
     ]
     workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=alike)
     result = run(workload, options("round-robin", workers=4))[1]
@@ -436,7 +445,7 @@ def test_the_trace_has_each_request_where_it_was_computed() -> None:
 def test_the_trace_of_a_changing_fleet_tells_lives_apart() -> None:
     faults = (Fault(1.2, "die", 1), Fault(1.3, "join", 7), Fault(1.4, "join", 1))
     simulation, result = run(conversations(16, 6), options(faults=faults))
-    assert result.moves > 0
+    assert result.migrations > 0
     found = slices(simulation)
     assert min(length for *_, length in found) >= 0
     assert {place for _, place, _ in found} == set(range(5))

@@ -67,7 +67,7 @@ def test_shipped_profiles_give_sound_workloads(name: str) -> None:
         assert all(before < index for before in round_.after)
         assert round_.at_s >= 0
         assert round_.input_tokens <= contexts[workload.sessions[round_.session].kind]
-        ways = workload.tree.way(round_.answer, round_.input_tokens + round_.output_tokens)
+        ways = workload.tree.path(round_.output_branch, round_.input_tokens + round_.output_tokens)
         assert ways[-1].end == round_.input_tokens + round_.output_tokens
 
 
@@ -82,14 +82,14 @@ def test_who_says_when_a_session_is_over_changes_nothing_else(tmp_path: Path) ->
     silent = generate(tmp_path)
     told = generate(tmp_path, SMALL.replace("spawns = [", "ends = 1.0\nspawns = ["))
     leads = {i for i, session in enumerate(told.sessions) if session.kind == "lead"}
-    assert {told.rounds[index].session for index in told.final()} == leads
+    assert {told.rounds[index].session for index in told.final_rounds()} == leads
     assert told.rounds == silent.rounds
-    assert not silent.final()
+    assert not silent.final_rounds()
 
 
 def test_a_session_is_steps_tool_waits_and_a_human(tmp_path: Path) -> None:
     workload = generate(tmp_path)
-    lead = next(m for m in workload.of_sessions() if workload.sessions[0].kind == "lead")
+    lead = next(m for m in workload.by_session() if workload.sessions[0].kind == "lead")
     rounds = [workload.rounds[index] for index in lead]
     assert [r.wait for r in rounds] == ["", *["bash"] * 3, "human", *["bash"] * 3]
     assert [r.at_s for r in rounds[1:]] == [0.5] * 3 + [30.0] + [0.5] * 3
@@ -100,7 +100,7 @@ def test_a_session_is_steps_tool_waits_and_a_human(tmp_path: Path) -> None:
 def test_a_session_beyond_the_concurrency_waits_for_one_to_end(tmp_path: Path) -> None:
     text = SMALL.replace("per_minute = 60.0", "per_minute = 60.0\nconcurrency = 2")
     workload = generate(tmp_path, text)
-    members = list(workload.of_sessions())
+    members = list(workload.by_session())
     roots = [i for i, session in enumerate(workload.sessions) if session.parent is None]
     firsts = [workload.rounds[members[i][0]] for i in roots]
     lasts = [(members[i][-1],) for i in roots]
@@ -111,7 +111,7 @@ def test_a_session_beyond_the_concurrency_waits_for_one_to_end(tmp_path: Path) -
 
 def test_children_start_after_their_parents_step_and_are_waited_for(tmp_path: Path) -> None:
     workload = generate(tmp_path)
-    members = list(workload.of_sessions())
+    members = list(workload.by_session())
     helpers = [i for i, s in enumerate(workload.sessions) if s.parent == 0]
     assert len(helpers) == 2
     second, third = members[0][1], members[0][2]
@@ -123,17 +123,17 @@ def test_children_start_after_their_parents_step_and_are_waited_for(tmp_path: Pa
 
 def test_agents_of_one_prompt_share_it_and_no_more(tmp_path: Path) -> None:
     workload = generate(tmp_path)
-    lead, helper = workload.rounds[0], workload.rounds[list(workload.of_sessions())[1][0]]
+    lead, helper = workload.rounds[0], workload.rounds[list(workload.by_session())[1][0]]
     assert workload.tree.shared(lead.branch, helper.branch, 5000) == 1000
 
 
 def test_kept_answers_lie_in_the_next_prompt_and_dropped_thinking_does_not(tmp_path: Path) -> None:
     workload = generate(tmp_path)
-    members = list(workload.of_sessions())
+    members = list(workload.by_session())
     one, two = (workload.rounds[i] for i in members[0][:2])
-    assert workload.tree.shared(one.answer, two.branch, two.input_tokens) == two.input_tokens
+    assert workload.tree.shared(one.output_branch, two.branch, two.input_tokens) == two.input_tokens
     one, two = (workload.rounds[i] for i in members[1][:2])
-    assert workload.tree.shared(one.answer, two.branch, two.input_tokens) == one.input_tokens
+    assert workload.tree.shared(one.output_branch, two.branch, two.input_tokens) == one.input_tokens
     assert two.input_tokens - one.input_tokens == 5 + 40
 
 
@@ -142,7 +142,7 @@ def test_compaction_starts_over_from_the_shared_prompt(tmp_path: Path) -> None:
         "[agents.human]", "[agents.compaction]\nat = 1500\nto = 1200\nsummary = 99\n[agents.human]"
     )
     workload = generate(tmp_path, text)
-    rounds = [workload.rounds[i] for i in next(workload.of_sessions())]
+    rounds = [workload.rounds[i] for i in next(workload.by_session())]
     summaries = [i for i, r in enumerate(rounds) if r.output_tokens == 99]
     assert summaries
     before, after = rounds[summaries[0]], rounds[summaries[0] + 1]

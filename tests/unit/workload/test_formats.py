@@ -67,7 +67,7 @@ def test_tracelab_sessions_are_closed_loops(tmp_path: Path) -> None:
     assert (first.input_tokens, other.input_tokens, second.input_tokens) == (90, 200, 290)
     assert (first.at_s, other.at_s, second.at_s) == (0.05, 0.1, 0.3)
     assert second.after == (1,)
-    assert workload.tree.shared(other.answer, second.branch, 290) == 290
+    assert workload.tree.shared(other.output_branch, second.branch, 290) == 290
 
 
 def test_tracelab_writes_what_it_read(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
     [
         ('"branch":1,', '"branch":99,', "no branch 99"),
         ('"after":[]', '"after":[7]', "waits for a round"),
-        ('"answer":1,', '"answer":0,', "its answer does not continue its prompt"),
+        ('"output_branch":1,', '"output_branch":0,', "its answer does not continue its prompt"),
         ('"output_tokens":', '"output_tokens":-', "`int` >= 0 - at `rounds"),
         ('"parent":null', '"parent":3', r"sessions\[0\]: its parent does not come before it"),
         ('"block_size":1', '"block_size":0', "`int` >= 1 - at `block_size`"),

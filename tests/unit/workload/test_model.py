@@ -21,13 +21,13 @@ def test_way_runs_from_the_root_and_is_cut_at_the_length() -> None:
     tree = Tree()
     trunk = tree.fork()
     twig = tree.fork(tree.fork(trunk, 10), 30)
-    assert tree.way(twig, 50) == [
+    assert tree.path(twig, 50) == [
         TokenSegment(0, 0, 10),
         TokenSegment(1, 10, 30),
         TokenSegment(2, 30, 50),
     ]
-    assert tree.way(twig, 20) == [TokenSegment(0, 0, 10), TokenSegment(1, 10, 20)]
-    assert tree.way(twig, 0) == []
+    assert tree.path(twig, 20) == [TokenSegment(0, 0, 10), TokenSegment(1, 10, 20)]
+    assert tree.path(twig, 0) == []
 
 
 def test_a_fork_before_the_start_of_its_parent_belongs_to_the_grandparent() -> None:

@@ -54,7 +54,7 @@ def test_shared_ids_are_shared_tokens(tmp_path: Path) -> None:
 def test_an_answer_is_no_part_of_later_prompts(tmp_path: Path) -> None:
     workload, _ = read(trace(tmp_path, [row(0, 600, [0, 1]), row(1, 1500, [0, 1, 2])]))
     first = workload.rounds[0]
-    assert workload.tree.shared(first.answer, workload.rounds[1].branch, 1500) == 600
+    assert workload.tree.shared(first.output_branch, workload.rounds[1].branch, 1500) == 600
 
 
 def test_turns_of_a_session_follow_each_other(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_turns_of_a_session_follow_each_other(tmp_path: Path) -> None:
         row(40, 100, [7], session_id="b", parent_session_id="a"),
     ]
     workload, _ = read(trace(tmp_path, lines))
-    assert [list(members) for members in workload.of_sessions()] == [[0, 1], [2]]
+    assert [list(members) for members in workload.by_session()] == [[0, 1], [2]]
     assert workload.rounds[1].after == (0,)
     assert workload.rounds[1].at_s == 0.25
     assert workload.sessions[1].parent == 0

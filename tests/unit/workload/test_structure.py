@@ -31,7 +31,7 @@ def seed_trace(requests: int = 400, seed: int = 3) -> Workload:
             Round(
                 session=index,
                 branch=branch,
-                answer=tree.fork(branch, tokens),
+                output_branch=tree.fork(branch, tokens),
                 input_tokens=tokens,
                 output_tokens=rng.randint(1, 50),
                 at_s=index * 0.1,
@@ -50,7 +50,7 @@ def test_ideal_hits_are_those_of_a_plain_block_cache(seed: int, size: int) -> No
         expected = next((i for i, block in enumerate(blocks) if block not in held), len(blocks))
         assert hit == expected * size
         total = round_.input_tokens + round_.output_tokens
-        held.update(workload.tree.blocks(round_.answer, total, size).tolist())
+        held.update(workload.tree.blocks(round_.output_branch, total, size).tolist())
 
 
 def test_sharing_is_counted_token_by_token() -> None:
@@ -58,7 +58,8 @@ def test_sharing_is_counted_token_by_token() -> None:
     trunk = tree.fork()
     branches = [tree.fork(trunk, 100) for _ in range(3)]
     rounds = [
-        Round(session=0, branch=b, answer=b, input_tokens=150, output_tokens=0) for b in branches
+        Round(session=0, branch=b, output_branch=b, input_tokens=150, output_tokens=0)
+        for b in branches
     ]
     analysis = analyze(Workload(tree=tree, sessions=[Session(name="s")], rounds=rounds))
     assert analysis.unique_tokens == 100 + 3 * 50

@@ -13,7 +13,7 @@ from msgspec import Struct
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Decision, Outcome, RouteEvent
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.workload.analysis.sharing import link_answers
+from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.mooncake import TreeBuilder
 from kvmesh.workload.model import Round, Session, Workload
@@ -38,26 +38,26 @@ class Recorder:
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
-        self._open: dict[str, Decision] = {}
-        self._taken: dict[str, CapturedRound] = {}
+        self._pending: dict[str, Decision] = {}
+        self._rounds: dict[str, CapturedRound] = {}
 
     @property
     def unfinished(self) -> int:
-        return len(self._open)
+        return len(self._pending)
 
     @property
-    def taken(self) -> list[CapturedRound]:
+    def rounds(self) -> list[CapturedRound]:
         """Finished requests by arrival."""
-        return sorted(self._taken.values(), key=lambda taken: taken.arrival)
+        return sorted(self._rounds.values(), key=lambda taken: taken.arrival)
 
     def add(self, event: RouteEvent) -> None:
         if isinstance(event, Decision):
             if self._model in (None, event.model):
-                self._open[event.request] = event
+                self._pending[event.request] = event
             return
-        decision = self._open.pop(event.request, None)
+        decision = self._pending.pop(event.request, None)
         if decision is not None:
-            self._taken[event.request] = CapturedRound(
+            self._rounds[event.request] = CapturedRound(
                 decision=decision,
                 outcome=event,
                 arrival=decision.time - decision.wait_s,
@@ -65,13 +65,13 @@ class Recorder:
             )
 
 
-def fitting_block_size(taken: list[CapturedRound]) -> int:
+def fitting_block_size(captured: list[CapturedRound]) -> int:
     """The block size under which every prompt has as many full blocks as it has hashes.
 
     Of several, the largest power of two among them, else the largest. Raises CaptureError.
     """
     low, high = 1, 1 << 16
-    for each in taken:
+    for each in captured:
         count, tokens = len(each.decision.sequence_hashes) // 8, each.decision.tokens
         low = max(low, tokens // (count + 1) + 1)
         if count:
@@ -82,23 +82,23 @@ def fitting_block_size(taken: list[CapturedRound]) -> int:
     return power if power >= low else high
 
 
-def assemble(taken: list[CapturedRound]) -> Workload:
+def assemble(captured: list[CapturedRound]) -> Workload:
     """The workload of captured requests, its time starting with the first. Raises CaptureError.
 
     A round that began after the one before it in its session had ended waits for it; others
     start at their own time.
     """
-    if not taken:
+    if not captured:
         raise CaptureError("no finished requests in this window")
-    size = fitting_block_size(taken)
-    writer = _Writer(taken[0].arrival, size)
-    for each in taken:
+    size = fitting_block_size(captured)
+    writer = _Writer(captured[0].arrival, size)
+    for each in captured:
         writer.add(each)
     workload = Workload(
         tree=writer.tree, sessions=writer.sessions, rounds=writer.rounds, block_size=size
     )
-    for members in workload.of_sessions():
-        link_answers(workload, members)
+    for members in workload.by_session():
+        link_outputs(workload, members)
     return workload
 
 
@@ -127,7 +127,7 @@ class _Writer:
             Round(
                 session=session,
                 branch=branch,
-                answer=self.tree.fork(branch, tokens),
+                output_branch=self.tree.fork(branch, tokens),
                 input_tokens=tokens,
                 output_tokens=outcome.output_tokens,
                 at_s=taken.arrival - (before[1] if before and follows else self._origin),
@@ -159,7 +159,7 @@ async def capture(bus: Bus, since: datetime, model: str | None, timeout: float =
     decoder = msgspec.msgpack.Decoder(RouteEvent)
     unreadable = 0
 
-    def take(message: StreamMessage) -> None:
+    def on_message(message: StreamMessage) -> None:
         nonlocal unreadable
         try:
             recorder.add(decoder.decode(message.data))
@@ -169,7 +169,7 @@ async def capture(bus: Bus, since: datetime, model: str | None, timeout: float =
     start = Start(time=since)
     subjects = bus.subjects
     subject = subjects.route(model) if model else subjects.route_all
-    reader = StreamReader(bus, subjects.route_stream, subject, take, start)
+    reader = StreamReader(bus, subjects.route_stream, subject, on_message, start)
     await reader.open()
     try:
         async with asyncio.timeout(timeout):

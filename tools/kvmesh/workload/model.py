@@ -35,7 +35,7 @@ class Round(Struct, frozen=True, kw_only=True):
 
     session: int
     branch: int
-    answer: int
+    output_branch: int
     input_tokens: SomeTokens
     output_tokens: Tokens
     at_s: Seconds = 0.0
@@ -83,14 +83,14 @@ class Workload(Struct, kw_only=True):
             block_size=self.block_size,
         )
 
-    def of_sessions(self) -> Iterator[list[int]]:
+    def by_session(self) -> Iterator[list[int]]:
         """The indices of each session's rounds, in order."""
         members: list[list[int]] = [[] for _ in self.sessions]
         for index, round_ in enumerate(self.rounds):
             members[round_.session].append(index)
         return iter(members)
 
-    def final(self) -> set[int]:
+    def final_rounds(self) -> set[int]:
         """The last round of each session whose client says that it is over."""
-        chains = zip(self.sessions, self.of_sessions(), strict=True)
+        chains = zip(self.sessions, self.by_session(), strict=True)
         return {members[-1] for session, members in chains if session.ends and members}

@@ -52,11 +52,11 @@ class Tree:
         """Where a branch comes from: (parent branch or ROOT, token position)."""
         return self._parents[branch], self._starts[branch]
 
-    def way(self, branch: int, tokens: int) -> list[TokenSegment]:
+    def path(self, branch: int, tokens: int) -> list[TokenSegment]:
         """The segments of a prompt, first token first."""
-        return [TokenSegment(*part) for part in self.back(branch, tokens)][::-1]
+        return [TokenSegment(*part) for part in self.reversed_path(branch, tokens)][::-1]
 
-    def back(self, branch: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+    def reversed_path(self, branch: int, tokens: int) -> Iterator[tuple[int, int, int]]:
         """The segments of a prompt as (branch, start, end), last token first."""
         end = tokens
         while branch != ROOT:
@@ -69,7 +69,7 @@ class Tree:
     def shared(self, one: int, other: int, tokens: int) -> int:
         """How many of the first `tokens` tokens along two branches are the same."""
         shared = 0
-        pairs = zip(self.way(one, tokens), self.way(other, tokens), strict=False)
+        pairs = zip(self.path(one, tokens), self.path(other, tokens), strict=False)
         for left, right in pairs:
             if left.branch != right.branch:
                 break
@@ -82,7 +82,7 @@ class Tree:
         Each one identifies its block together with all before it, so it serves as a local hash
         and, in a plain prefix cache, as a sequence hash. Equal for equal trees on every machine.
         """
-        way = self.way(branch, tokens)
+        way = self.path(branch, tokens)
         if not way:
             return np.empty(0, np.uint64)
         ends = [segment.end // size for segment in way]

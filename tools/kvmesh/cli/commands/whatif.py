@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     async def read(bus: Bus) -> int:
         recorder = await capture(bus, arguments.since, arguments.model)
-        taken.extend(recorder.taken)
+        taken.extend(recorder.rounds)
         workers.extend(await _workers(bus, arguments.model))
         return 0
 

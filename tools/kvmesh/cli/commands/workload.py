@@ -213,7 +213,7 @@ def _capture(arguments: argparse.Namespace, settings: Settings) -> int:
 
     async def record(bus: Bus) -> int:
         recorder = await capture(bus, arguments.since, arguments.model)
-        workload = assemble(recorder.taken)
+        workload = assemble(recorder.rounds)
         if recorder.unfinished:
             print(f"left out {recorder.unfinished:,} without an outcome", file=sys.stderr)
         _save(workload, arguments.output, arguments.block_size)

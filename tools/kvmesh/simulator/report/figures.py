@@ -1,4 +1,4 @@
-"""What a simulation showed, in numbers."""
+"""Figures of a simulation: throughput, latency, cache, workers."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from kvmesh.workload.replay.summary import Spread, spread
 
 
 class Latency(Struct, frozen=True, kw_only=True):
-    """Seconds, but for `slowdown`: latency over what an idle engine without a cache would take."""
+    """Seconds; `slowdown` is latency over that of an idle engine without a cache."""
 
     requests: int
     ttft_s: Spread | None
@@ -24,12 +24,12 @@ class Latency(Struct, frozen=True, kw_only=True):
 
 
 class Lost(Struct, frozen=True, kw_only=True):
-    """Prompt tokens that an endless cache for all would have had, by why they were computed.
+    """Recomputed prompt tokens by cause; an infinite shared cache would have held them.
 
-    `ends`: the last block of a prompt that was cached whole, without which there is no answer.
-    `unfinished`: another request was still computing them. `evicted`: no rank had them any more.
-    `elsewhere`: a rank had them, and another was chosen. `dropped`: the chosen one had them and
-    evicted them before it began. All but the first and the last are as of the placement.
+    `ends`: last block of a fully cached prompt, which the first output token needs computed.
+    `unfinished`: another request was still computing them. `evicted`: every rank had evicted them.
+    `elsewhere`: another rank held them, not the chosen one. `dropped`: the chosen rank held them
+    and evicted them before the prefill. All but `ends` and `dropped` are as of the placement.
     """
 
     ends: int
@@ -40,10 +40,10 @@ class Lost(Struct, frozen=True, kw_only=True):
 
 
 class Cache(Struct, frozen=True, kw_only=True):
-    """Prompt tokens that were served: shares of all, and what an endless shared cache would hold.
+    """Prompt tokens of finished requests, and the share that an infinite shared cache would hold.
 
     `read_write` is cached over computed prompt tokens. `recomputed_tokens` had been computed
-    before, somewhere, and were computed again; `lost` says why.
+    before on some rank; `lost` divides them by cause.
     """
 
     prompt_tokens: int
@@ -58,10 +58,10 @@ class Cache(Struct, frozen=True, kw_only=True):
 
 
 class WorkerFigures(Struct, frozen=True, kw_only=True):
-    """One worker life. `busy` is the share of the run that it spent stepping.
+    """One incarnation of a worker. `busy` is the share of the run that it spent stepping.
 
-    A prompt that moves or is prefilled elsewhere counts with each worker that has it; what comes
-    over from a prefill worker counts as cached.
+    A prompt that migrates or is handed off counts for each of its workers; tokens handed off by a
+    prefill worker count as cached.
     """
 
     name: str
@@ -74,17 +74,17 @@ class WorkerFigures(Struct, frozen=True, kw_only=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """One run. `imbalance` is the busiest worker's time over the mean one's.
+    """One run. `imbalance` is the busiest worker's busy time over the mean.
 
-    `steady_tokens_per_s` is the rate of output tokens while the middle half of them was made,
-    without the start of the run and its tail; of the whole run where that took no time.
+    `steady_tokens_per_s` is the rate over the middle half of the output tokens, which leaves out
+    start and tail of the run; the rate of the whole run if that half took no time.
     """
 
     policy: str
     rounds: int
     failed: int
     errors: dict[str, int]
-    moves: int
+    migrations: int
     virtual_s: float
     requests_per_s: float
     output_tokens_per_s: float
@@ -98,7 +98,7 @@ class Figures(Struct, frozen=True, kw_only=True):
 
 
 def figures(simulation: Simulation) -> Figures:
-    """Sum up a simulation that has run."""
+    """The figures of a finished simulation."""
     records = simulation.records
     errors = Counter(error for error in records.error if error is not None)
     done = np.array([error is None for error in records.error], dtype=bool)
@@ -112,7 +112,7 @@ def figures(simulation: Simulation) -> Figures:
         rounds=len(done),
         failed=int((~done).sum()),
         errors=dict(errors.most_common(8)),
-        moves=sum(records.moves),
+        migrations=sum(records.migrations),
         virtual_s=length,
         requests_per_s=float(done.sum()) / length,
         output_tokens_per_s=sum(records.output) / length,
@@ -144,7 +144,7 @@ def _spread(values: Column) -> Spread | None:
 
 def _latency(simulation: Simulation, chosen: NDArray[np.bool_]) -> Latency:
     records = simulation.records
-    arrived, first, ended = (records.column(n)[chosen] for n in ("arrived", "first", "ended"))
+    arrived, first, ended = (records.column(n)[chosen] for n in ("arrived", "first_token", "ended"))
     output = records.column("output")[chosen]
     gaps = np.where(output > 1, (ended - first) / np.maximum(output - 1, 1), np.nan)
     alone = _alone(simulation)[chosen]
@@ -159,7 +159,7 @@ def _latency(simulation: Simulation, chosen: NDArray[np.bool_]) -> Latency:
 
 
 def _alone(simulation: Simulation) -> Column:
-    """Seconds that each round would take by itself on an idle engine without any cache."""
+    """Latency of each round alone on an idle engine without a cache, in seconds."""
     core = simulation.options.workers[0].core
     model, speedup, step = core.model, core.speedup, core.limits.max_batched_tokens
     token = model.decode(DecodeLoad(1, 0, core.blocks * core.limits.block_size))
@@ -201,12 +201,12 @@ def _prompts(simulation: Simulation) -> Column:
 
 
 def _lost(simulation: Simulation, done: NDArray[np.bool_]) -> Lost:
-    """Each prompt from what was cached upwards: what lies between is lost for one reason."""
+    """Recomputed tokens by cause: the distances between ascending levels of each prompt."""
     records, size = simulation.records, simulation.options.block_size
     ideal = records.column("ideal")[done]
     useful = np.minimum(ideal, (_prompts(simulation)[done] - 1) // size * size)
     levels = [np.minimum(records.column("cached")[done], useful)]
-    for name in ("held", "best", "made"):
+    for name in ("chosen_rank", "best_rank", "computed"):
         levels.append(np.clip(records.column(name)[done], levels[-1], useful))
     cached, held, best, made = (int(level.sum()) for level in levels)
     return Lost(
@@ -222,7 +222,7 @@ def _sessions(simulation: Simulation, done: NDArray[np.bool_]) -> Spread | None:
     """Cached share of each session's prompt tokens after its first round."""
     shares = []
     rounds, cached = simulation.workload.rounds, simulation.records.cached
-    for members in simulation.workload.of_sessions():
+    for members in simulation.workload.by_session():
         later = [index for index in members[1:] if done[index]]
         tokens = sum(rounds[index].input_tokens for index in later)
         if tokens:

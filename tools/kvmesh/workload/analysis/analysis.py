@@ -60,7 +60,7 @@ def analyze(workload: Workload, block_size: int | None = None) -> Analysis:
     inputs = [round_.input_tokens for round_ in rounds]
     total, hit = sum(inputs), sum(hits)
     unique = _unique(workload)
-    compactions = [_compactions(workload, members) for members in workload.of_sessions()]
+    compactions = [_compactions(workload, members) for members in workload.by_session()]
     return Analysis(
         block_size=size,
         requests=len(rounds),
@@ -79,7 +79,7 @@ def analyze(workload: Workload, block_size: int | None = None) -> Analysis:
         output=spread(round_.output_tokens for round_ in rounds),
         new_tokens=spread(n - h for n, h in zip(inputs, hits, strict=True)),
         depth=spread(-(-n // size) for n in inputs),
-        rounds_per_session=spread(len(members) for members in workload.of_sessions() if members),
+        rounds_per_session=spread(len(members) for members in workload.by_session() if members),
         waits=_waits(workload),
         wait_counts=dict(Counter(r.wait for r in rounds if r.wait).most_common()),
         compactions=sum(compactions),
@@ -110,7 +110,7 @@ def _visits(workload: Workload) -> dict[str, tuple[float, float]]:
     """Distinct tokens and references by how many prompts pass there, as shares."""
     ends: dict[int, list[tuple[int, int]]] = {}
     for round_ in workload.rounds:
-        for segment in workload.tree.way(round_.branch, round_.input_tokens):
+        for segment in workload.tree.path(round_.branch, round_.input_tokens):
             ends.setdefault(segment.branch, []).append((segment.start, segment.end))
     distinct: Counter[int] = Counter()
     passed: Counter[int] = Counter()

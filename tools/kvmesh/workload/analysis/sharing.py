@@ -21,7 +21,7 @@ class InfiniteCache:
 
     def hit(self, branch: int, tokens: int) -> int:
         """Leading tokens of a prompt that are held, in whole blocks."""
-        for part, start, end in self._tree.back(branch, tokens):
+        for part, start, end in self._tree.reversed_path(branch, tokens):
             held = self._ends.get(part, 0)
             if held > start:
                 return min(held, end) // self._size * self._size
@@ -29,7 +29,7 @@ class InfiniteCache:
 
     def add(self, branch: int, tokens: int) -> int:
         """Hold the first `tokens` tokens along `branch`; returns the `hit` that they were."""
-        for part, start, end in self._tree.back(branch, tokens):
+        for part, start, end in self._tree.reversed_path(branch, tokens):
             held = self._ends.get(part, 0)
             if held < end:
                 self._ends[part] = end
@@ -44,11 +44,11 @@ def ideal_hits(workload: Workload, block_size: int) -> list[int]:
     hits: list[int] = []
     for round_ in workload.rounds:
         hits.append(cache.add(round_.branch, round_.input_tokens))
-        cache.add(round_.answer, round_.input_tokens + round_.output_tokens)
+        cache.add(round_.output_branch, round_.input_tokens + round_.output_tokens)
     return hits
 
 
-def link_answers(workload: Workload, members: list[int]) -> None:
+def link_outputs(workload: Workload, members: list[int]) -> None:
     """Let answers lie on the next prompt of their session wherever that prompt can contain them.
 
     Traces name the blocks of prompts alone. A following prompt that repeats all full blocks of a
@@ -61,4 +61,4 @@ def link_answers(workload: Workload, members: list[int]) -> None:
         if after.input_tokens < before.input_tokens + before.output_tokens or not full:
             continue
         if tree.shared(before.branch, after.branch, full) == full:
-            rounds[place] = structs.replace(before, answer=after.branch)
+            rounds[place] = structs.replace(before, output_branch=after.branch)

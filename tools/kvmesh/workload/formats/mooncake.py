@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvmesh.workload.analysis.sharing import link_answers
+from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import Problem, Repairs, TraceError
 from kvmesh.workload.model import (
     Milliseconds,
@@ -24,7 +24,7 @@ from kvmesh.workload.model import (
     Tokens,
     Workload,
 )
-from kvmesh.workload.ordering import in_order
+from kvmesh.workload.ordering import topological_order
 from kvmesh.workload.tree import ROOT, Tree
 
 BLOCK_SIZE = 512
@@ -196,7 +196,7 @@ class Assembler:
 
     def workload(self, rows: list[tuple[int, MooncakeRow]]) -> Workload:
         before = predecessors(rows, self._repairs)
-        for place in in_order(before, lambda place: self._break(rows[place])):
+        for place in topological_order(before, lambda place: self._break(rows[place])):
             number, row = rows[place]
             after = tuple(sorted(self._places[other] for other in before[place]))
             self._places[place] = len(self._rounds)
@@ -207,8 +207,8 @@ class Assembler:
             rounds=self._rounds,
             block_size=max(self._builders, default=1),
         )
-        for members in workload.of_sessions():
-            link_answers(workload, members)
+        for members in workload.by_session():
+            link_outputs(workload, members)
         return workload
 
     def _break(self, numbered: tuple[int, MooncakeRow]) -> None:
@@ -229,7 +229,7 @@ class Assembler:
             Round(
                 session=session,
                 branch=branch,
-                answer=self._tree.fork(branch, row.input_length),
+                output_branch=self._tree.fork(branch, row.input_length),
                 input_tokens=row.input_length,
                 output_tokens=row.output_length,
                 at_s=self._start(row, after),

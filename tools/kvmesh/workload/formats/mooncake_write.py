@@ -18,7 +18,7 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
     size = block_size or (workload.block_size if workload.block_size > 1 else BLOCK_SIZE)
     ids = Ids(workload, size)
     agentic = any(round_.after for round_ in workload.rounds) or any(
-        len(members) > 1 for members in workload.of_sessions()
+        len(members) > 1 for members in workload.by_session()
     )
     encode = msgspec.json.Encoder().encode
     with file.open("wb") as out:
@@ -50,7 +50,7 @@ class Ids:
         tokens = round_.input_tokens
         blocks = self._tree.blocks(round_.branch, tokens, self._size).tolist()
         if tokens % self._size:
-            last = self._tree.way(round_.branch, tokens)[-1].branch
+            last = self._tree.path(round_.branch, tokens)[-1].branch
             blocks.extend(mix(last, np.array([tokens])).tolist())
         return [self._ids.setdefault(block, len(self._ids)) for block in blocks]
 

@@ -65,14 +65,14 @@ def read(file: Path) -> Workload:
 
 def _defect(document: Document, tree: Tree, index: int, round_: Round) -> str | None:
     branches = range(len(tree))
-    if round_.branch not in branches or round_.answer not in branches:
-        return f"no branch {round_.branch} or {round_.answer}"
+    if round_.branch not in branches or round_.output_branch not in branches:
+        return f"no branch {round_.branch} or {round_.output_branch}"
     if not 0 <= round_.session < len(document.sessions):
         return f"no session {round_.session}"
     if any(not ROOT < before < index for before in round_.after):
         return "waits for a round that does not come before it"
     tokens = round_.input_tokens
-    same = round_.answer == round_.branch
-    if not same and tree.shared(round_.branch, round_.answer, tokens) < tokens:
+    same = round_.output_branch == round_.branch
+    if not same and tree.shared(round_.branch, round_.output_branch, tokens) < tokens:
         return "its answer does not continue its prompt"
     return None

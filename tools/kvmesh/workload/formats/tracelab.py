@@ -127,7 +127,7 @@ def _chain(
         round_ = Round(
             session=session,
             branch=branch,
-            answer=branch,
+            output_branch=branch,
             input_tokens=tokens,
             output_tokens=row.output_len,
             at_s=wait_s if place else clock,
@@ -158,7 +158,7 @@ def write(workload: Workload, file: Path) -> list[str]:
     """
     lines = [
         _line(workload, session, members, place, index)
-        for session, members in enumerate(workload.of_sessions())
+        for session, members in enumerate(workload.by_session())
         for place, index in enumerate(members)
     ]
     with file.open("w", newline="", encoding="utf-8") as out:
@@ -177,7 +177,7 @@ def _line(
             name = workload.sessions[session].name
             raise WorkloadError(f"session {name!r} is not closed-loop: TraceLab cannot hold it")
         held = min(before.input_tokens + before.output_tokens, round_.input_tokens)
-        prefix = workload.tree.shared(before.answer, round_.branch, held)
+        prefix = workload.tree.shared(before.output_branch, round_.branch, held)
     following = rounds[members[place + 1]].at_s if place + 1 < len(members) else 0.0
     first = rounds[members[0]]
     return [
@@ -195,7 +195,7 @@ def _losses(workload: Workload) -> list[str]:
     kept = [len(round_.after) for round_ in workload.rounds]
     children = sum(session.parent is not None for session in workload.sessions)
     tree = workload.tree
-    roots = {tree.way(round_.branch, 1)[0].branch for round_ in workload.rounds}
+    roots = {tree.path(round_.branch, 1)[0].branch for round_ in workload.rounds}
     losses = []
     if children:
         losses.append(f"{children} child sessions start on their own")

@@ -18,7 +18,7 @@ class Draft:
 
     session: int
     branch: int
-    answer: int
+    output_branch: int
     tokens: int
     output: int
     wait_s: float
@@ -167,7 +167,7 @@ class AgentGenerator:
         draft = Draft(
             session=walk.session,
             branch=walk.branch,
-            answer=answer,
+            output_branch=answer,
             tokens=walk.tokens,
             output=output,
             wait_s=walk.wait_s,
@@ -239,7 +239,7 @@ def _round(draft: Draft) -> Round:
     return Round(
         session=draft.session,
         branch=draft.branch,
-        answer=draft.answer,
+        output_branch=draft.output_branch,
         input_tokens=draft.tokens,
         output_tokens=draft.output,
         at_s=draft.wait_s,

@@ -117,20 +117,20 @@ class AgentProfile(_Section, frozen=True, kw_only=True):
                     raise ValueError(f"agent {agent.name!r} spawns unknown {spawn.agent!r}")
         if not any(agent.share for agent in self.agents):
             raise ValueError("no agent has a share")
-        _refuse_endless(self.agents)
+        _reject_recursion(self.agents)
 
 
-def _refuse_endless(agents: list[Agent]) -> None:
+def _reject_recursion(agents: list[Agent]) -> None:
     """Raises ValueError when an agent can descend from itself."""
     children = {agent.name: {spawn.agent for spawn in agent.spawns} for agent in agents}
     for name in children:
         found: set[str] = set()
-        open_ = list(children[name])
-        while open_:
-            child = open_.pop()
+        stack = list(children[name])
+        while stack:
+            child = stack.pop()
             if child not in found:
                 found.add(child)
-                open_.extend(children[child])
+                stack.extend(children[child])
         if name in found:
             raise ValueError(f"agent {name!r} spawns itself, directly or through others")
 

@@ -18,7 +18,7 @@ from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.model import LIMIT, Round, Session, SomeTokens, Workload
 from kvmesh.workload.tree import ROOT, Tree
 
-LEAST = 8
+MIN_POOL = 8
 TRIES = 1000
 Factor = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
@@ -117,23 +117,23 @@ def _count(paths: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
 
 def _contract(root: BranchNode) -> None:
     """Merge each node with its only child where no prompt leaves in between."""
-    open_ = list(root.children)
-    while open_:
-        node = open_.pop()
+    stack = list(root.children)
+    while stack:
+        node = stack.pop()
         while len(node.children) == 1 and not node.leaves:
             child = node.children[0]
             node.blocks += child.blocks
             node.children, node.leaves = child.children, child.leaves
-        open_.extend(node.children)
+        stack.extend(node.children)
 
 
 def _walks(root: BranchNode) -> Iterator[tuple[BranchNode, int]]:
     """Every node with the number of blocks down to its end."""
-    open_ = [(root, 0)]
-    while open_:
-        node, depth = open_.pop()
+    stack = [(root, 0)]
+    while stack:
+        node, depth = stack.pop()
         yield node, depth
-        open_.extend((child, depth + child.blocks) for child in node.children)
+        stack.extend((child, depth + child.blocks) for child in node.children)
 
 
 def _leaves_by_depth(root: BranchNode) -> dict[int, list[Leaf]]:
@@ -170,7 +170,7 @@ class Synthesizer:
                 Round(
                     session=index,
                     branch=branch,
-                    answer=self._tree.fork(branch, tokens),
+                    output_branch=self._tree.fork(branch, tokens),
                     input_tokens=tokens,
                     output_tokens=output,
                     at_s=clock,
@@ -187,41 +187,41 @@ class Synthesizer:
         """Branch, prompt tokens and answer tokens of one request."""
         options = self._options
         for _ in range(TRIES):
-            way, depth = self._walk()
-            leaf = self._leaf(way[-1], depth)
+            path, depth = self._walk()
+            leaf = self._leaf(path[-1], depth)
             core = round(depth * options.block_size * options.prefix_len_multiplier)
             tokens = core + round(leaf.tokens * options.prompt_len_multiplier)
             if 0 < tokens <= options.max_isl:
                 copy = self._rng.randrange(options.prefix_root_multiplier)
-                branch = self._tree.fork(self._lay(way, copy), core)
+                branch = self._tree.fork(self._branch_along(path, copy), core)
                 output = max(1, round(leaf.output * options.osl_multiplier))
                 return branch, tokens, min(output, LIMIT)
         raise SynthesisError(f"no prompt of at most {options.max_isl} tokens in {TRIES} tries")
 
     def _walk(self) -> tuple[list[BranchNode], int]:
         """Chains from the root of the core to where a leaf begins, and their blocks."""
-        node, way, depth = self._core.root, [self._core.root], 0
+        node, path, depth = self._core.root, [self._core.root], 0
         while True:
             total = node.weights[-1] + len(node.leaves)
             place = bisect(node.weights, self._rng.randrange(total)) - 1
             if place == len(node.children):
-                return way, depth
+                return path, depth
             node = node.children[place]
-            way.append(node)
+            path.append(node)
             depth += node.blocks
 
     def _leaf(self, node: BranchNode, depth: int) -> Leaf:
         """From this place in the seed if it has seen enough, else from others as deep."""
         pool = node.leaves
-        if len(pool) < LEAST:
+        if len(pool) < MIN_POOL:
             pool = self._core.by_depth[depth.bit_length()]
         return self._rng.choice(pool)
 
-    def _lay(self, way: list[BranchNode], copy: int) -> int:
+    def _branch_along(self, path: list[BranchNode], copy: int) -> int:
         """The branch along a walk in one copy of the core; made when first walked."""
         scale = self._options.block_size * self._options.prefix_len_multiplier
         branch, depth = ROOT, 0
-        for node in way:
+        for node in path:
             key = (id(node), copy)
             known = self._branches.get(key)
             if known is None:

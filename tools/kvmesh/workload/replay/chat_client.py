@@ -133,16 +133,21 @@ class ChatEndpoint:
         }
 
     async def stream(
-        self, sample: Sample, text: str, tokens: int, headers: dict[str, str], leave: int | None
+        self,
+        sample: Sample,
+        text: str,
+        tokens: int,
+        headers: dict[str, str],
+        abort_after: int | None,
     ) -> None:
         """Send one request and fill `sample`; a failure is its `error`, never an exception.
 
-        `leave` is the number of answer pieces after which to hang up.
+        `abort_after` is the number of answer pieces after which to hang up.
         """
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         body = msgspec.json.encode(self._body(text, tokens) | options)
         headers = {"Content-Type": "application/json", **self._headers, **headers}
-        reader = StreamReading(sample, leave)
+        reader = StreamReading(sample, abort_after)
         try:
             async with self._http.post(
                 f"{self._url}/v1/chat/completions", data=body, headers=headers
@@ -163,10 +168,10 @@ class ChatEndpoint:
 class StreamReading:
     """Follows one event stream and notes in a sample when its pieces come."""
 
-    def __init__(self, sample: Sample, leave: int | None) -> None:
+    def __init__(self, sample: Sample, abort_after: int | None) -> None:
         self.started = time.perf_counter()
         self._sample = sample
-        self._leave = leave
+        self._abort_after = abort_after
         self._rest = b""
         self._pieces = 0
         self._finished = False
@@ -181,13 +186,13 @@ class StreamReading:
             content = line[5:].strip()
             if content == b"[DONE]":
                 return True
-            self._take(_frames.decode(content), now)
-            if self._leave is not None and self._pieces >= self._leave:
+            self._read_frame(_frames.decode(content), now)
+            if self._abort_after is not None and self._pieces >= self._abort_after:
                 self._sample.aborted = True
                 return True
         return False
 
-    def _take(self, frame: Frame, now: float) -> None:
+    def _read_frame(self, frame: Frame, now: float) -> None:
         sample = self._sample
         if frame.error is not None:
             sample.error = message_of(frame.error)

@@ -112,7 +112,7 @@ async def fitted_speller(tree: Tree, endpoint: ChatEndpoint, seed: int) -> Spell
 
 def chains(workload: Workload) -> set[int]:
     """Sessions that are more than one request, or part of a family, or say when they are over."""
-    several = {i for i, members in enumerate(workload.of_sessions()) if len(members) > 1}
+    several = {i for i, members in enumerate(workload.by_session()) if len(members) > 1}
     children = {i for i, card in enumerate(workload.sessions) if card.parent is not None}
     parents = {card.parent for card in workload.sessions if card.parent is not None}
     closed = {i for i, card in enumerate(workload.sessions) if card.ends}
@@ -140,7 +140,7 @@ class Replay:
         self._endpoint = endpoint
         self._speed = speed
         self._chains = chains(workload)
-        self._final = workload.final()
+        self._final = workload.final_rounds()
         self._slots = asyncio.Semaphore(concurrency)
         self._progress = progress
         self._due: list[tuple[float, int]] = []

@@ -31,7 +31,7 @@ class Speller:
     def prompt(self, branch: int, tokens: int) -> str:
         """Text of a prompt that comes to `tokens` tokens with the template's own (at least one)."""
         length = max(1, tokens - self._overhead)
-        return "".join(self._segment(segment) for segment in self._tree.way(branch, length))
+        return "".join(self._segment(segment) for segment in self._tree.path(branch, length))
 
     def _segment(self, segment: TokenSegment) -> str:
         text = self._cache.get(segment)
