@@ -163,7 +163,7 @@ def test_aborted_answers_end_early(tmp_path: Path) -> None:
         ('"helper", step', '"nobody", step', "spawns unknown 'nobody'"),
         ("sessions = 6", "sessions = 0", "`sessions`"),
         ("steps = 4", "stepps = 4", "unknown field `stepps`"),
-        ("steps = 4", "steps = {p50 = 5, p90 = 2}", "percentiles must not fall"),
+        ("steps = 4", "steps = {p50 = 5, p90 = 2}", "percentiles must not decrease"),
         ("steps = 4", "steps = inf", "`agents.*steps`"),
         ("wait_s = 30.0", "wait_s = -30.0", "`agents.*wait_s`"),
         ("wait_s = 30.0", "wait_s = {p50 = 5, max = nan}", "`agents.*max`"),
@@ -189,7 +189,7 @@ def test_a_profile_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_prompts_longer_than_every_context_are_an_error(tmp_path: Path) -> None:
     cramped = SMALL.replace("share = 1.0", "share = 1.0\ncontext = 100")
-    with pytest.raises(AgentProfileError, match="longer than its agent's context"):
+    with pytest.raises(AgentProfileError, match="exceeds its agent's context"):
         generate(tmp_path, cramped)
 
 

@@ -140,7 +140,7 @@ def test_sorting_leaves_turns_behind_what_they_follow(tmp_path: Path) -> None:
         row(None, 100, [0], session_id="late", delay=30),
     ]
     file = trace(tmp_path, lines)
-    with pytest.raises(TraceError, match=r":3: request id 'same' was given to an earlier line"):
+    with pytest.raises(TraceError, match=r":3: duplicate request id 'same'"):
         read(file)
     workload, repairs = read(file, repair=True)
     assert repairs.counts() == {"dropped the id": 1, "sorted by time": 1}
@@ -161,7 +161,7 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     lines: Lines = [row(i, 5, [i], request_id="same") for i in range(2)]
     lines.append(row(None, 5, [5], wait_for=["same"]))
     file = trace(tmp_path, lines)
-    with pytest.raises(TraceError, match=r":2: request id 'same' was given to an earlier line"):
+    with pytest.raises(TraceError, match=r":2: duplicate request id 'same'"):
         read(file)
     workload, _ = read(file, repair=True)
     assert workload.rounds[2].after == (0,)

@@ -126,7 +126,7 @@ async def test_a_turn_waits_for_the_one_before(tmp_path: Path, server: ChatServe
 
 async def test_the_end_of_a_session_is_said(tmp_path: Path, server: ChatServer) -> None:
     turns: Rows = [
-        {"session": 0, "branch": 0, "answer": 0, "input_tokens": tokens, "output_tokens": 1}
+        {"session": 0, "branch": 0, "output_branch": 0, "input_tokens": tokens, "output_tokens": 1}
         for tokens in (100, 200)
     ]
     turns[1] |= {"after": [0]}
@@ -160,7 +160,7 @@ async def test_failures_are_told_with_reasons(tmp_path: Path, server: ChatServer
     assert figures["failed"] == 4
     assert sorted(figures["errors"].values()) == [1, 1, 2]
     assert "503 refused …" in out
-    assert "the stream ended before the answer did" in out
+    assert "the stream ended without a finish reason" in out
 
 
 async def test_interrupting_shows_what_was_measured(tmp_path: Path, server: ChatServer) -> None:
@@ -171,7 +171,7 @@ async def test_interrupting_shows_what_was_measured(tmp_path: Path, server: Chat
     out, _ = await process.communicate()
     assert process.returncode == 1
     ended = re.search(rb"requests +(\d) \(0 failed", out)
-    unfinished = re.search(rb"not finished +(\d)", out)
+    unfinished = re.search(rb"unfinished +(\d)", out)
     assert ended, out
     assert unfinished, out
     assert int(ended[1]) + int(unfinished[1]) == 5

@@ -1,7 +1,7 @@
-"""Captures of a live mesh: its routing decisions and their outcomes as a workload.
+"""Captures a live mesh's routing decisions and outcomes as a workload.
 
-Only lengths, block hashes, sessions and times are read; the bus never carries text on these
-subjects, and prompts cannot be had back from salted hashes.
+A capture reads lengths, block hashes, sessions and times only. These subjects never carry text, and
+salted hashes do not reveal prompts.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from kvmesh.workload.tree import Tree
 
 
 class CaptureError(WorkloadError):
-    """Nothing to capture, or decisions that fit no block size."""
+    """No finished requests, undecodable decisions, or decisions of several block sizes."""
 
 
 class CapturedRound(Struct, frozen=True, kw_only=True):
-    """A finished request: arrival and end in Unix seconds."""
+    """A finished request; `arrival` and `end` in Unix seconds."""
 
     decision: Decision
     outcome: Outcome
@@ -34,7 +34,7 @@ class CapturedRound(Struct, frozen=True, kw_only=True):
 
 
 class Recorder:
-    """Pairs decisions with outcomes; a request that was moved counts from its last placement."""
+    """Pairs decisions with outcomes; a migrated request counts from its last placement."""
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
@@ -48,7 +48,7 @@ class Recorder:
     @property
     def rounds(self) -> list[CapturedRound]:
         """Finished requests by arrival."""
-        return sorted(self._rounds.values(), key=lambda taken: taken.arrival)
+        return sorted(self._rounds.values(), key=lambda round_: round_.arrival)
 
     def add(self, event: RouteEvent) -> None:
         if isinstance(event, Decision):
@@ -66,9 +66,9 @@ class Recorder:
 
 
 def fitting_block_size(captured: list[CapturedRound]) -> int:
-    """The block size under which every prompt has as many full blocks as it has hashes.
+    """The block size with which each prompt has as many full blocks as hashes.
 
-    Of several, the largest power of two among them, else the largest. Raises CaptureError.
+    Among several such sizes: the largest power of two, else the largest. Raises CaptureError.
     """
     low, high = 1, 1 << 16
     for each in captured:
@@ -77,16 +77,16 @@ def fitting_block_size(captured: list[CapturedRound]) -> int:
         if count:
             high = min(high, tokens // count)
     if low > high:
-        raise CaptureError("the decisions are of several block sizes; name one model")
+        raise CaptureError("the decisions have several block sizes; choose one with --model")
     power = 1 << (high.bit_length() - 1)
     return power if power >= low else high
 
 
 def assemble(captured: list[CapturedRound]) -> Workload:
-    """The workload of captured requests, its time starting with the first. Raises CaptureError.
+    """The workload of captured requests; the first arrival is time 0. Raises CaptureError.
 
-    A round that began after the one before it in its session had ended waits for it; others
-    start at their own time.
+    A round that arrived after the end of its session's previous round waits for that one; the
+    others start at their arrival time.
     """
     if not captured:
         raise CaptureError("no finished requests in this window")
@@ -154,7 +154,7 @@ def _left_after(outcome: Outcome) -> int | None:
 
 
 async def capture(bus: Bus, since: datetime, model: str | None, timeout: float = 60.0) -> Recorder:
-    """Read what was decided and finished from `since` until now. Raises CaptureError."""
+    """Read the decisions and outcomes from `since` until now. Raises CaptureError."""
     recorder = Recorder(model)
     decoder = msgspec.msgpack.Decoder(RouteEvent)
     unreadable = 0
@@ -175,9 +175,9 @@ async def capture(bus: Bus, since: datetime, model: str | None, timeout: float =
         async with asyncio.timeout(timeout):
             await reader.caught_up.wait()
     except TimeoutError:
-        raise CaptureError(f"the stream of decisions was not read within {timeout:g} s") from None
+        raise CaptureError(f"reading the decision stream took more than {timeout:g} s") from None
     finally:
         await reader.close()
     if unreadable:
-        raise CaptureError(f"{unreadable} decisions of another version cannot be read")
+        raise CaptureError(f"cannot decode {unreadable} decisions (of another version?)")
     return recorder

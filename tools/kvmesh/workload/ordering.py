@@ -1,14 +1,14 @@
-"""An order in which everything comes after what it predecessors for (Kahn 1962)."""
+"""Topological order (Kahn 1962)."""
 
 import heapq
 from collections.abc import Callable, Iterator
 
 
 def topological_order(before: list[set[int]], on_cycle: Callable[[int], None]) -> Iterator[int]:
-    """Yield each index after all in `before[index]`, otherwise in their own order.
+    """Yield each index after all in `before[index]`, otherwise in ascending order.
 
-    Where places wait for each other in a cycle, `on_cycle` is told the first of them that is left;
-    it comes next, and its remaining predecessors are removed from `before`.
+    On a cycle, call `on_cycle` with the lowest remaining index, yield that index next and remove
+    its remaining predecessors from `before`.
     """
     followers: dict[int, list[int]] = {}
     for index, predecessors in enumerate(before):

@@ -1,4 +1,4 @@
-"""Writing Mooncake traces: plain where every request stands alone, agentic in sessions."""
+"""Writes Mooncake traces: plain for independent requests, agentic for sessions."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from kvmesh.workload.tree import mix
 
 
 def write(workload: Workload, file: Path, block_size: int | None = None) -> None:
-    """Write one row per round, with ids of `block_size` tokens (by default the workload's own).
+    """Write one row per round, with ids of `block_size` tokens (default: the workload's own).
 
-    Sharing is kept to whole blocks.
+    Sharing within a block is lost.
     """
     size = block_size or (workload.block_size if workload.block_size > 1 else BLOCK_SIZE)
     ids = Ids(workload, size)
@@ -38,7 +38,7 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
 
 
 class Ids:
-    """Small numbers for blocks, in order of appearance."""
+    """Numbers blocks in order of appearance."""
 
     def __init__(self, workload: Workload, size: int) -> None:
         self._tree = workload.tree
@@ -46,7 +46,7 @@ class Ids:
         self._ids: dict[int, int] = {}
 
     def of(self, round_: Round) -> list[int]:
-        """One id per begun block; a partial last block is the prompt's own."""
+        """One id per started block; a partial last block is never shared."""
         tokens = round_.input_tokens
         blocks = self._tree.blocks(round_.branch, tokens, self._size).tolist()
         if tokens % self._size:

@@ -1,4 +1,4 @@
-"""The agent generator: closed-loop sessions drawn from a profile."""
+"""The agent generator: draws closed-loop sessions from a profile."""
 
 import heapq
 import random
@@ -14,7 +14,7 @@ TOKEN_S, REQUEST_S = 0.02, 0.5
 
 @dataclass
 class Draft:
-    """A round being written, with a guess of when it runs; `after` holds drafts."""
+    """A round before its index is known, with an estimated start; `after` holds drafts."""
 
     session: int
     branch: int
@@ -37,7 +37,7 @@ class Draft:
 
 @dataclass
 class Walk:
-    """Where a session stands: its prompt so far and what its next round waits for."""
+    """Generation state of a session: its prompt so far and the drafts its next round waits for."""
 
     agent: Agent
     session: int
@@ -55,7 +55,7 @@ class Walk:
 
 
 class AgentGenerator:
-    """Writes one workload; everything follows from the profile and the seed."""
+    """Generates one workload, determined by profile and seed."""
 
     def __init__(self, profile: AgentProfile, seed: int = 0) -> None:
         self._profile = profile
@@ -68,9 +68,9 @@ class AgentGenerator:
         self._prompts: dict[tuple[str, int], tuple[int, int]] = {}
 
     def workload(self, sessions: int | None = None) -> Workload:
-        """`sessions` sessions (the profile's number by default) and all that they spawn.
+        """Generate `sessions` sessions (default: the profile's number) and their children.
 
-        Raises ProfileError if not one of them has a request.
+        Raises AgentProfileError if no session has a request.
         """
         roots = [agent for agent in self._profile.agents if agent.share]
         weights = [agent.share for agent in roots]
@@ -88,15 +88,13 @@ class AgentGenerator:
             heapq.heappush(ends, (end, number, last))
             clock += self._rng.expovariate(self._profile.per_minute / 60)
         if not self._drafts:
-            raise AgentProfileError(
-                "no request: every first prompt is longer than its agent's context"
-            )
+            raise AgentProfileError("no requests: every first prompt exceeds its agent's context")
         return self._assemble()
 
     def _session(
         self, agent: Agent, parent: int | None, after: list[Draft], wait_s: float, ready_s: float
     ) -> list[Draft]:
-        """Write a whole session; returns its last round."""
+        """Generate a session with its children; return its last round (at most one)."""
         session = len(self._sessions)
         name = f"{agent.name}-{session}"
         ends = self._ends.random() < agent.ends
@@ -117,13 +115,13 @@ class AgentGenerator:
         )
         for turn in range(draw_int(agent.human.turns, self._rng, 1)):
             if turn:
-                self._ask_again(walk)
-            if not self._turn(walk):
+                self._add_message(walk)
+            if not self._run_turn(walk):
                 break
         return walk.last
 
     def _prompt(self, agent: Agent) -> tuple[int, int]:
-        """The branch and length of the shared beginning of an agent's prompts."""
+        """Branch and length of the prefix that an agent's prompts share."""
         variant = self._rng.randrange(agent.prompt_variants)
         key = (agent.prompt, variant)
         if key not in self._prompts:
@@ -131,13 +129,13 @@ class AgentGenerator:
             self._prompts[key] = (self._tree.fork(), tokens)
         return self._prompts[key]
 
-    def _ask_again(self, walk: Walk) -> None:
+    def _add_message(self, walk: Walk) -> None:
         walk.tokens += draw_int(walk.agent.human.message, self._rng, 1)
         walk.wait_s = draw(walk.agent.human.wait_s, self._rng)
         walk.wait = "human"
 
-    def _turn(self, walk: Walk) -> bool:
-        """One run of steps until the agent is done; False once the session is full."""
+    def _run_turn(self, walk: Walk) -> bool:
+        """Generate the steps of one turn; False if the prompt has outgrown the context."""
         for remaining in reversed(range(draw_int(walk.agent.steps, self._rng, 1))):
             if walk.tokens > _limit(walk) and not self._compact(walk):
                 return False
@@ -162,12 +160,12 @@ class AgentGenerator:
         return draft
 
     def _write(self, walk: Walk, output: int, private: bool, abort: int | None = None) -> Draft:
-        """Add a round at the walk's place; `private` answers are not in later prompts."""
-        answer = self._tree.fork(walk.branch, walk.tokens) if private else walk.branch
+        """Append a round to the session; later prompts do not contain `private` outputs."""
+        output_branch = self._tree.fork(walk.branch, walk.tokens) if private else walk.branch
         draft = Draft(
             session=walk.session,
             branch=walk.branch,
-            output_branch=answer,
+            output_branch=output_branch,
             tokens=walk.tokens,
             output=output,
             wait_s=walk.wait_s,
@@ -194,7 +192,7 @@ class AgentGenerator:
         walk.wait = tool.name
 
     def _compact(self, walk: Walk) -> bool:
-        """Summarise into a fresh prompt; False if this session does not."""
+        """Summarise the prompt and continue from the summary; False if the session does not."""
         compaction = walk.agent.compaction
         if compaction is None or not walk.compacts:
             return False
@@ -217,7 +215,7 @@ class AgentGenerator:
         return step == spawn.step or (spawn.chance > 0 and self._rng.random() < spawn.chance)
 
     def _assemble(self) -> Workload:
-        """Rounds by the time at which they would run if each took a plausible while."""
+        """Number the drafts by their estimated start and turn them into rounds."""
         self._drafts.sort(key=lambda draft: draft.start_s)
         for index, draft in enumerate(self._drafts):
             draft.index = index

@@ -1,9 +1,9 @@
-"""New traces with the sharing structure of a seed trace.
+"""Synthesizes traces with the prefix sharing of a seed trace.
 
-The prompts of the seed form a prefix tree of blocks. Blocks that several prompts pass are its
-*core*; what only one prompt has is a *leaf*. A synthetic prompt is a walk from the root of the core
-by the seed's transition probabilities, chains without a choice counting as one step, and then a
-leaf with lengths drawn from those of the seed.
+The prompts of the seed form a prefix tree of blocks. Blocks of several prompts are its *core*; the
+unique rest of a prompt is a *leaf*. A synthetic prompt walks from the root of the core by the
+seed's transition probabilities (a chain without branches is one step) and ends with a leaf whose
+lengths are drawn from the seed's.
 """
 
 import random
@@ -24,15 +24,15 @@ Factor = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class SynthesisError(WorkloadError):
-    """A seed that is not a tree, or options that no prompt can meet."""
+    """A seed that cannot be used, or options that no prompt satisfies."""
 
 
 class SynthesisOptions(Struct, frozen=True, kw_only=True):
-    """What to change about the seed.
+    """Changes to the seed.
 
-    Lengths of shared parts, of unique parts and of answers are multiplied; the core is repeated
-    `prefix_root_multiplier` times with nothing shared between copies; arrivals come `speedup_ratio`
-    times faster; prompts above `max_isl` tokens are not taken.
+    The multipliers scale shared parts, unique parts and outputs; `prefix_root_multiplier` is the
+    number of copies of the core, which share nothing; arrivals are `speedup_ratio` times faster;
+    prompts above `max_isl` tokens are rejected.
     """
 
     num_requests: SomeTokens
@@ -47,7 +47,7 @@ class SynthesisOptions(Struct, frozen=True, kw_only=True):
 
 
 class BranchNode:
-    """A contracted chain of core blocks, below it further chains; `leaves` end after it."""
+    """A chain of core blocks with its children; `leaves` are the prompts that end after it."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
@@ -58,7 +58,7 @@ class BranchNode:
 
 
 class Leaf(Struct, frozen=True):
-    """How a prompt of the seed went on after the core: unique tokens, then answer tokens."""
+    """A seed prompt's unique tokens after the core, and its output tokens."""
 
     tokens: int
     output: int
@@ -102,21 +102,21 @@ class Core:
 
 
 def _count(paths: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
-    """Visits and parent of every block; each block must have one parent."""
+    """Number of prompts and parent of each block; raises SynthesisError for two parents."""
     visits: dict[int, int] = {}
     parents: dict[int, int] = {}
     for path in paths:
         before = ROOT
         for block in path:
             if parents.setdefault(block, before) != before:
-                raise SynthesisError(f"block {block} follows two blocks: not a prefix tree")
+                raise SynthesisError(f"block {block} has two parents: not a prefix tree")
             visits[block] = visits.get(block, 0) + 1
             before = block
     return visits, parents
 
 
 def _contract(root: BranchNode) -> None:
-    """Merge each node with its only child where no prompt leaves in between."""
+    """Merge each node with its only child unless prompts end between them."""
     stack = list(root.children)
     while stack:
         node = stack.pop()
@@ -128,7 +128,7 @@ def _contract(root: BranchNode) -> None:
 
 
 def _walks(root: BranchNode) -> Iterator[tuple[BranchNode, int]]:
-    """Every node with the number of blocks down to its end."""
+    """Every node with its depth in blocks, its own included."""
     stack = [(root, 0)]
     while stack:
         node, depth = stack.pop()
@@ -137,7 +137,7 @@ def _walks(root: BranchNode) -> Iterator[tuple[BranchNode, int]]:
 
 
 def _leaves_by_depth(root: BranchNode) -> dict[int, list[Leaf]]:
-    """Leaves pooled by the power of two of their depth, so that length keeps to context."""
+    """Leaves pooled by the power of two of their depth, which correlates with their length."""
     pools: dict[int, list[Leaf]] = {}
     for node, depth in _walks(root):
         pools.setdefault(depth.bit_length(), []).extend(node.leaves)
@@ -145,13 +145,13 @@ def _leaves_by_depth(root: BranchNode) -> dict[int, list[Leaf]]:
 
 
 class Synthesizer:
-    """Draws requests like those of a seed trace; everything follows from the options."""
+    """Draws requests like those of a seed trace, determined by the options."""
 
     def __init__(self, workload: Workload, options: SynthesisOptions) -> None:
         if not workload.rounds:
             raise SynthesisError("the seed trace has no requests")
         if any(round_.after for round_ in workload.rounds):
-            raise SynthesisError("the seed is closed-loop: generate it from a profile instead")
+            raise SynthesisError("the seed is closed-loop; generate from a profile instead")
         self._options = options
         self._rng = random.Random(options.seed)
         self._core = Core(workload, options.block_size)
@@ -184,7 +184,7 @@ class Synthesizer:
         )
 
     def _prompt(self) -> tuple[int, int, int]:
-        """Branch, prompt tokens and answer tokens of one request."""
+        """Branch, prompt tokens and output tokens of one request."""
         options = self._options
         for _ in range(TRIES):
             path, depth = self._walk()
@@ -199,26 +199,26 @@ class Synthesizer:
         raise SynthesisError(f"no prompt of at most {options.max_isl} tokens in {TRIES} tries")
 
     def _walk(self) -> tuple[list[BranchNode], int]:
-        """Chains from the root of the core to where a leaf begins, and their blocks."""
+        """Nodes from the root of the core to the start of a leaf, and their blocks."""
         node, path, depth = self._core.root, [self._core.root], 0
         while True:
             total = node.weights[-1] + len(node.leaves)
-            place = bisect(node.weights, self._rng.randrange(total)) - 1
-            if place == len(node.children):
+            child = bisect(node.weights, self._rng.randrange(total)) - 1
+            if child == len(node.children):
                 return path, depth
-            node = node.children[place]
+            node = node.children[child]
             path.append(node)
             depth += node.blocks
 
     def _leaf(self, node: BranchNode, depth: int) -> Leaf:
-        """From this place in the seed if it has seen enough, else from others as deep."""
+        """A leaf of this node, or of nodes of similar depth if it has fewer than MIN_POOL."""
         pool = node.leaves
         if len(pool) < MIN_POOL:
             pool = self._core.by_depth[depth.bit_length()]
         return self._rng.choice(pool)
 
     def _branch_along(self, path: list[BranchNode], copy: int) -> int:
-        """The branch along a walk in one copy of the core; made when first walked."""
+        """The branch along a path in one copy of the core, created on first use."""
         scale = self._options.block_size * self._options.prefix_len_multiplier
         branch, depth = ROOT, 0
         for node in path:
@@ -232,6 +232,6 @@ class Synthesizer:
 
 
 def _gaps(workload: Workload) -> list[float]:
-    """Seconds between arrivals of the seed."""
+    """Inter-arrival times of the seed, in seconds."""
     times = sorted(round_.at_s for round_ in workload.rounds if not round_.after)
     return [b - a for a, b in pairwise(times)] or [0.0]
