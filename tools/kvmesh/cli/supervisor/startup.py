@@ -63,7 +63,7 @@ class StartupGuide:
     async def _connected(self) -> "MeshView":
         if self.watch is None:
             module = await asyncio.to_thread(import_module, "kvmesh.cli.supervisor.mesh_view")
-            self.watch = await module.Watch.connect(self._settings)
+            self.watch = await module.MeshView.connect(self._settings)
         return self.watch
 
     async def _until_healthy(self) -> None:
