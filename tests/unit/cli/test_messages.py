@@ -11,7 +11,7 @@ from kvmesh.bus import kvbm as k
 from kvmesh.bus import messages as m
 from kvmesh.cli.messages.decoding import Undecodable, decode, plain
 from kvmesh.cli.messages.one_line import summarise
-from kvmesh.cli.messages.tailing import Form
+from kvmesh.cli.messages.tailing import LineFormat
 
 
 def packed(*values: int) -> bytes:
@@ -104,7 +104,7 @@ CARD = m.Instance(instance="w-1", role=m.Role.WORKER, name="w", version="0.1.0",
     [
         ("kv", BATCH, ["w-1#0 7…11", "+2 G1 root → [ab000000…00000000]", "-3 G1", "and 1 more"]),
         ("kv", m.KvBatch("w", "w-1", 1, 0, 0.0, [m.Cleared()]), ["w-1#1 0  cleared everything"]),
-        ("seq", SEQUENCES, ["r-1: add q1 on w-1 (2 of 3 blocks held)", "progress q1 32 tokens"]),
+        ("seq", SEQUENCES, ["r-1: add q1 on w-1 (overlap 2 of 3 blocks)", "progress q1 32 tokens"]),
         (
             "seq",
             m.SeqBatch("r-1", [m.SeqWait("q1", "r-1", "", 0, "gold", 0.0, 900, 0.0, 1.0)]),
@@ -118,7 +118,7 @@ CARD = m.Instance(instance="w-1", role=m.Role.WORKER, name="w", version="0.1.0",
         ("ctl", m.Drain(), ["drain"]),
         ("load", LOAD, ["#0  3 running, 1 waiting", "10 active, 20 cached of 100"]),
         ("index", m.OverlapQuery([packed(1, 2), packed(3)]), ["2 prompts, 3 blocks"]),
-        ("instances", CARD, ["w-1 here  worker w 0.1.0"]),
+        ("instances", CARD, ["w-1 up  worker w 0.1.0"]),
         (
             "out",
             m.StepOutput("w-1", [m.Chunk("q1", 0, [1, 2]), m.Chunk("q2", 3, [4], "stop")]),
@@ -174,11 +174,15 @@ def test_json_has_names_types_and_whole_hashes() -> None:
 
 def test_a_line_of_the_tail() -> None:
     data = m.encode(m.Cancel("q1"))
-    text = Form(as_json=False, colour=False).line(0.25, "kvm.ns.ctl.w-1", "ctl", ("w-1",), data)
+    text = LineFormat(as_json=False, colour=False).line(
+        0.25, "kvm.ns.ctl.w-1", "ctl", ("w-1",), data
+    )
     assert text.endswith(".250 ctl   w-1  cancel q1")
-    coloured = Form(as_json=False, colour=True).line(0.25, "s", "kv", ("demo",), m.encode(BATCH))
+    coloured = LineFormat(as_json=False, colour=True).line(
+        0.25, "s", "kv", ("demo",), m.encode(BATCH)
+    )
     assert "\x1b[32mkv    demo\x1b[0m" in coloured
-    line = Form(as_json=True, colour=True).line(0.25, "kvm.ns.ctl.w-1", "ctl", ("w-1",), data)
+    line = LineFormat(as_json=True, colour=True).line(0.25, "kvm.ns.ctl.w-1", "ctl", ("w-1",), data)
     assert json.loads(line) == {
         "time": 0.25,
         "subject": "kvm.ns.ctl.w-1",
@@ -211,6 +215,6 @@ def test_what_kvbms_tell_each_other() -> None:
     claims = [k.Computing("kv-1", 7, digests, 30.0) for digests in (bytes(32), b"")]
     assert summarise(decode("kvbm", m.encode(prepare))) == "prepare 3 blocks of m"
     assert [summarise(decode("computing", m.encode(claim))) for claim in claims] == [
-        "kv-1 #7 computes a prompt, known by 2 digests",
-        "kv-1 #7 computes nothing more",
+        "kv-1 #7 computes a prompt of 2 digests",
+        "kv-1 #7 ended its computation",
     ]

@@ -41,7 +41,7 @@ def test_nodes_whose_keys_differ_are_listed(capsys: pytest.CaptureFixture[str]) 
     alike = [kvbm("k-0", "aa11"), kvbm("k-1", "aa11"), kvbm("alone")]
     assert "different keys" not in shown(capsys, *alike)
     text = shown(capsys, *alike, kvbm("k-2", "bb22"))
-    lines = text.partition("of different keys share nothing")[2].splitlines()
+    lines = text.partition("with different keys share no blocks")[2].splitlines()
     assert [line.split() for line in lines[2:]] == [
         ["k-0", "aa11"],
         ["k-1", "aa11"],

@@ -17,7 +17,7 @@ from support.wait import eventually
 from kvmesh.bus.messages import Load
 from kvmesh.cli.credentials.server import ServerFiles
 from kvmesh.cli.credentials.server import server_config as secured_config
-from kvmesh.cli.local import known
+from kvmesh.cli.local import with_local_mesh
 from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.nats import server_config, server_environ
@@ -80,7 +80,7 @@ def test_a_port_asked_for_twice_is_named(tmp_path: Path) -> None:
     with taken() as port:
         pass
     twice = {"up__nats_port": str(port), "frontend__port": str(port)}
-    with ExitStack() as held, pytest.raises(UpError, match=f"{port} is asked for twice.*--port"):
+    with ExitStack() as held, pytest.raises(UpError, match=f"{port} is used twice.*--port"):
         claim(settings(tmp_path, **twice), held)
 
 
@@ -150,12 +150,12 @@ def test_the_embedded_server_has_a_token_that_other_commands_find(tmp_path: Path
         for path in (folder, *folder.iterdir()):
             assert path.stat().st_mode & 0o077 == 0 or path.name == "lock"
         for url in ({}, {"nats__url": claimed.nats.url}):
-            assert known(settings(folder, **url)).nats == replace(
+            assert with_local_mesh(settings(folder, **url)).nats == replace(
                 settings(folder).nats, url=claimed.nats.url, token=token
             )
         for other in ({"nats__url": "nats://elsewhere:4222"}, {"nats__user": "me"}):
-            assert known(settings(folder, **other)) == settings(folder, **other)
-    assert known(settings(folder)) == settings(folder)
+            assert with_local_mesh(settings(folder, **other)) == settings(folder, **other)
+    assert with_local_mesh(settings(folder)) == settings(folder)
     with ExitStack() as held:
         assert claim(settings(folder), held).nats.token == token
 
@@ -185,7 +185,7 @@ async def test_the_table_shows_every_process() -> None:
     )
     shown = Console(file=io.StringIO(), width=80)
     now = asyncio.get_running_loop().time()
-    process.life.started(now - 61, 4711)
+    process.record.started(now - 61, 4711)
     shown.print(render([process], None, now))
     text = shown.file.getvalue()  # type: ignore[attr-defined]
     assert text.split() == [
@@ -234,4 +234,4 @@ async def test_output_is_split_into_lines_of_bounded_length() -> None:
     assert lines[:2] == ["one", "two more"]
     assert set("".join(lines[2:])) == {"x"}
     assert sum(map(len, lines[2:])) == 200_000
-    assert process.life.pid is None
+    assert process.record.pid is None

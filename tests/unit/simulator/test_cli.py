@@ -46,7 +46,7 @@ def test_a_report_that_cannot_be_written_costs_no_other(
     assert simulate("--json", "/dev/full", "--html", str(report)) == 2
     captured = capsys.readouterr()
     assert "share of ideal" in captured.out
-    assert captured.err.startswith("kvmesh simulate: /dev/full is not written: ")
+    assert captured.err.startswith("kvmesh simulate: cannot write /dev/full: ")
     assert "</html>" in report.read_text()
 
 

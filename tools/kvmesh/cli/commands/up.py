@@ -1,4 +1,4 @@
-"""`kvmesh up`: a whole mesh on this machine, supervised."""
+"""`kvmesh up`: runs and supervises a whole mesh on this machine."""
 
 import argparse
 import asyncio
@@ -66,6 +66,6 @@ def _mesh(
 def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # nobody reads any more: end as a signal would
+    except BrokenPipeError:  # no reader: shut down as on a signal
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         os.kill(os.getpid(), signal.SIGTERM)

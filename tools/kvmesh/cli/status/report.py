@@ -1,4 +1,4 @@
-"""The state of a mesh as seen from the bus: instances and their load, streams, readers, buckets."""
+"""Gathers the state of a mesh: instances and their load, streams and readers, buckets."""
 
 import asyncio
 import time
@@ -19,9 +19,9 @@ LOAD_S = 1.2
 
 
 class Member(Struct, kw_only=True):
-    """One process: its card, its age in seconds, and its load per rank if it is a worker.
+    """One instance: card, age in seconds, and load per rank of a worker.
 
-    `eligible`: it may be given work; `reason` says why a worker that does not fit others may not.
+    `eligible`: it may be given work; `reason` is set for a worker incompatible with its model's.
     """
 
     card: Instance
@@ -31,15 +31,15 @@ class Member(Struct, kw_only=True):
     reason: str = ""
 
 
-class Warned(Struct, kw_only=True):
-    """Something wrong, and the process that says so."""
+class InstanceWarning(Struct, kw_only=True):
+    """A warning about an instance, by itself or derived from its card."""
 
     instance: str
     text: str
 
 
 class Reader(Struct, kw_only=True):
-    """A consumer of a stream: whose it is and how many messages it has yet to read."""
+    """A consumer of a stream: owner and number of unread messages."""
 
     name: str
     owner: str
@@ -67,7 +67,7 @@ class Bucket(Struct, kw_only=True):
 
 
 class Report(Struct, kw_only=True):
-    """All that `kvmesh status` tells."""
+    """The report of `kvmesh status`."""
 
     nats: str
     server: str
@@ -76,17 +76,17 @@ class Report(Struct, kw_only=True):
     instances: list[Member]
     streams: list[Stream]
     buckets: list[Bucket]
-    warnings: list[Warned] = []
+    warnings: list[InstanceWarning] = []
 
 
 async def gather(bus: Bus, settings: Settings) -> Report:
-    """Ask the bus; raises nats.js NotFoundError if there is no mesh of this namespace."""
+    """Gather the report; raises nats.js NotFoundError if the namespace has no mesh."""
     loads: dict[str, dict[int, Load]] = {}
 
-    def keep(load: Load) -> None:
+    def on_load(load: Load) -> None:
         loads.setdefault(load.instance, {})[load.rank] = load
 
-    await follow_loads(bus, keep)
+    await follow_loads(bus, on_load)
     directory = Directory(bus, stream_limits(settings.streams))
     await directory.open()
     infos = await mesh_streams(bus)
@@ -94,7 +94,7 @@ async def gather(bus: Bus, settings: Settings) -> Report:
     await _wait_for_loads(loads, directory)
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
     await directory.close()
-    left_out = misfits(cards)
+    incompatible = misfits(cards)
     version = bus.client.connected_server_version
     return Report(
         nats=bus.client.server,
@@ -102,27 +102,31 @@ async def gather(bus: Bus, settings: Settings) -> Report:
         namespace=bus.options.namespace,
         time=time.time(),
         instances=[
-            _member(card, loads.get(card.instance, {}), left_out.get(card.instance, ""))
+            _member(card, loads.get(card.instance, {}), incompatible.get(card.instance, ""))
             for card in cards
         ],
         streams=streams,
         buckets=[_bucket(info) for info in infos if _bucket_kind(info) is not None],
-        warnings=_warnings(cards, left_out),
+        warnings=_warnings(cards, incompatible),
     )
 
 
-def _warnings(cards: list[Instance], left_out: dict[str, str]) -> list[Warned]:
-    """The faults that cards show, then the warnings of their processes."""
+def _warnings(cards: list[Instance], incompatible: dict[str, str]) -> list[InstanceWarning]:
+    """Warnings derived from the cards, then those of the instances themselves."""
     found = [
-        Warned(instance=card.instance, text=f"{left_out[card.instance]}; it gets no requests")
+        InstanceWarning(
+            instance=card.instance, text=f"{incompatible[card.instance]}; it gets no requests"
+        )
         for card in cards
-        if card.instance in left_out
+        if card.instance in incompatible
     ]
     for card in cards:
-        twins = ", ".join(namesakes(card, cards))
-        if twins and not card.draining:
-            found.append(Warned(instance=card.instance, text=f"{twins} has the same name"))
-        found += [Warned(instance=card.instance, text=text) for text in card.warnings]
+        duplicates = ", ".join(namesakes(card, cards))
+        if duplicates and not card.draining:
+            found.append(
+                InstanceWarning(instance=card.instance, text=f"{duplicates} has the same name")
+            )
+        found += [InstanceWarning(instance=card.instance, text=text) for text in card.warnings]
     return found
 
 

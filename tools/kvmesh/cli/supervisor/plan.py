@@ -1,4 +1,4 @@
-"""Which processes a mesh on one machine consists of, and what each is told: no I/O here."""
+"""The processes of a mesh on one machine, with commands and environments; no I/O."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ COUNTS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """One process: its name, what it does, and how to start it."""
+    """One process: name, role, command line and environment."""
 
     name: str
     role: str
@@ -32,7 +32,7 @@ class Spec:
 
 
 def service_specs(settings: Settings, environ: Mapping[str, str]) -> list[Spec]:
-    """The service processes that `settings.up` asks for, in the order in which they start."""
+    """The service processes of `settings.up`, in start order."""
     inherited = _without_settings(environ)
     metrics = count(settings.up.metrics_port)
     return [
@@ -58,7 +58,7 @@ def _instances(
 ) -> Iterator[tuple[str, Settings]]:
     for number, own in enumerate(_sections(role, settings)):
         if role == "frontend":
-            # it must have told its clients before the supervisor's patience ends
+            # drain before the supervisor kills the process
             drain_s = min(own.drain_timeout_s, settings.up.stop_timeout_s / 2)
             own = msgspec.structs.replace(own, port=own.port + number, drain_timeout_s=drain_s)
         elif settings.up.metrics_port:
@@ -67,7 +67,7 @@ def _instances(
 
 
 def _sections(role: str, settings: Settings) -> Iterator[Any]:
-    """The settings of each process of a role, under its name."""
+    """The role's settings for each of its processes, with the process's name."""
     section, replace = getattr(settings, role), msgspec.structs.replace
     if role == "worker" and settings.up.kvbm and not section.node:
         section = replace(section, node=settings.kvbm.node)
