@@ -161,7 +161,7 @@ async def test_control_messages_are_shown_and_watching_requests_is_announced(
 ) -> None:
     options = ("--nats", bus.options.url, "--nats-namespace", bus.options.namespace)
     tail = await run("tail", ">", *options)
-    await eventually(lambda: tail.having("watching requests"))
+    await eventually(lambda: tail.having("tailing requests"))
 
     async def seen() -> bool:
         await bus.client.publish(bus.subjects.ctl("w-1"), encode(Cancel("q1")))
