@@ -53,7 +53,7 @@ unit simulation mesh clients chaos: $(ENGINES)
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built
 	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_holdings.py retention \
-	  router simulator worker/enginecore worker/mock/test_core.py worker/mock/test_tiers.py \
+	  cli/commands/test_simulate.py router simulator worker/enginecore worker/mock/test_core.py worker/mock/test_tiers.py \
 	  worker/test_retention.py)
 
 $(COMPILED)/.built: $(ENGINES) $(SOURCES)

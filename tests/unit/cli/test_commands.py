@@ -1,4 +1,4 @@
-"""The command line itself: help, versions, mistakes, and flags made from the settings."""
+"""The command line: help, version, errors, and flags generated from the settings."""
 
 import argparse
 import subprocess
@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a usage or settings error prints."""
+    """The line printed by a usage or settings error."""
     try:
         status: object = run(arguments)
     except SystemExit as ending:
@@ -60,7 +60,7 @@ def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["workload", "generate", "demo", "-o", "/nowhere/x.json"], "no such directory: /nowhere"),
     ],
 )
-def test_a_mistake_gets_one_line_that_names_it(
+def test_an_error_is_one_line_that_names_the_mistake(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in failed(arguments, capsys)
@@ -111,7 +111,7 @@ def test_own_options_are_bare_and_others_carry_their_section() -> None:
     assert (settings.router.policy, settings.log.level) == ("random", "debug")
 
 
-def test_up_has_short_names_for_what_is_asked_for_most() -> None:
+def test_up_has_short_names_for_frequent_options() -> None:
     settings = parse(
         "up", ("frontend", "router", "worker", "nats"),
         "--port", "1", "--policy", "random", "--model", "m", "--nats", "nats://h", "--workers", "9",
@@ -165,7 +165,7 @@ def test_the_page_on_the_command_line_names_every_command() -> None:
     assert missing == [], "name it in docs/cli.md"
 
 
-def test_a_moment_is_ago_or_a_time() -> None:
+def test_a_moment_is_an_age_or_a_time() -> None:
     ago = datetime.now(UTC) - moment("5m")
     assert abs(ago - timedelta(minutes=5)) < timedelta(minutes=1)
     assert moment("2026-01-02T03:04:05+00:00") == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

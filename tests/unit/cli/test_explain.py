@@ -1,4 +1,4 @@
-"""What `kvmesh explain` says of a decision and its outcome."""
+"""Rendering of decisions and outcomes by `kvmesh explain`."""
 
 import io
 
@@ -50,15 +50,15 @@ def text(*events: RouteEvent) -> str:
         "cached 128 prompt tokens, expected 176",
     ],
 )
-def test_the_text_has_what_matters(part: str) -> None:
+def test_the_text_has_the_essentials(part: str) -> None:
     assert part in text(DECISION, OUTCOME)
 
 
-def test_tiers_that_nobody_uses_are_left_out() -> None:
+def test_unused_tiers_are_omitted() -> None:
     assert "host blocks" not in text(DECISION)
 
 
-def test_a_choice_against_the_cost_is_told() -> None:
+def test_a_choice_against_the_cost_is_stated() -> None:
     expensive = msgspec.structs.replace(DECISION, chosen=DECISION.candidates[1])
     assert "8.5 more expensive than the best alternative, a rank 0" in text(expensive)
     alone = msgspec.structs.replace(DECISION, candidates=[])

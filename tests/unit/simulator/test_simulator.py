@@ -1,4 +1,4 @@
-"""The simulator: deterministic, conserving, and true to the caches it simulates."""
+"""The simulator is deterministic, conserves tokens and requests, and mirrors its caches."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def run(workload: Workload, chosen: SimulationOptions) -> tuple[Simulation, Figu
     return simulation, figures(simulation)
 
 
-def test_actions_of_one_instant_keep_their_order() -> None:
+def test_simultaneous_actions_run_in_scheduling_order() -> None:
     clock = VirtualClock()
     seen: list[str] = []
     clock.at(2, lambda: seen.append("later"))
@@ -94,7 +94,7 @@ def test_actions_of_one_instant_keep_their_order() -> None:
     assert clock.now == 2
 
 
-def test_planned_actions_run_among_the_others_in_the_order_of_entry() -> None:
+def test_planned_actions_run_in_scheduling_order() -> None:
     clock = VirtualClock()
     seen: list[str] = []
     clock.at(2, lambda: seen.append("before"))
@@ -109,7 +109,7 @@ def test_planned_actions_run_among_the_others_in_the_order_of_entry() -> None:
     tokens=st.integers(1, 120),
     size=st.sampled_from([1, 7, 16]),
 )
-def test_equal_content_and_nothing_else_has_equal_hashes(
+def test_only_equal_content_has_equal_hashes(
     forks: list[tuple[int, int]], tokens: int, size: int
 ) -> None:
     tree = Tree()
@@ -131,13 +131,13 @@ def test_equal_content_and_nothing_else_has_equal_hashes(
     assert len(meant) == 2 * len(set(meant.values()))
 
 
-def test_engines_know_whose_blocks_they_have() -> None:
+def test_engines_know_the_sessions_of_their_blocks() -> None:
     simulation, _ = run(conversations(5, 3), options())
     caches = [worker.core.blocks.keeping for worker in simulation.workers.values()]
     assert sum(cache.state(0, simulation.clock.now).sessions for cache in caches) >= 5
 
 
-def test_what_ended_sessions_alone_used_is_dropped() -> None:
+def test_blocks_of_ended_sessions_only_are_released() -> None:
     workload = conversations(5, 3)
     silent, _ = run(workload, options())
     workload.sessions = [msgspec.structs.replace(s, ends=True) for s in workload.sessions]
@@ -170,7 +170,7 @@ def test_two_runs_with_one_seed_are_identical(policy: str) -> None:
     st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_everything_is_conserved(
+def test_tokens_and_requests_are_conserved(
     sessions: int, turns: int, seed: int, blocks: int, workers: int, policy: str, ends: bool
 ) -> None:
     workload = conversations(sessions, turns, seed)
@@ -211,7 +211,7 @@ FLEETS: list[list[Literal["aggregated", "prefill", "decode"]]] = [
     changes=st.lists(st.tuples(st.floats(0, 3), st.booleans(), st.integers(1, 3)), max_size=6),
 )
 @settings(max_examples=40, deadline=None)
-def test_whatever_happens_to_others_is_conserved_too(
+def test_faults_lose_no_request(
     seed: int,
     policy: str,
     serves: list[Literal["aggregated", "prefill", "decode"]],
@@ -240,7 +240,7 @@ def test_whatever_happens_to_others_is_conserved_too(
 
 
 def faults(changes: list[tuple[float, bool, int]]) -> tuple[Fault, ...]:
-    """Of workers 1 to 3, each away or back in turn; worker 0 stays."""
+    """Faults of workers 1 to 3, leaving and joining in turn; worker 0 stays."""
     away: set[int] = set()
     made: list[Fault] = []
     for time, dies, worker in sorted(changes):
@@ -253,7 +253,7 @@ def faults(changes: list[tuple[float, bool, int]]) -> tuple[Fault, ...]:
 
 
 def _check_caches(simulation: Simulation) -> None:
-    """The index says of each worker exactly what is in its cache."""
+    """Assert that the index holds exactly the blocks of each worker's cache."""
     for worker in simulation.workers.values():
         held = worker.core.blocks
         assert held.cached + held.active <= held.capacity
@@ -268,12 +268,12 @@ def _check_caches(simulation: Simulation) -> None:
 
 
 def lost(workload: Workload, chosen: SimulationOptions) -> dict[str, int]:
-    """What was lost, without the reasons for which nothing was."""
+    """Lost tokens by cause, without zeros."""
     parts = msgspec.structs.asdict(run(workload, chosen)[1].cache.lost)
     return {name: tokens for name, tokens in parts.items() if tokens}
 
 
-def test_the_report_says_why_hits_were_lost() -> None:
+def test_the_report_divides_lost_hits_by_cause() -> None:
     workload = conversations(4, 4)
     assert set(lost(workload, options("round-robin"))) >= {"elsewhere"}
     longest = max(r.input_tokens + r.output_tokens for r in workload.rounds)
@@ -282,7 +282,7 @@ def test_the_report_says_why_hits_were_lost() -> None:
     assert lost(workload, short)["evicted"] > 0
 
 
-def test_a_prompt_that_is_still_being_computed_cannot_be_read() -> None:
+def test_a_prompt_still_being_computed_is_no_hit() -> None:
     tree = Tree()
     branch = tree.fork()
     twin = Round(
@@ -313,7 +313,7 @@ def test_a_dead_worker_loses_its_blocks_but_no_request() -> None:
     assert dead not in simulation.index.rank_states.keys
 
 
-def test_a_worker_leaves_after_the_step_under_way() -> None:
+def test_a_worker_leaves_after_its_running_step() -> None:
     tree = Tree()
     branches = [tree.fork() for _ in range(2)]
     alike = [
@@ -337,7 +337,7 @@ def test_lost_events_are_healed_by_dumps() -> None:
     assert lossy[1].cache.cached_share > 0
 
 
-def test_prefill_workers_compute_prompts_and_hand_them_over() -> None:
+def test_prefill_workers_hand_prompts_off() -> None:
     workload = conversations(10, 4, shared=3200)
     core = CoreOptions(blocks=4096, limits=SchedulerLimits(block_size=SIZE, max_sequences=16))
     fleet = (WorkerOptions(1, core, "prefill"), WorkerOptions(2, core, "decode"))
@@ -350,7 +350,7 @@ def test_prefill_workers_compute_prompts_and_hand_them_over() -> None:
     assert sum(w.requests for w in decode) == len(workload)
 
 
-def test_unlike_engines_share_a_workload() -> None:
+def test_different_engines_share_a_workload() -> None:
     slow, fast = (replace(options().workers[0], count=1, core=c) for c in two_speeds())
     _, result = run(conversations(24, 6), replace(options("least-loaded"), workers=(slow, fast)))
     assert result.failed == 0
@@ -370,7 +370,7 @@ def test_replicas_share_the_load() -> None:
     assert three.cache.cached_share > one.cache.cached_share * 0.9
 
 
-def test_a_client_that_leaves_frees_the_engine() -> None:
+def test_a_client_that_disconnects_frees_the_engine() -> None:
     tree = Tree()
     branch = tree.fork()
     leaver = Round(
@@ -388,7 +388,7 @@ def test_a_client_that_leaves_frees_the_engine() -> None:
     assert all(not worker.core.busy for worker in simulation.workers.values())
 
 
-def test_prompts_that_never_fit_are_one_kind_of_error_and_no_part_of_the_shares() -> None:
+def test_prompts_that_never_fit_are_errors_outside_the_shares() -> None:
     workload = conversations(2, 2)
     fitting = run(workload, options())[1]
     endless = Round(session=0, branch=0, output_branch=0, input_tokens=10**8, output_tokens=5)
@@ -399,7 +399,7 @@ def test_prompts_that_never_fit_are_one_kind_of_error_and_no_part_of_the_shares(
     assert result.cache == fitting.cache
 
 
-def test_only_the_larger_of_unlike_engines_has_room() -> None:
+def test_only_the_larger_engine_has_the_capacity() -> None:
     small, large = options(blocks=20, workers=1).workers + options(workers=1).workers
     both = replace(options("round-robin"), workers=(small, large))
     result = run(conversations(1, 8), both)[1]
@@ -431,7 +431,7 @@ def slices(simulation: Simulation) -> list[tuple[str, int, float]]:
     return [(b["name"], b["pid"], ended[key]["ts"] - b["ts"]) for key, b in begun.items()]
 
 
-def test_the_trace_has_each_request_where_it_was_computed() -> None:
+def test_the_trace_has_each_request_on_its_workers() -> None:
     workload = conversations(10, 4, shared=3200)
     core = CoreOptions(blocks=4096, limits=SchedulerLimits(block_size=SIZE, max_sequences=16))
     fleet = (WorkerOptions(1, core, "prefill"), WorkerOptions(2, core, "decode"))
@@ -442,7 +442,7 @@ def test_the_trace_has_each_request_where_it_was_computed() -> None:
     assert {place for name, place, _ in found if name == "decode"} <= {1, 2}
 
 
-def test_the_trace_of_a_changing_fleet_tells_lives_apart() -> None:
+def test_the_trace_separates_incarnations() -> None:
     faults = (Fault(1.2, "die", 1), Fault(1.3, "join", 7), Fault(1.4, "join", 1))
     simulation, result = run(conversations(16, 6), options(faults=faults))
     assert result.migrations > 0
@@ -451,7 +451,7 @@ def test_the_trace_of_a_changing_fleet_tells_lives_apart() -> None:
     assert {place for _, place, _ in found} == set(range(5))
 
 
-def test_scenarios_that_make_no_sense_are_refused() -> None:
+def test_invalid_scenarios_are_rejected() -> None:
     workload = conversations(1, 1)
     for bad in (options(workers=0), options(replicas=0), options(speed=0.0)):
         with pytest.raises(SimulationError):

@@ -68,7 +68,7 @@ def test_times_count_from_the_first_arrival() -> None:
     assert [s.name for s in workload.sessions] == ["a", "b"]
 
 
-def test_a_round_after_the_end_of_the_one_before_waits_for_it() -> None:
+def test_a_round_after_the_end_of_the_previous_one_waits_for_it() -> None:
     recorder = recorded(
         decided("a", 1000.0, range(4), 64, SESSION),
         ended("a", 1002.0, output=20),
@@ -86,7 +86,7 @@ def test_a_round_after_the_end_of_the_one_before_waits_for_it() -> None:
     assert first.priority == 3
 
 
-def test_shared_hashes_are_shared_tokens_and_answers_go_on() -> None:
+def test_shared_hashes_are_shared_tokens_and_prompts_contain_outputs() -> None:
     recorder = recorded(
         decided("a", 0.0, range(4), 70, SESSION),
         ended("a", 1.0, output=30),
@@ -123,18 +123,18 @@ def test_sessions_end_as_they_did() -> None:
     assert [session.ends for session in assemble(recorder.rounds).sessions] == [True]
 
 
-def test_what_has_no_outcome_is_left_out_and_counted() -> None:
+def test_unfinished_requests_are_skipped_and_counted() -> None:
     recorder = recorded(decided("a", 0, range(2), 40), ended("a", 1), decided("b", 0, [], 5))
     assert len(recorder.rounds) == 1
     assert recorder.unfinished == 1
 
 
-def test_other_models_are_left_out() -> None:
+def test_other_models_are_skipped() -> None:
     recorder = recorded(decided("a", 0, range(2), 40), ended("a", 1), model="other")
     assert recorder.rounds == []
 
 
-def test_a_client_that_left_leaves_again() -> None:
+def test_a_cancelled_request_is_aborted_again() -> None:
     recorder = recorded(decided("a", 0, range(2), 40), ended("a", 1, 7, "cancelled"))
     assert assemble(recorder.rounds).rounds[0].abort_after == 7
 
@@ -147,7 +147,7 @@ def test_the_block_size_follows_from_the_counts(size: int) -> None:
     assert fitting_block_size(recorder.rounds) == size
 
 
-def test_mixed_block_sizes_are_refused() -> None:
+def test_mixed_block_sizes_are_rejected() -> None:
     recorder = recorded(
         *(decided(f"a{size}", 0, range(1000 // size), 1000) for size in (16, 64)),
         *(ended(f"a{size}", 1) for size in (16, 64)),
@@ -156,6 +156,6 @@ def test_mixed_block_sizes_are_refused() -> None:
         assemble(recorder.rounds)
 
 
-def test_nothing_is_no_workload() -> None:
+def test_an_empty_capture_is_an_error() -> None:
     with pytest.raises(CaptureError, match="no finished requests"):
         assemble([])

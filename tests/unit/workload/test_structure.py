@@ -16,7 +16,7 @@ from kvmesh.workload.tree import Tree
 
 
 def seed_trace(requests: int = 400, seed: int = 3) -> Workload:
-    """Prompts of eight families; every other one goes on from the prompt before it."""
+    """Prompts of eight families; every other one continues the previous prompt."""
     rng, tree = random.Random(seed), Tree()
     families = [tree.fork() for _ in range(8)]
     rounds: list[Round] = []
@@ -92,7 +92,7 @@ def test_one_seed_gives_one_trace() -> None:
     assert synthetic(seed=4).rounds != synthetic(seed=5).rounds
 
 
-def test_each_knob_turns_what_it_names() -> None:
+def test_each_option_changes_what_it_names() -> None:
     base = analyze(synthetic(), 16)
     deeper = analyze(synthetic(prefix_len_multiplier=3), 16)
     copies = analyze(synthetic(prefix_root_multiplier=8), 16)
@@ -106,7 +106,7 @@ def test_each_knob_turns_what_it_names() -> None:
     assert max(r.input_tokens for r in synthetic(max_isl=500).rounds) <= 500
 
 
-def test_impossible_wishes_are_refused() -> None:
+def test_impossible_options_are_rejected() -> None:
     with pytest.raises(SynthesisError, match="at most 1 tokens"):
         synthetic(max_isl=1)
     empty = Workload(tree=Tree(), sessions=[], rounds=[])

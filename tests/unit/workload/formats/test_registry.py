@@ -1,4 +1,4 @@
-"""Every format holds what it can: round trips, refusals with lines, stated losses."""
+"""All formats: round trips, rejections with line numbers, reported losses."""
 
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def parents(workload: Workload) -> dict[str, str | None]:
     return {s.name: None if s.parent is None else names[s.parent] for s in workload.sessions}
 
 
-def test_our_own_format_loses_nothing(tmp_path: Path, agents: Workload) -> None:
+def test_the_native_format_is_lossless(tmp_path: Path, agents: Workload) -> None:
     file = tmp_path / "w.json"
     assert save(agents, file) == []
     again, _ = load(str(file))
@@ -83,14 +83,14 @@ def test_a_shorter_prefix_leaves_the_old_prompt(tmp_path: Path) -> None:
     assert workload.tree.shared(workload.rounds[1].branch, workload.rounds[2].branch, 160) == 120
 
 
-def test_tracelab_says_what_it_cannot_hold(tmp_path: Path, agents: Workload) -> None:
+def test_tracelab_reports_losses(tmp_path: Path, agents: Workload) -> None:
     losses = " ".join(save(agents, tmp_path / "out.csv"))
     assert "prefixes shared between sessions" in losses
     assert "priorities" in losses
     assert "session kinds" in losses
 
 
-def test_mooncake_says_what_it_cannot_hold(tmp_path: Path) -> None:
+def test_mooncake_reports_losses(tmp_path: Path) -> None:
     thinkers = AgentGenerator(load_profile("coding-agents"), 1).workload(2)
     thinkers.sessions[0] = structs.replace(thinkers.sessions[0], ends=True)
     assert save(thinkers, tmp_path / "out.jsonl", 512) == [
@@ -100,7 +100,7 @@ def test_mooncake_says_what_it_cannot_hold(tmp_path: Path) -> None:
     ]
 
 
-def test_mooncake_keeps_sessions_that_are_no_closed_loop(tmp_path: Path) -> None:
+def test_mooncake_keeps_open_loop_sessions(tmp_path: Path) -> None:
     trace, again = tmp_path / "t.jsonl", tmp_path / "again.jsonl"
     line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'
     trace.write_text(line % '"session_id": "s"' * 2)
@@ -110,7 +110,7 @@ def test_mooncake_keeps_sessions_that_are_no_closed_loop(tmp_path: Path) -> None
     assert (copy.rounds, copy.sessions) == (workload.rounds, workload.sessions)
 
 
-def test_tracelab_refuses_sessions_that_are_no_closed_loop(tmp_path: Path) -> None:
+def test_tracelab_rejects_open_loop_sessions(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'
     trace.write_text(line % '"session_id": "s"' * 2)
@@ -141,7 +141,7 @@ def test_tracelab_refuses_sessions_that_are_no_closed_loop(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_bad_row_is_refused_by_line_or_repaired(
+def test_an_invalid_row_is_rejected_by_line_or_repaired(
     tmp_path: Path, line: str, reason: str, repair: str
 ) -> None:
     file = csv(tmp_path, SESSIONS + line + "\n")
@@ -152,14 +152,14 @@ def test_a_bad_row_is_refused_by_line_or_repaired(
     assert len(workload) == (3 if repair == "dropped the line" else 4)
 
 
-def test_a_table_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+def test_a_table_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     file = csv(tmp_path, SESSIONS)
     plain = load(str(file))[0].rounds
     file.write_text(SESSIONS.replace("\n", "\r\n"), encoding="utf-8-sig")
     assert load(str(file))[0].rounds == plain
 
 
-def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_table_with_other_columns_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r":1: missing column session_id"):
         load(str(csv(tmp_path, "a,b\n1,2\n")))
     with pytest.raises(TraceError, match="no sessions"):

@@ -30,9 +30,7 @@ def stream(lines: list[str], json_lines: bool = False, colour: bool = False) -> 
         (NATS, "nats-server: bad option", ["nats     | nats-server: bad option"]),
     ],
 )
-def test_a_line_has_its_process_in_front_and_its_name_once(
-    spec: Spec, text: str, shown: list[str]
-) -> None:
+def test_a_line_is_prefixed_and_has_its_name_once(spec: Spec, text: str, shown: list[str]) -> None:
     lines: list[str] = []
     stream(lines).line(spec, text)
     assert lines == shown

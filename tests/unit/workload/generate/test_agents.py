@@ -78,7 +78,7 @@ def test_one_seed_gives_one_workload() -> None:
     assert one.rounds != AgentGenerator(loaded, 6).workload(3).rounds
 
 
-def test_who_says_when_a_session_is_over_changes_nothing_else(tmp_path: Path) -> None:
+def test_session_ends_change_nothing_else(tmp_path: Path) -> None:
     silent = generate(tmp_path)
     told = generate(tmp_path, SMALL.replace("spawns = [", "ends = 1.0\nspawns = ["))
     leads = {i for i, session in enumerate(told.sessions) if session.kind == "lead"}
@@ -121,13 +121,13 @@ def test_children_start_after_their_parents_step_and_are_waited_for(tmp_path: Pa
         assert workload.rounds[members[helper][0]].priority == 2
 
 
-def test_agents_of_one_prompt_share_it_and_no_more(tmp_path: Path) -> None:
+def test_agents_of_one_prompt_share_exactly_it(tmp_path: Path) -> None:
     workload = generate(tmp_path)
     lead, helper = workload.rounds[0], workload.rounds[list(workload.by_session())[1][0]]
     assert workload.tree.shared(lead.branch, helper.branch, 5000) == 1000
 
 
-def test_kept_answers_lie_in_the_next_prompt_and_dropped_thinking_does_not(tmp_path: Path) -> None:
+def test_the_next_prompt_has_outputs_but_no_dropped_thinking(tmp_path: Path) -> None:
     workload = generate(tmp_path)
     members = list(workload.by_session())
     one, two = (workload.rounds[i] for i in members[0][:2])
@@ -151,7 +151,7 @@ def test_compaction_starts_over_from_the_shared_prompt(tmp_path: Path) -> None:
     assert workload.tree.shared(before.branch, after.branch, 1200) == 1000
 
 
-def test_aborted_answers_end_early(tmp_path: Path) -> None:
+def test_aborted_outputs_end_early(tmp_path: Path) -> None:
     workload = generate(tmp_path, SMALL.replace("steps = 4", "steps = 4\nabort = 1.0"))
     leads = [r for r in workload.rounds if workload.sessions[r.session].kind == "lead"]
     assert all(1 <= (r.abort_after or 0) <= r.output_tokens for r in leads)
@@ -173,14 +173,14 @@ def test_aborted_answers_end_early(tmp_path: Path) -> None:
         ("description", "= broken", "line"),
     ],
 )
-def test_a_bad_profile_is_refused_by_its_key(
+def test_an_invalid_profile_is_rejected_by_its_key(
     tmp_path: Path, old: str, new: str, reason: str
 ) -> None:
     with pytest.raises(AgentProfileError, match=reason):
         profile(tmp_path, SMALL.replace(old, new, 1))
 
 
-def test_a_profile_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_binary_profile_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "p.toml"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(AgentProfileError, match=r"p\.toml: .*utf-8"):

@@ -22,7 +22,7 @@ def shown(capsys: pytest.CaptureFixture[str], *members: Member) -> str:
     return capsys.readouterr().out
 
 
-def test_nodes_that_share_nothing_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_without_a_common_layout_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     alike = [kvbm("k-0", m=["float32"], n=["bfloat16"]), kvbm("k-1", m=["float32", "uint8"])]
     assert "do not share" not in shown(capsys, *alike)
     text = shown(capsys, *alike, kvbm("k-2", m=["uint8"], n=["float32"]))

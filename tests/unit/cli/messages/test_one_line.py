@@ -195,7 +195,7 @@ def test_json_can_encode_every_message() -> None:
         msgspec.json.encode(plain(message))
 
 
-def test_what_workers_ask_their_kvbm() -> None:
+def test_requests_of_workers_to_their_kvbm() -> None:
     hashes = struct.pack("<3Q", 0xAB << 56, 2, 0xCD << 56)
     offer = k.Offer(1, 1, bytes(48), hashes, hashes, 5)
     fetch = k.Fetch(1, "q1", 2, bytes(48), hashes, hashes, 5, 0.0, 0.0, 1.5)
@@ -209,7 +209,7 @@ def test_what_workers_ask_their_kvbm() -> None:
     ]
 
 
-def test_what_kvbms_tell_each_other() -> None:
+def test_messages_between_kvbms() -> None:
     layout = KvLayout(weights="", dtype="uint8", item_bytes=1, block_size=4, layers=[])
     prepare = k.Prepare("m", layout, bytes(48), 0.0, 0.0, 0.25)
     claims = [k.Computing("kv-1", 7, digests, 30.0) for digests in (bytes(32), b"")]

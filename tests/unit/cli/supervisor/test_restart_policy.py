@@ -1,4 +1,4 @@
-"""When a process is started again."""
+"""Restart delays and states of a supervised process."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def crash(record: ProcessRecord, now: float, lived: float) -> float | None:
     return record.exited(now + lived)
 
 
-def test_short_runs_wait_twice_as_long_each_time_up_to_the_most() -> None:
+def test_short_runs_double_the_delay_up_to_the_maximum() -> None:
     record = ProcessRecord(RestartPolicy(first_s=0.5, max_s=3.0, stable_s=10.0))
     assert [crash(record, 0.0, 0.1) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     assert (record.state, record.pid, record.restarts, record.failures) == (
@@ -21,7 +21,7 @@ def test_short_runs_wait_twice_as_long_each_time_up_to_the_most() -> None:
     )
 
 
-def test_a_stable_run_forgives_what_was_before() -> None:
+def test_a_stable_run_resets_the_delay() -> None:
     record = ProcessRecord(RestartPolicy(first_s=0.5, max_s=3.0, stable_s=10.0))
     for _ in range(4):
         crash(record, 0.0, 0.1)
@@ -30,11 +30,11 @@ def test_a_stable_run_forgives_what_was_before() -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 10, 10_000])
-def test_the_delay_is_bounded_however_often_it_failed(failures: int) -> None:
+def test_the_delay_is_bounded(failures: int) -> None:
     assert 0 < RestartPolicy().delay(failures) <= RestartPolicy().max_s
 
 
-def test_an_exit_after_being_told_to_stop_is_final() -> None:
+def test_an_exit_after_a_stop_is_final() -> None:
     record = ProcessRecord()
     record.started(0.0, 42)
     record.stopping()
@@ -44,7 +44,7 @@ def test_an_exit_after_being_told_to_stop_is_final() -> None:
     assert record.failures == 0
 
 
-def test_what_never_ran_is_stopped_at_once() -> None:
+def test_a_process_that_never_ran_stops_at_once() -> None:
     record = ProcessRecord()
     record.stopping()
     assert record.state is ProcessState.STOPPED
