@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli.arguments import moment
-from kvmesh.cli.flags import FlagParser, add_flags, given
+from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import run
 from kvmesh.cli.reference import markdown, toml
 from kvmesh.cli.registry import COMMANDS
@@ -103,7 +103,7 @@ def test_version_needs_no_service_and_no_bus() -> None:
 def parse(own: str, sections: tuple[str, ...], *arguments: str) -> Settings:
     parser = FlagParser(prog="test")
     add_flags(parser, own, sections)
-    return load(None, {}, given(parser.parse_args(arguments)))
+    return load(None, {}, settings_flags(parser.parse_args(arguments)))
 
 
 def test_own_options_are_bare_and_others_carry_their_section() -> None:

@@ -45,7 +45,7 @@ class _Record(argparse.Action):
     ) -> None:
         section, _, key = self.dest.partition(".")
         text = values if isinstance(values, str) else str(self.const)
-        given(namespace)[section, key] = Flag(option_string or self.dest, text)
+        settings_flags(namespace)[section, key] = Flag(option_string or self.dest, text)
 
 
 class _Extend(_Record):
@@ -59,12 +59,12 @@ class _Extend(_Record):
         option_string: str | None = None,
     ) -> None:
         section, _, key = self.dest.partition(".")
-        before = given(namespace).get((section, key))
+        before = settings_flags(namespace).get((section, key))
         joined = f"{before.text},{values}" if before is not None else values
         super().__call__(parser, namespace, joined, option_string)
 
 
-def given(namespace: argparse.Namespace) -> dict[Place, Flag]:
+def settings_flags(namespace: argparse.Namespace) -> dict[Place, Flag]:
     """The settings flags on a command line, by section and key."""
     flags: dict[Place, Flag] = vars(namespace).setdefault("settings_flags", {})
     return flags
@@ -74,18 +74,18 @@ def add_flags(
     parser: argparse.ArgumentParser,
     own: str,
     sections: Iterable[str],
-    without: Container[Place] = (),
+    excluded: Container[Place] = (),
 ) -> None:
     """Add --config and a flag per option: `--key` for section `own`, `--section-key` for others.
 
-    Options in `without` get no flag.
+    Options in `excluded` get no flag.
     """
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"settings as a TOML file [{CONFIG}]"
     )
     groups = {name: parser.add_argument_group(name) for name in (own, *sections) if name}
     for option in options():
-        if option.section in groups and (option.section, option.key) not in without:
+        if option.section in groups and (option.section, option.key) not in excluded:
             _add(groups[option.section], option, _names(option, own))
 
 

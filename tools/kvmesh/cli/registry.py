@@ -41,7 +41,7 @@ class Implementation(Protocol):
 class Command:
     """A subcommand. Options of section `own` become `--key`, of `sections` `--section-key`.
 
-    Options in `without` get no flag.
+    Options in `excluded` get no flag.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Command:
     module: str
     own: str = ""
     sections: tuple[str, ...] = ()
-    without: frozenset[Place] = frozenset()
+    excluded: frozenset[Place] = frozenset()
 
     def load(self) -> Implementation:
         return cast(Implementation, import_module(self.module))
@@ -113,14 +113,14 @@ COMMANDS = (
         "run a workload under any policy in virtual time",
         "kvmesh.cli.commands.simulate",
         sections=("router", "mock"),
-        without=NOT_SIMULATED,
+        excluded=NOT_SIMULATED,
     ),
     Command(
         "whatif",
         "simulate a live mesh's recent requests under other policies",
         "kvmesh.cli.commands.whatif",
         sections=("router", "mock", *BUS),
-        without=NOT_SIMULATED,
+        excluded=NOT_SIMULATED,
     ),
     Command("model", "make a small model for the torch engine", "kvmesh.cli.commands.model"),
     Command("parser", "show how a model's raw output parses", "kvmesh.cli.commands.parser"),
@@ -135,7 +135,7 @@ COMMANDS = (
         "write credentials for every role, and the matching NATS configuration",
         "kvmesh.cli.commands.secure",
         sections=("nats", "streams"),
-        without=frozenset(
+        excluded=frozenset(
             ("nats", option.key)
             for option in options()
             if option.section == "nats" and option.key != "namespace"

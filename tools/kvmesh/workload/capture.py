@@ -112,16 +112,16 @@ class _Writer:
         self._known: dict[str, int] = {}
         self._last: dict[int, tuple[int, float]] = {}
 
-    def add(self, taken: CapturedRound) -> None:
-        decision, outcome = taken.decision, taken.outcome
+    def add(self, captured: CapturedRound) -> None:
+        decision, outcome = captured.decision, captured.outcome
         session = self._session(decision)
         if decision.hints.session_final:
             self.sessions[session] = msgspec.structs.replace(self.sessions[session], ends=True)
         hashes = memoryview(decision.sequence_hashes).cast("Q").tolist()
         branch = self._builder.add(hashes)
         before = self._last.get(session)
-        follows = before is not None and before[1] <= taken.arrival
-        self._last[session] = (len(self.rounds), taken.end)
+        follows = before is not None and before[1] <= captured.arrival
+        self._last[session] = (len(self.rounds), captured.end)
         tokens = max(1, decision.tokens)
         self.rounds.append(
             Round(
@@ -130,11 +130,11 @@ class _Writer:
                 output_branch=self.tree.fork(branch, tokens),
                 input_tokens=tokens,
                 output_tokens=outcome.output_tokens,
-                at_s=taken.arrival - (before[1] if before and follows else self._origin),
+                at_s=captured.arrival - (before[1] if before and follows else self._origin),
                 after=(before[0],) if before and follows else (),
                 wait="pause" if follows else "",
                 priority=decision.hints.priority,
-                abort_after=_left_after(outcome),
+                abort_after=_abort_after(outcome),
             )
         )
 
@@ -149,7 +149,7 @@ class _Writer:
         return len(self.sessions) - 1
 
 
-def _left_after(outcome: Outcome) -> int | None:
+def _abort_after(outcome: Outcome) -> int | None:
     return max(1, outcome.output_tokens) if outcome.finish == "cancelled" else None
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvmesh.bus.messages import Capacity, Instance, ModelCard, Role
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.commands import whatif
-from kvmesh.cli.flags import FlagParser, add_flags, given
+from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import main
 from kvmesh.cli.registry import NOT_SIMULATED
 from kvmesh.cli.scenario import Fleet
@@ -95,7 +95,7 @@ def default_fleet(*flags: str) -> Fleet:
     add_flags(parser, "", ("router", "mock"), NOT_SIMULATED)
     arguments = parser.parse_args(flags)
     cards = [live("b", "decode", 400), live("p", "prefill", 300), live("a", "decode", 400, ranks=2)]
-    return whatif.fleet(arguments, load(None, {}, given(arguments)), cards)
+    return whatif.fleet(arguments, load(None, {}, settings_flags(arguments)), cards)
 
 
 def test_whatif_engines_equal_the_live_ones() -> None:

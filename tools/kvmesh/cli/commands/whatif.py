@@ -14,7 +14,7 @@ from kvmesh.bus.messages import Capacity, Instance, ModelCard
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.flags import given
+from kvmesh.cli.flags import settings_flags
 from kvmesh.cli.scenario import Fleet, add_scenario, mock_core, scenarios, simulate, write
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.settings import Settings
@@ -124,7 +124,7 @@ def _kind(card: Instance, model: ModelCard, capacity: Capacity) -> EngineKind:
 def _group(
     arguments: argparse.Namespace, settings: Settings, kind: EngineKind, count: int
 ) -> WorkerOptions:
-    flags = given(arguments)
+    flags = settings_flags(arguments)
     live = {
         key: value
         for key, value in kind._asdict().items()

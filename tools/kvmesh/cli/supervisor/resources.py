@@ -20,17 +20,17 @@ def claim(settings: Settings, held: ExitStack) -> Settings:
 
     `held` releases the claims. Raises UpError naming the flag to change.
     """
-    up, frontend, taken = settings.up, settings.frontend, set[int]()
+    up, frontend, used = settings.up, settings.frontend, set[int]()
     if not settings.nats.url:
         held.enter_context(_lock(up.state_dir))
-        port = _claim_port(LOOPBACK, up.nats_port, "--nats-port", taken)
+        port = _claim_port(LOOPBACK, up.nats_port, "--nats-port", used)
         settings = _embedded(settings, f"nats://{LOOPBACK}:{port}")
         held.callback(local.withdraw, settings)
     if up.frontends:
-        port = _claim_port(frontend.host, frontend.port, "--port", taken)
+        port = _claim_port(frontend.host, frontend.port, "--port", used)
         settings = replace(settings, frontend=replace(frontend, port=port))
         for further in range(port + 1, port + up.frontends):
-            _claim_port(frontend.host, further, "--port", taken)
+            _claim_port(frontend.host, further, "--port", used)
     if up.metrics_port:
         workers = up.workers + up.prefill_workers
         counts = {"indexer": up.indexers, "router": up.routers, "kvbm": up.kvbm, "worker": workers}
@@ -38,7 +38,7 @@ def claim(settings: Settings, held: ExitStack) -> Settings:
             getattr(settings, role).metrics_host for role, n in counts.items() for _ in range(n)
         ]
         for number, host in enumerate(hosts):
-            _claim_port(host, up.metrics_port + number, "--metrics-port", taken)
+            _claim_port(host, up.metrics_port + number, "--metrics-port", used)
     return settings
 
 
@@ -71,12 +71,12 @@ def _lock(state_dir: Path) -> TextIO:
     return file
 
 
-def _claim_port(host: str, port: int, flag: str, taken: set[int]) -> int:
+def _claim_port(host: str, port: int, flag: str, used: set[int]) -> int:
     """`port`, or any free port for 0; raises UpError naming `flag` if it is in use."""
     while True:
         found = _bind(host, port, flag)
-        if found not in taken:
-            taken.add(found)
+        if found not in used:
+            used.add(found)
             return found
         if port:
             raise UpError(f"port {port} is used twice; choose another with {flag}")
