@@ -140,7 +140,7 @@ def untagged(workload: Workload) -> Workload:
 def urgent_ttft(run: Simulation, tags: Workload) -> tuple[float, float]:
     """Median TTFT of the rounds that `tags` calls urgent, and output tokens per second."""
     urgent = np.array([round_.priority > 0 for round_ in tags.rounds])
-    waits = run.records.column("first") - run.records.column("arrived")
+    waits = run.records.column("first_token") - run.records.column("arrived")
     return float(np.median(waits[urgent])), figures(run).steady_tokens_per_s
 
 

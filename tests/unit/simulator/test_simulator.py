@@ -181,7 +181,7 @@ def test_tokens_and_requests_are_conserved(
     records = simulation.records
     assert result.failed == 0
     assert not np.isnan(records.column("ended")).any()
-    assert not np.isnan(records.column("first")).any()
+    assert not np.isnan(records.column("first_token")).any()
     assert sum(w.cached_share * w.prompt_tokens for w in result.workers) == pytest.approx(
         sum(records.cached)
     )

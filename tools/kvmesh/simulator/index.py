@@ -17,7 +17,7 @@ from kvmesh.simulator.virtual_clock import VirtualClock
 NO_RANK = RankKey("", 0)
 
 
-class Index:
+class SimulatedIndex:
     """Applies KV events a delay after their publication; lost batches make gaps, dumps heal them.
 
     Arrived events are applied at the next query, since nothing depends on them before.

@@ -22,11 +22,11 @@ from kvmesh.router.placement.ticket import Ticket
 from kvmesh.simulator.active_round import ActiveRound, output_limit
 from kvmesh.simulator.cache_accounting import CacheAccounting
 from kvmesh.simulator.fleet import MODEL, SimulatedWorker, make_card
-from kvmesh.simulator.index import Index
+from kvmesh.simulator.index import SimulatedIndex
 from kvmesh.simulator.options import Fault, SimulationOptions, WorkerOptions
 from kvmesh.simulator.prompts import HASH, SimulatedPrompts
 from kvmesh.simulator.records import LoadSample, Records, WorkerRecord
-from kvmesh.simulator.routers import Routers
+from kvmesh.simulator.routers import SimulatedRouters
 from kvmesh.simulator.virtual_clock import Action, VirtualClock
 from kvmesh.worker.engines.mock.core import MockCore, MockOutput
 from kvmesh.workload.model import Workload
@@ -54,7 +54,7 @@ class Simulation:
         self.workers: dict[str, SimulatedWorker] = {}
         self.worker_records: dict[str, WorkerRecord] = {}
         self.clock = VirtualClock()
-        self.index = Index(self.clock, self.workers, options.network, options.seed)
+        self.index = SimulatedIndex(self.clock, self.workers, options.network, options.seed)
         self._block_size = options.block_size
         self._accounting = CacheAccounting(workload, self.records, self._block_size)
         self._progress = progress
@@ -71,7 +71,7 @@ class Simulation:
         self._final = workload.final_rounds()
         self._unfinished_before = [len(round_.after) for round_ in workload.rounds]
         self._successors: list[list[int]] = [[] for _ in workload.rounds]
-        self.routers = Routers(
+        self.routers = SimulatedRouters(
             self.clock,
             MODEL,
             options.router,

@@ -27,7 +27,7 @@ class RouterReplica:
         self.queue = PlacementQueue(self.core, self.name)
 
 
-class Routers:
+class SimulatedRouters:
     """All replicas; each request goes to the next of them, as in a queue group.
 
     `find` queries the index; `on_result` receives each ticket that has its result. Other replicas

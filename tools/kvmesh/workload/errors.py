@@ -42,7 +42,7 @@ class Repairs:
     def note(self, line: int, reason: str, repair: str) -> None:
         self.problems.append(Problem(line, reason, repair))
 
-    def settle(self) -> None:
+    def check(self) -> None:
         """Raise TraceError if there are defects and repairs are off."""
         if self.problems and not self.repair:
             raise TraceError(self.file, sorted(self.problems))

@@ -3,19 +3,19 @@
 import pytest
 
 from kvmesh.bus.messages import Instance, NodeStore, Role
-from kvmesh.cli.status.report import Member, Report
+from kvmesh.cli.status.report import InstanceReport, MeshReport
 from kvmesh.cli.status.view import show_tables
 
 
-def kvbm(name: str, key: str = "", **layouts: list[str]) -> Member:
+def kvbm(name: str, key: str = "", **layouts: list[str]) -> InstanceReport:
     store = NodeStore(directory="/d", tier_bytes=[1 << 30, 0, 0], layouts=layouts, key=key)
     card = Instance(instance=name, role=Role.KVBM, name=name, version="0", started=0.0, store=store)
-    return Member(card=card, age_s=1.0, load=[])
+    return InstanceReport(card=card, age_s=1.0, load=[])
 
 
-def shown(capsys: pytest.CaptureFixture[str], *members: Member) -> str:
+def shown(capsys: pytest.CaptureFixture[str], *members: InstanceReport) -> str:
     show_tables(
-        Report(
+        MeshReport(
             nats="", server="", namespace="", time=0.0, instances=[*members], streams=[], buckets=[]
         )
     )

@@ -5,15 +5,17 @@ import asyncio
 from support.up import alive
 from support.wait import eventually
 
-from kvmesh.cli.supervisor.plan import Spec
-from kvmesh.cli.supervisor.process import Supervised
+from kvmesh.cli.supervisor.plan import ProcessSpec
+from kvmesh.cli.supervisor.process import SupervisedProcess
 
 
 async def test_a_program_that_does_not_exist_is_reported_and_retried() -> None:
     lines: list[str] = []
     ends: list[int] = []
-    spec = Spec("worker-0", "worker", ("/nowhere/program",), {})
-    process = Supervised(spec, lambda _, line: lines.append(line), lambda _, end: ends.append(end))
+    spec = ProcessSpec("worker-0", "worker", ("/nowhere/program",), {})
+    process = SupervisedProcess(
+        spec, lambda _, line: lines.append(line), lambda _, end: ends.append(end)
+    )
     running = asyncio.create_task(process.run())
     await eventually(lambda: len(ends) >= 2)
     await process.stop(1.0)
@@ -25,9 +27,11 @@ async def test_a_program_that_does_not_exist_is_reported_and_retried() -> None:
 async def test_children_of_a_process_die_with_it() -> None:
     lines: list[str] = []
     script = "sleep 600 & echo $!; exit 3"
-    spec = Spec("worker-0", "worker", ("/bin/sh", "-c", script), {})
+    spec = ProcessSpec("worker-0", "worker", ("/bin/sh", "-c", script), {})
     ends: list[int] = []
-    process = Supervised(spec, lambda _, line: lines.append(line), lambda _, end: ends.append(end))
+    process = SupervisedProcess(
+        spec, lambda _, line: lines.append(line), lambda _, end: ends.append(end)
+    )
     running = asyncio.create_task(process.run())
     await eventually(lambda: ends)
     await process.stop(1.0)
@@ -40,8 +44,8 @@ async def test_output_is_split_into_lines_of_bounded_length() -> None:
     lines: list[str] = []
     long = "head -c 200000 /dev/zero | tr '\\0' x"
     script = f"printf 'one\\ntwo'; printf ' more\\n'; {long}; exec sleep 600"
-    spec = Spec("worker-0", "worker", ("/bin/sh", "-c", script), {})
-    process = Supervised(spec, lambda _, line: lines.append(line), lambda *_: None)
+    spec = ProcessSpec("worker-0", "worker", ("/bin/sh", "-c", script), {})
+    process = SupervisedProcess(spec, lambda _, line: lines.append(line), lambda *_: None)
     running = asyncio.create_task(process.run())
     await eventually(lambda: sum(map(len, lines)) > 100_000)
     await process.stop(1.0)

@@ -7,8 +7,8 @@ import msgspec
 from rich.console import Console
 
 from kvmesh.bus.messages import Load
-from kvmesh.cli.supervisor.plan import Spec
-from kvmesh.cli.supervisor.process import Supervised
+from kvmesh.cli.supervisor.plan import ProcessSpec
+from kvmesh.cli.supervisor.process import SupervisedProcess
 from kvmesh.cli.supervisor.table import describe, render
 
 
@@ -32,8 +32,8 @@ def test_the_load_of_all_ranks() -> None:
 
 
 async def test_the_table_shows_every_process() -> None:
-    process = Supervised(
-        Spec("worker-0", "worker", ("true",), {}), lambda *_: None, lambda *_: None
+    process = SupervisedProcess(
+        ProcessSpec("worker-0", "worker", ("true",), {}), lambda *_: None, lambda *_: None
     )
     shown = Console(file=io.StringIO(), width=80)
     now = asyncio.get_running_loop().time()

@@ -54,11 +54,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    from kvmesh.cli.credentials.authority import BadAuthority
-    from kvmesh.cli.credentials.folder import Credentials, CredentialsError, Plan
+    from kvmesh.cli.credentials.authority import AuthorityError
+    from kvmesh.cli.credentials.folder import Credentials, CredentialsError, CredentialsPlan
     from kvmesh.cli.credentials.server import Principal
 
-    plan = Plan(
+    plan = CredentialsPlan(
         hosts=arguments.hosts,
         port=arguments.port,
         days=arguments.days,
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     credentials = Credentials(arguments.folder, settings, plan)
     try:
         principals = credentials.write(arguments.force)
-    except (CredentialsError, BadAuthority) as error:
+    except (CredentialsError, AuthorityError) as error:
         return _failed(str(error))
     except OSError as error:
         return _failed(f"{error.filename}: {error.strerror}")

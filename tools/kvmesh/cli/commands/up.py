@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvmesh.cli.supervisor.console import LogStream, Notes
+from kvmesh.cli.supervisor.console import LogForwarder, LogStream
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.mesh import Mesh
+from kvmesh.cli.supervisor.mesh import SupervisedMesh
 from kvmesh.cli.supervisor.nats import server_spec
-from kvmesh.cli.supervisor.plan import Spec, service_specs
+from kvmesh.cli.supervisor.plan import ProcessSpec, service_specs
 from kvmesh.cli.supervisor.resources import claim
 from kvmesh.cli.supervisor.startup import StartupGuide
 from kvmesh.settings import Settings
@@ -54,13 +54,13 @@ async def _supervise(settings: Settings, embedded: bool) -> None:
 
 
 def _mesh(
-    settings: Settings, specs: list[Spec], emit: Callable[[str], None]
-) -> tuple[Mesh, StartupGuide]:
+    settings: Settings, specs: list[ProcessSpec], emit: Callable[[str], None]
+) -> tuple[SupervisedMesh, StartupGuide]:
     width = max(len(spec.name) for spec in specs)
     log = LogStream(emit, width, settings.log.format == "json", sys.stdout.isatty())
-    logging.getLogger().handlers[:] = [Notes(log)]
+    logging.getLogger().handlers[:] = [LogForwarder(log)]
     guide = StartupGuide(settings, specs, log)
-    return Mesh(specs, guide, log, settings.up.stop_timeout_s), guide
+    return SupervisedMesh(specs, guide, log, settings.up.stop_timeout_s), guide
 
 
 def _print(text: str) -> None:

@@ -16,12 +16,12 @@ _SIGNING = x509.KeyUsage(False, False, False, False, False, True, True, False, F
 _HANDSHAKES = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
 
 
-class BadAuthority(Exception):
+class AuthorityError(Exception):
     """The files of an authority are invalid."""
 
 
 @dataclass(frozen=True)
-class Pair:
+class CertificatePair:
     """A certificate and its private key, both PEM."""
 
     certificate: bytes
@@ -49,26 +49,26 @@ class Authority:
         return cls(certificate, key)
 
     @classmethod
-    def load(cls, pair: Pair) -> "Authority":
+    def load(cls, pair: CertificatePair) -> "Authority":
         """Load an authority from its certificate and key; raises BadAuthority."""
         try:
             key = serialization.load_pem_private_key(pair.key, password=None)
             certificate = x509.load_pem_x509_certificate(pair.certificate)
         except (ValueError, TypeError) as error:
-            raise BadAuthority(str(error)) from error
+            raise AuthorityError(str(error)) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise BadAuthority("the key of the authority is not an ECDSA key")
+            raise AuthorityError("the key of the authority is not an ECDSA key")
         return cls(certificate, key)
 
     @property
-    def pair(self) -> Pair:
+    def pair(self) -> CertificatePair:
         return _pair(self._certificate, self._key)
 
     @property
     def expires(self) -> datetime:
         return self._certificate.not_valid_after_utc
 
-    def issue(self, name: str, hosts: Sequence[str], now: datetime, days: int) -> Pair:
+    def issue(self, name: str, hosts: Sequence[str], now: datetime, days: int) -> CertificatePair:
         """Issue a certificate: for a server named `hosts`, or without hosts for a client."""
         key = ec.generate_private_key(ec.SECP256R1())
         usage = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
@@ -116,8 +116,8 @@ def _host(text: str) -> x509.GeneralName:
         return x509.DNSName(text)
 
 
-def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:
-    return Pair(
+def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> CertificatePair:
+    return CertificatePair(
         certificate.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(
             serialization.Encoding.PEM,

@@ -16,7 +16,7 @@ from pathlib import Path
 import nkeys
 
 from kvmesh.bus.permissions import ANY, User, inbox_prefix
-from kvmesh.cli.credentials.authority import Authority, Pair
+from kvmesh.cli.credentials.authority import Authority, CertificatePair
 from kvmesh.cli.credentials.server import Principal, ServerFiles, server_config
 from kvmesh.cli.local import write_private
 from kvmesh.settings.schema import Settings
@@ -33,7 +33,7 @@ class CredentialsError(Exception):
 
 
 @dataclass(frozen=True)
-class Plan:
+class CredentialsPlan:
     """Contents of the folder; `installed` is the folder of each part's files once deployed."""
 
     hosts: Sequence[str]
@@ -48,7 +48,7 @@ class Plan:
 class Credentials:
     """The folder at `path`."""
 
-    def __init__(self, path: Path, settings: Settings, plan: Plan) -> None:
+    def __init__(self, path: Path, settings: Settings, plan: CredentialsPlan) -> None:
         self._path = path.absolute()
         self._settings = settings
         self._plan = plan
@@ -105,7 +105,9 @@ class Credentials:
                 raise CredentialsError(
                     f"{folder / CA_KEY} is missing; restore it to sign certificates"
                 )
-            return Authority.load(Pair((folder / CA).read_bytes(), (folder / CA_KEY).read_bytes()))
+            return Authority.load(
+                CertificatePair((folder / CA).read_bytes(), (folder / CA_KEY).read_bytes())
+            )
         _make(folder)
         authority = Authority.create(self._settings.nats.namespace, self._now)
         _put(folder / CA_KEY, authority.pair.key)

@@ -18,7 +18,7 @@ from kvmesh.settings import Settings
 LOAD_S = 1.2
 
 
-class Member(Struct, kw_only=True):
+class InstanceReport(Struct, kw_only=True):
     """One instance: card, age in seconds, and load per rank of a worker.
 
     `eligible`: it may be given work; `reason` is set for a worker incompatible with its model's.
@@ -38,7 +38,7 @@ class InstanceWarning(Struct, kw_only=True):
     text: str
 
 
-class Reader(Struct, kw_only=True):
+class ReaderReport(Struct, kw_only=True):
     """A consumer of a stream: owner and number of unread messages."""
 
     name: str
@@ -46,7 +46,7 @@ class Reader(Struct, kw_only=True):
     lag: int
 
 
-class Stream(Struct, kw_only=True):
+class StreamReport(Struct, kw_only=True):
     """A stream; sizes in messages and bytes."""
 
     name: str
@@ -54,10 +54,10 @@ class Stream(Struct, kw_only=True):
     bytes: int
     first: int
     last: int
-    readers: list[Reader]
+    readers: list[ReaderReport]
 
 
-class Bucket(Struct, kw_only=True):
+class BucketReport(Struct, kw_only=True):
     """A key-value (`kv`) or object (`object`) bucket."""
 
     name: str
@@ -66,20 +66,20 @@ class Bucket(Struct, kw_only=True):
     bytes: int
 
 
-class Report(Struct, kw_only=True):
+class MeshReport(Struct, kw_only=True):
     """The report of `kvmesh status`."""
 
     nats: str
     server: str
     namespace: str
     time: float
-    instances: list[Member]
-    streams: list[Stream]
-    buckets: list[Bucket]
+    instances: list[InstanceReport]
+    streams: list[StreamReport]
+    buckets: list[BucketReport]
     warnings: list[InstanceWarning] = []
 
 
-async def gather(bus: Bus, settings: Settings) -> Report:
+async def gather(bus: Bus, settings: Settings) -> MeshReport:
     """Gather the report; raises nats.js NotFoundError if the namespace has no mesh."""
     loads: dict[str, dict[int, Load]] = {}
 
@@ -96,7 +96,7 @@ async def gather(bus: Bus, settings: Settings) -> Report:
     await directory.close()
     incompatible = misfits(cards)
     version = bus.client.connected_server_version
-    return Report(
+    return MeshReport(
         nats=bus.client.server,
         server=f"{version.major}.{version.minor}.{version.patch}",
         namespace=bus.options.namespace,
@@ -137,8 +137,8 @@ async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Director
         await asyncio.sleep(0.02)
 
 
-def _member(card: Instance, loads: dict[int, Load], reason: str) -> Member:
-    return Member(
+def _member(card: Instance, loads: dict[int, Load], reason: str) -> InstanceReport:
+    return InstanceReport(
         card=card,
         age_s=max(0.0, time.time() - card.started),
         load=[loads[rank] for rank in sorted(loads)],
@@ -152,8 +152,8 @@ def _bucket_kind(info: StreamInfo) -> str | None:
     return {"KV": "kv", "OBJ": "object"}.get(prefix)
 
 
-def _bucket(info: StreamInfo) -> Bucket:
-    return Bucket(
+def _bucket(info: StreamInfo) -> BucketReport:
+    return BucketReport(
         name=(info.config.name or "").partition("_")[2],
         kind=_bucket_kind(info) or "",
         messages=info.state.messages,
@@ -161,13 +161,13 @@ def _bucket(info: StreamInfo) -> Bucket:
     )
 
 
-async def _stream(bus: Bus, info: StreamInfo) -> Stream:
+async def _stream(bus: Bus, info: StreamInfo) -> StreamReport:
     name = info.config.name or ""
     readers = [
-        Reader(name=c.name, owner=c.config.description or "", lag=c.num_pending or 0)
+        ReaderReport(name=c.name, owner=c.config.description or "", lag=c.num_pending or 0)
         for c in await bus.js.consumers_info(name)
     ]
-    return Stream(
+    return StreamReport(
         name=name,
         messages=info.state.messages,
         bytes=info.state.bytes,

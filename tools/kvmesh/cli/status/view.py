@@ -11,18 +11,18 @@ from rich.table import Table
 from kvmesh.blocks.layout import divided
 from kvmesh.bus.discovery import STATE
 from kvmesh.bus.messages import Load, NodeStore
-from kvmesh.cli.status.report import Bucket, Member, Report, Stream
+from kvmesh.cli.status.report import BucketReport, InstanceReport, MeshReport, StreamReport
 from kvmesh.cli.units import duration, size
 
 PIPE_WIDTH = 160
 
 
-def show_json(report: Report) -> None:
+def show_json(report: MeshReport) -> None:
     """Print the report as one indented JSON object."""
     print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
 
 
-def show_tables(report: Report) -> None:
+def show_tables(report: MeshReport) -> None:
     """Print the report as tables, as wide as the terminal or PIPE_WIDTH."""
     console = _console()
     console.print(f"mesh {report.namespace} on NATS {report.server} at {report.nats}")
@@ -93,7 +93,7 @@ _NUMBERS = frozenset(
 )
 
 
-def _instances(members: list[Member]) -> Table:
+def _instances(members: list[InstanceReport]) -> Table:
     table = _table("instance", "role", "age", "state", "model", "load", "labels")
     for member in members:
         card = member.card
@@ -109,7 +109,7 @@ def _instances(members: list[Member]) -> Table:
     return table
 
 
-def _state(member: Member) -> str:
+def _state(member: InstanceReport) -> str:
     card = member.card
     if card.draining:
         return "[yellow]draining[/yellow]"
@@ -124,7 +124,7 @@ def _tiers(store: NodeStore) -> str:
     return ", ".join(f"{size(count)} of {name}" for count, name in sizes if count)
 
 
-def _divided_layouts(members: list[Member]) -> Table:
+def _divided_layouts(members: list[InstanceReport]) -> Table:
     """Layouts of the models for which two nodes have none in common."""
     layouts = {m.card.instance: m.card.store.layouts for m in members if m.card.store}
     pairs = combinations(layouts.values(), 2)
@@ -136,7 +136,7 @@ def _divided_layouts(members: list[Member]) -> Table:
     return table
 
 
-def _keys(members: list[Member]) -> Table:
+def _keys(members: list[InstanceReport]) -> Table:
     """Fingerprints of the block managers' keys, if they differ."""
     keys = {m.card.instance: m.card.store.key for m in members if m.card.store and m.card.store.key}
     table = _table("block manager", "fingerprint of its key")
@@ -151,7 +151,7 @@ def _load(load: Load) -> str:
     return f"{load.running} running, {load.waiting} waiting, {blocks}{steps}"
 
 
-def _streams(streams: list[Stream]) -> Table:
+def _streams(streams: list[StreamReport]) -> Table:
     table = _table("stream", "messages", "bytes", "first", "last", "readers")
     for stream in streams:
         numbers = (stream.first, stream.last, len(stream.readers))
@@ -161,7 +161,7 @@ def _streams(streams: list[Stream]) -> Table:
     return table
 
 
-def _readers(streams: list[Stream]) -> Table:
+def _readers(streams: list[StreamReport]) -> Table:
     table = _table("reader", "stream", "lag")
     for stream in streams:
         for reader in stream.readers:
@@ -169,7 +169,7 @@ def _readers(streams: list[Stream]) -> Table:
     return table
 
 
-def _buckets(buckets: list[Bucket]) -> Table:
+def _buckets(buckets: list[BucketReport]) -> Table:
     table = _table("bucket", "kind", "messages", "bytes")
     for bucket in buckets:
         table.add_row(bucket.name, bucket.kind, str(bucket.messages), size(bucket.bytes))

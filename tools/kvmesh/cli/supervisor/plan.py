@@ -22,7 +22,7 @@ COUNTS = {
 
 
 @dataclass(frozen=True)
-class Spec:
+class ProcessSpec:
     """One process: name, role, command line and environment."""
 
     name: str
@@ -31,12 +31,12 @@ class Spec:
     env: Mapping[str, str]
 
 
-def service_specs(settings: Settings, environ: Mapping[str, str]) -> list[Spec]:
+def service_specs(settings: Settings, environ: Mapping[str, str]) -> list[ProcessSpec]:
     """The service processes of `settings.up`, in start order."""
     inherited = _without_settings(environ)
     metrics = count(settings.up.metrics_port)
     return [
-        Spec(name, role, _argv(role), {**inherited, **to_env(own)})
+        ProcessSpec(name, role, _argv(role), {**inherited, **to_env(own)})
         for role in START_ORDER
         if role in COUNTS
         for name, own in _instances(role, settings, metrics)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from kvmesh.cli.supervisor.plan import Spec
+from kvmesh.cli.supervisor.plan import ProcessSpec
 from kvmesh.cli.supervisor.restart_policy import ProcessRecord, ProcessState
 
 PR_SET_PDEATHSIG = 1
@@ -18,7 +18,7 @@ OUTPUT_S = 1.0
 EXEC_FAILED = 127
 
 
-class Supervised:
+class SupervisedProcess:
     """Runs `spec` and restarts it until stopped.
 
     `on_line(spec, text)` receives each line of output, `on_exit(process, status)` each unexpected
@@ -27,9 +27,9 @@ class Supervised:
 
     def __init__(
         self,
-        spec: Spec,
-        on_line: Callable[[Spec, str], None],
-        on_exit: Callable[["Supervised", int], None],
+        spec: ProcessSpec,
+        on_line: Callable[[ProcessSpec, str], None],
+        on_exit: Callable[["SupervisedProcess", int], None],
     ) -> None:
         self.spec = spec
         self.record = ProcessRecord()

@@ -10,7 +10,7 @@ from kvmesh.cli.local import token_file
 from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.plan import Spec, frontend_ports
+from kvmesh.cli.supervisor.plan import ProcessSpec, frontend_ports
 from kvmesh.settings import Settings, redacted
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class StartupGuide:
     """The hooks of one start; `view` is set once connected to the bus."""
 
-    def __init__(self, settings: Settings, specs: list[Spec], log: LogStream) -> None:
+    def __init__(self, settings: Settings, specs: list[ProcessSpec], log: LogStream) -> None:
         self._settings = settings
         self._names = [spec.name for spec in specs if spec.role != "nats"]
         self._external = len(self._names) == len(specs)

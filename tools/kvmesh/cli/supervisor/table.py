@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.cli.supervisor.process import Supervised
+from kvmesh.cli.supervisor.process import SupervisedProcess
 from kvmesh.cli.supervisor.restart_policy import ProcessState
 from kvmesh.cli.units import duration
 
@@ -39,7 +39,7 @@ class LiveTable:
     def emit(self, text: str) -> None:
         self._console.print(Text.from_ansi(text), soft_wrap=True)
 
-    async def show(self, processes: Iterable[Supervised], guide: "StartupGuide") -> None:
+    async def show(self, processes: Iterable[SupervisedProcess], guide: "StartupGuide") -> None:
         """Update the table until cancelled."""
         with self._live:
             while True:
@@ -48,7 +48,7 @@ class LiveTable:
                 await asyncio.sleep(REFRESH_S)
 
 
-def render(processes: Iterable[Supervised], view: "MeshView | None", now: float) -> Table:
+def render(processes: Iterable[SupervisedProcess], view: "MeshView | None", now: float) -> Table:
     """The table at monotonic time `now`."""
     loads = view.loads if view else {}
     routable = view.routable if view else set()

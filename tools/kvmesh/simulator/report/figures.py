@@ -12,7 +12,7 @@ from kvmesh.worker.engines.mock.timing import DecodeLoad
 from kvmesh.workload.replay.summary import Spread, spread
 
 
-class Latency(Struct, frozen=True, kw_only=True):
+class LatencyFigures(Struct, frozen=True, kw_only=True):
     """Seconds; `slowdown` is latency over that of an idle engine without a cache."""
 
     requests: int
@@ -23,7 +23,7 @@ class Latency(Struct, frozen=True, kw_only=True):
     slowdown: Spread | None
 
 
-class Lost(Struct, frozen=True, kw_only=True):
+class LostHits(Struct, frozen=True, kw_only=True):
     """Recomputed prompt tokens by cause; an infinite shared cache would have held them.
 
     `ends`: last block of a fully cached prompt, which the first output token needs computed.
@@ -39,7 +39,7 @@ class Lost(Struct, frozen=True, kw_only=True):
     dropped: int
 
 
-class Cache(Struct, frozen=True, kw_only=True):
+class CacheFigures(Struct, frozen=True, kw_only=True):
     """Prompt tokens of finished requests, and the share that an infinite shared cache would hold.
 
     `read_write` is cached over computed prompt tokens. `recomputed_tokens` had been computed
@@ -53,7 +53,7 @@ class Cache(Struct, frozen=True, kw_only=True):
     share_of_ideal: float
     read_write: float
     recomputed_tokens: int
-    lost: Lost
+    lost: LostHits
     evicted_blocks: int
 
 
@@ -89,9 +89,9 @@ class Figures(Struct, frozen=True, kw_only=True):
     requests_per_s: float
     output_tokens_per_s: float
     steady_tokens_per_s: float
-    latency: Latency
-    by_priority: dict[str, Latency]
-    cache: Cache
+    latency: LatencyFigures
+    by_priority: dict[str, LatencyFigures]
+    cache: CacheFigures
     sessions: Spread | None
     workers: list[WorkerFigures]
     imbalance: float
@@ -142,23 +142,23 @@ def _spread(values: Column) -> Spread | None:
     return spread(float(value) for value in values if not np.isnan(value))
 
 
-def _latency(simulation: Simulation, chosen: NDArray[np.bool_]) -> Latency:
+def _latency(simulation: Simulation, chosen: NDArray[np.bool_]) -> LatencyFigures:
     records = simulation.records
     arrived, first, ended = (records.column(n)[chosen] for n in ("arrived", "first_token", "ended"))
     output = records.column("output")[chosen]
     gaps = np.where(output > 1, (ended - first) / np.maximum(output - 1, 1), np.nan)
-    alone = _alone(simulation)[chosen]
-    return Latency(
+    idle = _idle_latency(simulation)[chosen]
+    return LatencyFigures(
         requests=int(chosen.sum()),
         ttft_s=_spread(first - arrived),
         inter_token_s=_spread(gaps),
         total_s=_spread(ended - arrived),
         queue_s=_spread(records.column("placed")[chosen] - arrived),
-        slowdown=_spread((ended - arrived) / alone),
+        slowdown=_spread((ended - arrived) / idle),
     )
 
 
-def _alone(simulation: Simulation) -> Column:
+def _idle_latency(simulation: Simulation) -> Column:
     """Latency of each round alone on an idle engine without a cache, in seconds."""
     core = simulation.options.workers[0].core
     model, speedup, step = core.model, core.speedup, core.limits.max_batched_tokens
@@ -171,7 +171,7 @@ def _alone(simulation: Simulation) -> Column:
     return np.maximum(np.array(times, dtype=np.float64), 1e-9)
 
 
-def _by_priority(simulation: Simulation, done: NDArray[np.bool_]) -> dict[str, Latency]:
+def _by_priority(simulation: Simulation, done: NDArray[np.bool_]) -> dict[str, LatencyFigures]:
     priorities = np.array([round_.priority for round_ in simulation.workload.rounds])
     levels = sorted(set(priorities.tolist()), reverse=True)
     if len(levels) < 2:
@@ -179,11 +179,11 @@ def _by_priority(simulation: Simulation, done: NDArray[np.bool_]) -> dict[str, L
     return {str(level): _latency(simulation, done & (priorities == level)) for level in levels}
 
 
-def _cache(simulation: Simulation, done: NDArray[np.bool_]) -> Cache:
+def _cache(simulation: Simulation, done: NDArray[np.bool_]) -> CacheFigures:
     records = simulation.records
     total = int(_prompts(simulation)[done].sum())
     cached, ideal = (int(records.column(name)[done].sum()) for name in ("cached", "ideal"))
-    return Cache(
+    return CacheFigures(
         prompt_tokens=total,
         cached_tokens=cached,
         cached_share=cached / max(total, 1),
@@ -200,7 +200,7 @@ def _prompts(simulation: Simulation) -> Column:
     return np.array([r.input_tokens for r in simulation.workload.rounds], dtype=np.float64)
 
 
-def _lost(simulation: Simulation, done: NDArray[np.bool_]) -> Lost:
+def _lost(simulation: Simulation, done: NDArray[np.bool_]) -> LostHits:
     """Recomputed tokens by cause: the distances between ascending levels of each prompt."""
     records, size = simulation.records, simulation.options.block_size
     ideal = records.column("ideal")[done]
@@ -209,7 +209,7 @@ def _lost(simulation: Simulation, done: NDArray[np.bool_]) -> Lost:
     for name in ("chosen_rank", "best_rank", "computed"):
         levels.append(np.clip(records.column(name)[done], levels[-1], useful))
     cached, held, best, made = (int(level.sum()) for level in levels)
-    return Lost(
+    return LostHits(
         ends=int((ideal - useful).sum()),
         unfinished=int(useful.sum()) - made,
         evicted=made - best,

@@ -6,13 +6,13 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.simulator.report.figures import Figures, Latency
+from kvmesh.simulator.report.figures import Figures, LatencyFigures
 from kvmesh.workload.replay.summary import Spread
 
 Row = tuple[str, Callable[[Figures], str]]
 
 
-def _ms(pick: Callable[[Latency], Spread | None], point: str) -> Callable[[Figures], str]:
+def _ms(pick: Callable[[LatencyFigures], Spread | None], point: str) -> Callable[[Figures], str]:
     def cell(figures: Figures) -> str:
         values = pick(figures.latency)
         return "–" if values is None else f"{getattr(values, point) * 1000:,.1f}"

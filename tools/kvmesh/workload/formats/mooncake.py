@@ -62,10 +62,10 @@ def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
     rows = _rows(file, repairs)
     if not rows:
         raise TraceError(file, repairs.problems or [Problem(1, "no requests in this file", "")])
-    _name_once(rows, repairs)
+    _make_ids_unique(rows, repairs)
     _order(rows, repairs)
     workload = Assembler(repairs).workload(rows)
-    repairs.settle()
+    repairs.check()
     return workload, repairs
 
 
@@ -80,7 +80,7 @@ def _rows(file: Path, repairs: Repairs) -> list[tuple[int, MooncakeRow]]:
             except msgspec.MsgspecError as error:
                 repairs.note(number, str(error).replace("`$.", "`"), "dropped the line")
             else:
-                rows.append((number, _fit(number, row, repairs)))
+                rows.append((number, _match_hash_ids(number, row, repairs)))
     return rows
 
 
@@ -92,7 +92,7 @@ def _parse(line: bytes) -> MooncakeRow:
     return msgspec.convert(fields, MooncakeRow)
 
 
-def _fit(number: int, row: MooncakeRow, repairs: Repairs) -> MooncakeRow:
+def _match_hash_ids(number: int, row: MooncakeRow, repairs: Repairs) -> MooncakeRow:
     """Make hash ids and length agree: one id per started block."""
     expected = -(-row.input_length // row.block_size)
     found = len(row.hash_ids)
@@ -111,7 +111,7 @@ def _fit(number: int, row: MooncakeRow, repairs: Repairs) -> MooncakeRow:
     return row
 
 
-def _name_once(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> None:
+def _make_ids_unique(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> None:
     """Make request ids unique."""
     known: set[str] = set()
     for number, row in rows:
@@ -196,7 +196,7 @@ class Assembler:
 
     def workload(self, rows: list[tuple[int, MooncakeRow]]) -> Workload:
         before = predecessors(rows, self._repairs)
-        for index in topological_order(before, lambda index: self._break(rows[index])):
+        for index in topological_order(before, lambda index: self._note_cycle(rows[index])):
             number, row = rows[index]
             after = tuple(sorted(self._round_of[other] for other in before[index]))
             self._round_of[index] = len(self._rounds)
@@ -211,7 +211,7 @@ class Assembler:
             link_outputs(workload, members)
         return workload
 
-    def _break(self, numbered: tuple[int, MooncakeRow]) -> None:
+    def _note_cycle(self, numbered: tuple[int, MooncakeRow]) -> None:
         number, row = numbered
         name = row.request_id or row.session_id
         self._repairs.note(number, f"cycle in wait_for through {name!r}", "dropped the wait")

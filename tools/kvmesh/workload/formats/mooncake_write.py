@@ -16,7 +16,7 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
     Sharing within a block is lost.
     """
     size = block_size or (workload.block_size if workload.block_size > 1 else BLOCK_SIZE)
-    ids = Ids(workload, size)
+    ids = BlockIds(workload, size)
     agentic = any(round_.after for round_ in workload.rounds) or any(
         len(members) > 1 for members in workload.by_session()
     )
@@ -37,7 +37,7 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
             out.write(encode(row) + b"\n")
 
 
-class Ids:
+class BlockIds:
     """Numbers blocks in order of appearance."""
 
     def __init__(self, workload: Workload, size: int) -> None:

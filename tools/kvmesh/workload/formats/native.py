@@ -11,7 +11,7 @@ from kvmesh.workload.model import Round, Session, SomeTokens, Workload
 from kvmesh.workload.tree import ROOT, Tree
 
 
-class Document(Struct, kw_only=True):
+class NativeDocument(Struct, kw_only=True):
     """A native workload file; `branches` holds [parent, start] per branch, parents first."""
 
     format: Literal["kvmesh.workload.v1"] = "kvmesh.workload.v1"
@@ -23,7 +23,7 @@ class Document(Struct, kw_only=True):
 
 def write(workload: Workload, file: Path) -> None:
     tree = workload.tree
-    document = Document(
+    document = NativeDocument(
         block_size=workload.block_size,
         branches=[tree.parent(branch) for branch in range(len(tree))],
         sessions=workload.sessions,
@@ -35,7 +35,7 @@ def write(workload: Workload, file: Path) -> None:
 def read(file: Path) -> Workload:
     """Read a file; raises TraceError for malformed documents and dangling references."""
     try:
-        document = msgspec.json.decode(file.read_bytes(), type=Document)
+        document = msgspec.json.decode(file.read_bytes(), type=NativeDocument)
         tree = Tree()
         for parent, start in document.branches:
             tree.fork(parent, start)
@@ -63,7 +63,7 @@ def read(file: Path) -> Workload:
     )
 
 
-def _defect(document: Document, tree: Tree, index: int, round_: Round) -> str | None:
+def _defect(document: NativeDocument, tree: Tree, index: int, round_: Round) -> str | None:
     branches = range(len(tree))
     if round_.branch not in branches or round_.output_branch not in branches:
         return f"unknown branch {round_.branch} or {round_.output_branch}"

@@ -40,7 +40,7 @@ def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
         raise TraceError(file, repairs.problems or [Problem(1, "no sessions in this file", "")])
     ordered = sorted(sessions.values(), key=lambda rows: rows[0][1].arrival_time)
     workload = _assemble(ordered, repairs)
-    repairs.settle()
+    repairs.check()
     return workload, repairs
 
 

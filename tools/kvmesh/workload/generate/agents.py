@@ -13,7 +13,7 @@ TOKEN_S, REQUEST_S = 0.02, 0.5
 
 
 @dataclass
-class Draft:
+class RoundDraft:
     """A round before its index is known, with an estimated start; `after` holds drafts."""
 
     session: int
@@ -22,7 +22,7 @@ class Draft:
     tokens: int
     output: int
     wait_s: float
-    after: "list[Draft]"
+    after: "list[RoundDraft]"
     start_s: float
     agent: Agent
     wait: str = ""
@@ -36,7 +36,7 @@ class Draft:
 
 
 @dataclass
-class Walk:
+class SessionState:
     """Generation state of a session: its prompt so far and the drafts its next round waits for."""
 
     agent: Agent
@@ -48,10 +48,10 @@ class Walk:
     ready_s: float
     wait_s: float
     wait: str
-    after: list[Draft]
+    after: list[RoundDraft]
     compacts: bool
     step: int = 0
-    last: list[Draft] = field(default_factory=list)
+    last: list[RoundDraft] = field(default_factory=list)
 
 
 class AgentGenerator:
@@ -60,11 +60,11 @@ class AgentGenerator:
     def __init__(self, profile: AgentProfile, seed: int = 0) -> None:
         self._profile = profile
         self._rng = random.Random(seed)
-        self._ends = random.Random(f"{seed} ends")
+        self._ends_rng = random.Random(f"{seed} ends")
         self._agents = {agent.name: agent for agent in profile.agents}
         self._tree = Tree()
         self._sessions: list[Session] = []
-        self._drafts: list[Draft] = []
+        self._drafts: list[RoundDraft] = []
         self._prompts: dict[tuple[str, int], tuple[int, int]] = {}
 
     def workload(self, sessions: int | None = None) -> Workload:
@@ -75,11 +75,11 @@ class AgentGenerator:
         roots = [agent for agent in self._profile.agents if agent.share]
         weights = [agent.share for agent in roots]
         clock, slots = 0.0, self._profile.concurrency
-        ends: list[tuple[float, int, list[Draft]]] = []
+        ends: list[tuple[float, int, list[RoundDraft]]] = []
         for number in range(sessions or self._profile.sessions):
             agent = self._rng.choices(roots, weights)[0]
             if slots is None or number < slots:
-                ready, before = clock, list[Draft]()
+                ready, before = clock, list[RoundDraft]()
             else:
                 ready, _, before = heapq.heappop(ends)
             wait = 0.0 if before else ready
@@ -92,15 +92,20 @@ class AgentGenerator:
         return self._assemble()
 
     def _session(
-        self, agent: Agent, parent: int | None, after: list[Draft], wait_s: float, ready_s: float
-    ) -> list[Draft]:
+        self,
+        agent: Agent,
+        parent: int | None,
+        after: list[RoundDraft],
+        wait_s: float,
+        ready_s: float,
+    ) -> list[RoundDraft]:
         """Generate a session with its children; return its last round (at most one)."""
         session = len(self._sessions)
         name = f"{agent.name}-{session}"
-        ends = self._ends.random() < agent.ends
+        ends = self._ends_rng.random() < agent.ends
         self._sessions.append(Session(name=name, kind=agent.name, parent=parent, ends=ends))
         base, base_tokens = self._prompt(agent)
-        walk = Walk(
+        state = SessionState(
             agent=agent,
             session=session,
             base=base,
@@ -115,10 +120,10 @@ class AgentGenerator:
         )
         for turn in range(draw_int(agent.human.turns, self._rng, 1)):
             if turn:
-                self._add_message(walk)
-            if not self._run_turn(walk):
+                self._add_message(state)
+            if not self._run_turn(state):
                 break
-        return walk.last
+        return state.last
 
     def _prompt(self, agent: Agent) -> tuple[int, int]:
         """Branch and length of the prefix that an agent's prompts share."""
@@ -129,87 +134,89 @@ class AgentGenerator:
             self._prompts[key] = (self._tree.fork(), tokens)
         return self._prompts[key]
 
-    def _add_message(self, walk: Walk) -> None:
-        walk.tokens += draw_int(walk.agent.human.message, self._rng, 1)
-        walk.wait_s = draw(walk.agent.human.wait_s, self._rng)
-        walk.wait = "human"
+    def _add_message(self, state: SessionState) -> None:
+        state.tokens += draw_int(state.agent.human.message, self._rng, 1)
+        state.wait_s = draw(state.agent.human.wait_s, self._rng)
+        state.wait = "human"
 
-    def _run_turn(self, walk: Walk) -> bool:
+    def _run_turn(self, state: SessionState) -> bool:
         """Generate the steps of one turn; False if the prompt has outgrown the context."""
-        for remaining in reversed(range(draw_int(walk.agent.steps, self._rng, 1))):
-            if walk.tokens > _limit(walk) and not self._compact(walk):
+        for remaining in reversed(range(draw_int(state.agent.steps, self._rng, 1))):
+            if state.tokens > _limit(state) and not self._compact(state):
                 return False
-            draft = self._step(walk)
+            draft = self._step(state)
             if draft.abort_after is not None:
                 break
             if remaining:
-                self._use_tool(walk)
-            self._spawn(walk, draft)
+                self._use_tool(state)
+            self._spawn(state, draft)
         return True
 
-    def _step(self, walk: Walk) -> Draft:
-        agent = walk.agent
+    def _step(self, state: SessionState) -> RoundDraft:
+        agent = state.agent
         output = draw_int(agent.output, self._rng, 1)
         thinking = 0 if agent.keep_thinking else round(output * agent.thinking)
         abort = None
         if self._rng.random() < agent.abort:
             abort = self._rng.randint(1, output)
-        draft = self._write(walk, output, thinking > 0, abort)
-        walk.tokens += max(0, (output if abort is None else abort) - thinking)
-        walk.step += 1
+        draft = self._write(state, output, thinking > 0, abort)
+        state.tokens += max(0, (output if abort is None else abort) - thinking)
+        state.step += 1
         return draft
 
-    def _write(self, walk: Walk, output: int, private: bool, abort: int | None = None) -> Draft:
+    def _write(
+        self, state: SessionState, output: int, private: bool, abort: int | None = None
+    ) -> RoundDraft:
         """Append a round to the session; later prompts do not contain `private` outputs."""
-        output_branch = self._tree.fork(walk.branch, walk.tokens) if private else walk.branch
-        draft = Draft(
-            session=walk.session,
-            branch=walk.branch,
+        output_branch = self._tree.fork(state.branch, state.tokens) if private else state.branch
+        draft = RoundDraft(
+            session=state.session,
+            branch=state.branch,
             output_branch=output_branch,
-            tokens=walk.tokens,
+            tokens=state.tokens,
             output=output,
-            wait_s=walk.wait_s,
-            after=walk.after,
-            start_s=walk.ready_s + (walk.wait_s if walk.after else 0.0),
-            agent=walk.agent,
-            wait=walk.wait,
+            wait_s=state.wait_s,
+            after=state.after,
+            start_s=state.ready_s + (state.wait_s if state.after else 0.0),
+            agent=state.agent,
+            wait=state.wait,
             abort_after=abort,
         )
         self._drafts.append(draft)
-        walk.after = walk.last = [draft]
-        walk.ready_s, walk.wait_s, walk.wait = draft.end_s, 0.0, ""
+        state.after = state.last = [draft]
+        state.ready_s, state.wait_s, state.wait = draft.end_s, 0.0, ""
         return draft
 
-    def _use_tool(self, walk: Walk) -> None:
-        tools = walk.agent.tools
+    def _use_tool(self, state: SessionState) -> None:
+        tools = state.agent.tools
         if not tools:
-            walk.tokens += draw_int(walk.agent.result, self._rng)
+            state.tokens += draw_int(state.agent.result, self._rng)
             return
         tool = self._rng.choices(tools, [tool.weight for tool in tools])[0]
-        result = walk.agent.result if tool.result is None else tool.result
-        walk.tokens += draw_int(result, self._rng)
-        walk.wait_s = draw(tool.wait_s, self._rng)
-        walk.wait = tool.name
+        result = state.agent.result if tool.result is None else tool.result
+        state.tokens += draw_int(result, self._rng)
+        state.wait_s = draw(tool.wait_s, self._rng)
+        state.wait = tool.name
 
-    def _compact(self, walk: Walk) -> bool:
+    def _compact(self, state: SessionState) -> bool:
         """Summarise the prompt and continue from the summary; False if the session does not."""
-        compaction = walk.agent.compaction
-        if compaction is None or not walk.compacts:
+        compaction = state.agent.compaction
+        if compaction is None or not state.compacts:
             return False
-        self._write(walk, draw_int(compaction.summary, self._rng, 1), private=True)
-        walk.branch = self._tree.fork(walk.base, walk.base_tokens)
-        walk.tokens = max(walk.base_tokens + 1, draw_int(compaction.to, self._rng))
+        self._write(state, draw_int(compaction.summary, self._rng, 1), private=True)
+        state.branch = self._tree.fork(state.base, state.base_tokens)
+        state.tokens = max(state.base_tokens + 1, draw_int(compaction.to, self._rng))
         return True
 
-    def _spawn(self, walk: Walk, draft: Draft) -> None:
-        for spawn in walk.agent.spawns:
-            if not self._due(spawn, walk.step):
+    def _spawn(self, state: SessionState, draft: RoundDraft) -> None:
+        for spawn in state.agent.spawns:
+            if not self._due(spawn, state.step):
                 continue
             child = self._agents[spawn.agent]
             for _ in range(draw_int(spawn.count, self._rng, 1)):
-                last = self._session(child, walk.session, [draft], 0.0, draft.end_s)
-                walk.after = [*walk.after, *last]
-                walk.ready_s = max(walk.ready_s, *(d.end_s for d in last))
+                last = self._session(child, state.session, [draft], 0.0, draft.end_s)
+                state.after = [*state.after, *last]
+                state.ready_s = max(state.ready_s, *(d.end_s for d in last))
 
     def _due(self, spawn: Spawn, step: int) -> bool:
         return step == spawn.step or (spawn.chance > 0 and self._rng.random() < spawn.chance)
@@ -226,14 +233,14 @@ class AgentGenerator:
         )
 
 
-def _limit(walk: Walk) -> int:
-    agent = walk.agent
-    if agent.compaction is None or not walk.compacts:
+def _limit(state: SessionState) -> int:
+    agent = state.agent
+    if agent.compaction is None or not state.compacts:
         return agent.context
     return min(agent.context, agent.compaction.at)
 
 
-def _round(draft: Draft) -> Round:
+def _round(draft: RoundDraft) -> Round:
     return Round(
         session=draft.session,
         branch=draft.branch,

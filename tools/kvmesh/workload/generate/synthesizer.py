@@ -64,7 +64,7 @@ class Leaf(Struct, frozen=True):
     output: int
 
 
-class Core:
+class SharedCore:
     """The shared part of a seed's prompts as a tree of chains. Raises SynthesisError."""
 
     def __init__(self, workload: Workload, block_size: int) -> None:
@@ -154,7 +154,7 @@ class Synthesizer:
             raise SynthesisError("the seed is closed-loop; generate from a profile instead")
         self._options = options
         self._rng = random.Random(options.seed)
-        self._core = Core(workload, options.block_size)
+        self._core = SharedCore(workload, options.block_size)
         self._gaps = _gaps(workload)
         self._tree = Tree()
         self._branches: dict[tuple[int, int], tuple[int, int]] = {}

@@ -62,7 +62,7 @@ class UsageFrame(Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Frame(Struct):
+class ResponseFrame(Struct):
     """The used fields of a chunk or an error body."""
 
     choices: list[ChoiceFrame] = []
@@ -70,7 +70,7 @@ class Frame(Struct):
     error: Any = None
 
 
-_frames = msgspec.json.Decoder(Frame)
+_frames = msgspec.json.Decoder(ResponseFrame)
 
 
 class ChatEndpoint:
@@ -192,7 +192,7 @@ class StreamReading:
                 return True
         return False
 
-    def _read_frame(self, frame: Frame, now: float) -> None:
+    def _read_frame(self, frame: ResponseFrame, now: float) -> None:
         sample = self._sample
         if frame.error is not None:
             sample.error = message_of(frame.error)
