@@ -230,7 +230,7 @@ def test_faults_lose_no_request(
     records = simulation.records
     assert result.failed == 0
     assert records.output == [r.output_tokens for r in workload.rounds]
-    times = [records.column(name) for name in ("arrived", "placed", "first", "ended")]
+    times = [records.column(name) for name in ("arrived", "placed", "first_token", "ended")]
     assert all((one <= other).all() for one, other in pairwise(times))
     assert all(c <= i for c, i in zip(records.cached, records.ideal, strict=True))
     assert sum(msgspec.structs.astuple(result.cache.lost)) == result.cache.recomputed_tokens
