@@ -53,7 +53,7 @@ unit simulation mesh clients chaos: $(ENGINES)
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built
 	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_rank_state.py retention \
-	  router simulator worker/enginecore worker/engines/mock/test_core.py \
+	  cli/commands/test_simulate.py router simulator worker/enginecore worker/engines/mock/test_core.py \
 	  worker/engines/mock/test_tiers.py worker/engines/test_retention.py)
 
 $(COMPILED)/.built: $(ENGINES) $(SOURCES)

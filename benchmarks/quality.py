@@ -91,7 +91,7 @@ def kind_share(run: Simulation, kind: str, column: str = "cached") -> float:
 def first_prompts(run: Simulation, kind: str) -> float:
     """Percent of sessions of a kind whose first prompt hit nine tenths of the ideal."""
     good = []
-    for number, members in enumerate(run.workload.of_sessions()):
+    for number, members in enumerate(run.workload.by_session()):
         if members and run.workload.sessions[number].kind == kind:
             first = members[0]
             good.append(run.records.cached[first] >= 0.9 * run.records.ideal[first])
@@ -140,7 +140,7 @@ def untagged(workload: Workload) -> Workload:
 def urgent_ttft(run: Simulation, tags: Workload) -> tuple[float, float]:
     """Median TTFT of the rounds that `tags` calls urgent, and output tokens per second."""
     urgent = np.array([round_.priority > 0 for round_ in tags.rounds])
-    waits = run.records.column("first") - run.records.column("arrived")
+    waits = run.records.column("first_token") - run.records.column("arrived")
     return float(np.median(waits[urgent])), figures(run).steady_tokens_per_s
 
 

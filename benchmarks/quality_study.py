@@ -185,7 +185,7 @@ def windows(trace: Workload, count: int, length: int) -> Iterator[Workload]:
 
 
 def _most_waiting(records: Records) -> float:
-    arrived, first = (np.sort(records.column(name)) for name in ("arrived", "first"))
+    arrived, first = (np.sort(records.column(name)) for name in ("arrived", "first_token"))
     begun = first.searchsorted(arrived, "right")
     return float((np.arange(1, len(arrived) + 1) - begun).max()) / len(arrived)
 

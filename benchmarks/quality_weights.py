@@ -27,7 +27,7 @@ from quality_study import (
 from rich.progress import Progress
 
 from kvmesh.settings.schema import RouterSettings
-from kvmesh.simulator.report.figures import Latency
+from kvmesh.simulator.report.figures import LatencyFigures
 from kvmesh.workload.formats.registry import load
 from kvmesh.workload.generate.agents import AgentGenerator
 from kvmesh.workload.generate.distributions import Quantiles
@@ -98,7 +98,7 @@ def single(study: Study, count: int, agent: Agent) -> list[Workload]:
     return [AgentGenerator(profile, seed).workload(count) for seed in study.seeds]
 
 
-def tail(part: Callable[[Latency], Spread | None], run: Run) -> float:
+def tail(part: Callable[[LatencyFigures], Spread | None], run: Run) -> float:
     spread = part(run.figures.latency)
     return spread.p95 if spread else float("nan")
 

@@ -77,7 +77,7 @@ def schedule(workload: Workload) -> list[Use]:
         start = max((ends[before] for before in round_.after), default=0.0) + round_.at_s
         ends.append(start + REQUEST_S + TOKEN_S * round_.output_tokens)
         total = round_.input_tokens + round_.output_tokens
-        blocks = array("Q", workload.tree.blocks(round_.answer, total, BLOCK).tobytes())
+        blocks = array("Q", workload.tree.blocks(round_.output_branch, total, BLOCK).tobytes())
         final = last[round_.session] == index
         for at, begins in ((start, True), (ends[-1], False)):
             uses.append(Use(at, begins, index, round_, blocks, final))
@@ -130,7 +130,7 @@ class Timed:
         self._users[mine[: use.prompt]] -= 1
         self._left[mine[self._users[mine] == 0]] = use.at
         if self._told:
-            thinking = use.round.answer != use.round.branch
+            thinking = use.round.output_branch != use.round.branch
             kept = 0 if use.last else use.prompt if thinking else len(mine)
             self._forget(mine[kept:], use.at)
             self._latest[use.round.session] = mine
@@ -227,7 +227,7 @@ class Managed:
 
 def _asked(use: Use) -> RetentionRequest:
     """An answer that no later prompt contains was thinking, or is forgotten for another reason."""
-    dropped = use.round.answer != use.round.branch
+    dropped = use.round.output_branch != use.round.branch
     thinking = (
         [RetentionSegment(use.prompt, None, RetentionWish(THINKING_LEVEL))] if dropped else []
     )

@@ -34,7 +34,7 @@ def families(requests: int, per_second: float, count: int = 2000, seed: int = 0)
             Round(
                 session=number,
                 branch=branch,
-                answer=branch,
+                output_branch=branch,
                 input_tokens=length + own,
                 output_tokens=rng.randrange(20, 200),
                 at_s=number / per_second,

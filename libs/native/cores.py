@@ -24,7 +24,7 @@ CORES = {
     "services/worker/kvmesh/worker/enginecore": ["*"],
     "services/worker/kvmesh/worker/engines/mock": ["core", "decode_plan", "timing"],
     "tools/kvmesh/simulator": [
-        "attempt",
+        "active_round",
         "cache_accounting",
         "fleet",
         "index",

@@ -17,7 +17,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Cancel, SeqBatch, encode
-from kvmesh.cli.messages.merging import MOST_WAITING
+from kvmesh.cli.messages.merging import MAX_WAITING
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +129,9 @@ async def test_past_messages_are_shown_in_order_of_time_before_new_ones(bus: Bus
     kinds = [subjects.kv("m", "w"), subjects.route("m"), subjects.seq("m")]
     draw = Random(1)
     sent = []
-    for turn in range(2 * MOST_WAITING):
+    for turn in range(2 * MAX_WAITING):
         # a stream may be silent for longer than of another one are kept here
-        subject = kinds[0] if turn < 1.3 * MOST_WAITING else draw.choice(kinds)
+        subject = kinds[0] if turn < 1.3 * MAX_WAITING else draw.choice(kinds)
         await bus.store(subject, encode(SeqBatch(f"{turn}", [])), PATIENCE_S)
         sent.append(subject)
     options = ("--nats", bus.options.url, "--nats-namespace", bus.options.namespace)
@@ -159,7 +159,7 @@ async def test_control_messages_are_shown_and_watching_requests_is_announced(
 ) -> None:
     options = ("--nats", bus.options.url, "--nats-namespace", bus.options.namespace)
     tail = await run("tail", ">", *options)
-    await eventually(lambda: tail.having("watching requests"))
+    await eventually(lambda: tail.having("tailing requests"))
 
     async def seen() -> bool:
         await bus.client.publish(bus.subjects.ctl("w-1"), encode(Cancel("q1")))

@@ -44,7 +44,7 @@ def test_a_folder_with_other_contents_is_not_changed(tmp_path: Path) -> None:
     for force in ((), ("--force",)):
         done = secure(tmp_path, *force)
         assert done.returncode == 1
-        assert "is not empty and holds no credentials of a mesh" in done.stderr
+        assert "is not empty and contains no credentials" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -54,7 +54,7 @@ def test_signing_requires_the_authoritys_key(tmp_path: Path) -> None:
     (folder / "authority" / "ca.key").rename(tmp_path / "ca.key")
     done = secure(folder, "--workers", "worker-1")
     assert done.returncode == 1
-    assert "ca.key is needed to sign certificates" in done.stderr
+    assert "ca.key is missing; restore it to sign certificates" in done.stderr
 
 
 @pytest.mark.parametrize("names", ["a b", "../x", "w>", ","])

@@ -120,7 +120,7 @@ async def test_a_killed_process_comes_back_and_the_mesh_serves(shared: Up, name:
     old = shared.children()[name]
     os.kill(old, signal.SIGKILL)
     await eventually(lambda: shared.children().get(name, old) != old, what=f"{name} is back")
-    assert f"{name} was killed by SIGKILL; starting it again" in shared.output
+    assert f"{name} was killed by SIGKILL; restarting" in shared.output
     await eventually(lambda: asyncio.to_thread(shared.serves), what="serves again")
 
 
@@ -134,7 +134,7 @@ async def test_a_worker_that_would_be_refused_again_stays_down(
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 1}))
     os.kill(up.children()["worker-1"], signal.SIGKILL)
-    refused = "worker-1 exited with status 2; starting it again would not help"
+    refused = "worker-1 exited with status 2; not restarted, since it rejects its settings"
     await eventually(lambda: refused in up.output)
     assert "worker-1: config.json " in up.output
     assert set(up.children()) == {*START} - {"worker-1"}
@@ -247,7 +247,7 @@ async def test_a_setting_that_a_process_refuses_ends_the_start(
 async def test_a_slow_start_reports_the_missing_processes(make: Factory) -> None:
     up = make("--workers", "1", "--ready-timeout-s", "0.001")
     assert await up.ended() == 1
-    assert "kvmesh up: not ready within 0.001 s; no sign of frontend-0" in up.output
+    assert "kvmesh up: not ready within 0.001 s; missing: frontend-0" in up.output
 
 
 @pytest.fixture

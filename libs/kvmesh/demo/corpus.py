@@ -1,6 +1,6 @@
-"""Text to train the demo tokenizer on, generated from a word list: prose, code, logs, JSON.
+"""Generates the training text of the demo tokenizer from a word list: prose, code, logs, JSON.
 
-Everything is a function of the seed, so the shipped tokenizer can be made again byte for byte.
+The seed determines the text, so the shipped tokenizer can be reproduced byte for byte.
 """
 
 import json
@@ -13,14 +13,14 @@ SUFFIXES = ("s", "ed", "ing", "er", "ly", "able")
 
 
 def words() -> list[str]:
-    """The distinct words of the list, in its order."""
+    """The distinct words of the list, in order."""
     lines = WORDS.read_text().splitlines()
     found = (word for line in lines if not line.startswith("#") for word in line.split())
     return list(dict.fromkeys(found))
 
 
 def corpus(seed: int = 0, pieces: int = 12_000) -> Iterator[str]:
-    """`pieces` short texts of mixed kinds, then each word in each of its forms."""
+    """`pieces` short texts of mixed kinds, then each word repeatedly in several forms."""
     rng = random.Random(seed)
     writer = Writer(words(), rng)
     kinds: list[Callable[[], str]] = [
@@ -51,7 +51,7 @@ def inflected(word: str, suffix: str) -> str:
 
 
 class Writer:
-    """Writes one text of a kind at a time; all choices come from `rng`."""
+    """Generates single texts by kind; `rng` makes all choices."""
 
     def __init__(self, words: list[str], rng: random.Random) -> None:
         self.words = words

@@ -1,4 +1,4 @@
-"""Make the demo model folder: `python -m kvmesh.demo.train`. The result is committed."""
+"""Generates the demo model folder: `python -m kvmesh.demo.train`. The result is committed."""
 
 import json
 import sys
@@ -21,12 +21,12 @@ MARKUP = (
     "<tool_response>",
     "</tool_response>",
 )
-# A word keeps one leading mark or space, digits go in threes, line ends stand apart.
+# A word includes one leading mark or space, digits are grouped in threes, line ends are separate.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def train() -> Tokenizer:
-    """A byte-level BPE tokenizer of VOCABULARY tokens, the control tokens last."""
+    """Train a byte-level BPE tokenizer of VOCABULARY tokens, the control tokens last."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,7 +47,7 @@ def train() -> Tokenizer:
 
 
 def files(tokenizer: Tokenizer) -> dict[str, str]:
-    """File name to content of the model folder."""
+    """Contents of the model folder's files by name."""
     end, stop = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")
     config = {
         "architectures": ["KvmeshDemoForCausalLM"],

@@ -1,4 +1,4 @@
-"""The command line itself: help, versions, mistakes, and flags made from the settings."""
+"""The command line: help, version, errors, and flags generated from the settings."""
 
 import argparse
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli.arguments import moment
-from kvmesh.cli.flags import FlagParser, add_flags, given
+from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import run
 from kvmesh.cli.reference import markdown, toml
 from kvmesh.cli.registry import COMMANDS
@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a usage or settings error prints."""
+    """The line printed by a usage or settings error."""
     try:
         status: object = run(arguments)
     except SystemExit as ending:
@@ -47,20 +47,20 @@ def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["tail", "--since", "soon"], "soon"),
         (["tail", "a b"], "not a subject: 'a b'"),
         (["tail", "kv."], "not a subject: 'kv.'"),
-        (["tail", "kvm.kv"], "a whole subject has a namespace and a kind: kvm.kv"),
-        (["tail", "--limit", "0"], "not a number from 1: '0'"),
-        (["tail", "rout"], "no messages of the kind rout; did you mean route?"),
-        (["tail", "kvm.kvmesh.vk.>"], "no messages of the kind vk"),
+        (["tail", "kvm.kv"], "a whole subject needs a namespace and a kind: kvm.kv"),
+        (["tail", "--limit", "0"], "not a positive integer: '0'"),
+        (["tail", "rout"], "unknown kind of message rout; did you mean route?"),
+        (["tail", "kvm.kvmesh.vk.>"], "unknown kind of message vk"),
         (["tail", "--no-follow"], "kvmesh tail: --no-follow needs --since"),
-        (["busy", "m", "--reset", "--blocks", "3"], "--reset forgets thresholds"),
-        (["simulate", "demo", "--workers", "0"], "argument --workers: not a number from 1: '0'"),
+        (["busy", "m", "--reset", "--blocks", "3"], "--reset cannot be combined"),
+        (["simulate", "demo", "--workers", "0"], "argument --workers: not a positive integer: '0'"),
         (["simulate", "demo", "--group", "two"], "--group two: expected COUNT"),
-        (["simulate", "demo", "--html", "/nowhere/x"], "there is no folder /nowhere"),
-        (["whatif", "--json", "/"], "/ is a folder"),
-        (["workload", "generate", "demo", "-o", "/nowhere/x.json"], "no folder /nowhere"),
+        (["simulate", "demo", "--html", "/nowhere/x"], "no such directory: /nowhere"),
+        (["whatif", "--json", "/"], "/ is a directory"),
+        (["workload", "generate", "demo", "-o", "/nowhere/x.json"], "no such directory: /nowhere"),
     ],
 )
-def test_a_mistake_gets_one_line_that_names_it(
+def test_an_error_is_one_line_that_names_the_mistake(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in failed(arguments, capsys)
@@ -103,7 +103,7 @@ def test_version_needs_no_service_and_no_bus() -> None:
 def parse(own: str, sections: tuple[str, ...], *arguments: str) -> Settings:
     parser = FlagParser(prog="test")
     add_flags(parser, own, sections)
-    return load(None, {}, given(parser.parse_args(arguments)))
+    return load(None, {}, settings_flags(parser.parse_args(arguments)))
 
 
 def test_own_options_are_bare_and_others_carry_their_section() -> None:
@@ -111,7 +111,7 @@ def test_own_options_are_bare_and_others_carry_their_section() -> None:
     assert (settings.router.policy, settings.log.level) == ("random", "debug")
 
 
-def test_up_has_short_names_for_what_is_asked_for_most() -> None:
+def test_up_has_short_names_for_frequent_options() -> None:
     settings = parse(
         "up", ("frontend", "router", "worker", "nats"),
         "--port", "1", "--policy", "random", "--model", "m", "--nats", "nats://h", "--workers", "9",
@@ -165,7 +165,7 @@ def test_the_page_on_the_command_line_names_every_command() -> None:
     assert missing == [], "name it in docs/cli.md"
 
 
-def test_a_moment_is_ago_or_a_time() -> None:
+def test_a_moment_is_an_age_or_a_time() -> None:
     ago = datetime.now(UTC) - moment("5m")
     assert abs(ago - timedelta(minutes=5)) < timedelta(minutes=1)
     assert moment("2026-01-02T03:04:05+00:00") == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""What `kvmesh explain` says of a decision and its outcome."""
+"""Rendering of decisions and outcomes by `kvmesh explain`."""
 
 import io
 
@@ -42,25 +42,25 @@ def text(*events: RouteEvent) -> str:
         "to a rank 0 (a-1) by kv",
         "waited 1.25 s in the queue, 0.4 ms for the index",
         "note: session affinity",
-        "8.5 cheaper than the best other one, b rank 0",
+        "8.5 cheaper than the best alternative, b rank 0",
         "disk blocks",
         "and 5 more",
         "stop on a-1",
         "first token after 50.0 ms, all 1,234 after 3.00 s",
-        "cached 128 prompt tokens, 176 were expected",
+        "cached 128 prompt tokens, expected 176",
     ],
 )
-def test_the_text_has_what_matters(part: str) -> None:
+def test_the_text_has_the_essentials(part: str) -> None:
     assert part in text(DECISION, OUTCOME)
 
 
-def test_tiers_that_nobody_uses_are_left_out() -> None:
+def test_unused_tiers_are_omitted() -> None:
     assert "host blocks" not in text(DECISION)
 
 
-def test_a_choice_against_the_cost_is_told() -> None:
-    dearer = msgspec.structs.replace(DECISION, chosen=DECISION.candidates[1])
-    assert "8.5 dearer than the best other one, a rank 0" in text(dearer)
+def test_a_choice_against_the_cost_is_stated() -> None:
+    expensive = msgspec.structs.replace(DECISION, chosen=DECISION.candidates[1])
+    assert "8.5 more expensive than the best alternative, a rank 0" in text(expensive)
     alone = msgspec.structs.replace(DECISION, candidates=[])
     assert best_rejected(alone) is None
     assert "▸" in text(alone)

@@ -1,4 +1,4 @@
-"""More agents than memory: pausing some keeps the others' contexts, and all are done sooner."""
+"""More agents than memory: pausing some keeps the contexts of others, and all finish sooner."""
 
 from random import Random
 
@@ -28,7 +28,7 @@ def agents() -> Workload:
                 Round(
                     session=agent,
                     branch=branch,
-                    answer=branch,
+                    output_branch=branch,
                     input_tokens=tokens,
                     output_tokens=60,
                     at_s=rng.random() * (20 if before < 0 else 3),
@@ -64,6 +64,6 @@ def test_under_pressure_pausing_agents_raises_the_throughput() -> None:
     assert patient.output_tokens_per_s > 1.15 * kv.output_tokens_per_s
 
 
-def test_where_all_fit_nobody_is_paused() -> None:
+def test_no_agent_is_paused_if_all_fit() -> None:
     kv, program = run("kv", 1_000_000), run("program", 1_000_000)
     assert program.latency.ttft_s == kv.latency.ttft_s

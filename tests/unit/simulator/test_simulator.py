@@ -1,4 +1,4 @@
-"""The simulator: deterministic, conserving, and true to the caches it simulates."""
+"""The simulator is deterministic, conserves tokens and requests, and mirrors its caches."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def conversations(sessions: int, turns: int, seed: int = 0, shared: int = 320) -
                 Round(
                     session=session,
                     branch=branch,
-                    answer=branch,
+                    output_branch=branch,
                     input_tokens=tokens,
                     output_tokens=output,
                     at_s=rng.random() * (2.0 if before < 0 else 0.5),
@@ -83,24 +83,24 @@ def run(workload: Workload, chosen: SimulationOptions) -> tuple[Simulation, Figu
     return simulation, figures(simulation)
 
 
-def test_actions_of_one_instant_keep_their_order() -> None:
-    agenda = VirtualClock()
+def test_simultaneous_actions_run_in_scheduling_order() -> None:
+    clock = VirtualClock()
     seen: list[str] = []
-    agenda.at(2, lambda: seen.append("later"))
-    agenda.at(1, lambda: seen.append("first"))
-    agenda.at(1, lambda: agenda.at(0, lambda: seen.append("not before now")))
-    agenda.run()
+    clock.at(2, lambda: seen.append("later"))
+    clock.at(1, lambda: seen.append("first"))
+    clock.at(1, lambda: clock.at(0, lambda: seen.append("not before now")))
+    clock.run()
     assert seen == ["first", "not before now", "later"]
-    assert agenda.now == 2
+    assert clock.now == 2
 
 
-def test_planned_actions_run_among_the_others_in_the_order_of_entry() -> None:
-    agenda = VirtualClock()
+def test_planned_actions_run_in_scheduling_order() -> None:
+    clock = VirtualClock()
     seen: list[str] = []
-    agenda.at(2, lambda: seen.append("before"))
-    agenda.plan([(time, partial(seen.append, f"planned {time}")) for time in (3, 1, 2, 2)])
-    agenda.at(2, lambda: seen.append("after"))
-    agenda.run()
+    clock.at(2, lambda: seen.append("before"))
+    clock.plan([(time, partial(seen.append, f"planned {time}")) for time in (3, 1, 2, 2)])
+    clock.at(2, lambda: seen.append("after"))
+    clock.run()
     assert seen == ["planned 1", "before", "planned 2", "planned 2", "after", "planned 3"]
 
 
@@ -109,7 +109,7 @@ def test_planned_actions_run_among_the_others_in_the_order_of_entry() -> None:
     tokens=st.integers(1, 120),
     size=st.sampled_from([1, 7, 16]),
 )
-def test_equal_content_and_nothing_else_has_equal_hashes(
+def test_only_equal_content_has_equal_hashes(
     forks: list[tuple[int, int]], tokens: int, size: int
 ) -> None:
     tree = Tree()
@@ -121,9 +121,9 @@ def test_equal_content_and_nothing_else_has_equal_hashes(
     meant: dict[int, int] = {}
     for branch in range(len(tree)):
         round_ = Round(
-            session=0, branch=branch, answer=branch, input_tokens=tokens, output_tokens=1
+            session=0, branch=branch, output_branch=branch, input_tokens=tokens, output_tokens=1
         )
-        hashes = prompts.of(round_)
+        hashes = prompts.hashes(round_)
         blocks = tree.blocks(branch, tokens + 1, size).tolist()
         for packed in (hashes.local, hashes.sequence_hashes):
             names = np.frombuffer(packed, np.uint64).tolist()
@@ -131,13 +131,13 @@ def test_equal_content_and_nothing_else_has_equal_hashes(
     assert len(meant) == 2 * len(set(meant.values()))
 
 
-def test_engines_know_whose_blocks_they_have() -> None:
+def test_engines_know_the_sessions_of_their_blocks() -> None:
     simulation, _ = run(conversations(5, 3), options())
     caches = [worker.core.blocks.retention for worker in simulation.workers.values()]
-    assert sum(cache.state(0, simulation.agenda.now).sessions for cache in caches) >= 5
+    assert sum(cache.state(0, simulation.clock.now).sessions for cache in caches) >= 5
 
 
-def test_what_ended_sessions_alone_used_is_dropped() -> None:
+def test_blocks_of_ended_sessions_only_are_released() -> None:
     workload = conversations(5, 3)
     silent, _ = run(workload, options())
     workload.sessions = [msgspec.structs.replace(s, ends=True) for s in workload.sessions]
@@ -170,7 +170,7 @@ def test_two_runs_with_one_seed_are_identical(policy: str) -> None:
     st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_everything_is_conserved(
+def test_tokens_and_requests_are_conserved(
     sessions: int, turns: int, seed: int, blocks: int, workers: int, policy: str, ends: bool
 ) -> None:
     workload = conversations(sessions, turns, seed)
@@ -181,7 +181,7 @@ def test_everything_is_conserved(
     records = simulation.records
     assert result.failed == 0
     assert not np.isnan(records.column("ended")).any()
-    assert not np.isnan(records.column("first")).any()
+    assert not np.isnan(records.column("first_token")).any()
     assert sum(w.cached_share * w.prompt_tokens for w in result.workers) == pytest.approx(
         sum(records.cached)
     )
@@ -211,7 +211,7 @@ FLEETS: list[list[Literal["aggregated", "prefill", "decode"]]] = [
     changes=st.lists(st.tuples(st.floats(0, 3), st.booleans(), st.integers(1, 3)), max_size=6),
 )
 @settings(max_examples=40, deadline=None)
-def test_whatever_happens_to_others_is_conserved_too(
+def test_faults_lose_no_request(
     seed: int,
     policy: str,
     serves: list[Literal["aggregated", "prefill", "decode"]],
@@ -230,7 +230,7 @@ def test_whatever_happens_to_others_is_conserved_too(
     records = simulation.records
     assert result.failed == 0
     assert records.output == [r.output_tokens for r in workload.rounds]
-    times = [records.column(name) for name in ("arrived", "placed", "first", "ended")]
+    times = [records.column(name) for name in ("arrived", "placed", "first_token", "ended")]
     assert all((one <= other).all() for one, other in pairwise(times))
     assert all(c <= i for c, i in zip(records.cached, records.ideal, strict=True))
     assert sum(msgspec.structs.astuple(result.cache.lost)) == result.cache.recomputed_tokens
@@ -240,7 +240,7 @@ def test_whatever_happens_to_others_is_conserved_too(
 
 
 def faults(changes: list[tuple[float, bool, int]]) -> tuple[Fault, ...]:
-    """Of workers 1 to 3, each away or back in turn; worker 0 stays."""
+    """Faults of workers 1 to 3, leaving and joining in turn; worker 0 stays."""
     away: set[int] = set()
     made: list[Fault] = []
     for time, dies, worker in sorted(changes):
@@ -253,27 +253,27 @@ def faults(changes: list[tuple[float, bool, int]]) -> tuple[Fault, ...]:
 
 
 def _check_caches(simulation: Simulation) -> None:
-    """The index says of each worker exactly what is in its cache."""
+    """Assert that the index holds exactly the blocks of each worker's cache."""
     for worker in simulation.workers.values():
         held = worker.core.blocks
         assert held.cached + held.active <= held.capacity
-        rank = simulation.index.holdings.rank(worker.instance, 0)
+        rank = simulation.index.rank_states.rank(worker.instance, 0)
         in_index = 0
         if rank is not None:
             in_index = sum(
-                len(s.engine) // 8 for s in simulation.index.holdings.index.dump(rank.slot)
+                len(s.engine) // 8 for s in simulation.index.rank_states.index.dump(rank.slot)
             )
         in_cache = sum(len(e.engine) // 8 for e in worker.core.dump() if isinstance(e, Stored))
         assert in_index == in_cache
 
 
 def lost(workload: Workload, chosen: SimulationOptions) -> dict[str, int]:
-    """What was lost, without the reasons for which nothing was."""
+    """Lost tokens by cause, without zeros."""
     parts = msgspec.structs.asdict(run(workload, chosen)[1].cache.lost)
     return {name: tokens for name, tokens in parts.items() if tokens}
 
 
-def test_the_report_says_why_hits_were_lost() -> None:
+def test_the_report_divides_lost_hits_by_cause() -> None:
     workload = conversations(4, 4)
     assert set(lost(workload, options("round-robin"))) >= {"elsewhere"}
     longest = max(r.input_tokens + r.output_tokens for r in workload.rounds)
@@ -282,10 +282,12 @@ def test_the_report_says_why_hits_were_lost() -> None:
     assert lost(workload, short)["evicted"] > 0
 
 
-def test_a_prompt_that_is_still_being_computed_cannot_be_read() -> None:
+def test_a_prompt_still_being_computed_is_no_hit() -> None:
     tree = Tree()
     branch = tree.fork()
-    twin = Round(session=0, branch=branch, answer=branch, input_tokens=SIZE * 9, output_tokens=1)
+    twin = Round(
+        session=0, branch=branch, output_branch=branch, input_tokens=SIZE * 9, output_tokens=1
+    )
     workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=[twin, twin])
     blind = options("round-robin", workers=2)
     assert lost(workload, blind) == {"unfinished": SIZE * 8, "ends": SIZE}
@@ -304,37 +306,38 @@ def test_a_dead_worker_loses_its_blocks_but_no_request() -> None:
     faults = (Fault(1.2, "die", 1), Fault(1.5, "join", 1), Fault(2.0, "leave", 0))
     simulation, result = run(workload, options(faults=faults))
     assert result.failed == 0
-    assert result.moves > 0
+    assert result.migrations > 0
     assert simulation.records.output == [r.output_tokens for r in workload.rounds]
     assert [w.name for w in result.workers].count("worker-1") == 2
     dead = RankKey("worker-1.0", 0)
-    assert dead not in simulation.index.holdings.keys
+    assert dead not in simulation.index.rank_states.keys
 
 
-def test_a_worker_leaves_after_the_step_under_way() -> None:
+def test_a_worker_leaves_after_its_running_step() -> None:
     tree = Tree()
     branches = [tree.fork() for _ in range(2)]
     alike = [
-        Round(session=0, branch=b, answer=b, input_tokens=100, output_tokens=1) for b in branches
+        Round(session=0, branch=b, output_branch=b, input_tokens=100, output_tokens=1)
+        for b in branches
     ]
     workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=alike)
     leaves = (Fault(0.001, "leave", 0),)
     simulation, result = run(workload, options("round-robin", workers=2, faults=leaves))
-    assert result.failed == result.moves == 0
+    assert result.failed == result.migrations == 0
     assert [w.requests for w in result.workers] == [1, 1]
     assert list(simulation.workers) == ["worker-1.0"]
-    assert RankKey("worker-0.0", 0) not in simulation.index.holdings.keys
+    assert RankKey("worker-0.0", 0) not in simulation.index.rank_states.keys
 
 
 def test_lost_events_are_healed_by_dumps() -> None:
     workload = conversations(16, 8)
     lossy = run(workload, options(network=Network(event_loss=0.2)))
-    assert lossy[0].index.holdings.counts.gaps > 0
+    assert lossy[0].index.rank_states.counts.gaps > 0
     assert lossy[1].failed == 0
     assert lossy[1].cache.cached_share > 0
 
 
-def test_prefill_workers_compute_prompts_and_hand_them_over() -> None:
+def test_prefill_workers_hand_prompts_off() -> None:
     workload = conversations(10, 4, shared=3200)
     core = CoreOptions(blocks=4096, limits=SchedulerLimits(block_size=SIZE, max_sequences=16))
     fleet = (WorkerOptions(1, core, "prefill"), WorkerOptions(2, core, "decode"))
@@ -347,7 +350,7 @@ def test_prefill_workers_compute_prompts_and_hand_them_over() -> None:
     assert sum(w.requests for w in decode) == len(workload)
 
 
-def test_unlike_engines_share_a_workload() -> None:
+def test_different_engines_share_a_workload() -> None:
     slow, fast = (replace(options().workers[0], count=1, core=c) for c in two_speeds())
     _, result = run(conversations(24, 6), replace(options("least-loaded"), workers=(slow, fast)))
     assert result.failed == 0
@@ -367,11 +370,16 @@ def test_replicas_share_the_load() -> None:
     assert three.cache.cached_share > one.cache.cached_share * 0.9
 
 
-def test_a_client_that_leaves_frees_the_engine() -> None:
+def test_a_client_that_disconnects_frees_the_engine() -> None:
     tree = Tree()
     branch = tree.fork()
     leaver = Round(
-        session=0, branch=branch, answer=branch, input_tokens=64, output_tokens=500, abort_after=10
+        session=0,
+        branch=branch,
+        output_branch=branch,
+        input_tokens=64,
+        output_tokens=500,
+        abort_after=10,
     )
     workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=[leaver])
     simulation, result = run(workload, options(workers=1))
@@ -380,10 +388,10 @@ def test_a_client_that_leaves_frees_the_engine() -> None:
     assert all(not worker.core.busy for worker in simulation.workers.values())
 
 
-def test_prompts_that_never_fit_are_one_kind_of_error_and_no_part_of_the_shares() -> None:
+def test_prompts_that_never_fit_are_errors_outside_the_shares() -> None:
     workload = conversations(2, 2)
     fitting = run(workload, options())[1]
-    endless = Round(session=0, branch=0, answer=0, input_tokens=10**8, output_tokens=5)
+    endless = Round(session=0, branch=0, output_branch=0, input_tokens=10**8, output_tokens=5)
     workload.rounds += [endless, endless]
     result = run(workload, options())[1]
     assert result.failed == 2
@@ -391,7 +399,7 @@ def test_prompts_that_never_fit_are_one_kind_of_error_and_no_part_of_the_shares(
     assert result.cache == fitting.cache
 
 
-def test_only_the_larger_of_unlike_engines_has_room() -> None:
+def test_only_the_larger_engine_has_the_capacity() -> None:
     small, large = options(blocks=20, workers=1).workers + options(workers=1).workers
     both = replace(options("round-robin"), workers=(small, large))
     result = run(conversations(1, 8), both)[1]
@@ -403,7 +411,8 @@ def test_a_run_that_ends_at_once_has_the_rate_of_the_whole() -> None:
     tree = Tree()
     branches = [tree.fork() for _ in range(4)]
     alike = [
-        Round(session=0, branch=b, answer=b, input_tokens=100, output_tokens=5) for b in branches
+        Round(session=0, branch=b, output_branch=b, input_tokens=100, output_tokens=5)
+        for b in branches
     ]
     workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=alike)
     result = run(workload, options("round-robin", workers=4))[1]
@@ -422,7 +431,7 @@ def slices(simulation: Simulation) -> list[tuple[str, int, float]]:
     return [(b["name"], b["pid"], ended[key]["ts"] - b["ts"]) for key, b in begun.items()]
 
 
-def test_the_trace_has_each_request_where_it_was_computed() -> None:
+def test_the_trace_has_each_request_on_its_workers() -> None:
     workload = conversations(10, 4, shared=3200)
     core = CoreOptions(blocks=4096, limits=SchedulerLimits(block_size=SIZE, max_sequences=16))
     fleet = (WorkerOptions(1, core, "prefill"), WorkerOptions(2, core, "decode"))
@@ -433,16 +442,16 @@ def test_the_trace_has_each_request_where_it_was_computed() -> None:
     assert {place for name, place, _ in found if name == "decode"} <= {1, 2}
 
 
-def test_the_trace_of_a_changing_fleet_tells_lives_apart() -> None:
+def test_the_trace_separates_incarnations() -> None:
     faults = (Fault(1.2, "die", 1), Fault(1.3, "join", 7), Fault(1.4, "join", 1))
     simulation, result = run(conversations(16, 6), options(faults=faults))
-    assert result.moves > 0
+    assert result.migrations > 0
     found = slices(simulation)
     assert min(length for *_, length in found) >= 0
     assert {place for _, place, _ in found} == set(range(5))
 
 
-def test_scenarios_that_make_no_sense_are_refused() -> None:
+def test_invalid_scenarios_are_rejected() -> None:
     workload = conversations(1, 1)
     for bad in (options(workers=0), options(replicas=0), options(speed=0.0)):
         with pytest.raises(SimulationError):

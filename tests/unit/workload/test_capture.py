@@ -63,12 +63,12 @@ def test_times_count_from_the_first_arrival() -> None:
         ended("b", 1007.0),
         ended("a", 1006.0),
     )
-    workload = assemble(recorder.taken)
+    workload = assemble(recorder.rounds)
     assert [round_.at_s for round_ in workload.rounds] == [0.0, 5.0]
     assert [s.name for s in workload.sessions] == ["a", "b"]
 
 
-def test_a_round_after_the_end_of_the_one_before_waits_for_it() -> None:
+def test_a_round_after_the_end_of_the_previous_one_waits_for_it() -> None:
     recorder = recorded(
         decided("a", 1000.0, range(4), 64, SESSION),
         ended("a", 1002.0, output=20),
@@ -77,7 +77,7 @@ def test_a_round_after_the_end_of_the_one_before_waits_for_it() -> None:
         decided("c", 1003.9, range(8), 129, SESSION),
         ended("c", 1009.0),
     )
-    first, second, third = assemble(recorder.taken).rounds
+    first, second, third = assemble(recorder.rounds).rounds
     assert second.after == (0,)
     assert second.at_s == pytest.approx(1.5)
     assert third.after == ()
@@ -86,7 +86,7 @@ def test_a_round_after_the_end_of_the_one_before_waits_for_it() -> None:
     assert first.priority == 3
 
 
-def test_shared_hashes_are_shared_tokens_and_answers_go_on() -> None:
+def test_shared_hashes_are_shared_tokens_and_prompts_contain_outputs() -> None:
     recorder = recorded(
         decided("a", 0.0, range(4), 70, SESSION),
         ended("a", 1.0, output=30),
@@ -95,11 +95,11 @@ def test_shared_hashes_are_shared_tokens_and_answers_go_on() -> None:
         decided("c", 4.0, [0, 1, 50], 50),
         ended("c", 5.0),
     )
-    workload = assemble(recorder.taken)
+    workload = assemble(recorder.rounds)
     one, two, three = workload.rounds
     assert workload.block_size == BLOCK
     assert workload.tree.shared(one.branch, three.branch, 48) == 32
-    assert workload.tree.shared(one.answer, two.branch, 100) == 100
+    assert workload.tree.shared(one.output_branch, two.branch, 100) == 100
 
 
 def test_children_know_their_parents() -> None:
@@ -109,7 +109,7 @@ def test_children_know_their_parents() -> None:
         decided("b", 0.5, [9, 10], 33, Hints(session="child", parent_session="s")),
         ended("b", 1.0),
     )
-    assert assemble(recorder.taken).sessions[1].parent == 0
+    assert assemble(recorder.rounds).sessions[1].parent == 0
 
 
 def test_sessions_end_as_they_did() -> None:
@@ -120,23 +120,23 @@ def test_sessions_end_as_they_did() -> None:
         decided("b", 2.0, range(2), 33, last),
         ended("b", 3.0),
     )
-    assert [session.ends for session in assemble(recorder.taken).sessions] == [True]
+    assert [session.ends for session in assemble(recorder.rounds).sessions] == [True]
 
 
-def test_what_has_no_outcome_is_left_out_and_counted() -> None:
+def test_unfinished_requests_are_skipped_and_counted() -> None:
     recorder = recorded(decided("a", 0, range(2), 40), ended("a", 1), decided("b", 0, [], 5))
-    assert len(recorder.taken) == 1
+    assert len(recorder.rounds) == 1
     assert recorder.unfinished == 1
 
 
-def test_other_models_are_left_out() -> None:
+def test_other_models_are_skipped() -> None:
     recorder = recorded(decided("a", 0, range(2), 40), ended("a", 1), model="other")
-    assert recorder.taken == []
+    assert recorder.rounds == []
 
 
-def test_a_client_that_left_leaves_again() -> None:
+def test_a_cancelled_request_is_aborted_again() -> None:
     recorder = recorded(decided("a", 0, range(2), 40), ended("a", 1, 7, "cancelled"))
-    assert assemble(recorder.taken).rounds[0].abort_after == 7
+    assert assemble(recorder.rounds).rounds[0].abort_after == 7
 
 
 @pytest.mark.parametrize("size", [1, 16, 48, 64])
@@ -144,18 +144,18 @@ def test_the_block_size_follows_from_the_counts(size: int) -> None:
     prompts = [7, 63, 64, 129, 1000, 4097]
     events = [decided(str(n), 0, range(n // size), n) for n in prompts]
     recorder = recorded(*events, *[ended(str(n), 1) for n in prompts])
-    assert fitting_block_size(recorder.taken) == size
+    assert fitting_block_size(recorder.rounds) == size
 
 
-def test_mixed_block_sizes_are_refused() -> None:
+def test_mixed_block_sizes_are_rejected() -> None:
     recorder = recorded(
         *(decided(f"a{size}", 0, range(1000 // size), 1000) for size in (16, 64)),
         *(ended(f"a{size}", 1) for size in (16, 64)),
     )
     with pytest.raises(CaptureError, match="several block sizes"):
-        assemble(recorder.taken)
+        assemble(recorder.rounds)
 
 
-def test_nothing_is_no_workload() -> None:
+def test_an_empty_capture_is_an_error() -> None:
     with pytest.raises(CaptureError, match="no finished requests"):
         assemble([])

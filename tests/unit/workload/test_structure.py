@@ -16,7 +16,7 @@ from kvmesh.workload.tree import Tree
 
 
 def seed_trace(requests: int = 400, seed: int = 3) -> Workload:
-    """Prompts of eight families; every other one goes on from the prompt before it."""
+    """Prompts of eight families; every other one continues the previous prompt."""
     rng, tree = random.Random(seed), Tree()
     families = [tree.fork() for _ in range(8)]
     rounds: list[Round] = []
@@ -31,7 +31,7 @@ def seed_trace(requests: int = 400, seed: int = 3) -> Workload:
             Round(
                 session=index,
                 branch=branch,
-                answer=tree.fork(branch, tokens),
+                output_branch=tree.fork(branch, tokens),
                 input_tokens=tokens,
                 output_tokens=rng.randint(1, 50),
                 at_s=index * 0.1,
@@ -50,7 +50,7 @@ def test_ideal_hits_are_those_of_a_plain_block_cache(seed: int, size: int) -> No
         expected = next((i for i, block in enumerate(blocks) if block not in held), len(blocks))
         assert hit == expected * size
         total = round_.input_tokens + round_.output_tokens
-        held.update(workload.tree.blocks(round_.answer, total, size).tolist())
+        held.update(workload.tree.blocks(round_.output_branch, total, size).tolist())
 
 
 def test_sharing_is_counted_token_by_token() -> None:
@@ -58,7 +58,8 @@ def test_sharing_is_counted_token_by_token() -> None:
     trunk = tree.fork()
     branches = [tree.fork(trunk, 100) for _ in range(3)]
     rounds = [
-        Round(session=0, branch=b, answer=b, input_tokens=150, output_tokens=0) for b in branches
+        Round(session=0, branch=b, output_branch=b, input_tokens=150, output_tokens=0)
+        for b in branches
     ]
     analysis = analyze(Workload(tree=tree, sessions=[Session(name="s")], rounds=rounds))
     assert analysis.unique_tokens == 100 + 3 * 50
@@ -91,7 +92,7 @@ def test_one_seed_gives_one_trace() -> None:
     assert synthetic(seed=4).rounds != synthetic(seed=5).rounds
 
 
-def test_each_knob_turns_what_it_names() -> None:
+def test_each_option_changes_what_it_names() -> None:
     base = analyze(synthetic(), 16)
     deeper = analyze(synthetic(prefix_len_multiplier=3), 16)
     copies = analyze(synthetic(prefix_root_multiplier=8), 16)
@@ -105,7 +106,7 @@ def test_each_knob_turns_what_it_names() -> None:
     assert max(r.input_tokens for r in synthetic(max_isl=500).rounds) <= 500
 
 
-def test_impossible_wishes_are_refused() -> None:
+def test_impossible_options_are_rejected() -> None:
     with pytest.raises(SynthesisError, match="at most 1 tokens"):
         synthetic(max_isl=1)
     empty = Workload(tree=Tree(), sessions=[], rounds=[])

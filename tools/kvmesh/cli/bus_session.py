@@ -1,4 +1,4 @@
-"""A command's short stay on the bus."""
+"""Runs a command's coroutine with a bus connection."""
 
 import asyncio
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusUnavailable, NotFound, NotPermitted, cause
-from kvmesh.cli.local import known
+from kvmesh.cli.local import with_local_mesh
 from kvmesh.runtime import logs
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings, redacted
@@ -15,18 +15,18 @@ CONNECT_S = 2.0
 
 
 def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[int]]) -> int:
-    """Connect, run `main`, disconnect; returns its status, or 1 after saying what went wrong."""
+    """Connect, run `main`, disconnect; return its exit status, or print the error and return 1."""
     logs.configure(settings.log, name)
-    settings = known(settings)
+    settings = with_local_mesh(settings)
     try:
         return asyncio.run(_run(name, settings, main))
     except NotFound:
         url = redacted(bus_options(settings.nats).url)
         reason = f"no mesh named {settings.nats.namespace} at {url}"
     except BusUnavailable as error:
-        reason = f"{error} (--nats or KVMESH_NATS_URL says where it is)"
+        reason = f"{error} (set its URL with --nats or KVMESH_NATS_URL)"
     except NotPermitted as error:
-        reason = f"{cause(error)}: run it with the environment of a user that may, as an operator"
+        reason = f"{cause(error)}: run it as a user with this permission, such as operator"
     except (BusError, TimeoutError) as error:
         reason = cause(error)
     print(f"kvmesh {name}: {reason}", file=sys.stderr)

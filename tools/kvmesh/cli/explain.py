@@ -1,4 +1,4 @@
-"""Why a request went where it went: its decisions and outcomes as text, and finding them."""
+"""Finds a request's routing decisions and outcomes, and renders them as text."""
 
 import asyncio
 import time
@@ -15,21 +15,21 @@ from kvmesh.bus.messages import Candidate, Decision, Outcome, RouteEvent
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import HASH_BYTES
 
-QUIET_S = 10.0
+TIMEOUT_S = 10.0
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 TIERS = ("engine", "host", "disk", "remote")
 
 
 async def find_events(bus: Bus, request: str, since: datetime | None) -> list[RouteEvent]:
-    """Every decision and outcome of a request that the stream still has, in order.
+    """All decisions and outcomes of a request in the route stream, in order.
 
-    A request that was placed again has ids REQUEST.1, REQUEST.2, …; they are found too.
-    Raises TimeoutError if the stream cannot be read to its end.
+    Further attempts of a request have the ids REQUEST.1, REQUEST.2, …; they are included.
+    Raises TimeoutError if reading to the end of the stream takes more than TIMEOUT_S.
     """
     found: list[RouteEvent] = []
     wanted = request.encode()
 
-    def take(message: StreamMessage) -> None:
+    def on_message(message: StreamMessage) -> None:
         if wanted not in message.data:
             return
         event = _routes.decode(message.data)
@@ -38,10 +38,10 @@ async def find_events(bus: Bus, request: str, since: datetime | None) -> list[Ro
 
     start = Start() if since is None else Start(time=since)
     subjects = bus.subjects
-    reader = StreamReader(bus, subjects.route_stream, subjects.route_all, take, start)
+    reader = StreamReader(bus, subjects.route_stream, subjects.route_all, on_message, start)
     await reader.open()
     try:
-        async with asyncio.timeout(QUIET_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await reader.caught_up.wait()
     finally:
         await reader.close()
@@ -49,7 +49,7 @@ async def find_events(bus: Bus, request: str, since: datetime | None) -> list[Ro
 
 
 def show(events: Iterable[RouteEvent], console: Console) -> None:
-    """Print each decision with its candidates, and what came of it."""
+    """Print each decision with its candidates, and each outcome."""
     decisions: dict[str, Decision] = {}
     for event in events:
         if isinstance(event, Decision):
@@ -60,7 +60,7 @@ def show(events: Iterable[RouteEvent], console: Console) -> None:
 
 
 def render_decision(decision: Decision) -> RenderableType:
-    """Where the request went, when, and what each candidate would have cost."""
+    """The placement, its time and waits, and the cost of each candidate."""
     chosen = decision.chosen
     blocks = len(decision.sequence_hashes) // HASH_BYTES
     lines = [
@@ -70,24 +70,24 @@ def render_decision(decision: Decision) -> RenderableType:
         f"  waited {_ms(decision.wait_s)} in the queue, {_ms(decision.index_s)} for the index",
     ]
     if decision.attempt:
-        lines.append(f"  attempt {decision.attempt + 1}: earlier workers did not take it")
+        lines.append(f"  attempt {decision.attempt + 1}: earlier workers did not accept it")
     if decision.prefill is not None:
         first = decision.prefill
-        lines.append(f"  prefilled by {first.worker} rank {first.rank} ({first.instance})")
+        lines.append(f"  prefill on {first.worker} rank {first.rank} ({first.instance})")
     if decision.note:
         lines.append(f"  note: {decision.note}")
     best = best_rejected(decision)
     if best is not None:
-        lines.append(f"  {_against(chosen, best)}")
+        lines.append(f"  {_margin(chosen, best)}")
     return Group(Text("\n".join(lines)), Text(), _table(decision), Text())
 
 
 def render_outcome(outcome: Outcome, decision: Decision | None) -> RenderableType:
-    """What came true, beside what the decision predicted."""
+    """The measured outcome, with the overlap that the decision expected."""
     lines = [
         f"{outcome.request}: {outcome.finish} on {outcome.instance} at {_clock(outcome.time)}",
-        f"  {_first(outcome.ttft_s)}, all {outcome.output_tokens:,} after {_ms(outcome.total_s)}",
-        f"  cached {outcome.cached_tokens:,} prompt tokens{_predicted(decision)}",
+        f"  {_ttft(outcome.ttft_s)}, all {outcome.output_tokens:,} after {_ms(outcome.total_s)}",
+        f"  cached {outcome.cached_tokens:,} prompt tokens{_expected(decision)}",
     ]
     return Group(Text("\n".join(lines)), Text())
 
@@ -99,13 +99,13 @@ def best_rejected(decision: Decision) -> Candidate | None:
     return min(others, key=lambda c: c.cost, default=None)
 
 
-def _against(chosen: Candidate, best: Candidate) -> str:
+def _margin(chosen: Candidate, best: Candidate) -> str:
     difference = best.cost - chosen.cost
     name = f"{best.worker} rank {best.rank}"
     if difference == 0:
-        return f"as good as {name}"
-    word = "cheaper" if difference > 0 else "dearer"
-    return f"{abs(difference):.1f} {word} than the best other one, {name}"
+        return f"same cost as {name}"
+    word = "cheaper" if difference > 0 else "more expensive"
+    return f"{abs(difference):.1f} {word} than the best alternative, {name}"
 
 
 def _table(decision: Decision) -> Table:
@@ -125,7 +125,7 @@ def _table(decision: Decision) -> Table:
             "▸" if _same(candidate, chosen) else "",
             candidate.worker,
             str(candidate.rank),
-            *(str(candidate.overlap[place]) for place in tiers.values()),
+            *(str(candidate.overlap[tier]) for tier in tiers.values()),
             f"{candidate.prefill:.1f}",
             f"{candidate.decode:.1f}",
             str(candidate.requests),
@@ -138,22 +138,22 @@ def _table(decision: Decision) -> Table:
 
 
 def _tiers(decision: Decision) -> dict[str, int]:
-    """Heading and column of the tiers in which some candidate holds a block; always the first."""
-    places = range(len(decision.chosen.overlap))
+    """Headings and indices of the first tier and of those in which a candidate has an overlap."""
+    tiers = range(len(decision.chosen.overlap))
     candidates = [decision.chosen, *decision.candidates]
-    used = [p for p in places if p == 0 or any(c.overlap[p] for c in candidates)]
-    return {f"{TIERS[place]} blocks": place for place in used if place < len(TIERS)}
+    used = [p for p in tiers if p == 0 or any(c.overlap[p] for c in candidates)]
+    return {f"{TIERS[tier]} blocks": tier for tier in used if tier < len(TIERS)}
 
 
 def _same(one: Candidate, other: Candidate) -> bool:
     return (one.instance, one.rank) == (other.instance, other.rank)
 
 
-def _predicted(decision: Decision | None) -> str:
+def _expected(decision: Decision | None) -> str:
     if decision is None or not decision.block_size:
         return ""
     held = sum(decision.chosen.overlap) * decision.block_size
-    return f", {held:,} were expected"
+    return f", expected {held:,}"
 
 
 def _clock(seconds: float) -> str:
@@ -162,7 +162,7 @@ def _clock(seconds: float) -> str:
     return f"{day}{stamp:%H:%M:%S}.{stamp.microsecond // 1000:03d}"
 
 
-def _first(seconds: float | None) -> str:
+def _ttft(seconds: float | None) -> str:
     return "no token" if seconds is None else f"first token after {_ms(seconds)}"
 
 

@@ -20,7 +20,7 @@ METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bo
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and which flag was probably meant."""
+    """Reports errors in one line, with the nearest known flag."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -34,7 +34,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _Record(argparse.Action):
-    """Keeps a flag as the user wrote it, for errors that name it."""
+    """Stores a flag as the user wrote it, for error messages."""
 
     def __call__(
         self,
@@ -45,11 +45,11 @@ class _Record(argparse.Action):
     ) -> None:
         section, _, key = self.dest.partition(".")
         text = values if isinstance(values, str) else str(self.const)
-        given(namespace)[section, key] = Flag(option_string or self.dest, text)
+        settings_flags(namespace)[section, key] = Flag(option_string or self.dest, text)
 
 
 class _Extend(_Record):
-    """A flag for a list: given again, it adds to what was given before."""
+    """A list's flag; repeated flags are concatenated."""
 
     def __call__(
         self,
@@ -59,13 +59,13 @@ class _Extend(_Record):
         option_string: str | None = None,
     ) -> None:
         section, _, key = self.dest.partition(".")
-        before = given(namespace).get((section, key))
+        before = settings_flags(namespace).get((section, key))
         joined = f"{before.text},{values}" if before is not None else values
         super().__call__(parser, namespace, joined, option_string)
 
 
-def given(namespace: argparse.Namespace) -> dict[OptionKey, Flag]:
-    """The settings flags of a command line, by section and key."""
+def settings_flags(namespace: argparse.Namespace) -> dict[OptionKey, Flag]:
+    """The settings flags on a command line, by section and key."""
     flags: dict[OptionKey, Flag] = vars(namespace).setdefault("settings_flags", {})
     return flags
 
@@ -74,18 +74,18 @@ def add_flags(
     parser: argparse.ArgumentParser,
     own: str,
     sections: Iterable[str],
-    without: Container[OptionKey] = (),
+    excluded: Container[OptionKey] = (),
 ) -> None:
-    """Add --config and a flag per option: bare for section `own`, `--section-key` for others.
+    """Add --config and a flag per option: `--key` for section `own`, `--section-key` for others.
 
-    Options in `without` get none.
+    Options in `excluded` get no flag.
     """
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"settings as a TOML file [{CONFIG}]"
     )
     groups = {name: parser.add_argument_group(name) for name in (own, *sections) if name}
     for option in options():
-        if option.section in groups and (option.section, option.key) not in without:
+        if option.section in groups and (option.section, option.key) not in excluded:
             _add(groups[option.section], option, _names(option, own))
 
 
@@ -114,13 +114,13 @@ def _add(group: argparse._ArgumentGroup, option: Option, names: list[str]) -> No
 def describe(option: Option) -> str:
     """The description, the default and the environment variable of an option."""
     if option.secret:
-        return f"file that holds it: {option.description} [{option.file_env} or {option.env}]"
+        return f"file with the secret: {option.description} [{option.file_env} or {option.env}]"
     default = one_line(option.default)
     return f"{option.description} [{f'default {default}; ' if default else ''}{option.env}]"
 
 
 def metavar(option: Option) -> str:
-    """The placeholder of an option's value in a help text; a flag names the file of a secret."""
+    """The placeholder of an option's value in help texts; for a secret, that of its file."""
     if option.secret:
         return METAVARS[Path]
     if option.choices:
@@ -131,7 +131,7 @@ def metavar(option: Option) -> str:
 
 
 def text(value: object) -> str:
-    """A setting's value as it is written in a flag or a variable; empty for none."""
+    """A setting's value in the syntax of flags and environment variables; empty for None."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -142,11 +142,11 @@ def text(value: object) -> str:
 
 
 def one_line(value: object) -> str:
-    """A setting's value for people to read: line breaks are escaped."""
+    """A setting's value with line breaks escaped."""
     return text(value).replace("\n", "\\n")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown word."""
+    """A suffix for errors about an unknown word: the nearest known one, or nothing."""
     close = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""

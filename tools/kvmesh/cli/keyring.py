@@ -1,6 +1,6 @@
-"""API keys as the command line makes, changes and shows them. Pure.
+"""Creates, rotates and formats API keys; no I/O.
 
-A secret is 256 random bits: nobody can try them all, so that a plain SHA-256 of it tells nothing.
+A secret has 256 random bits, so its plain SHA-256 cannot be reversed by brute force.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from kvmesh.frontend.auth.accounts import Key
 
 PREFIX = "km-"
 SHOWN = 8
-_NOT_ASKED = ("name", "sha256", "old_sha256", "old_until")
-_MOMENTS = ("expires",)
+_GENERATED = ("name", "sha256", "old_sha256", "old_until")
+_TIME_FIELDS = ("expires",)
 
 
 class KeyringError(Exception):
-    """A key cannot be made of what was given."""
+    """Invalid field of a key, or invalid arguments."""
 
 
 def new_secret() -> str:
@@ -34,15 +34,15 @@ def digest(secret: str) -> str:
 
 
 def options() -> Iterator[tuple[str, str]]:
-    """Name and metavar of each field that a caller may set."""
+    """Name and metavar of each field that the user may set."""
     hints = get_type_hints(Key)
     for field in fields(Key):
-        if field.name not in _NOT_ASKED:
+        if field.name not in _GENERATED:
             yield field.name, _metavar(field.name, hints[field.name])
 
 
-def made(name: str, secret: str, given: Mapping[str, str], now: float) -> Key:
-    """A key with the fields given as text; raises KeyringError naming the one at fault."""
+def make_key(name: str, secret: str, given: Mapping[str, str], now: float) -> Key:
+    """A key from fields given as text; raises KeyringError naming the invalid one."""
     hints = get_type_hints(Key, include_extras=True)
     values: dict[str, Any] = {}
     for field, text in given.items():
@@ -53,26 +53,26 @@ def made(name: str, secret: str, given: Mapping[str, str], now: float) -> Key:
     return Key(name=name, sha256=digest(secret), **values)
 
 
-def rotated(key: Key, secret: str, until: float) -> Key:
-    """The same key with a new secret; the one before it stays good `until` then."""
+def rotate(key: Key, secret: str, until: float) -> Key:
+    """The key with a new secret; the old secret stays valid until the Unix time `until`."""
     return replace(key, sha256=digest(secret), old_sha256=key.sha256, old_until=until)
 
 
-def row(key: Key, now: float) -> dict[str, str]:
-    """The fields to show of a key; of its hash only as much as tells it from others."""
-    told = {"name": key.name, "sha256": f"{key.sha256[:SHOWN]}…"}
+def fields_shown(key: Key, now: float) -> dict[str, str]:
+    """The fields of a key to display; the hash is shortened."""
+    shown = {"name": key.name, "sha256": f"{key.sha256[:SHOWN]}…"}
     for field, _ in options():
         value = getattr(key, field)
         if value is None or value == []:
             continue
-        told[field] = _moment(value) if field in _MOMENTS else _text(value)
+        shown[field] = _local_time(value) if field in _TIME_FIELDS else _text(value)
     if key.old_sha256 is not None and key.old_until > now:
-        told["old secret until"] = _moment(key.old_until)
-    return told
+        shown["old secret until"] = _local_time(key.old_until)
+    return shown
 
 
 def _value(field: str, text: str, kind: Any, now: float) -> Any:
-    if field in _MOMENTS:
+    if field in _TIME_FIELDS:
         return now + seconds(text)
     if list in _origins(kind):
         return msgspec.convert([part.strip() for part in text.split(",") if part.strip()], kind)
@@ -80,11 +80,11 @@ def _value(field: str, text: str, kind: Any, now: float) -> Any:
 
 
 def seconds(text: str) -> float:
-    """`90s`, `15m`, `12h` or `30d`."""
+    """Seconds in a duration such as `90s`, `15m`, `12h` or `30d`; raises ValueError."""
     units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     number, unit = text[:-1], text[-1:]
     if unit not in units or not number.isdecimal():
-        raise ValueError("not a time like 90s, 15m, 12h or 30d")
+        raise ValueError("not a duration such as 90s, 15m, 12h or 30d")
     return float(int(number) * units[unit])
 
 
@@ -101,7 +101,7 @@ def _origins(kind: Any) -> set[Any]:
 
 
 def _metavar(field: str, kind: Any) -> str:
-    if field in _MOMENTS:
+    if field in _TIME_FIELDS:
         return "TIME"
     origins = _origins(kind)
     if list in origins:
@@ -111,7 +111,7 @@ def _metavar(field: str, kind: Any) -> str:
     return "yes|no" if bool in origins else "TEXT"
 
 
-def _moment(unix: float) -> str:
+def _local_time(unix: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
 
 

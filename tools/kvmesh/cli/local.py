@@ -1,4 +1,4 @@
-"""The mesh that `kvmesh up` runs on this machine: how other commands of its user reach it."""
+"""Connection details of the mesh that `kvmesh up` runs here, for the user's other commands."""
 
 import contextlib
 import logging
@@ -16,7 +16,7 @@ TOKEN_BYTES = 32
 
 
 class LocalMesh(msgspec.Struct, frozen=True):
-    """The note that `kvmesh up` leaves in its state directory while it runs."""
+    """The file that `kvmesh up` keeps in its state directory while it runs."""
 
     url: str
     token: str
@@ -28,7 +28,7 @@ def token_file(state_dir: Path) -> Path:
 
 
 def token(state_dir: Path) -> str:
-    """The token of the embedded server, made the first time; delete its file for another one.
+    """The embedded server's token, generated on first use; delete its file to replace it.
 
     Raises OSError.
     """
@@ -36,23 +36,23 @@ def token(state_dir: Path) -> str:
     with contextlib.suppress(FileNotFoundError):
         if found := file.read_text().strip():
             return found
-    made = secrets.token_hex(TOKEN_BYTES)
-    write_private(file, made + "\n")
-    return made
+    new = secrets.token_hex(TOKEN_BYTES)
+    write_private(file, new + "\n")
+    return new
 
 
-def tell(settings: Settings) -> None:
-    """Say to `known` where the embedded server is; `forget` ends it. Raises OSError."""
-    told = LocalMesh(settings.nats.url, settings.nats.token or "")
-    write_private(_file(settings), msgspec.json.encode(told).decode())
+def publish(settings: Settings) -> None:
+    """Write the embedded server's URL and token for `with_local_mesh`. Raises OSError."""
+    mesh = LocalMesh(settings.nats.url, settings.nats.token or "")
+    write_private(_file(settings), msgspec.json.encode(mesh).decode())
 
 
-def forget(settings: Settings) -> None:
+def withdraw(settings: Settings) -> None:
     _file(settings).unlink(missing_ok=True)
 
 
-def known(settings: Settings) -> Settings:
-    """`settings`, completed for the server of `kvmesh up` if they name it, or none at all."""
+def with_local_mesh(settings: Settings) -> Settings:
+    """`settings` with URL and token of the local mesh, unless they name another server or user."""
     nats = settings.nats
     if any((nats.user, nats.password, nats.token, nats.credentials, nats.nkey_seed)):
         return settings
@@ -60,19 +60,19 @@ def known(settings: Settings) -> Settings:
     try:
         if file.stat().st_uid != os.getuid():
             return settings
-        told = msgspec.json.decode(file.read_bytes(), type=LocalMesh)
+        mesh = msgspec.json.decode(file.read_bytes(), type=LocalMesh)
     except OSError:
         return settings
     except msgspec.MsgspecError as error:
         log.warning("ignored %s: %s", file, error)
         return settings
-    if nats.url not in ("", told.url):
+    if nats.url not in ("", mesh.url):
         return settings
-    return replace(settings, nats=replace(nats, url=told.url, token=told.token))
+    return replace(settings, nats=replace(nats, url=mesh.url, token=mesh.token))
 
 
 def write_private(file: Path, text: str) -> None:
-    """Readable by nobody else, also where a file of other rights was there before."""
+    """Write a file of mode 0600, replacing one of any mode."""
     fresh = file.with_name(f".{file.name}.new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:

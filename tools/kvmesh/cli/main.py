@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvmesh.cli.flags import FlagParser, add_flags, did_you_mean, given
+from kvmesh.cli.flags import FlagParser, add_flags, did_you_mean, settings_flags
 from kvmesh.cli.parser_check import check_parsers
 from kvmesh.cli.registry import COMMANDS, Command
 from kvmesh.settings import SettingsError, load
@@ -50,11 +50,11 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
     )
     implementation.configure(parser)
     if command.own or command.sections:
-        add_flags(parser, command.own, command.sections, command.without)
+        add_flags(parser, command.own, command.sections, command.excluded)
     namespace = parser.parse_args(arguments)
     namespace.command = command.name
     try:
-        settings = load(getattr(namespace, "config", None), os.environ, given(namespace))
+        settings = load(getattr(namespace, "config", None), os.environ, settings_flags(namespace))
         check_parsers(settings)
     except SettingsError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -1,10 +1,10 @@
-"""Parser names are known to the frontend and told to the worker: the composition checks them."""
+"""Checks the worker's parser settings against the parsers of the frontend."""
 
 from kvmesh.settings import Settings, SettingsError
 
 
 def check_parsers(settings: Settings) -> None:
-    """Raises SettingsError if the worker is told a parser that there is not."""
+    """Raise SettingsError if the worker's settings name an unknown parser."""
     tool, reasoning = settings.worker.tool_parser, settings.worker.reasoning_parser
     if not tool and not reasoning:
         return

@@ -9,7 +9,7 @@ from kvmesh.settings import Option, Settings, options
 
 
 def toml(settings: Settings) -> str:
-    """Every option with its value in effect; secrets, and those without one, are commented out."""
+    """All options with their values in effect; secrets and unset options are commented out."""
     return "\n".join(_toml_lines(settings)) + "\n"
 
 

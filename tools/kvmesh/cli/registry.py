@@ -1,4 +1,4 @@
-"""Every subcommand of `kvmesh`: a line here and a module that is imported only when it runs.
+"""All subcommands of `kvmesh`; a command's module is imported only when the command runs.
 
 The module has `configure(parser)`, which adds the command's own arguments, and
 `run(arguments, settings) -> int`, which returns the exit status.
@@ -14,7 +14,7 @@ from kvmesh.settings import OptionKey, Settings, options
 BUS = ("nats", "log")
 SERVICE = ("nats", "streams", "log", "process")
 ENGINES = ("mock", "torch", "vllm", "remote", "sglang", "trtllm")
-# What the simulator has no use for, and the policy, for which it has a flag of its own.
+# Options without effect in the simulator, and the policy, which has its own flag there.
 NOT_SIMULATED: frozenset[OptionKey] = frozenset(
     [
         *(("router", key) for key in ("policy", "name", "index_timeout_s")),
@@ -30,7 +30,7 @@ ROLES = ("frontend", "router", "indexer", "kvbm", "worker", *ENGINES, "transfer"
 
 
 class Implementation(Protocol):
-    """What a command's module provides."""
+    """Interface of a command's module."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -39,9 +39,9 @@ class Implementation(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: options of the section `own` are bare flags, those of `sections` prefixed.
+    """A subcommand. Options of section `own` become `--key`, of `sections` `--section-key`.
 
-    Options in `without` are no flags of it.
+    Options in `excluded` get no flag.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Command:
     module: str
     own: str = ""
     sections: tuple[str, ...] = ()
-    without: frozenset[OptionKey] = frozenset()
+    excluded: frozenset[OptionKey] = frozenset()
 
     def load(self) -> Implementation:
         return cast(Implementation, import_module(self.module))
@@ -68,15 +68,18 @@ COMMANDS = (
         sections=(*ROLES, *SERVICE),
     ),
     _service("frontend", "run one frontend: HTTP in, tokens out"),
-    _service("router", "run one router: which worker, and when"),
-    _service("indexer", "run one indexer: who holds which block"),
+    _service("router", "run one router: chooses a worker for each request"),
+    _service("indexer", "run one indexer: tracks the KV blocks that each worker holds"),
     _service(
         "kvbm", "run the block manager of this node: KV blocks in memory and on disk", "transfer"
     ),
     _service("worker", "run one worker: an engine and its publisher", *ENGINES, "transfer"),
-    Command("tail", "show what passes over the bus", "kvmesh.cli.commands.tail", sections=BUS),
+    Command("tail", "show the messages on the bus", "kvmesh.cli.commands.tail", sections=BUS),
     Command(
-        "status", "show who and what is on the mesh", "kvmesh.cli.commands.status", sections=BUS
+        "status",
+        "show instances, streams and buckets of the mesh",
+        "kvmesh.cli.commands.status",
+        sections=BUS,
     ),
     Command(
         "streams",
@@ -86,17 +89,20 @@ COMMANDS = (
     ),
     Command(
         "explain",
-        "show why a request went where it went",
+        "show the routing decisions about a request",
         "kvmesh.cli.commands.explain",
         sections=BUS,
     ),
     Command(
-        "busy", "show or set when workers take no more", "kvmesh.cli.commands.busy", sections=BUS
+        "busy",
+        "show or set the load at which workers get no requests",
+        "kvmesh.cli.commands.busy",
+        sections=BUS,
     ),
     Command(
         "keys", "add, list, revoke and rotate API keys", "kvmesh.cli.commands.keys", sections=BUS
     ),
-    Command("replay", "send a trace to a mesh and time the answers", "kvmesh.cli.commands.replay"),
+    Command("replay", "send a trace to a mesh and measure latencies", "kvmesh.cli.commands.replay"),
     Command(
         "workload",
         "read, analyse, synthesise, generate and capture workloads",
@@ -107,14 +113,14 @@ COMMANDS = (
         "run a workload under any policy in virtual time",
         "kvmesh.cli.commands.simulate",
         sections=("router", "mock"),
-        without=NOT_SIMULATED,
+        excluded=NOT_SIMULATED,
     ),
     Command(
         "whatif",
-        "replay what a live mesh has just served under other policies",
+        "simulate a live mesh's recent requests under other policies",
         "kvmesh.cli.commands.whatif",
         sections=("router", "mock", *BUS),
-        without=NOT_SIMULATED,
+        excluded=NOT_SIMULATED,
     ),
     Command("model", "make a small model for the torch engine", "kvmesh.cli.commands.model"),
     Command("parser", "show how a model's raw output parses", "kvmesh.cli.commands.parser"),
@@ -126,10 +132,10 @@ COMMANDS = (
     ),
     Command(
         "secure",
-        "write credentials for every role, and a NATS configuration that knows them",
+        "write credentials for every role, and the matching NATS configuration",
         "kvmesh.cli.commands.secure",
         sections=("nats", "streams"),
-        without=frozenset(
+        excluded=frozenset(
             ("nats", option.key)
             for option in options()
             if option.section == "nats" and option.key != "namespace"

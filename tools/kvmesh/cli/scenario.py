@@ -1,4 +1,4 @@
-"""What `simulate` and `whatif` share: scenario flags, running under each policy, reports."""
+"""Shared parts of `simulate` and `whatif`: scenario flags, runs per policy, reports."""
 
 import argparse
 import sys
@@ -39,28 +39,35 @@ Fleet = tuple[WorkerOptions, ...]
 
 
 def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str) -> None:
-    """Flags of the fleet, the network and the reports; two defaults differ, as told here."""
+    """Add the flags of fleet, network and reports; `workers` and `block_size` describe defaults."""
     parser.add_argument(
         "--policy",
         "--compare",
         metavar="A,B,…",
-        help="run under each of these (that of the [router] settings)",
+        help="policies to compare (the one in the [router] settings)",
     )
-    parser.add_argument("--workers", type=positive, metavar="N", help=f"equal engines ({workers})")
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", help=f"identical engines ({workers})"
+    )
     parser.add_argument(
         "--group",
         action="append",
         default=[],
         metavar="COUNT[:KEY=VALUE,…]",
-        help="instead, unlike engines: 2:serves=prefill,speedup=2 and 6:serves=decode,blocks=8192",
+        help="groups of engines, such as 2:serves=prefill,speedup=2 and 6:serves=decode,blocks=8192"
+        "; excludes --workers",
     )
     parser.add_argument(
         "--routers", type=positive, default=1, metavar="N", help="router replicas (1)"
     )
     parser.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="arrivals and waits, X times faster"
+        "--speed",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="arrivals and waits X times faster (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
     parser.add_argument(
         "--block-size", type=positive, metavar="N", help=f"tokens per KV block ({block_size})"
     )
@@ -69,28 +76,28 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
         type=float,
         default=0.003,
         metavar="S",
-        help="until the index knows of a KV event (%(default)s)",
+        help="delay of KV events on their way to the index (%(default)s)",
     )
     parser.add_argument(
         "--event-loss",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of KV event batches (%(default)s)",
+        help="share of KV event batches lost (%(default)s)",
     )
     parser.add_argument(
         "--sync-delay",
         type=float,
         default=0.002,
         metavar="S",
-        help="until a replica knows what another one does (%(default)s)",
+        help="delay of events between router replicas (%(default)s)",
     )
     parser.add_argument(
         "--fault",
         action="append",
         default=[],
         metavar="KIND:WORKER@S",
-        help="die:0@30, leave:1@60 or join:4@90; may be given again",
+        help="die:0@30, leave:1@60 or join:4@90; repeatable",
     )
     parser.add_argument(
         "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
@@ -99,19 +106,19 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
         "--html", type=result_file, metavar="FILE", help="write a report with plots"
     )
     parser.add_argument(
-        "--perfetto", type=result_file, metavar="FILE", help="write the last run's trace"
+        "--perfetto", type=result_file, metavar="FILE", help="write a trace of the last run"
     )
 
 
 def scenarios(
-    arguments: argparse.Namespace, settings: Settings, usual: Fleet
+    arguments: argparse.Namespace, settings: Settings, default: Fleet
 ) -> list[SimulationOptions]:
-    """The options of each policy asked for; raises SimulationError or ConfigError.
+    """The options of each policy; raises SimulationError, RouterConfigError, StepProfileError.
 
-    `usual` is the fleet unless flags say otherwise; its first group tells what engines are like.
+    `default` is the fleet without fleet flags; its first group is the template of their engines.
     """
     names = (arguments.policy or settings.router.policy).split(",")
-    fleet = _fleet(arguments, usual)
+    fleet = _fleet(arguments, default)
     return [_scenario(arguments, settings, name.strip(), fleet) for name in names]
 
 
@@ -137,17 +144,17 @@ def _scenario(
     return options
 
 
-def _fleet(arguments: argparse.Namespace, usual: Fleet) -> Fleet:
+def _fleet(arguments: argparse.Namespace, default: Fleet) -> Fleet:
     if arguments.group and arguments.workers:
         raise SimulationError("--workers and --group exclude each other")
-    core = usual[0].core
+    core = default[0].core
     if arguments.workers:
         return (WorkerOptions(arguments.workers, core),)
-    return tuple(_group(text, core) for text in arguments.group) or usual
+    return tuple(_group(text, core) for text in arguments.group) or default
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
-    """What a group may have of its own."""
+    """Keys of --group."""
 
     serves: Serves = "aggregated"
     speedup: Annotated[float, msgspec.Meta(gt=0)] | None = None
@@ -170,7 +177,7 @@ def _group(text: str, core: CoreOptions) -> WorkerOptions:
 
 
 def mock_core(mock: MockSettings, block_size: int) -> CoreOptions:
-    """Engines as the [mock] settings describe them; raises ProfileError."""
+    """Engine options from the [mock] settings; raises StepProfileError."""
     return CoreOptions(
         blocks=mock.blocks,
         limits=SchedulerLimits(
@@ -197,7 +204,7 @@ def _fault(text: str) -> Fault:
 
 
 def simulate(workload: Workload, options: SimulationOptions) -> Run:
-    """One run, with a progress bar on standard error."""
+    """Run one scenario, with a progress bar on standard error."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(options.router.policy, total=len(workload))
@@ -207,7 +214,7 @@ def simulate(workload: Workload, options: SimulationOptions) -> Run:
 
 
 def write(name: str, arguments: argparse.Namespace, title: str, runs: Sequence[Run]) -> int:
-    """Write the reports that were asked for; 0, or 2 after saying which could not be written."""
+    """Write the requested reports; return 0, or 2 if one could not be written."""
     makers: list[tuple[Path | None, Callable[[], bytes]]] = [
         (arguments.json, lambda: _json(runs)),
         (arguments.html, lambda: page(title, runs).encode()),
@@ -220,7 +227,7 @@ def write(name: str, arguments: argparse.Namespace, title: str, runs: Sequence[R
         try:
             file.write_bytes(make())
         except OSError as error:
-            print(f"kvmesh {name}: {file} is not written: {error.strerror}", file=sys.stderr)
+            print(f"kvmesh {name}: cannot write {file}: {error.strerror}", file=sys.stderr)
             status = 2
     return status
 

@@ -1,4 +1,4 @@
-"""Quantities as people read them."""
+"""Human-readable quantities."""
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What could have been cached of each prompt, and what was, on the way to the engine."""
+"""Prompt tokens that each request could have found cached, from its placement to its prefill."""
 
 from math import isnan
 from struct import Struct
@@ -13,42 +13,43 @@ _ROWS = Struct(f"<{1 + TIERS}I")
 
 
 class CacheAccounting:
-    """Fills the columns `ideal`, `made`, `best` and `held` of the records, in tokens.
+    """Fills the columns `ideal`, `computed`, `best_rank` and `chosen_rank` of the records.
 
-    An endless cache for all has what was computed: `ideal` when the prompt itself is, `made` at the
-    time of its placement; of that, some rank had `best` then, and the chosen one `held`.
+    All are tokens of the prompt's prefix. An infinite cache shared by all workers holds `computed`
+    of them at the prompt's placement and `ideal` at the end of its prefill. At the placement the
+    rank with the longest overlap holds `best_rank`, the chosen rank `chosen_rank`.
     """
 
     def __init__(self, workload: Workload, records: Records, block_size: int) -> None:
         self._rounds = workload.rounds
         self._records = records
         self._size = block_size
-        self._made = InfiniteCache(workload.tree, block_size)
+        self._infinite_cache = InfiniteCache(workload.tree, block_size)
 
-    def placed(self, index: int, decision: Decision, overlaps: Overlaps | None) -> None:
-        """A first token came of an earlier placement: this one does not count."""
+    def on_placed(self, index: int, decision: Decision, overlaps: Overlaps | None) -> None:
+        """Record the overlaps at a placement; later attempts after the first token are ignored."""
         round_, records = self._rounds[index], self._records
-        if not isnan(records.first[index]):
+        if not isnan(records.first_token[index]):
             return
-        records.made[index] = self._made.hit(round_.branch, round_.input_tokens)
-        records.best[index] = records.held[index] = 0
+        records.computed[index] = self._infinite_cache.hit(round_.branch, round_.input_tokens)
+        records.best_rank[index] = records.chosen_rank[index] = 0
         if overlaps is None:
             return
         chosen = decision.prefill or decision.chosen
-        for place, *tiers in _ROWS.iter_unpack(overlaps.rows):
+        for number, *tiers in _ROWS.iter_unpack(overlaps.rows):
             tokens = sum(tiers) * self._size
-            if tokens > records.best[index]:
-                records.best[index] = tokens
-            rank = overlaps.ranks[place]
+            if tokens > records.best_rank[index]:
+                records.best_rank[index] = tokens
+            rank = overlaps.ranks[number]
             if rank.instance == chosen.instance and rank.rank == chosen.rank:
-                records.held[index] = tokens
+                records.chosen_rank[index] = tokens
 
-    def computed(self, index: int) -> None:
-        """The prompt is in some engine's memory."""
+    def on_prefilled(self, index: int) -> None:
+        """Add the prompt to the infinite cache; some engine has computed it."""
         round_ = self._rounds[index]
-        self._records.ideal[index] = self._made.add(round_.branch, round_.input_tokens)
+        self._records.ideal[index] = self._infinite_cache.add(round_.branch, round_.input_tokens)
 
-    def ended(self, index: int, generated: int) -> None:
-        """So is the answer, but for its last token."""
+    def on_finished(self, index: int, generated: int) -> None:
+        """Add the output to the infinite cache; the KV of its last token is never computed."""
         round_ = self._rounds[index]
-        self._made.add(round_.answer, round_.input_tokens + generated - 1)
+        self._infinite_cache.add(round_.output_branch, round_.input_tokens + generated - 1)

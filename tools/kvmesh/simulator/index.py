@@ -1,4 +1,4 @@
-"""The simulated index: the live one's core, which learns late of what engines hold, or never."""
+"""The simulated index: the indexer's own core behind a network that delays and loses events."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -14,42 +14,42 @@ from kvmesh.simulator.fleet import SimulatedWorker
 from kvmesh.simulator.options import Network
 from kvmesh.simulator.virtual_clock import VirtualClock
 
-NOBODY = RankKey("", 0)
+NO_RANK = RankKey("", 0)
 
 
-class Index:
-    """Takes KV events some time after they were published; lost ones make gaps, dumps heal them.
+class SimulatedIndex:
+    """Applies KV events a delay after their publication; lost batches make gaps, dumps heal them.
 
-    What has arrived is only taken in when somebody asks: before, it does not matter.
+    Arrived events are applied at the next query, since nothing depends on them before.
     """
 
     def __init__(
         self,
-        agenda: VirtualClock,
+        clock: VirtualClock,
         workers: Mapping[str, SimulatedWorker],
         network: Network,
         seed: int,
     ) -> None:
-        self.holdings = RankStates(create_index())
-        self._agenda = agenda
+        self.rank_states = RankStates(create_index())
+        self._clock = clock
         self._workers = workers
         self._network = network
         self._losses = Random(f"{seed} losses")
-        self._under_way: deque[tuple[float, Events]] = deque()
+        self._in_transit: deque[tuple[float, Events]] = deque()
         self._rank_names: list[RankKey] = []
         self._ranks_size = (0, 0)
 
     def join(self, card: Instance) -> None:
-        self.holdings.joined(card)
+        self.rank_states.joined(card)
 
     def leave(self, card: Instance) -> None:
-        """Forget a worker, whose last words have been heard if they had the time."""
-        self.hear(self._agenda.now)
-        self.holdings.left(card)
+        """Remove a worker, after applying those of its events that have arrived."""
+        self.receive(self._clock.now)
+        self.rank_states.left(card)
         self._ranks_size = (0, 0)
 
     def publish(self, worker: SimulatedWorker, events: list[KvEvent]) -> None:
-        """Send what changed in a worker's cache on its way."""
+        """Put a worker's KV events in transit, or lose them."""
         first = worker.event_id
         worker.event_id += len(events)
         for event in events:
@@ -58,31 +58,31 @@ class Index:
         network = self._network
         if network.event_loss and self._losses.random() < network.event_loss:
             return
-        now = self._agenda.now
+        now = self._clock.now
         batch = Events(worker.source, worker.instance, 0, first, now, events)
-        self._under_way.append((now + network.kv_events, batch))
+        self._in_transit.append((now + network.kv_events, batch))
 
-    def find(self, sequence: bytes) -> Overlaps:
-        self.hear(self._agenda.now)
-        return Overlaps(self._ranks(), self.holdings.index.find(sequence))
+    def find(self, sequence_hashes: bytes) -> Overlaps:
+        self.receive(self._clock.now)
+        return Overlaps(self._ranks(), self.rank_states.index.find(sequence_hashes))
 
-    def hear(self, now: float) -> None:
-        """Take in what has arrived by `now`, and ask for dumps where something is missing."""
-        under_way = self._under_way
-        while under_way and under_way[0][0] <= now:
-            self.holdings.apply(under_way.popleft()[1])
+    def receive(self, now: float) -> None:
+        """Apply the batches that have arrived by `now`; request dumps of ranks with gaps."""
+        in_transit = self._in_transit
+        while in_transit and in_transit[0][0] <= now:
+            self.rank_states.apply(in_transit.popleft()[1])
         if not self._network.event_loss:
             return
-        for key in self.holdings.due_dumps(now, self._network.dump):
+        for key in self.rank_states.due_dumps(now, self._network.dump):
             worker = self._workers.get(key.instance)
             if worker is not None:
                 self.publish(worker, worker.core.dump())
 
     def _ranks(self) -> list[RankKey]:
-        """The names of the index's ranks; a new list whenever they change."""
-        holdings = self.holdings
-        size = (len(holdings.keys), holdings.ranks)
+        """Keys of the ranks by index slot; a new list whenever the ranks change."""
+        rank_states = self.rank_states
+        size = (len(rank_states.keys), rank_states.ranks)
         if size != self._ranks_size:
             self._ranks_size = size
-            self._rank_names = [key or NOBODY for key in holdings.keys]
+            self._rank_names = [key or NO_RANK for key in rank_states.keys]
         return self._rank_names

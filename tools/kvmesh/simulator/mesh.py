@@ -1,4 +1,4 @@
-"""A whole mesh in virtual time: clients, routers, index and engines, each the live core."""
+"""A whole mesh in virtual time: clients, routers, index and engines over the live cores."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.placement.ticket import Ticket
-from kvmesh.simulator.attempt import Attempt, target
+from kvmesh.simulator.active_round import ActiveRound, output_limit
 from kvmesh.simulator.cache_accounting import CacheAccounting
 from kvmesh.simulator.fleet import MODEL, SimulatedWorker, make_card
-from kvmesh.simulator.index import Index
+from kvmesh.simulator.index import SimulatedIndex
 from kvmesh.simulator.options import Fault, SimulationOptions, WorkerOptions
 from kvmesh.simulator.prompts import SimulatedPrompts
-from kvmesh.simulator.records import Records, WorkerRecord, WorkerSpan
-from kvmesh.simulator.routers import Routers
+from kvmesh.simulator.records import LoadSample, Records, WorkerRecord
+from kvmesh.simulator.routers import SimulatedRouters
 from kvmesh.simulator.virtual_clock import Action, VirtualClock
 from kvmesh.worker.engines.mock.core import MockCore, MockOutput
 from kvmesh.workload.model import Workload
@@ -40,7 +40,7 @@ ANYWHERE = Placement()
 
 
 class Simulation:
-    """One run of a workload under one set of options. `progress` is told of each ended round."""
+    """One run of a workload under one set of options; `progress` is called after each round."""
 
     def __init__(
         self,
@@ -54,44 +54,44 @@ class Simulation:
         self.records = Records(len(workload))
         self.workers: dict[str, SimulatedWorker] = {}
         self.worker_records: dict[str, WorkerRecord] = {}
-        self.agenda = VirtualClock()
-        self.index = Index(self.agenda, self.workers, options.network, options.seed)
+        self.clock = VirtualClock()
+        self.index = SimulatedIndex(self.clock, self.workers, options.network, options.seed)
         self._block_size = options.block_size
-        self._ledger = CacheAccounting(workload, self.records, self._block_size)
+        self._accounting = CacheAccounting(workload, self.records, self._block_size)
         self._progress = progress
         self._prompts = SimulatedPrompts(workload, MODEL, self._block_size)
-        self._flights: dict[str, Attempt] = {}
-        self._present: dict[int, SimulatedWorker] = {}
-        self._places: dict[str, int] = {}
-        self._longest = max(group.core.blocks for group in options.workers) * self._block_size
-        self._lives: dict[int, int] = {}
+        self._active: dict[str, ActiveRound] = {}
+        self._live: dict[int, SimulatedWorker] = {}
+        self._numbers: dict[str, int] = {}
+        self._max_tokens = max(group.core.blocks for group in options.workers) * self._block_size
+        self._incarnations: dict[int, int] = {}
         self._groups: dict[int, WorkerOptions] = {}
-        self._left = len(workload)
-        if not self._left:
-            self.agenda.stop()
-        self._final = workload.final()
-        self._waits = [len(round_.after) for round_ in workload.rounds]
-        self._followers: list[list[int]] = [[] for _ in workload.rounds]
-        self.routers = Routers(
-            self.agenda,
+        self._remaining = len(workload)
+        if not self._remaining:
+            self.clock.stop()
+        self._final = workload.final_rounds()
+        self._unfinished_before = [len(round_.after) for round_ in workload.rounds]
+        self._successors: list[list[int]] = [[] for _ in workload.rounds]
+        self.routers = SimulatedRouters(
+            self.clock,
             MODEL,
             options.router,
             options.replicas,
             options.seed,
             options.network.replicas,
             self.index.find,
-            self._routed,
+            self._on_routed,
         )
         self._populate()
 
     def run(self) -> Records:
-        """Let time pass until every round has ended."""
-        with _uncollected():
+        """Advance the clock until every round has ended."""
+        with _gc_disabled():
             self._schedule()
-            self.agenda.run()
-        self.index.hear(self.agenda.now + self.options.network.kv_events)
+            self.clock.run()
+        self.index.receive(self.clock.now + self.options.network.kv_events)
         for worker in self.workers.values():
-            self._close(worker)
+            self._complete_record(worker)
         return self.records
 
     # --- the fleet
@@ -104,65 +104,65 @@ class Simulation:
                 self._join(number)
                 number += 1
         for fault in self.options.faults:
-            self.agenda.at(fault.time, partial(self._fault, fault))
-        self.agenda.after(self.options.network.loads, self._report)
-        self.agenda.after(PROGRESS_S, self._tell_progress)
+            self.clock.at(fault.time, partial(self._fault, fault))
+        self.clock.after(self.options.network.loads, self._report_loads)
+        self.clock.after(PROGRESS_S, self._report_progress)
 
     def _join(self, number: int) -> None:
         group = self._groups.get(number, self.options.workers[0])
         core = group.core
-        life = self._lives.get(number, 0)
-        self._lives[number] = life + 1
-        card = make_card(number, life, group)
+        incarnation = self._incarnations.get(number, 0)
+        self._incarnations[number] = incarnation + 1
+        card = make_card(number, incarnation, group)
         worker = SimulatedWorker(
-            self.agenda,
+            self.clock,
             card,
             MockCore(replace(core, emit_tokens=False)),
-            self._delivered,
+            self._on_outputs,
             self.index.publish,
             self.options.horizon_s,
         )
-        self.workers[card.instance] = self._present[number] = worker
-        self._places[card.instance] = len(self.worker_records)
+        self.workers[card.instance] = self._live[number] = worker
+        self._numbers[card.instance] = len(self.worker_records)
         self.worker_records[card.instance] = worker.record
         self.index.join(card)
         self.routers.join(card)
 
     def _fault(self, fault: Fault) -> None:
-        """A worker that leaves finishes its work; one that dies loses it to others."""
+        """Apply a fault: a leaving worker finishes its requests, those of a dead one migrate."""
         if fault.kind == "join":
             self._join(fault.worker)
             return
-        worker = self._present.pop(fault.worker)
+        worker = self._live.pop(fault.worker)
         self.routers.leave(worker.instance)
         if fault.kind == "die":
             self._die(worker)
         elif worker.busy:
-            worker.leaving = True
+            worker.draining = True
         else:
             self._remove(worker)
 
     def _remove(self, worker: SimulatedWorker) -> None:
         worker.alive = False
         self.index.leave(worker.card)
-        self._close(worker)
+        self._complete_record(worker)
         del self.workers[worker.instance]
 
     def _die(self, worker: SimulatedWorker) -> None:
         for request, generated in worker.progress():
-            self._flights[request].generated = generated
+            self._active[request].generated = generated
         self._remove(worker)
-        for flight in [f for f in self._flights.values() if f.instance == worker.instance]:
-            self._move(flight)
+        for active in [f for f in self._active.values() if f.instance == worker.instance]:
+            self._migrate(active)
 
-    def _move(self, flight: Attempt) -> None:
-        del self._flights[flight.attempt]
-        self.routers.publish([SeqFree(flight.attempt)])
-        flight.moved()
-        self.records.moves[flight.index] += 1
-        self._ask(flight)
+    def _migrate(self, active: ActiveRound) -> None:
+        del self._active[active.attempt_id]
+        self.routers.publish([SeqFree(active.attempt_id)])
+        active.migrate()
+        self.records.migrations[active.index] += 1
+        self._route(active)
 
-    def _close(self, worker: SimulatedWorker) -> None:
+    def _complete_record(self, worker: SimulatedWorker) -> None:
         record, core = worker.record, worker.core
         record.busy_s, record.steps = core.counters.busy_s, core.counters.steps
         record.requests = core.counters.requests
@@ -171,19 +171,19 @@ class Simulation:
         record.output_tokens = core.counters.output_tokens
         record.preemptions = core.scheduler.preemptions
 
-    def _report(self) -> None:
-        now, loads = self.agenda.now, []
+    def _report_loads(self) -> None:
+        now, loads = self.clock.now, []
         for worker in self.workers.values():
             load, samples = worker.load(), worker.record.samples
             loads.append(load)
             if not samples or now - samples[-1].time >= SAMPLE_S:
                 samples.append(
-                    WorkerSpan(
+                    LoadSample(
                         now, load.running, load.waiting, load.active_blocks, load.cached_blocks
                     )
                 )
         self.routers.report(loads)
-        self.agenda.after(self.options.network.loads, self._report)
+        self.clock.after(self.options.network.loads, self._report_loads)
 
     # --- clients
 
@@ -191,146 +191,146 @@ class Simulation:
         arrivals: list[tuple[float, Action]] = []
         for index, round_ in enumerate(self.workload.rounds):
             for before in round_.after:
-                self._followers[before].append(index)
+                self._successors[before].append(index)
             if not round_.after:
                 arrivals.append((round_.at_s / self.options.speed, partial(self._arrive, index)))
-        self.agenda.plan(arrivals)
+        self.clock.plan(arrivals)
 
     def _arrive(self, index: int) -> None:
         round_ = self.workload.rounds[index]
-        self.records.arrived[index] = self.agenda.now
-        if round_.input_tokens + target(round_) > self._longest:
-            self._end(index, f"does not fit into {self._longest // self._block_size} blocks")
+        self.records.arrived[index] = self.clock.now
+        if round_.input_tokens + output_limit(round_) > self._max_tokens:
+            self._end(index, f"does not fit into {self._max_tokens // self._block_size} blocks")
             return
-        hashes = self._prompts.of(round_)
+        hashes = self._prompts.hashes(round_)
         session = self.workload.sessions[round_.session].name
-        self._ask(Attempt(index, round_, hashes, session))
+        self._route(ActiveRound(index, round_, hashes, session))
 
-    def _ask(self, flight: Attempt) -> None:
-        self.routers.ask(self._route_request(flight))
+    def _route(self, active: ActiveRound) -> None:
+        self.routers.route(self._route_request(active))
 
-    def _route_request(self, flight: Attempt) -> RouteRequest:
-        round_ = flight.round
+    def _route_request(self, active: ActiveRound) -> RouteRequest:
+        round_ = active.round
         session = self.workload.sessions[round_.session]
         parent = None if session.parent is None else self.workload.sessions[session.parent].name
-        self._flights[flight.attempt] = flight
-        tokens, size = flight.tokens, self._block_size
+        self._active[active.attempt_id] = active
+        tokens, size = active.tokens, self._block_size
         return RouteRequest(
-            request=flight.attempt,
+            request=active.attempt_id,
             model=MODEL,
-            sequence_hashes=flight.hashes.sequence_hashes[: tokens // size * HASH_BYTES],
+            sequence_hashes=active.hashes.sequence_hashes[: tokens // size * HASH_BYTES],
             tokens=tokens,
-            max_tokens=round_.output_tokens - flight.generated,
+            max_tokens=round_.output_tokens - active.generated,
             deadline_s=self.options.deadline_s,
             hints=Hints(
                 priority=round_.priority,
-                session=flight.session,
+                session=active.session,
                 parent_session=parent,
-                session_final=flight.index in self._final,
+                session_final=active.index in self._final,
                 osl=None,
             ),
             placement=ANYWHERE,
         )
 
-    def _routed(self, ticket: Ticket) -> None:
-        flight = self._flights[ticket.request.request]
+    def _on_routed(self, ticket: Ticket) -> None:
+        active = self._active[ticket.request.request]
         result = ticket.result
         if isinstance(result, Decision):
-            self._ledger.placed(flight.index, result, ticket.overlaps)
-            self._place(flight, result)
+            self._accounting.on_placed(active.index, result, ticket.overlaps)
+            self._dispatch(active, result)
             return
-        del self._flights[flight.attempt]
-        flight.refusals += 1
-        if result is None or flight.refusals > RETRIES or result.code in ("invalid", "deadline"):
-            self._end(flight.index, result.reason if result else "no answer")
+        del self._active[active.attempt_id]
+        active.rejections += 1
+        if result is None or active.rejections > RETRIES or result.code in ("invalid", "deadline"):
+            self._end(active.index, result.reason if result else "no answer")
             return
-        flight.next_attempt()
-        self.agenda.after(result.retry_after_s, partial(self._ask, flight))
+        active.next_attempt()
+        self.clock.after(result.retry_after_s, partial(self._route, active))
 
-    def _place(self, flight: Attempt, decision: Decision) -> None:
-        index, chosen = flight.index, decision.chosen.instance
+    def _dispatch(self, active: ActiveRound, decision: Decision) -> None:
+        index, chosen = active.index, decision.chosen.instance
         if isnan(self.records.placed[index]):
-            self.records.placed[index] = self.agenda.now
+            self.records.placed[index] = self.clock.now
         if decision.prefill is None:
-            self._submit(flight, chosen)
+            self._submit(active, chosen)
         else:
-            flight.decoder = chosen
-            self._submit(flight, decision.prefill.instance)
+            active.decoder = chosen
+            self._submit(active, decision.prefill.instance)
 
-    def _submit(self, flight: Attempt, instance: str) -> None:
-        flight.instance = instance
-        self.records.worker[flight.index] = self._places[instance]
+    def _submit(self, active: ActiveRound, instance: str) -> None:
+        active.instance = instance
+        self.records.worker[active.index] = self._numbers[instance]
         try:
-            self.workers[instance].submit(flight.request(self._prompts.salt))
+            self.workers[instance].submit(active.request(self._prompts.salt))
         except ValueError as error:
-            del self._flights[flight.attempt]
-            self.routers.publish([SeqFree(flight.attempt)])
-            self._end(flight.index, str(error).removeprefix(f"{flight.attempt} "))
+            del self._active[active.attempt_id]
+            self.routers.publish([SeqFree(active.attempt_id)])
+            self._end(active.index, str(error).removeprefix(f"{active.attempt_id} "))
 
-    # --- answers
+    # --- outputs
 
-    def _delivered(self, worker: SimulatedWorker, outputs: list[MockOutput]) -> None:
+    def _on_outputs(self, worker: SimulatedWorker, outputs: list[MockOutput]) -> None:
         for output in outputs:
-            flight = self._flights.get(output.request)
-            if flight is not None:
-                self._take(worker, flight, output)
-        if worker.leaving and not worker.core.busy:
+            active = self._active.get(output.request)
+            if active is not None:
+                self._on_output(worker, active, output)
+        if worker.draining and not worker.core.busy:
             self._remove(worker)
 
-    def _take(self, worker: SimulatedWorker, flight: Attempt, output: MockOutput) -> None:
-        index, records = flight.index, self.records
+    def _on_output(self, worker: SimulatedWorker, active: ActiveRound, output: MockOutput) -> None:
+        index, records = active.index, self.records
         if output.cached is not None:
-            self.routers.publish([SeqPrefilled(flight.attempt)])
-            if isnan(records.first[index]):
-                records.first[index] = self.agenda.now + self.options.network.overhead
-                records.prefiller[index] = self._places[worker.instance]
+            self.routers.publish([SeqPrefilled(active.attempt_id)])
+            if isnan(records.first_token[index]):
+                records.first_token[index] = self.clock.now + self.options.network.overhead
+                records.prefiller[index] = self._numbers[worker.instance]
                 records.cached[index] = sum(output.cached)
-                self._ledger.computed(index)
-        flight.generated = output.offset + len(output.tokens)
+                self._accounting.on_prefilled(index)
+        active.generated = output.offset + len(output.tokens)
         if output.finish is None:
             return
-        if flight.decoder and flight.generated < flight.target:
-            self._hand_over(flight)
+        if active.decoder and active.generated < active.output_limit:
+            self._hand_off(active)
         else:
-            self._finish(worker, flight, output.finish)
+            self._finish(worker, active, output.finish)
 
-    def _hand_over(self, flight: Attempt) -> None:
-        """Its prompt is computed; it goes on where it was meant to be decoded, KV and all."""
-        decoder, flight.decoder = flight.decoder, ""
+    def _hand_off(self, active: ActiveRound) -> None:
+        """Hand a prefilled sequence off to its decode worker, with its KV."""
+        decoder, active.decoder = active.decoder, ""
         if decoder in self.workers:
-            flight.remote = flight.tokens - 1
-            self._submit(flight, decoder)
+            active.remote = active.tokens - 1
+            self._submit(active, decoder)
         else:
-            self._move(flight)
+            self._migrate(active)
 
-    def _tell_progress(self) -> None:
-        """What clients tell the routers of answers that go on, now and then."""
+    def _report_progress(self) -> None:
+        """Publish the progress of decoding sequences, as frontends do."""
         events: list[SeqEvent] = []
         for worker in self.workers.values():
             for request, generated in worker.progress():
-                flight = self._flights[request]
-                flight.generated = generated
-                if generated - flight.told >= PROGRESS_TOKENS:
-                    flight.told = generated
+                active = self._active[request]
+                active.generated = generated
+                if generated - active.reported >= PROGRESS_TOKENS:
+                    active.reported = generated
                     events.append(SeqProgress(request, generated))
         if events:
             self.routers.publish(events)
-        self.agenda.after(PROGRESS_S, self._tell_progress)
+        self.clock.after(PROGRESS_S, self._report_progress)
 
-    def _finish(self, worker: SimulatedWorker, flight: Attempt, finish: str) -> None:
-        del self._flights[flight.attempt]
-        index, records, now = flight.index, self.records, self.agenda.now
-        self._ledger.ended(index, flight.generated)
-        self.routers.publish([SeqFree(flight.attempt)])
-        records.output[index] = flight.generated
+    def _finish(self, worker: SimulatedWorker, active: ActiveRound, finish: str) -> None:
+        del self._active[active.attempt_id]
+        index, records, now = active.index, self.records, self.clock.now
+        self._accounting.on_finished(index, active.generated)
+        self.routers.publish([SeqFree(active.attempt_id)])
+        records.output[index] = active.generated
         self.routers.follow(
             Outcome(
-                request=flight.attempt,
+                request=active.attempt_id,
                 instance=worker.instance,
                 time=now,
                 cached_tokens=records.cached[index],
-                output_tokens=flight.generated,
-                ttft_s=records.first[index] - records.arrived[index],
+                output_tokens=active.generated,
+                ttft_s=records.first_token[index] - records.arrived[index],
                 total_s=now - records.arrived[index],
                 finish=finish,
             )
@@ -339,25 +339,25 @@ class Simulation:
 
     def _end(self, index: int, error: str | None) -> None:
         self.records.error[index] = error
-        self.records.ended[index] = self.agenda.now + self.options.network.overhead
+        self.records.ended[index] = self.clock.now + self.options.network.overhead
         if index in self._final:
             session = self.workload.sessions[self.workload.rounds[index].session].name
             for worker in self.workers.values():
                 worker.release(session)
-        self._left -= 1
+        self._remaining -= 1
         self._progress()
-        for follower in self._followers[index]:
-            self._waits[follower] -= 1
-            if not self._waits[follower]:
-                delay = self.workload.rounds[follower].at_s / self.options.speed
-                self.agenda.after(delay, partial(self._arrive, follower))
-        if not self._left:
-            self.agenda.stop()
+        for successor in self._successors[index]:
+            self._unfinished_before[successor] -= 1
+            if not self._unfinished_before[successor]:
+                delay = self.workload.rounds[successor].at_s / self.options.speed
+                self.clock.after(delay, partial(self._arrive, successor))
+        if not self._remaining:
+            self.clock.stop()
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the search for cycles, of which a run makes none to speak of."""
+def _gc_disabled() -> Iterator[None]:
+    """Disable the cyclic garbage collector, since a run makes hardly any cycles."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What is simulated: the fleet, the network, the faults, and how clients behave."""
+"""Options of a simulation: fleet, network, faults and clients."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,17 +7,17 @@ from typing import Literal
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.worker.engines.mock.core import CoreOptions
 
-LEAST_SPEED = 1e-6
+MIN_SPEED = 1e-6
 Serves = Literal["aggregated", "prefill", "decode"]
 
 
 class SimulationError(Exception):
-    """The simulation cannot run as asked; the message names the option and the reason."""
+    """Invalid options; the message names the option and the reason."""
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """One group of identical workers; `serves` is their part in disaggregated serving."""
+    """One group of identical workers; `serves` is their role in disaggregated serving."""
 
     count: int = 4
     core: CoreOptions = field(default_factory=CoreOptions)
@@ -26,7 +26,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of the fleet at `time` seconds: a worker dies, leaves after its work, or joins."""
+    """A change of the fleet at `time` seconds: a worker dies, drains and leaves, or joins."""
 
     time: float
     kind: Literal["die", "leave", "join"]
@@ -35,9 +35,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Network:
-    """Delays in seconds, and the share of KV event batches that get lost.
+    """Delays in seconds; `event_loss` is the share of KV event batches that are lost.
 
-    `overhead` is what the path around the engine adds before the first token.
+    `overhead` is the time that the path around the engine adds before the first token.
     """
 
     overhead: float = 0.003
@@ -50,9 +50,9 @@ class Network:
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """A whole scenario. `speed` divides the workload's times; `deadline_s` bounds queueing.
+    """A scenario. `speed` divides the workload's times; `deadline_s` bounds queueing.
 
-    `horizon_s` is how far the decode steps of an engine are planned ahead: a matter of speed only.
+    `horizon_s` bounds a batch of decode steps; it affects the simulator's speed, not its results.
     """
 
     router: RouterSettings = field(default_factory=RouterSettings)
@@ -70,16 +70,16 @@ class SimulationOptions:
         return self.workers[0].core.limits.block_size
 
     def check(self) -> None:
-        """Raise SimulationError unless the scenario makes sense."""
+        """Raise SimulationError for an invalid scenario."""
         sizes = {group.core.limits.block_size for group in self.workers}
         if len(sizes) != 1:
-            raise SimulationError(f"workers must agree on the block size, not use {sorted(sizes)}")
+            raise SimulationError(f"workers must use one block size, not {sorted(sizes)}")
         if self.replicas < 1 or sum(group.count for group in self.workers) < 1:
-            raise SimulationError("there must be at least one router and one worker")
+            raise SimulationError("at least one router and one worker are required")
         if all(group.serves == "prefill" for group in self.workers if group.count):
-            raise SimulationError("some workers must decode, not all only prefill")
-        if not LEAST_SPEED <= self.speed < math.inf:
-            raise SimulationError(f"speed must be at least {LEAST_SPEED:g} and finite")
+            raise SimulationError("at least one worker must decode")
+        if not MIN_SPEED <= self.speed < math.inf:
+            raise SimulationError(f"speed must be at least {MIN_SPEED:g} and finite")
         self._check_network()
         self._check_faults()
 
@@ -92,15 +92,15 @@ class SimulationOptions:
                 raise SimulationError(f"{name} delay must be at least 0 and finite")
 
     def _check_faults(self) -> None:
-        there = set(range(sum(group.count for group in self.workers)))
+        present = set(range(sum(group.count for group in self.workers)))
         for fault in sorted(self.faults, key=lambda fault: fault.time):
             if not 0 <= fault.time < math.inf:
-                raise SimulationError(f"a fault at {fault.time} s")
-            if (fault.worker in there) is (fault.kind == "join"):
-                state = "is there already" if fault.kind == "join" else "is not there"
-                what = f"worker {fault.worker} cannot {fault.kind} at {fault.time:g} s"
-                raise SimulationError(f"{what}: it {state}")
+                raise SimulationError(f"fault at {fault.time} s: the time must be finite and >= 0")
+            if (fault.worker in present) is (fault.kind == "join"):
+                state = "has joined already" if fault.kind == "join" else "does not exist"
+                attempt = f"worker {fault.worker} cannot {fault.kind} at {fault.time:g} s"
+                raise SimulationError(f"{attempt}: it {state}")
             if fault.kind == "join":
-                there.add(fault.worker)
+                present.add(fault.worker)
             else:
-                there.remove(fault.worker)
+                present.remove(fault.worker)

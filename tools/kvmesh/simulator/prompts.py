@@ -1,4 +1,4 @@
-"""From a workload's tree of tokens to block hashes, as the mesh would compute them."""
+"""Block hashes of a workload's rounds, derived from its token tree."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from kvmesh.workload.model import Round, Workload
 
 
 @dataclass(slots=True)
-class Hashes:
-    """Packed local and sequence hashes of a round, of prompt and answer together."""
+class RoundHashes:
+    """Packed local and sequence hashes of a round, prompt and output together."""
 
     local: bytes
     sequence_hashes: bytes
@@ -17,26 +17,26 @@ class Hashes:
 class SimulatedPrompts:
     """Hashes of a workload's rounds at the engines' block size.
 
-    A block's place on its branch stands for its tokens: equal content, equal local hash, which is
-    all that matters to caches and index.
+    A block's position on its branch stands for its tokens. Equal content has equal local hashes,
+    and caches and index compare nothing else.
     """
 
     def __init__(self, workload: Workload, model: str, block_size: int) -> None:
         self._workload = workload
         self._size = block_size
-        self._places = b""
+        self._zeros = b""
         self.salt = salt(model, "", "")
 
-    def of(self, round_: Round) -> Hashes:
+    def hashes(self, round_: Round) -> RoundHashes:
         local = self._local(round_)
-        return Hashes(local, sequence_hashes(local, self.salt))
+        return RoundHashes(local, sequence_hashes(local, self.salt))
 
     def _local(self, round_: Round) -> bytes:
         size, total = self._size, round_.input_tokens + round_.output_tokens
-        if len(self._places) < total // size * HASH_BYTES:
-            self._places = bytes(total // size * HASH_BYTES)
+        if len(self._zeros) < total // size * HASH_BYTES:
+            self._zeros = bytes(total // size * HASH_BYTES)
         parts = [
-            sequence_hashes(self._places[: (end // size - start // size) * HASH_BYTES], branch)
-            for branch, start, end in self._workload.tree.back(round_.answer, total)
+            sequence_hashes(self._zeros[: (end // size - start // size) * HASH_BYTES], branch)
+            for branch, start, end in self._workload.tree.reversed_path(round_.output_branch, total)
         ]
         return b"".join(reversed(parts))

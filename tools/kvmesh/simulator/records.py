@@ -1,4 +1,4 @@
-"""What happened to each round, kept as columns."""
+"""Measurements of a simulation: columns over rounds, totals and samples per worker."""
 
 from dataclasses import dataclass, field
 
@@ -10,26 +10,26 @@ NEVER = float("nan")
 
 
 class Records:
-    """One entry per round; times in virtual seconds, NaN until they come; token counts.
+    """One entry per round: times in virtual seconds (NaN until known), counts in tokens.
 
-    `placed` is the first placement. Of workers, which are numbered by life in the order in which
-    they joined, `prefiller` gave the first token and `worker` was the last to have the round.
+    `placed` is the time of the first placement. `prefiller` is the worker of the first token,
+    `worker` that of the last attempt; each incarnation has a number, in the order of joining.
     """
 
     def __init__(self, rounds: int) -> None:
         self.arrived = [NEVER] * rounds
         self.placed = [NEVER] * rounds
-        self.first = [NEVER] * rounds
+        self.first_token = [NEVER] * rounds
         self.ended = [NEVER] * rounds
         self.cached = [0] * rounds
         self.ideal = [0] * rounds
-        self.made = [0] * rounds
-        self.best = [0] * rounds
-        self.held = [0] * rounds
+        self.computed = [0] * rounds
+        self.best_rank = [0] * rounds
+        self.chosen_rank = [0] * rounds
         self.output = [0] * rounds
         self.worker = [-1] * rounds
         self.prefiller = [-1] * rounds
-        self.moves = [0] * rounds
+        self.migrations = [0] * rounds
         self.error: list[str | None] = [None] * rounds
 
     def column(self, name: str) -> Column:
@@ -38,8 +38,8 @@ class Records:
 
 
 @dataclass(slots=True)
-class WorkerSpan:
-    """What one worker did from `start` to `end`: its share of busy time and its blocks."""
+class LoadSample:
+    """A worker's sequences and blocks at `time` (virtual seconds)."""
 
     time: float
     running: int
@@ -50,7 +50,7 @@ class WorkerSpan:
 
 @dataclass
 class WorkerRecord:
-    """Totals of one worker life, and samples over time."""
+    """Totals of one incarnation of a worker, and samples over time."""
 
     name: str
     busy_s: float = 0.0
@@ -61,4 +61,4 @@ class WorkerRecord:
     output_tokens: int = 0
     preemptions: int = 0
     evicted_blocks: int = 0
-    samples: list[WorkerSpan] = field(default_factory=list)
+    samples: list[LoadSample] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The virtual clock: what happens next, deterministically."""
+"""The virtual clock: a deterministic event queue."""
 
 import heapq
 from collections.abc import Callable
@@ -8,40 +8,40 @@ Entry = tuple[float, int, Action]
 
 
 class VirtualClock:
-    """Actions by time; those of one instant run in the order in which they were entered."""
+    """Runs actions by time; those of one instant in the order of their scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._entered = 0
+        self._scheduled = 0
         self._stopped = False
         self._heap: list[Entry] = []
         self._planned: list[Entry] = []
 
     def at(self, time: float, action: Action) -> None:
-        """Run `action` at `time`, in seconds; a time that has passed means now."""
-        self._entered += 1
-        heapq.heappush(self._heap, (time if time > self.now else self.now, self._entered, action))
+        """Run `action` at `time` (seconds), or now if that has passed."""
+        self._scheduled += 1
+        heapq.heappush(self._heap, (time if time > self.now else self.now, self._scheduled, action))
 
     def after(self, delay: float, action: Action) -> None:
-        """Run `action` in `delay` seconds, which is not negative."""
-        self._entered += 1
-        heapq.heappush(self._heap, (self.now + delay, self._entered, action))
+        """Run `action` in `delay` (seconds, at least 0)."""
+        self._scheduled += 1
+        heapq.heappush(self._heap, (self.now + delay, self._scheduled, action))
 
     def plan(self, actions: list[tuple[float, Action]]) -> None:
-        """Like `at` for each of many, which do not slow down what is entered later."""
-        first = self._entered + 1
-        self._entered += len(actions)
+        """Schedule many actions, as `at` does, without making later scheduling slower."""
+        first = self._scheduled + 1
+        self._scheduled += len(actions)
         self._planned += [
             (max(time, self.now), first + i, act) for i, (time, act) in enumerate(actions)
         ]
         self._planned.sort(reverse=True)
 
     def stop(self) -> None:
-        """Let no more time pass: `run` returns after the present action."""
+        """Make `run` return after the current action."""
         self._stopped = True
 
     def run(self) -> None:
-        """Let time pass until there is nothing to do or `stop` is called."""
+        """Run actions until none is left or `stop` is called."""
         heap, planned, pop = self._heap, self._planned, heapq.heappop
         while (heap or planned) and not self._stopped:
             from_plan = planned and (not heap or planned[-1] < heap[0])

@@ -1,7 +1,7 @@
-"""Captures of a live mesh: its routing decisions and their outcomes as a workload.
+"""Captures a live mesh's routing decisions and outcomes as a workload.
 
-Only lengths, block hashes, sessions and times are read; the bus never carries text on these
-subjects, and prompts cannot be had back from salted hashes.
+A capture reads lengths, block hashes, sessions and times only. These subjects never carry text, and
+salted hashes do not reveal prompts.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Decision, Outcome, RouteEvent
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import HASH_BYTES
-from kvmesh.workload.analysis.sharing import link_answers
+from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.mooncake import TreeBuilder
 from kvmesh.workload.model import Round, Session, Workload
@@ -22,11 +22,11 @@ from kvmesh.workload.tree import Tree
 
 
 class CaptureError(WorkloadError):
-    """Nothing to capture, or decisions that fit no block size."""
+    """No finished requests, undecodable decisions, or decisions of several block sizes."""
 
 
 class CapturedRound(Struct, frozen=True, kw_only=True):
-    """A finished request: arrival and end in Unix seconds."""
+    """A finished request; `arrival` and `end` in Unix seconds."""
 
     decision: Decision
     outcome: Outcome
@@ -35,30 +35,30 @@ class CapturedRound(Struct, frozen=True, kw_only=True):
 
 
 class Recorder:
-    """Pairs decisions with outcomes; a request that was moved counts from its last placement."""
+    """Pairs decisions with outcomes; a migrated request counts from its last placement."""
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
-        self._open: dict[str, Decision] = {}
-        self._taken: dict[str, CapturedRound] = {}
+        self._pending: dict[str, Decision] = {}
+        self._rounds: dict[str, CapturedRound] = {}
 
     @property
     def unfinished(self) -> int:
-        return len(self._open)
+        return len(self._pending)
 
     @property
-    def taken(self) -> list[CapturedRound]:
+    def rounds(self) -> list[CapturedRound]:
         """Finished requests by arrival."""
-        return sorted(self._taken.values(), key=lambda taken: taken.arrival)
+        return sorted(self._rounds.values(), key=lambda round_: round_.arrival)
 
     def add(self, event: RouteEvent) -> None:
         if isinstance(event, Decision):
             if self._model in (None, event.model):
-                self._open[event.request] = event
+                self._pending[event.request] = event
             return
-        decision = self._open.pop(event.request, None)
+        decision = self._pending.pop(event.request, None)
         if decision is not None:
-            self._taken[event.request] = CapturedRound(
+            self._rounds[event.request] = CapturedRound(
                 decision=decision,
                 outcome=event,
                 arrival=decision.time - decision.wait_s,
@@ -66,40 +66,40 @@ class Recorder:
             )
 
 
-def fitting_block_size(taken: list[CapturedRound]) -> int:
-    """The block size under which every prompt has as many full blocks as it has hashes.
+def fitting_block_size(captured: list[CapturedRound]) -> int:
+    """The block size with which each prompt has as many full blocks as hashes.
 
-    Of several, the largest power of two among them, else the largest. Raises CaptureError.
+    Among several such sizes: the largest power of two, else the largest. Raises CaptureError.
     """
     low, high = 1, 1 << 16
-    for each in taken:
+    for each in captured:
         count, tokens = len(each.decision.sequence_hashes) // HASH_BYTES, each.decision.tokens
         low = max(low, tokens // (count + 1) + 1)
         if count:
             high = min(high, tokens // count)
     if low > high:
-        raise CaptureError("the decisions are of several block sizes; name one model")
+        raise CaptureError("the decisions have several block sizes; choose one with --model")
     power = 1 << (high.bit_length() - 1)
     return power if power >= low else high
 
 
-def assemble(taken: list[CapturedRound]) -> Workload:
-    """The workload of captured requests, its time starting with the first. Raises CaptureError.
+def assemble(captured: list[CapturedRound]) -> Workload:
+    """The workload of captured requests; the first arrival is time 0. Raises CaptureError.
 
-    A round that began after the one before it in its session had ended waits for it; others
-    start at their own time.
+    A round that arrived after the end of its session's previous round waits for that one; the
+    others start at their arrival time.
     """
-    if not taken:
+    if not captured:
         raise CaptureError("no finished requests in this window")
-    size = fitting_block_size(taken)
-    writer = _Writer(taken[0].arrival, size)
-    for each in taken:
+    size = fitting_block_size(captured)
+    writer = _Writer(captured[0].arrival, size)
+    for each in captured:
         writer.add(each)
     workload = Workload(
         tree=writer.tree, sessions=writer.sessions, rounds=writer.rounds, block_size=size
     )
-    for members in workload.of_sessions():
-        link_answers(workload, members)
+    for members in workload.by_session():
+        link_outputs(workload, members)
     return workload
 
 
@@ -113,29 +113,29 @@ class _Writer:
         self._known: dict[str, int] = {}
         self._last: dict[int, tuple[int, float]] = {}
 
-    def add(self, taken: CapturedRound) -> None:
-        decision, outcome = taken.decision, taken.outcome
+    def add(self, captured: CapturedRound) -> None:
+        decision, outcome = captured.decision, captured.outcome
         session = self._session(decision)
         if decision.hints.session_final:
             self.sessions[session] = msgspec.structs.replace(self.sessions[session], ends=True)
         hashes = memoryview(decision.sequence_hashes).cast("Q").tolist()
         branch = self._builder.add(hashes)
         before = self._last.get(session)
-        follows = before is not None and before[1] <= taken.arrival
-        self._last[session] = (len(self.rounds), taken.end)
+        follows = before is not None and before[1] <= captured.arrival
+        self._last[session] = (len(self.rounds), captured.end)
         tokens = max(1, decision.tokens)
         self.rounds.append(
             Round(
                 session=session,
                 branch=branch,
-                answer=self.tree.fork(branch, tokens),
+                output_branch=self.tree.fork(branch, tokens),
                 input_tokens=tokens,
                 output_tokens=outcome.output_tokens,
-                at_s=taken.arrival - (before[1] if before and follows else self._origin),
+                at_s=captured.arrival - (before[1] if before and follows else self._origin),
                 after=(before[0],) if before and follows else (),
                 wait="pause" if follows else "",
                 priority=decision.hints.priority,
-                abort_after=_left_after(outcome),
+                abort_after=_abort_after(outcome),
             )
         )
 
@@ -150,17 +150,17 @@ class _Writer:
         return len(self.sessions) - 1
 
 
-def _left_after(outcome: Outcome) -> int | None:
+def _abort_after(outcome: Outcome) -> int | None:
     return max(1, outcome.output_tokens) if outcome.finish == "cancelled" else None
 
 
 async def capture(bus: Bus, since: datetime, model: str | None, timeout: float = 60.0) -> Recorder:
-    """Read what was decided and finished from `since` until now. Raises CaptureError."""
+    """Read the decisions and outcomes from `since` until now. Raises CaptureError."""
     recorder = Recorder(model)
     decoder = msgspec.msgpack.Decoder(RouteEvent)
     unreadable = 0
 
-    def take(message: StreamMessage) -> None:
+    def on_message(message: StreamMessage) -> None:
         nonlocal unreadable
         try:
             recorder.add(decoder.decode(message.data))
@@ -170,15 +170,15 @@ async def capture(bus: Bus, since: datetime, model: str | None, timeout: float =
     start = Start(time=since)
     subjects = bus.subjects
     subject = subjects.route(model) if model else subjects.route_all
-    reader = StreamReader(bus, subjects.route_stream, subject, take, start)
+    reader = StreamReader(bus, subjects.route_stream, subject, on_message, start)
     await reader.open()
     try:
         async with asyncio.timeout(timeout):
             await reader.caught_up.wait()
     except TimeoutError:
-        raise CaptureError(f"the stream of decisions was not read within {timeout:g} s") from None
+        raise CaptureError(f"reading the decision stream took more than {timeout:g} s") from None
     finally:
         await reader.close()
     if unreadable:
-        raise CaptureError(f"{unreadable} decisions of another version cannot be read")
+        raise CaptureError(f"cannot decode {unreadable} decisions (of another version?)")
     return recorder

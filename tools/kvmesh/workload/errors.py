@@ -1,4 +1,4 @@
-"""What can be wrong with a trace, and how it is told."""
+"""Errors of workloads; defects of traces and their repairs."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,7 +8,7 @@ SHOWN = 10
 
 
 class Problem(NamedTuple):
-    """One defect: the line it is on (from 1), what it is, and how `--repair` mends it."""
+    """One defect: its line (from 1), the reason, and the repair that `--repair` makes."""
 
     line: int
     reason: str
@@ -16,11 +16,11 @@ class Problem(NamedTuple):
 
 
 class WorkloadError(Exception):
-    """Base of everything that this package raises about its input."""
+    """Base class of errors in workloads, traces and profiles."""
 
 
 class TraceError(WorkloadError):
-    """A trace with defects that was not to be repaired, or cannot be."""
+    """A trace with defects that cannot be repaired, or without `--repair`."""
 
     def __init__(self, file: Path, problems: list[Problem]) -> None:
         lines = [f"{file}:{p.line}: {p.reason}" for p in problems[:SHOWN]]
@@ -32,7 +32,7 @@ class TraceError(WorkloadError):
 
 
 class Repairs:
-    """Collects defects while reading; refuses at the end unless they are to be repaired."""
+    """Defects found while reading a trace, and whether the reader may repair them."""
 
     def __init__(self, file: Path, repair: bool) -> None:
         self.file = file
@@ -42,15 +42,15 @@ class Repairs:
     def note(self, line: int, reason: str, repair: str) -> None:
         self.problems.append(Problem(line, reason, repair))
 
-    def settle(self) -> None:
-        """Raises TraceError if there were defects and none may be repaired."""
+    def check(self) -> None:
+        """Raise TraceError if there are defects and repairs are off."""
         if self.problems and not self.repair:
             raise TraceError(self.file, sorted(self.problems))
 
     def counts(self) -> dict[str, int]:
-        """How often each kind of repair was made."""
+        """Number of repairs by kind."""
         return dict(Counter(problem.repair for problem in self.problems))
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """The counts as lines of text."""
         return [f"repaired {count:,}×: {repair}" for repair, count in self.counts().items()]

@@ -1,8 +1,7 @@
-"""The one internal form of a workload, whatever file or generator it came from.
+"""The internal form of a workload: rounds (requests) in sessions over one token tree.
 
-A workload is a list of *rounds* (one request each), grouped into *sessions*, over one *tree* of
-tokens. It holds no text and no token ids: only which prompts share which prefix, how long prompts
-and answers are, and when each request may start. docs/workloads.md explains it with examples.
+It holds no text and no token ids: only the prefixes that prompts share, the lengths of prompts and
+outputs, and the time or the rounds that each request waits for. docs/workloads.md has examples.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from msgspec import Meta, Struct
 
 from kvmesh.workload.tree import Tree
 
-# No prompt has so many tokens, and no wait takes so many seconds: beyond it, a trace is in error.
+# Upper bound of tokens and seconds; larger values are defects of a trace.
 LIMIT = 100_000_000
 Tokens = Annotated[int, Meta(ge=0, le=LIMIT)]
 SomeTokens = Annotated[int, Meta(ge=1, le=LIMIT)]
@@ -24,18 +23,18 @@ Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
 class Round(Struct, frozen=True, kw_only=True):
     """One request.
 
-    It starts `at_s` seconds after the start of the workload or, when it waits for others (`after`,
-    indices into the workload's rounds), `at_s` seconds after the last of them has ended.
+    Without `after` (indices of rounds), it starts `at_s` seconds after the start of the workload;
+    otherwise `at_s` seconds after the end of the last round in `after`.
 
-    The prompt is `(branch, input_tokens)`; after generation the engine holds `(answer, input_tokens
-    + output_tokens)`. `answer == branch` means that later prompts contain the answer as it was
-    generated. `wait` says what the client did before this round ("human", a tool's name).
-    `abort_after` is the number of answer tokens after which the client leaves.
+    The prompt is `(branch, input_tokens)`; after generation the engine holds `(output_branch,
+    input_tokens + output_tokens)`. `output_branch == branch` means that later prompts contain the
+    output as generated. `wait` names the client's activity before this round ("human" or a tool).
+    After `abort_after` output tokens the client disconnects.
     """
 
     session: int
     branch: int
-    answer: int
+    output_branch: int
     input_tokens: SomeTokens
     output_tokens: Tokens
     at_s: Seconds = 0.0
@@ -47,9 +46,9 @@ class Round(Struct, frozen=True, kw_only=True):
 
 
 class Session(Struct, frozen=True, kw_only=True):
-    """One agent's chain of rounds. `parent` is the session that started it.
+    """One agent's chain of rounds; `parent` is the index of the session that spawned it.
 
-    With `ends`, its client says with the last round that it is over.
+    With `ends`, the client marks the last round as the session's final one.
     """
 
     name: str
@@ -59,9 +58,9 @@ class Session(Struct, frozen=True, kw_only=True):
 
 
 class Workload(Struct, kw_only=True):
-    """Rounds in an order in which each comes after all that it waits for.
+    """Rounds in topological order: each follows all rounds that it waits for.
 
-    `block_size` is the resolution in tokens to which sharing is known; 1 means exactly.
+    `block_size` is the resolution of prefix sharing in tokens; 1 is exact.
     """
 
     tree: Tree
@@ -73,7 +72,7 @@ class Workload(Struct, kw_only=True):
         return len(self.rounds)
 
     def first(self, count: int | None) -> "Workload":
-        """The first `count` rounds; what they wait for is among them."""
+        """The first `count` rounds, which by their order wait for none of the others."""
         if count is None or count >= len(self.rounds):
             return self
         return Workload(
@@ -83,14 +82,14 @@ class Workload(Struct, kw_only=True):
             block_size=self.block_size,
         )
 
-    def of_sessions(self) -> Iterator[list[int]]:
-        """The indices of each session's rounds, in order."""
+    def by_session(self) -> Iterator[list[int]]:
+        """Indices of each session's rounds, in order."""
         members: list[list[int]] = [[] for _ in self.sessions]
         for index, round_ in enumerate(self.rounds):
             members[round_.session].append(index)
         return iter(members)
 
-    def final(self) -> set[int]:
-        """The last round of each session whose client says that it is over."""
-        chains = zip(self.sessions, self.of_sessions(), strict=True)
+    def final_rounds(self) -> set[int]:
+        """Indices of the rounds that clients mark as their session's final one."""
+        chains = zip(self.sessions, self.by_session(), strict=True)
         return {members[-1] for session, members in chains if session.ends and members}

@@ -1,37 +1,37 @@
-"""An order in which everything comes after what it waits for (Kahn 1962)."""
+"""Topological order (Kahn 1962)."""
 
 import heapq
 from collections.abc import Callable, Iterator
 
 
-def in_order(before: list[set[int]], on_cycle: Callable[[int], None]) -> Iterator[int]:
-    """Yield each place after all in `before[place]`, otherwise in their own order.
+def topological_order(before: list[set[int]], on_cycle: Callable[[int], None]) -> Iterator[int]:
+    """Yield each index after all in `before[index]`, otherwise in ascending order.
 
-    Where places wait for each other in a cycle, `on_cycle` is told the first of them that is left;
-    it comes next, and its remaining predecessors are removed from `before`.
+    On a cycle, call `on_cycle` with the lowest remaining index, yield that index next and remove
+    its remaining predecessors from `before`.
     """
     followers: dict[int, list[int]] = {}
-    for place, waits in enumerate(before):
-        for other in waits:
-            followers.setdefault(other, []).append(place)
-    open_ = [len(waits) for waits in before]
-    ready = [place for place, count in enumerate(open_) if not count]
+    for index, predecessors in enumerate(before):
+        for other in predecessors:
+            followers.setdefault(other, []).append(index)
+    remaining = [len(predecessors) for predecessors in before]
+    ready = [index for index, count in enumerate(remaining) if not count]
     done = bytearray(len(before))
-    first_left = 0
+    next_open = 0
     while True:
         while ready:
-            place = heapq.heappop(ready)
-            if done[place]:
+            index = heapq.heappop(ready)
+            if done[index]:
                 continue
-            done[place] = True
-            yield place
-            for follower in followers.get(place, ()):
-                open_[follower] -= 1
-                if not open_[follower]:
+            done[index] = True
+            yield index
+            for follower in followers.get(index, ()):
+                remaining[follower] -= 1
+                if not remaining[follower]:
                     heapq.heappush(ready, follower)
-        first_left = done.find(0, first_left)
-        if first_left < 0:
+        next_open = done.find(0, next_open)
+        if next_open < 0:
             return
-        on_cycle(first_left)
-        before[first_left] = {other for other in before[first_left] if done[other]}
-        ready.append(first_left)
+        on_cycle(next_open)
+        before[next_open] = {other for other in before[next_open] if done[other]}
+        ready.append(next_open)

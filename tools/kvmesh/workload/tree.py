@@ -1,4 +1,4 @@
-"""Which prompts share which tokens, without any token."""
+"""The token tree: prefix sharing between prompts, without any token."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class TokenSegment(NamedTuple):
-    """Token positions `start` up to `end` of a prompt, which lie on `branch`."""
+    """Token positions `start` to `end` (exclusive) of a prompt, which lie on `branch`."""
 
     branch: int
     start: int
@@ -22,10 +22,10 @@ class TokenSegment(NamedTuple):
 
 
 class Tree:
-    """Who shares which tokens. A branch continues its parent from token position `start` on.
+    """A tree of branches; each continues its parent from token position `start` on.
 
-    A prompt is `(branch, tokens)`: the first `tokens` tokens on the way from the root along the
-    branch. Two prompts share exactly the tokens before the position at which their ways part.
+    A prompt is `(branch, tokens)`: the first `tokens` tokens on the path from the root along the
+    branch. Two prompts share exactly the tokens before the position at which their paths diverge.
     """
 
     def __init__(self) -> None:
@@ -36,9 +36,9 @@ class Tree:
         return len(self._parents)
 
     def fork(self, parent: int = ROOT, start: int = 0) -> int:
-        """A new branch that leaves `parent` at token `start`; ROOT with 0 shares nothing.
+        """Add a branch that diverges from `parent` at token `start`; ROOT and 0 share nothing.
 
-        Raises ValueError for a start that is not on the way along `parent`.
+        Raises ValueError if `parent` does not exist or `start` is not on its path.
         """
         if not ROOT <= parent < len(self._parents) or start < 0 or (parent == ROOT and start):
             raise ValueError(f"no token {start} on branch {parent}")
@@ -49,14 +49,14 @@ class Tree:
         return len(self._parents) - 1
 
     def parent(self, branch: int) -> tuple[int, int]:
-        """Where a branch comes from: (parent branch or ROOT, token position)."""
+        """(parent branch or ROOT, token position) of a branch."""
         return self._parents[branch], self._starts[branch]
 
-    def way(self, branch: int, tokens: int) -> list[TokenSegment]:
+    def path(self, branch: int, tokens: int) -> list[TokenSegment]:
         """The segments of a prompt, first token first."""
-        return [TokenSegment(*part) for part in self.back(branch, tokens)][::-1]
+        return [TokenSegment(*part) for part in self.reversed_path(branch, tokens)][::-1]
 
-    def back(self, branch: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+    def reversed_path(self, branch: int, tokens: int) -> Iterator[tuple[int, int, int]]:
         """The segments of a prompt as (branch, start, end), last token first."""
         end = tokens
         while branch != ROOT:
@@ -67,9 +67,9 @@ class Tree:
             branch = self._parents[branch]
 
     def shared(self, one: int, other: int, tokens: int) -> int:
-        """How many of the first `tokens` tokens along two branches are the same."""
+        """Length of the common prefix of two branches, up to `tokens` tokens."""
         shared = 0
-        pairs = zip(self.way(one, tokens), self.way(other, tokens), strict=False)
+        pairs = zip(self.path(one, tokens), self.path(other, tokens), strict=False)
         for left, right in pairs:
             if left.branch != right.branch:
                 break
@@ -77,17 +77,17 @@ class Tree:
         return shared
 
     def blocks(self, branch: int, tokens: int, size: int) -> NDArray[np.uint64]:
-        """Content hashes of the full blocks of `size` tokens of a prompt, first block first.
+        """Content hashes of a prompt's full blocks of `size` tokens, first block first.
 
-        Each one identifies its block together with all before it, so it serves as a local hash
-        and, in a plain prefix cache, as a sequence hash. Equal for equal trees on every machine.
+        A hash covers its block and all blocks before it, so it serves as a local hash and, in a
+        plain prefix cache, as a sequence hash. Equal trees have equal hashes on every machine.
         """
-        way = self.way(branch, tokens)
-        if not way:
+        path = self.path(branch, tokens)
+        if not path:
             return np.empty(0, np.uint64)
-        ends = [segment.end // size for segment in way]
+        ends = [segment.end // size for segment in path]
         counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        seeds = np.repeat(np.array([_seed(s.branch) for s in way], np.uint64), counts)
+        seeds = np.repeat(np.array([_seed(s.branch) for s in path], np.uint64), counts)
         seeds += np.arange(1, ends[-1] + 1, dtype=np.uint64) * np.uint64(size * _STEP & _MASK)
         return _finalise(seeds)
 

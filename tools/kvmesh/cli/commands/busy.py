@@ -1,4 +1,4 @@
-"""`kvmesh busy`: the thresholds at which workers take no new requests, while the mesh runs."""
+"""`kvmesh busy`: shows or sets the load thresholds above which ranks get no requests."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ from kvmesh.settings import Settings
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh busy MODEL [options]"
-    parser.epilog = "Without thresholds, shows those that were set. They outlive the routers."
+    parser.epilog = "Without thresholds, shows the present ones. They survive restarts of routers."
     parser.add_argument("model", metavar="MODEL", help="the model's name")
     parser.add_argument("--blocks", type=int, metavar="N", help="active blocks of a rank")
     parser.add_argument(
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill-tokens", type=int, metavar="N", help="tokens in prefill")
     parser.add_argument(
-        "--reset", action="store_true", help="forget them: the routers' own settings hold again"
+        "--reset", action="store_true", help="delete them; the routers' settings apply again"
     )
 
 
@@ -35,13 +35,13 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         blocks_share=arguments.blocks_share,
         prefill_tokens=arguments.prefill_tokens,
     )
-    reason = _objection(wanted, arguments.reset)
+    reason = _problem(wanted, arguments.reset)
     if reason:
         print(f"kvmesh busy: {reason}", file=sys.stderr)
         return 2
 
     async def main(bus: Bus) -> int:
-        await _doubt(bus, settings, arguments.model)
+        await _warn_if_unserved(bus, settings, arguments.model)
         bucket = await bus.js.key_value(bus.subjects.router_bucket)
         key = bus.subjects.busy_key(arguments.model)
         if arguments.reset:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         try:
             held = msgspec.msgpack.decode((await bucket.get(key)).value or b"", type=Thresholds)
         except NotFound:
-            print(f"{arguments.model}: as the routers are configured")
+            print(f"{arguments.model}: the routers' settings apply")
             return 0
         print(f"{arguments.model}: {_text(held)}")
         return 0
@@ -59,21 +59,21 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     return run_on_bus("busy", settings, main)
 
 
-def _objection(wanted: Thresholds, reset: bool) -> str:
-    """What is wrong with the thresholds; empty if nothing."""
+def _problem(wanted: Thresholds, reset: bool) -> str:
+    """The reason why the thresholds are invalid; empty if they are valid."""
     if reset and wanted != Thresholds():
-        return "--reset forgets thresholds and cannot set any"
+        return "--reset cannot be combined with thresholds"
     share = wanted.blocks_share
     if share is not None and not 0 < share <= 1:
-        return f"--blocks-share {share:g} is not above 0 and at most 1"
+        return f"--blocks-share {share:g} must be above 0 and at most 1"
     for flag, value in (("blocks", wanted.blocks), ("prefill-tokens", wanted.prefill_tokens)):
         if value is not None and value < 1:
-            return f"--{flag} {value} is not at least 1"
+            return f"--{flag} {value} must be at least 1"
     return ""
 
 
-async def _doubt(bus: Bus, settings: Settings, model: str) -> None:
-    """Say so if nobody serves the model: its name may be mistaken."""
+async def _warn_if_unserved(bus: Bus, settings: Settings, model: str) -> None:
+    """Warn if no worker serves the model; its name may be misspelt."""
     directory = Directory(bus, stream_limits(settings.streams))
     await directory.open()
     served = {card.model.name for card in directory.instances if card.model is not None}

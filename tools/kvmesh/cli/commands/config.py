@@ -1,4 +1,4 @@
-"""`kvmesh config`: the settings in effect, or every option there is."""
+"""`kvmesh config`: prints the settings in effect, or the reference of all options."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from kvmesh.settings import Settings
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--markdown", action="store_true", help="the reference of all options instead"
+        "--markdown", action="store_true", help="print the reference of all options"
     )
 
 

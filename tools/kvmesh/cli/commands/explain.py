@@ -1,4 +1,4 @@
-"""`kvmesh explain`: why a request went where it went, and what came of it."""
+"""`kvmesh explain`: shows the routing decisions about a request, and its outcome."""
 
 import argparse
 import sys
@@ -10,16 +10,18 @@ from kvmesh.settings import Settings
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh explain REQUEST_ID [options]"
     parser.epilog = (
-        "The id is that of the response, or its X-Request-Id header. Overlaps and loads are in "
-        "blocks; candidates are in the order of their cost."
+        "The id is that of the response, also in its X-Request-Id header. Overlaps and loads are "
+        "in blocks; candidates are sorted by cost."
     )
-    parser.add_argument("request", metavar="REQUEST_ID", help="as in chatcmpl-…")
-    parser.add_argument("--json", action="store_true", help="the messages, one JSON object each")
+    parser.add_argument("request", metavar="REQUEST_ID", help="such as chatcmpl-…")
+    parser.add_argument(
+        "--json", action="store_true", help="print the messages, one JSON object per line"
+    )
     parser.add_argument(
         "--since",
         type=moment,
         metavar="AGO",
-        help="search from then on only: 90s, 5m, 2h, 1d or a time [default the whole stream]",
+        help="start of the search: 90s, 5m, 2h, 1d ago or a time [default the whole stream]",
     )
 
 

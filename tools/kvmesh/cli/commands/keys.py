@@ -1,4 +1,4 @@
-"""`kvmesh keys`: the API keys that are kept in the mesh."""
+"""`kvmesh keys`: manages the API keys stored in the mesh."""
 
 import argparse
 import sys
@@ -21,15 +21,15 @@ ACTIONS = ("add", "list", "revoke", "rotate")
 GRACE = "1h"
 
 
-class Refusal(Exception):
-    """The bucket does not hold what the action needs."""
+class KeyActionError(Exception):
+    """The action cannot be done: no such key, an existing one, or a concurrent change."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh keys add|list|revoke|rotate [NAME] [options]"
     parser.epilog = (
-        "A new secret is shown once; the mesh has only its hash. Frontends with"
-        " frontend.keys_bucket follow within a second."
+        "A new secret is shown once; the mesh stores only its hash. Frontends with"
+        " frontend.keys_bucket apply changes within a second."
     )
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("name", nargs="?", metavar="NAME", help="the key's name; not for list")
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             flag, dest=f"key_{field}", metavar=metavar, help=f"`{field}` of a key to add"
         )
     parser.add_argument(
-        "--grace", metavar="TIME", help=f"how long a rotated secret stays good ({GRACE}; 0s: not)"
+        "--grace", metavar="TIME", help=f"time for which the old secret stays valid ({GRACE})"
     )
 
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         _check(arguments, given)
         grace = keyring.seconds(arguments.grace or GRACE)
         secret, now = keyring.new_secret(), time.time()
-        new = keyring.made(arguments.name or "", secret, given, now)
+        new = keyring.make_key(arguments.name or "", secret, given, now)
     except (KeyringError, ValueError) as error:
         print(f"kvmesh keys: {error}", file=sys.stderr)
         return 2
@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
                     _show(key, secret)
                 case _:
                     await _revoke(bucket, arguments.name)
-        except Refusal as refusal:
-            print(f"kvmesh keys: {refusal}", file=sys.stderr)
+        except KeyActionError as error:
+            print(f"kvmesh keys: {error}", file=sys.stderr)
             return 1
         return 0
 
@@ -85,16 +85,16 @@ def _check(arguments: argparse.Namespace, given: dict[str, str]) -> None:
     if (arguments.name is None) != (action == "list"):
         raise KeyringError(f"{action} takes {'no name' if action == 'list' else 'a name'}")
     if given and action != "add":
-        raise KeyringError(f"{action} changes no fields; revoke the key and add it anew")
+        raise KeyringError(f"{action} cannot set fields; revoke the key and add it again")
     if arguments.grace is not None and action != "rotate":
-        raise KeyringError("--grace is for rotate")
+        raise KeyringError("--grace applies to rotate only")
 
 
 async def _add(bucket: Bucket, key: Key) -> None:
     try:
         await bucket.create(token(key.name), msgspec.json.encode(key))
     except Conflict:
-        raise Refusal(f"there is a key {key.name}; rotate gives it a new secret") from None
+        raise KeyActionError(f"key {key.name} exists; rotate gives it a new secret") from None
 
 
 async def _rotate(bucket: Bucket, name: str, secret: str, until: float) -> Key:
@@ -102,12 +102,12 @@ async def _rotate(bucket: Bucket, name: str, secret: str, until: float) -> Key:
     try:
         held = msgspec.json.decode(entry.value or b"", type=Key)
     except msgspec.MsgspecError as error:
-        raise Refusal(f"the key {name} cannot be read: {error}") from error
-    key = keyring.rotated(held, secret, until)
+        raise KeyActionError(f"cannot decode key {name}: {error}") from error
+    key = keyring.rotate(held, secret, until)
     try:
         await bucket.update(token(name), msgspec.json.encode(key), last=entry.revision)
     except Conflict:
-        raise Refusal(f"somebody else has just changed the key {name}") from None
+        raise KeyActionError(f"key {name} was changed concurrently; try again") from None
     return key
 
 
@@ -121,19 +121,19 @@ async def _entry(bucket: Bucket, name: str) -> Entry:
     try:
         return await bucket.get(token(name))
     except NotFound:
-        raise Refusal(f"there is no key {name}") from None
+        raise KeyActionError(f"no key named {name}") from None
 
 
 async def _list(bus: Bus, now: float) -> None:
     found = await read_bucket(bus, bus.subjects.keys_bucket)
     for name, value in sorted(found.items()):
         try:
-            told = keyring.row(msgspec.json.decode(value, type=Key), now)
+            shown = keyring.fields_shown(msgspec.json.decode(value, type=Key), now)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            print(f"{name}: cannot be read, and lets nobody in: {error}")
+            print(f"{name}: undecodable, grants no access: {error}")
             continue
-        first = told.pop("name")
-        print(f"{first}: " + ", ".join(f"{field} {text}" for field, text in told.items()))
+        first = shown.pop("name")
+        print(f"{first}: " + ", ".join(f"{field} {text}" for field, text in shown.items()))
     if not found:
         print("no keys")
 
@@ -141,6 +141,6 @@ async def _list(bus: Bus, now: float) -> None:
 def _show(key: Key, secret: str) -> None:
     if key.old_sha256 is not None and key.old_until > time.time():
         until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(key.old_until))
-        print(f"the secret before it is good until {until}", file=sys.stderr)
-    print(f"the secret of {key.name}, which is shown only now:", file=sys.stderr)
+        print(f"the old secret is valid until {until}", file=sys.stderr)
+    print(f"secret of {key.name}, shown only once:", file=sys.stderr)
     print(secret)

@@ -1,4 +1,4 @@
-"""`kvmesh model tiny`: a folder with a small random model, to try the torch engine with."""
+"""`kvmesh model tiny`: writes a small random model for trials of the torch engine."""
 
 import argparse
 import sys
@@ -13,10 +13,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(
         dest="kind", required=True, metavar="KIND", parser_class=FlagParser
     )
-    about = "a Llama of 3 MB with random weights, which talks nonsense"
+    about = "a 3 MB Llama with random weights"
     tiny = kinds.add_parser("tiny", help=about, prog="kvmesh model tiny")
-    tiny.add_argument("folder", type=Path, metavar="FOLDER", help="where to write it")
-    tiny.add_argument("--seed", type=int, default=0, help="another seed makes other weights")
+    tiny.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write")
+    tiny.add_argument("--seed", type=int, default=0, help="seed of the weights")
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -24,7 +24,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
     except ModuleNotFoundError as error:
         print(
-            f"kvmesh model: this needs {error.name}: pip install 'kvmesh[torch]'", file=sys.stderr
+            f"kvmesh model: {error.name} is not installed: pip install 'kvmesh[torch]'",
+            file=sys.stderr,
         )
         return 1
     try:

@@ -1,4 +1,4 @@
-"""`kvmesh parser`: how a model family's raw output parses, without a mesh or a model."""
+"""`kvmesh parser`: parses a model family's raw output, without a mesh or a model."""
 
 import argparse
 import sys

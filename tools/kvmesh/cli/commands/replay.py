@@ -1,4 +1,4 @@
-"""`kvmesh replay`: send a trace to a mesh over HTTP."""
+"""`kvmesh replay`: sends a trace to a mesh over HTTP and measures latencies."""
 
 import argparse
 import os
@@ -7,46 +7,52 @@ from kvmesh.cli.arguments import positive, result_file
 from kvmesh.settings import Settings
 from kvmesh.workload.replay.replay import run as replay
 
-TRACE = "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped one such as `demo`"
+TRACE = (
+    "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped profile such as `demo`"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s TRACE [options]"
     parser.add_argument("trace", metavar="TRACE", help=TRACE)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (%(default)s)")
-    parser.add_argument("--model", help="model to ask for (the first that the server lists)")
+    parser.add_argument("--model", help="model name (the first that the server lists)")
     parser.add_argument("--limit", type=positive, metavar="N", help="send the first N only")
     parser.add_argument(
-        "--speed", type=above_zero, default=1.0, metavar="X", help="run time X times faster"
+        "--speed",
+        type=above_zero,
+        default=1.0,
+        metavar="X",
+        help="arrivals and waits X times faster (%(default)s)",
     )
     parser.add_argument(
         "--concurrency",
         type=positive,
         default=256,
         metavar="N",
-        help="most requests in flight; those beyond are sent late (%(default)s)",
+        help="limit of requests in flight; further ones are sent late (%(default)s)",
     )
     parser.add_argument(
         "--timeout",
         type=above_zero,
         default=300.0,
         metavar="S",
-        help="give up on a request after S seconds of silence (%(default)s)",
+        help="fail a request after S seconds without data (%(default)s)",
     )
     parser.add_argument(
         "--api-key",
         default=os.environ.get("OPENAI_API_KEY"),
         metavar="KEY",
-        help="key for the server [OPENAI_API_KEY]",
+        help="API key for the server [OPENAI_API_KEY]",
     )
     parser.add_argument(
         "--seed",
         type=natural,
         default=0,
         metavar="N",
-        help="another seed spells other prompts: nothing is cached from an earlier run",
+        help="seed of prompts and profiles; prompts of two seeds share no prefix (%(default)s)",
     )
-    parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
+    parser.add_argument("--repair", action="store_true", help="repair an invalid trace")
     parser.add_argument(
         "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
     )

@@ -1,4 +1,4 @@
-"""`kvmesh secure`: credentials for every role, and a NATS server that knows them."""
+"""`kvmesh secure`: writes credentials for every role, and the NATS server's configuration."""
 
 import argparse
 import sys
@@ -15,42 +15,50 @@ EVERY = "*"  # one user for all processes of a role, whatever their names
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh secure DIR [options]"
     parser.epilog = (
-        "What has a key in DIR keeps it, the rest is written anew: run it again with the same"
-        " options and more names to add users, or after deleting a user's folder to replace its"
-        " key. Then have the server read its configuration again."
+        "Existing keys in DIR are kept, all other files rewritten. To add users, run it again with"
+        " the same options and more names; to replace a user's key, delete the user's folder first."
+        " Then reload the server's configuration."
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="where to write")
+    add("folder", type=Path, metavar="DIR", help="folder to write")
     for flag, who in (("--workers", "workers"), ("--kvbms", "block managers")):
         default = ["worker-0"] if flag == "--workers" else ["kvbm-0"]
-        text = f"names of the {who}, each a user; {EVERY} is one user for all [{default[0]}]"
+        text = f"names of the {who}, one user each; {EVERY}: one user for all [{default[0]}]"
         add(flag, type=_names, default=default, metavar="NAME,…", help=text)
     add(
         "--hosts",
         type=_list,
         default=["localhost", "127.0.0.1"],
         metavar="HOST,…",
-        help="how the NATS server is reached; processes use the first [localhost,127.0.0.1]",
+        help="host names of the NATS server; processes use the first [localhost,127.0.0.1]",
     )
-    add("--port", type=positive, default=4222, metavar="N", help="port of that server [4222]")
-    add("--monitor-port", type=positive, default=0, metavar="N", help="its monitoring, on loopback")
-    add("--store", type=Path, metavar="PATH", help="where it keeps streams [DIR/nats/jetstream]")
+    add("--port", type=positive, default=4222, metavar="N", help="port of the NATS server [4222]")
+    add(
+        "--monitor-port",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="port of its monitoring, on loopback",
+    )
+    add("--store", type=Path, metavar="PATH", help="folder of its streams [DIR/nats/jetstream]")
     add(
         "--installed",
         type=Path,
         metavar="PATH",
-        help="folder in which each user, and the server, will find its own files [in DIR]",
+        help="folder in which each user and the server find their files when deployed [in DIR]",
     )
-    add("--days", type=positive, default=365, metavar="N", help="validity of certificates [365]")
-    add("--force", action="store_true", help="replace the authority and every key there is")
+    add(
+        "--days", type=positive, default=365, metavar="N", help="validity of the certificates [365]"
+    )
+    add("--force", action="store_true", help="replace the authority and all keys")
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    from kvmesh.cli.credentials.authority import BadAuthority
-    from kvmesh.cli.credentials.folder import Credentials, CredentialsError, Plan
+    from kvmesh.cli.credentials.authority import AuthorityError
+    from kvmesh.cli.credentials.folder import Credentials, CredentialsError, CredentialsPlan
     from kvmesh.cli.credentials.server import Principal
 
-    plan = Plan(
+    plan = CredentialsPlan(
         hosts=arguments.hosts,
         port=arguments.port,
         days=arguments.days,
@@ -62,7 +70,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     credentials = Credentials(arguments.folder, settings, plan)
     try:
         principals = credentials.write(arguments.force)
-    except (CredentialsError, BadAuthority) as error:
+    except (CredentialsError, AuthorityError) as error:
         return _failed(str(error))
     except OSError as error:
         return _failed(f"{error.filename}: {error.strerror}")
@@ -70,7 +78,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     for principal in principals:
         print(f"{principal.user:<{width}}  {arguments.folder / principal.user / 'env'}")
     print(f"\nnats-server -c {arguments.folder / 'nats' / 'nats.conf'}")
-    print(f"Keep {arguments.folder / 'authority'} where no process of the mesh can read it.")
+    print(f"Make {arguments.folder / 'authority'} inaccessible to all processes of the mesh.")
     return 0
 
 
@@ -89,7 +97,7 @@ def _users(arguments: argparse.Namespace) -> Iterator[tuple[User, str]]:
 def _list(text: str) -> list[str]:
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
-        raise argparse.ArgumentTypeError("at least one is needed")
+        raise argparse.ArgumentTypeError("must not be empty")
     return found
 
 
@@ -99,5 +107,5 @@ def _names(text: str) -> list[str]:
     found = _list(text)
     for name in found:
         if name != EVERY and not NAME.fullmatch(name):
-            raise argparse.ArgumentTypeError(f"not a name of letters, digits, . _ and -: {name!r}")
+            raise argparse.ArgumentTypeError(f"allowed are letters, digits, . _ and -: {name!r}")
     return found

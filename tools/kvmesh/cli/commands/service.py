@@ -1,14 +1,14 @@
-"""`kvmesh frontend|router|indexer|kvbm|worker`: one service in the foreground."""
+"""`kvmesh frontend|router|indexer|kvbm|worker`: runs one service in the foreground."""
 
 import argparse
 from importlib import import_module
 
-from kvmesh.cli.local import known
+from kvmesh.cli.local import with_local_mesh
 from kvmesh.settings import Settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Runs until SIGTERM or Ctrl-C, then finishes what it holds and leaves."
+    parser.epilog = "Runs until SIGTERM or Ctrl-C, then finishes its requests and exits."
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -16,4 +16,4 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     role: str = arguments.command
     service = import_module(f"kvmesh.{role}.service")
-    return run_service(role, getattr(settings, role).name, known(settings), service.main)
+    return run_service(role, getattr(settings, role).name, with_local_mesh(settings), service.main)

@@ -1,4 +1,4 @@
-"""`kvmesh simulate`: a workload under one or several policies, in virtual time."""
+"""`kvmesh simulate`: runs a workload under one or several policies in virtual time."""
 
 import argparse
 import sys
@@ -22,9 +22,11 @@ BLOCK_SIZE = 16
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s WORKLOAD [options]"
-    parser.add_argument("source", metavar="WORKLOAD", help="a trace, a profile or a shipped name")
-    parser.add_argument("--limit", type=positive, metavar="N", help="the first N requests only")
-    parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
+    parser.add_argument(
+        "source", metavar="WORKLOAD", help="a trace, a profile or a shipped profile's name"
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
+    parser.add_argument("--repair", action="store_true", help="repair an invalid trace")
     add_scenario(parser, str(WORKERS), str(BLOCK_SIZE))
 
 

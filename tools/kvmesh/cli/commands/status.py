@@ -1,4 +1,4 @@
-"""`kvmesh status`: who and what is on the mesh."""
+"""`kvmesh status`: shows instances, streams and buckets of the mesh."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from kvmesh.settings import Settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="the whole report as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:

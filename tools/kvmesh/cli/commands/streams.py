@@ -1,4 +1,4 @@
-"""`kvmesh streams`: the limits of the streams and buckets of a mesh, and how they are changed."""
+"""`kvmesh streams`: shows or changes the limits of a mesh's streams and buckets."""
 
 import argparse
 
@@ -8,9 +8,9 @@ from kvmesh.settings import Settings
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh streams list|apply [options]"
     parser.epilog = (
-        "Whichever process comes first makes the streams with its settings; later ones leave them "
-        "as they are. `apply` changes limits and replicas to this command's settings: with less "
-        "room, the oldest messages are dropped at once."
+        "The first process of a mesh creates the streams with its settings; later ones do not "
+        "change them. `apply` sets limits and replicas to this command's settings; if a limit "
+        "shrinks, the oldest messages are deleted at once."
     )
     parser.add_argument("action", choices=("list", "apply"), help="show them, or change them")
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         if arguments.action == "list":
             show_limits(infos)
             for change in changes:
-                print(f"{change}; `kvmesh streams apply` would change it")
+                print(f"{change}; `kvmesh streams apply` changes it")
             return 0
         await apply(bus, changes)
         for change in changes:

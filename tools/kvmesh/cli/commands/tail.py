@@ -1,4 +1,4 @@
-"""`kvmesh tail`: what passes over the bus, decoded, one line per message."""
+"""`kvmesh tail`: prints the messages on the bus, decoded, one per line."""
 
 import argparse
 import re
@@ -15,9 +15,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh tail [SUBJECT …] [options]"
     parser.epilog = (
         "Kinds: kv (KV events), route (decisions and outcomes), seq (active sequences), instances, "
-        "load, out (tokens), computing (blocks on their way), and the requests "
-        f"{', '.join(REQUESTS)}. While requests are watched, NATS takes the watcher for a "
-        "listener: senders learn of a dead process by its lease or a timeout instead of at once."
+        "load, out (tokens), computing (blocks being computed), and the requests "
+        f"{', '.join(REQUESTS)}. While requests are tailed, NATS counts this command as their "
+        "responder: senders detect a dead process by its lease or a timeout instead of at once."
     )
     parser.add_argument(
         "subject",
@@ -26,29 +26,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SUBJECT",
         help="kv, 'kv.demo.*', '>' … [default kv route seq instances]",
     )
-    parser.add_argument("--json", action="store_true", help="whole messages, one JSON object each")
+    parser.add_argument(
+        "--json", action="store_true", help="print whole messages, one JSON object per line"
+    )
     parser.add_argument(
         "--since",
         type=moment,
         metavar="AGO",
-        help="first replay the streams (kv, route, seq) from then on: 90s, 5m, 2h, 1d or a time",
+        help="replay kv, route and seq first, from 90s, 5m, 2h, 1d ago or a time",
     )
     parser.add_argument(
-        "--no-follow", action="store_true", help="with --since: stop at the present"
+        "--no-follow", action="store_true", help="with --since: stop after the replay"
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="stop after N messages")
 
 
 def pattern(text: str) -> str:
-    """A subject of NATS: tokens between dots, of which one is the kind of its messages."""
+    """A NATS subject, within the mesh (KIND…) or whole (ROOT.NAMESPACE.KIND…)."""
     if not re.fullmatch(r"[^\s.]+(\.[^\s.]+)*", text):
         raise argparse.ArgumentTypeError(f"not a subject: {text!r}")
     if text.startswith(f"{ROOT}.") and text.count(".") < 2:
-        raise argparse.ArgumentTypeError(f"a whole subject has a namespace and a kind: {text}")
+        raise argparse.ArgumentTypeError(f"a whole subject needs a namespace and a kind: {text}")
     kind = text.split(".")[2 if text.startswith(f"{ROOT}.") else 0]
     if kind not in ("*", ">", *KINDS):
         raise argparse.ArgumentTypeError(
-            f"no messages of the kind {kind}{did_you_mean(kind, KINDS)}"
+            f"unknown kind of message {kind}{did_you_mean(kind, KINDS)}"
         )
     return text
 
@@ -58,10 +60,12 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         print("kvmesh tail: --no-follow needs --since", file=sys.stderr)
         return 2
     from kvmesh.cli.bus_session import run_on_bus
-    from kvmesh.cli.messages.tailing import BusTail, Form, TailFilter
+    from kvmesh.cli.messages.tailing import BusTail, LineFormat, TailFilter
 
-    wanted = TailFilter(
+    filters = TailFilter(
         arguments.subject, arguments.since, not arguments.no_follow, arguments.limit
     )
-    form = Form(arguments.json, colour=sys.stdout.isatty())
-    return run_on_bus("tail", settings, lambda bus: BusTail(bus, wanted, form, settings).run())
+    line_format = LineFormat(arguments.json, colour=sys.stdout.isatty())
+    return run_on_bus(
+        "tail", settings, lambda bus: BusTail(bus, filters, line_format, settings).run()
+    )

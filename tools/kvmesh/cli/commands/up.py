@@ -1,4 +1,4 @@
-"""`kvmesh up`: a whole mesh on this machine, supervised."""
+"""`kvmesh up`: runs and supervises a whole mesh on this machine."""
 
 import argparse
 import asyncio
@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvmesh.cli.supervisor.console import LogStream, Notes
+from kvmesh.cli.supervisor.console import LogForwarder, LogStream
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.mesh import Mesh
+from kvmesh.cli.supervisor.mesh import SupervisedMesh
 from kvmesh.cli.supervisor.nats import server_spec
-from kvmesh.cli.supervisor.plan import Spec, service_specs
+from kvmesh.cli.supervisor.plan import ProcessSpec, service_specs
 from kvmesh.cli.supervisor.resources import claim
 from kvmesh.cli.supervisor.startup import StartupGuide
 from kvmesh.settings import Settings
@@ -54,18 +54,18 @@ async def _supervise(settings: Settings, embedded: bool) -> None:
 
 
 def _mesh(
-    settings: Settings, specs: list[Spec], emit: Callable[[str], None]
-) -> tuple[Mesh, StartupGuide]:
+    settings: Settings, specs: list[ProcessSpec], emit: Callable[[str], None]
+) -> tuple[SupervisedMesh, StartupGuide]:
     width = max(len(spec.name) for spec in specs)
     log = LogStream(emit, width, settings.log.format == "json", sys.stdout.isatty())
-    logging.getLogger().handlers[:] = [Notes(log)]
+    logging.getLogger().handlers[:] = [LogForwarder(log)]
     guide = StartupGuide(settings, specs, log)
-    return Mesh(specs, guide, log, settings.up.stop_timeout_s), guide
+    return SupervisedMesh(specs, guide, log, settings.up.stop_timeout_s), guide
 
 
 def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # nobody reads any more: end as a signal would
+    except BrokenPipeError:  # no reader: shut down as on a signal
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         os.kill(os.getpid(), signal.SIGTERM)

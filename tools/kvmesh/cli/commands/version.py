@@ -1,4 +1,4 @@
-"""`kvmesh version`."""
+"""`kvmesh version`: prints the version and the form of the cores."""
 
 import argparse
 from importlib.metadata import version
@@ -17,6 +17,6 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def cores() -> str:
-    """Whether the cores run as they are, or as mypyc has compiled them."""
+    """Form of the cores: `interpreted`, or `compiled` by mypyc."""
     core = find_spec("kvmesh.router.placement.router")
     return "interpreted" if core is None or str(core.origin).endswith(".py") else "compiled"

@@ -1,4 +1,4 @@
-"""`kvmesh whatif`: what a live mesh has just served, under other policies or with other workers."""
+"""`kvmesh whatif`: simulates a live mesh's recent requests under other policies or workers."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from kvmesh.bus.messages import Capacity, Instance, ModelCard
 from kvmesh.bus.streams import StreamLimits
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.flags import given
+from kvmesh.cli.flags import settings_flags
 from kvmesh.cli.scenario import Fleet, add_scenario, mock_core, scenarios, simulate, write
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.settings import Settings
@@ -35,23 +35,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=moment,
         default="15m",
         metavar="AGO",
-        help="replay what was served from then on: 90s, 5m, 2h or a time (15m)",
+        help="start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)",
     )
-    parser.add_argument("--model", metavar="NAME", help="of this model only")
-    add_scenario(parser, "as many as live", "theirs")
+    parser.add_argument("--model", metavar="NAME", help="only requests of this model")
+    add_scenario(parser, "as many as live ranks", "that of the live workers")
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    taken: list[CapturedRound] = []
+    captured: list[CapturedRound] = []
     workers: list[Instance] = []
 
     async def read(bus: Bus) -> int:
         recorder = await capture(bus, arguments.since, arguments.model)
-        taken.extend(recorder.taken)
+        captured.extend(recorder.rounds)
         workers.extend(await _workers(bus, arguments.model))
         return 0
 
-    return run_on_bus("whatif", settings, read) or _compare(arguments, settings, taken, workers)
+    return run_on_bus("whatif", settings, read) or _compare(arguments, settings, captured, workers)
 
 
 async def _workers(bus: Bus, model: str | None) -> list[Instance]:
@@ -65,11 +65,11 @@ async def _workers(bus: Bus, model: str | None) -> list[Instance]:
 def _compare(
     arguments: argparse.Namespace,
     settings: Settings,
-    taken: list[CapturedRound],
+    captured: list[CapturedRound],
     workers: list[Instance],
 ) -> int:
     try:
-        workload = assemble(taken)
+        workload = assemble(captured)
         options = scenarios(arguments, settings, fleet(arguments, settings, workers))
         runs = [simulate(workload, each) for each in options]
     except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
@@ -77,13 +77,13 @@ def _compare(
         return 2
     status = write("whatif", arguments, f"{len(workload):,} captured requests", runs)
     console = Console()
-    console.print(measured(taken), markup=False, highlight=False, soft_wrap=True)
+    console.print(measured(captured), markup=False, highlight=False, soft_wrap=True)
     show([result for _, result in runs], console)
     return status
 
 
 class EngineKind(NamedTuple):
-    """What live workers have in common that are simulated alike."""
+    """The properties by which live workers are grouped for the simulation."""
 
     serves: str
     block_size: int
@@ -95,9 +95,9 @@ class EngineKind(NamedTuple):
 
 
 def fleet(arguments: argparse.Namespace, settings: Settings, workers: list[Instance]) -> Fleet:
-    """One engine per live rank, as flags say and else as its worker's card does.
+    """One engine per live rank with the properties of its worker's card, unless flags override.
 
-    Speed is not on the card. Without any card there is one engine of the settings.
+    The card has no speed. Without any card, the fleet is one engine of the settings.
     """
     ranks: Counter[EngineKind] = Counter()
     for card in sorted(workers, key=lambda card: (card.serves == "prefill", card.name)):
@@ -124,7 +124,7 @@ def _kind(card: Instance, model: ModelCard, capacity: Capacity) -> EngineKind:
 def _group(
     arguments: argparse.Namespace, settings: Settings, kind: EngineKind, count: int
 ) -> WorkerOptions:
-    flags = given(arguments)
+    flags = settings_flags(arguments)
     live = {
         key: value
         for key, value in kind._asdict().items()
@@ -135,14 +135,14 @@ def _group(
     return WorkerOptions(count, core, msgspec.convert(kind.serves, Serves))
 
 
-def measured(taken: list[CapturedRound]) -> str:
-    """One line: what the mesh itself achieved on these requests."""
-    prompt = sum(each.decision.tokens for each in taken)
-    cached = sum(each.outcome.cached_tokens for each in taken)
-    ttft = spread(each.outcome.ttft_s for each in taken if each.outcome.ttft_s is not None)
-    policies = ", ".join(sorted({each.decision.policy for each in taken}))
+def measured(captured: list[CapturedRound]) -> str:
+    """A line with the mesh's own measurements of these requests."""
+    prompt = sum(each.decision.tokens for each in captured)
+    cached = sum(each.outcome.cached_tokens for each in captured)
+    ttft = spread(each.outcome.ttft_s for each in captured if each.outcome.ttft_s is not None)
+    policies = ", ".join(sorted({each.decision.policy for each in captured}))
     return (
-        f"measured under {policies}: {len(taken):,} requests, "
+        f"measured under {policies}: {len(captured):,} requests, "
         f"cached share {cached / max(prompt, 1):.1%}, TTFT {_ttft(ttft)}"
     )
 

@@ -1,4 +1,4 @@
-"""`kvmesh workload`: read, analyse, synthesise, generate and capture workloads."""
+"""`kvmesh workload`: reads, analyses, synthesises, generates and captures workloads."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ from kvmesh.workload.formats.registry import SUFFIXES, load, save
 from kvmesh.workload.model import Workload
 
 SOURCE = "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped profile's name"
-FILES = "file to write; its suffix tells the format: " + ", ".join(
+FILES = "file to write; its suffix sets the format: " + ", ".join(
     f"{suffix} {name}" for suffix, name in SUFFIXES.items()
 )
 Action = Callable[[argparse.Namespace, Settings], int]
@@ -37,10 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         return added
 
     _read_options(action("read", _read, "check a workload, or convert it to another format"))
-    _analyze_options(action("analyze", _analyze, "show how long, how shared and how paced it is"))
-    _synthesize_options(action("synthesize", _synthesize, "a new trace with the structure of one"))
-    _generate_options(action("generate", _generate, "agent sessions drawn from a profile"))
-    _capture_options(action("capture", _capture, "what a live mesh has served, without any text"))
+    _analyze_options(action("analyze", _analyze, "show lengths, prefix sharing and pace"))
+    _synthesize_options(
+        action("synthesize", _synthesize, "make a new trace with the structure of a seed trace")
+    )
+    _generate_options(action("generate", _generate, "draw agent sessions from a profile"))
+    _capture_options(action("capture", _capture, "capture a live mesh's requests, without text"))
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -54,8 +56,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 def _source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=SOURCE)
-    parser.add_argument("--repair", action="store_true", help="mend a bad trace, not refuse it")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
+    parser.add_argument("--repair", action="store_true", help="repair an invalid trace")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
 
 
 def _output(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -80,7 +82,7 @@ def _save(workload: Workload, file: Path | None, block_size: int | None) -> None
     if file is None:
         return
     for loss in save(workload, file, block_size):
-        print(f"not in this format: {loss}", file=sys.stderr)
+        print(f"lost in this format: {loss}", file=sys.stderr)
     print(f"wrote {len(workload):,} requests to {file} ({file.stat().st_size:,} bytes)")
 
 
@@ -104,7 +106,7 @@ def _read(arguments: argparse.Namespace, _: Settings) -> int:
 
 def _analyze_options(parser: argparse.ArgumentParser) -> None:
     _source(parser)
-    _block_size(parser, "count hits in blocks of N tokens (the trace's own)")
+    _block_size(parser, "block size of the hits in tokens (the trace's own)")
     parser.add_argument(
         "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
     )
@@ -136,7 +138,7 @@ def _synthesize_options(parser: argparse.ArgumentParser) -> None:
             f"--{field.name.replace('_', '-')}",
             metavar="X",
             default=None if own else field.default,
-            help="as many as the seed has" if own else f"default {field.default:,}",
+            help="default the seed trace's" if own else f"default {field.default:,}",
         )
     parser.epilog = SynthesisOptions.__doc__
 
@@ -165,11 +167,13 @@ def _synthesize(arguments: argparse.Namespace, _: Settings) -> int:
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", nargs="?", metavar="PROFILE", help="a TOML file or shipped name")
-    parser.add_argument("--sessions", type=positive, metavar="N", help="the profile's own number")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
-    parser.add_argument("--print", action="store_true", help="show the profile itself, as TOML")
+    parser.add_argument(
+        "--sessions", type=positive, metavar="N", help="sessions (the profile's number)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
+    parser.add_argument("--print", action="store_true", help="print the profile as TOML")
     _output(parser, required=False)
-    parser.epilog = "Without PROFILE, lists those that ship with the mesh."
+    parser.epilog = "Without PROFILE, lists the shipped profiles."
 
 
 def _generate(arguments: argparse.Namespace, _: Settings) -> int:
@@ -200,9 +204,9 @@ def _capture_options(parser: argparse.ArgumentParser) -> None:
         type=moment,
         default="15m",
         metavar="AGO",
-        help="from then on: 90s, 5m, 2h, 1d or a time (15m)",
+        help="start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)",
     )
-    parser.add_argument("--model", metavar="NAME", help="of this model only")
+    parser.add_argument("--model", metavar="NAME", help="only requests of this model")
     _output(parser, required=True)
     add_flags(parser, "", ("nats", "log"))
 
@@ -213,9 +217,9 @@ def _capture(arguments: argparse.Namespace, settings: Settings) -> int:
 
     async def record(bus: Bus) -> int:
         recorder = await capture(bus, arguments.since, arguments.model)
-        workload = assemble(recorder.taken)
+        workload = assemble(recorder.rounds)
         if recorder.unfinished:
-            print(f"left out {recorder.unfinished:,} without an outcome", file=sys.stderr)
+            print(f"skipped {recorder.unfinished:,} unfinished requests", file=sys.stderr)
         _save(workload, arguments.output, arguments.block_size)
         return 0
 

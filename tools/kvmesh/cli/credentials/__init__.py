@@ -1,1 +1,1 @@
-"""The files of `kvmesh secure`: an authority, a NATS server's configuration, each user's files."""
+"""The files of `kvmesh secure`: certificate authority, NATS configuration, files of each user."""

@@ -1,4 +1,4 @@
-"""The mesh's own certificate authority: ECDSA on P-256, certificates for servers and clients."""
+"""The mesh's certificate authority: issues ECDSA P-256 certificates to servers and clients."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 AUTHORITY_DAYS = 3650
-SKEW = timedelta(minutes=5)  # clocks of two machines may differ by as much
+SKEW = timedelta(minutes=5)  # tolerated clock difference between machines
 _SIGNING = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
 _HANDSHAKES = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
 
 
-class BadAuthority(Exception):
-    """The files of an authority cannot be used."""
+class AuthorityError(Exception):
+    """The files of an authority are invalid."""
 
 
 @dataclass(frozen=True)
-class Pair:
+class CertificatePair:
     """A certificate and its private key, both PEM."""
 
     certificate: bytes
@@ -29,7 +29,7 @@ class Pair:
 
 
 class Authority:
-    """Signs certificates; `now` is the time at which it does so."""
+    """Issues certificates; `now` is the time of issue."""
 
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._certificate = certificate
@@ -49,27 +49,27 @@ class Authority:
         return cls(certificate, key)
 
     @classmethod
-    def load(cls, pair: Pair) -> "Authority":
-        """Raises BadAuthority."""
+    def load(cls, pair: CertificatePair) -> "Authority":
+        """Load an authority from its certificate and key; raises BadAuthority."""
         try:
             key = serialization.load_pem_private_key(pair.key, password=None)
             certificate = x509.load_pem_x509_certificate(pair.certificate)
         except (ValueError, TypeError) as error:
-            raise BadAuthority(str(error)) from error
+            raise AuthorityError(str(error)) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise BadAuthority("its key is of another kind")
+            raise AuthorityError("the key of the authority is not an ECDSA key")
         return cls(certificate, key)
 
     @property
-    def pair(self) -> Pair:
+    def pair(self) -> CertificatePair:
         return _pair(self._certificate, self._key)
 
     @property
     def expires(self) -> datetime:
         return self._certificate.not_valid_after_utc
 
-    def issue(self, name: str, hosts: Sequence[str], now: datetime, days: int) -> Pair:
-        """For a server that is reached as `hosts`, or, without any, for a client."""
+    def issue(self, name: str, hosts: Sequence[str], now: datetime, days: int) -> CertificatePair:
+        """Issue a certificate: for a server named `hosts`, or without hosts for a client."""
         key = ec.generate_private_key(ec.SECP256R1())
         usage = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
         public = self._key.public_key()
@@ -85,7 +85,7 @@ class Authority:
         if hosts:
             names = x509.SubjectAlternativeName([_host(host) for host in hosts])
             builder = builder.add_extension(names, critical=False)
-        # the public key of the certificate is its own, the signature the authority's
+        # self._key is the authority's, key the subject's
         return _pair(builder.sign(self._key, hashes.SHA256()), key)
 
 
@@ -116,8 +116,8 @@ def _host(text: str) -> x509.GeneralName:
         return x509.DNSName(text)
 
 
-def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:
-    return Pair(
+def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> CertificatePair:
+    return CertificatePair(
         certificate.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(
             serialization.Encoding.PEM,

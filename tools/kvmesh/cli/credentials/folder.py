@@ -1,7 +1,7 @@
 """The folder of a mesh's credentials: `authority`, `nats`, and one folder per user.
 
-Secrets are 0600 in folders of 0700. What has a key keeps it; configuration and environment files
-are written anew each time.
+Files have mode 0600 in folders of mode 0700. Existing keys are kept; configuration and environment
+files are rewritten each time.
 """
 
 import re
@@ -16,7 +16,7 @@ from pathlib import Path
 import nkeys
 
 from kvmesh.bus.permissions import ANY, User, inbox_prefix
-from kvmesh.cli.credentials.authority import Authority, Pair
+from kvmesh.cli.credentials.authority import Authority, CertificatePair
 from kvmesh.cli.credentials.server import Principal, ServerFiles, server_config
 from kvmesh.cli.local import write_private
 from kvmesh.settings.schema import Settings
@@ -29,12 +29,12 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class CredentialsError(Exception):
-    """Nothing was written, and why."""
+    """The folder cannot be used; nothing was written."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The wanted files; `installed` is where each part finds its own, if not where they are."""
+class CredentialsPlan:
+    """Contents of the folder; `installed` is the folder of each part's files once deployed."""
 
     hosts: Sequence[str]
     port: int = 4222
@@ -48,16 +48,16 @@ class Plan:
 class Credentials:
     """The folder at `path`."""
 
-    def __init__(self, path: Path, settings: Settings, plan: Plan) -> None:
+    def __init__(self, path: Path, settings: Settings, plan: CredentialsPlan) -> None:
         self._path = path.absolute()
         self._settings = settings
         self._plan = plan
         self._now = datetime.now(UTC)
 
     def write(self, force: bool) -> list[Principal]:
-        """Write what is missing; returns all users. Raises Refused, BadAuthority or OSError.
+        """Write missing files; return all users. Raises CredentialsError, BadAuthority, OSError.
 
-        With `force`, what is there goes first, so that nothing issued before is of use any more.
+        `force` first deletes all existing credentials, which a new authority invalidates.
         """
         self._clear(force)
         authority = self._authority()
@@ -67,7 +67,7 @@ class Credentials:
         return principals
 
     def files_at(self, part: str) -> Path:
-        """The folder in which the user of a part finds its files."""
+        """The deployed folder of a part's files."""
         return self._plan.installed or self._path / part
 
     def _clear(self, force: bool) -> None:
@@ -76,7 +76,7 @@ class Credentials:
             return
         ours = [*self._users(), AUTHORITY, NATS]
         if not (self._path / AUTHORITY / CA).is_file() and any(self._path.iterdir()):
-            raise CredentialsError(f"{self._path} is not empty and holds no credentials of a mesh")
+            raise CredentialsError(f"{self._path} is not empty and contains no credentials")
         for part in ours if force else ():
             shutil.rmtree(self._path / part, ignore_errors=True)
         self._path.chmod(0o700)
@@ -103,9 +103,11 @@ class Credentials:
         if (folder / CA).is_file():
             if not (folder / CA_KEY).is_file():
                 raise CredentialsError(
-                    f"{folder / CA_KEY} is needed to sign certificates: put it back"
+                    f"{folder / CA_KEY} is missing; restore it to sign certificates"
                 )
-            return Authority.load(Pair((folder / CA).read_bytes(), (folder / CA_KEY).read_bytes()))
+            return Authority.load(
+                CertificatePair((folder / CA).read_bytes(), (folder / CA_KEY).read_bytes())
+            )
         _make(folder)
         authority = Authority.create(self._settings.nats.namespace, self._now)
         _put(folder / CA_KEY, authority.pair.key)
@@ -113,7 +115,7 @@ class Credentials:
         return authority
 
     def _user(self, principal: Principal, authority: Authority) -> str:
-        """The public nkey of a user, whose files are there now."""
+        """Write a user's files; return its public nkey."""
         folder = self._path / principal.user
         if not (folder / SEED).is_file():
             _make(folder)

@@ -1,4 +1,4 @@
-"""The configuration of a NATS server that knows every user of a mesh and what each may do."""
+"""The NATS server's configuration, with every user of a mesh and its permissions."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ LEVEL = "  "
 
 @dataclass(frozen=True)
 class Principal:
-    """One user of the NATS server: a role, and the name that its processes must have, or ANY."""
+    """One user of the NATS server: a role, and the name of its process, or ANY."""
 
     role: User
     name: str = ANY
@@ -26,14 +26,14 @@ class Principal:
 
     @classmethod
     def parse(cls, user: str) -> "Principal":
-        """Raises ValueError for what is no user."""
+        """The principal of a user's name; raises ValueError if invalid."""
         role, _, name = user.partition(".")
         return cls(User(role), name or ANY)
 
 
 @dataclass(frozen=True)
 class ServerFiles:
-    """The addresses and paths of a server: where it listens, keeps streams, finds certificates."""
+    """Addresses and paths of a server: listener, stream store, folder of certificates."""
 
     namespace: str
     listen: str
@@ -44,12 +44,12 @@ class ServerFiles:
 
 
 def server_config(server: ServerFiles, keys: Iterable[tuple[Principal, str]]) -> str:
-    """The whole file; `keys` has each user's public nkey."""
+    """The whole configuration; `keys` has each user's public nkey."""
     return "\n".join([*_head(server), *_accounts(server.namespace, keys), ""])
 
 
 def _head(server: ServerFiles) -> Iterator[str]:
-    yield "# Written by `kvmesh secure`, which replaces it each time: include it, do not edit it."
+    yield "# Written by `kvmesh secure`, which overwrites it: include this file, do not edit it."
     yield f"listen: {json.dumps(server.listen)}"
     if server.monitor_port:
         yield f'http: "127.0.0.1:{server.monitor_port}"'

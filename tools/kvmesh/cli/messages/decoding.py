@@ -1,4 +1,4 @@
-"""Any message of the mesh, decoded by the kind of its subject and made ready for JSON."""
+"""Decodes messages by the kind of their subject, and converts them for JSON."""
 
 import struct
 from typing import Any
@@ -53,14 +53,14 @@ _anything = msgspec.msgpack.Decoder()
 
 
 class Undecodable(Struct, frozen=True):
-    """What stands for a message that is not what its subject promises."""
+    """Placeholder for a message that does not decode as its subject's kind."""
 
     error: str
     size: int
 
 
 def decode(kind: str, data: bytes) -> object:
-    """The message; plain values for a kind of a newer version; Undecodable if it is damaged."""
+    """The message; plain values for an unknown kind; Undecodable if invalid."""
     try:
         return _decoders.get(kind, _anything).decode(data)
     except msgspec.MsgspecError as error:
@@ -68,7 +68,7 @@ def decode(kind: str, data: bytes) -> object:
 
 
 def plain(value: object, field: str = "") -> object:
-    """`value` for JSON, with named fields; hashes are hexadecimal, as JSON numbers lose bits."""
+    """`value` for JSON with named fields; hashes in hexadecimal, since JSON numbers lose bits."""
     if isinstance(value, Struct):
         names = value.__struct_fields__
         fields = {name: plain(getattr(value, name), name) for name in names}

@@ -1,4 +1,4 @@
-"""Several streams as one, in the order in which the server stored their messages."""
+"""Merges several streams by the time at which the server stored their messages."""
 
 import asyncio
 from collections import deque
@@ -8,14 +8,14 @@ from functools import partial
 from kvmesh.bus.client import Bus
 from kvmesh.bus.reader import Start, StreamMessage, StreamReader
 
-MOST_WAITING = 256
+MAX_WAITING = 256
 
 
 class MergedReader:
-    """Feeds what streams hold to `handler`, by time, then what comes as it comes.
+    """Passes stored messages to `handler` by time, then new ones on arrival.
 
-    While a stream is behind the present, the others wait for its next message: MOST_WAITING of
-    each here, and what the server's flow control lets through.
+    While one stream has not caught up, the others wait for its next message: up to MAX_WAITING
+    messages of each are buffered here, then flow control holds the server.
     """
 
     def __init__(self, bus: Bus, handler: Callable[[StreamMessage], None], start: Start) -> None:
@@ -26,14 +26,14 @@ class MergedReader:
         self._watching: list[asyncio.Task[None]] = []
 
     def add(self, stream: str, subject: str) -> None:
-        """Before `open`: read the messages of `stream` that match `subject`."""
+        """Read the messages of `stream` that match `subject`; call before `open`."""
         source = _Source()
-        take = partial(self._take, source)
-        source.reader = StreamReader(self._bus, stream, subject, take, self._start)
+        on_message = partial(self._on_message, source)
+        source.reader = StreamReader(self._bus, stream, subject, on_message, self._start)
         self._sources.append(source)
 
     async def open(self) -> None:
-        """Begin; raises the server's error if a stream cannot be read."""
+        """Start reading; raises the server's error if a stream cannot be read."""
         for source in self._sources:
             source.reader.pause()
             await source.reader.open()
@@ -42,7 +42,7 @@ class MergedReader:
             self._watching.append(asyncio.create_task(self._watch(source), name="present"))
 
     async def caught_up(self) -> None:
-        """Return once all that was there has been handled."""
+        """Return once all messages stored at the start have been handled."""
         await asyncio.gather(*self._watching)
 
     async def close(self) -> None:
@@ -53,16 +53,16 @@ class MergedReader:
 
     async def _watch(self, source: "_Source") -> None:
         await source.reader.caught_up.wait()
-        self._hand_on()
+        self._emit()
 
-    def _take(self, source: "_Source", message: StreamMessage) -> None:
+    def _on_message(self, source: "_Source", message: StreamMessage) -> None:
         source.waiting.append(message)
-        if len(source.waiting) >= MOST_WAITING:
+        if len(source.waiting) >= MAX_WAITING:
             source.reader.pause()
-        self._hand_on()
+        self._emit()
 
-    def _hand_on(self) -> None:
-        while all(source.is_known for source in self._sources):
+    def _emit(self) -> None:
+        while all(source.is_ready for source in self._sources):
             first = min(self._sources, key=_next_time)
             if not first.waiting:
                 break
@@ -72,7 +72,7 @@ class MergedReader:
 
 
 class _Source:
-    """A stream and those of its messages that wait for their turn."""
+    """A stream and its buffered messages."""
 
     reader: StreamReader
 
@@ -80,8 +80,8 @@ class _Source:
         self.waiting: deque[StreamMessage] = deque()
 
     @property
-    def is_known(self) -> bool:
-        """Whether it is known what comes next: a message that waits here, or one yet to come."""
+    def is_ready(self) -> bool:
+        """The stream's next message is buffered, or no stored one is left."""
         return bool(self.waiting) or self.reader.caught_up.is_set()
 
 

@@ -1,4 +1,4 @@
-"""Messages of the mesh in one line each."""
+"""One-line summaries of messages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ WIDTH = 160
 
 
 def summarise(message: object) -> str:
-    """The fields that tell what happened, hashes shortened, lists counted."""
-    form = _FORMS.get(type(message))
-    if form is not None:
-        return form(message)
+    """The essential fields of a message; hashes shortened, lists counted."""
+    formatter = _FORMATTERS.get(type(message))
+    if formatter is not None:
+        return formatter(message)
     text = msgspec.json.encode(plain(message)).decode()
     return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"
 
@@ -92,8 +92,8 @@ def _seq_batch(batch: m.SeqBatch) -> str:
 
 def _seq_event(event: m.SeqEvent) -> str:
     if isinstance(event, m.SeqAdd):
-        blocks = len(event.sequence_hashes) // HASH_BYTES
-        return f"add {event.request} on {event.instance} ({event.overlap} of {blocks} blocks held)"
+        overlap = f"overlap {event.overlap} of {len(event.sequence_hashes) // HASH_BYTES} blocks"
+        return f"add {event.request} on {event.instance} ({overlap})"
     if isinstance(event, m.SeqProgress):
         return f"progress {event.request} {event.generated} tokens"
     if isinstance(event, m.SeqWait):
@@ -139,7 +139,7 @@ def _route_request(request: m.RouteRequest) -> str:
 
 
 def _instance(card: m.Instance) -> str:
-    state = "draining" if card.draining else "here"
+    state = "draining" if card.draining else "up"
     model = f"  {card.model.name}" if card.model else ""
     return f"{card.instance} {state}  {card.role} {card.name} {card.version}{model}"
 
@@ -171,11 +171,11 @@ def _prepare(prepare: m.Prepare) -> str:
 
 def _computing(computing: m.ClaimAnnouncement) -> str:
     names = len(computing.digests) // 16
-    what = f"computes a prompt, known by {names} digests" if names else "computes nothing more"
-    return f"{computing.instance} #{computing.number} {what}"
+    state = f"computes a prompt of {names} digests" if names else "ended its computation"
+    return f"{computing.instance} #{computing.number} {state}"
 
 
-_FORMS: dict[type, Callable[[Any], str]] = {
+_FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.KvBatch: _kv_batch,
     m.Decision: _decision,
     m.Outcome: _outcome,

@@ -1,4 +1,4 @@
-"""Follow the bus: live subjects, streams from a point in time, and the leases."""
+"""Tails the bus: live subjects, streams from a point in time, and leases."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ REQUEST_COLOUR = 31
 
 @dataclass(frozen=True)
 class TailFilter:
-    """What to show: subject patterns, from when on, whether to go on, and how many at most."""
+    """Subject patterns, start of the replay, whether to follow after it, and maximal number."""
 
     patterns: Sequence[str]
     since: datetime | None = None
@@ -36,8 +36,8 @@ class TailFilter:
     limit: int | None = None
 
 
-class Form:
-    """A message as a line: JSON, or coloured text."""
+class LineFormat:
+    """Formats a message as one line of JSON or of coloured text."""
 
     def __init__(self, as_json: bool, colour: bool) -> None:
         self._json = as_json
@@ -49,24 +49,26 @@ class Form:
             whole = {"time": when, "subject": subject, "message": plain(message)}
             return msgspec.json.encode(whole).decode()
         clock = f"{time.strftime('%H:%M:%S', time.localtime(when))}.{int(when % 1 * 1000):03}"
-        place = self._paint(COLOURS.get(kind, REQUEST_COLOUR), f"{kind:<5} {' '.join(names)}")
-        return f"{self._paint(90, clock)} {place}  {printable(summarise(message))}"
+        source = self._paint(COLOURS.get(kind, REQUEST_COLOUR), f"{kind:<5} {' '.join(names)}")
+        return f"{self._paint(90, clock)} {source}  {printable(summarise(message))}"
 
     def _paint(self, code: int, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
 
 
 class BusTail:
-    """Prints what passes until interrupted, or until enough or all has been shown."""
+    """Prints messages until interrupted, until the limit, or to the end of the replay."""
 
-    def __init__(self, bus: Bus, wanted: TailFilter, form: Form, settings: Settings) -> None:
+    def __init__(
+        self, bus: Bus, filters: TailFilter, line_format: LineFormat, settings: Settings
+    ) -> None:
         self._bus = bus
-        self._wanted = wanted
-        self._form = form
+        self._filter = filters
+        self._line_format = line_format
         self._limits = stream_limits(settings.streams)
-        self._left = wanted.limit
-        self._enough = asyncio.Event()
-        self._past: MergedReader | None = None
+        self._remaining = filters.limit
+        self._done = asyncio.Event()
+        self._replayer: MergedReader | None = None
         self._directory: Directory | None = None
         self._broken = False
 
@@ -74,9 +76,9 @@ class BusTail:
         """Show messages; returns the exit status."""
         try:
             showing = asyncio.create_task(self._show_all())
-            enough = asyncio.create_task(self._enough.wait())
-            await asyncio.wait({showing, enough}, return_when=asyncio.FIRST_COMPLETED)
-            enough.cancel()
+            done = asyncio.create_task(self._done.wait())
+            await asyncio.wait({showing, done}, return_when=asyncio.FIRST_COMPLETED)
+            done.cancel()
             if showing.done():
                 await showing
             showing.cancel()
@@ -87,25 +89,25 @@ class BusTail:
         return 0
 
     async def _show_all(self) -> None:
-        """The past first, then, unless that is all, what comes until there is enough."""
-        patterns = self._wanted.patterns or DEFAULT
+        """Replay the streams if requested, then follow until the limit."""
+        patterns = self._filter.patterns or DEFAULT
         subjects = [self._subject(p) for p in patterns if p != "instances"]
-        if self._wanted.since is not None:
-            await self._replay(subjects, self._wanted.since)
-        goes_on = self._wanted.since is None or self._wanted.follow
-        for subject in subjects if goes_on else []:
+        if self._filter.since is not None:
+            await self._replay(subjects, self._filter.since)
+        follows = self._filter.since is None or self._filter.follow
+        for subject in subjects if follows else []:
             await self._follow(subject)
         if "instances" in patterns:
-            self._directory = Directory(self._bus, self._limits, self._joined, self._left_mesh)
+            self._directory = Directory(self._bus, self._limits, self._on_join, self._on_leave)
             await self._directory.open()
-        if goes_on:
-            await self._enough.wait()
+        if follows:
+            await self._done.wait()
 
     async def _close(self) -> None:
         if self._directory is not None:
             await self._directory.close()
-        if self._past is not None:
-            await self._past.close()
+        if self._replayer is not None:
+            await self._replayer.close()
 
     def _subject(self, pattern: str) -> str:
         return self._bus.subjects.expand(f"{pattern}.>" if pattern.isalnum() else pattern)
@@ -113,29 +115,29 @@ class BusTail:
     async def _follow(self, subject: str) -> None:
         kind = subject.split(".")[2]
         if kind in ("*", ">", *REQUESTS):
-            log.warning("watching requests: senders may take this tail for a listener")
-        if self._wanted.since is None:
+            log.warning("tailing requests: NATS counts this command as their responder")
+        if self._filter.since is None:
             await self._bus.subscribe_raw(subject, self._on_live)
         elif kind not in STREAMED:
             await self._bus.subscribe_raw(subject, self._on_unstreamed)
 
     async def _replay(self, wanted: Sequence[str], since: datetime) -> None:
-        """All streams as one; they go on with what comes."""
+        """Replay the streams merged by time; their readers then follow."""
         subjects = self._bus.subjects
         streams = {
             "kv": subjects.kv_stream,
             "route": subjects.route_stream,
             "seq": subjects.seq_stream,
         }
-        self._past = MergedReader(self._bus, self._on_stored, Start(time=since))
+        self._replayer = MergedReader(self._bus, self._on_stored, Start(time=since))
         for subject in wanted:
             tokens = subject.split(".")
             for kind, stream in streams.items():
                 if tokens[2] in ("*", ">", kind):
                     narrowed = [*tokens[:2], kind, *(tokens[3:] if tokens[2] != ">" else [">"])]
-                    self._past.add(stream, ".".join(narrowed))
-        await self._past.open()
-        await self._past.caught_up()
+                    self._replayer.add(stream, ".".join(narrowed))
+        await self._replayer.open()
+        await self._replayer.caught_up()
 
     def _on_live(self, msg: RawMessage) -> None:
         self._show(time.time(), msg.subject, msg.data)
@@ -147,28 +149,30 @@ class BusTail:
     def _on_stored(self, message: StreamMessage) -> None:
         self._show(message.time, message.subject, message.data)
 
-    def _joined(self, card: Instance) -> None:
+    def _on_join(self, card: Instance) -> None:
         names = ("instances", (card.role, card.name))
-        self._print(self._form.line(time.time(), card.instance, *names, encode(card)))
+        self._print(self._line_format.line(time.time(), card.instance, *names, encode(card)))
 
-    def _left_mesh(self, card: Instance) -> None:
+    def _on_leave(self, card: Instance) -> None:
         gone = {"instance": card.instance, "role": card.role, "left": True}
         names = ("instances", (card.role, card.name))
-        self._print(self._form.line(time.time(), card.instance, "left", names[1], encode(gone)))
+        self._print(
+            self._line_format.line(time.time(), card.instance, "left", names[1], encode(gone))
+        )
 
     def _show(self, when: float, subject: str, data: bytes) -> None:
         kind, names = self._bus.subjects.parse(subject)
-        self._print(self._form.line(when, subject, kind, names, data))
+        self._print(self._line_format.line(when, subject, kind, names, data))
 
     def _print(self, line: str) -> None:
-        if self._enough.is_set():
+        if self._done.is_set():
             return
         try:
             print(line, flush=True)
         except BrokenPipeError:
             self._broken = True
-            self._enough.set()
-        if self._left is not None:
-            self._left -= 1
-            if self._left <= 0:
-                self._enough.set()
+            self._done.set()
+        if self._remaining is not None:
+            self._remaining -= 1
+            if self._remaining <= 0:
+                self._done.set()

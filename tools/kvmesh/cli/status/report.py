@@ -1,4 +1,4 @@
-"""The state of a mesh as seen from the bus: instances and their load, streams, readers, buckets."""
+"""Gathers the state of a mesh: instances and their load, streams and readers, buckets."""
 
 import asyncio
 import time
@@ -18,10 +18,10 @@ from kvmesh.settings import Settings
 LOAD_S = 1.2
 
 
-class Member(Struct, kw_only=True):
-    """One process: its card, its age in seconds, and its load per rank if it is a worker.
+class InstanceReport(Struct, kw_only=True):
+    """One instance: card, age in seconds, and load per rank of a worker.
 
-    `eligible`: it may be given work; `reason` says why a worker that does not fit others may not.
+    `eligible`: it may be given work; `reason` is set for a worker incompatible with its model's.
     """
 
     card: Instance
@@ -31,22 +31,22 @@ class Member(Struct, kw_only=True):
     reason: str = ""
 
 
-class Warned(Struct, kw_only=True):
-    """Something wrong, and the process that says so."""
+class InstanceWarning(Struct, kw_only=True):
+    """A warning about an instance, by itself or derived from its card."""
 
     instance: str
     text: str
 
 
-class Reader(Struct, kw_only=True):
-    """A consumer of a stream: whose it is and how many messages it has yet to read."""
+class ReaderReport(Struct, kw_only=True):
+    """A consumer of a stream: owner and number of unread messages."""
 
     name: str
     owner: str
     lag: int
 
 
-class Stream(Struct, kw_only=True):
+class StreamReport(Struct, kw_only=True):
     """A stream; sizes in messages and bytes."""
 
     name: str
@@ -54,10 +54,10 @@ class Stream(Struct, kw_only=True):
     bytes: int
     first: int
     last: int
-    readers: list[Reader]
+    readers: list[ReaderReport]
 
 
-class Bucket(Struct, kw_only=True):
+class BucketReport(Struct, kw_only=True):
     """A key-value (`kv`) or object (`object`) bucket."""
 
     name: str
@@ -66,27 +66,27 @@ class Bucket(Struct, kw_only=True):
     bytes: int
 
 
-class Report(Struct, kw_only=True):
-    """All that `kvmesh status` tells."""
+class MeshReport(Struct, kw_only=True):
+    """The report of `kvmesh status`."""
 
     nats: str
     server: str
     namespace: str
     time: float
-    instances: list[Member]
-    streams: list[Stream]
-    buckets: list[Bucket]
-    warnings: list[Warned] = []
+    instances: list[InstanceReport]
+    streams: list[StreamReport]
+    buckets: list[BucketReport]
+    warnings: list[InstanceWarning] = []
 
 
-async def gather(bus: Bus, settings: Settings) -> Report:
-    """Ask the bus; raises NotFound if there is no mesh of this namespace."""
+async def gather(bus: Bus, settings: Settings) -> MeshReport:
+    """Gather the report; raises NotFound if the namespace has no mesh."""
     loads: dict[str, dict[int, Load]] = {}
 
-    def keep(load: Load) -> None:
+    def on_load(load: Load) -> None:
         loads.setdefault(load.instance, {})[load.rank] = load
 
-    await follow_loads(bus, keep)
+    await follow_loads(bus, on_load)
     directory = Directory(bus, stream_limits(settings.streams))
     await directory.open()
     infos = await mesh_streams(bus)
@@ -94,34 +94,38 @@ async def gather(bus: Bus, settings: Settings) -> Report:
     await _wait_for_loads(loads, directory)
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
     await directory.close()
-    left_out = misfits(cards)
-    return Report(
+    incompatible = misfits(cards)
+    return MeshReport(
         nats=bus.server,
         server=bus.server_version,
         namespace=bus.options.namespace,
         time=time.time(),
         instances=[
-            _member(card, loads.get(card.instance, {}), left_out.get(card.instance, ""))
+            _member(card, loads.get(card.instance, {}), incompatible.get(card.instance, ""))
             for card in cards
         ],
         streams=streams,
         buckets=[_bucket(info) for info in infos if _bucket_kind(info) is not None],
-        warnings=_warnings(cards, left_out),
+        warnings=_warnings(cards, incompatible),
     )
 
 
-def _warnings(cards: list[Instance], left_out: dict[str, str]) -> list[Warned]:
-    """The faults that cards show, then the warnings of their processes."""
+def _warnings(cards: list[Instance], incompatible: dict[str, str]) -> list[InstanceWarning]:
+    """Warnings derived from the cards, then those of the instances themselves."""
     found = [
-        Warned(instance=card.instance, text=f"{left_out[card.instance]}; it gets no requests")
+        InstanceWarning(
+            instance=card.instance, text=f"{incompatible[card.instance]}; it gets no requests"
+        )
         for card in cards
-        if card.instance in left_out
+        if card.instance in incompatible
     ]
     for card in cards:
-        twins = ", ".join(namesakes(card, cards))
-        if twins and not card.draining:
-            found.append(Warned(instance=card.instance, text=f"{twins} has the same name"))
-        found += [Warned(instance=card.instance, text=text) for text in card.warnings]
+        duplicates = ", ".join(namesakes(card, cards))
+        if duplicates and not card.draining:
+            found.append(
+                InstanceWarning(instance=card.instance, text=f"{duplicates} has the same name")
+            )
+        found += [InstanceWarning(instance=card.instance, text=text) for text in card.warnings]
     return found
 
 
@@ -132,8 +136,8 @@ async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Director
         await asyncio.sleep(0.02)
 
 
-def _member(card: Instance, loads: dict[int, Load], reason: str) -> Member:
-    return Member(
+def _member(card: Instance, loads: dict[int, Load], reason: str) -> InstanceReport:
+    return InstanceReport(
         card=card,
         age_s=max(0.0, time.time() - card.started),
         load=[loads[rank] for rank in sorted(loads)],
@@ -147,8 +151,8 @@ def _bucket_kind(info: StreamInfo) -> str | None:
     return {"KV": "kv", "OBJ": "object"}.get(prefix)
 
 
-def _bucket(info: StreamInfo) -> Bucket:
-    return Bucket(
+def _bucket(info: StreamInfo) -> BucketReport:
+    return BucketReport(
         name=(info.config.name or "").partition("_")[2],
         kind=_bucket_kind(info) or "",
         messages=info.state.messages,
@@ -156,13 +160,13 @@ def _bucket(info: StreamInfo) -> Bucket:
     )
 
 
-async def _stream(bus: Bus, info: StreamInfo) -> Stream:
+async def _stream(bus: Bus, info: StreamInfo) -> StreamReport:
     name = info.config.name or ""
     readers = [
-        Reader(name=c.name, owner=c.config.description or "", lag=c.num_pending or 0)
+        ReaderReport(name=c.name, owner=c.config.description or "", lag=c.num_pending or 0)
         for c in await bus.js.consumers_info(name)
     ]
-    return Stream(
+    return StreamReport(
         name=name,
         messages=info.state.messages,
         bytes=info.state.bytes,

@@ -1,4 +1,4 @@
-"""The report of `kvmesh status` as JSON or as tables."""
+"""Prints the report of `kvmesh status` as JSON or tables, and the limits of streams."""
 
 from itertools import combinations
 
@@ -10,19 +10,19 @@ from rich.table import Table
 from kvmesh.bus.discovery import STATE
 from kvmesh.bus.jetstream import StreamInfo
 from kvmesh.bus.messages import Load, NodeStore, incompatible_models
-from kvmesh.cli.status.report import Bucket, Member, Report, Stream
+from kvmesh.cli.status.report import BucketReport, InstanceReport, MeshReport, StreamReport
 from kvmesh.cli.units import duration, size
 
 PIPE_WIDTH = 160
 
 
-def show_json(report: Report) -> None:
-    """The report as one indented JSON object."""
+def show_json(report: MeshReport) -> None:
+    """Print the report as one indented JSON object."""
     print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
 
 
-def show_tables(report: Report) -> None:
-    """The report as tables, as wide as the terminal or PIPE_WIDTH."""
+def show_tables(report: MeshReport) -> None:
+    """Print the report as tables, as wide as the terminal or PIPE_WIDTH."""
     console = _console()
     console.print(f"mesh {report.namespace} on NATS {report.server} at {report.nats}")
     for table in (
@@ -34,31 +34,31 @@ def show_tables(report: Report) -> None:
         console.print()
         console.print(table if table.row_count else f"[dim]no {table.columns[0].header}s[/dim]")
     if report.warnings:
-        console.print("\n[red]Something is wrong:[/red]")
-    for warned in report.warnings:
-        console.print(escape(f"{warned.instance}: {warned.text}"), soft_wrap=True)
-    divisions = _divisions(report.instances)
-    if divisions.row_count:
+        console.print("\n[red]Warnings:[/red]")
+    for warning in report.warnings:
+        console.print(escape(f"{warning.instance}: {warning.text}"), soft_wrap=True)
+    divided_layouts = _divided_layouts(report.instances)
+    if divided_layouts.row_count:
         console.print("\n[yellow]These block managers do not share all blocks:[/yellow]")
-        console.print(divisions)
+        console.print(divided_layouts)
     keys = _keys(report.instances)
     if keys.row_count:
-        console.print("\n[yellow]Block managers of different keys share nothing:[/yellow]")
+        console.print("\n[yellow]Block managers with different keys share no blocks:[/yellow]")
         console.print(keys)
 
 
 def show_limits(infos: list[StreamInfo]) -> None:
-    """The streams that hold a mesh's records and buckets, with what bounds them."""
-    table = _table("stream", "storage", "replicas", "messages", "bytes", "most", "oldest")
+    """Print the streams of a mesh, buckets included, with their limits."""
+    table = _table("stream", "storage", "replicas", "messages", "bytes", "max bytes", "max age")
     for info in infos:
-        config, most = info.config, info.config.max_bytes or -1
+        config, max_bytes = info.config, info.config.max_bytes or -1
         table.add_row(
             config.name,
             config.storage,
             str(config.num_replicas),
             str(info.state.messages),
             size(info.state.bytes),
-            size(most) if most > 0 else "no limit",
+            size(max_bytes) if max_bytes > 0 else "no limit",
             duration(config.max_age) if config.max_age else "no limit",
         )
     _console().print(table)
@@ -77,11 +77,22 @@ def _table(*headings: str) -> Table:
 
 
 _NUMBERS = frozenset(
-    {"age", "messages", "bytes", "first", "last", "readers", "lag", "replicas", "most", "oldest"}
+    {
+        "age",
+        "messages",
+        "bytes",
+        "first",
+        "last",
+        "readers",
+        "lag",
+        "replicas",
+        "max bytes",
+        "max age",
+    }
 )
 
 
-def _instances(members: list[Member]) -> Table:
+def _instances(members: list[InstanceReport]) -> Table:
     table = _table("instance", "role", "age", "state", "model", "load", "labels")
     for member in members:
         card = member.card
@@ -97,12 +108,12 @@ def _instances(members: list[Member]) -> Table:
     return table
 
 
-def _state(member: Member) -> str:
+def _state(member: InstanceReport) -> str:
     card = member.card
     if card.draining:
         return "[yellow]draining[/yellow]"
     if member.reason:
-        return "[red]left out[/red]"
+        return "[red]incompatible[/red]"
     return "ready" if member.eligible else f"[yellow]{card.labels[STATE]}[/yellow]"
 
 
@@ -112,8 +123,8 @@ def _tiers(store: NodeStore) -> str:
     return ", ".join(f"{size(count)} of {name}" for count, name in sizes if count)
 
 
-def _divisions(members: list[Member]) -> Table:
-    """The layouts of models of which some nodes have none in common."""
+def _divided_layouts(members: list[InstanceReport]) -> Table:
+    """Layouts of the models for which two nodes have none in common."""
     layouts = {m.card.instance: m.card.store.layouts for m in members if m.card.store}
     pairs = combinations(layouts.values(), 2)
     table = _table("model", "block manager", "layout of its workers")
@@ -126,8 +137,8 @@ def _divisions(members: list[Member]) -> Table:
     return table
 
 
-def _keys(members: list[Member]) -> Table:
-    """The fingerprints of the block managers' keys, if they are not all the same."""
+def _keys(members: list[InstanceReport]) -> Table:
+    """Fingerprints of the block managers' keys, if they differ."""
     keys = {m.card.instance: m.card.store.key for m in members if m.card.store and m.card.store.key}
     table = _table("block manager", "fingerprint of its key")
     for instance, key in keys.items() if len(set(keys.values())) > 1 else ():
@@ -141,7 +152,7 @@ def _load(load: Load) -> str:
     return f"{load.running} running, {load.waiting} waiting, {blocks}{steps}"
 
 
-def _streams(streams: list[Stream]) -> Table:
+def _streams(streams: list[StreamReport]) -> Table:
     table = _table("stream", "messages", "bytes", "first", "last", "readers")
     for stream in streams:
         numbers = (stream.first, stream.last, len(stream.readers))
@@ -151,7 +162,7 @@ def _streams(streams: list[Stream]) -> Table:
     return table
 
 
-def _readers(streams: list[Stream]) -> Table:
+def _readers(streams: list[StreamReport]) -> Table:
     table = _table("reader", "stream", "lag")
     for stream in streams:
         for reader in stream.readers:
@@ -159,7 +170,7 @@ def _readers(streams: list[Stream]) -> Table:
     return table
 
 
-def _buckets(buckets: list[Bucket]) -> Table:
+def _buckets(buckets: list[BucketReport]) -> Table:
     table = _table("bucket", "kind", "messages", "bytes")
     for bucket in buckets:
         table.add_row(bucket.name, bucket.kind, str(bucket.messages), size(bucket.bytes))

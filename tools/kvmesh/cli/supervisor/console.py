@@ -1,4 +1,4 @@
-"""The one log stream of `kvmesh up`, with the name of its process in front of each line."""
+"""Merged log stream of `kvmesh up`; each line is prefixed with its process's name."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-from kvmesh.cli.supervisor.plan import Spec
+from kvmesh.cli.supervisor.plan import ProcessSpec
 
 COLOURS = {
     "frontend": 36,
@@ -18,11 +18,11 @@ COLOURS = {
     "up": 1,
 }
 NATS_LINE = re.compile(r"^\[\d+\] \S+ (\d\d:\d\d:\d\d\.\d{3})\d* \[(\w)\w+\] ?(.*)$")
-OWN = Spec("up", "up", (), {})
+OWN = ProcessSpec("up", "up", (), {})
 
 
-class Notes(logging.Handler):
-    """Sends what the supervisor's own libraries log into the stream."""
+class LogForwarder(logging.Handler):
+    """Forwards warnings and errors of the supervisor's own loggers to the log stream."""
 
     def __init__(self, stream: "LogStream") -> None:
         super().__init__(logging.WARNING)
@@ -32,20 +32,20 @@ class Notes(logging.Handler):
         self._stream.note(record.getMessage(), record.levelname[0])
 
 
-def clean(spec: Spec, text: str) -> str | None:
-    """A process's line without its own name; None for the NATS server's routine notices."""
+def clean(spec: ProcessSpec, text: str) -> str | None:
+    """A process's line without its name; None for routine lines of the NATS server."""
     if spec.role != "nats":
         return text.replace(f" {spec.name}  ", " ", 1)
     match = NATS_LINE.match(text)
     if match is None:
         return text
-    # the token is plain text in a file of its user's own
+    # the plain-text token is in a file that only its user can read
     routine = match[2] in "ID" or match[3].startswith("Plaintext passwords detected")
     return None if routine else f"{match[1]} {match[2]} {match[3]}"
 
 
 class LogStream:
-    """Forms lines and hands them to `emit`: text for people, or one JSON object per line."""
+    """Formats lines for `emit`, as prefixed text or one JSON object each."""
 
     def __init__(
         self, emit: Callable[[str], None], width: int, json_lines: bool, colour: bool
@@ -55,23 +55,23 @@ class LogStream:
         self._json = json_lines
         self._colour = colour
 
-    def line(self, spec: Spec, text: str) -> None:
-        """A line that a process wrote."""
+    def line(self, spec: ProcessSpec, text: str) -> None:
+        """Emit a line of a process's output."""
         cleaned = clean(spec, text)
         if cleaned is not None:
-            self.emit(self._form(spec, cleaned))
+            self.emit(self._format(spec, cleaned))
 
     def note(self, text: str, level: str = "I") -> None:
-        """A line of the supervisor's own."""
+        """Emit a line of the supervisor's own."""
         if not self._json:
             text = f"{time.strftime('%H:%M:%S')}.{int(time.time() % 1 * 1000):03} {level} {text}"
-        self.emit(self._form(OWN, text))
+        self.emit(self._format(OWN, text))
 
     def announce(self, text: str) -> None:
-        """Several lines for the user, who may want to copy from them."""
+        """Emit several lines without prefix, for the user to copy from."""
         self.emit(json.dumps({"service": "up", "message": text}) if self._json else text)
 
-    def _form(self, spec: Spec, text: str) -> str:
+    def _format(self, spec: ProcessSpec, text: str) -> str:
         if self._json and text.startswith("{"):
             return text
         if self._json:

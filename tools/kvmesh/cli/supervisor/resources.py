@@ -1,4 +1,4 @@
-"""Ports and directories that a mesh needs for itself, checked before anything starts."""
+"""Claims the ports and the state directory of a mesh before its processes start."""
 
 import fcntl
 import socket
@@ -18,19 +18,19 @@ LOOPBACK = "127.0.0.1"
 def claim(settings: Settings, held: ExitStack) -> Settings:
     """`settings` with free ports in place of 0 and the URL of the embedded NATS server, if any.
 
-    Raises UpError naming the flag to change; what must stay claimed goes into `held`.
+    `held` releases the claims. Raises UpError naming the flag to change.
     """
-    up, frontend, taken = settings.up, settings.frontend, set[int]()
+    up, frontend, used = settings.up, settings.frontend, set[int]()
     if not settings.nats.url:
         held.enter_context(_lock(up.state_dir))
-        port = _claim_port(LOOPBACK, up.nats_port, "--nats-port", taken)
+        port = _claim_port(LOOPBACK, up.nats_port, "--nats-port", used)
         settings = _embedded(settings, f"nats://{LOOPBACK}:{port}")
-        held.callback(local.forget, settings)
+        held.callback(local.withdraw, settings)
     if up.frontends:
-        port = _claim_port(frontend.host, frontend.port, "--port", taken)
+        port = _claim_port(frontend.host, frontend.port, "--port", used)
         settings = replace(settings, frontend=replace(frontend, port=port))
         for further in range(port + 1, port + up.frontends):
-            _claim_port(frontend.host, further, "--port", taken)
+            _claim_port(frontend.host, further, "--port", used)
     if up.metrics_port:
         workers = up.workers + up.prefill_workers
         counts = {"indexer": up.indexers, "router": up.routers, "kvbm": up.kvbm, "worker": workers}
@@ -38,24 +38,24 @@ def claim(settings: Settings, held: ExitStack) -> Settings:
             getattr(settings, role).metrics_host for role, n in counts.items() for _ in range(n)
         ]
         for number, host in enumerate(hosts):
-            _claim_port(host, up.metrics_port + number, "--metrics-port", taken)
+            _claim_port(host, up.metrics_port + number, "--metrics-port", used)
     return settings
 
 
 def _embedded(settings: Settings, url: str) -> Settings:
-    """The settings for a server at `url` that asks this user's processes for a token."""
+    """The settings for the embedded server at `url`, with its token."""
     folder = settings.up.state_dir
     try:
         token = settings.nats.token or local.token(folder)
         settings = replace(settings, nats=replace(settings.nats, url=url, token=token))
-        local.tell(settings)
+        local.publish(settings)
     except OSError as error:
         raise UpError(f"cannot use state directory {folder}: {error.strerror}") from error
     return settings
 
 
 def _lock(state_dir: Path) -> TextIO:
-    """Claim the state directory for as long as the returned file stays open."""
+    """Lock the state directory while the returned file is open."""
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = (state_dir / "lock").open("w")
@@ -71,15 +71,15 @@ def _lock(state_dir: Path) -> TextIO:
     return file
 
 
-def _claim_port(host: str, port: int, flag: str, taken: set[int]) -> int:
-    """`port` if it is free, or a free one for 0; raises UpError naming `flag` otherwise."""
+def _claim_port(host: str, port: int, flag: str, used: set[int]) -> int:
+    """`port`, or any free port for 0; raises UpError naming `flag` if it is in use."""
     while True:
         found = _bind(host, port, flag)
-        if found not in taken:
-            taken.add(found)
+        if found not in used:
+            used.add(found)
             return found
         if port:
-            raise UpError(f"port {port} is asked for twice; choose another with {flag}")
+            raise UpError(f"port {port} is used twice; choose another with {flag}")
 
 
 def _bind(host: str, port: int, flag: str) -> int:

@@ -1,11 +1,11 @@
-"""When a process is started again: the pure part of supervision."""
+"""Restart delays and state of a supervised process; no I/O."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 
 class ProcessState(StrEnum):
-    """Where a supervised process is in its life."""
+    """State of a supervised process."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -16,20 +16,20 @@ class ProcessState(StrEnum):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Delays in seconds between restarts: doubled each time, forgotten after a stable run."""
+    """Delays between restarts in seconds: doubled each time, reset by a stable run."""
 
     first_s: float = 0.1
-    most_s: float = 10.0
+    max_s: float = 10.0
     stable_s: float = 10.0
 
     def delay(self, failures: int) -> float:
-        """How long to wait before the next start, after `failures` (from 1) short runs in a row."""
-        return min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 30))
+        """Seconds before the next start, after `failures` (from 1) short runs in a row."""
+        return min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 30))
 
 
 @dataclass
-class Life:
-    """One process over its restarts; `now` is monotonic seconds.
+class ProcessRecord:
+    """State of one process across its restarts; `now` is monotonic seconds.
 
     A run shorter than `policy.stable_s` counts as a failure, whatever its exit status.
     """
@@ -46,18 +46,18 @@ class Life:
         return max(0, self.starts - 1)
 
     def started(self, now: float, pid: int | None) -> None:
-        """A run began; without `pid` it could not even be started."""
+        """Record the start of a run; `pid` is None if the start failed."""
         self.pid = pid
         self.starts += 1
         self.since = now
         self.state = ProcessState.RUNNING
 
     def stopping(self) -> None:
-        """From now on an exit is final."""
+        """Make the next exit final."""
         self.state = ProcessState.STOPPING if self.pid is not None else ProcessState.STOPPED
 
     def exited(self, now: float) -> float | None:
-        """Record the end of a run; returns the seconds to wait before the next, None if never."""
+        """Record the end of a run; return the seconds before the next start, None if final."""
         self.pid = None
         if self.state is ProcessState.STOPPING:
             self.state = ProcessState.STOPPED

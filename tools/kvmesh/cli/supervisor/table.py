@@ -1,4 +1,4 @@
-"""The live table of `kvmesh up` in a terminal: processes, and the load of the workers."""
+"""Live table of `kvmesh up` in a terminal: processes, and the load of the workers."""
 
 import asyncio
 from collections.abc import Collection, Iterable
@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.cli.supervisor.process import Supervised
+from kvmesh.cli.supervisor.process import SupervisedProcess
 from kvmesh.cli.supervisor.restart_policy import ProcessState
 from kvmesh.cli.units import duration
 
@@ -30,7 +30,7 @@ COLOURS = {
 
 
 class LiveTable:
-    """A table at the foot of the terminal, below the log that `emit` prints."""
+    """A table at the bottom of the terminal, below the log lines that `emit` prints."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -39,39 +39,39 @@ class LiveTable:
     def emit(self, text: str) -> None:
         self._console.print(Text.from_ansi(text), soft_wrap=True)
 
-    async def show(self, processes: Iterable[Supervised], guide: "StartupGuide") -> None:
-        """Keep the table current until cancelled."""
+    async def show(self, processes: Iterable[SupervisedProcess], guide: "StartupGuide") -> None:
+        """Update the table until cancelled."""
         with self._live:
             while True:
                 now = asyncio.get_running_loop().time()
-                self._live.update(render(processes, guide.watch, now), refresh=True)
+                self._live.update(render(processes, guide.view, now), refresh=True)
                 await asyncio.sleep(REFRESH_S)
 
 
-def render(processes: Iterable[Supervised], watch: "MeshView | None", now: float) -> Table:
+def render(processes: Iterable[SupervisedProcess], view: "MeshView | None", now: float) -> Table:
     """The table at monotonic time `now`."""
-    loads = watch.loads if watch else {}
-    able = watch.ready if watch else set()
+    loads = view.loads if view else {}
+    routable = view.routable if view else set()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("process", "state", "pid", "up", "restarts", *LOAD):
         table.add_column(heading, no_wrap=True)
     for process in processes:
-        life, name = process.life, process.spec.name
-        running = life.state is ProcessState.RUNNING
-        ready = running and name in able
+        record, name = process.record, process.spec.name
+        running = record.state is ProcessState.RUNNING
+        ready = running and name in routable
         table.add_row(
             name,
-            Text("ready" if ready else life.state, COLOURS[life.state]),
-            str(life.pid or "–"),
-            duration(now - life.since) if running else "–",
-            str(life.restarts),
+            Text("ready" if ready else record.state, COLOURS[record.state]),
+            str(record.pid or "–"),
+            duration(now - record.since) if running else "–",
+            str(record.restarts),
             *(describe(loads[name].values()) if running and name in loads else ()),
         )
     return table
 
 
 def describe(loads: "Collection[Load]") -> tuple[str, str, str]:
-    """The load of a worker's ranks: requests that run and wait, share of the blocks in use."""
+    """Running and waiting requests, and share of blocks in use, of a worker's ranks."""
     running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
     blocks = max(1, sum(load.total_blocks for load in loads))
     active = sum(load.active_blocks for load in loads) / blocks

@@ -1,4 +1,4 @@
-"""What a simulation showed, in numbers."""
+"""Figures of a simulation: throughput, latency, cache, workers."""
 
 from collections import Counter
 
@@ -12,8 +12,8 @@ from kvmesh.worker.engines.mock.timing import DecodeLoad
 from kvmesh.workload.replay.summary import Spread, spread
 
 
-class Latency(Struct, frozen=True, kw_only=True):
-    """Seconds, but for `slowdown`: latency over what an idle engine without a cache would take."""
+class LatencyFigures(Struct, frozen=True, kw_only=True):
+    """Seconds; `slowdown` is latency over that of an idle engine without a cache."""
 
     requests: int
     ttft_s: Spread | None
@@ -23,13 +23,13 @@ class Latency(Struct, frozen=True, kw_only=True):
     slowdown: Spread | None
 
 
-class Lost(Struct, frozen=True, kw_only=True):
-    """Prompt tokens that an endless cache for all would have had, by why they were computed.
+class LostHits(Struct, frozen=True, kw_only=True):
+    """Recomputed prompt tokens by cause; an infinite shared cache would have held them.
 
-    `ends`: the last block of a prompt that was cached whole, without which there is no answer.
-    `unfinished`: another request was still computing them. `evicted`: no rank had them any more.
-    `elsewhere`: a rank had them, and another was chosen. `dropped`: the chosen one had them and
-    evicted them before it began. All but the first and the last are as of the placement.
+    `ends`: last block of a fully cached prompt, which the first output token needs computed.
+    `unfinished`: another request was still computing them. `evicted`: every rank had evicted them.
+    `elsewhere`: another rank held them, not the chosen one. `dropped`: the chosen rank held them
+    and evicted them before the prefill. All but `ends` and `dropped` are as of the placement.
     """
 
     ends: int
@@ -39,11 +39,11 @@ class Lost(Struct, frozen=True, kw_only=True):
     dropped: int
 
 
-class Cache(Struct, frozen=True, kw_only=True):
-    """Prompt tokens that were served: shares of all, and what an endless shared cache would hold.
+class CacheFigures(Struct, frozen=True, kw_only=True):
+    """Prompt tokens of finished requests, and the share that an infinite shared cache would hold.
 
     `read_write` is cached over computed prompt tokens. `recomputed_tokens` had been computed
-    before, somewhere, and were computed again; `lost` says why.
+    before on some rank; `lost` divides them by cause.
     """
 
     prompt_tokens: int
@@ -53,15 +53,15 @@ class Cache(Struct, frozen=True, kw_only=True):
     share_of_ideal: float
     read_write: float
     recomputed_tokens: int
-    lost: Lost
+    lost: LostHits
     evicted_blocks: int
 
 
 class WorkerFigures(Struct, frozen=True, kw_only=True):
-    """One worker life. `busy` is the share of the run that it spent stepping.
+    """One incarnation of a worker. `busy` is the share of the run that it spent stepping.
 
-    A prompt that moves or is prefilled elsewhere counts with each worker that has it; what comes
-    over from a prefill worker counts as cached.
+    A prompt that migrates or is handed off counts for each of its workers; tokens handed off by a
+    prefill worker count as cached.
     """
 
     name: str
@@ -74,31 +74,31 @@ class WorkerFigures(Struct, frozen=True, kw_only=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """One run. `imbalance` is the busiest worker's time over the mean one's.
+    """One run. `imbalance` is the busiest worker's busy time over the mean.
 
-    `steady_tokens_per_s` is the rate of output tokens while the middle half of them was made,
-    without the start of the run and its tail; of the whole run where that took no time.
+    `steady_tokens_per_s` is the rate over the middle half of the output tokens, which leaves out
+    start and tail of the run; the rate of the whole run if that half took no time.
     """
 
     policy: str
     rounds: int
     failed: int
     errors: dict[str, int]
-    moves: int
+    migrations: int
     virtual_s: float
     requests_per_s: float
     output_tokens_per_s: float
     steady_tokens_per_s: float
-    latency: Latency
-    by_priority: dict[str, Latency]
-    cache: Cache
+    latency: LatencyFigures
+    by_priority: dict[str, LatencyFigures]
+    cache: CacheFigures
     sessions: Spread | None
     workers: list[WorkerFigures]
     imbalance: float
 
 
 def figures(simulation: Simulation) -> Figures:
-    """Sum up a simulation that has run."""
+    """The figures of a finished simulation."""
     records = simulation.records
     errors = Counter(error for error in records.error if error is not None)
     done = np.array([error is None for error in records.error], dtype=bool)
@@ -112,7 +112,7 @@ def figures(simulation: Simulation) -> Figures:
         rounds=len(done),
         failed=int((~done).sum()),
         errors=dict(errors.most_common(8)),
-        moves=sum(records.moves),
+        migrations=sum(records.migrations),
         virtual_s=length,
         requests_per_s=float(done.sum()) / length,
         output_tokens_per_s=sum(records.output) / length,
@@ -142,24 +142,24 @@ def _spread(values: Column) -> Spread | None:
     return spread(float(value) for value in values if not np.isnan(value))
 
 
-def _latency(simulation: Simulation, chosen: NDArray[np.bool_]) -> Latency:
+def _latency(simulation: Simulation, chosen: NDArray[np.bool_]) -> LatencyFigures:
     records = simulation.records
-    arrived, first, ended = (records.column(n)[chosen] for n in ("arrived", "first", "ended"))
+    arrived, first, ended = (records.column(n)[chosen] for n in ("arrived", "first_token", "ended"))
     output = records.column("output")[chosen]
     gaps = np.where(output > 1, (ended - first) / np.maximum(output - 1, 1), np.nan)
-    alone = _alone(simulation)[chosen]
-    return Latency(
+    idle = _idle_latency(simulation)[chosen]
+    return LatencyFigures(
         requests=int(chosen.sum()),
         ttft_s=_spread(first - arrived),
         inter_token_s=_spread(gaps),
         total_s=_spread(ended - arrived),
         queue_s=_spread(records.column("placed")[chosen] - arrived),
-        slowdown=_spread((ended - arrived) / alone),
+        slowdown=_spread((ended - arrived) / idle),
     )
 
 
-def _alone(simulation: Simulation) -> Column:
-    """Seconds that each round would take by itself on an idle engine without any cache."""
+def _idle_latency(simulation: Simulation) -> Column:
+    """Latency of each round alone on an idle engine without a cache, in seconds."""
     core = simulation.options.workers[0].core
     model, speedup, step = core.model, core.speedup, core.limits.max_batched_tokens
     token = model.decode(DecodeLoad(1, 0, core.blocks * core.limits.block_size))
@@ -171,7 +171,7 @@ def _alone(simulation: Simulation) -> Column:
     return np.maximum(np.array(times, dtype=np.float64), 1e-9)
 
 
-def _by_priority(simulation: Simulation, done: NDArray[np.bool_]) -> dict[str, Latency]:
+def _by_priority(simulation: Simulation, done: NDArray[np.bool_]) -> dict[str, LatencyFigures]:
     priorities = np.array([round_.priority for round_ in simulation.workload.rounds])
     levels = sorted(set(priorities.tolist()), reverse=True)
     if len(levels) < 2:
@@ -179,11 +179,11 @@ def _by_priority(simulation: Simulation, done: NDArray[np.bool_]) -> dict[str, L
     return {str(level): _latency(simulation, done & (priorities == level)) for level in levels}
 
 
-def _cache(simulation: Simulation, done: NDArray[np.bool_]) -> Cache:
+def _cache(simulation: Simulation, done: NDArray[np.bool_]) -> CacheFigures:
     records = simulation.records
     total = int(_prompts(simulation)[done].sum())
     cached, ideal = (int(records.column(name)[done].sum()) for name in ("cached", "ideal"))
-    return Cache(
+    return CacheFigures(
         prompt_tokens=total,
         cached_tokens=cached,
         cached_share=cached / max(total, 1),
@@ -200,16 +200,16 @@ def _prompts(simulation: Simulation) -> Column:
     return np.array([r.input_tokens for r in simulation.workload.rounds], dtype=np.float64)
 
 
-def _lost(simulation: Simulation, done: NDArray[np.bool_]) -> Lost:
-    """Each prompt from what was cached upwards: what lies between is lost for one reason."""
+def _lost(simulation: Simulation, done: NDArray[np.bool_]) -> LostHits:
+    """Recomputed tokens by cause: the distances between ascending levels of each prompt."""
     records, size = simulation.records, simulation.options.block_size
     ideal = records.column("ideal")[done]
     useful = np.minimum(ideal, (_prompts(simulation)[done] - 1) // size * size)
     levels = [np.minimum(records.column("cached")[done], useful)]
-    for name in ("held", "best", "made"):
+    for name in ("chosen_rank", "best_rank", "computed"):
         levels.append(np.clip(records.column(name)[done], levels[-1], useful))
     cached, held, best, made = (int(level.sum()) for level in levels)
-    return Lost(
+    return LostHits(
         ends=int((ideal - useful).sum()),
         unfinished=int(useful.sum()) - made,
         evicted=made - best,
@@ -222,7 +222,7 @@ def _sessions(simulation: Simulation, done: NDArray[np.bool_]) -> Spread | None:
     """Cached share of each session's prompt tokens after its first round."""
     shares = []
     rounds, cached = simulation.workload.rounds, simulation.records.cached
-    for members in simulation.workload.of_sessions():
+    for members in simulation.workload.by_session():
         later = [index for index in members[1:] if done[index]]
         tokens = sum(rounds[index].input_tokens for index in later)
         if tokens:

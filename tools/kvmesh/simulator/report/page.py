@@ -1,4 +1,4 @@
-"""Runs side by side as one self-contained HTML page with plots drawn as SVG."""
+"""Report of several runs as one self-contained HTML page with SVG plots."""
 
 from collections.abc import Sequence
 from html import escape
@@ -32,7 +32,7 @@ Line = tuple[str, Column, Column]
 
 
 def page(title: str, runs: Sequence[tuple[Simulation, Figures]]) -> str:
-    """The report of one or more runs of the same workload."""
+    """The HTML report of one or more runs of the same workload."""
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>",
         f"<style>{STYLE}</style><h1>{escape(title)}</h1>",
@@ -45,10 +45,10 @@ def page(title: str, runs: Sequence[tuple[Simulation, Figures]]) -> str:
         "<h2>Sequences running on each worker</h2>",
     ]
     for simulation, figures in runs:
-        lives = list(simulation.worker_records.values())
-        drawn = lives[: len(COLOURS)]
-        of = f", the first {len(drawn)} of {len(lives)} workers" if drawn != lives else ""
-        parts.append(f"<h3>{escape(figures.policy)}{of}</h3>")
+        workers = list(simulation.worker_records.values())
+        drawn = workers[: len(COLOURS)]
+        extent = f", the first {len(drawn)} of {len(workers)} workers" if drawn != workers else ""
+        parts.append(f"<h3>{escape(figures.policy)}{extent}</h3>")
         parts.append(_plot(_running(drawn), "virtual seconds", "sequences"))
     return "\n".join(parts) + "</html>\n"
 
@@ -64,7 +64,7 @@ def _table(runs: Sequence[Figures]) -> str:
 
 def _ttft(simulation: Simulation, figures: Figures) -> Line:
     records = simulation.records
-    values = records.column("first") - records.column("arrived")
+    values = records.column("first_token") - records.column("arrived")
     values = np.sort(values[~np.isnan(values)])
     shares = np.linspace(0, 1, len(values)) if len(values) else values
     return figures.policy, np.maximum(values, 1e-3), shares
@@ -75,10 +75,10 @@ def _hits(simulation: Simulation, figures: Figures, bins: int = 60) -> Line:
     arrived = records.column("arrived")
     tokens = np.array([r.input_tokens for r in simulation.workload.rounds], dtype=np.float64)
     edges = np.linspace(arrived.min(), arrived.max() + 1e-9, bins + 1)
-    place = np.clip(np.digitize(arrived, edges) - 1, 0, bins - 1)
+    bin_index = np.clip(np.digitize(arrived, edges) - 1, 0, bins - 1)
     served = np.array([error is None for error in records.error], dtype=np.float64)
-    sent = np.bincount(place, tokens * served, bins)
-    cached = np.bincount(place, records.column("cached") * served, bins)
+    sent = np.bincount(bin_index, tokens * served, bins)
+    cached = np.bincount(bin_index, records.column("cached") * served, bins)
     used = sent > 0
     return figures.policy, edges[:-1][used], cached[used] / sent[used]
 
@@ -97,7 +97,7 @@ def _running(workers: Sequence[WorkerRecord]) -> list[Line]:
 def _plot(lines: Sequence[Line], x_name: str, y_name: str, log_x: bool = False) -> str:
     lines = [line for line in lines if len(line[1])]
     if not lines:
-        return "<p>nothing to draw</p>"
+        return "<p>no data</p>"
     scale = np.log10 if log_x else np.asarray
     low = min(float(scale(x).min()) for _, x, _ in lines)
     high = max(float(scale(x).max()) for _, x, _ in lines)
@@ -111,9 +111,9 @@ def _plot(lines: Sequence[Line], x_name: str, y_name: str, log_x: bool = False) 
     parts = [_key([name for name, _, _ in lines], f"{y_name} over {x_name}")]
     parts += [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role=img>', _axes(low, span, top, log_x)]
     for number, (_, x, y) in enumerate(lines):
-        keep = np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(np.intp)
+        picked = np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(np.intp)
         points = " ".join(
-            at(float(a), float(b)) for a, b in zip(scale(x)[keep], y[keep], strict=True)
+            at(float(a), float(b)) for a, b in zip(scale(x)[picked], y[picked], strict=True)
         )
         stroke = f'stroke="{_colour(number)}" stroke-width=1.6 stroke-linejoin=round'
         parts.append(f'<polyline points="{points}" fill=none {stroke} />')
@@ -133,7 +133,7 @@ def _key(names: Sequence[str], axes: str) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round values between, four to eight of them: 1, 2 or 5 times a power of ten apart."""
+    """Four to eight round values in the range, 1, 2 or 5 times a power of ten apart."""
     rough = max(high - low, 1e-9) / 6
     power = 10.0 ** np.floor(np.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
@@ -143,10 +143,10 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Exponents of 1, 2 and 5 times the powers of ten between two exponents."""
+    """Base-10 logarithms in the range of the numbers 1, 2 and 5 times a power of ten."""
     whole = range(int(np.floor(low)), int(np.ceil(high)) + 1)
-    places = [n + float(np.log10(m)) for n in whole for m in (1, 2, 5)]
-    return [place for place in places if low <= place <= high]
+    exponents = [n + float(np.log10(m)) for n in whole for m in (1, 2, 5)]
+    return [exponent for exponent in exponents if low <= exponent <= high]
 
 
 def _axes(low: float, span: float, top: float, log_x: bool) -> str:

@@ -1,4 +1,4 @@
-"""A run as a trace for ui.perfetto.dev (Chrome trace event format, JSON object form)."""
+"""Trace of a run for ui.perfetto.dev (Chrome trace event format, JSON object form)."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ US = 1e6
 
 
 def perfetto(simulation: Simulation) -> bytes:
-    """Each life of a worker a process; requests are slices (prefill, decode), load counters."""
+    """Worker incarnations as processes, prefills and decodes as slices, load as counters."""
     events: list[dict[str, Any]] = []
     for number, record in enumerate(simulation.worker_records.values()):
         name = {"name": record.name}
@@ -33,7 +33,7 @@ def perfetto(simulation: Simulation) -> bytes:
 
 def _request(simulation: Simulation, index: int) -> list[dict[str, Any]]:
     records = simulation.records
-    times = records.placed[index], records.first[index], records.ended[index]
+    times = records.placed[index], records.first_token[index], records.ended[index]
     if np.isnan(times).any():
         return []
     placed, first, ended = times

@@ -1,4 +1,4 @@
-"""Figures as tables for a terminal."""
+"""Figures of runs as a table in a terminal."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -6,13 +6,13 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.simulator.report.figures import Figures, Latency
+from kvmesh.simulator.report.figures import Figures, LatencyFigures
 from kvmesh.workload.replay.summary import Spread
 
 Row = tuple[str, Callable[[Figures], str]]
 
 
-def _ms(pick: Callable[[Latency], Spread | None], point: str) -> Callable[[Figures], str]:
+def _ms(pick: Callable[[LatencyFigures], Spread | None], point: str) -> Callable[[Figures], str]:
     def cell(figures: Figures) -> str:
         values = pick(figures.latency)
         return "–" if values is None else f"{getattr(values, point) * 1000:,.1f}"
@@ -53,7 +53,7 @@ ROWS: tuple[Row, ...] = (
         for name, part in (
             ("placed elsewhere", "elsewhere"),
             ("evicted", "evicted"),
-            ("dropped in line", "dropped"),
+            ("evicted while queued", "dropped"),
             ("unfinished", "unfinished"),
             ("last blocks", "ends"),
         )
@@ -64,7 +64,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def show(runs: Sequence[Figures], console: Console) -> None:
-    """One column per run; priorities and errors below where there are any."""
+    """Print one column per run, then priorities and errors, if any."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for run in runs:
@@ -78,7 +78,7 @@ def show(runs: Sequence[Figures], console: Console) -> None:
 
 
 def notes(run: Figures) -> Iterator[str]:
-    """What has no row of its own, in sentences."""
+    """Lines below the table: latency by priority, errors with counts."""
     for level, latency in run.by_priority.items():
         if latency.ttft_s and latency.total_s:
             yield (

@@ -1,4 +1,4 @@
-"""The structure of a workload in numbers: lengths, sharing, ideal hit rate, waits."""
+"""Structure of a workload: lengths, prefix sharing, ideal hit rate, waits."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -18,12 +18,11 @@ BINS = 24
 class Analysis(Struct, frozen=True, kw_only=True):
     """Sizes in tokens, times in seconds, shares from 0 to 1.
 
-    `ideal_hit_share` is the share of prompt tokens that an infinite prefix cache would have, in
-    whole blocks of `block_size`; `hits_over_time` the same in equal parts of the workload.
-    `read_write` is tokens read (hit) per token written into such a cache, `reuse` prompt tokens
-    per distinct one. `visits` tells which
-    share of the distinct prompt tokens, and of all prompt tokens, lie where that many prompts pass
-    (least number of prompts to shares). `depth` counts blocks of a prompt.
+    `ideal_hit_share` is the share of prompt tokens that an infinite prefix cache would hold, in
+    whole blocks of `block_size`; `hits_over_time` the same for equal parts of the workload.
+    `read_write` is tokens hit per token written into such a cache, `reuse` prompt tokens per
+    distinct one. `visits` maps the least number of prompts that contain a token to the shares of
+    such tokens among the distinct ones and among all prompt tokens. `depth` is blocks per prompt.
     """
 
     block_size: int
@@ -53,14 +52,14 @@ class Analysis(Struct, frozen=True, kw_only=True):
 
 
 def analyze(workload: Workload, block_size: int | None = None) -> Analysis:
-    """Measure a workload; hits count in blocks of `block_size` (by default the workload's own)."""
+    """Analyse a workload; hits are in blocks of `block_size` (default: the workload's own)."""
     size = block_size or workload.block_size
     rounds = workload.rounds
     hits = ideal_hits(workload, size)
     inputs = [round_.input_tokens for round_ in rounds]
     total, hit = sum(inputs), sum(hits)
     unique = _unique(workload)
-    compactions = [_compactions(workload, members) for members in workload.of_sessions()]
+    compactions = [_compactions(workload, members) for members in workload.by_session()]
     return Analysis(
         block_size=size,
         requests=len(rounds),
@@ -79,7 +78,7 @@ def analyze(workload: Workload, block_size: int | None = None) -> Analysis:
         output=spread(round_.output_tokens for round_ in rounds),
         new_tokens=spread(n - h for n, h in zip(inputs, hits, strict=True)),
         depth=spread(-(-n // size) for n in inputs),
-        rounds_per_session=spread(len(members) for members in workload.of_sessions() if members),
+        rounds_per_session=spread(len(members) for members in workload.by_session() if members),
         waits=_waits(workload),
         wait_counts=dict(Counter(r.wait for r in rounds if r.wait).most_common()),
         compactions=sum(compactions),
@@ -95,7 +94,7 @@ def _unique(workload: Workload) -> int:
 
 
 def _compactions(workload: Workload, members: list[int]) -> int:
-    """Rounds of a session whose prompt drops most of what the round before held."""
+    """Number of a session's rounds with a prompt below 0.6 of the previous one's length."""
     lengths = [workload.rounds[index].input_tokens for index in members]
     return sum(b < 0.6 * a for a, b in pairwise(lengths))
 
@@ -107,10 +106,10 @@ def _over_time(inputs: list[int], hits: list[int]) -> list[float]:
 
 
 def _visits(workload: Workload) -> dict[str, tuple[float, float]]:
-    """Distinct tokens and references by how many prompts pass there, as shares."""
+    """Shares of the distinct tokens and of all prompt tokens, by the number of prompts."""
     ends: dict[int, list[tuple[int, int]]] = {}
     for round_ in workload.rounds:
-        for segment in workload.tree.way(round_.branch, round_.input_tokens):
+        for segment in workload.tree.path(round_.branch, round_.input_tokens):
             ends.setdefault(segment.branch, []).append((segment.start, segment.end))
     distinct: Counter[int] = Counter()
     passed: Counter[int] = Counter()
@@ -124,12 +123,12 @@ def _visits(workload: Workload) -> dict[str, tuple[float, float]]:
 
 
 def _layers(passes: list[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    """(tokens, prompts that pass them): all passes of a branch begin at its start."""
+    """(tokens, number of prompts) along a branch; all segments start at the branch's start."""
     start = passes[0][0]
     ordered = sorted(end for _, end in passes)
-    for place, end in enumerate(ordered):
+    for index, end in enumerate(ordered):
         if end > start:
-            yield end - start, len(ordered) - place
+            yield end - start, len(ordered) - index
             start = end
 
 
@@ -142,7 +141,7 @@ def _waits(workload: Workload) -> dict[str, Spread]:
 
 
 def histogram(values: list[int]) -> list[tuple[float, int]]:
-    """Counts in logarithmic bins: (upper edge, count)."""
+    """(upper edge, count) of logarithmic bins."""
     low, high = max(1, min(values, default=1)), max(2, *values, 2)
     edges = np.geomspace(low, high + 1, BINS + 1)
     counts, _ = np.histogram(values, edges)

@@ -1,4 +1,4 @@
-"""An analysis for people: tables and small plots in a terminal."""
+"""An analysis as tables and small plots in a terminal."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def show(analysis: Analysis, console: Console) -> None:
 
 
 def _facts(a: Analysis) -> Iterator[str]:
-    children = f" ({a.child_sessions:,} of them started by others)" if a.child_sessions else ""
+    children = f" ({a.child_sessions:,} of them child sessions)" if a.child_sessions else ""
     yield f"requests        {a.requests:,} in {a.sessions:,} sessions{children}"
     yield f"arrivals        over {a.span_s:,.1f} s"
     yield f"tokens          {a.input_tokens:,} in, {a.output_tokens:,} out"
@@ -48,7 +48,7 @@ def _distributions(a: Analysis) -> Table:
     rows: dict[str, Spread | None] = {
         "prompt tokens": a.input,
         "new prompt tokens": a.new_tokens,
-        "answer tokens": a.output,
+        "output tokens": a.output,
         f"prompt blocks of {a.block_size}": a.depth if a.block_size > 1 else None,
         "rounds per session": a.rounds_per_session if a.requests > a.sessions else None,
         **{f"{kind} wait, s": waits for kind, waits in a.waits.items()},
@@ -65,7 +65,7 @@ def _figure(value: float) -> str:
 
 def _visits(a: Analysis) -> Table:
     table = Table(title="sharing", title_justify="left")
-    table.add_column("prompts that pass")
+    table.add_column("prompts per token")
     table.add_column("distinct tokens", justify="right")
     table.add_column("all prompt tokens", justify="right")
     floors = list(a.visits)
@@ -86,7 +86,7 @@ def _plots(a: Analysis) -> Iterator[str]:
 
 
 def bars(values: list[int] | list[float], top: float | None = None) -> str:
-    """One character per value, as high as its share of `top` (by default the largest value)."""
+    """One block character per value, scaled to `top` (default: the largest value)."""
     top = top or max([*values, 0]) or 1.0
     steps = len(BARS) - 1
     return "".join(BARS[min(steps, -int(-value * steps // top))] for value in values)

@@ -1,9 +1,9 @@
 """Mooncake traces, plain and agentic: JSONL with lengths and the ids of 512-token blocks.
 
 Plain rows (Mooncake, FAST'25) hold `timestamp` (ms), `input_length`, `output_length` (tokens) and
-`hash_ids`, where an id names a block together with all before it. Rows that share a `session_id`
-are closed-loop turns: a later turn starts `delay` ms after the one before has ended. Agentic rows
-add `request_id`, `wait_for` (request ids that must have ended) and `tool_wait_ms`.
+`hash_ids`; an id identifies a block and all blocks before it. Rows with one `session_id` are
+closed-loop turns: a turn starts `delay` ms after the end of the previous one. Agentic rows add
+`request_id`, `wait_for` (ids of requests that must have ended) and `tool_wait_ms`.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvmesh.workload.analysis.sharing import link_answers
+from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import Problem, Repairs, TraceError
 from kvmesh.workload.model import (
     Milliseconds,
@@ -24,14 +24,14 @@ from kvmesh.workload.model import (
     Tokens,
     Workload,
 )
-from kvmesh.workload.ordering import in_order
+from kvmesh.workload.ordering import topological_order
 from kvmesh.workload.tree import ROOT, Tree
 
 BLOCK_SIZE = 512
 
 
 class MooncakeRow(Struct, kw_only=True, omit_defaults=True):
-    """One line. `block_size`, `priority`, `abort_after`, `parent_session_id` are ours."""
+    """One line; `block_size`, `priority`, `abort_after`, `parent_session_id` are our additions."""
 
     input_length: SomeTokens
     output_length: Tokens
@@ -57,15 +57,15 @@ ALIASES = {
 
 
 def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
-    """The workload of a trace and what was repaired in it; raises TraceError or OSError."""
+    """The workload of a trace, and the repairs made; raises TraceError or OSError."""
     repairs = Repairs(file, repair)
     rows = _rows(file, repairs)
     if not rows:
         raise TraceError(file, repairs.problems or [Problem(1, "no requests in this file", "")])
-    _name_once(rows, repairs)
+    _make_ids_unique(rows, repairs)
     _order(rows, repairs)
     workload = Assembler(repairs).workload(rows)
-    repairs.settle()
+    repairs.check()
     return workload, repairs
 
 
@@ -80,7 +80,7 @@ def _rows(file: Path, repairs: Repairs) -> list[tuple[int, MooncakeRow]]:
             except msgspec.MsgspecError as error:
                 repairs.note(number, str(error).replace("`$.", "`"), "dropped the line")
             else:
-                rows.append((number, _fit(number, row, repairs)))
+                rows.append((number, _match_hash_ids(number, row, repairs)))
     return rows
 
 
@@ -92,8 +92,8 @@ def _parse(line: bytes) -> MooncakeRow:
     return msgspec.convert(fields, MooncakeRow)
 
 
-def _fit(number: int, row: MooncakeRow, repairs: Repairs) -> MooncakeRow:
-    """Hash ids and length must agree: one id per begun block."""
+def _match_hash_ids(number: int, row: MooncakeRow, repairs: Repairs) -> MooncakeRow:
+    """Make hash ids and length agree: one id per started block."""
     expected = -(-row.input_length // row.block_size)
     found = len(row.hash_ids)
     if found == expected:
@@ -111,14 +111,14 @@ def _fit(number: int, row: MooncakeRow, repairs: Repairs) -> MooncakeRow:
     return row
 
 
-def _name_once(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> None:
-    """A request id names one row."""
+def _make_ids_unique(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> None:
+    """Make request ids unique."""
     known: set[str] = set()
     for number, row in rows:
         if row.request_id is None:
             continue
         if row.request_id in known:
-            reason = f"request id {row.request_id!r} was given to an earlier line"
+            reason = f"duplicate request id {row.request_id!r}"
             repairs.note(number, reason, "dropped the id")
             row.request_id = None
         else:
@@ -126,7 +126,7 @@ def _name_once(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> None:
 
 
 def _order(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> None:
-    """Absolute times must not go back; a row without one stays behind its session's row before."""
+    """Sort rows by time; a row without a timestamp stays behind its session's previous row."""
     latest = 0.0
     disordered = False
     times: list[float] = []
@@ -144,11 +144,11 @@ def _order(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> None:
             sessions[row.session_id] = time
         times.append(time)
     if disordered:
-        rows[:] = [rows[place] for place in sorted(range(len(rows)), key=times.__getitem__)]
+        rows[:] = [rows[index] for index in sorted(range(len(rows)), key=times.__getitem__)]
 
 
 class TreeBuilder:
-    """Grows a tree from block ids, each of which names a block together with all before it."""
+    """Grows a tree from block ids; an id identifies a block and all blocks before it."""
 
     def __init__(self, tree: Tree, block_size: int) -> None:
         self._tree = tree
@@ -158,7 +158,7 @@ class TreeBuilder:
         self.conflicts: list[int] = []
 
     def add(self, ids: Iterable[int]) -> int:
-        """The branch of a prompt. Ids that reappear after another block go to `conflicts`."""
+        """The branch of a prompt; ids seen before with another parent go to `conflicts`."""
         branch, before = ROOT, ROOT
         for depth, block in enumerate(ids):
             key: tuple[int, int] | int = block
@@ -183,35 +183,35 @@ class TreeBuilder:
 
 
 class Assembler:
-    """Turns checked rows into a workload."""
+    """Builds the workload from checked rows."""
 
     def __init__(self, repairs: Repairs) -> None:
         self._repairs = repairs
         self._tree = Tree()
         self._builders: dict[int, TreeBuilder] = {}
         self._sessions: dict[str, int] = {}
-        self._cards: list[Session] = []
+        self._session_list: list[Session] = []
         self._rounds: list[Round] = []
-        self._places: dict[int, int] = {}
+        self._round_of: dict[int, int] = {}
 
     def workload(self, rows: list[tuple[int, MooncakeRow]]) -> Workload:
         before = predecessors(rows, self._repairs)
-        for place in in_order(before, lambda place: self._break(rows[place])):
-            number, row = rows[place]
-            after = tuple(sorted(self._places[other] for other in before[place]))
-            self._places[place] = len(self._rounds)
+        for index in topological_order(before, lambda index: self._note_cycle(rows[index])):
+            number, row = rows[index]
+            after = tuple(sorted(self._round_of[other] for other in before[index]))
+            self._round_of[index] = len(self._rounds)
             self._add(number, row, after)
         workload = Workload(
             tree=self._tree,
-            sessions=self._cards,
+            sessions=self._session_list,
             rounds=self._rounds,
             block_size=max(self._builders, default=1),
         )
-        for members in workload.of_sessions():
-            link_answers(workload, members)
+        for members in workload.by_session():
+            link_outputs(workload, members)
         return workload
 
-    def _break(self, numbered: tuple[int, MooncakeRow]) -> None:
+    def _note_cycle(self, numbered: tuple[int, MooncakeRow]) -> None:
         number, row = numbered
         name = row.request_id or row.session_id
         self._repairs.note(number, f"cycle in wait_for through {name!r}", "dropped the wait")
@@ -229,7 +229,7 @@ class Assembler:
             Round(
                 session=session,
                 branch=branch,
-                answer=self._tree.fork(branch, row.input_length),
+                output_branch=self._tree.fork(branch, row.input_length),
                 input_tokens=row.input_length,
                 output_tokens=row.output_length,
                 at_s=self._start(row, after),
@@ -244,9 +244,9 @@ class Assembler:
         name = row.session_id
         if name is not None and name in self._sessions:
             return self._sessions[name]
-        index = len(self._cards)
+        index = len(self._session_list)
         parent = self._sessions.get(row.parent_session_id or "")
-        self._cards.append(Session(name=name or f"r{index}", parent=parent))
+        self._session_list.append(Session(name=name or f"r{index}", parent=parent))
         if name is not None:
             self._sessions[name] = index
         return index
@@ -258,13 +258,13 @@ class Assembler:
 
 
 def predecessors(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> list[set[int]]:
-    """The places in `rows` that each row waits for: those it names, or the turn before it."""
+    """Indices of the rows that each row waits for: those in `wait_for`, or the previous turn."""
     named = {
-        row.request_id: place for place, (_, row) in enumerate(rows) if row.request_id is not None
+        row.request_id: index for index, (_, row) in enumerate(rows) if row.request_id is not None
     }
     last: dict[str, int] = {}
     before: list[set[int]] = []
-    for place, (number, row) in enumerate(rows):
+    for index, (number, row) in enumerate(rows):
         waits: set[int] = set()
         for name in row.wait_for:
             if name in named:
@@ -276,6 +276,6 @@ def predecessors(rows: list[tuple[int, MooncakeRow]], repairs: Repairs) -> list[
             chained = row.delay is not None or row.timestamp is None
             if not row.wait_for and chained and session in last:
                 waits.add(last[session])
-            last[session] = place
+            last[session] = index
         before.append(waits)
     return before

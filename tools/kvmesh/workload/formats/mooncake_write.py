@@ -1,4 +1,4 @@
-"""Writing Mooncake traces: plain where every request stands alone, agentic in sessions."""
+"""Writes Mooncake traces: plain for independent requests, agentic for sessions."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from kvmesh.workload.tree import mix
 
 
 def write(workload: Workload, file: Path, block_size: int | None = None) -> None:
-    """Write one row per round, with ids of `block_size` tokens (by default the workload's own).
+    """Write one row per round, with ids of `block_size` tokens (default: the workload's own).
 
-    Sharing is kept to whole blocks.
+    Sharing within a block is lost.
     """
     size = block_size or (workload.block_size if workload.block_size > 1 else BLOCK_SIZE)
-    ids = Ids(workload, size)
+    ids = BlockIds(workload, size)
     agentic = any(round_.after for round_ in workload.rounds) or any(
-        len(members) > 1 for members in workload.of_sessions()
+        len(members) > 1 for members in workload.by_session()
     )
     encode = msgspec.json.Encoder().encode
     with file.open("wb") as out:
@@ -37,8 +37,8 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
             out.write(encode(row) + b"\n")
 
 
-class Ids:
-    """Small numbers for blocks, in order of appearance."""
+class BlockIds:
+    """Numbers blocks in order of appearance."""
 
     def __init__(self, workload: Workload, size: int) -> None:
         self._tree = workload.tree
@@ -46,11 +46,11 @@ class Ids:
         self._ids: dict[int, int] = {}
 
     def of(self, round_: Round) -> list[int]:
-        """One id per begun block; a partial last block is the prompt's own."""
+        """One id per started block; a partial last block is never shared."""
         tokens = round_.input_tokens
         blocks = self._tree.blocks(round_.branch, tokens, self._size).tolist()
         if tokens % self._size:
-            last = self._tree.way(round_.branch, tokens)[-1].branch
+            last = self._tree.path(round_.branch, tokens)[-1].branch
             blocks.extend(mix(last, np.array([tokens])).tolist())
         return [self._ids.setdefault(block, len(self._ids)) for block in blocks]
 

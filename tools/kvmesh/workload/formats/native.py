@@ -1,4 +1,4 @@
-"""The mesh's own workload file: the internal form as one JSON document, without loss."""
+"""The native workload file: the internal form as one JSON document, lossless."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,8 +11,8 @@ from kvmesh.workload.model import Round, Session, SomeTokens, Workload
 from kvmesh.workload.tree import ROOT, Tree
 
 
-class Document(Struct, kw_only=True):
-    """`branches` holds [parent, start] per branch of the tree, parents first."""
+class NativeDocument(Struct, kw_only=True):
+    """A native workload file; `branches` holds [parent, start] per branch, parents first."""
 
     format: Literal["kvmesh.workload.v1"] = "kvmesh.workload.v1"
     block_size: SomeTokens
@@ -23,7 +23,7 @@ class Document(Struct, kw_only=True):
 
 def write(workload: Workload, file: Path) -> None:
     tree = workload.tree
-    document = Document(
+    document = NativeDocument(
         block_size=workload.block_size,
         branches=[tree.parent(branch) for branch in range(len(tree))],
         sessions=workload.sessions,
@@ -33,16 +33,16 @@ def write(workload: Workload, file: Path) -> None:
 
 
 def read(file: Path) -> Workload:
-    """Raises TraceError for a document that is malformed or refers to what it does not hold."""
+    """Read a file; raises TraceError for malformed documents and dangling references."""
     try:
-        document = msgspec.json.decode(file.read_bytes(), type=Document)
+        document = msgspec.json.decode(file.read_bytes(), type=NativeDocument)
         tree = Tree()
         for parent, start in document.branches:
             tree.fork(parent, start)
     except (msgspec.MsgspecError, ValueError) as error:
         raise TraceError(file, [Problem(1, str(error).replace("`$.", "`"), "")]) from error
     problems = [
-        Problem(1, f"sessions[{index}]: its parent does not come before it", "")
+        Problem(1, f"sessions[{index}]: the parent must precede the session", "")
         for index, session in enumerate(document.sessions)
         if session.parent is not None and not ROOT < session.parent < index
     ]
@@ -63,16 +63,16 @@ def read(file: Path) -> Workload:
     )
 
 
-def _defect(document: Document, tree: Tree, index: int, round_: Round) -> str | None:
+def _defect(document: NativeDocument, tree: Tree, index: int, round_: Round) -> str | None:
     branches = range(len(tree))
-    if round_.branch not in branches or round_.answer not in branches:
-        return f"no branch {round_.branch} or {round_.answer}"
+    if round_.branch not in branches or round_.output_branch not in branches:
+        return f"unknown branch {round_.branch} or {round_.output_branch}"
     if not 0 <= round_.session < len(document.sessions):
-        return f"no session {round_.session}"
+        return f"unknown session {round_.session}"
     if any(not ROOT < before < index for before in round_.after):
-        return "waits for a round that does not come before it"
+        return "waits for a round that does not precede it"
     tokens = round_.input_tokens
-    same = round_.answer == round_.branch
-    if not same and tree.shared(round_.branch, round_.answer, tokens) < tokens:
-        return "its answer does not continue its prompt"
+    same = round_.output_branch == round_.branch
+    if not same and tree.shared(round_.branch, round_.output_branch, tokens) < tokens:
+        return "the output branch does not continue the prompt"
     return None

@@ -1,4 +1,4 @@
-"""Any workload by what the user names: a trace in any known format, or an agent profile."""
+"""Loads and saves workloads: traces by file suffix, agent profiles by path or name."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,16 +14,16 @@ SUFFIXES: dict[str, Format] = {".jsonl": "mooncake", ".csv": "tracelab", ".json"
 
 
 class FormatError(WorkloadError):
-    """A file whose format cannot be told from its name."""
+    """A file with an unknown suffix, or no such file or profile."""
 
 
 def format_of(file: Path) -> Format:
-    """By suffix; raises FormatError."""
+    """The format of a file by its suffix; raises FormatError."""
     try:
         return SUFFIXES[file.suffix]
     except KeyError:
         known = ", ".join(f"{suffix} ({name})" for suffix, name in SUFFIXES.items())
-        raise FormatError(f"{file}: cannot tell its format by its name; known: {known}") from None
+        raise FormatError(f"{file}: unknown suffix; known: {known}") from None
 
 
 def load(source: str, repair: bool = False, seed: int = 0) -> tuple[Workload, Repairs]:
@@ -36,7 +36,7 @@ def load(source: str, repair: bool = False, seed: int = 0) -> tuple[Workload, Re
         generated = AgentGenerator(load_profile(source), seed).workload()
         return generated, Repairs(file, repair)
     if file.suffix not in SUFFIXES and not file.exists():
-        raise FormatError(f"{source}: no such file, and no shipped profile: {', '.join(builtin())}")
+        raise FormatError(f"{source}: no such file or shipped profile ({', '.join(builtin())})")
     kind = format_of(file)
     if kind == "mooncake":
         return mooncake.read(file, repair)
@@ -46,7 +46,7 @@ def load(source: str, repair: bool = False, seed: int = 0) -> tuple[Workload, Re
 
 
 def save(workload: Workload, file: Path, block_size: int | None = None) -> list[str]:
-    """Write in the format that the name of `file` tells; returns what that format cannot hold."""
+    """Write in the format of the suffix of `file`; return the properties that are lost."""
     kind = format_of(file)
     if kind == "native":
         native.write(workload, file)
@@ -57,9 +57,9 @@ def save(workload: Workload, file: Path, block_size: int | None = None) -> list[
     else:
         losses += tracelab.write(workload, file)
     if any(round_.thinking_tokens for round_ in workload.rounds):
-        losses.append("how much of an answer is thinking")
+        losses.append("thinking tokens")
     if any(session.kind for session in workload.sessions):
-        losses.append("kinds of sessions")
+        losses.append("session kinds")
     if any(session.ends for session in workload.sessions):
-        losses.append("that sessions end")
+        losses.append("session ends")
     return losses

@@ -1,8 +1,8 @@
 """TraceLab session traces: CSV, one closed-loop round per line.
 
-`session_id,arrival_time,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms`: a round's
-prompt is `prefix_len` tokens of what the session holds plus `input_len` new ones; the next round
-starts `tool_wait_after_ms` after it has ended. `arrival_time` (ms) starts the session.
+Columns: `session_id,arrival_time,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms`. A
+round's prompt is the first `prefix_len` tokens of the session's context plus `input_len` new ones;
+the next round starts `tool_wait_after_ms` after its end. `arrival_time` (ms) starts the session.
 """
 
 import csv
@@ -33,14 +33,14 @@ EXCESS = ""
 
 
 def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
-    """The workload of a trace and what was repaired in it; raises TraceError or OSError."""
+    """The workload of a trace, and the repairs made; raises TraceError or OSError."""
     repairs = Repairs(file, repair)
     sessions = _sessions(file, repairs)
     if not sessions:
         raise TraceError(file, repairs.problems or [Problem(1, "no sessions in this file", "")])
     ordered = sorted(sessions.values(), key=lambda rows: rows[0][1].arrival_time)
     workload = _assemble(ordered, repairs)
-    repairs.settle()
+    repairs.check()
     return workload, repairs
 
 
@@ -62,13 +62,13 @@ def _sessions(file: Path, repairs: Repairs) -> dict[str, list[tuple[int, Tracela
 def _lines(
     file: Path, reader: "csv.DictReader[str]", repairs: Repairs
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines below the header that are a table's."""
+    """Number and fields of each well-formed line below the header."""
     try:
         missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     except csv.Error as error:
         raise TraceError(file, [Problem(1, str(error), "")]) from error
     if missing:
-        raise TraceError(file, [Problem(1, f"no column {', '.join(missing)}", "")])
+        raise TraceError(file, [Problem(1, f"missing column {', '.join(missing)}", "")])
     while True:
         try:
             fields = next(reader)
@@ -99,9 +99,9 @@ def _assemble(sessions: list[list[tuple[int, TracelabRow]]], repairs: Repairs) -
 
 def _order(rows: list[tuple[int, TracelabRow]], repairs: Repairs) -> None:
     expected = list(range(len(rows)))
-    for (line, row), place in zip(rows, expected, strict=True):
-        if row.round_idx != place:
-            reason = f"round {row.round_idx} of session {row.session_id} where {place} belongs"
+    for (line, row), round_idx in zip(rows, expected, strict=True):
+        if row.round_idx != round_idx:
+            reason = f"round {row.round_idx} of session {row.session_id}, expected {round_idx}"
             repairs.note(line, reason, "renumbered the rounds")
             rows.sort(key=lambda numbered: numbered[1].round_idx)
             return
@@ -110,56 +110,56 @@ def _order(rows: list[tuple[int, TracelabRow]], repairs: Repairs) -> None:
 def _chain(
     session: int, rows: list[tuple[int, TracelabRow]], tree: Tree, repairs: Repairs
 ) -> list[tuple[float, int, Round]]:
-    """The rounds of one session, each with the time at which it would run at the earliest."""
+    """(earliest start in seconds, index in the session, round) of a session's rounds."""
     branch, held, clock, wait_s = tree.fork(), 0, rows[0][1].arrival_time / 1e3, 0.0
     chain: list[tuple[float, int, Round]] = []
-    for place, (line, row) in enumerate(rows):
+    for index, (line, row) in enumerate(rows):
         prefix, tokens = row.prefix_len, row.prefix_len + row.input_len
-        if place and prefix > held:
-            reason = f"prefix_len {prefix} is more than the {held} tokens that the session holds"
+        if index and prefix > held:
+            reason = f"prefix_len {prefix} exceeds the session's context of {held} tokens"
             repairs.note(line, reason, "counted the excess as new tokens")
             prefix = held
         if tokens == 0:
-            repairs.note(line, "an empty prompt", "made it one token")
+            repairs.note(line, "empty prompt", "made it one token")
             tokens = 1
-        if place and prefix < held:
+        if index and prefix < held:
             branch = tree.fork(branch, prefix)
         round_ = Round(
             session=session,
             branch=branch,
-            answer=branch,
+            output_branch=branch,
             input_tokens=tokens,
             output_tokens=row.output_len,
-            at_s=wait_s if place else clock,
+            at_s=wait_s if index else clock,
             wait="tool" if wait_s else "",
         )
         clock += wait_s
-        chain.append((clock, place, round_))
+        chain.append((clock, index, round_))
         held = tokens + row.output_len
         wait_s = row.tool_wait_after_ms / 1e3
     return chain
 
 
 def _number(drafts: list[tuple[float, int, Round]]) -> list[Round]:
-    """Rounds in their order, each after the one before it in its session."""
+    """The rounds in order, each waiting for its session's previous one."""
     last: dict[int, int] = {}
     rounds: list[Round] = []
-    for _, place, round_ in drafts:
-        after = (last[round_.session],) if place else ()
+    for _, index, round_ in drafts:
+        after = (last[round_.session],) if index else ()
         last[round_.session] = len(rounds)
         rounds.append(msgspec.structs.replace(round_, after=after))
     return rounds
 
 
 def write(workload: Workload, file: Path) -> list[str]:
-    """Write the sessions; returns what the format cannot hold, in words.
+    """Write the sessions; return the properties that the format cannot hold.
 
-    Raises WorkloadError for a session whose rounds do not wait for each other.
+    Raises WorkloadError for a session that is not closed-loop.
     """
     lines = [
-        _line(workload, session, members, place, index)
-        for session, members in enumerate(workload.of_sessions())
-        for place, index in enumerate(members)
+        _line(workload, session, members, position, index)
+        for session, members in enumerate(workload.by_session())
+        for position, index in enumerate(members)
     ]
     with file.open("w", newline="", encoding="utf-8") as out:
         csv.writer(out, lineterminator="\n").writerows([COLUMNS, *lines])
@@ -167,44 +167,44 @@ def write(workload: Workload, file: Path) -> list[str]:
 
 
 def _line(
-    workload: Workload, session: int, members: list[int], place: int, index: int
+    workload: Workload, session: int, members: list[int], position: int, index: int
 ) -> list[str | int]:
     rounds = workload.rounds
     round_, prefix = rounds[index], 0
-    if place:
-        before = rounds[members[place - 1]]
-        if members[place - 1] not in round_.after:
+    if position:
+        before = rounds[members[position - 1]]
+        if members[position - 1] not in round_.after:
             name = workload.sessions[session].name
             raise WorkloadError(f"session {name!r} is not closed-loop: TraceLab cannot hold it")
         held = min(before.input_tokens + before.output_tokens, round_.input_tokens)
-        prefix = workload.tree.shared(before.answer, round_.branch, held)
-    following = rounds[members[place + 1]].at_s if place + 1 < len(members) else 0.0
+        prefix = workload.tree.shared(before.output_branch, round_.branch, held)
+    next_wait = rounds[members[position + 1]].at_s if position + 1 < len(members) else 0.0
     first = rounds[members[0]]
     return [
         workload.sessions[session].name,
         round((0.0 if first.after else first.at_s) * 1e3),
-        place,
+        position,
         prefix,
         round_.input_tokens - prefix,
         round_.output_tokens,
-        round(following * 1e3),
+        round(next_wait * 1e3),
     ]
 
 
 def _losses(workload: Workload) -> list[str]:
-    kept = [len(round_.after) for round_ in workload.rounds]
+    waits = [len(round_.after) for round_ in workload.rounds]
     children = sum(session.parent is not None for session in workload.sessions)
     tree = workload.tree
-    roots = {tree.way(round_.branch, 1)[0].branch for round_ in workload.rounds}
+    roots = {tree.path(round_.branch, 1)[0].branch for round_ in workload.rounds}
     losses = []
     if children:
-        losses.append(f"{children} child sessions start on their own")
-    if any(count > 1 for count in kept):
-        losses.append(f"{sum(count > 1 for count in kept)} waits for several rounds")
+        losses.append(f"parents of {children} child sessions")
+    if any(count > 1 for count in waits):
+        losses.append(f"{sum(count > 1 for count in waits)} waits for several rounds")
     if len(roots) < len(workload.sessions):
         losses.append("prefixes shared between sessions")
     if any(round_.priority for round_ in workload.rounds):
         losses.append("priorities")
     if any(round_.abort_after is not None for round_ in workload.rounds):
-        losses.append("that clients leave early")
+        losses.append("client aborts")
     return losses

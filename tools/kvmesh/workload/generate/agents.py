@@ -1,4 +1,4 @@
-"""The agent generator: closed-loop sessions drawn from a profile."""
+"""The agent generator: draws closed-loop sessions from a profile."""
 
 import heapq
 import random
@@ -13,16 +13,16 @@ TOKEN_S, REQUEST_S = 0.02, 0.5
 
 
 @dataclass
-class Draft:
-    """A round being written, with a guess of when it runs; `after` holds drafts."""
+class RoundDraft:
+    """A round before its index is known, with an estimated start; `after` holds drafts."""
 
     session: int
     branch: int
-    answer: int
+    output_branch: int
     tokens: int
     output: int
     wait_s: float
-    after: "list[Draft]"
+    after: "list[RoundDraft]"
     start_s: float
     agent: Agent
     wait: str = ""
@@ -36,8 +36,8 @@ class Draft:
 
 
 @dataclass
-class Walk:
-    """Where a session stands: its prompt so far and what its next round waits for."""
+class SessionState:
+    """Generation state of a session: its prompt so far and the drafts its next round waits for."""
 
     agent: Agent
     session: int
@@ -48,38 +48,38 @@ class Walk:
     ready_s: float
     wait_s: float
     wait: str
-    after: list[Draft]
+    after: list[RoundDraft]
     compacts: bool
     step: int = 0
-    last: list[Draft] = field(default_factory=list)
+    last: list[RoundDraft] = field(default_factory=list)
 
 
 class AgentGenerator:
-    """Writes one workload; everything follows from the profile and the seed."""
+    """Generates one workload, determined by profile and seed."""
 
     def __init__(self, profile: AgentProfile, seed: int = 0) -> None:
         self._profile = profile
         self._rng = random.Random(seed)
-        self._ends = random.Random(f"{seed} ends")
+        self._ends_rng = random.Random(f"{seed} ends")
         self._agents = {agent.name: agent for agent in profile.agents}
         self._tree = Tree()
         self._sessions: list[Session] = []
-        self._drafts: list[Draft] = []
+        self._drafts: list[RoundDraft] = []
         self._prompts: dict[tuple[str, int], tuple[int, int]] = {}
 
     def workload(self, sessions: int | None = None) -> Workload:
-        """`sessions` sessions (the profile's number by default) and all that they spawn.
+        """Generate `sessions` sessions (default: the profile's number) and their children.
 
-        Raises ProfileError if not one of them has a request.
+        Raises AgentProfileError if no session has a request.
         """
         roots = [agent for agent in self._profile.agents if agent.share]
         weights = [agent.share for agent in roots]
         clock, slots = 0.0, self._profile.concurrency
-        ends: list[tuple[float, int, list[Draft]]] = []
+        ends: list[tuple[float, int, list[RoundDraft]]] = []
         for number in range(sessions or self._profile.sessions):
             agent = self._rng.choices(roots, weights)[0]
             if slots is None or number < slots:
-                ready, before = clock, list[Draft]()
+                ready, before = clock, list[RoundDraft]()
             else:
                 ready, _, before = heapq.heappop(ends)
             wait = 0.0 if before else ready
@@ -88,21 +88,24 @@ class AgentGenerator:
             heapq.heappush(ends, (end, number, last))
             clock += self._rng.expovariate(self._profile.per_minute / 60)
         if not self._drafts:
-            raise AgentProfileError(
-                "no request: every first prompt is longer than its agent's context"
-            )
+            raise AgentProfileError("no requests: every first prompt exceeds its agent's context")
         return self._assemble()
 
     def _session(
-        self, agent: Agent, parent: int | None, after: list[Draft], wait_s: float, ready_s: float
-    ) -> list[Draft]:
-        """Write a whole session; returns its last round."""
+        self,
+        agent: Agent,
+        parent: int | None,
+        after: list[RoundDraft],
+        wait_s: float,
+        ready_s: float,
+    ) -> list[RoundDraft]:
+        """Generate a session with its children; return its last round (at most one)."""
         session = len(self._sessions)
         name = f"{agent.name}-{session}"
-        ends = self._ends.random() < agent.ends
+        ends = self._ends_rng.random() < agent.ends
         self._sessions.append(Session(name=name, kind=agent.name, parent=parent, ends=ends))
         base, base_tokens = self._prompt(agent)
-        walk = Walk(
+        state = SessionState(
             agent=agent,
             session=session,
             base=base,
@@ -117,13 +120,13 @@ class AgentGenerator:
         )
         for turn in range(draw_int(agent.human.turns, self._rng, 1)):
             if turn:
-                self._ask_again(walk)
-            if not self._turn(walk):
+                self._add_message(state)
+            if not self._run_turn(state):
                 break
-        return walk.last
+        return state.last
 
     def _prompt(self, agent: Agent) -> tuple[int, int]:
-        """The branch and length of the shared beginning of an agent's prompts."""
+        """Branch and length of the prefix that an agent's prompts share."""
         variant = self._rng.randrange(agent.prompt_variants)
         key = (agent.prompt, variant)
         if key not in self._prompts:
@@ -131,93 +134,95 @@ class AgentGenerator:
             self._prompts[key] = (self._tree.fork(), tokens)
         return self._prompts[key]
 
-    def _ask_again(self, walk: Walk) -> None:
-        walk.tokens += draw_int(walk.agent.human.message, self._rng, 1)
-        walk.wait_s = draw(walk.agent.human.wait_s, self._rng)
-        walk.wait = "human"
+    def _add_message(self, state: SessionState) -> None:
+        state.tokens += draw_int(state.agent.human.message, self._rng, 1)
+        state.wait_s = draw(state.agent.human.wait_s, self._rng)
+        state.wait = "human"
 
-    def _turn(self, walk: Walk) -> bool:
-        """One run of steps until the agent is done; False once the session is full."""
-        for remaining in reversed(range(draw_int(walk.agent.steps, self._rng, 1))):
-            if walk.tokens > _limit(walk) and not self._compact(walk):
+    def _run_turn(self, state: SessionState) -> bool:
+        """Generate the steps of one turn; False if the prompt has outgrown the context."""
+        for remaining in reversed(range(draw_int(state.agent.steps, self._rng, 1))):
+            if state.tokens > _limit(state) and not self._compact(state):
                 return False
-            draft = self._step(walk)
+            draft = self._step(state)
             if draft.abort_after is not None:
                 break
             if remaining:
-                self._use_tool(walk)
-            self._spawn(walk, draft)
+                self._use_tool(state)
+            self._spawn(state, draft)
         return True
 
-    def _step(self, walk: Walk) -> Draft:
-        agent = walk.agent
+    def _step(self, state: SessionState) -> RoundDraft:
+        agent = state.agent
         output = draw_int(agent.output, self._rng, 1)
         thinking = 0 if agent.keep_thinking else round(output * agent.thinking)
         abort = None
         if self._rng.random() < agent.abort:
             abort = self._rng.randint(1, output)
-        draft = self._write(walk, output, thinking > 0, abort)
-        walk.tokens += max(0, (output if abort is None else abort) - thinking)
-        walk.step += 1
+        draft = self._write(state, output, thinking > 0, abort)
+        state.tokens += max(0, (output if abort is None else abort) - thinking)
+        state.step += 1
         return draft
 
-    def _write(self, walk: Walk, output: int, private: bool, abort: int | None = None) -> Draft:
-        """Add a round at the walk's place; `private` answers are not in later prompts."""
-        answer = self._tree.fork(walk.branch, walk.tokens) if private else walk.branch
-        draft = Draft(
-            session=walk.session,
-            branch=walk.branch,
-            answer=answer,
-            tokens=walk.tokens,
+    def _write(
+        self, state: SessionState, output: int, private: bool, abort: int | None = None
+    ) -> RoundDraft:
+        """Append a round to the session; later prompts do not contain `private` outputs."""
+        output_branch = self._tree.fork(state.branch, state.tokens) if private else state.branch
+        draft = RoundDraft(
+            session=state.session,
+            branch=state.branch,
+            output_branch=output_branch,
+            tokens=state.tokens,
             output=output,
-            wait_s=walk.wait_s,
-            after=walk.after,
-            start_s=walk.ready_s + (walk.wait_s if walk.after else 0.0),
-            agent=walk.agent,
-            wait=walk.wait,
+            wait_s=state.wait_s,
+            after=state.after,
+            start_s=state.ready_s + (state.wait_s if state.after else 0.0),
+            agent=state.agent,
+            wait=state.wait,
             abort_after=abort,
         )
         self._drafts.append(draft)
-        walk.after = walk.last = [draft]
-        walk.ready_s, walk.wait_s, walk.wait = draft.end_s, 0.0, ""
+        state.after = state.last = [draft]
+        state.ready_s, state.wait_s, state.wait = draft.end_s, 0.0, ""
         return draft
 
-    def _use_tool(self, walk: Walk) -> None:
-        tools = walk.agent.tools
+    def _use_tool(self, state: SessionState) -> None:
+        tools = state.agent.tools
         if not tools:
-            walk.tokens += draw_int(walk.agent.result, self._rng)
+            state.tokens += draw_int(state.agent.result, self._rng)
             return
         tool = self._rng.choices(tools, [tool.weight for tool in tools])[0]
-        result = walk.agent.result if tool.result is None else tool.result
-        walk.tokens += draw_int(result, self._rng)
-        walk.wait_s = draw(tool.wait_s, self._rng)
-        walk.wait = tool.name
+        result = state.agent.result if tool.result is None else tool.result
+        state.tokens += draw_int(result, self._rng)
+        state.wait_s = draw(tool.wait_s, self._rng)
+        state.wait = tool.name
 
-    def _compact(self, walk: Walk) -> bool:
-        """Summarise into a fresh prompt; False if this session does not."""
-        compaction = walk.agent.compaction
-        if compaction is None or not walk.compacts:
+    def _compact(self, state: SessionState) -> bool:
+        """Summarise the prompt and continue from the summary; False if the session does not."""
+        compaction = state.agent.compaction
+        if compaction is None or not state.compacts:
             return False
-        self._write(walk, draw_int(compaction.summary, self._rng, 1), private=True)
-        walk.branch = self._tree.fork(walk.base, walk.base_tokens)
-        walk.tokens = max(walk.base_tokens + 1, draw_int(compaction.to, self._rng))
+        self._write(state, draw_int(compaction.summary, self._rng, 1), private=True)
+        state.branch = self._tree.fork(state.base, state.base_tokens)
+        state.tokens = max(state.base_tokens + 1, draw_int(compaction.to, self._rng))
         return True
 
-    def _spawn(self, walk: Walk, draft: Draft) -> None:
-        for spawn in walk.agent.spawns:
-            if not self._due(spawn, walk.step):
+    def _spawn(self, state: SessionState, draft: RoundDraft) -> None:
+        for spawn in state.agent.spawns:
+            if not self._due(spawn, state.step):
                 continue
             child = self._agents[spawn.agent]
             for _ in range(draw_int(spawn.count, self._rng, 1)):
-                last = self._session(child, walk.session, [draft], 0.0, draft.end_s)
-                walk.after = [*walk.after, *last]
-                walk.ready_s = max(walk.ready_s, *(d.end_s for d in last))
+                last = self._session(child, state.session, [draft], 0.0, draft.end_s)
+                state.after = [*state.after, *last]
+                state.ready_s = max(state.ready_s, *(d.end_s for d in last))
 
     def _due(self, spawn: Spawn, step: int) -> bool:
         return step == spawn.step or (spawn.chance > 0 and self._rng.random() < spawn.chance)
 
     def _assemble(self) -> Workload:
-        """Rounds by the time at which they would run if each took a plausible while."""
+        """Number the drafts by their estimated start and turn them into rounds."""
         self._drafts.sort(key=lambda draft: draft.start_s)
         for index, draft in enumerate(self._drafts):
             draft.index = index
@@ -228,18 +233,18 @@ class AgentGenerator:
         )
 
 
-def _limit(walk: Walk) -> int:
-    agent = walk.agent
-    if agent.compaction is None or not walk.compacts:
+def _limit(state: SessionState) -> int:
+    agent = state.agent
+    if agent.compaction is None or not state.compacts:
         return agent.context
     return min(agent.context, agent.compaction.at)
 
 
-def _round(draft: Draft) -> Round:
+def _round(draft: RoundDraft) -> Round:
     return Round(
         session=draft.session,
         branch=draft.branch,
-        answer=draft.answer,
+        output_branch=draft.output_branch,
         input_tokens=draft.tokens,
         output_tokens=draft.output,
         at_s=draft.wait_s,

@@ -1,4 +1,4 @@
-"""Profiles of agent traffic: every distribution of the generator as a key of a TOML file."""
+"""Agent profiles: the generator's distributions as a TOML file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,15 +17,15 @@ Weight = Annotated[float, Meta(ge=0, le=LIMIT)]
 
 
 class AgentProfileError(WorkloadError):
-    """A profile that is missing or wrong; the message names the file and the key."""
+    """A missing or invalid profile; the message names the file and the key."""
 
 
 class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base: an unknown key is an error that names it."""
+    """Base class that rejects unknown keys by name."""
 
 
 class ToolProfile(_Section, frozen=True, kw_only=True):
-    """A tool: how often it is called, how long it takes (s) and how much it returns (tokens)."""
+    """A tool: relative call frequency, latency (s) and size of its result (tokens)."""
 
     name: str
     weight: Annotated[float, Meta(gt=0, le=LIMIT)]
@@ -34,7 +34,7 @@ class ToolProfile(_Section, frozen=True, kw_only=True):
 
 
 class Human(_Section, frozen=True, kw_only=True):
-    """The person at the other end: how often they ask again, after how long (s), how much."""
+    """The user: turns per session, wait before each (s), tokens per message."""
 
     turns: Amount = 1
     wait_s: Amount = Quantiles(p50=84, p90=1236, p99=50_000)
@@ -42,9 +42,9 @@ class Human(_Section, frozen=True, kw_only=True):
 
 
 class Compaction(_Section, frozen=True, kw_only=True):
-    """When a prompt would pass `at` tokens it is summarised into a new one of `to` tokens.
+    """Compaction of prompts above `at` tokens: a summary becomes a new prompt of `to` tokens.
 
-    `share` of the sessions do so; the others grow to the agent's `context` and end there.
+    `share` of the sessions compact; the others end at the agent's `context`.
     """
 
     at: Count
@@ -54,9 +54,9 @@ class Compaction(_Section, frozen=True, kw_only=True):
 
 
 class Spawn(_Section, frozen=True, kw_only=True):
-    """Child sessions: which agent, how many, and at which step or with what chance per step.
+    """Child sessions: agent, number, and the step or the chance per step of spawning them.
 
-    The parent goes on once all of them have ended.
+    The parent continues once all of them have ended.
     """
 
     agent: str
@@ -68,10 +68,10 @@ class Spawn(_Section, frozen=True, kw_only=True):
 class Agent(_Section, frozen=True, kw_only=True):
     """One kind of agent.
 
-    `share` is its weight among sessions that nobody spawns. Agents with the same `prompt` share
-    its first `prompt_tokens` tokens, in `prompt_variants` versions. `thinking` is the share of
-    output that is reasoning, which later prompts contain only with `keep_thinking`. The clients of
-    a share of `ends` say when their session is over.
+    `share` is its weight among root sessions. Agents with the same `prompt` share its first
+    `prompt_tokens` tokens, in `prompt_variants` versions. `thinking` is the share of the output
+    that is reasoning; later prompts contain it only with `keep_thinking`. Clients of a share of
+    `ends` mark the final request of their session.
     """
 
     name: str
@@ -96,9 +96,9 @@ class Agent(_Section, frozen=True, kw_only=True):
 
 
 class AgentProfile(_Section, frozen=True, kw_only=True):
-    """A kind of traffic. Sessions start as a Poisson process, `per_minute` on average.
+    """A profile. Root sessions start as a Poisson process, `per_minute` on average.
 
-    With `concurrency`, only as many first ones do: then each waits for another one to end.
+    With `concurrency`, only that many start so; each further one starts when another has ended.
     """
 
     description: str
@@ -110,38 +110,38 @@ class AgentProfile(_Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         names = [agent.name for agent in self.agents]
         if len(set(names)) != len(names):
-            raise ValueError("two agents have one name")
+            raise ValueError("agent names must be unique")
         for agent in self.agents:
             for spawn in agent.spawns:
                 if spawn.agent not in names:
                     raise ValueError(f"agent {agent.name!r} spawns unknown {spawn.agent!r}")
         if not any(agent.share for agent in self.agents):
             raise ValueError("no agent has a share")
-        _refuse_endless(self.agents)
+        _reject_recursion(self.agents)
 
 
-def _refuse_endless(agents: list[Agent]) -> None:
-    """Raises ValueError when an agent can descend from itself."""
+def _reject_recursion(agents: list[Agent]) -> None:
+    """Raise ValueError if an agent can descend from itself."""
     children = {agent.name: {spawn.agent for spawn in agent.spawns} for agent in agents}
     for name in children:
         found: set[str] = set()
-        open_ = list(children[name])
-        while open_:
-            child = open_.pop()
+        stack = list(children[name])
+        while stack:
+            child = stack.pop()
             if child not in found:
                 found.add(child)
-                open_.extend(children[child])
+                stack.extend(children[child])
         if name in found:
             raise ValueError(f"agent {name!r} spawns itself, directly or through others")
 
 
 def builtin() -> dict[str, Path]:
-    """Name to file of the profiles that ship with the mesh."""
+    """Files of the shipped profiles by name."""
     return {file.stem: file for file in sorted(FOLDER.glob("*.toml"))}
 
 
 def load_profile(source: str) -> AgentProfile:
-    """A shipped profile by name, or any by its path. Raises ProfileError."""
+    """Load a shipped profile by name, or any by its path. Raises AgentProfileError."""
     file = builtin().get(source) or Path(source)
     try:
         return msgspec.toml.decode(file.read_bytes(), type=AgentProfile)

@@ -1,9 +1,9 @@
-"""New traces with the sharing structure of a seed trace.
+"""Synthesizes traces with the prefix sharing of a seed trace.
 
-The prompts of the seed form a prefix tree of blocks. Blocks that several prompts pass are its
-*core*; what only one prompt has is a *leaf*. A synthetic prompt is a walk from the root of the core
-by the seed's transition probabilities, chains without a choice counting as one step, and then a
-leaf with lengths drawn from those of the seed.
+The prompts of the seed form a prefix tree of blocks. Blocks of several prompts are its *core*; the
+unique rest of a prompt is a *leaf*. A synthetic prompt walks from the root of the core by the
+seed's transition probabilities (a chain without branches is one step) and ends with a leaf whose
+lengths are drawn from the seed's.
 """
 
 import random
@@ -18,21 +18,21 @@ from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.model import LIMIT, Round, Session, SomeTokens, Workload
 from kvmesh.workload.tree import ROOT, Tree
 
-LEAST = 8
+MIN_POOL = 8
 TRIES = 1000
 Factor = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class SynthesisError(WorkloadError):
-    """A seed that is not a tree, or options that no prompt can meet."""
+    """A seed that cannot be used, or options that no prompt satisfies."""
 
 
 class SynthesisOptions(Struct, frozen=True, kw_only=True):
-    """What to change about the seed.
+    """Changes to the seed.
 
-    Lengths of shared parts, of unique parts and of answers are multiplied; the core is repeated
-    `prefix_root_multiplier` times with nothing shared between copies; arrivals come `speedup_ratio`
-    times faster; prompts above `max_isl` tokens are not taken.
+    The multipliers scale shared parts, unique parts and outputs; `prefix_root_multiplier` is the
+    number of copies of the core, which share nothing; arrivals are `speedup_ratio` times faster;
+    prompts above `max_isl` tokens are rejected.
     """
 
     num_requests: SomeTokens
@@ -47,7 +47,7 @@ class SynthesisOptions(Struct, frozen=True, kw_only=True):
 
 
 class BranchNode:
-    """A contracted chain of core blocks, below it further chains; `leaves` end after it."""
+    """A chain of core blocks with its children; `leaves` are the prompts that end after it."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
@@ -58,13 +58,13 @@ class BranchNode:
 
 
 class Leaf(Struct, frozen=True):
-    """How a prompt of the seed went on after the core: unique tokens, then answer tokens."""
+    """A seed prompt's unique tokens after the core, and its output tokens."""
 
     tokens: int
     output: int
 
 
-class Core:
+class SharedCore:
     """The shared part of a seed's prompts as a tree of chains. Raises SynthesisError."""
 
     def __init__(self, workload: Workload, block_size: int) -> None:
@@ -102,42 +102,42 @@ class Core:
 
 
 def _count(paths: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
-    """Visits and parent of every block; each block must have one parent."""
+    """Number of prompts and parent of each block; raises SynthesisError for two parents."""
     visits: dict[int, int] = {}
     parents: dict[int, int] = {}
     for path in paths:
         before = ROOT
         for block in path:
             if parents.setdefault(block, before) != before:
-                raise SynthesisError(f"block {block} follows two blocks: not a prefix tree")
+                raise SynthesisError(f"block {block} has two parents: not a prefix tree")
             visits[block] = visits.get(block, 0) + 1
             before = block
     return visits, parents
 
 
 def _contract(root: BranchNode) -> None:
-    """Merge each node with its only child where no prompt leaves in between."""
-    open_ = list(root.children)
-    while open_:
-        node = open_.pop()
+    """Merge each node with its only child unless prompts end between them."""
+    stack = list(root.children)
+    while stack:
+        node = stack.pop()
         while len(node.children) == 1 and not node.leaves:
             child = node.children[0]
             node.blocks += child.blocks
             node.children, node.leaves = child.children, child.leaves
-        open_.extend(node.children)
+        stack.extend(node.children)
 
 
 def _walks(root: BranchNode) -> Iterator[tuple[BranchNode, int]]:
-    """Every node with the number of blocks down to its end."""
-    open_ = [(root, 0)]
-    while open_:
-        node, depth = open_.pop()
+    """Every node with its depth in blocks, its own included."""
+    stack = [(root, 0)]
+    while stack:
+        node, depth = stack.pop()
         yield node, depth
-        open_.extend((child, depth + child.blocks) for child in node.children)
+        stack.extend((child, depth + child.blocks) for child in node.children)
 
 
 def _leaves_by_depth(root: BranchNode) -> dict[int, list[Leaf]]:
-    """Leaves pooled by the power of two of their depth, so that length keeps to context."""
+    """Leaves pooled by the power of two of their depth, which correlates with their length."""
     pools: dict[int, list[Leaf]] = {}
     for node, depth in _walks(root):
         pools.setdefault(depth.bit_length(), []).extend(node.leaves)
@@ -145,16 +145,16 @@ def _leaves_by_depth(root: BranchNode) -> dict[int, list[Leaf]]:
 
 
 class Synthesizer:
-    """Draws requests like those of a seed trace; everything follows from the options."""
+    """Draws requests like those of a seed trace, determined by the options."""
 
     def __init__(self, workload: Workload, options: SynthesisOptions) -> None:
         if not workload.rounds:
             raise SynthesisError("the seed trace has no requests")
         if any(round_.after for round_ in workload.rounds):
-            raise SynthesisError("the seed is closed-loop: generate it from a profile instead")
+            raise SynthesisError("the seed is closed-loop; generate from a profile instead")
         self._options = options
         self._rng = random.Random(options.seed)
-        self._core = Core(workload, options.block_size)
+        self._core = SharedCore(workload, options.block_size)
         self._gaps = _gaps(workload)
         self._tree = Tree()
         self._branches: dict[tuple[int, int], tuple[int, int]] = {}
@@ -170,7 +170,7 @@ class Synthesizer:
                 Round(
                     session=index,
                     branch=branch,
-                    answer=self._tree.fork(branch, tokens),
+                    output_branch=self._tree.fork(branch, tokens),
                     input_tokens=tokens,
                     output_tokens=output,
                     at_s=clock,
@@ -184,44 +184,44 @@ class Synthesizer:
         )
 
     def _prompt(self) -> tuple[int, int, int]:
-        """Branch, prompt tokens and answer tokens of one request."""
+        """Branch, prompt tokens and output tokens of one request."""
         options = self._options
         for _ in range(TRIES):
-            way, depth = self._walk()
-            leaf = self._leaf(way[-1], depth)
+            path, depth = self._walk()
+            leaf = self._leaf(path[-1], depth)
             core = round(depth * options.block_size * options.prefix_len_multiplier)
             tokens = core + round(leaf.tokens * options.prompt_len_multiplier)
             if 0 < tokens <= options.max_isl:
                 copy = self._rng.randrange(options.prefix_root_multiplier)
-                branch = self._tree.fork(self._lay(way, copy), core)
+                branch = self._tree.fork(self._branch_along(path, copy), core)
                 output = max(1, round(leaf.output * options.osl_multiplier))
                 return branch, tokens, min(output, LIMIT)
         raise SynthesisError(f"no prompt of at most {options.max_isl} tokens in {TRIES} tries")
 
     def _walk(self) -> tuple[list[BranchNode], int]:
-        """Chains from the root of the core to where a leaf begins, and their blocks."""
-        node, way, depth = self._core.root, [self._core.root], 0
+        """Nodes from the root of the core to the start of a leaf, and their blocks."""
+        node, path, depth = self._core.root, [self._core.root], 0
         while True:
             total = node.weights[-1] + len(node.leaves)
-            place = bisect(node.weights, self._rng.randrange(total)) - 1
-            if place == len(node.children):
-                return way, depth
-            node = node.children[place]
-            way.append(node)
+            child = bisect(node.weights, self._rng.randrange(total)) - 1
+            if child == len(node.children):
+                return path, depth
+            node = node.children[child]
+            path.append(node)
             depth += node.blocks
 
     def _leaf(self, node: BranchNode, depth: int) -> Leaf:
-        """From this place in the seed if it has seen enough, else from others as deep."""
+        """A leaf of this node, or of nodes of similar depth if it has fewer than MIN_POOL."""
         pool = node.leaves
-        if len(pool) < LEAST:
+        if len(pool) < MIN_POOL:
             pool = self._core.by_depth[depth.bit_length()]
         return self._rng.choice(pool)
 
-    def _lay(self, way: list[BranchNode], copy: int) -> int:
-        """The branch along a walk in one copy of the core; made when first walked."""
+    def _branch_along(self, path: list[BranchNode], copy: int) -> int:
+        """The branch along a path in one copy of the core, created on first use."""
         scale = self._options.block_size * self._options.prefix_len_multiplier
         branch, depth = ROOT, 0
-        for node in way:
+        for node in path:
             key = (id(node), copy)
             known = self._branches.get(key)
             if known is None:
@@ -232,6 +232,6 @@ class Synthesizer:
 
 
 def _gaps(workload: Workload) -> list[float]:
-    """Seconds between arrivals of the seed."""
+    """Inter-arrival times of the seed, in seconds."""
     times = sorted(round_.at_s for round_ in workload.rounds if not round_.after)
     return [b - a for a, b in pairwise(times)] or [0.0]

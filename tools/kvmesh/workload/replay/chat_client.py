@@ -1,4 +1,4 @@
-"""A measuring client of `/v1/chat/completions`: one streamed request in, one sample out."""
+"""Client of `/v1/chat/completions` that measures streamed requests."""
 
 import time
 from typing import Any
@@ -11,14 +11,14 @@ from kvmesh.workload.errors import WorkloadError
 
 
 class EndpointError(WorkloadError):
-    """The server cannot be used at all: not reachable, or it serves no such model."""
+    """The server is unreachable, lists no model or rejects the trial request."""
 
 
 class Sample(Struct, kw_only=True):
-    """What one request experienced, in seconds.
+    """Measurements of one request, in seconds.
 
-    `late_s` is how long after its due time it was sent, `last_s` when the last piece of its answer
-    came, `gap_s` the longest silence between two pieces.
+    `late_s` is the delay of sending after the due time, `last_s` the time of the last content chunk
+    since sending, `gap_s` the longest gap between two content chunks.
     """
 
     index: int
@@ -35,7 +35,7 @@ class Sample(Struct, kw_only=True):
 
     @property
     def inter_token_s(self) -> float | None:
-        """Mean time between answer tokens after the first."""
+        """Mean time between output tokens after the first."""
         if self.ttft_s is None or self.output_tokens < 2:
             return None
         return (self.last_s - self.ttft_s) / (self.output_tokens - 1)
@@ -62,19 +62,19 @@ class UsageFrame(Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Frame(Struct):
-    """What is read of a chunk or of an error body."""
+class ResponseFrame(Struct):
+    """The used fields of a chunk or an error body."""
 
     choices: list[ChoiceFrame] = []
     usage: UsageFrame | None = None
     error: Any = None
 
 
-_frames = msgspec.json.Decoder(Frame)
+_frames = msgspec.json.Decoder(ResponseFrame)
 
 
 class ChatEndpoint:
-    """One server and model. `headers` go with every request."""
+    """One server and model; `headers` are sent with every request."""
 
     def __init__(
         self, http: aiohttp.ClientSession, url: str, model: str, headers: dict[str, str]
@@ -88,7 +88,7 @@ class ChatEndpoint:
     async def open(
         cls, http: aiohttp.ClientSession, url: str, model: str | None, api_key: str | None
     ) -> "ChatEndpoint":
-        """Connect; without `model`, take the first that the server lists. Raises EndpointError."""
+        """Connect; `model` defaults to the first that the server lists. Raises EndpointError."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         endpoint = cls(http, url, model or "", headers)
         if not model:
@@ -105,13 +105,13 @@ class ChatEndpoint:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EndpointError(f"cannot reach {self._url}: {describe(error)}") from error
         except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise EndpointError(f"{self._url}/v1/models has no list of models") from error
+            raise EndpointError(f"{self._url}/v1/models returned no list of models") from error
         if not models:
             raise EndpointError(f"{self._url} serves no model yet")
         return models[0]
 
     async def prompt_tokens(self, text: str) -> int:
-        """How many tokens the server counts for a prompt of one message. Raises EndpointError."""
+        """Prompt tokens that the server counts for one message. Raises EndpointError."""
         body = self._body(text, 1)
         try:
             async with self._http.post(
@@ -133,16 +133,21 @@ class ChatEndpoint:
         }
 
     async def stream(
-        self, sample: Sample, text: str, tokens: int, headers: dict[str, str], leave: int | None
+        self,
+        sample: Sample,
+        text: str,
+        tokens: int,
+        headers: dict[str, str],
+        abort_after: int | None,
     ) -> None:
-        """Send one request and fill `sample`; a failure is its `error`, never an exception.
+        """Send one request and fill `sample`; failures go to `sample.error`, none is raised.
 
-        `leave` is the number of answer pieces after which to hang up.
+        `abort_after` is the number of content chunks after which the client disconnects.
         """
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         body = msgspec.json.encode(self._body(text, tokens) | options)
         headers = {"Content-Type": "application/json", **self._headers, **headers}
-        reader = StreamReading(sample, leave)
+        reader = StreamReading(sample, abort_after)
         try:
             async with self._http.post(
                 f"{self._url}/v1/chat/completions", data=body, headers=headers
@@ -161,18 +166,18 @@ class ChatEndpoint:
 
 
 class StreamReading:
-    """Follows one event stream and notes in a sample when its pieces come."""
+    """Parses one event stream and records the times of its chunks in a sample."""
 
-    def __init__(self, sample: Sample, leave: int | None) -> None:
+    def __init__(self, sample: Sample, abort_after: int | None) -> None:
         self.started = time.perf_counter()
         self._sample = sample
-        self._leave = leave
+        self._abort_after = abort_after
         self._rest = b""
         self._pieces = 0
         self._finished = False
 
     def feed(self, data: bytes) -> bool:
-        """Take bytes as they arrive; True once nothing more is wanted."""
+        """Parse received bytes; True at the end of the stream or after `abort_after` chunks."""
         now = time.perf_counter() - self.started
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -181,13 +186,13 @@ class StreamReading:
             content = line[5:].strip()
             if content == b"[DONE]":
                 return True
-            self._take(_frames.decode(content), now)
-            if self._leave is not None and self._pieces >= self._leave:
+            self._read_frame(_frames.decode(content), now)
+            if self._abort_after is not None and self._pieces >= self._abort_after:
                 self._sample.aborted = True
                 return True
         return False
 
-    def _take(self, frame: Frame, now: float) -> None:
+    def _read_frame(self, frame: ResponseFrame, now: float) -> None:
         sample = self._sample
         if frame.error is not None:
             sample.error = message_of(frame.error)
@@ -214,11 +219,11 @@ class StreamReading:
     def end(self) -> None:
         sample = self._sample
         if sample.error is None and not sample.aborted and not self._finished:
-            sample.error = "the stream ended before the answer did"
+            sample.error = "the stream ended without a finish reason"
 
 
 def reason(status: int, body: bytes) -> str:
-    """Status and message of an error answer."""
+    """Status and message of an error response."""
     try:
         return f"{status} {message_of(_frames.decode(body).error)}"
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""`kvmesh replay`: send a workload over HTTP at its own pace and report what users would see."""
+"""`kvmesh replay`: sends a workload over HTTP at its own pace and reports the latencies."""
 
 import argparse
 import asyncio
@@ -34,7 +34,7 @@ PROBE_SEED = -1
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay; 0 if every request succeeded, 1 if some failed, 2 if it could not run."""
+    """Replay; return 0 if every request succeeded, 1 if some failed, 2 if it could not start."""
     errors = Console(stderr=True, highlight=False)
     try:
         workload, repairs = load(args.trace, args.repair, args.seed)
@@ -89,7 +89,7 @@ def _progress(errors: Console, total: int) -> AbstractContextManager[Progress | 
 
 
 async def _interruptible(replay: "Replay") -> float:
-    """Run to the end or to Ctrl-C: either way there are figures to show. Returns wall seconds."""
+    """Run to the end or to Ctrl-C, both of which are reported. Returns wall seconds."""
     started = time.perf_counter()
     with suppress(asyncio.CancelledError):
         await replay.run()
@@ -97,7 +97,7 @@ async def _interruptible(replay: "Replay") -> float:
 
 
 async def fitted_speller(tree: Tree, endpoint: ChatEndpoint, seed: int) -> Speller:
-    """A speller for the served tokenizer and template, fitted with two trial requests."""
+    """A speller calibrated to the served tokenizer and template by two trial requests."""
     scratch = Tree()
     branch = scratch.fork()
     trial = Speller(scratch, seed=PROBE_SEED)
@@ -111,19 +111,19 @@ async def fitted_speller(tree: Tree, endpoint: ChatEndpoint, seed: int) -> Spell
 
 
 def chains(workload: Workload) -> set[int]:
-    """Sessions that are more than one request, or part of a family, or say when they are over."""
-    several = {i for i, members in enumerate(workload.of_sessions()) if len(members) > 1}
-    children = {i for i, card in enumerate(workload.sessions) if card.parent is not None}
-    parents = {card.parent for card in workload.sessions if card.parent is not None}
-    closed = {i for i, card in enumerate(workload.sessions) if card.ends}
+    """Sessions with several requests, a parent, children or a final request."""
+    several = {i for i, members in enumerate(workload.by_session()) if len(members) > 1}
+    children = {i for i, session in enumerate(workload.sessions) if session.parent is not None}
+    parents = {s.parent for s in workload.sessions if s.parent is not None}
+    closed = {i for i, session in enumerate(workload.sessions) if session.ends}
     return several | children | parents | closed
 
 
 class Replay:
-    """Sends rounds when they are due: at their time, or after those that they wait for.
+    """Sends each round when it is due: at its arrival time, or after the rounds it waits for.
 
-    At most `concurrency` requests are in flight; a round that is due while the limit is reached
-    is sent late, and its sample says by how much.
+    At most `concurrency` requests are in flight; a round due while the limit is reached is sent
+    late, and its sample records the delay.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Replay:
         self._endpoint = endpoint
         self._speed = speed
         self._chains = chains(workload)
-        self._final = workload.final()
+        self._final = workload.final_rounds()
         self._slots = asyncio.Semaphore(concurrency)
         self._progress = progress
         self._due: list[tuple[float, int]] = []
@@ -152,7 +152,7 @@ class Replay:
         self.samples: list[Sample] = []
 
     async def run(self) -> None:
-        """Send everything; returns when the last answer has ended."""
+        """Send all rounds; return when the last response has ended."""
         self._plan()
         try:
             for _ in range(len(self._workload)):
@@ -175,7 +175,7 @@ class Replay:
                 heapq.heappush(self._due, (now + round_.at_s / self._speed, index))
 
     async def _next(self) -> tuple[float, int]:
-        """The round that is due first, once it is due."""
+        """Wait for the next due round; return its due time and index."""
         while True:
             self._changed.clear()
             wait = self._due[0][0] - time.perf_counter() if self._due else None

@@ -1,4 +1,4 @@
-"""What a replay measured, in numbers and as a table."""
+"""Figures of a replay, and their table."""
 
 import re
 from collections import Counter
@@ -16,7 +16,7 @@ POINTS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 class Spread(Struct, frozen=True):
-    """A distribution: mean and percentiles, all in the unit of its values."""
+    """Mean and percentiles of a distribution, in the unit of its values."""
 
     mean: float
     p50: float
@@ -36,16 +36,16 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def _percentile(ordered: list[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    position = share * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 class ReplaySummary(Struct, frozen=True, kw_only=True):
-    """The outcome of a replay. Times in seconds; shares from 0 to 1.
+    """The figures of a replay; times in seconds, shares from 0 to 1.
 
-    `length_ratio` is prompt tokens as the server counted them over those that the trace asks for.
+    `length_ratio` is prompt tokens counted by the server over those in the trace.
     """
 
     trace: str
@@ -83,7 +83,7 @@ def summarize(
     speed: float,
     concurrency: int,
 ) -> ReplaySummary:
-    """`wanted_tokens` maps the index of each round of the trace to its prompt length."""
+    """The figures of `samples`; `wanted_tokens` maps each round's index to its prompt length."""
     good = [s for s in samples if s.error is None]
     whole = [s for s in good if not s.aborted]
     prompt = sum(s.prompt_tokens for s in whole)
@@ -116,12 +116,12 @@ def summarize(
 
 
 def kind(error: str) -> str:
-    """An error without the parts that differ from request to request, so that equal ones add up."""
+    """An error message without ids, so that equal errors are counted together."""
     return re.sub(r"\b(?=[\w-]*\d)[\w-]{8,}\b", "…", error)
 
 
 def show(summary: ReplaySummary, console: Console) -> None:
-    """Print the figures as a table, then the errors if there were any."""
+    """Print the figures as a table, then the errors, if any."""
     table = Table(title=f"{summary.trace} → {summary.url} ({summary.model})", title_justify="left")
     table.add_column("ms")
     for name in ("mean", *POINTS):
@@ -154,6 +154,6 @@ def _lines(summary: ReplaySummary) -> Iterable[str]:
     )
     yield f"cached tokens {summary.cached_share:.1%} of prompt tokens"
     if summary.unfinished:
-        yield f"not finished  {summary.unfinished:,}"
+        yield f"unfinished    {summary.unfinished:,}"
     for error, count in summary.errors.items():
         yield f"[red]error[/red] {count:>6,}×  {escape(error)}"

@@ -1,4 +1,4 @@
-"""Prompts as text: a workload's tokens spelled in words, equal prefixes in equal words."""
+"""Spells a workload's prompts as words; equal prefixes become equal text."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ CACHE_CHARACTERS = 64 << 20
 
 
 class Speller:
-    """Spells prompts for a tokenizer that makes `tokens_per_word` tokens of an average word.
+    """Spells prompts for a tokenizer with `tokens_per_word` tokens per average word.
 
-    Every word of the list is one token of the demo model. `overhead` is the number of tokens that
-    the served chat template adds to a message. Two seeds have no prefix in common.
+    Each word of the list is one token of the demo model. `overhead` is the number of tokens that
+    the served chat template adds to a message. Prompts of two seeds share no prefix.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class Speller:
         self._cache: LruCache[TokenSegment, str] = LruCache(CACHE_CHARACTERS, _characters)
 
     def prompt(self, branch: int, tokens: int) -> str:
-        """Text of a prompt that comes to `tokens` tokens with the template's own (at least one)."""
+        """The text (at least one word) of a prompt of `tokens` tokens, the template's included."""
         length = max(1, tokens - self._overhead)
-        return "".join(self._segment(segment) for segment in self._tree.way(branch, length))
+        return "".join(self._segment(segment) for segment in self._tree.path(branch, length))
 
     def _segment(self, segment: TokenSegment) -> str:
         text = self._cache.get(segment)

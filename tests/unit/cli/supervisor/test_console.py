@@ -5,10 +5,10 @@ import json
 import pytest
 
 from kvmesh.cli.supervisor.console import LogStream
-from kvmesh.cli.supervisor.plan import Spec
+from kvmesh.cli.supervisor.plan import ProcessSpec
 
-WORKER = Spec("worker-0", "worker", (), {})
-NATS = Spec("nats", "nats", (), {})
+WORKER = ProcessSpec("worker-0", "worker", (), {})
+NATS = ProcessSpec("nats", "nats", (), {})
 
 
 def stream(lines: list[str], json_lines: bool = False, colour: bool = False) -> LogStream:
@@ -30,8 +30,8 @@ def stream(lines: list[str], json_lines: bool = False, colour: bool = False) -> 
         (NATS, "nats-server: bad option", ["nats     | nats-server: bad option"]),
     ],
 )
-def test_a_line_has_its_process_in_front_and_its_name_once(
-    spec: Spec, text: str, shown: list[str]
+def test_a_line_is_prefixed_and_has_its_name_once(
+    spec: ProcessSpec, text: str, shown: list[str]
 ) -> None:
     lines: list[str] = []
     stream(lines).line(spec, text)

@@ -1,4 +1,4 @@
-"""Which processes a mesh on one machine consists of, and what each is told."""
+"""The processes of a mesh on one machine, and their settings."""
 
 from kvmesh.cli.supervisor.plan import frontend_ports, service_specs
 from kvmesh.settings import Flag, Settings, load
@@ -26,7 +26,7 @@ def test_the_default_mesh() -> None:
     }
 
 
-def test_a_process_gets_its_name_and_the_settings_and_nothing_stale() -> None:
+def test_a_process_gets_its_name_and_settings_but_no_stale_variables() -> None:
     chosen = settings(up__workers="2", nats__url="nats://h:1", worker__name="east")
     environ = {"PATH": "/bin", "KVMESH_CONFIG": "/x.toml", "KVMESH_MOCK_BLOCKS": "1"}
     worker = service_specs(chosen, environ)[3]

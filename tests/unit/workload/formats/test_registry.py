@@ -1,4 +1,4 @@
-"""Every format holds what it can: round trips, refusals with lines, stated losses."""
+"""All formats: round trips, rejections with line numbers, reported losses."""
 
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def parents(workload: Workload) -> dict[str, str | None]:
     return {s.name: None if s.parent is None else names[s.parent] for s in workload.sessions}
 
 
-def test_our_own_format_loses_nothing(tmp_path: Path, agents: Workload) -> None:
+def test_the_native_format_is_lossless(tmp_path: Path, agents: Workload) -> None:
     file = tmp_path / "w.json"
     assert save(agents, file) == []
     again, _ = load(str(file))
@@ -67,7 +67,7 @@ def test_tracelab_sessions_are_closed_loops(tmp_path: Path) -> None:
     assert (first.input_tokens, other.input_tokens, second.input_tokens) == (90, 200, 290)
     assert (first.at_s, other.at_s, second.at_s) == (0.05, 0.1, 0.3)
     assert second.after == (1,)
-    assert workload.tree.shared(other.answer, second.branch, 290) == 290
+    assert workload.tree.shared(other.output_branch, second.branch, 290) == 290
 
 
 def test_tracelab_writes_what_it_read(tmp_path: Path) -> None:
@@ -83,24 +83,24 @@ def test_a_shorter_prefix_leaves_the_old_prompt(tmp_path: Path) -> None:
     assert workload.tree.shared(workload.rounds[1].branch, workload.rounds[2].branch, 160) == 120
 
 
-def test_tracelab_says_what_it_cannot_hold(tmp_path: Path, agents: Workload) -> None:
+def test_tracelab_reports_losses(tmp_path: Path, agents: Workload) -> None:
     losses = " ".join(save(agents, tmp_path / "out.csv"))
     assert "prefixes shared between sessions" in losses
     assert "priorities" in losses
-    assert "kinds of sessions" in losses
+    assert "session kinds" in losses
 
 
-def test_mooncake_says_what_it_cannot_hold(tmp_path: Path) -> None:
+def test_mooncake_reports_losses(tmp_path: Path) -> None:
     thinkers = AgentGenerator(load_profile("coding-agents"), 1).workload(2)
     thinkers.sessions[0] = structs.replace(thinkers.sessions[0], ends=True)
     assert save(thinkers, tmp_path / "out.jsonl", 512) == [
-        "how much of an answer is thinking",
-        "kinds of sessions",
-        "that sessions end",
+        "thinking tokens",
+        "session kinds",
+        "session ends",
     ]
 
 
-def test_mooncake_keeps_sessions_that_are_no_closed_loop(tmp_path: Path) -> None:
+def test_mooncake_keeps_open_loop_sessions(tmp_path: Path) -> None:
     trace, again = tmp_path / "t.jsonl", tmp_path / "again.jsonl"
     line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'
     trace.write_text(line % '"session_id": "s"' * 2)
@@ -110,7 +110,7 @@ def test_mooncake_keeps_sessions_that_are_no_closed_loop(tmp_path: Path) -> None
     assert (copy.rounds, copy.sessions) == (workload.rounds, workload.sessions)
 
 
-def test_tracelab_refuses_sessions_that_are_no_closed_loop(tmp_path: Path) -> None:
+def test_tracelab_rejects_open_loop_sessions(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'
     trace.write_text(line % '"session_id": "s"' * 2)
@@ -132,12 +132,16 @@ def test_tracelab_refuses_sessions_that_are_no_closed_loop(tmp_path: Path) -> No
         ("c,inf,0,0,5,1,0", "`arrival_time`", "dropped the line"),
         ("c,1,0,0,1000000000,1,0", "`input_len`", "dropped the line"),
         ("c" * 200_000 + ",1,0,0,5,1,0", "field larger than field limit", "dropped the line"),
-        ("c,1,3,0,5,1,0", "round 3 of session c where 0 belongs", "renumbered the rounds"),
-        ("c,1,0,0,0,1,0", "an empty prompt", "made it one token"),
-        ("a,100,2,999,5,1,0", "prefix_len 999 is more than the 300", "counted the excess"),
+        ("c,1,3,0,5,1,0", "round 3 of session c, expected 0", "renumbered the rounds"),
+        ("c,1,0,0,0,1,0", "empty prompt", "made it one token"),
+        (
+            "a,100,2,999,5,1,0",
+            "prefix_len 999 exceeds the session's context of 300",
+            "counted the excess",
+        ),
     ],
 )
-def test_a_bad_row_is_refused_by_line_or_repaired(
+def test_an_invalid_row_is_rejected_by_line_or_repaired(
     tmp_path: Path, line: str, reason: str, repair: str
 ) -> None:
     file = csv(tmp_path, SESSIONS + line + "\n")
@@ -148,15 +152,15 @@ def test_a_bad_row_is_refused_by_line_or_repaired(
     assert len(workload) == (3 if repair == "dropped the line" else 4)
 
 
-def test_a_table_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+def test_a_table_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     file = csv(tmp_path, SESSIONS)
     plain = load(str(file))[0].rounds
     file.write_text(SESSIONS.replace("\n", "\r\n"), encoding="utf-8-sig")
     assert load(str(file))[0].rounds == plain
 
 
-def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r":1: no column session_id"):
+def test_a_table_with_other_columns_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r":1: missing column session_id"):
         load(str(csv(tmp_path, "a,b\n1,2\n")))
     with pytest.raises(TraceError, match="no sessions"):
         load(str(csv(tmp_path, HEADER)))
@@ -167,11 +171,15 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ('"branch":1,', '"branch":99,', "no branch 99"),
+        ('"branch":1,', '"branch":99,', "unknown branch 99"),
         ('"after":[]', '"after":[7]', "waits for a round"),
-        ('"answer":1,', '"answer":0,', "its answer does not continue its prompt"),
+        (
+            '"output_branch":1,',
+            '"output_branch":0,',
+            "the output branch does not continue the prompt",
+        ),
         ('"output_tokens":', '"output_tokens":-', "`int` >= 0 - at `rounds"),
-        ('"parent":null', '"parent":3', r"sessions\[0\]: its parent does not come before it"),
+        ('"parent":null', '"parent":3', r"sessions\[0\]: the parent must precede the session"),
         ('"block_size":1', '"block_size":0', "`int` >= 1 - at `block_size`"),
         ("v1", "v9", "Invalid enum value 'kvmesh.workload.v9'"),
         ('"branches":[[-1,0]', '"branches":[[5,0]', "no token 0 on branch 5"),
@@ -199,7 +207,7 @@ def test_a_document_without_requests_is_refused(tmp_path: Path, agents: Workload
 
 def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "trace.parquet"
-    with pytest.raises(FormatError, match=r"no shipped profile: .*demo"):
+    with pytest.raises(FormatError, match=r"no such file or shipped profile.*demo"):
         load(str(file))
     file.touch()
     with pytest.raises(FormatError, match=r"known: \.jsonl"):

@@ -1,4 +1,4 @@
-"""`kvmesh simulate` as its user meets it."""
+"""`kvmesh simulate`, and the fleet of `kvmesh whatif`."""
 
 import json
 from argparse import ArgumentTypeError
@@ -9,7 +9,7 @@ import pytest
 from kvmesh.bus.messages import Capacity, Instance, ModelCard, Role
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.commands import whatif
-from kvmesh.cli.flags import FlagParser, add_flags, given
+from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import main
 from kvmesh.cli.registry import NOT_SIMULATED
 from kvmesh.cli.scenario import Fleet
@@ -39,18 +39,18 @@ def test_policies_side_by_side_and_all_reports(
     assert json.loads(files[2].read_text())["traceEvents"]
 
 
-def test_a_report_that_cannot_be_written_costs_no_other(
+def test_a_report_that_cannot_be_written_does_not_affect_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "report.html"
     assert simulate("--json", "/dev/full", "--html", str(report)) == 2
     captured = capsys.readouterr()
     assert "share of ideal" in captured.out
-    assert captured.err.startswith("kvmesh simulate: /dev/full is not written: ")
+    assert captured.err.startswith("kvmesh simulate: cannot write /dev/full: ")
     assert "</html>" in report.read_text()
 
 
-def test_what_was_repaired_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repairs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [0]}
     trace.write_text(f"{json.dumps(row)}\nnonsense\n")
@@ -60,7 +60,7 @@ def test_what_was_repaired_is_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "repaired 1×: dropped the line\n"
 
 
-def test_groups_of_unlike_engines(tmp_path: Path) -> None:
+def test_groups_of_different_engines(tmp_path: Path) -> None:
     file = tmp_path / "f.json"
     groups = ("--group", "1:serves=prefill,speedup=2", "--group", "2:serves=decode,blocks=2048")
     assert simulate(*groups, "--json", str(file)) == 0
@@ -88,18 +88,18 @@ def live(name: str, serves: str, blocks: int, ranks: int = 1) -> Instance:
     )
 
 
-def usual_fleet(*flags: str) -> Fleet:
-    """What `whatif` runs on beside three live workers if the flags name no other fleet."""
+def default_fleet(*flags: str) -> Fleet:
+    """The fleet of `whatif` beside three live workers."""
     parser = FlagParser()
     whatif.configure(parser)
     add_flags(parser, "", ("router", "mock"), NOT_SIMULATED)
     arguments = parser.parse_args(flags)
     cards = [live("b", "decode", 400), live("p", "prefill", 300), live("a", "decode", 400, ranks=2)]
-    return whatif.fleet(arguments, load(None, {}, given(arguments)), cards)
+    return whatif.fleet(arguments, load(None, {}, settings_flags(arguments)), cards)
 
 
-def test_what_if_engines_are_as_the_live_ones() -> None:
-    decode, prefill = usual_fleet()
+def test_whatif_engines_equal_the_live_ones() -> None:
+    decode, prefill = default_fleet()
     assert (decode.count, decode.serves, decode.core.blocks) == (3, "decode", 400)
     assert (prefill.count, prefill.serves, prefill.core.blocks) == (1, "prefill", 300)
     assert decode.core.limits.block_size == 32
@@ -107,8 +107,8 @@ def test_what_if_engines_are_as_the_live_ones() -> None:
     assert decode.core.tiers.host_blocks == 800
 
 
-def test_what_if_flags_go_before_what_is_live() -> None:
-    decode, prefill = usual_fleet("--mock-blocks", "77", "--block-size", "64")
+def test_whatif_flags_override_the_cards() -> None:
+    decode, prefill = default_fleet("--mock-blocks", "77", "--block-size", "64")
     assert (decode.core.blocks, prefill.core.blocks) == (77, 77)
     assert decode.core.limits.block_size == 64
     assert decode.core.limits.max_sequences == 8
@@ -133,8 +133,8 @@ def test_no_time_is_too_long_ago_to_be_refused() -> None:
         (("--group", "2", "--workers", "3"), "exclude"),
         (("--group", "2:serves=prefill"), "decode"),
         (("--fault", "explode:1@3"), "explode"),
-        (("--fault", "die:4@3"), "worker 4 cannot die at 3 s: it is not there"),
-        (("--fault", "join:0@3"), "is there already"),
+        (("--fault", "die:4@3"), "worker 4 cannot die at 3 s: it does not exist"),
+        (("--fault", "join:0@3"), "has joined already"),
         (("--fault", "die:0@3", "--fault", "leave:0@5"), "cannot leave"),
         (("--fault", "die:0@nan"), "nan"),
         (("--policy", "best"), "best"),
@@ -146,7 +146,7 @@ def test_no_time_is_too_long_ago_to_be_refused() -> None:
         (("--group", "0"), "at least one router and one worker"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(
+def test_invalid_options_are_rejected_in_one_line(
     flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate(*flags) == 2

@@ -54,7 +54,7 @@ async def start(
 
 
 def heed_interrupts() -> None:
-    """Shells have what they run in the background ignore them, and its children inherit that."""
+    """Restore SIGINT, which shells make background processes and their children ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -124,9 +124,9 @@ async def test_a_turn_waits_for_the_one_before(tmp_path: Path, server: ChatServe
     assert [headers["x-kvmesh-session-id"] for headers in server.headers] == ["s", "s"]
 
 
-async def test_the_end_of_a_session_is_said(tmp_path: Path, server: ChatServer) -> None:
+async def test_the_final_request_of_a_session_is_marked(tmp_path: Path, server: ChatServer) -> None:
     turns: Rows = [
-        {"session": 0, "branch": 0, "answer": 0, "input_tokens": tokens, "output_tokens": 1}
+        {"session": 0, "branch": 0, "output_branch": 0, "input_tokens": tokens, "output_tokens": 1}
         for tokens in (100, 200)
     ]
     turns[1] |= {"after": [0]}
@@ -152,7 +152,7 @@ async def test_a_lone_request_has_no_session(tmp_path: Path, server: ChatServer)
     assert server.headers[-1].get("x-kvmesh-parent-session-id") == "mother"
 
 
-async def test_failures_are_told_with_reasons(tmp_path: Path, server: ChatServer) -> None:
+async def test_failures_are_reported_with_reasons(tmp_path: Path, server: ChatServer) -> None:
     server.fail = {1: 503, 2: 503, 3: 429}
     server.cut = {4}
     status, out, figures = await replay(tmp_path, server.url, rows(8))
@@ -160,7 +160,7 @@ async def test_failures_are_told_with_reasons(tmp_path: Path, server: ChatServer
     assert figures["failed"] == 4
     assert sorted(figures["errors"].values()) == [1, 1, 2]
     assert "503 refused …" in out
-    assert "the stream ended before the answer did" in out
+    assert "the stream ended without a finish reason" in out
 
 
 async def test_interrupting_shows_what_was_measured(tmp_path: Path, server: ChatServer) -> None:
@@ -171,13 +171,13 @@ async def test_interrupting_shows_what_was_measured(tmp_path: Path, server: Chat
     out, _ = await process.communicate()
     assert process.returncode == 1
     ended = re.search(rb"requests +(\d) \(0 failed", out)
-    unfinished = re.search(rb"not finished +(\d)", out)
+    unfinished = re.search(rb"unfinished +(\d)", out)
     assert ended, out
     assert unfinished, out
     assert int(ended[1]) + int(unfinished[1]) == 5
 
 
-async def test_a_bad_trace_is_refused_before_anything_is_sent(
+async def test_an_invalid_trace_is_rejected_before_sending(
     tmp_path: Path, server: ChatServer
 ) -> None:
     status, out, _ = await replay(tmp_path, server.url, json.dumps(rows(1)[0]) + "\nnonsense")

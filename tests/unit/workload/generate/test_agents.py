@@ -67,7 +67,7 @@ def test_shipped_profiles_give_sound_workloads(name: str) -> None:
         assert all(before < index for before in round_.after)
         assert round_.at_s >= 0
         assert round_.input_tokens <= contexts[workload.sessions[round_.session].kind]
-        ways = workload.tree.way(round_.answer, round_.input_tokens + round_.output_tokens)
+        ways = workload.tree.path(round_.output_branch, round_.input_tokens + round_.output_tokens)
         assert ways[-1].end == round_.input_tokens + round_.output_tokens
 
 
@@ -78,18 +78,18 @@ def test_one_seed_gives_one_workload() -> None:
     assert one.rounds != AgentGenerator(loaded, 6).workload(3).rounds
 
 
-def test_who_says_when_a_session_is_over_changes_nothing_else(tmp_path: Path) -> None:
+def test_session_ends_change_nothing_else(tmp_path: Path) -> None:
     silent = generate(tmp_path)
     told = generate(tmp_path, SMALL.replace("spawns = [", "ends = 1.0\nspawns = ["))
     leads = {i for i, session in enumerate(told.sessions) if session.kind == "lead"}
-    assert {told.rounds[index].session for index in told.final()} == leads
+    assert {told.rounds[index].session for index in told.final_rounds()} == leads
     assert told.rounds == silent.rounds
-    assert not silent.final()
+    assert not silent.final_rounds()
 
 
 def test_a_session_is_steps_tool_waits_and_a_human(tmp_path: Path) -> None:
     workload = generate(tmp_path)
-    lead = next(m for m in workload.of_sessions() if workload.sessions[0].kind == "lead")
+    lead = next(m for m in workload.by_session() if workload.sessions[0].kind == "lead")
     rounds = [workload.rounds[index] for index in lead]
     assert [r.wait for r in rounds] == ["", *["bash"] * 3, "human", *["bash"] * 3]
     assert [r.at_s for r in rounds[1:]] == [0.5] * 3 + [30.0] + [0.5] * 3
@@ -100,7 +100,7 @@ def test_a_session_is_steps_tool_waits_and_a_human(tmp_path: Path) -> None:
 def test_a_session_beyond_the_concurrency_waits_for_one_to_end(tmp_path: Path) -> None:
     text = SMALL.replace("per_minute = 60.0", "per_minute = 60.0\nconcurrency = 2")
     workload = generate(tmp_path, text)
-    members = list(workload.of_sessions())
+    members = list(workload.by_session())
     roots = [i for i, session in enumerate(workload.sessions) if session.parent is None]
     firsts = [workload.rounds[members[i][0]] for i in roots]
     lasts = [(members[i][-1],) for i in roots]
@@ -111,7 +111,7 @@ def test_a_session_beyond_the_concurrency_waits_for_one_to_end(tmp_path: Path) -
 
 def test_children_start_after_their_parents_step_and_are_waited_for(tmp_path: Path) -> None:
     workload = generate(tmp_path)
-    members = list(workload.of_sessions())
+    members = list(workload.by_session())
     helpers = [i for i, s in enumerate(workload.sessions) if s.parent == 0]
     assert len(helpers) == 2
     second, third = members[0][1], members[0][2]
@@ -121,19 +121,19 @@ def test_children_start_after_their_parents_step_and_are_waited_for(tmp_path: Pa
         assert workload.rounds[members[helper][0]].priority == 2
 
 
-def test_agents_of_one_prompt_share_it_and_no_more(tmp_path: Path) -> None:
+def test_agents_of_one_prompt_share_exactly_it(tmp_path: Path) -> None:
     workload = generate(tmp_path)
-    lead, helper = workload.rounds[0], workload.rounds[list(workload.of_sessions())[1][0]]
+    lead, helper = workload.rounds[0], workload.rounds[list(workload.by_session())[1][0]]
     assert workload.tree.shared(lead.branch, helper.branch, 5000) == 1000
 
 
-def test_kept_answers_lie_in_the_next_prompt_and_dropped_thinking_does_not(tmp_path: Path) -> None:
+def test_the_next_prompt_has_outputs_but_no_dropped_thinking(tmp_path: Path) -> None:
     workload = generate(tmp_path)
-    members = list(workload.of_sessions())
+    members = list(workload.by_session())
     one, two = (workload.rounds[i] for i in members[0][:2])
-    assert workload.tree.shared(one.answer, two.branch, two.input_tokens) == two.input_tokens
+    assert workload.tree.shared(one.output_branch, two.branch, two.input_tokens) == two.input_tokens
     one, two = (workload.rounds[i] for i in members[1][:2])
-    assert workload.tree.shared(one.answer, two.branch, two.input_tokens) == one.input_tokens
+    assert workload.tree.shared(one.output_branch, two.branch, two.input_tokens) == one.input_tokens
     assert two.input_tokens - one.input_tokens == 5 + 40
 
 
@@ -142,7 +142,7 @@ def test_compaction_starts_over_from_the_shared_prompt(tmp_path: Path) -> None:
         "[agents.human]", "[agents.compaction]\nat = 1500\nto = 1200\nsummary = 99\n[agents.human]"
     )
     workload = generate(tmp_path, text)
-    rounds = [workload.rounds[i] for i in next(workload.of_sessions())]
+    rounds = [workload.rounds[i] for i in next(workload.by_session())]
     summaries = [i for i, r in enumerate(rounds) if r.output_tokens == 99]
     assert summaries
     before, after = rounds[summaries[0]], rounds[summaries[0] + 1]
@@ -151,7 +151,7 @@ def test_compaction_starts_over_from_the_shared_prompt(tmp_path: Path) -> None:
     assert workload.tree.shared(before.branch, after.branch, 1200) == 1000
 
 
-def test_aborted_answers_end_early(tmp_path: Path) -> None:
+def test_aborted_outputs_end_early(tmp_path: Path) -> None:
     workload = generate(tmp_path, SMALL.replace("steps = 4", "steps = 4\nabort = 1.0"))
     leads = [r for r in workload.rounds if workload.sessions[r.session].kind == "lead"]
     assert all(1 <= (r.abort_after or 0) <= r.output_tokens for r in leads)
@@ -163,7 +163,7 @@ def test_aborted_answers_end_early(tmp_path: Path) -> None:
         ('"helper", step', '"nobody", step', "spawns unknown 'nobody'"),
         ("sessions = 6", "sessions = 0", "`sessions`"),
         ("steps = 4", "stepps = 4", "unknown field `stepps`"),
-        ("steps = 4", "steps = {p50 = 5, p90 = 2}", "percentiles must not fall"),
+        ("steps = 4", "steps = {p50 = 5, p90 = 2}", "percentiles must not decrease"),
         ("steps = 4", "steps = inf", "`agents.*steps`"),
         ("wait_s = 30.0", "wait_s = -30.0", "`agents.*wait_s`"),
         ("wait_s = 30.0", "wait_s = {p50 = 5, max = nan}", "`agents.*max`"),
@@ -173,14 +173,14 @@ def test_aborted_answers_end_early(tmp_path: Path) -> None:
         ("description", "= broken", "line"),
     ],
 )
-def test_a_bad_profile_is_refused_by_its_key(
+def test_an_invalid_profile_is_rejected_by_its_key(
     tmp_path: Path, old: str, new: str, reason: str
 ) -> None:
     with pytest.raises(AgentProfileError, match=reason):
         profile(tmp_path, SMALL.replace(old, new, 1))
 
 
-def test_a_profile_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_binary_profile_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "p.toml"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(AgentProfileError, match=r"p\.toml: .*utf-8"):
@@ -189,7 +189,7 @@ def test_a_profile_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_prompts_longer_than_every_context_are_an_error(tmp_path: Path) -> None:
     cramped = SMALL.replace("share = 1.0", "share = 1.0\ncontext = 100")
-    with pytest.raises(AgentProfileError, match="longer than its agent's context"):
+    with pytest.raises(AgentProfileError, match="exceeds its agent's context"):
         generate(tmp_path, cramped)
 
 

@@ -1,4 +1,4 @@
-"""Mooncake traces: what is read, what is refused with its line, and what repair makes of it."""
+"""Mooncake traces: reading, rejections with line numbers, repairs."""
 
 import json
 import os
@@ -51,10 +51,10 @@ def test_shared_ids_are_shared_tokens(tmp_path: Path) -> None:
     assert shared(workload, 0, 3) == 0
 
 
-def test_an_answer_is_no_part_of_later_prompts(tmp_path: Path) -> None:
+def test_an_output_is_not_in_later_prompts(tmp_path: Path) -> None:
     workload, _ = read(trace(tmp_path, [row(0, 600, [0, 1]), row(1, 1500, [0, 1, 2])]))
     first = workload.rounds[0]
-    assert workload.tree.shared(first.answer, workload.rounds[1].branch, 1500) == 600
+    assert workload.tree.shared(first.output_branch, workload.rounds[1].branch, 1500) == 600
 
 
 def test_turns_of_a_session_follow_each_other(tmp_path: Path) -> None:
@@ -64,13 +64,13 @@ def test_turns_of_a_session_follow_each_other(tmp_path: Path) -> None:
         row(40, 100, [7], session_id="b", parent_session_id="a"),
     ]
     workload, _ = read(trace(tmp_path, lines))
-    assert [list(members) for members in workload.of_sessions()] == [[0, 1], [2]]
+    assert [list(members) for members in workload.by_session()] == [[0, 1], [2]]
     assert workload.rounds[1].after == (0,)
     assert workload.rounds[1].at_s == 0.25
     assert workload.sessions[1].parent == 0
 
 
-def test_agentic_rows_wait_for_others_wherever_they_stand(tmp_path: Path) -> None:
+def test_agentic_rows_wait_for_rows_in_any_order(tmp_path: Path) -> None:
     lines: Lines = [
         row(None, 10, [2], request_id="c", wait_for=["a", "b"], delay=100, tool_wait_ms=400),
         row(0, 10, [0], request_id="a"),
@@ -82,7 +82,7 @@ def test_agentic_rows_wait_for_others_wherever_they_stand(tmp_path: Path) -> Non
     assert last.at_s == 0.5
 
 
-def test_other_spellings_of_fields_are_understood(tmp_path: Path) -> None:
+def test_other_spellings_of_fields_are_accepted(tmp_path: Path) -> None:
     lines: Lines = [{"created_time": 3, "input_tokens": 9, "output_tokens": 2, "hash_ids": [1]}]
     workload, _ = read(trace(tmp_path, lines))
     assert workload.rounds[0].input_tokens == 9
@@ -112,7 +112,7 @@ BAD: list[tuple[dict[str, Any] | str, str, str]] = [
 
 
 @pytest.mark.parametrize(("line", "reason", "repair"), BAD)
-def test_a_bad_line_is_refused_by_number_or_repaired(
+def test_an_invalid_line_is_rejected_by_number_or_repaired(
     tmp_path: Path, line: dict[str, Any] | str, reason: str, repair: str
 ) -> None:
     file = trace(tmp_path, [GOOD, line, row(2, 100, [0])])
@@ -123,7 +123,7 @@ def test_a_bad_line_is_refused_by_number_or_repaired(
     assert len(workload) == (2 if repair == "dropped the line" else 3)
 
 
-def test_time_that_goes_back_is_refused_or_sorted(tmp_path: Path) -> None:
+def test_decreasing_times_are_rejected_or_sorted(tmp_path: Path) -> None:
     file = trace(tmp_path, [row(50, 100, [0]), row(20, 100, [1])])
     with pytest.raises(TraceError, match=r":2: timestamp 20 ms is before 50 ms"):
         read(file)
@@ -131,7 +131,7 @@ def test_time_that_goes_back_is_refused_or_sorted(tmp_path: Path) -> None:
     assert [round_.at_s for round_ in workload.rounds] == [0.02, 0.05]
 
 
-def test_sorting_leaves_turns_behind_what_they_follow(tmp_path: Path) -> None:
+def test_sorting_keeps_turns_behind_their_predecessors(tmp_path: Path) -> None:
     lines: Lines = [
         row(500, 100, [0], session_id="late", request_id="same"),
         row(None, 100, [0], session_id="late", delay=10),
@@ -140,7 +140,7 @@ def test_sorting_leaves_turns_behind_what_they_follow(tmp_path: Path) -> None:
         row(None, 100, [0], session_id="late", delay=30),
     ]
     file = trace(tmp_path, lines)
-    with pytest.raises(TraceError, match=r":3: request id 'same' was given to an earlier line"):
+    with pytest.raises(TraceError, match=r":3: duplicate request id 'same'"):
         read(file)
     workload, repairs = read(file, repair=True)
     assert repairs.counts() == {"dropped the id": 1, "sorted by time": 1}
@@ -157,11 +157,11 @@ def test_a_cycle_of_three_is_cut_once(tmp_path: Path) -> None:
     assert sum(bool(round_.after) for round_ in workload.rounds) == 2
 
 
-def test_a_name_is_given_once(tmp_path: Path) -> None:
+def test_request_ids_are_unique(tmp_path: Path) -> None:
     lines: Lines = [row(i, 5, [i], request_id="same") for i in range(2)]
     lines.append(row(None, 5, [5], wait_for=["same"]))
     file = trace(tmp_path, lines)
-    with pytest.raises(TraceError, match=r":2: request id 'same' was given to an earlier line"):
+    with pytest.raises(TraceError, match=r":2: duplicate request id 'same'"):
         read(file)
     workload, _ = read(file, repair=True)
     assert workload.rounds[2].after == (0,)

@@ -10,7 +10,7 @@ from kvmesh.bus import messages as m
 from kvmesh.bus.messages import KvLayout
 from kvmesh.cli.messages.decoding import Undecodable, decode, plain
 from kvmesh.cli.messages.one_line import summarise
-from kvmesh.cli.messages.tailing import Form
+from kvmesh.cli.messages.tailing import LineFormat
 
 
 def packed(*values: int) -> bytes:
@@ -103,7 +103,7 @@ CARD = m.Instance(instance="w-1", role=m.Role.WORKER, name="w", version="0.1.0",
     [
         ("kv", BATCH, ["w-1#0 7…11", "+2 G1 root → [ab000000…00000000]", "-3 G1", "and 1 more"]),
         ("kv", m.KvBatch("w", "w-1", 1, 0, 0.0, [m.Cleared()]), ["w-1#1 0  cleared everything"]),
-        ("seq", SEQUENCES, ["r-1: add q1 on w-1 (2 of 3 blocks held)", "progress q1 32 tokens"]),
+        ("seq", SEQUENCES, ["r-1: add q1 on w-1 (overlap 2 of 3 blocks)", "progress q1 32 tokens"]),
         (
             "seq",
             m.SeqBatch("r-1", [m.SeqWait("q1", "r-1", "", 0, "gold", 0.0, 900, 0.0, 1.0)]),
@@ -117,7 +117,7 @@ CARD = m.Instance(instance="w-1", role=m.Role.WORKER, name="w", version="0.1.0",
         ("ctl", m.Drain(), ["drain"]),
         ("load", LOAD, ["#0  3 running, 1 waiting", "10 active, 20 cached of 100"]),
         ("index", m.OverlapQuery([packed(1, 2), packed(3)]), ["2 prompts, 3 blocks"]),
-        ("instances", CARD, ["w-1 here  worker w 0.1.0"]),
+        ("instances", CARD, ["w-1 up  worker w 0.1.0"]),
         (
             "out",
             m.StepOutput("w-1", [m.Chunk("q1", 0, [1, 2]), m.Chunk("q2", 3, [4], "stop")]),
@@ -173,11 +173,15 @@ def test_json_has_names_types_and_whole_hashes() -> None:
 
 def test_a_line_of_the_tail() -> None:
     data = m.encode(m.Cancel("q1"))
-    text = Form(as_json=False, colour=False).line(0.25, "kvm.ns.ctl.w-1", "ctl", ("w-1",), data)
+    text = LineFormat(as_json=False, colour=False).line(
+        0.25, "kvm.ns.ctl.w-1", "ctl", ("w-1",), data
+    )
     assert text.endswith(".250 ctl   w-1  cancel q1")
-    coloured = Form(as_json=False, colour=True).line(0.25, "s", "kv", ("demo",), m.encode(BATCH))
+    coloured = LineFormat(as_json=False, colour=True).line(
+        0.25, "s", "kv", ("demo",), m.encode(BATCH)
+    )
     assert "\x1b[32mkv    demo\x1b[0m" in coloured
-    line = Form(as_json=True, colour=True).line(0.25, "kvm.ns.ctl.w-1", "ctl", ("w-1",), data)
+    line = LineFormat(as_json=True, colour=True).line(0.25, "kvm.ns.ctl.w-1", "ctl", ("w-1",), data)
     assert json.loads(line) == {
         "time": 0.25,
         "subject": "kvm.ns.ctl.w-1",
@@ -190,7 +194,7 @@ def test_json_can_encode_every_message() -> None:
         msgspec.json.encode(plain(message))
 
 
-def test_what_workers_ask_their_kvbm() -> None:
+def test_requests_of_workers_to_their_kvbm() -> None:
     hashes = struct.pack("<3Q", 0xAB << 56, 2, 0xCD << 56)
     offer = m.Offer(1, 1, bytes(48), hashes, hashes, 5)
     fetch = m.Fetch(1, "q1", 2, bytes(48), hashes, hashes, 5, 0.0, 0.0, 1.5)
@@ -204,12 +208,12 @@ def test_what_workers_ask_their_kvbm() -> None:
     ]
 
 
-def test_what_kvbms_tell_each_other() -> None:
+def test_messages_between_kvbms() -> None:
     layout = KvLayout(weights="", dtype="uint8", item_bytes=1, block_size=4, layers=[])
     prepare = m.Prepare("m", layout, bytes(48), 0.0, 0.0, 0.25)
     claims = [m.ClaimAnnouncement("kv-1", 7, digests, 30.0) for digests in (bytes(32), b"")]
     assert summarise(decode("kvbm", m.encode(prepare))) == "prepare 3 blocks of m"
     assert [summarise(decode("computing", m.encode(claim))) for claim in claims] == [
-        "kv-1 #7 computes a prompt, known by 2 digests",
-        "kv-1 #7 computes nothing more",
+        "kv-1 #7 computes a prompt of 2 digests",
+        "kv-1 #7 ended its computation",
     ]

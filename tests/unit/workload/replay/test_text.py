@@ -1,4 +1,4 @@
-"""Spelling prompts in words, and following a stream however its bytes are cut."""
+"""Spelling prompts in words, and parsing a stream however its bytes are split."""
 
 import pytest
 from tokenizers import Tokenizer
@@ -54,7 +54,7 @@ STREAM = (
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])
-def test_a_stream_is_followed_however_it_is_cut(size: int) -> None:
+def test_a_stream_is_parsed_however_it_is_split(size: int) -> None:
     sample = Sample(index=0)
     reading = StreamReading(sample, None)
     pieces = [STREAM[i : i + size] for i in range(0, len(STREAM), size)]
@@ -74,7 +74,7 @@ def test_an_error_in_the_stream_is_the_samples_error() -> None:
     assert sample.error == "engine lost"
 
 
-def test_leaving_early_is_no_error() -> None:
+def test_aborting_early_is_no_error() -> None:
     sample = Sample(index=0)
     reading = StreamReading(sample, 1)
     assert reading.feed(STREAM[:200])
@@ -96,7 +96,7 @@ def test_reasons_are_the_servers_own(status: int, body: bytes, text: str) -> Non
     assert message_of({"type": "t"}) == "t"
 
 
-def test_equal_errors_add_up() -> None:
+def test_equal_errors_are_counted_together() -> None:
     errors = [f"503 worker-{n}-8f12970{n} left" for n in range(3)]
     samples = [Sample(index=n, error=error) for n, error in enumerate(errors)]
     summary = summarize(

@@ -1,4 +1,4 @@
-"""`kvmesh workload` as a user types it."""
+"""`kvmesh workload`: each action on the command line."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_synthesize_writes_a_trace(
     assert len(out.read_text().splitlines()) == 90
 
 
-def test_a_synthetic_trace_has_the_blocks_that_were_asked_for(trace: Path, tmp_path: Path) -> None:
+def test_a_synthetic_trace_has_the_requested_block_size(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "more.jsonl"
     assert run(["workload", "synthesize", str(trace), "-o", str(out), "--block-size", "64"]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]

@@ -17,17 +17,17 @@ def test_branches_share_what_lies_before_their_fork() -> None:
     assert tree.shared(left, tree.fork(), 1000) == 0
 
 
-def test_way_runs_from_the_root_and_is_cut_at_the_length() -> None:
+def test_a_path_starts_at_the_root_and_ends_at_the_length() -> None:
     tree = Tree()
     trunk = tree.fork()
     twig = tree.fork(tree.fork(trunk, 10), 30)
-    assert tree.way(twig, 50) == [
+    assert tree.path(twig, 50) == [
         TokenSegment(0, 0, 10),
         TokenSegment(1, 10, 30),
         TokenSegment(2, 30, 50),
     ]
-    assert tree.way(twig, 20) == [TokenSegment(0, 0, 10), TokenSegment(1, 10, 20)]
-    assert tree.way(twig, 0) == []
+    assert tree.path(twig, 20) == [TokenSegment(0, 0, 10), TokenSegment(1, 10, 20)]
+    assert tree.path(twig, 0) == []
 
 
 def test_a_fork_before_the_start_of_its_parent_belongs_to_the_grandparent() -> None:
@@ -38,7 +38,7 @@ def test_a_fork_before_the_start_of_its_parent_belongs_to_the_grandparent() -> N
 
 
 @pytest.mark.parametrize(("parent", "start"), [(5, 0), (0, -1), (ROOT, 3)])
-def test_a_fork_from_nowhere_is_refused(parent: int, start: int) -> None:
+def test_a_fork_off_the_path_is_rejected(parent: int, start: int) -> None:
     tree = Tree()
     tree.fork()
     with pytest.raises(ValueError, match="no token"):

@@ -3,26 +3,26 @@
 import pytest
 
 from kvmesh.bus.messages import Instance, NodeStore, Role
-from kvmesh.cli.status.report import Member, Report
+from kvmesh.cli.status.report import InstanceReport, MeshReport
 from kvmesh.cli.status.view import show_tables
 
 
-def kvbm(name: str, key: str = "", **layouts: list[str]) -> Member:
+def kvbm(name: str, key: str = "", **layouts: list[str]) -> InstanceReport:
     store = NodeStore(directory="/d", tier_bytes=[1 << 30, 0, 0], layouts=layouts, key=key)
     card = Instance(instance=name, role=Role.KVBM, name=name, version="0", started=0.0, store=store)
-    return Member(card=card, age_s=1.0, load=[])
+    return InstanceReport(card=card, age_s=1.0, load=[])
 
 
-def shown(capsys: pytest.CaptureFixture[str], *members: Member) -> str:
+def shown(capsys: pytest.CaptureFixture[str], *members: InstanceReport) -> str:
     show_tables(
-        Report(
+        MeshReport(
             nats="", server="", namespace="", time=0.0, instances=[*members], streams=[], buckets=[]
         )
     )
     return capsys.readouterr().out
 
 
-def test_nodes_that_share_nothing_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_without_a_common_layout_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     alike = [kvbm("k-0", m=["float32"], n=["bfloat16"]), kvbm("k-1", m=["float32", "uint8"])]
     assert "do not share" not in shown(capsys, *alike)
     text = shown(capsys, *alike, kvbm("k-2", m=["uint8"], n=["float32"]))
@@ -41,7 +41,7 @@ def test_nodes_whose_keys_differ_are_listed(capsys: pytest.CaptureFixture[str]) 
     alike = [kvbm("k-0", "aa11"), kvbm("k-1", "aa11"), kvbm("alone")]
     assert "different keys" not in shown(capsys, *alike)
     text = shown(capsys, *alike, kvbm("k-2", "bb22"))
-    lines = text.partition("of different keys share nothing")[2].splitlines()
+    lines = text.partition("with different keys share no blocks")[2].splitlines()
     assert [line.split() for line in lines[2:]] == [
         ["k-0", "aa11"],
         ["k-1", "aa11"],

@@ -1,0 +1,102 @@
+"""Ports, state directory and token that `kvmesh up` claims before it starts."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvmesh.cli.local import with_local_mesh
+from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.cli.supervisor.resources import claim
+from kvmesh.settings import Flag, Settings, load
+from kvmesh.settings.load import OptionKey
+
+
+def settings(folder: Path, **flags: str) -> Settings:
+    places: dict[OptionKey, Flag] = {("up", "state_dir"): Flag("", str(folder))}
+    for name, text in {"up__nats_port": "0", "frontend__port": "0", **flags}.items():
+        section, key = name.split("__")
+        places[section, key] = Flag(name, text)
+    return load(None, {}, places)
+
+
+@contextmanager
+def used_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def test_free_ports_are_found_and_differ(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        claimed = claim(settings(tmp_path), held)
+    assert claimed.nats.url.startswith("nats://127.0.0.1:")
+    assert claimed.frontend.port not in (0, int(claimed.nats.url.rpartition(":")[2]))
+
+
+def test_a_given_server_needs_no_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    with ExitStack() as held:
+        claimed = claim(settings(folder, nats__url="nats://elsewhere:4222"), held)
+    assert claimed.nats.url == "nats://elsewhere:4222"
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "flag"),
+    [
+        ("up__nats_port", "--nats-port"),
+        ("frontend__port", "--port"),
+        ("up__metrics_port", "--metrics-port"),
+    ],
+)
+def test_a_used_port_is_named(tmp_path: Path, option: str, flag: str) -> None:
+    with used_port() as port, ExitStack() as held, pytest.raises(UpError, match=f"{port}.*{flag}$"):
+        claim(settings(tmp_path, **{option: str(port)}), held)
+
+
+def test_a_port_used_twice_is_named(tmp_path: Path) -> None:
+    with used_port() as port:
+        pass
+    twice = {"up__nats_port": str(port), "frontend__port": str(port)}
+    with ExitStack() as held, pytest.raises(UpError, match=f"{port} is used twice.*--port"):
+        claim(settings(tmp_path, **twice), held)
+
+
+def test_a_directory_serves_one_mesh_at_a_time(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        claim(settings(tmp_path), held)
+        with ExitStack() as second, pytest.raises(UpError, match="--state-dir"):
+            claim(settings(tmp_path), second)
+    with ExitStack() as held:
+        claim(settings(tmp_path), held)
+
+
+def test_an_unusable_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with ExitStack() as held, pytest.raises(UpError, match="file/state"):
+        claim(settings(tmp_path / "file" / "state"), held)
+
+
+def test_the_embedded_server_has_a_token_that_other_commands_find(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    with ExitStack() as held:
+        claimed = claim(settings(folder), held)
+        token = claimed.nats.token
+        assert token is not None
+        assert len(token) == 64
+        for path in (folder, *folder.iterdir()):
+            assert path.stat().st_mode & 0o077 == 0 or path.name == "lock"
+        for url in ({}, {"nats__url": claimed.nats.url}):
+            assert with_local_mesh(settings(folder, **url)).nats == replace(
+                settings(folder).nats, url=claimed.nats.url, token=token
+            )
+        for other in ({"nats__url": "nats://elsewhere:4222"}, {"nats__user": "me"}):
+            assert with_local_mesh(settings(folder, **other)) == settings(folder, **other)
+    assert with_local_mesh(settings(folder)) == settings(folder)
+    with ExitStack() as held:
+        assert claim(settings(folder), held).nats.token == token
