@@ -1,4 +1,4 @@
-"""How SGLang is asked and how it answers: its `/generate` endpoint and its Python engine alike.
+"""Requests and responses of SGLang, for its `/generate` endpoint and its Python engine.
 
 Sources: the sampling-parameter and native-API pages of docs.sglang.io.
 """
@@ -16,7 +16,7 @@ _FINISH = {"stop": "stop", "length": "length"}
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Sampling parameters by SGLang's names."""
+    """Sampling parameters under SGLang's names."""
     fields: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens,
@@ -55,7 +55,7 @@ def _constraint(guided: Guided) -> dict[str, str]:
 
 
 def request_fields(work: Work, tokens: list[int], tag: str | None) -> dict[str, Any]:
-    """One streamed generation; `tag` salts the engine's cache. Raises Rejected."""
+    """The body of one streamed generation; `tag` salts the engine's cache. Raises Rejected."""
     sampling = remaining(work)
     fields: dict[str, Any] = {
         "input_ids": tokens,
@@ -72,13 +72,13 @@ def request_fields(work: Work, tokens: list[int], tag: str | None) -> dict[str, 
 
 
 class AnswerReader:
-    """Chunks of one answer into outputs, whether each repeats what was said before or not."""
+    """Converts the chunks of one response to outputs, whether chunks are cumulative or not."""
 
     def __init__(self) -> None:
         self._seen = 0
 
     def read(self, chunk: Mapping[str, Any]) -> StreamOutput:
-        """Raises Unavailable or Rejected for an answer that the engine gave up."""
+        """Raises EngineUnavailable or Rejected for a response that the engine aborted."""
         if "error" in chunk:
             raise Rejected(_reason(chunk["error"]))
         meta = chunk["meta_info"]
@@ -108,12 +108,12 @@ def _reason(error: object) -> str:
 
 
 def _logprobs(meta: Mapping[str, Any], new: int) -> list[dict[int, float]]:
-    """Rows of (log probability, token, text): the token said, then the likeliest ones."""
+    """Per token, {token: log probability} of the generated token and of the likeliest ones."""
     if not new:
         return []
-    said = meta["output_token_logprobs"][-new:]
+    generated = meta["output_token_logprobs"][-new:]
     likeliest = meta.get("output_top_logprobs") or [None] * new
     rows: list[dict[int, float]] = []
-    for (logprob, token, *_), top in zip(said, likeliest[-new:], strict=True):
+    for (logprob, token, *_), top in zip(generated, likeliest[-new:], strict=True):
         rows.append({token: logprob} | {t: p for p, t, *_ in top or ()})
     return rows

@@ -1,4 +1,4 @@
-"""What vLLM calls the things that a request asks for, in its Python API and over HTTP alike."""
+"""Request fields under vLLM's names, for its Python API and its HTTP server."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from kvmesh.worker.engine import Rejected
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Sampling parameters by vLLM's names; stop strings are the frontend's to find."""
+    """Sampling parameters under vLLM's names; the frontend matches stop strings itself."""
     fields: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "min_tokens": sampling.min_tokens,
