@@ -176,8 +176,11 @@ async def scripted_worker(
 
 
 @asynccontextmanager
-async def scripted_router(bus: Bus, limits: StreamLimits) -> AsyncIterator[ScriptedRouter]:
-    router = ScriptedRouter()
+async def scripted_router(
+    bus: Bus, limits: StreamLimits, router: ScriptedRouter | None = None
+) -> AsyncIterator[ScriptedRouter]:
+    """A router of the demo model on the mesh; `router` replaces the plain one."""
+    router = router or ScriptedRouter()
     await bus.serve(bus.subjects.router(MODEL), ROUTES, router.answer, queue="router")
     card = Instance(instance="router-1", role=Role.ROUTER, name="router", version="0", started=0.0)
     lease = Lease(bus, card, limits)
