@@ -1,4 +1,4 @@
-"""Hints and retention of every API: from the request to router and worker, and into the response."""
+"""Hints and retention of every API: from the request to router, worker and response."""
 
 import asyncio
 import hashlib

@@ -46,7 +46,7 @@ class Api:
     whole: Callable[[Json], Content]
     streamed: Callable[[list[Json]], Content]
 
-    def body(self, text: str, tokens: int | None = None, **fields: Any) -> Json:
+    def body(self, text: str, tokens: int | None = None, /, **fields: Any) -> Json:
         base: Json = {"model": MODEL, **self.prompt(text)}
         return base | ({self.limit: tokens} if tokens else {}) | fields
 
