@@ -25,6 +25,7 @@ class Content:
     cached: int = 0
     output: int = 0
     nvext: Json | None = None
+    id: str = field(default="", compare=False)
 
     def decode_calls(self) -> "Content":
         """Decode the arguments of calls from JSON."""
@@ -58,8 +59,12 @@ class Api:
         assert response.status == 200, await response.text()
         if body.get("stream"):
             found = [event for event in await events(response) if event != "[DONE]"]
-            return self.streamed(found).decode_calls()
-        return self.whole(msgspec.json.decode(await response.read())).decode_calls()
+            first, content = found[0], self.streamed(found)
+        else:
+            first = msgspec.json.decode(await response.read())
+            content = self.whole(first)
+        content.id = (first.get("message") or first.get("response") or first)["id"]
+        return content.decode_calls()
 
 
 def _openai_usage(content: Content, usage: Json) -> None:
