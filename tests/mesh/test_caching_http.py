@@ -122,11 +122,11 @@ async def stage(
     async with client_session() as session:
         client = Client(mesh.url, session)
 
-        async def found() -> dict[str, str] | None:
+        async def found() -> dict[str, str]:
             body = {"model": MODEL, "sessions": ["none"]}
             _, answer = await client.post("/v1/sessions/release", body, **JSON_TYPE)
             names = {entry["name"]: entry["instance"] for entry in answer["instances"]}
-            return names if set(names) == set(WORKERS) else None
+            return names if set(names) == set(WORKERS) else {}
 
         instances = await eventually(found, what="both workers are known to the frontend")
         for instance in instances.values():

@@ -3,8 +3,9 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -118,11 +119,10 @@ class Stage:
         api: Api,
         body: Json,
         key: str = "router",
-        said: str = SAID,
         chunk: Json | None = None,
-        **headers: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RouteRequest, Work, Content]:
-        """A request that `a` answers with `said`: (route request, work, response)."""
+        """A request that `a` answers with SAID: (route request, work, response)."""
         works, asked = len(self.a.works), len(self.router.asked)
         response = asyncio.create_task(api.ask(self.client, body, **bearer(key), **headers))
         try:
@@ -131,7 +131,7 @@ class Stage:
             await response  # fails with the reason of a refusal
             raise
         first = {"cached": [16, 8], "finish": "stop", **(chunk or {})}
-        await self.a.send(work, Chunk(work.request, 0, ids(said), **first))
+        await self.a.send(work, Chunk(work.request, 0, ids(SAID), **first))
         content = await response
         return self.router.asked[asked], work, content
 
@@ -229,7 +229,7 @@ async def test_headers_override_hints_of_the_body(stage: Stage, api: Api, prefix
         "worker-instance-id": "a-1",
     }
     headers = {f"{prefix}-{name}": value for name, value in names.items()}
-    asked, work, _ = await stage.ask(api, body, **headers)
+    asked, work, _ = await stage.ask(api, body, headers=headers)
     found = asked.hints
     assert (found.priority, found.strict_priority, found.osl) == (5, 4, 33)
     assert (found.session, found.parent_session, found.session_final) == ("child", "parent", True)
@@ -261,7 +261,7 @@ HARNESSES: list[tuple[dict[str, str], str, str | None]] = [
 async def test_the_session_of_every_harness_reaches_router_and_worker(
     stage: Stage, headers: dict[str, str], session: str, parent: str | None
 ) -> None:
-    asked, work, _ = await stage.ask(CHAT, CHAT.body(TEXT, 9), **headers)
+    asked, work, _ = await stage.ask(CHAT, CHAT.body(TEXT, 9), headers=headers)
     assert (asked.hints.session, asked.hints.parent_session) == (session, parent)
     assert (work.session, work.parent_session) == (session, parent)
 

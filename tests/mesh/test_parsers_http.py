@@ -92,7 +92,7 @@ async def stage(
         router, workers = ModelRouter(), {}
         for model, case in MODELS.items():
             await bus.serve(bus.subjects.router(model), ROUTES, router.answer, queue="router")
-            parsers = {
+            parsers: dict[str, Any] = {
                 "tool_parser": case.tool or "none",
                 "reasoning_parser": case.reasoning or "none",
             }

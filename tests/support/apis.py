@@ -84,7 +84,8 @@ def _chat_whole(answer: Json) -> Content:
 
 
 def _chat_streamed(chunks: list[Json]) -> Content:
-    content, calls = Content(), []
+    content = Content()
+    calls: list[list[str]] = []
     for chunk in chunks:
         if chunk.get("usage"):
             _openai_usage(content, chunk["usage"])
