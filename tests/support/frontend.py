@@ -146,11 +146,12 @@ async def scripted_worker(
     name: str,
     tier_blocks: Sequence[int] = (),
     started: float = 0.0,
+    served: str = MODEL,
     **card: Any,
 ) -> AsyncIterator[ScriptedWorker]:
-    """A worker of the demo model on the mesh; other keywords change its model card."""
+    """A worker of the demo model, named `served`; other keywords change its model card."""
     files = await publish_model(bus, model_dir())
-    fields: dict[str, Any] = {"name": MODEL, "context": CONTEXT, "block_size": 16, "files": files}
+    fields: dict[str, Any] = {"name": served, "context": CONTEXT, "block_size": 16, "files": files}
     model = ModelCard(**{**fields, "structural_tags": True, **card})
     worker = ScriptedWorker(bus, name)
     instance = Instance(
@@ -175,8 +176,11 @@ async def scripted_worker(
 
 
 @asynccontextmanager
-async def scripted_router(bus: Bus, limits: StreamLimits) -> AsyncIterator[ScriptedRouter]:
-    router = ScriptedRouter()
+async def scripted_router(
+    bus: Bus, limits: StreamLimits, router: ScriptedRouter | None = None
+) -> AsyncIterator[ScriptedRouter]:
+    """A router of the demo model on the mesh; `router` replaces the plain one."""
+    router = router or ScriptedRouter()
     await bus.serve(bus.subjects.router(MODEL), ROUTES, router.answer, queue="router")
     card = Instance(instance="router-1", role=Role.ROUTER, name="router", version="0", started=0.0)
     lease = Lease(bus, card, limits)

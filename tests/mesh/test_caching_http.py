@@ -1,0 +1,382 @@
+"""Caches and placement of a whole mesh through every API: what usage reports is what was done."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from support.apis import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Api,
+    Content,
+    every_api,
+    streamed,
+)
+from support.frontend import MODEL, Client, client_session
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import SeqBatch, SeqFree
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+JSON_TYPE = {"Content-Type": "application/json"}
+BLOCK = 16
+WORKERS = ("worker-0", "worker-1")
+THOUGHT = "The files have to be read before I can say anything about them. " * 6
+ANSWER = "I have read all files, and this is what they contain. " * 6
+Json = dict[str, Any]
+
+
+def unique(words: str = "Read the files and tell me all about them. ") -> str:
+    """A text of about 300 tokens with a beginning that no other has."""
+    return f"Task {secrets.token_hex(8)}. " + words * 30
+
+
+def cachable(content: Content) -> int:
+    """Prompt tokens that a repeated prompt finds cached: engines compute the last token."""
+    return (content.prompt - 1) // BLOCK * BLOCK
+
+
+@dataclass
+class Stage:
+    """A mesh of two mock workers with a host tier; `instances` by name."""
+
+    client: Client
+    freed: list[SeqFree]
+    instances: dict[str, str]
+
+    async def ask(self, api: Api, body: Json, **headers: str) -> Content:
+        """A response with the facts of cache and worker; its `cached` agrees with them.
+
+        Until the end of the request is published, routers count it as load of its worker.
+        """
+        nvext = {"extra_fields": ["worker_id", "cache"], **body.get("nvext", {})}
+        content = await api.ask(self.client, {**body, "nvext": nvext}, **headers)
+        await eventually(
+            lambda: [event for event in self.freed if event.request.startswith(content.id)],
+            what="the request's end is published",
+        )
+        cache = (content.nvext or {})["cache"]
+        assert cache["cached_tokens"] == sum(cache["tiers"]) == content.cached
+        assert cache["prompt_tokens"] == content.prompt
+        return content
+
+    async def call(self, path: str, body: Json, method: str = "POST", **headers: str) -> Any:
+        """The answer of a cache endpoint."""
+        data = msgspec.json.encode({"model": MODEL, **body})
+        url = self.client.url + path
+        headers = {**JSON_TYPE, **headers}
+        async with self.client.session.request(method, url, data=data, headers=headers) as reply:
+            assert reply.status == 200, await reply.text()
+            return await reply.json()
+
+
+def worker(content: Content) -> str:
+    return str((content.nvext or {})["worker_id"]["instance"])
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    entry = {"match": "Think first", "text": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}
+    file = tmp_path_factory.mktemp("script") / "script.jsonl"
+    file.write_text(json.dumps(entry) + "\n")
+    return file
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory, script: Path
+) -> AsyncIterator[Stage]:
+    env = {
+        "KVMESH_MOCK_SPEEDUP": "50",
+        "KVMESH_MOCK_HOST_BLOCKS": "4096",
+        "KVMESH_MOCK_SCRIPT": str(script),
+        "KVMESH_ROUTER_SEED": "0",
+    }
+    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("caching"), env)
+    mesh.start("indexer", "indexer-0")
+    mesh.start("router", "router-0")
+    for name, zone in zip(WORKERS, ("north", "south"), strict=True):
+        mesh.start("worker", name, KVMESH_WORKER_LABELS=f"zone={zone}")
+    mesh.start("frontend", "frontend-0")
+    await mesh.ready()
+    bus = await Bus.connect(mesh.options, "test")
+    freed: list[SeqFree] = []
+
+    async def gather(batch: SeqBatch) -> None:
+        freed.extend(event for event in batch.events if isinstance(event, SeqFree))
+
+    await bus.subscribe(bus.subjects.seq(MODEL), msgspec.msgpack.Decoder(SeqBatch), gather)
+    async with client_session() as session:
+        client = Client(mesh.url, session)
+
+        async def found() -> dict[str, str]:
+            body = {"model": MODEL, "sessions": ["none"]}
+            _, answer = await client.post("/v1/sessions/release", body, **JSON_TYPE)
+            names = {entry["name"]: entry["instance"] for entry in answer["instances"]}
+            return names if set(names) == set(WORKERS) else {}
+
+        instances = await eventually(found, what="both workers are known to the frontend")
+        for instance in instances.values():
+            await eventually(partial(placed, client, instance), what="the router places on both")
+        yield Stage(client, freed, instances)
+    mesh.stop()
+    await bus.close()
+
+
+async def placed(client: Client, instance: str) -> bool:
+    body = CHAT.body("Hi", 1, nvext={"backend_instance_id": instance})
+    return (await client.post(CHAT.path, body))[0] == 200
+
+
+# --- usage ---
+
+
+@every_api
+@streamed
+async def test_usage_reports_the_cached_prefix(stage: Stage, api: Api, stream: bool) -> None:
+    text = unique()
+    first = await stage.ask(api, api.body(text, 4, stream=stream))
+    again = await stage.ask(api, api.body(text, 4, stream=stream))
+    longer = await stage.ask(api, api.body(text + "And then?", 4, stream=stream))
+    assert first.cached == 0
+    assert again.cached == cachable(first) > 0
+    assert (again.prompt, again.output) == (first.prompt, first.output)
+    assert 0 < longer.cached <= first.prompt
+    assert worker(first) == worker(again) == worker(longer)
+    assert again.text == first.text
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES, RESPONSES], ids=lambda api: api.name)
+async def test_a_prompt_of_one_api_is_cached_for_the_others(stage: Stage, api: Api) -> None:
+    text = unique()
+    first = await stage.ask(api, api.body(text, 4))
+    for other in (CHAT, MESSAGES, RESPONSES):
+        found = await stage.ask(other, other.body(text, 4))
+        assert (found.prompt, found.cached) == (first.prompt, cachable(first))
+    prompt = await stage.call("/v1/tokenize", CHAT.body(text))
+    found = await stage.ask(COMPLETIONS, COMPLETIONS.body("", 4, prompt=prompt["tokens"]))
+    assert (found.prompt, found.cached) == (first.prompt, cachable(first))
+
+
+# --- placement ---
+
+
+def turns(api: Api, text: str, said: list[str]) -> Json:
+    """A request of a conversation whose earlier answers are `said`."""
+    if api is COMPLETIONS:
+        return api.body(text + "".join(f"{answer} Go on. " for answer in said), 4)
+    messages: list[Json] = [{"role": "user", "content": text}]
+    for answer in said:
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "Go on."},
+        ]
+    field = "input" if api is RESPONSES else "messages"
+    return api.body("", 4, **{field: messages})
+
+
+@every_api
+async def test_every_turn_goes_to_the_worker_of_the_first(stage: Stage, api: Api) -> None:
+    for instance in stage.instances.values():
+        text, said = unique(), list[str]()
+        nvext = {"backend_instance_id": instance}
+        first = await stage.ask(api, {**turns(api, text, said), "nvext": nvext})
+        cached = [first.cached]
+        said.append(first.text)
+        for _ in range(3):
+            content = await stage.ask(api, turns(api, text, said))
+            assert worker(content) == instance
+            said.append(content.text)
+            cached.append(content.cached)
+        assert cached[0] == 0 < cached[1]
+        assert cached == sorted(cached)
+
+
+@every_api
+async def test_constraints_outweigh_the_cache(stage: Stage, api: Api) -> None:
+    text = unique()
+    home = worker(await stage.ask(api, api.body(text, 4)))
+    (away,) = set(stage.instances.values()) - {home}
+    for constraint in (
+        {"backend_instance_id": away},
+        {"routing_constraints": {"exclude": [home]}},
+        {"routing_constraints": {"allow": [away]}},
+    ):
+        content = await stage.ask(api, api.body(text, 4, nvext=constraint))
+        assert worker(content) == away
+    back = await stage.ask(api, api.body(text, 4, nvext={"backend_instance_id": home}))
+    assert (worker(back), back.cached) == (home, cachable(back))
+
+
+@every_api
+async def test_labels_select_workers(stage: Stage, api: Api) -> None:
+    for name, zone in zip(WORKERS, ("north", "south"), strict=True):
+        nvext = {"routing_constraints": {"labels": {"zone": zone}}}
+        content = await stage.ask(api, api.body(unique(), 4, nvext=nvext))
+        assert worker(content) == stage.instances[name]
+
+
+@every_api
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"routing_constraints": {"labels": {"zone": "west"}}},
+        {"routing_constraints": {"allow": ["nowhere-1"]}},
+        {"routing_constraints": {"exclude": list(WORKERS)}},
+        {"backend_instance_id": "nowhere-1"},
+    ],
+    ids=["labels", "allow", "exclude", "instance"],
+)
+async def test_unmet_constraints_are_refused_before_the_deadline(
+    stage: Stage, api: Api, constraint: Json
+) -> None:
+    if "exclude" in constraint.get("routing_constraints", {}):
+        constraint = {"routing_constraints": {"exclude": list(stage.instances.values())}}
+    body = api.body("Hi", 4, nvext=constraint)
+    response = await stage.client.stream(api.path, body)
+    assert response.status == 503
+    assert "retry-after" in response.headers
+    assert (await response.json())["error"]["message"]
+
+
+# --- cache endpoints ---
+
+
+@every_api
+async def test_after_clear_nothing_of_the_tenant_is_cached(stage: Stage, api: Api) -> None:
+    text = unique()
+    mine, other = {"X-Tenant-Id": f"m{api.name}"}, {"X-Tenant-Id": f"o{api.name}"}
+    for headers in (mine, other):
+        await stage.ask(api, api.body(text, 4), **headers)
+    cleared = await stage.call("/v1/cache/clear", {}, **mine)
+    assert cleared["blocks"] > 0
+    assert (await stage.ask(api, api.body(text, 4), **mine)).cached == 0
+    kept = await stage.ask(api, api.body(text, 4), **other)
+    assert kept.cached == cachable(kept)
+
+
+@every_api
+async def test_a_released_session_is_not_cached(stage: Stage, api: Api) -> None:
+    text, name = unique(), secrets.token_hex(4)
+    session = {"x-kvmesh-session-id": name}
+    await stage.ask(api, api.body(text, 4), **session)
+    again = await stage.ask(api, api.body(text, 4), **session)
+    assert again.cached == cachable(again)
+    released = await stage.call("/v1/sessions/release", {"sessions": [name]})
+    assert released["blocks"] > 0
+    assert (await stage.ask(api, api.body(text, 4), **session)).cached == 0
+
+
+@every_api
+async def test_the_last_request_of_a_session_releases_it(stage: Stage, api: Api) -> None:
+    text = unique()
+    session = {"x-kvmesh-session-id": secrets.token_hex(4)}
+    await stage.ask(api, api.body(text, 4), **session)
+    final = {**session, "x-kvmesh-session-final": "true"}
+    last = await stage.ask(api, api.body(text, 4), **final)
+    assert last.cached == cachable(last)
+
+    async def forgotten() -> bool:
+        return (await stage.ask(api, api.body(text, 4), **final)).cached == 0
+
+    await eventually(forgotten, what="the session is released")
+
+
+@every_api
+async def test_a_pinned_prompt_outlives_its_session(stage: Stage, api: Api) -> None:
+    text, name = unique(), secrets.token_hex(4)
+    session = {"x-kvmesh-session-id": name}
+    await stage.ask(api, api.body(text, 4), **session)
+    pin = await stage.call("/v1/cache/pins", {"session": name, "ttl": "10m"})
+    assert pin["affected"] == pin["requested"] > 0
+    await stage.call("/v1/sessions/release", {"sessions": [name]})
+    pinned = await stage.ask(api, api.body(text, 4))
+    assert pinned.cached == cachable(pinned)
+    gone = await stage.call(f"/v1/cache/pins/{pin['id']}", {}, "DELETE")
+    assert gone["affected"] == pin["requested"]
+
+
+@every_api
+async def test_a_prefetched_prompt_is_cached_in_the_engine(stage: Stage, api: Api) -> None:
+    tenant = {"X-Tenant-Id": f"p{api.name}"}
+    body = api.body(unique(), 4)
+    sent = {key: value for key, value in body.items() if key not in (api.limit, "store")}
+    if api is MESSAGES:
+        sent["api"] = "messages"
+    fetched = await stage.call("/v1/prefetch", {**sent, "compute": 4096}, **tenant)
+    assert fetched["overlap"] == [0, 0, 0, 0]
+
+    async def done() -> bool:
+        pin = await stage.call("/v1/cache/pins", {**sent, "ttl": 60, "priority": 35}, **tenant)
+        return bool(pin["affected"] >= pin["requested"] - 1)
+
+    await eventually(done, what="the prompt is computed")
+    content = await stage.ask(api, body, **tenant)
+    assert worker(content) == fetched["instance"]
+    assert content.prompt == fetched["tokens"]
+    assert content.cached == cachable(content)
+    cache = (content.nvext or {})["cache"]
+    assert cache["tiers"][0] == content.cached
+
+
+# --- sessions ---
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES], ids=lambda api: api.name)
+async def test_speculative_prefill_raises_what_the_next_turn_finds_cached(
+    stage: Stage, api: Api
+) -> None:
+    async def next_turn(hint: bool) -> int:
+        """Cached tokens of the second turn, whose prompt lacks the thinking of the first."""
+        earlier: list[Json] = [
+            {"role": "user", "content": unique()},
+            {"role": "assistant", "content": "Yes?"},
+            {"role": "user", "content": "Think first."},
+        ]
+        nvext = {"agent_hints": {"speculative_prefill": hint}}
+        first = await stage.ask(api, api.body("", 900, messages=earlier, nvext=nvext))
+        assert (first.thinking.strip(), first.text.strip()) == (THOUGHT.strip(), ANSWER.strip())
+        answer = {"role": "assistant", "content": first.text}
+        await asyncio.sleep(0.3)
+        later = [*earlier, answer, {"role": "user", "content": "Thank you."}]
+        return (await stage.ask(api, api.body("", 4, messages=later))).cached
+
+    plain = await next_turn(False)
+
+    async def gained() -> bool:
+        return await next_turn(True) >= plain + 4 * BLOCK
+
+    await eventually(gained, what="the next turn's prompt is prefilled")
+
+
+async def test_a_rewritten_history_supersedes_the_session_s_earlier_prompt(stage: Stage) -> None:
+    start = unique()
+    tails = [unique("One way to go on. "), unique("Another way to go on. ")]
+
+    async def cached(tail: str, **headers: str) -> int:
+        messages = [
+            {"role": "user", "content": start},
+            {"role": "assistant", "content": "Yes?"},
+            {"role": "user", "content": tail},
+        ]
+        return (await stage.ask(CHAT, CHAT.body("", 4, messages=messages), **headers)).cached
+
+    session = {"x-kvmesh-session-id": secrets.token_hex(4)}
+    assert await cached(tails[0], **session) == 0
+    shared = await cached(tails[1], **session)
+    assert shared > 0
+    assert await cached(tails[1]) > shared + BLOCK
+    assert await cached(tails[0]) <= shared + BLOCK
