@@ -1,7 +1,7 @@
 """The metrics that processes export and those that the documentation names are the same."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -70,7 +70,7 @@ MODULES = {
     "router": kvmesh.router.metrics,
     "worker": kvmesh.worker.metrics,
 }
-COLLECTORS = {
+COLLECTORS: dict[str, list[Callable[[], Collector]]] = {
     "frontend": [frontend],
     "indexer": [lambda: StateCollector(dict)],
     "kvbm": [kvbm],
