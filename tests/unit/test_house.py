@@ -1,7 +1,7 @@
 """Conventions that hold in the whole source tree."""
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,3 +32,16 @@ def test_no_docstring_begins_with_an_interrogative() -> None:
         if isinstance(node, documented) and (text := ast.get_docstring(node))
     ]
     assert [each for each in found if each[1].split(maxsplit=1)[0] in INTERROGATIVES] == []
+
+
+MOST_MODULES = 14
+# Folders beyond the bound, with the reason.
+LARGE = {
+    "libs/kvmesh/bus": "one connection and its few abstractions, each in a small module",
+    "tools/kvmesh/cli/commands": "one module per command",
+}
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    folders = Counter(str(m.parent) for m in modules() if m.name != "__init__.py")
+    assert {folder for folder, count in folders.items() if count > MOST_MODULES} == set(LARGE)

@@ -79,7 +79,7 @@ class Option(msgspec.Struct, frozen=True):
             return value
         if self.secret:
             return HIDDEN
-        return redacted(value) if _marked(self.hint, "url") else value
+        return redacted(value) if _marked(self.hint, "url") and isinstance(value, str) else value
 
     @property
     def type(self) -> Any:
@@ -160,10 +160,10 @@ def _texts(
         yield option.file_env, env[option.file_env], True
     elif option.env in env:
         yield option.env, env[option.env], False
-    for key, is_file in ((option.key, False), (option.file_key, True)):
+    for key in (option.key, option.file_key) if option.secret else (option.key,):
         flag = flags.get((option.section, key))
         if flag is not None:
-            yield flag.name, flag.text, is_file
+            yield flag.name, flag.text, key != option.key
 
 
 def _secret(path: object, where: str) -> str:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 DEFAULT = (*STREAMED, "instances")
 COLOURS = {"kv": 32, "route": 35, "seq": 34, "instances": 33, "load": 90, "out": 36}
 REQUEST_COLOUR = 31
+ONE_SUBJECT = ("sessions", "limits")  # these kinds have no further tokens
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class BusTail:
             await self._replayer.close()
 
     def _subject(self, pattern: str) -> str:
-        return self._bus.subjects.expand(f"{pattern}.>" if pattern.isalnum() else pattern)
+        is_kind = pattern.isalnum() and pattern not in ONE_SUBJECT
+        return self._bus.subjects.expand(f"{pattern}.>" if is_kind else pattern)
 
     async def _follow(self, subject: str) -> None:
         kind = subject.split(".")[2]
