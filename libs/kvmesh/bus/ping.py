@@ -1,4 +1,4 @@
-"""Liveness probe of a process: its event loop replies on a subject of its own.
+"""Liveness probe of a process: its event loop replies on its own subject.
 
 A ping is not a control command, so roles without permission for commands may send it.
 """

@@ -84,7 +84,7 @@ class Transport:
         """Copy (remote offset, local offset, length) pieces of a grant into a region.
 
         `final` returns the grant. Returns the transport used. Raises TransferError, also if the
-        owner stops replying while this read waits for its turn, and ValueError for a range outside
+        owner stops replying while this read waits for a slot, and ValueError for a range outside
         `into`.
         """
         wanted = merged(Piece(*piece) for piece in pieces)
@@ -94,7 +94,7 @@ class Transport:
         owner = self._owners.setdefault(job.peer, _Owner())
         silences = owner.silences
         try:
-            async with asyncio.timeout(timeout), owner.turns:
+            async with asyncio.timeout(timeout), owner.slots:
                 if owner.silences != silences:
                     raise TransferError("unreachable", job.peer, "it has just stopped replying")
                 return await self._read_noting_silence(owner, job)
@@ -149,7 +149,7 @@ class _Owner:
     """Concurrency limit of reads from one process, and the number of missing replies."""
 
     def __init__(self) -> None:
-        self.turns = asyncio.Semaphore(MAX_READS)
+        self.slots = asyncio.Semaphore(MAX_READS)
         self.silences = 0
 
 

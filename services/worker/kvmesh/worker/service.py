@@ -83,13 +83,13 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
     worker = service.settings.worker
 
     def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
-        tenant = WorkerIdentity(
+        identity = WorkerIdentity(
             node=node_name(worker),
             instance=service.instance,
             model=worker.served_name or folder.name,
             layout=layout,
         )
-        return KvbmClient(service.bus, service.limits, tenant, user)
+        return KvbmClient(service.bus, service.limits, identity, user)
 
     return connect
 
