@@ -1,6 +1,6 @@
 // Memory of nodes: one range of address space, given to ranks in runs.
 //
-// A node's number is its index, so access takes no look-up; a rank's consecutive blocks are
+// A node's number is its index, so access takes no lookup; a rank's consecutive blocks are
 // adjacent, so that storing and removing them streams through memory; huge pages keep address
 // translation out of the way where the system has them.
 #pragma once

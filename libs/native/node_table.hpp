@@ -1,9 +1,9 @@
 // Blocks by sequence hash: one of the index's shards, an open-addressing table of node numbers.
 //
 // Groups of twelve slots, one cache line each. A slot has a tag, some bits of the scattered sequence
-// hash, beside the node's number, so that a look-up compares twelve tags at once and touches no node
+// hash, beside the node's number, so that a lookup compares twelve tags at once and touches no node
 // but, nearly always, the right one. A node is in the first group from its home on that had a free
-// slot, and each full group before counts that the node `passed`: a look-up ends at a group that
+// slot, and each full group before counts that the node `passed`: a lookup ends at a group that
 // nothing passed, or else after one round.
 //
 // Invariants

@@ -149,7 +149,7 @@ class Attacher:
         """Abandon a faulty attachment and make another."""
         if self.current is not attachment:
             return
-        log.warning("lost the block manager %s: %s", attachment.kvbm, cause)
+        log.warning("lost the kvbm %s: %s", attachment.kvbm, cause)
         self.current = None
         self._lost.append(attachment)
         self._changed.set()
@@ -190,7 +190,7 @@ class Attacher:
         if declined.code in {"unknown", "closing"}:
             self.lose(attachment, declined.reason)
         else:
-            log.warning("the block manager declined (%s): %s", declined.code, declined.reason)
+            log.warning("the kvbm declined (%s): %s", declined.code, declined.reason)
 
     def _on_card(self, card: Instance) -> None:
         if card.role is Role.KVBM and card.node == self._worker.node:

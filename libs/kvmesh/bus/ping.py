@@ -18,7 +18,7 @@ async def ping(bus: Bus, instance: str, timeout: float) -> None:
 
 
 async def answer_pings(bus: Bus, instance: str) -> Subscription:
-    """Reply to pings from this process's event loop, whatever else runs."""
+    """Reply to pings from this process's event loop."""
     subject = bus.subjects.ping(instance)
     return await bus.serve(subject, _pings, returning(_alive), on_malformed=_malformed)
 

@@ -97,7 +97,7 @@ class Transport:
             async with asyncio.timeout(timeout), owner.slots:
                 if owner.silences != silences:
                     raise TransferError("unreachable", job.peer, "it has just stopped replying")
-                return await self._read_noting_silence(owner, job)
+                return await self._read_counting_silences(owner, job)
         except Closed as error:
             raise TransferError("lost", job.peer, str(error)) from error
         except TimeoutError as error:
@@ -114,7 +114,7 @@ class Transport:
         for region in list(self._regions):
             region.close()
 
-    async def _read_noting_silence(self, owner: "_Owner", job: "_ReadJob") -> Via:
+    async def _read_counting_silences(self, owner: "_Owner", job: "_ReadJob") -> Via:
         """Read; if the owner does not reply, let the waiting reads fail."""
         try:
             return await self._read(job)

@@ -93,7 +93,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     `structural_tags`: it accepts constraints of that kind in xgrammar's `format` trees. `retention`
     is the outcome of explicit directives if the engine does not report outcomes: "honoured" if it
     receives them. `supports_handoff`: it offers the KV of prompts to other engines and fetches
-    theirs. `tiered`: it loads blocks from the block manager of its node. `kv_layout` describes the
+    theirs. `tiered`: it loads blocks from the kvbm of its node. `kv_layout` describes the
     KV layout as text, empty if unknown.
     """
 
@@ -153,7 +153,7 @@ StoreFactory: TypeAlias = Callable[[KvLayout, ArenaUser], KvbmClient]
 class EngineContext:
     """Inputs of an engine factory; `folder` is a Hugging Face model folder.
 
-    `store` creates a client of the node's block manager; None outside a mesh.
+    `store` creates a client of the node's kvbm; None outside a mesh.
     """
 
     settings: Settings

@@ -79,7 +79,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
 
 
 def _store_factory(service: Service, folder: Path) -> StoreFactory:
-    """Return a factory of clients of the block manager on this worker's node."""
+    """Return a factory of clients of the kvbm on this worker's node."""
     worker = service.settings.worker
 
     def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:

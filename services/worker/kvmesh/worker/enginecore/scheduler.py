@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """True if the batch stays as it is until a sequence ends or needs a block."""
+        """True if the batch does not change until a sequence ends or needs a block."""
         if self.loading:
             return False
         return self._rejected_at is not None or not self.waiting_count

@@ -51,7 +51,7 @@ def hash_prompt(tokens: bytes, block_size: int, salt: int) -> tuple[bytes, bytes
 
 class SequenceState(Enum):
     WAITING = "waiting"
-    LOADING = "arriving"
+    LOADING = "loading"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ENDED = "ended"

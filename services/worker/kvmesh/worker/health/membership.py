@@ -128,7 +128,7 @@ def _of_model(card: Instance, cards: Iterable[Instance]) -> list[Instance]:
 
 
 def _misfit_reason(card: Instance, others: list[Instance]) -> str:
-    """The reason why a worker does not fit the present ones, whatever their ages; else empty."""
+    """The reason why a worker does not fit those present, regardless of age; else empty."""
     present = Compatibility()
     for other in others:
         present.join(other)
